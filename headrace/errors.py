@@ -1,0 +1,149 @@
+"""Every error that crosses a wire, as one tree. Each class has its gRPC status and a reason for programs.
+
+HeadraceError
+├── InvalidArgument        INVALID_ARGUMENT     the request is wrong; retrying cannot help
+│   └── ConfigError        (never on the wire)  a job file or flag is wrong
+├── NotFound               NOT_FOUND
+├── AlreadyExists          ALREADY_EXISTS       same key, other content
+├── FailedPrecondition     FAILED_PRECONDITION  right request, wrong moment
+├── Aborted                ABORTED
+│   ├── Fenced             reason FENCED        a newer trainer owns the ledger
+│   └── PublicationAborted reason PUBLICATION_ABORTED
+├── OutOfRange             OUT_OF_RANGE
+├── ResourceExhausted      RESOURCE_EXHAUSTED   a limit; RetryInfo says when to come back
+├── Unavailable            UNAVAILABLE          not now; RetryInfo says when to come back
+├── DeadlineExceeded       DEADLINE_EXCEEDED
+├── DataLoss               DATA_LOSS
+│   └── ChecksumMismatch   reason CHECKSUM_MISMATCH
+└── Internal               INTERNAL             a bug of ours; details are in the server's log
+
+A message names the value and the way out. `headrace.rpc` maps the tree to `google.rpc.Status` and back, so a client
+catches the class that the server raised.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar
+
+import grpc
+
+
+class HeadraceError(Exception):
+    """Base of all: `message` for people, `reason` for programs, `metadata` for both."""
+
+    status: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
+
+    def __init__(self, message: str, *, reason: str | None = None, **metadata: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.reason = reason or _upper_snake(type(self).__name__)
+        self.metadata = metadata
+
+
+class InvalidArgument(HeadraceError):
+    """The request is wrong in itself; `field` is the path of the offending field, if one is."""
+
+    status = grpc.StatusCode.INVALID_ARGUMENT
+
+    def __init__(self, message: str, *, field: str | None = None, reason: str | None = None, **metadata: str) -> None:
+        super().__init__(message, reason=reason, **metadata)
+        self.field = field
+
+
+class ConfigError(InvalidArgument):
+    """A job file, flag or environment variable is wrong."""
+
+
+class NotFound(HeadraceError):
+    """What was named is not there."""
+
+    status = grpc.StatusCode.NOT_FOUND
+
+
+class AlreadyExists(HeadraceError):
+    """The same key was used before with another content."""
+
+    status = grpc.StatusCode.ALREADY_EXISTS
+
+
+class FailedPrecondition(HeadraceError):
+    """The request is right, the moment is wrong."""
+
+    status = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class Aborted(HeadraceError):
+    """What the caller takes part in was ended by somebody else."""
+
+    status = grpc.StatusCode.ABORTED
+
+
+class Fenced(Aborted):
+    """The caller's epoch is over: a newer trainer owns the ledger. Stop."""
+
+
+class PublicationAborted(Aborted):
+    """The publication was given up; begin another."""
+
+
+class OutOfRange(HeadraceError):
+    """A position outside of what is kept."""
+
+    status = grpc.StatusCode.OUT_OF_RANGE
+
+
+class RetryableError(HeadraceError):
+    """Try again after `retry_after_seconds`; nothing was kept of this try."""
+
+    def __init__(
+        self, message: str, *, retry_after_seconds: float = 1.0, reason: str | None = None, **metadata: str
+    ) -> None:
+        super().__init__(message, reason=reason, **metadata)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class ResourceExhausted(RetryableError):
+    """A limit is reached; the message says which and how to raise it."""
+
+    status = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class Unavailable(RetryableError):
+    """Nobody can answer now."""
+
+    status = grpc.StatusCode.UNAVAILABLE
+
+
+class DeadlineExceeded(HeadraceError):
+    """It took longer than the caller allowed."""
+
+    status = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class DataLoss(HeadraceError):
+    """Stored or sent bytes are not what they were."""
+
+    status = grpc.StatusCode.DATA_LOSS
+
+
+class ChecksumMismatch(DataLoss):
+    """Two sides computed different checksums over what must be the same."""
+
+
+class Internal(HeadraceError):
+    """A bug on the server's side."""
+
+    status = grpc.StatusCode.INTERNAL
+
+
+def _upper_snake(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).upper()
+
+
+def error_classes() -> list[type[HeadraceError]]:
+    """The whole tree, base first."""
+    found: list[type[HeadraceError]] = [HeadraceError]
+    for cls in found:
+        found.extend(cls.__subclasses__())
+    return found
