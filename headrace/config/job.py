@@ -1,0 +1,171 @@
+"""A job: every knob of a run, typed and frozen. A leaf's name is its flag (`rollout_batch_size` is `--rollout-batch-size`).
+
+Leaf names are unique over all sections. Nothing here has no effect. `headrace.config.load` reads TOML, environment and
+flags into it; cross-field rules are in `headrace.config.rules`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class Section(BaseModel):
+    """Frozen; unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RunSection(Section):
+    run_name: str = Field("run", description="Names the run and its folder.")
+    run_dir: Path = Field(Path("runs"), description="Folder that holds the runs' folders.")
+    seed: NonNegative = Field(1234, description="Seeds initialisation, data order and sampling.")
+
+
+class ModelSection(Section):
+    hf_checkpoint: Path = Field(description="Hugging Face folder: weights, config, tokenizer.")
+    ref_load: Path | None = Field(None, description="Hugging Face folder of the reference policy; hf_checkpoint if absent.")
+
+
+class DataSection(Section):
+    prompt_data: Path | None = Field(None, description="JSONL of prompts; absent: prompts come by SubmitPrompts only.")
+    input_key: str = Field("prompt", description="Key of the prompt: text, or an array of chat messages.")
+    label_key: str | None = Field(None, description="Key of the reference answer.")
+    metadata_key: str | None = Field("metadata", description="Key of an object for rewards and hooks.")
+    tool_key: str | None = Field(None, description="Key of an array of tool definitions.")
+    apply_chat_template: bool = Field(False, description="Text prompts become one user turn of the chat template.")
+    rollout_shuffle: bool = Field(False, description="Walk every epoch in an order of its own.")
+    rollout_seed: NonNegative = Field(42, description="Seeds that order and the engines' sampling.")
+    num_epoch: Positive | None = Field(None, description="Walks over prompt_data at most; absent: without end.")
+    skip_bad_lines: bool = Field(False, description="Count and pass over lines that do not parse, instead of refusing.")
+
+
+class RolloutSection(Section):
+    num_rollout: Positive = Field(100, description="Rollout steps in the run.")
+    rollout_batch_size: Positive | None = Field(None, description="Prompts (groups) in a step; may be derived.")
+    n_samples_per_prompt: Positive | None = Field(None, description="Samples in a group; may be derived.")
+    rollout_temperature: Annotated[float, Field(ge=0)] = Field(1.0, description="Logits are divided by it.")
+    rollout_top_p: Share = Field(1.0, description="Nucleus sampling.")
+    rollout_top_k: Positive | None = Field(None, description="Sample from so many tokens; absent: from all.")
+    rollout_max_response_len: Positive = Field(1024, description="Response tokens at most.")
+    rollout_max_prompt_len: Positive | None = Field(None, description="Longer prompts are dropped, and counted.")
+    rollout_max_context_len: Positive | None = Field(None, description="Prompt and response tokens at most.")
+    rollout_stop: tuple[str, ...] = Field((), description="Stop strings.")
+    rollout_stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a response.")
+    custom_generate_function_path: str | None = Field(None, description="pkg.mod.fn or file.py:fn that generates.")
+    max_turns: Positive | None = Field(None, description="Turns at most; read by custom generate functions.")
+    generate_timeout_seconds: Seconds = Field(600.0, description="Limit of one sample's generation.")
+    max_groups_in_flight: Positive | None = Field(None, description="Groups generated at once; absent: two steps' worth.")
+    router_policy: Literal["cache_aware", "round_robin", "random", "power_of_two"] = Field(
+        "cache_aware", description="How sglang-router picks an engine."
+    )
+
+
+class RewardSection(Section):
+    rm_type: str | None = Field(None, description="Scorer of samples whose metadata names none.")
+    custom_rm_path: str | None = Field(None, description="pkg.mod.fn or file.py:fn that judges.")
+    group_rm: bool = Field(False, description="custom_rm_path takes a whole group and returns a list.")
+    reward_key: str | None = Field(None, description="Which part of a dict reward is trained on.")
+    reward_timeout_seconds: Seconds = Field(30.0, description="Limit of one sample's judgement.")
+    reward_workers: Positive = Field(2, description="Worker processes of the reward service.")
+
+
+class TrainSection(Section):
+    global_batch_size: Positive | None = Field(None, description="Samples in an optimizer step; may be derived.")
+    num_steps_per_rollout: Positive | None = Field(None, description="Optimizer steps in a rollout step; may be derived.")
+    micro_batch_size: Positive = Field(1, description="Samples in a forward pass.")
+    loss_type: Literal["policy_loss", "sft_loss"] = Field("policy_loss", description="What is minimised.")
+    advantage_estimator: Literal["grpo"] = Field("grpo", description="How rewards become advantages.")
+    disable_grpo_std_normalization: bool = Field(False, description="Do not divide by the group's deviation.")
+    disable_rewards_normalization: bool = Field(False, description="Advantages are the rewards themselves.")
+    eps_clip: Annotated[float, Field(gt=0)] = Field(0.2, description="Lower clip of the ratio: 1 - eps.")
+    eps_clip_high: Annotated[float, Field(gt=0)] | None = Field(None, description="Upper clip: 1 + eps; absent: eps_clip.")
+    eps_clip_c: Annotated[float, Field(gt=1)] | None = Field(None, description="Dual clip for negative advantages.")
+    use_kl_loss: bool = Field(False, description="Add kl_loss_coef times the KL to the reference policy.")
+    kl_loss_coef: Annotated[float, Field(ge=0)] = Field(0.0, description="Weight of that KL.")
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = Field("low_var_kl", description="Its estimator.")
+    entropy_coef: Annotated[float, Field(ge=0)] = Field(0.0, description="Weight of the entropy bonus.")
+    calculate_per_token_loss: bool = Field(False, description="Mean over tokens instead of over rollouts.")
+    use_tis: bool = Field(False, description="Truncated importance weights between trainer and engine.")
+    tis_clip: Annotated[float, Field(gt=0)] = Field(2.0, description="Their upper bound (alias: tis_threshold).")
+    tis_clip_low: Annotated[float, Field(ge=0)] = Field(0.0, description="Their lower bound.")
+    use_rollout_logprobs: bool = Field(False, description="The engine's log-probs are the old policy's.")
+
+
+class BufferSection(Section):
+    max_staleness: NonNegative = Field(0, description="Steps a token may be behind: 0 on-policy, 1 one-step-off, k async.")
+    lease_seconds: Seconds = Field(60.0, description="A producer that is silent for so long loses its groups.")
+    max_attempts: Positive = Field(3, description="Leases of a group before it is FAILED.")
+    buffer_store: Literal["memory", "sqlite"] = Field("sqlite", description="Where the ledger lives.")
+    max_payload_bytes: Positive = Field(8 << 30, description="Payload bytes held at most.")
+
+
+class PublishSection(Section):
+    update_weight_transport: Literal["collective"] = Field("collective", description="How weights travel.")
+    update_weight_buffer_size: Positive = Field(512 << 20, description="Bytes in a bucket at most.")
+    update_weight_pause_mode: Literal["in_place", "retract", "abort"] = Field(
+        "in_place", description="What requests in flight do meanwhile."
+    )
+    update_weight_timeout_seconds: Seconds = Field(300.0, description="A publication that takes longer is aborted.")
+    update_weights_interval: Positive = Field(1, description="Rollout steps between publications.")
+
+
+class EvalSection(Section):
+    eval_prompt_data: tuple[tuple[str, Path], ...] = Field((), description="NAME PATH, repeatable.")
+    eval_interval: Positive | None = Field(None, description="Rollout steps between evaluations; absent: first and last.")
+    n_samples_per_eval_prompt: Positive = Field(1, description="Samples of each prompt.")
+    eval_temperature: Annotated[float, Field(ge=0)] = Field(0.0, description="0 is greedy.")
+    eval_max_response_len: Positive | None = Field(None, description="Absent: rollout_max_response_len.")
+
+
+class CheckpointSection(Section):
+    save: Path | None = Field(None, description="Folder of checkpoints; absent: checkpoints/ in the run's folder.")
+    load: Path | None = Field(None, description="Folder to resume from; absent: save's, if there is a checkpoint.")
+    save_interval: Positive | None = Field(None, description="Rollout steps between checkpoints; absent: only the last.")
+    save_hf: Path | None = Field(None, description="Export the final weights as a Hugging Face folder.")
+
+
+class ServicesSection(Section):
+    buffer_address: str | None = Field(None, description="host:port; absent: started here.")
+    rollout_address: str | None = Field(None, description="host:port; absent: started here.")
+    reward_address: str | None = Field(None, description="host:port; absent: started here.")
+    trainer_address: str | None = Field(None, description="host:port to listen on; absent: a free port.")
+
+
+class PlacementSection(Section):
+    actor_num_nodes: Positive = Field(1, description="Machines of the trainer.")
+    actor_num_gpus_per_node: Positive = Field(1, description="Ranks on each (processes, on a CPU machine).")
+    rollout_num_gpus: Positive = Field(1, description="GPUs of all engines (processes, on a CPU machine).")
+    rollout_num_gpus_per_engine: Positive = Field(1, description="Tensor-parallel size of an engine.")
+    colocate: bool = Field(False, description="Trainer and engines share the GPUs.")
+
+
+class TrackingSection(Section):
+    use_tensorboard: bool = Field(True, description="Write TensorBoard events into the run's folder.")
+
+
+class Job(Section):
+    """The whole tree."""
+
+    run: RunSection = RunSection()
+    model: ModelSection
+    data: DataSection = DataSection()
+    rollout: RolloutSection = RolloutSection()
+    reward: RewardSection = RewardSection()
+    train: TrainSection = TrainSection()
+    buffer: BufferSection = BufferSection()
+    publish: PublishSection = PublishSection()
+    eval: EvalSection = EvalSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    services: ServicesSection = ServicesSection()
+    placement: PlacementSection = PlacementSection()
+    tracking: TrackingSection = TrackingSection()
+    megatron: dict[str, Any] = Field({}, description="Megatron-core's own fields, by name; checked by the trainer.")
+    sglang: dict[str, Any] = Field({}, description="SGLang's ServerArgs, by name; checked by rollout.")
