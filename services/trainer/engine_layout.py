@@ -27,7 +27,7 @@ def engine_name(hf_name: str) -> str:
 
 
 class EngineChecksums:
-    """Checksums of an engine's tensors from a checkpoint's, taken in one pass; parts of a fused tensor come in order."""
+    """Checksums of an engine's tensors, from a checkpoint's in one pass; parts of a fused tensor come in order."""
 
     def __init__(self) -> None:
         self._hashers: dict[str, hashlib._Hash] = {}

@@ -1,4 +1,4 @@
-"""What a run leaves behind to look at: metrics.jsonl, TensorBoard events, curves.png, and a live stream for watchers."""
+"""What a run leaves to look at: metrics.jsonl, TensorBoard events, curves.png, and a live stream for watchers."""
 
 from __future__ import annotations
 

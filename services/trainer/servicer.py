@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         path = Path(request.path)
         if not path.is_absolute():
             raise InvalidArgument(f"path {request.path!r} is not absolute on the trainer's machine", field="path")
-        if path.exists() and any(path.iterdir()):
+        if await asyncio.to_thread(_holds_files, path):
             raise InvalidArgument(f"{path} is not empty: name a new folder", field="path")
         state = await self._console.ask(lambda ranks, _: ranks.export_to(path))
         return pb.ExportModelResponse(path=str(path), step=state.step)
@@ -78,3 +79,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
         state = await self._console.ask(save)
         return pb.SaveCheckpointResponse(path=str(paths[0]), step=state.step)
+
+
+def _holds_files(path: Path) -> bool:
+    return path.exists() and any(path.iterdir())
