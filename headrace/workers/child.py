@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import traceback
+from functools import partial
 
 from headrace.workers import frame
 
@@ -40,9 +41,13 @@ async def _serve(parent: socket.socket) -> None:
             case frame.Start(call_id):
                 task = asyncio.create_task(_answer(message, writer))
                 tasks[call_id] = task
-                task.add_done_callback(lambda _, call_id=call_id: tasks.pop(call_id))
+                task.add_done_callback(partial(_forget, tasks, call_id))
             case frame.Cancel(call_id) if call_id in tasks:
                 tasks[call_id].cancel()
+
+
+def _forget(tasks: dict[int, asyncio.Task[None]], call_id: int, _: asyncio.Task[None]) -> None:
+    del tasks[call_id]
 
 
 async def _answer(start: frame.Start, writer: asyncio.StreamWriter) -> None:
