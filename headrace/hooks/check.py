@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from headrace.config.job import Job, ModelSection
@@ -111,4 +112,4 @@ def sample_answers() -> list[Sample]:
 
 def sample_args() -> HookArgs:
     """The args of a job with every default."""
-    return hook_args(Job(model=ModelSection(hf_checkpoint="model")))  # type: ignore[arg-type]  # pydantic makes the Path
+    return hook_args(Job(model=ModelSection(hf_checkpoint=Path("model"))))

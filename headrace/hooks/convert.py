@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from headrace.errors import InvalidArgument
-from headrace.hooks.sample import PrefixCacheInfo, Sample, SpecInfo
+from headrace.hooks.sample import Sample
 from headrace.trajectory import Failure, PolicyRange, Status
 from headrace.trajectory import Sample as WireSample
 
@@ -83,8 +83,8 @@ def _log_probs(sample: Sample, sample_id: str) -> np.ndarray[Any, np.dtype[np.fl
         if sample.response_length == 0:
             return np.zeros(0, np.float32)
         raise InvalidArgument(
-            f"sample {sample_id}: rollout_log_probs is None for {sample.response_length} response tokens: ask the engine "
-            "with return_logprob and append them; tokens that the policy did not sample take 0.0 and a loss_mask of 0"
+            f"sample {sample_id}: rollout_log_probs is None for {sample.response_length} response tokens: ask the "
+            "engine with return_logprob and append them; tokens that the policy did not sample take 0.0 and a loss_mask of 0"
         )
     return np.asarray(sample.rollout_log_probs, dtype=np.float32)
 
@@ -113,8 +113,8 @@ def _columns(sample: Sample) -> dict[str, Any]:
 def _tags(sample: Sample) -> dict[str, str]:
     tags = {"non_generation_seconds": f"{sample.non_generation_time:g}"} if sample.non_generation_time else {}
     for name, info, empty in (
-        ("spec_info", sample.spec_info, SpecInfo()),
-        ("prefix_cache_info", sample.prefix_cache_info, PrefixCacheInfo()),
+        ("spec_info", sample.spec_info, Sample.SpecInfo()),
+        ("prefix_cache_info", sample.prefix_cache_info, Sample.PrefixCacheInfo()),
     ):
         if info != empty:
             tags |= {f"{name}.{key}": str(value) for key, value in vars(info).items()}

@@ -10,7 +10,7 @@ from typing import Any
 from headrace.errors import InvalidArgument
 
 
-class Status(Enum):
+class SampleStatus(Enum):
     """How a generation ended; hooks write it as `Sample.Status.COMPLETED`."""
 
     PENDING = "pending"
@@ -21,7 +21,7 @@ class Status(Enum):
 
 
 @dataclass
-class SpecInfo:
+class SampleSpecInfo:
     """What speculative decoding did for this sample."""
 
     spec_accept_token_num: int = 0
@@ -48,7 +48,7 @@ class SpecInfo:
 
 
 @dataclass
-class PrefixCacheInfo:
+class SamplePrefixCacheInfo:
     """What the engine's prefix cache saved for this sample."""
 
     cached_tokens: int = 0
@@ -65,16 +65,20 @@ class PrefixCacheInfo:
         self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
 
 
-_FINISH_STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+_FINISH_STATUS = {
+    "stop": SampleStatus.COMPLETED,
+    "length": SampleStatus.TRUNCATED,
+    "abort": SampleStatus.ABORTED,
+}
 
 
 @dataclass
 class Sample:
     """One prompt and what was made of it. `headrace.hooks.convert` turns it into a `headrace.trajectory.Sample`."""
 
-    Status = Status
-    SpecInfo = SpecInfo
-    PrefixCacheInfo = PrefixCacheInfo
+    Status = SampleStatus
+    SpecInfo = SampleSpecInfo
+    PrefixCacheInfo = SamplePrefixCacheInfo
 
     group_index: int | None = None
     index: int | None = None
@@ -96,7 +100,7 @@ class Sample:
     remove_sample: bool = False
     """Keep it out of the loss, by an all-zero mask."""
     teacher_log_probs: list[float] | None = None
-    status: Status = Status.PENDING
+    status: SampleStatus = SampleStatus.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
     generate_function_path: str | None = None
     custom_rm_path: str | None = None
@@ -105,8 +109,8 @@ class Sample:
     session_id: str | None = None
     non_generation_time: float = 0.0
     """Seconds in tools and environments."""
-    spec_info: SpecInfo = field(default_factory=SpecInfo)
-    prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
+    spec_info: SampleSpecInfo = field(default_factory=SampleSpecInfo)
+    prefix_cache_info: SamplePrefixCacheInfo = field(default_factory=SamplePrefixCacheInfo)
     failure_reason: str | None = None
     """With FAILED: why, in one sentence."""
 
@@ -147,7 +151,7 @@ class Sample:
         if unknown:
             raise InvalidArgument(f"Sample has no {sorted(unknown)}: put what is yours into metadata")
         values = dict(data)
-        values["status"] = Status(values.get("status", "pending"))
-        values["spec_info"] = SpecInfo(**values.get("spec_info", {}))
-        values["prefix_cache_info"] = PrefixCacheInfo(**values.get("prefix_cache_info", {}))
+        values["status"] = SampleStatus(values.get("status", "pending"))
+        values["spec_info"] = SampleSpecInfo(**values.get("spec_info", {}))
+        values["prefix_cache_info"] = SamplePrefixCacheInfo(**values.get("prefix_cache_info", {}))
         return cls(**values)

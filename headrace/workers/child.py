@@ -16,6 +16,7 @@ import sys
 import traceback
 from functools import partial
 
+from headrace.errors import HeadraceError
 from headrace.workers import frame
 
 _PR_SET_PDEATHSIG = 1
@@ -69,4 +70,5 @@ async def _run(start: frame.Start) -> frame.Reply:
     except BaseException as error:  # the boundary to user code: sys.exit() in a hook ends the call, not the worker
         if limit.expired() and isinstance(error, TimeoutError):
             return frame.Expired(start.call_id)
-        return frame.Raised(start.call_id, type(error).__name__, str(error), traceback.format_exc())
+        is_ours = isinstance(error, HeadraceError)
+        return frame.Raised(start.call_id, type(error).__name__, str(error), traceback.format_exc(), is_ours)

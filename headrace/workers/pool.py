@@ -94,7 +94,7 @@ class WorkerPool:
     async def _take_place(self) -> _Slot:
         if self._waiting >= self._max_waiting:
             raise ResourceExhausted(
-                f"{self._waiting} calls wait for {self._size} workers, which is the limit: come back later or add workers",
+                f"{self._waiting} calls wait for {self._size} workers, the limit: come back later or add workers",
                 reason="QUEUE_FULL",
             )
         self._waiting += 1
