@@ -33,7 +33,7 @@ class RewardClient:
 
     def __init__(self, address: str) -> None:
         self._channel = connect(address)
-        self._stub = RewardServiceStub(self._channel)
+        self._stub = RewardServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
 
     async def score(
         self, items: Sequence[ScoreItem], scorer: str | None = None, *, deadline_seconds: float
@@ -60,7 +60,7 @@ class RewardClient:
 
     async def close(self) -> None:
         """Ends the channel."""
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def __aenter__(self) -> RewardClient:
         return self

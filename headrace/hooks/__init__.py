@@ -3,7 +3,7 @@
 A hook always runs in a worker process (`headrace.workers`): `await pool.run(run_generate, path, args, …)`.
 """
 
-from headrace.hooks.args import HookArgs, hook_args
+from headrace.hooks.args import HookArgs, hook_args, section_args
 from headrace.hooks.check import CheckReport, check_hook
 from headrace.hooks.convert import from_hook, to_hook
 from headrace.hooks.generate import run_generate
@@ -26,5 +26,6 @@ __all__ = [
     "reward_hook",
     "run_generate",
     "run_reward",
+    "section_args",
     "to_hook",
 ]

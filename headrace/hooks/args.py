@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from headrace.config.job import Job
+from headrace.config.job import Job, Section
 
 
 class HookArgs(Mapping[str, Any]):
@@ -47,13 +47,13 @@ def hook_args(job: Job, **more: Any) -> HookArgs:
 
     Paths are strings, as hooks pass them to `from_pretrained` and friends.
     """
-    leaves: dict[str, Any] = {}
-    for section in type(job).model_fields:
-        value = job.__dict__[section]
-        if section == "sglang":
-            leaves.update({f"sglang_{name}": option for name, option in value.items()})
-        elif section == "megatron":
-            leaves.update(value)
-        else:
-            leaves.update(value.__dict__)
-    return HookArgs({name: str(v) if isinstance(v, Path) else v for name, v in leaves.items()} | more)
+    leaves = dict(job.megatron) | {f"sglang_{name}": value for name, value in job.sglang.items()}
+    for section in job.__dict__.values():
+        if isinstance(section, Section):
+            leaves.update(section_args(section))
+    return HookArgs(leaves | more)
+
+
+def section_args(section: Section) -> HookArgs:
+    """The leaves of one section alone."""
+    return HookArgs({name: str(leaf) if isinstance(leaf, Path) else leaf for name, leaf in section.__dict__.items()})

@@ -84,7 +84,8 @@ def _log_probs(sample: Sample, sample_id: str) -> np.ndarray[Any, np.dtype[np.fl
             return np.zeros(0, np.float32)
         raise InvalidArgument(
             f"sample {sample_id}: rollout_log_probs is None for {sample.response_length} response tokens: ask the "
-            "engine with return_logprob and append them; tokens that the policy did not sample take 0.0 and a loss_mask of 0"
+            "engine with return_logprob and append them; tokens that the policy did not sample "
+            "take 0.0 and a loss_mask of 0"
         )
     return np.asarray(sample.rollout_log_probs, dtype=np.float32)
 

@@ -9,11 +9,6 @@ from services.reward.scorers import math
 from services.reward.scorers.answers import boxed
 
 
-def version() -> str:
-    """That of `math`, which judges."""
-    return math.version()
-
-
 def score(item: ScoreItem) -> float:
     """0 without the marker or the box; otherwise as `math`."""
     for marker in ("</think>", "###Response"):

@@ -6,8 +6,6 @@ from headrace.errors import InvalidArgument
 from headrace.judgement import ScoreItem
 from services.reward.scorers.answers import after_thinking
 
-VERSION = "1"
-
 
 def score(item: ScoreItem) -> float:
     """Raises InvalidArgument without a label."""

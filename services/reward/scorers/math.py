@@ -6,21 +6,14 @@ response first. Labels may be plain (`3/4`), LaTeX (`\\frac{3}{4}`, `$…$`) or 
 
 from __future__ import annotations
 
-import importlib.metadata
-
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 from headrace.errors import InvalidArgument
 from headrace.judgement import ScoreItem
 from services.reward.scorers.answers import after_thinking, boxed
 
-# An answer that math-verify could find further from the end is not the final one, and its regexes are slow on megabytes.
+# An answer further from the end is not the final one, and math-verify's patterns are slow on megabytes.
 _TAIL_CHARACTERS = 4000
-
-
-def version() -> str:
-    """The package's: its judgement is ours."""
-    return f"math-verify {importlib.metadata.version('math-verify')}"
 
 
 def score(item: ScoreItem) -> float:

@@ -7,7 +7,6 @@ line; `metadata.answer_format` in {"tag", "boxed", "last_line", "all"} allows on
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -18,11 +17,6 @@ from headrace.errors import InvalidArgument
 from headrace.judgement import ScoreItem
 from headrace.trajectory import from_json
 from services.reward.scorers.answers import after_thinking, boxed, last_line, tagged
-
-
-def version() -> str:
-    """The package's: its judgement is ours."""
-    return f"reasoning-gym {importlib.metadata.version('reasoning-gym')}"
 
 
 def score(item: ScoreItem) -> float:
@@ -48,7 +42,9 @@ def _judge(task: str) -> Callable[[str | None, dict[str, Any]], float]:
     try:
         judge: Callable[[str | None, dict[str, Any]], float] = reasoning_gym.get_score_answer_fn(task)
     except ValueError as error:
-        raise InvalidArgument(f"scorer reasoning_gym: there is no task {task!r} in {version()}") from error
+        raise InvalidArgument(
+            f"scorer reasoning_gym: there is no task {task!r}; `reasoning_gym.factory.DATASETS` lists them"
+        ) from error
     return judge
 
 

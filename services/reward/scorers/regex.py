@@ -10,8 +10,6 @@ import re
 from headrace.errors import InvalidArgument
 from headrace.judgement import ScoreItem
 
-VERSION = "1"
-
 
 def score(item: ScoreItem) -> float:
     """Raises InvalidArgument when there is no pattern or it does not compile."""
