@@ -8,7 +8,7 @@ from headrace.hooks.check import CheckReport, check_hook
 from headrace.hooks.convert import from_hook, to_hook
 from headrace.hooks.generate import run_generate
 from headrace.hooks.load import Hook, load_hook
-from headrace.hooks.reward import Reward, RewardForm, RewardHook, reward_hook, run_reward
+from headrace.hooks.reward import Reward, RewardForm, RewardHook, prepare_reward, reward_hook, run_reward
 from headrace.hooks.sample import Sample
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "from_hook",
     "hook_args",
     "load_hook",
+    "prepare_reward",
     "reward_hook",
     "run_generate",
     "run_reward",

@@ -52,6 +52,13 @@ def reward_hook(path: str, group_rm: bool = False) -> RewardHook:
     return RewardHook(path, form, hook.version, inspect.iscoroutinefunction(function), lines[0] if lines else path)
 
 
+def prepare_reward(path: str, form: RewardForm, model_path: str | None) -> None:
+    """Imports the hook, and makes its class, before the clock of a first call runs."""
+    load_hook(path)
+    if form is RewardForm.BATCH:
+        _judge(path, model_path)
+
+
 async def run_reward(path: str, form: RewardForm, args: HookArgs, samples: Sequence[Sample]) -> list[Reward]:
     """One reward a sample, finite numbers all. Runs in a worker. Raises InvalidArgument for any other return."""
     target = load_hook(path).target

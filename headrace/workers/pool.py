@@ -72,7 +72,8 @@ class WorkerPool:
             worker = await slot.ready()
             return await worker.call(function, args, timeout_seconds)
         except WorkerRaised as error:
-            log.warning("worker_call_raised", function=describe(function), kind=error.kind, traceback=error.traceback)
+            if not error.is_ours:  # ours say what is wrong in their message
+                log.warning("worker_call_raised", function=describe(function), traceback=error.traceback)
             raise
         except WorkerError as error:
             log.warning("worker_call_ended", function=describe(function), message=error.message)

@@ -49,6 +49,6 @@ def run_builtin(name: str, item: ScoreItem) -> float:
 
 
 def prepare_builtin(name: str) -> None:
-    """Imports what the scorer needs. math-verify's warning that nobody watches the clock is untrue here: the pool does."""
+    """Imports what the scorer needs. math-verify warns that nobody watches the clock; the pool does."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     importlib.import_module(f"services.reward.scorers.{name}")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from headrace.errors import ResourceExhausted
 from headrace.hooks import HookArgs, Reward, RewardForm, RewardHook
 from headrace.judgement import Judgement, Score, ScoreError, ScoreItem
+from headrace.rpc.log import log
 from headrace.workers import WorkerCrashed, WorkerError, WorkerPool, WorkerRaised, WorkerTimeout
 from services.reward.builtin import run_builtin
 from services.reward.custom import run_custom
@@ -86,7 +87,12 @@ class Judge:
             rewards = await self._rewards(work.scorer, batch)
             judgements = [self._judgement(work.scorer, reward) for reward in rewards]
         except WorkerError as error:
-            judgements = [_error_of(error)] * len(batch)
+            failure = _error_of(error)
+            judgements = [failure] * len(batch)
+            ids = [item.item_id for item in batch]
+            log.warning(
+                "not_judged", items=ids, scorer=work.scorer.name, reason=failure.reason, message=failure.message
+            )
         for position, judgement in zip(work.positions, judgements, strict=True):
             results[position] = judgement
             self._metrics.count(work.scorer.name, judgement)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from headrace.api.reward.v1 import reward_pb2
 from headrace.api.reward.v1.reward_pb2_grpc import add_RewardServiceServicer_to_server
 from headrace.config.job import RewardSection
 from headrace.errors import ConfigError
-from headrace.hooks import HookArgs, RewardForm, RewardHook, reward_hook
+from headrace.hooks import HookArgs, RewardForm, RewardHook, prepare_reward, reward_hook
 from headrace.rpc.server import RpcServer, Service
 from headrace.workers import WorkerError, WorkerPool
 from services.reward.builtin import prepare_builtin
@@ -53,9 +54,11 @@ class RewardServer:
         service = Service(RewardServicer(judge), add_RewardServiceServicer_to_server, NAME)
         rpc = RpcServer("reward", address, [service], metrics_address=metrics_address, insecure=insecure)
         metrics.show(rpc.metrics.registry, pool)
-        await pool.start()
         try:
+            await pool.start()
             await rpc.start()
+        except WorkerError as error:
+            raise ConfigError(error.message) from error
         except Exception:  # whatever it is, the workers must not stay behind
             await pool.close()
             raise
@@ -94,9 +97,10 @@ async def _describe(reward: RewardSection) -> RewardHook | None:
 
 
 def _pool(reward: RewardSection, registry: Registry, hook: RewardHook | None) -> WorkerPool:
-    prepare = None
+    prepare: Callable[[], None] | None = None
     if hook:
-        prepare = partial(reward_hook, hook.path, reward.group_rm)
+        model_path = str(reward.reward_model_path) if reward.reward_model_path else None
+        prepare = partial(prepare_reward, hook.path, hook.form, model_path)
     elif registry.default:
         prepare = partial(prepare_builtin, registry.default)
     return WorkerPool(
