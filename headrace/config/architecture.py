@@ -83,8 +83,8 @@ class Architecture:
     def contradictions(self, given: ArchitectureArgs) -> list[str]:
         """A sentence for each architecture flag that says something else than the checkpoint."""
         return [
-            f"--{name.replace('_', '-')} {wanted} contradicts the checkpoint, whose config.json says {getattr(self, name)}: "
-            "leave the flag out"
+            f"--{name.replace('_', '-')} {wanted} contradicts the checkpoint, whose config.json says "
+            f"{getattr(self, name)}: leave the flag out"
             for name in ArchitectureArgs.model_fields
             if (wanted := getattr(given, name)) is not None and wanted != getattr(self, name)
         ]

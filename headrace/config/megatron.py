@@ -26,7 +26,7 @@ class ArchitectureArgs(Section):
     max_position_embeddings: Positive | None = Field(None, description="Longest sequence.")
     vocab_size: Positive | None = Field(None, description="Rows of the embedding.")
     rotary_base: Annotated[float, Field(gt=0)] | None = Field(None, description="Base of the rotary frequencies.")
-    rotary_percent: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Share of a head that rotates.")
+    rotary_percent: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Share of a head to rotate.")
     norm_epsilon: Annotated[float, Field(gt=0)] | None = Field(None, description="Epsilon of the norms.")
     normalization: Literal["RMSNorm", "LayerNorm"] | None = Field(None, description="Kind of norm.")
     swiglu: bool | None = Field(None, description="Gated SiLU in the MLP.")

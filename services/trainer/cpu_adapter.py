@@ -47,7 +47,11 @@ class _CudaMeansCpu(TorchFunctionMode):
     """Rewrites device="cuda" to the CPU and answers Tensor.type() with the CUDA name that Megatron compares with."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:

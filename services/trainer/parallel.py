@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from headrace.config.job import Job
+from headrace.config.megatron import MegatronArgs
 from headrace.errors import ConfigError
 from services.trainer import cpu_adapter
-from services.trainer.megatron_args import MegatronArgs
 
 # A collective that takes longer has lost a peer.
 _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
@@ -55,7 +55,7 @@ def initialize(job: Job) -> Layout:
     """Joins the other ranks (torchrun's environment; alone without it). In the thread that will compute."""
     from megatron.core import parallel_state
 
-    args = MegatronArgs.of(job.megatron)
+    args = MegatronArgs.model_validate(job.megatron)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     has_cuda = torch.cuda.is_available()
     if has_cuda:
@@ -97,7 +97,8 @@ def refuse_gpu_only(args: MegatronArgs) -> None:
         raise ConfigError("--sequence-parallel needs Transformer Engine on a GPU: leave it out on a CPU")
     if args.context_parallel_size > 1:
         raise ConfigError(
-            f"--context-parallel-size {args.context_parallel_size} needs Transformer Engine on a GPU: leave it out on a CPU"
+            f"--context-parallel-size {args.context_parallel_size} needs Transformer Engine on a GPU: "
+            "leave it out on a CPU"
         )
 
 
