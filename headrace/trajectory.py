@@ -39,6 +39,14 @@ class Status(StrEnum):
     ABORTED = "aborted"
     FAILED = "failed"
 
+    @classmethod
+    def of(cls, number: pb.SampleStatus.ValueType) -> Status:
+        """The status behind its number on the wire. Raises InvalidArgument for UNSPECIFIED."""
+        name = pb.SampleStatus.Name(number).removeprefix("SAMPLE_STATUS_")
+        if name not in cls.__members__:
+            raise InvalidArgument(f"sample status {name} is not one of {', '.join(cls.__members__)}")
+        return cls[name]
+
     @property
     def number(self) -> pb.SampleStatus.ValueType:
         return pb.SampleStatus.Value(f"SAMPLE_STATUS_{self.name}")
@@ -182,7 +190,7 @@ class Sample:
             loss_mask=arrays.pop("loss_mask"),
             rollout_log_probs=arrays.pop("rollout_log_probs"),
             columns=arrays,
-            status=Status[pb.SampleStatus.Name(envelope.status).removeprefix("SAMPLE_STATUS_")],
+            status=Status.of(envelope.status),
             reward=envelope.reward if envelope.HasField("reward") else None,
             reward_parts=dict(envelope.reward_parts),
             scorer=envelope.scorer,
