@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from headrace.api.sample.v1 import sample_pb2 as pb
 from headrace.errors import DataLoss, InvalidArgument
 
-_DTYPES: Mapping[int, np.dtype[Any]] = {
+_DTYPES: Mapping[pb.Dtype.ValueType, np.dtype[Any]] = {
     pb.DTYPE_UINT8: np.dtype("<u1"),
     pb.DTYPE_INT16: np.dtype("<i2"),
     pb.DTYPE_INT32: np.dtype("<i4"),
@@ -27,12 +27,10 @@ _DTYPES: Mapping[int, np.dtype[Any]] = {
     pb.DTYPE_FLOAT32: np.dtype("<f4"),
     pb.DTYPE_FLOAT64: np.dtype("<f8"),
 }
-_DTYPE_NUMBERS: Mapping[np.dtype[Any], pb.Dtype] = {
-    dtype: pb.Dtype.ValueType(number) for number, dtype in _DTYPES.items()
-}
+_DTYPE_NUMBERS: Mapping[np.dtype[Any], pb.Dtype.ValueType] = {dtype: number for number, dtype in _DTYPES.items()}
 
 
-class Status(str, Enum):
+class Status(StrEnum):
     """How a generation ended."""
 
     PENDING = "pending"
@@ -41,8 +39,16 @@ class Status(str, Enum):
     ABORTED = "aborted"
     FAILED = "failed"
 
+    @classmethod
+    def of(cls, number: pb.SampleStatus.ValueType) -> Status:
+        """The status behind its number on the wire. Raises InvalidArgument for UNSPECIFIED."""
+        name = pb.SampleStatus.Name(number).removeprefix("SAMPLE_STATUS_")
+        if name not in cls.__members__:
+            raise InvalidArgument(f"sample status {name} is not one of {', '.join(cls.__members__)}")
+        return cls[name]
+
     @property
-    def number(self) -> pb.SampleStatus:
+    def number(self) -> pb.SampleStatus.ValueType:
         return pb.SampleStatus.Value(f"SAMPLE_STATUS_{self.name}")
 
 
@@ -97,12 +103,12 @@ class Sample:
             raise InvalidArgument(f"sample {self.sample_id}: loss_mask has {response} entries for {total} tokens")
         if len(self.rollout_log_probs) != response:
             raise InvalidArgument(
-                f"sample {self.sample_id}: {len(self.rollout_log_probs)} rollout_log_probs for {response} response tokens"
+                f"sample {self.sample_id}: {len(self.rollout_log_probs)} rollout_log_probs, {response} in loss_mask"
             )
         if not np.isfinite(self.rollout_log_probs).all():
             where = int(np.flatnonzero(~np.isfinite(self.rollout_log_probs))[0])
             raise InvalidArgument(
-                f"sample {self.sample_id}: rollout_log_probs[{where}] is {self.rollout_log_probs[where]}, must be finite"
+                f"sample {self.sample_id}: rollout_log_probs[{where}] is {self.rollout_log_probs[where]}, not finite"
             )
         if response and self.loss_mask.max() > 1:
             raise InvalidArgument(f"sample {self.sample_id}: loss_mask holds {self.loss_mask.max()}, must be 0 or 1")
@@ -184,7 +190,7 @@ class Sample:
             loss_mask=arrays.pop("loss_mask"),
             rollout_log_probs=arrays.pop("rollout_log_probs"),
             columns=arrays,
-            status=Status[pb.SampleStatus.Name(envelope.status).removeprefix("SAMPLE_STATUS_")],
+            status=Status.of(envelope.status),
             reward=envelope.reward if envelope.HasField("reward") else None,
             reward_parts=dict(envelope.reward_parts),
             scorer=envelope.scorer,
@@ -247,7 +253,7 @@ def unpack_column(column: pb.Column) -> NDArray[Any]:
     expected = int(np.prod(column.shape, dtype=np.int64)) * dtype.itemsize
     if any(n < 0 for n in column.shape) or expected != len(column.data):
         raise InvalidArgument(
-            f"column {column.name}: shape {list(column.shape)} of {dtype} needs {expected} bytes, got {len(column.data)}"
+            f"column {column.name}: shape {list(column.shape)} of {dtype} is {expected} bytes, not {len(column.data)}"
         )
     return np.frombuffer(column.data, dtype=dtype).reshape(tuple(column.shape))
 

@@ -1,4 +1,4 @@
-"""A job: every knob of a run, typed and frozen. A leaf's name is its flag (`rollout_batch_size` is `--rollout-batch-size`).
+"""A job: every knob of a run, typed and frozen. A leaf's name is its flag (`save_hf` is `--save-hf`).
 
 Leaf names are unique over all sections. Nothing here has no effect. `headrace.config.load` reads TOML, environment and
 flags into it; cross-field rules are in `headrace.config.rules`.
@@ -31,7 +31,9 @@ class RunSection(Section):
 
 class ModelSection(Section):
     hf_checkpoint: Path = Field(description="Hugging Face folder: weights, config, tokenizer.")
-    ref_load: Path | None = Field(None, description="Hugging Face folder of the reference policy; hf_checkpoint if absent.")
+    ref_load: Path | None = Field(
+        None, description="Hugging Face folder of the reference policy; hf_checkpoint if absent."
+    )
 
 
 class DataSection(Section):
@@ -62,7 +64,9 @@ class RolloutSection(Section):
     custom_generate_function_path: str | None = Field(None, description="pkg.mod.fn or file.py:fn that generates.")
     max_turns: Positive | None = Field(None, description="Turns at most; read by custom generate functions.")
     generate_timeout_seconds: Seconds = Field(600.0, description="Limit of one sample's generation.")
-    max_groups_in_flight: Positive | None = Field(None, description="Groups generated at once; absent: two steps' worth.")
+    max_groups_in_flight: Positive | None = Field(
+        None, description="Groups generated at once; absent: two steps' worth."
+    )
     router_policy: Literal["cache_aware", "round_robin", "random", "power_of_two"] = Field(
         "cache_aware", description="How sglang-router picks an engine."
     )
@@ -79,14 +83,18 @@ class RewardSection(Section):
 
 class TrainSection(Section):
     global_batch_size: Positive | None = Field(None, description="Samples in an optimizer step; may be derived.")
-    num_steps_per_rollout: Positive | None = Field(None, description="Optimizer steps in a rollout step; may be derived.")
+    num_steps_per_rollout: Positive | None = Field(
+        None, description="Optimizer steps in a rollout step; may be derived."
+    )
     micro_batch_size: Positive = Field(1, description="Samples in a forward pass.")
     loss_type: Literal["policy_loss", "sft_loss"] = Field("policy_loss", description="What is minimised.")
     advantage_estimator: Literal["grpo"] = Field("grpo", description="How rewards become advantages.")
     disable_grpo_std_normalization: bool = Field(False, description="Do not divide by the group's deviation.")
     disable_rewards_normalization: bool = Field(False, description="Advantages are the rewards themselves.")
     eps_clip: Annotated[float, Field(gt=0)] = Field(0.2, description="Lower clip of the ratio: 1 - eps.")
-    eps_clip_high: Annotated[float, Field(gt=0)] | None = Field(None, description="Upper clip: 1 + eps; absent: eps_clip.")
+    eps_clip_high: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Upper clip: 1 + eps; absent: eps_clip."
+    )
     eps_clip_c: Annotated[float, Field(gt=1)] | None = Field(None, description="Dual clip for negative advantages.")
     use_kl_loss: bool = Field(False, description="Add kl_loss_coef times the KL to the reference policy.")
     kl_loss_coef: Annotated[float, Field(ge=0)] = Field(0.0, description="Weight of that KL.")
@@ -100,7 +108,9 @@ class TrainSection(Section):
 
 
 class BufferSection(Section):
-    max_staleness: NonNegative = Field(0, description="Steps a token may be behind: 0 on-policy, 1 one-step-off, k async.")
+    max_staleness: NonNegative = Field(
+        0, description="Steps a token may be behind: 0 on-policy, 1 one-step-off, k async."
+    )
     lease_seconds: Seconds = Field(60.0, description="A producer that is silent for so long loses its groups.")
     max_attempts: Positive = Field(3, description="Leases of a group before it is FAILED.")
     buffer_store: Literal["memory", "sqlite"] = Field("sqlite", description="Where the ledger lives.")
@@ -119,7 +129,9 @@ class PublishSection(Section):
 
 class EvalSection(Section):
     eval_prompt_data: tuple[tuple[str, Path], ...] = Field((), description="NAME PATH, repeatable.")
-    eval_interval: Positive | None = Field(None, description="Rollout steps between evaluations; absent: first and last.")
+    eval_interval: Positive | None = Field(
+        None, description="Rollout steps between evaluations; absent: first and last."
+    )
     n_samples_per_eval_prompt: Positive = Field(1, description="Samples of each prompt.")
     eval_temperature: Annotated[float, Field(ge=0)] = Field(0.0, description="0 is greedy.")
     eval_max_response_len: Positive | None = Field(None, description="Absent: rollout_max_response_len.")
@@ -128,7 +140,9 @@ class EvalSection(Section):
 class CheckpointSection(Section):
     save: Path | None = Field(None, description="Folder of checkpoints; absent: checkpoints/ in the run's folder.")
     load: Path | None = Field(None, description="Folder to resume from; absent: save's, if there is a checkpoint.")
-    save_interval: Positive | None = Field(None, description="Rollout steps between checkpoints; absent: only the last.")
+    save_interval: Positive | None = Field(
+        None, description="Rollout steps between checkpoints; absent: only the last."
+    )
     save_hf: Path | None = Field(None, description="Export the final weights as a Hugging Face folder.")
 
 

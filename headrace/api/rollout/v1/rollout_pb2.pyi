@@ -585,28 +585,24 @@ class Manifest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TENSORS_FIELD_NUMBER: _builtins.int
-    ENGINE_CHECKSUMS_FIELD_NUMBER: _builtins.int
     TOTAL_BYTES_FIELD_NUMBER: _builtins.int
     total_bytes: _builtins.int
     """Bytes in all."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
-        """In the order of sending; bucket numbers never fall."""
-
-    @_builtins.property
-    def engine_checksums(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineChecksum]:
-        """What engines must hold at commit. Empty: engines are compared with each other only (several GPUs to an engine)."""
+        """In the order of sending; bucket numbers never fall. A bucket travels as one uint8 array: its tensors' bytes, end to
+        end, each in C order.
+        """
 
     def __init__(
         self,
         *,
         tensors: _abc.Iterable[Global___TensorSpec] | None = ...,
-        engine_checksums: _abc.Iterable[Global___EngineChecksum] | None = ...,
         total_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_checksums", b"engine_checksums", "tensors", b"tensors", "total_bytes", b"total_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tensors", b"tensors", "total_bytes", b"total_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -801,16 +797,24 @@ class CommitPublishRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PUBLICATION_ID_FIELD_NUMBER: _builtins.int
+    ENGINE_CHECKSUMS_FIELD_NUMBER: _builtins.int
     publication_id: _builtins.str
     """The publication."""
+    @_builtins.property
+    def engine_checksums(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineChecksum]:
+        """What every engine must hold now: computed by the sender while it sent, so that weights are gathered once. Empty:
+        engines are compared with each other only (several GPUs to an engine, or a checksum that is the GPU kernel's own).
+        """
+
     def __init__(
         self,
         *,
         publication_id: _builtins.str = ...,
+        engine_checksums: _abc.Iterable[Global___EngineChecksum] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["publication_id", b"publication_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_checksums", b"engine_checksums", "publication_id", b"publication_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

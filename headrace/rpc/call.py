@@ -1,0 +1,54 @@
+"""Calling: a deadline on everything, the server's error class on this side, and patience while a server restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from headrace.errors import DeadlineExceeded, HeadraceError, Unavailable
+from headrace.rpc.status import from_rpc_error
+
+_LONGEST_PAUSE_SECONDS = 2.0
+
+
+async def call(method: Callable[..., Any], request: Any, *, deadline_seconds: float) -> Any:
+    """One unary call. Retried on UNAVAILABLE until the deadline; raises the HeadraceError that the server raised."""
+    end = time.monotonic() + deadline_seconds
+    pause = 0.05
+    last: HeadraceError | None = None
+    while True:
+        left = end - time.monotonic()
+        if left <= 0:
+            raise last or DeadlineExceeded(f"no answer within {deadline_seconds:g} s")
+        try:
+            return await method(request, timeout=left, wait_for_ready=True)
+        except grpc.aio.AioRpcError as error:
+            mapped = _mapped(error, deadline_seconds)
+            if isinstance(mapped, DeadlineExceeded) and last is not None:
+                raise last from error  # what kept it from answering says more than the clock
+            if not isinstance(mapped, Unavailable):
+                raise mapped from error
+            last = mapped
+        pause = min(pause * 2, _LONGEST_PAUSE_SECONDS, max(end - time.monotonic(), 0.0))
+        await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+
+
+async def stream(method: Callable[..., Any], request: Any, *, deadline_seconds: float | None) -> AsyncIterator[Any]:
+    """A server stream; errors are mapped, nothing is retried. Only an endless watch goes without a deadline."""
+    try:
+        async for reply in method(request, timeout=deadline_seconds, wait_for_ready=True):
+            yield reply
+    except grpc.aio.AioRpcError as error:
+        raise _mapped(error, deadline_seconds) from error
+
+
+def _mapped(error: grpc.aio.AioRpcError, deadline_seconds: float | None) -> HeadraceError:
+    mapped = from_rpc_error(error)
+    if isinstance(mapped, DeadlineExceeded) and deadline_seconds is not None:
+        return DeadlineExceeded(f"no answer within {deadline_seconds:g} s: {mapped.message}")
+    return mapped

@@ -1,0 +1,121 @@
+"""What happens around every call on a server: decoding, deadline, logging, counting, and the mapping of errors.
+
+Decoding is taken over from gRPC, which would answer UNKNOWN to bytes that do not parse without telling anyone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError
+
+from headrace.errors import DeadlineExceeded, HeadraceError, Internal, InvalidArgument
+from headrace.rpc.log import log
+from headrace.rpc.metrics import RpcMetrics
+from headrace.rpc.status import DETAILS_KEY, to_status
+
+# For callers that set no deadline (curl-like tools): nothing waits for ever.
+DEFAULT_DEADLINE_SECONDS = 600.0
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
+    """Wraps unary-unary and unary-stream handlers of the given services; all others pass untouched."""
+
+    def __init__(self, services: frozenset[str], metrics: RpcMetrics) -> None:
+        self._services = services
+        self._metrics = metrics
+
+    async def intercept_service(
+        self, continuation: Callable[..., Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
+        handler = await continuation(details)
+        _, service, method = details.method.split("/")
+        if handler is None or service not in self._services or handler.request_streaming:
+            return handler
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(
+                self._streaming(handler, method), None, handler.response_serializer
+            )
+        return grpc.unary_unary_rpc_method_handler(self._unary(handler, method), None, handler.response_serializer)
+
+    def _unary(self, handler: Any, method: str) -> Callable[[bytes, Context], Awaitable[Any]]:
+        async def behavior(data: bytes, context: Context) -> Any:
+            with _Call(method, context, self._metrics) as call:
+                try:
+                    async with asyncio.timeout(call.seconds_left()):
+                        return await handler.unary_unary(_decode(handler, data), context)
+                except Exception as error:  # the RPC boundary: everything becomes a status
+                    await call.abort(error)
+
+        return behavior
+
+    def _streaming(self, handler: Any, method: str) -> Callable[[bytes, Context], AsyncIterator[Any]]:
+        async def behavior(data: bytes, context: Context) -> AsyncIterator[Any]:
+            with _Call(method, context, self._metrics) as call:
+                try:
+                    async for reply in handler.unary_stream(_decode(handler, data), context):
+                        yield reply
+                except Exception as error:  # the RPC boundary: everything becomes a status
+                    await call.abort(error)
+
+        return behavior
+
+
+class _Call:
+    """One call: its log context, its time and its end."""
+
+    def __init__(self, method: str, context: Context, metrics: RpcMetrics) -> None:
+        self._method = method
+        self._context = context
+        self._metrics = metrics
+        self._started = time.monotonic()
+        self._code = grpc.StatusCode.OK
+
+    def __enter__(self) -> _Call:
+        structlog.contextvars.bind_contextvars(rpc=self._method)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is asyncio.CancelledError or kind is GeneratorExit:
+            self._code = grpc.StatusCode.CANCELLED
+        self._metrics.observe(self._method, self._code.name, time.monotonic() - self._started)
+
+    def seconds_left(self) -> float:
+        remaining = self._context.time_remaining()
+        return DEFAULT_DEADLINE_SECONDS if remaining is None else min(remaining, DEFAULT_DEADLINE_SECONDS)
+
+    async def abort(self, error: Exception) -> None:
+        """Answers the error's status. An exception outside of the tree is a bug: logged, and INTERNAL."""
+        if isinstance(error, TimeoutError):
+            error = DeadlineExceeded(
+                f"{self._method} did not finish within its deadline: give it more time or less work"
+            )
+        if isinstance(error, grpc.aio.AbortError):
+            raise error
+        if not isinstance(error, HeadraceError):
+            log.error("call_failed", exc_info=error)
+            error = Internal(
+                f"{self._method} failed with {type(error).__name__}: {error}; the server's log has the rest"
+            )
+        else:
+            log.info("call_refused", code=error.status.name, reason=error.reason, message=error.message)
+        self._code = error.status
+        trailer = ((DETAILS_KEY, to_status(error).SerializeToString()),)
+        await self._context.abort(error.status, error.message, trailer)
+
+
+def _decode(handler: Any, data: bytes) -> Any:
+    try:
+        return handler.request_deserializer(data)
+    except DecodeError as error:
+        raise InvalidArgument(
+            f"the request's {len(data)} bytes are not the message this method takes: {error}",
+            reason="MALFORMED_REQUEST",
+        ) from error

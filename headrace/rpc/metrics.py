@@ -1,0 +1,31 @@
+"""Prometheus counters of a process and the port that shows them."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+
+from headrace.rpc.net import Address, require_free
+
+_SECONDS_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 300.0)
+
+
+class RpcMetrics:
+    """Calls by method and status, and how long they took. `registry` takes a service's own metrics too."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._calls = Counter("headrace_rpc_calls", "Finished calls.", ["method", "code"], registry=self.registry)
+        self._seconds = Histogram(
+            "headrace_rpc_seconds", "Time in the server.", ["method"], buckets=_SECONDS_BUCKETS, registry=self.registry
+        )
+
+    def observe(self, method: str, code: str, seconds: float) -> None:
+        """Counts one finished call."""
+        self._calls.labels(method, code).inc()
+        self._seconds.labels(method).observe(seconds)
+
+    def serve(self, address: Address) -> int:
+        """Shows `/metrics` over HTTP from a thread; returns the bound port. Raises Unavailable when it is taken."""
+        require_free(address)
+        server, _ = start_http_server(address.port, address.host, self.registry)
+        return int(server.server_port)

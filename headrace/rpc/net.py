@@ -1,0 +1,60 @@
+"""Addresses: parsing, free ports, and which of them strangers can reach."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from dataclasses import dataclass
+
+from headrace.errors import ConfigError, Unavailable
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """`host:port`; port 0 asks for any free one."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Raises ConfigError unless it is host:port with a port of 0 to 65535."""
+        host, colon, port = text.rpartition(":")
+        if not colon or not host or not port.isdigit() or int(port) > 65535:
+            raise ConfigError(f"address {text!r} is not host:port, e.g. 127.0.0.1:9000")
+        return cls(host.strip("[]"), int(port))
+
+    @property
+    def is_loopback(self) -> bool:
+        """True when only this machine can reach it."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def require_free(address: Address) -> None:
+    """Raises Unavailable when somebody listens there; gRPC's own message does not say so."""
+    if address.port == 0:
+        return
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address.host, address.port))
+        except OSError as error:
+            raise Unavailable(
+                f"cannot listen on {address}: {error.strerror or error}: choose another --address, or port 0 for any"
+            ) from error

@@ -1,0 +1,118 @@
+"""A gRPC server as every service has it.
+
+States: built → started (serving) → draining (health says NOT_SERVING, no new calls, those in flight finish) → stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from headrace.errors import ConfigError, Unavailable
+from headrace.rpc.interceptor import CallInterceptor
+from headrace.rpc.log import log
+from headrace.rpc.metrics import RpcMetrics
+from headrace.rpc.net import Address, require_free
+
+MAX_MESSAGE_BYTES = 256 << 20
+DRAIN_SECONDS = 3.0
+
+# Without the pending limits gRPC cuts calls beyond about 3,000 waiting; with so_reuseport two servers share a port.
+_OPTIONS: Sequence[tuple[str, int]] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.server.max_pending_requests", 50_000),
+    ("grpc.server.max_pending_requests_hard_limit", 60_000),
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A servicer, the generated function that adds it, and its full proto name."""
+
+    servicer: Any
+    add_to_server: Callable[[Any, Any], None]
+    full_name: str
+
+
+class RpcServer:
+    """Serves the given services with health, reflection, metrics and graceful drain."""
+
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        services: Sequence[Service],
+        *,
+        metrics_address: str | None = None,
+        insecure: bool = False,
+    ) -> None:
+        self.name = name
+        self.metrics = RpcMetrics()
+        self.port = 0
+        self.metrics_port: int | None = None
+        self._address = Address.parse(address)
+        self._metrics_address = Address.parse(metrics_address) if metrics_address else None
+        self._services = services
+        if not insecure and not self._address.is_loopback:
+            raise ConfigError(
+                f"{self._address} can be reached from other machines and the wire is not encrypted: "
+                "listen on 127.0.0.1, or pass --insecure on a private network"
+            )
+        self._health = HealthServicer()
+        interceptor = CallInterceptor(frozenset(s.full_name for s in services), self.metrics)
+        self._server = grpc.aio.server(interceptors=[interceptor], options=list(_OPTIONS))
+
+    @property
+    def address(self) -> str:
+        """host:port, the port being the bound one."""
+        return str(Address(self._address.host, self.port))
+
+    async def start(self) -> None:
+        """Binds and serves. Raises Unavailable when the port is taken."""
+        require_free(self._address)
+        for service in self._services:
+            service.add_to_server(service.servicer, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = [s.full_name for s in self._services]
+        reflection.enable_server_reflection([*names, reflection.SERVICE_NAME, "grpc.health.v1.Health"], self._server)
+        try:
+            self.port = self._server.add_insecure_port(str(self._address))
+        except RuntimeError as error:
+            raise Unavailable(f"cannot listen on {self._address}: choose another --address") from error
+        await self._server.start()
+        if self._metrics_address:
+            self.metrics_port = self.metrics.serve(self._metrics_address)
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        log.info("serving", address=self.address, metrics_port=self.metrics_port)
+
+    async def run_until_signal(self) -> None:
+        """Serves until SIGTERM or SIGINT, then drains."""
+        asked = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, asked.set)
+        await asked.wait()
+        await self.stop()
+
+    async def stop(self, grace_seconds: float = DRAIN_SECONDS) -> None:
+        """Takes no new calls, lets those in flight finish for `grace_seconds`, then cancels them."""
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        log.info("draining", grace_seconds=grace_seconds)
+        await self._server.stop(grace_seconds)
+
+    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for name in ("", *(s.full_name for s in self._services)):
+            await self._health.set(name, status)

@@ -1,0 +1,83 @@
+"""The error tree to `google.rpc.Status` and back, so that a client catches the class that the server raised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+import grpc
+from google.protobuf.any_pb2 import Any
+from google.protobuf.message import DecodeError, Message
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from headrace.errors import HeadraceError, InvalidArgument, RetryableError, error_classes
+
+M = TypeVar("M", bound=Message)
+
+DOMAIN = "headrace"
+DETAILS_KEY = "grpc-status-details-bin"
+
+
+def to_status(error: HeadraceError) -> status_pb2.Status:
+    """ErrorInfo always; BadRequest where a field is at fault; RetryInfo where it pays to come back."""
+    details: list[Any] = [
+        _pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata))
+    ]
+    if isinstance(error, InvalidArgument) and error.field:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        details.append(_pack(error_details_pb2.BadRequest(field_violations=[violation])))
+    if isinstance(error, RetryableError):
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(int(error.retry_after_seconds * 1e9))
+        details.append(_pack(retry))
+    return status_pb2.Status(code=code_pb2.Code.Value(error.status.name), message=error.message, details=details)
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError) -> HeadraceError:
+    """The class with the same reason, else the plainest class with the same status."""
+    status = _status_of(error)
+    message = error.details() or error.code().name
+    reason, metadata, field, retry_after = None, {}, None, 1.0
+    for packed in status.details:
+        if info := _unpack(packed, error_details_pb2.ErrorInfo):
+            reason, metadata = info.reason, dict(info.metadata)
+        elif bad := _unpack(packed, error_details_pb2.BadRequest):
+            field = bad.field_violations[0].field
+        elif retry := _unpack(packed, error_details_pb2.RetryInfo):
+            retry_after = retry.retry_delay.ToNanoseconds() / 1e9
+    cls = _class_for(error.code(), reason)
+    if issubclass(cls, InvalidArgument):
+        return cls(message, field=field, reason=reason, **metadata)
+    if issubclass(cls, RetryableError):
+        return cls(message, retry_after_seconds=retry_after, reason=reason, **metadata)
+    return cls(message, reason=reason or error.code().name, **metadata)
+
+
+def _class_for(code: grpc.StatusCode, reason: str | None) -> type[HeadraceError]:
+    candidates = [cls for cls in error_classes() if cls.status is code]
+    for cls in candidates:
+        if cls("").reason == reason:
+            return cls
+    return candidates[0] if candidates else HeadraceError
+
+
+def _status_of(error: grpc.aio.AioRpcError) -> status_pb2.Status:
+    trailer: Iterable[tuple[str, str | bytes]] = error.trailing_metadata() or ()  # type: ignore[assignment]  # stubs
+    for key, value in trailer:
+        if key == DETAILS_KEY and isinstance(value, bytes):
+            try:
+                return status_pb2.Status.FromString(value)
+            except DecodeError:
+                break  # a stranger's trailer: the plain code and message still stand
+    return status_pb2.Status()
+
+
+def _pack(message: Message) -> Any:
+    packed = Any()
+    packed.Pack(message)
+    return packed
+
+
+def _unpack(packed: Any, kind: type[M]) -> M | None:
+    message = kind()
+    return message if packed.Unpack(message) else None

@@ -1,0 +1,166 @@
+"""What people see of the loop, and how they steer it.
+
+Requests (pause, save, export, stop) are served between two steps, when no rank computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from headrace.api.trainer.v1 import trainer_pb2 as pb
+from headrace.rpc.log import log
+from services.trainer.report import Report
+from services.trainer.state import TrainState
+
+
+class Steered(Protocol):
+    """What a request may ask of the ranks."""
+
+    async def save(self, state: TrainState) -> None:
+        """Returns when the checkpoint is safe."""
+
+    def checkpoint_path(self, step: int) -> Path:
+        """Where that checkpoint is."""
+
+    async def export_to(self, path: Path) -> None:
+        """Writes a Hugging Face folder."""
+
+
+Action = Callable[[Steered, TrainState], Awaitable[None]]
+Evaluate = Callable[[TrainState], Awaitable[dict[str, float]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    action: Action
+    done: asyncio.Future[TrainState]
+
+
+class TrainerConsole:
+    """The loop's `Console`. All of it runs on rank 0's event loop."""
+
+    def __init__(self, report: Report, evaluate: Evaluate, *, run: str, num_steps: int, groups_per_step: int) -> None:
+        self._report = report
+        self._evaluate = evaluate
+        self._requests: list[_Request] = []
+        self._running = asyncio.Event()
+        self._running.set()
+        self._stopping = False
+        self._ranks: Steered | None = None
+        self._status = pb.GetStatusResponse(
+            run=run, phase=pb.PHASE_STARTING, num_steps=num_steps, groups_per_step=groups_per_step
+        )
+
+    @property
+    def status(self) -> pb.GetStatusResponse:
+        """Where the loop is now."""
+        return self._status
+
+    @contextmanager
+    def phase(self, phase: pb.Phase.ValueType) -> Iterator[None]:
+        """Shows the phase while the block runs, and the one before it afterwards."""
+        before, self._status.phase = self._status.phase, phase
+        try:
+            yield
+        finally:
+            self._status.phase = before
+
+    def open(self, ranks: Steered, world_size: int) -> None:
+        """The ranks are up; requests go to them."""
+        self._ranks = ranks
+        self._status.world_size = world_size
+
+    def finished(self, error: str | None = None) -> None:
+        """The run is over; watchers of progress are let go."""
+        self._status.phase = pb.PHASE_FAILED if error else pb.PHASE_FINISHED
+        self._status.error = error or ""
+        for request in self._requests:
+            request.done.cancel()
+        self._report.close()
+
+    def groups_ready(self, count: int) -> None:
+        """Progress while a batch fills."""
+        self._status.groups_ready = count
+
+    async def before_step(self, state: TrainState) -> bool:
+        """Serves what was asked for, holds while paused; False ends the run."""
+        self._show(state)
+        await self._serve(state)
+        if not self._running.is_set():
+            with self.phase(pb.PHASE_PAUSED):
+                while not self._running.is_set():
+                    await self._running.wait()
+                    await self._serve(state)
+        self._status.phase = pb.PHASE_WAITING
+        return not self._stopping
+
+    async def evaluate(self, state: TrainState) -> None:
+        """Evaluates if it is due; what it finds is reported with the step that was trained last."""
+        self._show(state)
+        with self.phase(pb.PHASE_EVALUATING):
+            metrics = await self._evaluate(state)
+        if metrics:
+            self._report.write(state.step, metrics)
+
+    def report(self, state: TrainState, metrics: dict[str, float]) -> None:
+        """A step is done; `state.step` counts it."""
+        self._show(state)
+        self._report.write(state.step, metrics | {"policy_version": float(state.policy_version)})
+        log.info("step", step=state.step, **{k: round(v, 6) for k, v in metrics.items() if k in _LOGGED})
+
+    async def ask(self, action: Action) -> TrainState:
+        """Runs the action before the next step; returns the state it ran in."""
+        request = _Request(action, asyncio.get_running_loop().create_future())
+        self._requests.append(request)
+        if not self._running.is_set():
+            self._running.set()  # wake the paused loop to serve it; it holds again at once
+            self._running.clear()
+        return await request.done
+
+    def pause(self) -> None:
+        """Holds before the next step."""
+        self._running.clear()
+
+    def resume(self) -> None:
+        """Goes on."""
+        self._running.set()
+
+    def stop(self) -> None:
+        """Ends the run before the next step."""
+        self._stopping = True
+        self._running.set()
+
+    async def _serve(self, state: TrainState) -> None:
+        assert self._ranks is not None  # the loop runs only after open()
+        while self._requests:
+            request = self._requests.pop(0)
+            try:
+                await request.action(self._ranks, state)
+            except Exception as error:  # belongs to whoever asked, not to the loop
+                request.done.set_exception(error)
+            else:
+                request.done.set_result(state)
+
+    def _show(self, state: TrainState) -> None:
+        self._status.step = state.step
+        self._status.policy_version = state.policy_version
+        self._status.epoch = state.epoch
+        self._status.groups_ready = 0
+
+
+_LOGGED = frozenset(
+    {
+        "reward/mean",
+        "loss/policy",
+        "loss/sft",
+        "grad_norm",
+        "log_prob_diff/mean",
+        "log_prob_diff/max",
+        "tokens_per_second",
+    }
+)

@@ -1,0 +1,73 @@
+"""How rank 0's commands reach the other ranks: numbered keys in a key-value store that rank 0 keeps.
+
+A store rather than a collective: a follower may wait for hours for the next batch, and a collective that waits for
+hours cannot tell a slow batch from a dead peer. A follower asks the store again every few seconds; when rank 0 is
+gone, the store is gone, and the follower ends.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from services.trainer import commands
+from services.trainer.commands import Command, Leave
+
+_ASK_AGAIN = datetime.timedelta(seconds=20)
+_CONNECT = datetime.timedelta(seconds=120)
+
+
+class Control:
+    """The ordered commands of one run. Built on every rank at once, after torch.distributed is up."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        self._next = 0
+        port = torch.zeros(1, dtype=torch.int64, device=device)
+        if rank == 0:
+            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_CONNECT)
+            port += self._store.port
+        dist.broadcast(port, src=0)
+        if rank != 0:
+            self._store = dist.TCPStore(host, int(port.item()), is_master=False, timeout=_CONNECT)
+
+    def send(self, command: Command) -> None:
+        """From rank 0 to all others."""
+        self._store.set(f"command/{self._next}", commands.encode(command))
+        self._next += 1
+
+    def receive(self) -> Iterator[Command]:
+        """All commands in order, until Leave."""
+        while True:
+            command = commands.decode(self._wait_for(f"command/{self._next}"))
+            self._next += 1
+            if isinstance(command, Leave):
+                return
+            yield command
+
+    def _wait_for(self, key: str) -> bytes:
+        while True:
+            try:
+                self._store.wait([key], _ASK_AGAIN)
+            except dist.DistStoreError:
+                continue  # nothing yet; a store that is gone raises DistNetworkError, which ends the rank
+            value: bytes = self._store.get(key)
+            return value
+
+    def put(self, key: str, value: str) -> None:
+        """A fact for the other ranks, e.g. where a sender listens."""
+        self._store.set(key, value)
+
+    def get(self, key: str, timeout_seconds: float) -> str:
+        """Waits for a fact."""
+        self._store.wait([key], datetime.timedelta(seconds=timeout_seconds))
+        value: bytes = self._store.get(key)
+        return value.decode()
+
+    def has(self, key: str) -> bool:
+        """True once the fact is there."""
+        return bool(self._store.check([key]))

@@ -1,0 +1,48 @@
+"""How an engine holds what a checkpoint holds apart, and the checksum it prints over it.
+
+SGLang fuses q/k/v and gate/up into one parameter each, by concatenation along the output dimension, so the bytes of
+the fused tensor are the parts' bytes end to end. Its /weights_checker prints, for a CPU tensor, the first eight bytes
+of the SHA-256 over the raw bytes, in hexadecimal (sglang/srt/managers/mm_utils.py: tensor_hash).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+
+_FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+
+
+def engine_name(hf_name: str) -> str:
+    """model.layers.0.self_attn.q_proj.weight → model.layers.0.self_attn.qkv_proj.weight; others as they are."""
+    return ".".join(_FUSED.get(part, part) for part in hf_name.split("."))
+
+
+class EngineChecksums:
+    """Checksums of an engine's tensors, from a checkpoint's in one pass; parts of a fused tensor come in order."""
+
+    def __init__(self) -> None:
+        self._hashers: dict[str, hashlib._Hash] = {}
+
+    def update(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Takes in (Hugging Face name, tensor) pairs."""
+        for name, tensor in tensors:
+            hasher = self._hashers.setdefault(engine_name(name), hashlib.sha256())
+            hasher.update(memoryview(flat_bytes(tensor).numpy()))
+
+    def result(self) -> dict[str, str]:
+        """Engine name → checksum, as /weights_checker prints it."""
+        return {name: hasher.hexdigest()[:16] for name, hasher in self._hashers.items()}
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes in C order: uint8, shape [bytes]."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,41 @@
+"""The loop's `Ledger`: one stream of the buffer."""
+
+from __future__ import annotations
+
+import uuid
+
+from headrace.client.buffer import BufferClient
+
+from services.trainer.batch import Batch
+from services.trainer.console import TrainerConsole
+
+
+class StreamLedger:
+    """The buffer's `train` stream; waiting for a batch shows on the console."""
+
+    def __init__(self, buffer: BufferClient, stream: str, console: TrainerConsole) -> None:
+        self._buffer = buffer
+        self._stream = stream
+        self._console = console
+
+    async def rewind(self, step: int) -> int:
+        """Brings back what was consumed from `step` on; opens the epoch that is returned."""
+        reply = await self._buffer.rewind(self._stream, step, request_id=uuid.uuid4().hex)
+        return reply.epoch
+
+    async def lease_batch(self, epoch: int, step: int) -> Batch:
+        """Waits as long as it takes; the console shows how many groups are ready."""
+        reply = await self._buffer.lease_batch(self._stream, epoch, step, on_progress=self._console.groups_ready)
+        return Batch.of(reply)
+
+    async def consume(self, epoch: int, step: int, digest: bytes) -> None:
+        """The optimizer has used the batch."""
+        await self._buffer.consume(self._stream, epoch, step, digest)
+
+    async def commit(self, epoch: int, step: int) -> None:
+        """A checkpoint holds every step below `step`."""
+        await self._buffer.commit(self._stream, epoch, step)
+
+    async def set_policy_version(self, epoch: int, policy_version: int) -> None:
+        """The engines serve it."""
+        await self._buffer.set_policy_version(self._stream, epoch, policy_version)

@@ -1,0 +1,107 @@
+"""The training loop.
+
+It waits for a full batch, trains on it, tells the ledger, gives the weights to the engines, and saves. Consumed is not
+committed: what a checkpoint does not cover comes back, in the same batches, when a trainer starts again.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from services.trainer.batch import Batch
+from services.trainer.state import TrainState
+
+
+class Ledger(Protocol):
+    """The buffer, as the loop sees it."""
+
+    async def rewind(self, step: int) -> int:
+        """Brings back what was consumed from `step` on; returns the epoch that now owns the ledger."""
+
+    async def lease_batch(self, epoch: int, step: int) -> Batch:
+        """Waits for the step's batch: the same one however often it is asked."""
+
+    async def consume(self, epoch: int, step: int, digest: bytes) -> None:
+        """The optimizer has used the batch."""
+
+    async def commit(self, epoch: int, step: int) -> None:
+        """A checkpoint holds every step below `step`."""
+
+    async def set_policy_version(self, epoch: int, policy_version: int) -> None:
+        """The engines serve it."""
+
+
+class Ranks(Protocol):
+    """All trainer processes, as one."""
+
+    async def restore(self) -> int:
+        """Loads the latest checkpoint, if there is one; returns its step."""
+
+    async def train(self, step: int, batch: Batch) -> dict[str, float]:
+        """One rollout step's optimizer steps; returns their metrics."""
+
+    async def publish(self, state: TrainState) -> dict[str, float]:
+        """The current weights to all engines, as one transaction."""
+
+    async def save(self, state: TrainState) -> None:
+        """Returns when the checkpoint is safe."""
+
+    async def export(self) -> None:
+        """Writes the Hugging Face folder the job asks for, if it asks."""
+
+
+class Console(Protocol):
+    """Whoever watches and steers."""
+
+    async def before_step(self, state: TrainState) -> bool:
+        """Holds while paused, serves what was asked for; False ends the run."""
+
+    async def evaluate(self, state: TrainState) -> None:
+        """Evaluates if it is due at this step."""
+
+    def report(self, state: TrainState, metrics: dict[str, float]) -> None:
+        """A step is done."""
+
+
+class Schedule(Protocol):
+    """The job's rhythm."""
+
+    num_steps: int
+
+    def publishes(self, state: TrainState) -> bool:
+        """After this many steps the engines get new weights."""
+
+    def saves(self, state: TrainState) -> bool:
+        """After this many steps a checkpoint is written."""
+
+
+async def train(ledger: Ledger, ranks: Ranks, console: Console, schedule: Schedule) -> TrainState:
+    """Runs the job to its end, or to where the console stops it."""
+    step = await ranks.restore()
+    state = TrainState(step, policy_version=step, epoch=await ledger.rewind(step))
+    await ranks.publish(state)
+    await ledger.set_policy_version(state.epoch, state.policy_version)
+    saved = state
+    await console.evaluate(state)
+
+    while state.step < schedule.num_steps and await console.before_step(state):
+        batch = await ledger.lease_batch(state.epoch, state.step)
+        metrics = await ranks.train(state.step, batch)
+        await ledger.consume(state.epoch, state.step, batch.digest)
+        state = state.trained()
+        if schedule.publishes(state):
+            metrics |= await ranks.publish(state)
+            state = state.published()
+            await ledger.set_policy_version(state.epoch, state.policy_version)
+        if schedule.saves(state):
+            await ranks.save(state)
+            await ledger.commit(state.epoch, state.step)
+            saved = state
+        console.report(state, metrics)
+        await console.evaluate(state)
+
+    if saved.step != state.step:
+        await ranks.save(state)
+        await ledger.commit(state.epoch, state.step)
+    await ranks.export()
+    return state

@@ -1,0 +1,148 @@
+"""The sending half of a publication: the coordinator of the transaction that the rollout service takes part in.
+
+begin → (senders join; for each bucket: engines receive while senders broadcast) → commit, or abort. A publication that
+fails leaves the engines' old version in charge and is tried again with new groups.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from dataclasses import dataclass
+
+from headrace.client.rollout import RolloutClient
+
+from headrace.api.rollout.v1 import rollout_pb2 as pb
+from headrace.config.job import PublishSection
+from headrace.errors import DataLoss, Fenced, HeadraceError, PublicationAborted
+from headrace.rpc.log import log
+from services.trainer.commands import DropGroups, OpenGroups, SendWeights
+from services.trainer.control import Control
+from services.trainer.crew import Crew
+from services.trainer.state import TrainState
+
+_TRIES = 3
+_PAUSE_MODES = {
+    "in_place": pb.PAUSE_MODE_IN_PLACE,
+    "retract": pb.PAUSE_MODE_RETRACT,
+    "abort": pb.PAUSE_MODE_ABORT,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is sent, in which groups."""
+
+    manifest: pb.Manifest
+    groups: list[pb.PublishGroup]
+    num_buckets: int
+
+
+class Publisher:
+    """Gives the current weights to all engines."""
+
+    def __init__(
+        self, crew: Crew, control: Control, rollout: RolloutClient, config: PublishSection, *, stages: int, backend: str
+    ) -> None:
+        self._crew = crew
+        self._control = control
+        self._rollout = rollout
+        self._config = config
+        self._stages = stages
+        self._backend = backend
+
+    async def publish(self, state: TrainState) -> dict[str, float]:
+        """Returns once every engine in routing serves `state.step`. Raises the last try's error."""
+        started = time.monotonic()
+        for tries_left in reversed(range(_TRIES)):
+            publication_id = f"v{state.step}-{uuid.uuid4().hex[:8]}"
+            try:
+                reply = await self._attempt(publication_id, state)
+            except HeadraceError as error:
+                await self._give_up(publication_id, str(error))
+                if not tries_left or isinstance(error, Fenced):
+                    raise
+                log.warning("publication_failed", publication_id=publication_id, reason=error.reason, error=str(error))
+            else:
+                log.info("published", policy_version=state.step, engines=len(reply.engine_ids))
+                return {
+                    "time/publish_seconds": time.monotonic() - started,
+                    "publish/paused_seconds": reply.paused_seconds,
+                    "publish/engines": float(len(reply.engine_ids)),
+                    "publish/engines_lost": float(len(reply.lost_engine_ids)),
+                }
+        raise AssertionError("unreachable: the last try returns or raises")
+
+    async def _attempt(self, publication_id: str, state: TrainState) -> pb.CommitPublishResponse:
+        plan = await self._plan(publication_id)
+        begun = await self._rollout.begin_publish(
+            pb.BeginPublishRequest(
+                publication_id=publication_id,
+                policy_version=state.step,
+                manifest=plan.manifest,
+                groups=plan.groups,
+                backend=self._backend,
+                pause_mode=_PAUSE_MODES[self._config.update_weight_pause_mode],
+                transport=pb.TRANSPORT_COLLECTIVE,
+                deadline_seconds=self._config.update_weight_timeout_seconds,
+                epoch=state.epoch,
+            )
+        )
+        command = SendWeights(publication_id, begun.world_size, tuple(begun.group_alive))
+        sending = asyncio.create_task(self._crew.run(command))
+        try:
+            for bucket in range(plan.num_buckets):
+                await self._rollout.publish_bucket(
+                    publication_id, bucket, deadline_seconds=self._config.update_weight_timeout_seconds
+                )
+        except HeadraceError:
+            self._control.put(f"{publication_id}/aborted", "1")
+            raise
+        finally:
+            await sending
+        return await self._rollout.commit_publish(
+            publication_id,
+            self._checksums(publication_id),
+            deadline_seconds=self._config.update_weight_timeout_seconds,
+        )
+
+    async def _plan(self, publication_id: str) -> Plan:
+        await self._crew.run(OpenGroups(publication_id))
+        tensors: list[pb.TensorSpec] = []
+        groups: list[pb.PublishGroup] = []
+        next_bucket = 0
+        for stage in range(self._stages):
+            fact = json.loads(self._control.get(f"{publication_id}/stage/{stage}", timeout_seconds=60.0))
+            numbers = range(next_bucket, next_bucket + len(fact["buckets"]))
+            next_bucket = numbers.stop
+            for number, bucket in zip(numbers, fact["buckets"], strict=True):
+                tensors += [
+                    pb.TensorSpec(name=n, shape=shape, dtype=dtype, bucket=number) for n, shape, dtype in bucket
+                ]
+            groups.append(
+                pb.PublishGroup(
+                    name=fact["name"], master_address=fact["host"], master_port=fact["port"], buckets=numbers
+                )
+            )
+        return Plan(pb.Manifest(tensors=tensors), groups, next_bucket)
+
+    def _checksums(self, publication_id: str) -> dict[str, str]:
+        merged: dict[str, str] = {}
+        for stage in range(self._stages):
+            answer = json.loads(self._control.get(f"{publication_id}/sent/{stage}", timeout_seconds=60.0))
+            if "error" in answer:
+                raise PublicationAborted(f"stage {stage}: {answer['error']}")
+            doubled = merged.keys() & answer["checksums"].keys()
+            if any(merged[name] != answer["checksums"][name] for name in doubled):
+                raise DataLoss(f"stages hold different weights under the same names: {sorted(doubled)}")
+            merged |= answer["checksums"]
+        return merged
+
+    async def _give_up(self, publication_id: str, reason: str) -> None:
+        await self._crew.run(DropGroups())
+        try:
+            await self._rollout.abort_publish(publication_id, reason)
+        except HeadraceError as error:
+            log.warning("abort_failed", publication_id=publication_id, error=str(error))  # its own deadline ends it

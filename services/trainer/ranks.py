@@ -1,0 +1,74 @@
+"""The loop's `Ranks`: what the training loop asks of all ranks, put into commands and publications."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from headrace.api.trainer.v1 import trainer_pb2 as pb
+from headrace.config.job import Job
+from services.trainer.batch import Batch, statistics
+from services.trainer.checkpoint import checkpoint_folder, step_name
+from services.trainer.commands import Export, Save, Train
+from services.trainer.console import TrainerConsole
+from services.trainer.crew import Crew
+from services.trainer.publication import Publisher
+from services.trainer.record import TrainingRecord
+from services.trainer.state import TrainState
+
+
+class TrainerRanks:
+    """All trainer processes, as one. `restored_step` is where the latest checkpoint left off, 0 without one."""
+
+    def __init__(
+        self,
+        job: Job,
+        crew: Crew,
+        publisher: Publisher,
+        console: TrainerConsole,
+        run_dir: Path,
+        restored_step: int,
+    ) -> None:
+        self._job = job
+        self._crew = crew
+        self._publisher = publisher
+        self._console = console
+        self._record = TrainingRecord(run_dir / "trained.jsonl")
+        self._checkpoints = checkpoint_folder(job, run_dir)
+        self._restored_step = restored_step
+
+    async def restore(self) -> int:
+        """The ranks restored themselves while they were built; this is the step they came to."""
+        return self._restored_step
+
+    async def train(self, step: int, batch: Batch) -> dict[str, float]:
+        """One rollout step's optimizer steps."""
+        started = time.monotonic()
+        with self._console.phase(pb.PHASE_TRAINING):
+            metrics = await self._crew.run(Train(step, batch.samples))
+        self._record.append(step, batch)
+        return statistics(batch, step) | metrics | {"time/train_seconds": time.monotonic() - started}
+
+    async def publish(self, state: TrainState) -> dict[str, float]:
+        """The current weights to all engines."""
+        with self._console.phase(pb.PHASE_PUBLISHING):
+            return await self._publisher.publish(state)
+
+    async def save(self, state: TrainState) -> None:
+        """Returns when the checkpoint is safe."""
+        with self._console.phase(pb.PHASE_SAVING):
+            await self._crew.run(Save(state.step, state.policy_version, state.epoch))
+
+    def checkpoint_path(self, step: int) -> Path:
+        """Where `save` puts the checkpoint of a step."""
+        return self._checkpoints / step_name(step)
+
+    async def export(self) -> None:
+        """Writes save_hf, if the job has it."""
+        if self._job.checkpoint.save_hf is not None:
+            await self.export_to(self._job.checkpoint.save_hf)
+
+    async def export_to(self, path: Path) -> None:
+        """Writes the current weights as a Hugging Face folder."""
+        with self._console.phase(pb.PHASE_SAVING):
+            await self._crew.run(Export(str(path)))

@@ -1,0 +1,28 @@
+"""The trainer's own record of what each step was fed, to be held against the ledger's history.
+
+One JSON line a step, synced before the ledger is told. A step that is run again after a restart has a later line; the
+last line of a step is the one whose weights live on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from services.trainer.batch import Batch
+
+
+class TrainingRecord:
+    """Appends to trained.jsonl: {"step", "digest", "sample_ids"}."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def append(self, step: int, batch: Batch) -> None:
+        """Durable when it returns."""
+        line = {"step": step, "digest": batch.digest.hex(), "sample_ids": [s.sample_id for s in batch.samples]}
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())

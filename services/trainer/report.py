@@ -1,0 +1,113 @@
+"""What a run leaves to look at: metrics.jsonl, TensorBoard events, curves.png, and a live stream for watchers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+
+from services.trainer.curves import draw_curves
+
+_REDRAW_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The metrics of one step or evaluation, and when they came (seconds since 1970)."""
+
+    step: int
+    time: float
+    metrics: Mapping[str, float]
+
+
+class Report:
+    """Appends rows. `resume` first: a run that starts again keeps the rows up to its checkpoint."""
+
+    def __init__(self, folder: Path, *, use_tensorboard: bool) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._path = folder / "metrics.jsonl"
+        self._picture = folder / "curves.png"
+        self._use_tensorboard = use_tensorboard
+        self._tensorboard: SummaryWriter | None = None
+        self.rows: list[Row] = []
+        self._drawing = ThreadPoolExecutor(1, thread_name_prefix="curves")
+        self._drawn = time.monotonic()
+        self._changed = asyncio.Event()
+        self._closed = False
+
+    def resume(self, step: int) -> None:
+        """Keeps the rows that an earlier start wrote up to `step`, and lets the later ones go."""
+        self.rows = [row for row in _read(self._path) if row.step <= step]
+        self._path.write_text("")
+        for row in self.rows:
+            self._append(row)
+        if self._use_tensorboard:
+            self._tensorboard = SummaryWriter(str(self._folder / "tensorboard"), purge_step=step + 1)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One more row."""
+        row = Row(step, time.time(), dict(metrics))
+        self.rows.append(row)
+        self._append(row)
+        if self._tensorboard:
+            for name, value in metrics.items():
+                self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.flush()
+        if time.monotonic() - self._drawn > _REDRAW_SECONDS:
+            self._draw()
+        self._wake()
+
+    def close(self) -> None:
+        """Draws the last picture; watchers end."""
+        self._closed = True
+        if self.rows:
+            self._draw()
+        self._drawing.shutdown(wait=True)
+        if self._tensorboard:
+            self._tensorboard.close()
+        self._wake()
+
+    async def watch(self, from_step: int) -> AsyncIterator[Row]:
+        """Every row from `from_step` on, then live, until the run is over."""
+        sent = 0
+        while True:
+            changed = self._changed
+            for row in self.rows[sent:]:
+                if row.step >= from_step:
+                    yield row
+            sent = len(self.rows)
+            if self._closed:
+                return
+            await changed.wait()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _append(self, row: Row) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps({"step": row.step, "time": row.time, **row.metrics}) + "\n")
+
+    def _draw(self) -> None:
+        self._drawn = time.monotonic()
+        self._drawing.submit(draw_curves, list(self.rows), self._picture)
+
+
+def _read(path: Path) -> list[Row]:
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            fields = json.loads(line)
+        except ValueError:
+            break  # the line that a kill tore
+        rows.append(Row(fields.pop("step"), fields.pop("time"), fields))
+    return rows

@@ -1,0 +1,162 @@
+"""A server and a client over loopback: errors, limits, health, drain."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from headrace.api.reward.v1 import reward_pb2, reward_pb2_grpc
+from headrace.errors import (
+    AlreadyExists,
+    ConfigError,
+    DeadlineExceeded,
+    Fenced,
+    HeadraceError,
+    Internal,
+    InvalidArgument,
+    ResourceExhausted,
+    Unavailable,
+    error_classes,
+)
+from headrace.rpc.call import call
+from headrace.rpc.channel import connect
+from headrace.rpc.net import free_port
+from headrace.rpc.server import RpcServer, Service
+
+NAME = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
+
+
+class Scripted(reward_pb2_grpc.RewardServiceServicer):
+    """Raises what it is told to."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.seconds = 0.0
+        self.entered = asyncio.Event()
+
+    async def ListScorers(self, request, context):
+        self.entered.set()
+        await asyncio.sleep(self.seconds)
+        if self.error:
+            raise self.error
+        return reward_pb2.ListScorersResponse()
+
+
+@pytest.fixture
+def servicer() -> Scripted:
+    return Scripted()
+
+
+@pytest.fixture
+async def server(servicer: Scripted) -> AsyncIterator[RpcServer]:
+    server = RpcServer(
+        "test", "127.0.0.1:0", [Service(servicer, reward_pb2_grpc.add_RewardServiceServicer_to_server, NAME)]
+    )
+    await server.start()
+    yield server
+    await server.stop(0)
+
+
+@pytest.fixture
+async def stub(server: RpcServer) -> AsyncIterator[reward_pb2_grpc.RewardServiceStub]:
+    async with connect(server.address) as channel:
+        yield reward_pb2_grpc.RewardServiceStub(channel)
+
+
+@pytest.mark.parametrize("cls", [c for c in error_classes() if c.status is not grpc.StatusCode.UNKNOWN])
+async def test_a_client_catches_the_class_the_server_raised(servicer, stub, cls: type[HeadraceError]) -> None:
+    servicer.error = cls("staleness 5 exceeds max_staleness 4")
+    with pytest.raises(cls, match="staleness 5") as caught:
+        await call(stub.ListScorers, reward_pb2.ListScorersRequest(), deadline_seconds=0.5)
+    assert type(caught.value) is cls
+
+
+async def test_details_travel(servicer, stub) -> None:
+    servicer.error = InvalidArgument("epoch is -1", field="epoch", stream="train")
+    with pytest.raises(InvalidArgument) as bad:
+        await call(stub.ListScorers, reward_pb2.ListScorersRequest(), deadline_seconds=5)
+    assert (bad.value.field, bad.value.metadata) == ("epoch", {"stream": "train"})
+    servicer.error = ResourceExhausted("full", retry_after_seconds=2.5)
+    with pytest.raises(ResourceExhausted) as full:
+        await call(stub.ListScorers, reward_pb2.ListScorersRequest(), deadline_seconds=5)
+    assert full.value.retry_after_seconds == 2.5
+    servicer.error = Fenced("epoch 1 is over")
+    with pytest.raises(grpc.aio.AioRpcError) as raw:
+        await stub.ListScorers(reward_pb2.ListScorersRequest(), timeout=5)
+    status = status_pb2.Status.FromString(dict(raw.value.trailing_metadata())["grpc-status-details-bin"])
+    info = error_details_pb2.ErrorInfo()
+    assert status.details[0].Unpack(info)
+    assert (info.reason, info.domain) == ("FENCED", "headrace")
+
+
+async def test_a_bug_is_internal_and_the_server_lives(servicer, stub) -> None:
+    servicer.error = KeyError("boom")
+    with pytest.raises(Internal, match="KeyError"):
+        await call(stub.ListScorers, reward_pb2.ListScorersRequest(), deadline_seconds=5)
+    servicer.error = None
+    await call(stub.ListScorers, reward_pb2.ListScorersRequest(), deadline_seconds=5)
+
+
+async def test_malformed_bytes_are_invalid_argument(server: RpcServer) -> None:
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        raw = channel.unary_unary(f"/{NAME}/Score")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await raw(b"\xff\xff\xff\xff", timeout=5)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_deadline_ends_the_call_on_both_sides(servicer, stub) -> None:
+    servicer.seconds = 60
+    with pytest.raises(DeadlineExceeded, match=r"0\.2 s"):
+        await call(stub.ListScorers, reward_pb2.ListScorersRequest(), deadline_seconds=0.2)
+
+
+async def test_a_call_waits_for_a_server_that_comes_back(servicer) -> None:
+    port = free_port()
+    async with connect(f"127.0.0.1:{port}") as channel:
+        pending = asyncio.create_task(
+            call(
+                reward_pb2_grpc.RewardServiceStub(channel).ListScorers,
+                reward_pb2.ListScorersRequest(),
+                deadline_seconds=20,
+            )
+        )
+        service = Service(servicer, reward_pb2_grpc.add_RewardServiceServicer_to_server, NAME)
+        server = RpcServer("test", f"127.0.0.1:{port}", [service])
+        await server.start()
+        assert await pending == reward_pb2.ListScorersResponse()
+        await server.stop(0)
+
+
+async def test_health_serves_then_drains(server: RpcServer, servicer, stub) -> None:
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        answer = await health.Check(health_pb2.HealthCheckRequest(service=NAME), timeout=5)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    servicer.seconds = 0.3
+    pending = asyncio.create_task(call(stub.ListScorers, reward_pb2.ListScorersRequest(), deadline_seconds=5))
+    await servicer.entered.wait()
+    await server.stop(5)
+    assert await pending == reward_pb2.ListScorersResponse()
+
+
+async def test_a_taken_port_is_named(server: RpcServer) -> None:
+    second = RpcServer("second", server.address, [])
+    with pytest.raises(Unavailable, match=f"{server.port}.*in use.*--address"):
+        await second.start()
+
+
+def test_a_routable_address_needs_an_explicit_insecure() -> None:
+    with pytest.raises(ConfigError, match=r"0\.0\.0\.0:9000.*--insecure"):
+        RpcServer("open", "0.0.0.0:9000", [])
+
+
+def test_every_class_has_a_reason_of_its_own() -> None:
+    reasons = [cls("").reason for cls in error_classes()]
+    assert len(set(reasons)) == len(reasons)
+    assert AlreadyExists("").reason == "ALREADY_EXISTS"

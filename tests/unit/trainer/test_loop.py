@@ -1,0 +1,108 @@
+"""The training loop against fakes that write down what it does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from services.trainer.batch import Batch
+from services.trainer.loop import train
+from services.trainer.state import TrainState
+
+
+@dataclass
+class Everything:
+    """Ledger, ranks and console in one diary."""
+
+    num_steps: int = 3
+    publish_every: int = 1
+    save_every: int | None = None
+    restored: int = 0
+    stop_at: int | None = None
+    diary: list[str] = field(default_factory=list)
+
+    async def rewind(self, step: int) -> int:
+        self.diary.append(f"rewind {step}")
+        return 7
+
+    async def lease_batch(self, epoch: int, step: int) -> Batch:
+        self.diary.append(f"lease {epoch}/{step}")
+        return Batch((), f"digest {step}".encode())
+
+    async def consume(self, epoch: int, step: int, digest: bytes) -> None:
+        assert digest == f"digest {step}".encode()
+        self.diary.append(f"consume {epoch}/{step}")
+
+    async def commit(self, epoch: int, step: int) -> None:
+        self.diary.append(f"commit {epoch}/{step}")
+
+    async def set_policy_version(self, epoch: int, policy_version: int) -> None:
+        self.diary.append(f"version {epoch}/{policy_version}")
+
+    async def restore(self) -> int:
+        return self.restored
+
+    async def train(self, step: int, batch: Batch) -> dict[str, float]:
+        self.diary.append(f"train {step}")
+        return {}
+
+    async def publish(self, state: TrainState) -> dict[str, float]:
+        self.diary.append(f"publish {state.step}")
+        return {}
+
+    async def save(self, state: TrainState) -> None:
+        self.diary.append(f"save {state.step}")
+
+    async def export(self) -> None:
+        self.diary.append("export")
+
+    async def before_step(self, state: TrainState) -> bool:
+        return state.step != self.stop_at
+
+    async def evaluate(self, state: TrainState) -> None:
+        pass
+
+    def report(self, state: TrainState, metrics: dict[str, float]) -> None:
+        self.diary.append(f"report {state.step}")
+
+    def publishes(self, state: TrainState) -> bool:
+        return state.step % self.publish_every == 0
+
+    def saves(self, state: TrainState) -> bool:
+        return self.save_every is not None and state.step % self.save_every == 0
+
+
+async def run(everything: Everything) -> list[str]:
+    await train(everything, everything, everything, everything)
+    return everything.diary
+
+
+async def test_a_step_is_leased_trained_consumed_published_and_saved_in_this_order() -> None:
+    diary = await run(Everything(num_steps=1, save_every=1))
+    assert diary == [
+        "rewind 0", "publish 0", "version 7/0",
+        "lease 7/0", "train 0", "consume 7/0", "publish 1", "version 7/1", "save 1", "commit 7/1", "report 1",
+        "export",
+    ]  # fmt: skip
+
+
+async def test_a_resumed_run_begins_at_its_checkpoint_and_publishes_it_first() -> None:
+    diary = await run(Everything(num_steps=3, restored=2))
+    assert diary[:4] == ["rewind 2", "publish 2", "version 7/2", "lease 7/2"]
+
+
+async def test_nothing_is_committed_that_no_checkpoint_holds() -> None:
+    diary = await run(Everything(num_steps=5, save_every=2))
+    for line in [entry for entry in diary if entry.startswith("commit")]:
+        step = line.rpartition("/")[2]
+        assert diary.index(f"save {step}") < diary.index(line)
+    assert diary[-3:] == ["save 5", "commit 7/5", "export"]
+
+
+async def test_versions_skip_numbers_with_an_update_interval() -> None:
+    diary = await run(Everything(num_steps=4, publish_every=2))
+    assert [line for line in diary if line.startswith("version")] == ["version 7/0", "version 7/2", "version 7/4"]
+
+
+async def test_a_stopped_run_saves_what_it_has() -> None:
+    diary = await run(Everything(num_steps=9, save_every=4, stop_at=2))
+    assert diary[-3:] == ["save 2", "commit 7/2", "export"]
