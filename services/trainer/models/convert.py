@@ -100,7 +100,7 @@ class Converter:
         return megatron if megatron in self._parameters else fused_name(megatron)
 
     def _mark_sharded(self) -> None:
-        """Megatron marks shards while it initializes them, which a loaded model skips; the gradient norm needs the marks."""
+        """Megatron marks shards while it initializes them, which is skipped here; the gradient norm needs them."""
         for row in self._rows:
             self._parameters[row.megatron].tensor_model_parallel = not isinstance(row.sharding, Replicated)
         if self._has_tied_copy:
