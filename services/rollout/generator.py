@@ -1,4 +1,4 @@
-"""One response, whatever happens to engines meanwhile: it is continued from its tokens when an engine dies or is paused."""
+"""One response, whatever engines do meanwhile: it is continued from its tokens when an engine dies or aborts it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,8 @@ class Generator:
         self, prompt: Sequence[int], params: SamplingParams, *, request_id: str, seconds: float
     ) -> Generation:
         """A finished response. Raises Unavailable or DeadlineExceeded when no engine made it within `seconds`."""
-        last = NOTHING_YET
-        async for last in self._pieces(prompt, params, request_id=request_id, seconds=seconds, streaming=False):
-            pass
-        return last
+        pieces = self._pieces(prompt, params, request_id=request_id, seconds=seconds, streaming=False)
+        return [piece async for piece in pieces][-1]
 
     def stream(
         self, prompt: Sequence[int], params: SamplingParams, *, request_id: str, seconds: float
@@ -58,7 +56,7 @@ class Generator:
                 failure: Unavailable | None = error
             else:
                 failure = None
-                if so_far.finish in (Finish.STOP, Finish.LENGTH):
+                if so_far.finish is not None and so_far.finish.is_final:
                     return
             if failure is None and len(so_far.tokens) > len(done.tokens):
                 backoff_seconds = _FIRST_BACKOFF_SECONDS

@@ -1,6 +1,6 @@
 """Production: leases groups for ever, makes them side by side, puts them. Only admission (the buffer's) holds it back.
 
-Consumes leases; waits for admission, a free place, engines that serve the ledger's version, and `resume`; produces puts.
+Consumes leases; waits for admission, a free place, engines with the ledger's version, and `resume`; produces puts.
 States: running ⇄ paused → drained. Leases are renewed while a group is made; a lost lease ends the work on its group.
 """
 

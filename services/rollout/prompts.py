@@ -45,7 +45,7 @@ class PromptEncoder:
         kind = prompt.WhichOneof("content")
         if kind == "messages":
             tools = json.loads(prompt.tools_json) if prompt.tools_json else None
-            return self._chat([_message(m) for m in prompt.messages.messages], tools)
+            return self.encode_messages([_message(m) for m in prompt.messages.messages], tools)
         if kind != "text":
             raise InvalidArgument(f"prompt {prompt.prompt_id} has no content", field="prompt.content")
         return self.encode_text(prompt.text)
@@ -53,20 +53,27 @@ class PromptEncoder:
     def encode_text(self, text: str) -> EncodedPrompt:
         """As it is, or as one user turn where the job says so."""
         if self._apply_chat_template:
-            return self._chat([{"role": "user", "content": text}], None)
+            return self.encode_messages([{"role": "user", "content": text}], None)
+        return self.encode_plain(text)
+
+    def encode_plain(self, text: str) -> EncodedPrompt:
+        """Tokenized as it is."""
         return EncodedPrompt(text, tuple(self._tokenizer.encode(text)))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """For people and rewards; special tokens are left out."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def _chat(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> EncodedPrompt:
+    def encode_messages(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> EncodedPrompt:
+        """A conversation in OpenAI's shape. Raises InvalidArgument when the chat template refuses it."""
         try:
             text = self._tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=True
             )
         except Exception as error:  # a template is code of the checkpoint's author: it may raise anything
-            raise InvalidArgument(f"the chat template refused the messages: {error}", field="prompt.messages") from error
+            raise InvalidArgument(
+                f"the chat template refused the messages: {error}", field="prompt.messages"
+            ) from error
         return EncodedPrompt(text, tuple(self._tokenizer.encode(text, add_special_tokens=False)))
 
 

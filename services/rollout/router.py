@@ -53,10 +53,9 @@ class Router:
                 raise Unavailable(f"sglang-router did not start:\n{self._child.last_lines()}")
             await asyncio.sleep(_POLL_SECONDS)
 
-    @property
-    def exit_code(self) -> int | None:
-        """None while it runs."""
-        return self._child.exit_code
+    async def wait(self) -> int:
+        """Its exit code, once it has ended."""
+        return await self._child.wait()
 
     async def add(self, engine_url: str) -> None:
         """Returns when requests are routed to it. Raises Unavailable when the router does not take it."""

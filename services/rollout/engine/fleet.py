@@ -138,12 +138,14 @@ class Fleet:
         engine.policy_version = policy_version
         if policy_version != self.policy_version:
             engine.state = EngineState.STALE
-            return await self._take_out(engine)
+            await self._take_out(engine)
+            return
         try:
             await self._routing.add(engine.url)
         except Unavailable as error:
-            return await self.give_up(engine, error.message)
-        engine.state = EngineState.READY
+            await self.give_up(engine, error.message)
+        else:
+            engine.state = EngineState.READY
 
     async def give_up(self, engine: Engine, why: str) -> None:
         """Takes an engine out of routing and ends it; its watcher starts it again."""

@@ -11,7 +11,14 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from headrace.errors import ChecksumMismatch, FailedPrecondition, HeadraceError, NotFound, PublicationAborted, Unavailable
+from headrace.errors import (
+    ChecksumMismatch,
+    FailedPrecondition,
+    HeadraceError,
+    NotFound,
+    PublicationAborted,
+    Unavailable,
+)
 from headrace.rpc.log import log
 from services.rollout.engine.api import GroupJoin
 from services.rollout.engine.fleet import Engine, EngineState, Fleet
