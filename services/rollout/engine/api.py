@@ -77,9 +77,7 @@ class Generation:
             if ranges and ranges[-1].policy_version == moved.policy_version and ranges[-1].end == moved.start:
                 moved = PolicyRange(moved.policy_version, ranges.pop().start, moved.end)
             ranges.append(moved)
-        return Generation(
-            self.tokens + later.tokens, self.log_probs + later.log_probs, later.finish, tuple(ranges)
-        )
+        return Generation(self.tokens + later.tokens, self.log_probs + later.log_probs, later.finish, tuple(ranges))
 
 
 NOTHING_YET = Generation((), (), Finish.ABORT, ())
