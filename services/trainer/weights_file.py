@@ -14,7 +14,9 @@ from headrace.errors import DataLoss
 
 def save_state(stem: Path, tensors: dict[str, Tensor], scalars: dict[str, Any]) -> None:
     """Writes both files."""
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(stem.with_suffix(".safetensors")))
+    # Copies, because parameters are views into one buffer and safetensors refuses shared storage.
+    copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    save_file(copies, str(stem.with_suffix(".safetensors")))
     stem.with_suffix(".json").write_text(json.dumps(scalars))
 
 
