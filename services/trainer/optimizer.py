@@ -49,6 +49,8 @@ class Optimizer:
             use_distributed_optimizer=args.use_distributed_optimizer,
         )
         self._optimizer: Any = get_megatron_optimizer(config, [model])
+        # In float32 Adam works on the model's own parameters.
+        self._has_master_weights = args.bf16
         self._schedule = OptimizerParamScheduler(
             self._optimizer,
             init_lr=0.0,
@@ -106,7 +108,8 @@ class Optimizer:
         for prefix, inner in self._inner():
             for g, group in enumerate(inner.param_groups):
                 for p, parameter in enumerate(group["params"]):
-                    yield f"{prefix}.{g}.{p}.main", parameter.data
+                    if self._has_master_weights:
+                        yield f"{prefix}.{g}.{p}.main", parameter.data
                     for name, value in sorted(inner.state[parameter].items()):
                         yield f"{prefix}.{g}.{p}.{name}", value
 

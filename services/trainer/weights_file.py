@@ -14,7 +14,7 @@ from headrace.errors import DataLoss
 
 def save_state(stem: Path, tensors: dict[str, Tensor], scalars: dict[str, Any]) -> None:
     """Writes both files."""
-    # Copies, because safetensors refuses views of one buffer, which is what Megatron's parameters are.
+    # Copies, because parameters are views into one buffer and safetensors refuses shared storage.
     copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     save_file(copies, str(stem.with_suffix(".safetensors")))
     stem.with_suffix(".json").write_text(json.dumps(scalars))

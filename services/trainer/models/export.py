@@ -46,7 +46,7 @@ def export(
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
     files = cut(specs, file_bytes)
-    names = _file_names(len(files), layout)
+    names = _file_names(len(files), layout)  # a collective: the draft is there for all behind it
     if layout.tp_rank == 0 and layout.dp_rank == 0:
         _write_stage(tensors, files, names, draft, layout.pp_rank)
     for _ in tensors:  # the other tensor ranks only take part in the gathering
