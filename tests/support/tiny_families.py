@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from tests.support.tiny_model import make_tiny_tokenizer
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -15,6 +14,8 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from tests.support.tiny_model import make_tiny_tokenizer
 
 VOCAB_SIZE = 320
 _SHAPE = {
