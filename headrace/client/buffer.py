@@ -1,0 +1,216 @@
+"""The buffer's client: a method for each call, plain arguments, the server's errors, a deadline on everything."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from google.protobuf.message import Message
+
+from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.api.buffer.v1 import buffer_pb2_grpc
+from headrace.api.sample.v1 import sample_pb2
+from headrace.errors import DeadlineExceeded, Unavailable
+from headrace.rpc import call as rpc
+from headrace.rpc.channel import connect
+
+DEFAULT_DEADLINE_SECONDS = 60.0
+_PROGRESS_SECONDS = 2.0
+_FETCH_AT_ONCE = 512
+_RETRY_SECONDS = 0.2
+
+
+class BufferClient:
+    """Speaks to one buffer. Close it, or use it as a context."""
+
+    def __init__(self, address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> None:
+        self._channel = connect(address)
+        self._stub = buffer_pb2_grpc.BufferServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
+        self._deadline_seconds = deadline_seconds
+
+    async def __aenter__(self) -> BufferClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends its connections."""
+        await self._channel.close(None)
+
+    # Streams and prompts
+
+    async def create_stream(self, config: pb.StreamConfig) -> pb.CreateStreamResponse:
+        """The stream with this config, made if it was not there. Raises AlreadyExists for another config."""
+        reply: pb.CreateStreamResponse = await self._call(
+            self._stub.CreateStream, pb.CreateStreamRequest(config=config)
+        )
+        return reply
+
+    async def list_streams(self) -> Sequence[pb.StreamConfig]:
+        """All streams of the buffer."""
+        reply: pb.ListStreamsResponse = await self._call(self._stub.ListStreams, pb.ListStreamsRequest())
+        return reply.streams
+
+    async def submit_prompts(self, stream: str, prompts: Sequence[sample_pb2.Prompt]) -> Sequence[str]:
+        """Group ids, one for each prompt."""
+        request = pb.SubmitPromptsRequest(stream=stream, prompts=prompts)
+        reply: pb.SubmitPromptsResponse = await self._call(self._stub.SubmitPrompts, request)
+        return reply.group_ids
+
+    # Producers
+
+    async def lease_groups(
+        self,
+        stream: str,
+        producer_id: str,
+        max_groups: int,
+        *,
+        wait_seconds: float = 0.0,
+        request_id: str | None = None,
+    ) -> pb.LeaseGroupsResponse:
+        """Groups to generate, or none and why. Retries of the call itself never lease twice."""
+        request = pb.LeaseGroupsRequest(
+            stream=stream,
+            producer_id=producer_id,
+            request_id=request_id or uuid.uuid4().hex,
+            max_groups=max_groups,
+            wait_seconds=wait_seconds,
+        )
+        reply: pb.LeaseGroupsResponse = await self._call(self._stub.LeaseGroups, request, wait_seconds)
+        return reply
+
+    async def renew_leases(self, lease_ids: Sequence[str]) -> pb.RenewLeasesResponse:
+        """Which live on and which are lost."""
+        reply: pb.RenewLeasesResponse = await self._call(
+            self._stub.RenewLeases, pb.RenewLeasesRequest(lease_ids=lease_ids)
+        )
+        return reply
+
+    async def release_leases(self, releases: Sequence[pb.LeaseRelease]) -> None:
+        """Groups go back unfinished."""
+        await self._call(self._stub.ReleaseLeases, pb.ReleaseLeasesRequest(releases=releases))
+
+    async def put_groups(self, puts: Sequence[pb.GroupPut]) -> Sequence[pb.PutResult]:
+        """One result for each, in order; `refused` is set where the lease was lost."""
+        reply: pb.PutGroupsResponse = await self._call(self._stub.PutGroups, pb.PutGroupsRequest(groups=puts))
+        return reply.results
+
+    # The trainer
+
+    async def rewind(self, stream: str, step: int, *, request_id: str | None = None) -> pb.RewindResponse:
+        """The epoch that this trainer owns from now on. One request_id for each start of a trainer."""
+        request = pb.RewindRequest(stream=stream, step=step, request_id=request_id or uuid.uuid4().hex)
+        reply: pb.RewindResponse = await self._call(self._stub.Rewind, request)
+        return reply
+
+    async def try_lease_batch(
+        self, stream: str, epoch: int, step: int, *, wait_seconds: float = 0.0
+    ) -> pb.LeaseBatchResponse:
+        """The batch, or how far it is."""
+        request = pb.LeaseBatchRequest(stream=stream, epoch=epoch, step=step, wait_seconds=wait_seconds)
+        reply: pb.LeaseBatchResponse = await self._call(self._stub.LeaseBatch, request, wait_seconds)
+        return reply
+
+    async def lease_batch(
+        self,
+        stream: str,
+        epoch: int,
+        step: int,
+        *,
+        timeout_seconds: float | None = None,
+        on_progress: Callable[[int], None] | None = None,
+        progress_seconds: float = _PROGRESS_SECONDS,
+    ) -> pb.LeaseBatchResponse:
+        """The batch, once it is full. `on_progress` hears the number of groups READY every `progress_seconds`."""
+        loop = asyncio.get_running_loop()
+        end = None if timeout_seconds is None else loop.time() + timeout_seconds
+        while True:
+            left = progress_seconds if end is None else max(min(progress_seconds, end - loop.time()), 0.0)
+            reply = await self.try_lease_batch(stream, epoch, step, wait_seconds=left)
+            if reply.ready:
+                return reply
+            if on_progress:
+                on_progress(reply.groups_ready)
+            if end is not None and loop.time() >= end:
+                raise DeadlineExceeded(
+                    f"step {step} of {stream} has {reply.groups_ready} groups ready after {timeout_seconds:g} s, "
+                    "too few for a batch: see whether producers run"
+                )
+
+    async def fetch_samples(
+        self, stream: str, sample_ids: Sequence[str], *, deadline_seconds: float | None = None
+    ) -> list[sample_pb2.Sample]:
+        """Envelopes and payloads in the order asked. `Sample.unpack` opens and checks one."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + (self._deadline_seconds if deadline_seconds is None else deadline_seconds)
+        samples: list[sample_pb2.Sample] = []
+        while len(samples) < len(sample_ids):
+            wanted = sample_ids[len(samples) : len(samples) + _FETCH_AT_ONCE]
+            request = pb.FetchSamplesRequest(stream=stream, sample_ids=wanted)
+            try:
+                async for reply in rpc.stream(
+                    self._stub.FetchSamples, request, deadline_seconds=max(end - loop.time(), 0.0)
+                ):
+                    samples.extend(reply.samples)
+            except Unavailable:  # the buffer restarts: what has come is kept
+                if loop.time() >= end:
+                    raise
+                await asyncio.sleep(_RETRY_SECONDS)
+        return samples
+
+    async def consume(self, stream: str, epoch: int, step: int, digest: bytes) -> int:
+        """The step has used its batch; returns the next step."""
+        request = pb.ConsumeBatchRequest(stream=stream, epoch=epoch, step=step, digest=digest)
+        reply: pb.ConsumeBatchResponse = await self._call(self._stub.ConsumeBatch, request)
+        return reply.next_step
+
+    async def commit(self, stream: str, epoch: int, step: int) -> int:
+        """A checkpoint holds every step below `step`; returns the groups committed."""
+        request = pb.CommitStepRequest(stream=stream, epoch=epoch, step=step)
+        reply: pb.CommitStepResponse = await self._call(self._stub.CommitStep, request)
+        return reply.num_groups
+
+    async def set_policy_version(self, stream: str, epoch: int, policy_version: int) -> int:
+        """The engines serve this version; returns the groups that expired by it."""
+        request = pb.SetPolicyVersionRequest(stream=stream, epoch=epoch, policy_version=policy_version)
+        reply: pb.SetPolicyVersionResponse = await self._call(self._stub.SetPolicyVersion, request)
+        return reply.num_expired
+
+    # Readers
+
+    async def watch(self, stream: str, from_position: int = 0) -> AsyncIterator[pb.LedgerEvent]:
+        """The stream's history from a position on, then live, without end. Watch again after a disconnect."""
+        request = pb.WatchRequest(stream=stream, from_position=from_position)
+        async for reply in rpc.stream(self._stub.Watch, request, deadline_seconds=None):
+            for event in reply.events:
+                yield event
+
+    async def list_groups(
+        self,
+        stream: str,
+        states: Sequence[pb.GroupState.ValueType] = (),
+        *,
+        page_size: int = 0,
+        page_token: str = "",
+        group_ids: Sequence[str] = (),
+    ) -> pb.ListGroupsResponse:
+        """One page, newest change first."""
+        request = pb.ListGroupsRequest(
+            stream=stream, states=states, page_size=page_size, page_token=page_token, group_ids=group_ids
+        )
+        reply: pb.ListGroupsResponse = await self._call(self._stub.ListGroups, request)
+        return reply
+
+    async def stats(self, stream: str) -> pb.StreamStats:
+        """The stream's counts."""
+        reply: pb.GetStatsResponse = await self._call(self._stub.GetStats, pb.GetStatsRequest(stream=stream))
+        return reply.streams[0]
+
+    async def _call(self, method: Callable[..., Any], request: Message, wait_seconds: float = 0.0) -> Any:
+        return await rpc.call(method, request, deadline_seconds=self._deadline_seconds + wait_seconds)

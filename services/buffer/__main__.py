@@ -1,0 +1,73 @@
+"""`python -m services.buffer`: the ledger as a process. It has the job's `train` stream from the start."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+from headrace.api.buffer.v1 import buffer_pb2, buffer_pb2_grpc
+from headrace.config.job import Job
+from headrace.errors import HeadraceError
+from headrace.rpc.log import configure_logging, log
+from headrace.rpc.server import RpcServer, Service
+from services.buffer.application import Buffer
+from services.buffer.from_job import train_stream
+from services.buffer.metrics import LedgerCollector
+from services.buffer.servicer import BufferServicer
+from services.buffer.store.base import Store
+from services.buffer.store.memory import MemoryStore
+from services.buffer.store.sqlite import SqliteStore
+
+
+def main() -> int:
+    """0 after a signal, 1 with one line when it cannot start or its disk fails."""
+    arguments = _parser().parse_args()
+    configure_logging("buffer")
+    try:
+        job = Job.model_validate_json(arguments.config.read_text())
+        asyncio.run(_serve(job, arguments))
+    except (HeadraceError, OSError, ValueError) as error:
+        log.error("buffer_failed", message=str(error))
+        return 1
+    return 0
+
+
+async def _serve(job: Job, arguments: argparse.Namespace) -> None:
+    buffer = await Buffer.open(_store(job, arguments.data_dir))
+    config, created = await buffer.create_stream(train_stream(job))
+    log.info("stream_open", stream=config.name, created=created, position=buffer.ledger.position)
+    service = buffer_pb2.DESCRIPTOR.services_by_name["BufferService"].full_name
+    server = RpcServer(
+        "buffer",
+        arguments.address,
+        [Service(BufferServicer(buffer), buffer_pb2_grpc.add_BufferServiceServicer_to_server, service)],
+        metrics_address=arguments.metrics_address,
+        insecure=arguments.insecure,
+    )
+    server.metrics.registry.register(LedgerCollector(buffer.ledger))
+    await server.start()
+    signalled = asyncio.create_task(server.run_until_signal())
+    await asyncio.wait({signalled, buffer.journal.failed}, return_when=asyncio.FIRST_COMPLETED)
+    if buffer.journal.failed.done():
+        buffer.journal.failed.result()
+    await buffer.close()
+
+
+def _store(job: Job, folder: Path) -> Store:
+    return MemoryStore() if job.buffer.buffer_store == "memory" else SqliteStore(folder)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m services.buffer", description="The sample ledger.")
+    parser.add_argument("--config", type=Path, required=True, help="the resolved job, as JSON")
+    parser.add_argument("--address", required=True, help="host:port to listen on")
+    parser.add_argument("--data-dir", type=Path, required=True, help="folder of the ledger")
+    parser.add_argument("--metrics-address", help="host:port of Prometheus' /metrics")
+    parser.add_argument("--insecure", action="store_true", help="listen where other machines can reach, unencrypted")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,261 @@
+"""The ledger in time and on disk: commands run on the event loop, transactions to the journal, waits end on change.
+
+Unblocked by: a change of the stream (waiting leases and batches), the journal (answers), the lease timer (lost leases).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from headrace.errors import FailedPrecondition, OutOfRange
+from headrace.rpc.log import log
+from services.buffer.group import Group, GroupState, Prompt, SampleRecord
+from services.buffer.journal import Journal
+from services.buffer.ledger import Ledger, Result
+from services.buffer.producing import GroupPut, NoLeaseReason, PutResult, Release
+from services.buffer.prompt_file import PromptFile
+from services.buffer.signal import Signal, wait_for
+from services.buffer.store.base import Store
+from services.buffer.stream import FileSource, StreamConfig, StreamState
+from services.buffer.training import Batch
+from services.buffer.transaction import Instant, LedgerEvent, Transaction
+
+_Answer = TypeVar("_Answer")
+
+_EVENTS_PER_PAGE = 1_000
+_FETCH_BYTES = 3 << 20
+
+
+class Buffer:
+    """One ledger, alive. Made by `open`."""
+
+    def __init__(self, store: Store, ledger: Ledger, journal: Journal, *, max_watch_lag: int) -> None:
+        self.ledger = ledger
+        self.journal = journal
+        self._store = store
+        self._max_watch_lag = max_watch_lag
+        self._changed: defaultdict[str, Signal] = defaultdict(Signal)
+        self._leased = Signal()
+        self._files: dict[str, PromptFile] = {}
+        self._reading: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._timer: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(cls, store: Store, *, max_watch_lag: int = 100_000) -> Buffer:
+        """Loads what the store kept and starts the lease timer. Raises when a prompt file is gone or another one."""
+        snapshot = await asyncio.to_thread(store.load)
+        for record in snapshot.quarantined:
+            log.error("record_quarantined", record=record)
+        ledger = Ledger(snapshot.ledger_id)
+        ledger.restore(_now(), snapshot.streams, snapshot.groups, snapshot.position)
+        buffer = cls(store, ledger, Journal(store, snapshot.position), max_watch_lag=max_watch_lag)
+        for state in snapshot.streams:
+            if state.config.file:
+                buffer._files[state.name] = await _reopen(state, state.config.file)
+        buffer._timer = asyncio.create_task(buffer._expire_leases())
+        return buffer
+
+    async def close(self) -> None:
+        """Waits for what is being written."""
+        if self._timer:
+            self._timer.cancel()
+        await self.journal.close()
+        await asyncio.to_thread(self._store.close)
+
+    async def create_stream(self, config: StreamConfig) -> tuple[StreamConfig, bool]:
+        """(config, created)."""
+        async with self._reading[config.name]:
+            state = StreamState(config)
+            if config.file and config.name not in self.ledger.books:
+                file = await asyncio.to_thread(PromptFile, config.file)
+                state = replace(state, bad_lines=file.bad_lines, file_digest=file.digest)
+                self._files[config.name] = file
+            return config, await self._commit(self.ledger.create_stream(_now(), state))
+
+    async def submit(self, stream: str, prompts: Sequence[Prompt]) -> list[str]:
+        """Group ids, one for each prompt."""
+        return await self._commit(self.ledger.submit(_now(), stream, prompts))
+
+    async def lease(
+        self, stream: str, producer_id: str, request_id: str, max_groups: int, wait_seconds: float
+    ) -> tuple[list[Group], NoLeaseReason | None]:
+        """Leased groups, or why there are none."""
+
+        async def attempt() -> list[Group] | None:
+            await self._read_prompts(stream, max_groups)
+            result = self.ledger.lease(_now(), stream, producer_id, request_id, max_groups)
+            if result[0]:
+                self._leased.set()
+            return await self._commit(result) or None
+
+        self.ledger.book(stream)
+        groups = await self._wait(stream, attempt, wait_seconds) or []
+        return groups, None if groups else self.ledger.no_lease_reason(stream)
+
+    async def _read_prompts(self, stream: str, max_groups: int) -> None:
+        async with self._reading[stream]:
+            count = self.ledger.prompts_wanted(stream, max_groups)
+            if not count:
+                return
+            cursor = self.ledger.book(stream).state.cursor
+            reading = await asyncio.to_thread(self._files[stream].read, cursor, count)
+            result = self.ledger.read(_now(), stream, reading.prompts, reading.cursor, reading.exhausted)
+            # Not waited for: the lease that follows is behind it in the journal.
+            _ = self.journal.append(result[1])
+
+    def lease_seconds_left(self, lease_id: str) -> float:
+        """Of a live lease."""
+        return self.ledger.lease_seconds_left(_now(), lease_id)
+
+    def renew(self, lease_ids: Sequence[str]) -> tuple[list[str], list[str]]:
+        """(renewed, lost)."""
+        return self.ledger.renew(_now(), lease_ids)
+
+    async def release(self, releases: Sequence[Release]) -> None:
+        """Groups go back to the queue."""
+        await self._commit(self.ledger.release(_now(), releases))
+
+    async def put(self, puts: Sequence[GroupPut]) -> list[PutResult]:
+        """Durable when it returns."""
+        return await self._commit(self.ledger.put(_now(), puts))
+
+    async def lease_batch(self, stream: str, epoch: int, step: int, wait_seconds: float) -> tuple[Batch | None, int]:
+        """The batch, and how many groups are READY."""
+
+        async def attempt() -> Batch | None:
+            return await self._commit(self.ledger.lease_batch(_now(), stream, epoch, step))
+
+        self.ledger.book(stream)
+        batch = await self._wait(stream, attempt, wait_seconds)
+        return batch, self.ledger.book(stream).counts[GroupState.READY]
+
+    async def consume(self, stream: str, epoch: int, step: int, digest: bytes) -> int:
+        """The step after it."""
+        return await self._commit(self.ledger.consume(_now(), stream, epoch, step, digest))
+
+    async def commit(self, stream: str, epoch: int, step: int) -> int:
+        """Groups committed."""
+        return await self._commit(self.ledger.commit(_now(), stream, epoch, step))
+
+    async def rewind(self, stream: str, step: int, request_id: str) -> tuple[int, int]:
+        """(epoch, groups that came back)."""
+        return await self._commit(self.ledger.rewind(_now(), stream, step, request_id))
+
+    async def set_policy_version(self, stream: str, epoch: int, policy_version: int) -> int:
+        """Groups that expired by it."""
+        return await self._commit(self.ledger.set_policy_version(_now(), stream, epoch, policy_version))
+
+    async def payloads(self, records: Sequence[SampleRecord]) -> list[bytes]:
+        """Checked against their digests."""
+        return await asyncio.to_thread(self._store.read_payloads, records)
+
+    async def fetch(self, stream: str, sample_ids: Sequence[str]) -> AsyncIterator[list[tuple[SampleRecord, bytes]]]:
+        """Samples in the order asked, some at a time."""
+        for records in _portions(self.ledger.sample_records(stream, sample_ids)):
+            yield list(zip(records, await self.payloads(records), strict=True))
+
+    async def list_groups(
+        self, stream: str, states: Sequence[GroupState], before: int | None, count: int
+    ) -> tuple[list[Group], int | None]:
+        """A page, and where the next one starts."""
+        page = self.ledger.list_groups(stream, states, before, count)
+        await self.settled()
+        return page
+
+    async def settled(self) -> None:
+        """Everything that memory shows is durable."""
+        await self.journal.append(Transaction())
+
+    async def watch(self, from_position: int) -> AsyncIterator[list[LedgerEvent]]:
+        """The history from a position on, then live. Raises OutOfRange beyond its end, or for a reader left behind."""
+        position = max(from_position, 1)
+        if position > self.journal.durable_position + 1:
+            raise OutOfRange(
+                f"position {position} is not written yet: the latest is {self.journal.durable_position}",
+                latest_position=str(self.journal.durable_position),
+            )
+        is_live = False
+        while True:
+            ticket = self.journal.advanced.ticket()
+            lag = self.journal.durable_position + 1 - position
+            if is_live and lag > self._max_watch_lag:
+                raise OutOfRange(
+                    f"this watcher is {lag} events behind, more than {self._max_watch_lag}: "
+                    f"read faster, and watch again from position {position}",
+                    position=str(position),
+                )
+            if lag == 0:
+                is_live = True
+                await ticket.wait()
+                continue
+            events = await asyncio.to_thread(self._store.read_events, position, _EVENTS_PER_PAGE)
+            position = events[-1].position + 1
+            yield events
+
+    async def _commit(self, result: Result[_Answer]) -> _Answer:
+        answer, transaction = result
+        durable = self.journal.append(transaction)
+        for name in {e.stream for e in transaction.events}:
+            self._changed[name].set()
+        await durable
+        return answer
+
+    async def _wait(
+        self, stream: str, attempt: Callable[[], Awaitable[_Answer | None]], seconds: float
+    ) -> _Answer | None:
+        end = time.monotonic() + seconds
+        while True:
+            ticket = self._changed[stream].ticket()
+            answer = await attempt()
+            left = end - time.monotonic()
+            if answer is not None or left <= 0 or not await wait_for(ticket, left):
+                return answer
+
+    async def _expire_leases(self) -> None:
+        while True:
+            ticket = self._leased.ticket()
+            result = self.ledger.expire_leases(_now())
+            if result[0]:
+                await self._commit(result)
+                log.info("leases_expired", num_groups=result[0])
+            deadline = self.ledger.next_lease_deadline()
+            if deadline is None:
+                await ticket.wait()
+            else:
+                await wait_for(ticket, max(deadline - time.monotonic(), 0.0))
+
+
+def _now() -> Instant:
+    return Instant(time.monotonic(), time.time())
+
+
+def _portions(records: Sequence[SampleRecord]) -> Iterator[list[SampleRecord]]:
+    """Cuts where a message would grow beyond gRPC's usual 4 MiB; a larger record is alone."""
+    portion: list[SampleRecord] = []
+    num_bytes = 0
+    for record in records:
+        size = record.payload_bytes + len(record.envelope)
+        if portion and num_bytes + size > _FETCH_BYTES:
+            yield portion
+            portion, num_bytes = [], 0
+        portion.append(record)
+        num_bytes += size
+    if portion:
+        yield portion
+
+
+async def _reopen(state: StreamState, source: FileSource) -> PromptFile:
+    file = await asyncio.to_thread(PromptFile, source)
+    if file.digest != state.file_digest:
+        raise FailedPrecondition(
+            f"prompt file {source.path} has changed since stream {state.name} began to walk it, its position in it "
+            f"(epoch {state.cursor.epoch}, row {state.cursor.row}) means nothing now: put the old file back, or begin "
+            "with another --data-dir",
+            reason="PROMPT_FILE_CHANGED",
+        )
+    return file

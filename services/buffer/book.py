@@ -1,0 +1,103 @@
+"""One stream in memory: its state, its groups, and an index for every question that a command asks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+
+from headrace.errors import DataLoss
+from services.buffer.admission import places_left
+from services.buffer.group import Group, GroupState
+from services.buffer.prompt_queue import PromptQueue
+from services.buffer.ready_pool import ReadyPool
+from services.buffer.recency import Recency
+from services.buffer.stream import StreamState
+
+
+class StreamBook:
+    """`place` is the only way in: it moves a group from the indexes of its old state to those of its new one."""
+
+    def __init__(self, state: StreamState) -> None:
+        self.state = state
+        self.groups: dict[str, Group] = {}
+        self.queue = PromptQueue(state.config.selection)
+        self.ready = ReadyPool(state.config.selection)
+        self.prompts: dict[str, str] = {}
+        self.samples: dict[str, tuple[str, int]] = {}
+        self.counts: Counter[GroupState] = Counter()
+        self.payload_bytes = 0
+        self.recency = Recency(self.groups)
+        self._batches: defaultdict[int, dict[int, str]] = defaultdict(dict)
+
+    def place(self, group: Group) -> None:
+        """The group as it is now."""
+        before = self.groups.get(group.group_id)
+        if before:
+            self._leave(before)
+        else:
+            self.prompts[group.prompt.prompt_id] = group.group_id
+        self.groups[group.group_id] = group
+        self._enter(group)
+        if before:
+            self.recency.left(before.state)
+
+    def batch(self, step: int) -> list[Group] | None:
+        """The groups of a step's batch in training order. Raises DataLoss when the store lost one of them."""
+        members = self.members(step)
+        if not members:
+            return None
+        if len(members) != self.state.config.groups_per_step:
+            raise DataLoss(
+                f"stream {self.state.name}: {len(members)} of the {self.state.config.groups_per_step} groups "
+                f"in the batch of step {step} are left, the others' records are damaged: see the log of the start"
+            )
+        return members
+
+    def members(self, step: int) -> list[Group]:
+        """The groups of a step's batch that are there, in training order."""
+        members = self._batches.get(step, {})
+        return [self.groups[members[i]] for i in sorted(members)]
+
+    def batched_steps(self, first: int, end: int) -> list[int]:
+        """Steps in [first, end) that have a batch."""
+        return sorted(step for step in self._batches if first <= step < end)
+
+    def places_left(self) -> int | None:
+        """Groups that may be handed out now; None without admission control."""
+        return places_left(self.state, self.counts[GroupState.LEASED], self.counts[GroupState.READY])
+
+    def _enter(self, group: Group) -> None:
+        self.counts[group.state] += 1
+        self.payload_bytes += group.payload_bytes
+        self.recency.entered(group)
+        for i, record in enumerate(group.samples):
+            self.samples[record.sample_id] = (group.group_id, i)
+        if group.state is GroupState.QUEUED:
+            self.queue.add(group)
+        elif group.state in (GroupState.READY, GroupState.CONSUMED):
+            if group.step is None or group.batch_index is None:
+                self.ready.add(group)
+            else:
+                self._batches[group.step][group.batch_index] = group.group_id
+
+    def _leave(self, group: Group) -> None:
+        self.counts[group.state] -= 1
+        self.payload_bytes -= group.payload_bytes
+        for record in group.samples:
+            del self.samples[record.sample_id]
+        self.ready.discard(group.group_id)
+        if group.step is not None and group.batch_index is not None and group.state is not GroupState.COMMITTED:
+            members = self._batches[group.step]
+            del members[group.batch_index]
+            if not members:
+                del self._batches[group.step]
+
+
+def batch_digest(groups: list[Group]) -> bytes:
+    """SHA-256 over the group ids and sample digests in order."""
+    digest = hashlib.sha256()
+    for group in groups:
+        digest.update(group.group_id.encode())
+        for record in group.samples:
+            digest.update(record.digest)
+    return digest.digest()

@@ -1,0 +1,106 @@
+"""One prompt and what became of it.
+
+QUEUED → LEASED → READY → CONSUMED → COMMITTED, with DROPPED and FAILED at the side. A READY group with a `step` is in
+that step's batch. Groups are frozen: every transition makes another, which is durable before anybody hears of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from headrace.trajectory import Failure
+
+
+class GroupState(StrEnum):
+    """As in the proto, without its prefix."""
+
+    QUEUED = "QUEUED"
+    LEASED = "LEASED"
+    READY = "READY"
+    CONSUMED = "CONSUMED"
+    COMMITTED = "COMMITTED"
+    DROPPED = "DROPPED"
+    FAILED = "FAILED"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a group is generated from; `body` is opaque to the ledger."""
+
+    prompt_id: str
+    body: bytes
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRecord:
+    """What the ledger knows of one sample; its payload lies in the store under `key`."""
+
+    key: str
+    sample_id: str
+    index: int
+    digest: bytes
+    payload_bytes: int
+    oldest_version: int | None
+    """None when no policy sampled any of its tokens."""
+    envelope: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A producer's exclusive right to a group; when it ends is known to the LeaseTable only."""
+
+    lease_id: str
+    producer_id: str
+    request_id: str
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndedLease:
+    """A lease that was put: the same put again is a duplicate."""
+
+    lease_id: str
+    fingerprint: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The whole durable state of a group."""
+
+    group_id: str
+    stream: str
+    seq: int
+    prompt: Prompt
+    state: GroupState = GroupState.QUEUED
+    requeued: bool = False
+    attempts: int = 0
+    """Leases that count against max_attempts."""
+    num_leases: int = 0
+    """All leases ever; makes lease ids unique."""
+    lease: Lease | None = None
+    admitted_at: int = 0
+    """Position of the latest lease's event: the order of admission."""
+    samples: tuple[SampleRecord, ...] = ()
+    partials: tuple[SampleRecord, ...] = ()
+    oldest_version: int | None = None
+    step: int | None = None
+    batch_index: int | None = None
+    failure: Failure | None = None
+    ended: tuple[EndedLease, ...] = ()
+    position: int = 0
+    """Of its latest event."""
+
+    @property
+    def records(self) -> Iterable[SampleRecord]:
+        """Everything of the group that has a payload in the store."""
+        if self.state in (GroupState.READY, GroupState.CONSUMED):
+            return (*self.samples, *self.partials)
+        return self.partials
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes that the group holds in the store."""
+        return sum(record.payload_bytes for record in self.records)

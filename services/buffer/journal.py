@@ -1,0 +1,79 @@
+"""Makes transactions durable in the order in which they were made, several with one sync where they come together.
+
+Consumes transactions from the event loop, one writer thread commits them, unblocks their callers and the watchers.
+Nothing leaves the process before it is durable. A write error is the end: memory is ahead of the disk from then on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from headrace.errors import Unavailable
+from headrace.rpc.log import log
+from services.buffer.signal import Signal
+from services.buffer.store.base import Store
+from services.buffer.transaction import Transaction
+
+
+class Journal:
+    """`failed` is set with the error that ended it."""
+
+    def __init__(self, store: Store, position: int) -> None:
+        self.durable_position = position
+        self.advanced = Signal()
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._store = store
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._pending: list[Transaction] = []
+        self._next_batch: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._writing: asyncio.Task[None] | None = None
+
+    def append(self, transaction: Transaction) -> Awaitable[None]:
+        """Queues it at once; what is returned waits until it, and everything before it, is durable."""
+        if self.failed.done():
+            raise Unavailable("the ledger's disk failed, its process is ending: try again when it is back")
+        self._pending.append(transaction)
+        batch = self._next_batch
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.create_task(self._write())
+        # A caller that is cancelled must not cancel the others' future.
+        return asyncio.shield(batch)
+
+    async def close(self) -> None:
+        """Waits for what is queued."""
+        if self._writing:
+            await self._writing
+        self._thread.shutdown()
+
+    async def _write(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._pending:
+            transactions, self._pending = self._pending, []
+            batch, self._next_batch = self._next_batch, loop.create_future()
+            try:
+                await self._commit(transactions)
+            except Exception as error:  # whatever it is, the disk does not have what memory has
+                log.critical("ledger_write_failed", exc_info=error)
+                self._fail(error, batch)
+                return
+            self._advance(transactions)
+            batch.set_result(None)
+
+    async def _commit(self, transactions: Sequence[Transaction]) -> None:
+        changed = [t for t in transactions if t.events or t.streams]
+        if changed:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._store.commit, changed)
+
+    def _advance(self, transactions: Sequence[Transaction]) -> None:
+        positions = [t.events[-1].position for t in transactions if t.events]
+        if positions:
+            self.durable_position = positions[-1]
+            self.advanced.set()
+
+    def _fail(self, error: Exception, batch: asyncio.Future[None]) -> None:
+        self.failed.set_exception(error)
+        for waiting in (batch, self._next_batch):
+            waiting.set_exception(Unavailable("the ledger's disk failed, its process is ending: try again later"))
+            waiting.exception()  # read, so that a batch without callers is not reported

@@ -1,0 +1,244 @@
+"""The ledger's state machine: commands in, answers and transactions out. No gRPC, no disk, no clock: time is passed in.
+
+A command checks everything first and raises with nothing changed, or changes memory and returns what must be made
+durable before its answer may leave the process. A command that changes nothing returns an empty transaction; its answer
+still has to wait for the transactions before it. No command looks at all groups: every question has an index.
+The states are in `group`, the staleness rule in `admission`, the commands in `producing` and `training`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import TypeVar
+
+from headrace.errors import AlreadyExists, InvalidArgument, NotFound
+from services.buffer import producing, training
+from services.buffer.book import StreamBook
+from services.buffer.group import Group, GroupState, Prompt, SampleRecord
+from services.buffer.leases import LeaseTable
+from services.buffer.producing import GroupPut, NoLeaseReason, PutResult, Release
+from services.buffer.stream import Cursor, StreamConfig, StreamState
+from services.buffer.training import Batch
+from services.buffer.transaction import Instant, Transaction
+from services.buffer.work import Work
+
+_Answer = TypeVar("_Answer")
+Result = tuple[_Answer, Transaction]
+
+
+class Ledger:
+    """All streams of one server. `ledger_id` keeps lease ids apart from those of another ledger at the same address."""
+
+    def __init__(self, ledger_id: str) -> None:
+        self.position = 0
+        self.books: dict[str, StreamBook] = {}
+        self._ledger_id = ledger_id
+        self._leases = LeaseTable()
+
+    def restore(self, now: Instant, streams: Iterable[StreamState], groups: Iterable[Group], position: int) -> None:
+        """Takes over what a store kept. Every lease gets its full time again."""
+        self.position = position
+        for state in streams:
+            self.books[state.name] = StreamBook(state)
+        for group in sorted(groups, key=lambda g: g.position):
+            book = self.book(group.stream)
+            book.place(group)
+            if group.lease:
+                self._leases.grant(group, now.monotonic + book.state.config.lease_seconds)
+
+    def book(self, stream: str) -> StreamBook:
+        """Raises NotFound for a stream that was never created."""
+        if stream not in self.books:
+            raise NotFound(f"there is no stream {stream!r}: CreateStream makes one; there are {sorted(self.books)}")
+        return self.books[stream]
+
+    # Streams
+
+    def create_stream(self, now: Instant, state: StreamState) -> Result[bool]:
+        """True when it is new. Raises AlreadyExists when another config is there."""
+        known = self.books.get(state.name)
+        if known and known.state.config != state.config:
+            raise AlreadyExists(
+                f"stream {state.name} is there with another config: {_differences(known.state.config, state.config)}; "
+                "use another name, or another data directory"
+            )
+        work = self._work(now)
+        if known is None:
+            book = self.books[state.name] = StreamBook(state)
+            work.set_state(book, state)
+            work.announce(book, "stream_created")
+        return self._done(work, known is None)
+
+    # Producers
+
+    def submit(self, now: Instant, stream: str, prompts: Sequence[Prompt]) -> Result[list[str]]:
+        """Ids of the groups made, or of those that were there already."""
+        work = self._work(now)
+        return self._done(work, producing.submit(work, self.book(stream), prompts))
+
+    def prompts_wanted(self, stream: str, max_groups: int) -> int:
+        """How many prompts should be read from the stream's file so that `max_groups` may be leased."""
+        book = self.book(stream)
+        if book.state.config.file is None or book.state.exhausted:
+            return 0
+        places = book.places_left()
+        count = max_groups if places is None else min(max_groups, places)
+        return max(count - len(book.queue), 0)
+
+    def read(
+        self, now: Instant, stream: str, prompts: Sequence[Prompt], cursor: Cursor, exhausted: bool
+    ) -> Result[None]:
+        """Prompts of the stream's file become groups; its cursor moves in the same transaction."""
+        work = self._work(now)
+        producing.read(work, self.book(stream), prompts, cursor, exhausted)
+        return self._done(work, None)
+
+    def lease(
+        self, now: Instant, stream: str, producer_id: str, request_id: str, max_groups: int
+    ) -> Result[list[Group]]:
+        """LEASED groups, none when `no_lease_reason` has one."""
+        work = self._work(now)
+        book = self.book(stream)
+        return self._done(work, producing.lease(work, book, producer_id, request_id, max_groups, self._ledger_id))
+
+    def no_lease_reason(self, stream: str) -> NoLeaseReason | None:
+        """What holds producers back now."""
+        return producing.no_lease_reason(self.book(stream))
+
+    def lease_seconds_left(self, now: Instant, lease_id: str) -> float:
+        """Of a live lease."""
+        return self._leases.seconds_left(lease_id, now.monotonic)
+
+    def renew(self, now: Instant, lease_ids: Sequence[str]) -> tuple[list[str], list[str]]:
+        """(renewed, lost). Deadlines are not durable, so neither is this."""
+        renewed: list[str] = []
+        lost: list[str] = []
+        for lease_id in lease_ids:
+            group = self._leases.find(lease_id)
+            if group is None:
+                lost.append(lease_id)
+                continue
+            seconds = self.books[group.stream].state.config.lease_seconds
+            self._leases.renew(lease_id, now.monotonic + seconds)
+            renewed.append(lease_id)
+        return renewed, lost
+
+    def release(self, now: Instant, releases: Sequence[Release]) -> Result[None]:
+        """Live leases are given back, ended ones ignored."""
+        _check_distinct("lease_id", [r.lease_id for r in releases])
+        live = [(group, r) for r in releases if (group := self._leases.find(r.lease_id))]
+        adding: dict[str, int] = {}
+        for group, given in live:
+            num_bytes = sum(p.record.payload_bytes for p in given.partials)
+            adding[group.stream] = adding.get(group.stream, 0) + num_bytes
+        for stream, num_bytes in adding.items():
+            producing.check_bytes(self.books[stream], num_bytes)
+        work = self._work(now)
+        for group, given in live:
+            producing.release(work, self.books[group.stream], group, given)
+        return self._done(work, None)
+
+    def put(self, now: Instant, puts: Sequence[GroupPut]) -> Result[list[PutResult]]:
+        """All are kept or none; a lost lease is refused in its result."""
+        _check_distinct("group_id", [p.group_id for p in puts])
+        _check_distinct("sample_id", [s.record.sample_id for p in puts for s in p.samples])
+        work = self._work(now)
+        adding: dict[str, int] = {}
+        for put in puts:
+            stream = self._stream_of(put.group_id)
+            adding[stream] = adding.get(stream, 0) + producing.check_put(work, self.books[stream], put)
+        for stream, num_bytes in adding.items():
+            producing.check_bytes(self.books[stream], num_bytes)
+        results = [producing.put(work, self.books[self._stream_of(p.group_id)], p) for p in puts]
+        return self._done(work, results)
+
+    def expire_leases(self, now: Instant) -> Result[int]:
+        """Ends the leases that have reached their deadline."""
+        work = self._work(now)
+        due = self._leases.due(now.monotonic)
+        for group in due:
+            producing.lose(work, self.books[group.stream], group)
+        return self._done(work, len(due))
+
+    def next_lease_deadline(self) -> float | None:
+        """Monotonic seconds at which `expire_leases` may have work."""
+        return self._leases.next_deadline()
+
+    # The trainer
+
+    def lease_batch(self, now: Instant, stream: str, epoch: int, step: int) -> Result[Batch | None]:
+        """The step's batch, None while it is not full."""
+        work = self._work(now)
+        return self._done(work, training.lease_batch(work, self.book(stream), epoch, step))
+
+    def consume(self, now: Instant, stream: str, epoch: int, step: int, digest: bytes) -> Result[int]:
+        """The step to ask for next."""
+        work = self._work(now)
+        return self._done(work, training.consume(work, self.book(stream), epoch, step, digest))
+
+    def commit(self, now: Instant, stream: str, epoch: int, step: int) -> Result[int]:
+        """Groups committed."""
+        work = self._work(now)
+        return self._done(work, training.commit(work, self.book(stream), epoch, step))
+
+    def rewind(self, now: Instant, stream: str, step: int, request_id: str) -> Result[tuple[int, int]]:
+        """(epoch, groups that came back)."""
+        work = self._work(now)
+        return self._done(work, training.rewind(work, self.book(stream), step, request_id))
+
+    def set_policy_version(self, now: Instant, stream: str, epoch: int, policy_version: int) -> Result[int]:
+        """Groups expired."""
+        work = self._work(now)
+        return self._done(work, training.set_policy_version(work, self.book(stream), epoch, policy_version))
+
+    # Readers
+
+    def sample_records(self, stream: str, sample_ids: Sequence[str]) -> list[SampleRecord]:
+        """Those with a payload, in order. Raises NotFound naming the ids that are gone or never were."""
+        book = self.book(stream)
+        found: list[SampleRecord] = []
+        gone: list[str] = []
+        for sample_id in sample_ids:
+            group_id, i = book.samples.get(sample_id, (None, 0))
+            group = book.groups[group_id] if group_id else None
+            if group is None or group.state is GroupState.COMMITTED:
+                gone.append(sample_id)
+            else:
+                found.append(group.samples[i])
+        if gone:
+            raise NotFound(f"stream {stream} has no payload of the samples {gone}: never put, expired or committed")
+        return found
+
+    def list_groups(
+        self, stream: str, states: Sequence[GroupState], before: int | None, count: int
+    ) -> tuple[list[Group], int | None]:
+        """Newest change first, below position `before`; and where the next page starts, None on the last."""
+        recency = self.book(stream).recency
+        end = self.position + 1 if before is None else before
+        page = list(islice(recency.before(end, states or tuple(GroupState)), count + 1))
+        return page[:count], page[count - 1].position if len(page) > count else None
+
+    def _work(self, now: Instant) -> Work:
+        return Work(now, self.position, self._leases)
+
+    def _done(self, work: Work, answer: _Answer) -> Result[_Answer]:
+        self.position = work.position
+        return answer, work.transaction
+
+    def _stream_of(self, group_id: str) -> str:
+        stream = group_id.rpartition("/")[0]
+        if stream not in self.books:
+            raise NotFound(f"there is no group {group_id}")
+        return stream
+
+
+def _check_distinct(name: str, values: Sequence[str]) -> None:
+    if len(set(values)) < len(values):
+        twice = next(v for v in values if values.count(v) > 1)
+        raise InvalidArgument(f"{name} {twice} comes twice in one call", field=name)
+
+
+def _differences(old: StreamConfig, new: StreamConfig) -> str:
+    names = [n for n in StreamConfig.__slots__ if getattr(old, n) != getattr(new, n)]
+    return ", ".join(f"{n} is {getattr(old, n)!r}, asked {getattr(new, n)!r}" for n in names)

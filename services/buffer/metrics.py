@@ -1,0 +1,45 @@
+"""The ledger's gauges, read from its counters when Prometheus asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import Metric
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from services.buffer.group import GroupState
+from services.buffer.ledger import Ledger
+
+
+class LedgerCollector(Collector):
+    """Registered once with the server's registry."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def collect(self) -> Iterable[Metric]:
+        groups = GaugeMetricFamily("headrace_buffer_groups", "Groups in a state.", labels=["stream", "state"])
+        numbers = {
+            "payload_bytes": _gauge("payload_bytes", "Payload bytes held."),
+            "step": _gauge("step", "The step to be consumed next."),
+            "committed_step": _gauge("committed_step", "Every step below it is committed."),
+            "policy_version": _gauge("policy_version", "The version served."),
+            "prompts_read": _gauge("prompts_read", "Prompts read from the file."),
+            "bad_lines": _gauge("bad_lines", "Lines of the file that were passed over."),
+        }
+        for name, book in list(self._ledger.books.items()):
+            state = book.state
+            for group_state in GroupState:
+                groups.add_metric([name, group_state.name], book.counts[group_state])
+            numbers["payload_bytes"].add_metric([name], book.payload_bytes)
+            numbers["step"].add_metric([name], state.step)
+            numbers["committed_step"].add_metric([name], state.committed_step)
+            numbers["policy_version"].add_metric([name], state.policy_version)
+            numbers["prompts_read"].add_metric([name], state.cursor.prompts_read)
+            numbers["bad_lines"].add_metric([name], state.bad_lines)
+        return [groups, *numbers.values()]
+
+
+def _gauge(name: str, text: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"headrace_buffer_{name}", text, labels=["stream"])

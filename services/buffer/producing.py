@@ -1,0 +1,286 @@
+"""Commands of producers: prompts in, leases out, puts in.
+
+A lease is exclusive while it lives and ends by put, release or expiry. A group is put whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from headrace.errors import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted
+from headrace.trajectory import Failure
+from services.buffer.admission import oldest_trainable
+from services.buffer.book import StreamBook
+from services.buffer.group import Group, GroupState, Lease, Prompt
+from services.buffer.stream import Cursor
+from services.buffer.work import NewSample, Work
+
+MAX_LEASES = 100_000
+
+
+class PutOutcome(StrEnum):
+    """What a producer made of a group."""
+
+    COMPLETE = "COMPLETE"
+    DROPPED = "DROPPED"
+    FAILED = "FAILED"
+
+
+class NoLeaseReason(StrEnum):
+    """Why no group was handed out."""
+
+    ADMISSION = "ADMISSION"
+    NO_PROMPTS = "NO_PROMPTS"
+    EXHAUSTED = "EXHAUSTED"
+    BYTES = "BYTES"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPut:
+    """One group's end."""
+
+    lease_id: str
+    group_id: str
+    outcome: PutOutcome
+    samples: tuple[NewSample, ...] = ()
+    failure: Failure | None = None
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Equal for the same put made again."""
+        digest = hashlib.sha256(self.outcome.value.encode())
+        for sample in self.samples:
+            digest.update(sample.record.sample_id.encode() + b"\0" + sample.record.digest)
+        return digest.digest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class PutResult:
+    """What became of it."""
+
+    group_id: str
+    state: GroupState
+    duplicate: bool = False
+    refused: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A lease given back, with the tokens so far."""
+
+    lease_id: str
+    partials: tuple[NewSample, ...] = ()
+    reason: str = ""
+
+
+def submit(work: Work, book: StreamBook, prompts: Sequence[Prompt]) -> list[str]:
+    """One group for each prompt; all of them or none."""
+    new: dict[str, Prompt] = {}
+    for prompt in prompts:
+        known = book.groups[book.prompts[prompt.prompt_id]].prompt if prompt.prompt_id in book.prompts else None
+        earlier = known or new.setdefault(prompt.prompt_id, prompt)
+        if earlier.body != prompt.body:
+            raise AlreadyExists(
+                f"prompt {prompt.prompt_id} was submitted to {book.state.name} before with another content: "
+                "give it another prompt_id"
+            )
+    limit = book.state.config.max_queued_groups
+    if len(book.queue) + len(new) > limit:
+        raise ResourceExhausted(
+            f"stream {book.state.name} has {len(book.queue)} groups queued, {len(new)} more exceed "
+            f"max_queued_groups {limit}: submit again when producers have taken some",
+            retry_after_seconds=1.0,
+        )
+    _add_groups(work, book, list(new.values()))
+    return [book.prompts[prompt.prompt_id] for prompt in prompts]
+
+
+def read(work: Work, book: StreamBook, prompts: Sequence[Prompt], cursor: Cursor, exhausted: bool) -> None:
+    """Prompts of the stream's file become groups, and the cursor moves with them."""
+    for prompt in prompts:
+        if prompt.prompt_id in book.prompts:
+            raise AlreadyExists(
+                f"prompt {prompt.prompt_id} of {book.state.name}'s file was submitted before: "
+                "submitted prompts need ids of their own"
+            )
+    _add_groups(work, book, prompts)
+    work.set_state(book, replace(book.state, cursor=cursor, exhausted=exhausted))
+
+
+def _add_groups(work: Work, book: StreamBook, prompts: Sequence[Prompt]) -> None:
+    if not prompts:
+        return
+    seq = book.state.next_seq
+    work.set_state(book, replace(book.state, next_seq=seq + len(prompts)))
+    for i, prompt in enumerate(prompts, seq):
+        work.add(book, Group(f"{book.state.name}/{i}", book.state.name, i, prompt))
+
+
+def lease(
+    work: Work, book: StreamBook, producer_id: str, request_id: str, max_groups: int, ledger_id: str
+) -> list[Group]:
+    """At most `max_groups` LEASED groups; those of the same request while they live."""
+    held = work.leases.of_request(book.state.name, request_id)
+    if held or no_lease_reason(book) is not None:
+        return held
+    room = MAX_LEASES - len(work.leases)
+    if room <= 0:
+        raise ResourceExhausted(f"{MAX_LEASES} leases are out, the most one ledger keeps: put or release some first")
+    places = book.places_left()
+    count = min(max_groups, room) if places is None else min(max_groups, room, places)
+    return [
+        _grant(work, book, book.groups[group_id], producer_id, request_id, ledger_id)
+        for group_id in book.queue.take(count)
+    ]
+
+
+def _grant(work: Work, book: StreamBook, group: Group, producer_id: str, request_id: str, ledger_id: str) -> Group:
+    number = group.num_leases + 1
+    lease = Lease(f"{group.group_id}#{number}.{ledger_id}", producer_id, request_id, book.state.policy_version)
+    leased = replace(
+        group, state=GroupState.LEASED, lease=lease, num_leases=number, attempts=group.attempts + 1, requeued=False
+    )
+    leased = work.change(book, leased, "leased", detail=f"lease {lease.lease_id} to {producer_id}")
+    work.leases.grant(leased, work.now.monotonic + book.state.config.lease_seconds)
+    return leased
+
+
+def no_lease_reason(book: StreamBook) -> NoLeaseReason | None:
+    """What keeps every group from being handed out now; None when one may go."""
+    if book.places_left() == 0:
+        return NoLeaseReason.ADMISSION
+    if book.payload_bytes >= book.state.config.max_payload_bytes:
+        return NoLeaseReason.BYTES
+    if len(book.queue):
+        return None
+    return NoLeaseReason.EXHAUSTED if book.state.exhausted else NoLeaseReason.NO_PROMPTS
+
+
+def release(work: Work, book: StreamBook, group: Group, given: Release) -> None:
+    """Back to the front of the queue; the lease does not count as an attempt."""
+    if given.partials:
+        work.forget(group.partials)
+        work.keep(given.partials)
+    partials = tuple(p.record for p in given.partials) or group.partials
+    queued = replace(
+        work.end_lease(group),
+        state=GroupState.QUEUED,
+        requeued=True,
+        attempts=group.attempts - 1,
+        partials=partials,
+    )
+    work.change(book, queued, "released", detail=given.reason)
+
+
+def lose(work: Work, book: StreamBook, group: Group) -> None:
+    """The lease has reached its deadline."""
+    assert group.lease is not None
+    seconds = book.state.config.lease_seconds
+    failure = Failure("LEASE_EXPIRED", f"producer {group.lease.producer_id} was silent for {seconds:g} s")
+    work.requeue_or_fail(book, work.end_lease(group), "lease_expired", failure)
+
+
+def check_put(work: Work, book: StreamBook, put: GroupPut) -> int:
+    """Raises unless the put can be answered; returns the payload bytes it adds."""
+    group = _find(book, put.group_id)
+    _check_samples(book, put)
+    if _is_duplicate(book, group, put) or not _is_live(group, put):
+        return 0
+    return sum(s.record.payload_bytes for s in put.samples)
+
+
+def check_bytes(book: StreamBook, num_bytes: int) -> None:
+    """Raises ResourceExhausted when so many more payload bytes exceed the stream's limit."""
+    limit = book.state.config.max_payload_bytes
+    if num_bytes and book.payload_bytes + num_bytes > limit:
+        raise ResourceExhausted(
+            f"stream {book.state.name} holds {book.payload_bytes} payload bytes, {num_bytes} more exceed "
+            f"max_payload_bytes {limit}: raise it, or save checkpoints more often",
+            retry_after_seconds=1.0,
+        )
+
+
+def put(work: Work, book: StreamBook, put: GroupPut) -> PutResult:
+    """Ends the lease. The put was checked."""
+    group = book.groups[put.group_id]
+    if _is_duplicate(book, group, put):
+        return PutResult(group.group_id, group.state, duplicate=True)
+    if not _is_live(group, put):
+        refused = Failure("LEASE_LOST", f"lease {put.lease_id} has ended: its group is somebody else's now")
+        return PutResult(group.group_id, group.state, refused=refused)
+    assert group.lease is not None
+    leased_version = group.lease.policy_version
+    ended = work.end_lease(group, put.fingerprint)
+    match put.outcome:
+        case PutOutcome.COMPLETE:
+            done = _complete(work, book, ended, put, leased_version)
+        case PutOutcome.DROPPED:
+            done = _drop(work, book, ended, put.failure or Failure("DROPPED", "no reason was given"))
+        case PutOutcome.FAILED:
+            failure = put.failure or Failure("FAILED", "no reason was given")
+            done = work.requeue_or_fail(book, ended, "failed", failure)
+    return PutResult(done.group_id, done.state)
+
+
+def _complete(work: Work, book: StreamBook, group: Group, put: GroupPut, leased_version: int) -> Group:
+    records = tuple(s.record for s in put.samples)
+    oldest = min((r.oldest_version for r in records if r.oldest_version is not None), default=leased_version)
+    work.forget(group.partials)
+    ready = replace(group, state=GroupState.READY, samples=records, partials=(), oldest_version=oldest)
+    limit = oldest_trainable(book.state)
+    ready = work.change(book, ready, "put", sample_ids=[r.sample_id for r in records])
+    if limit is not None and oldest < limit:
+        return work.expire(book, ready)
+    work.keep(put.samples)
+    return ready
+
+
+def _drop(work: Work, book: StreamBook, group: Group, failure: Failure) -> Group:
+    work.forget(group.partials)
+    dropped = replace(group, state=GroupState.DROPPED, failure=failure, partials=())
+    return work.change(book, dropped, "dropped", detail=f"{failure.reason}: {failure.message}")
+
+
+def _find(book: StreamBook, group_id: str) -> Group:
+    if group_id not in book.groups:
+        raise NotFound(f"stream {book.state.name} has no group {group_id}")
+    return book.groups[group_id]
+
+
+def _check_samples(book: StreamBook, put: GroupPut) -> None:
+    if put.outcome is not PutOutcome.COMPLETE:
+        return
+    wanted = book.state.config.n_samples_per_prompt
+    if len(put.samples) < wanted:
+        raise InvalidArgument(
+            f"group {put.group_id} comes with {len(put.samples)} samples, n_samples_per_prompt is {wanted}: "
+            "put it whole, failed samples included",
+            field="groups.samples",
+        )
+    for sample in put.samples:
+        record = sample.record
+        if record.sample_id not in book.samples:
+            continue
+        group_id, i = book.samples[record.sample_id]
+        if group_id != put.group_id or book.groups[group_id].samples[i].digest != record.digest:
+            raise AlreadyExists(
+                f"sample {record.sample_id} was kept before, in group {group_id}, with another content: "
+                "a new sample needs a new sample_id"
+            )
+
+
+def _is_live(group: Group, put: GroupPut) -> bool:
+    return group.lease is not None and group.lease.lease_id == put.lease_id
+
+
+def _is_duplicate(book: StreamBook, group: Group, put: GroupPut) -> bool:
+    if _is_live(group, put):
+        return False
+    fingerprint = put.fingerprint
+    if any(e.lease_id == put.lease_id and e.fingerprint == fingerprint for e in group.ended):
+        return True
+    kept = {r.sample_id for r in group.samples}
+    return bool(kept) and kept == {s.record.sample_id for s in put.samples}

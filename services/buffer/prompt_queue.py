@@ -1,0 +1,28 @@
+"""QUEUED groups in the order producers get them: by priority where asked, those that came back first, then by age."""
+
+from __future__ import annotations
+
+import heapq
+
+from services.buffer.group import Group
+from services.buffer.stream import Selection
+
+
+class PromptQueue:
+    """A heap; groups leave it from its front only."""
+
+    def __init__(self, selection: Selection) -> None:
+        self._by_priority = selection is Selection.PRIORITY
+        self._heap: list[tuple[int, bool, int, str]] = []
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, group: Group) -> None:
+        """Puts it in its place."""
+        priority = -group.prompt.priority if self._by_priority else 0
+        heapq.heappush(self._heap, (priority, not group.requeued, group.seq, group.group_id))
+
+    def take(self, count: int) -> list[str]:
+        """Removes at most `count` ids from the front."""
+        return [heapq.heappop(self._heap)[-1] for _ in range(min(count, len(self._heap)))]

@@ -1,0 +1,69 @@
+"""READY groups that no batch has yet, in the order of the stream's selection, and by age for expiry.
+
+Both orders are heaps; entries of groups that left are skipped when they come up, so nothing looks at all groups.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from services.buffer.group import Group
+from services.buffer.stream import Selection
+
+_Key = tuple[int, int]
+
+
+class ReadyPool:
+    """Ids only; the groups are in the book."""
+
+    def __init__(self, selection: Selection) -> None:
+        self._selection = selection
+        self._live: dict[str, _Key] = {}
+        self._chosen: list[tuple[_Key, str]] = []
+        self._oldest: list[tuple[int, _Key, str]] = []
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def add(self, group: Group) -> None:
+        """Puts it in its place."""
+        key = self._key(group)
+        self._live[group.group_id] = key
+        heapq.heappush(self._chosen, (key, group.group_id))
+        if group.oldest_version is not None:
+            heapq.heappush(self._oldest, (group.oldest_version, key, group.group_id))
+
+    def discard(self, group_id: str) -> None:
+        """Takes it out, if it is there."""
+        self._live.pop(group_id, None)
+
+    def first(self, count: int) -> list[str]:
+        """The first `count` ids, which leave the pool. There must be as many."""
+        taken: list[str] = []
+        while len(taken) < count:
+            key, group_id = heapq.heappop(self._chosen)
+            if self._live.get(group_id) == key:
+                del self._live[group_id]
+                taken.append(group_id)
+        return taken
+
+    def older_than(self, version: int) -> list[str]:
+        """Ids whose oldest token is older than `version`, which leave the pool."""
+        taken: list[str] = []
+        while self._oldest and self._oldest[0][0] < version:
+            _, key, group_id = heapq.heappop(self._oldest)
+            if self._live.get(group_id) == key:
+                del self._live[group_id]
+                taken.append(group_id)
+        return taken
+
+    def _key(self, group: Group) -> _Key:
+        match self._selection:
+            case Selection.FIFO:
+                return 0, group.admitted_at
+            case Selection.LIFO:
+                return 0, -group.admitted_at
+            case Selection.PRIORITY:
+                return -group.prompt.priority, group.admitted_at
+            case Selection.FRESHEST:
+                return -(group.oldest_version or 0), group.admitted_at

@@ -1,0 +1,179 @@
+"""BufferService: protos in, protos out, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc
+
+from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.api.buffer.v1 import buffer_pb2_grpc
+from headrace.errors import InvalidArgument
+from services.buffer import wire
+from services.buffer.application import Buffer
+from services.buffer.book import StreamBook
+from services.buffer.group import Group, GroupState
+
+MAX_GROUPS_PER_LEASE = 1_000
+MAX_PAGE_SIZE = 1_000
+DEFAULT_PAGE_SIZE = 100
+_ANSWER_MARGIN_SECONDS = 0.25
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
+    """Every method's contract is in the proto."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer = buffer
+
+    async def CreateStream(self, request: pb.CreateStreamRequest, context: Context) -> pb.CreateStreamResponse:
+        config, created = await self._buffer.create_stream(wire.to_config(request.config))
+        return pb.CreateStreamResponse(config=wire.from_config(config), created=created)
+
+    async def ListStreams(self, request: pb.ListStreamsRequest, context: Context) -> pb.ListStreamsResponse:
+        await self._buffer.settled()
+        books = self._books("")
+        return pb.ListStreamsResponse(streams=[wire.from_config(book.state.config) for book in books])
+
+    async def SubmitPrompts(self, request: pb.SubmitPromptsRequest, context: Context) -> pb.SubmitPromptsResponse:
+        wire.require_some(len(request.prompts), "prompts")
+        prompts = [wire.to_prompt(prompt, i) for i, prompt in enumerate(request.prompts)]
+        return pb.SubmitPromptsResponse(group_ids=await self._buffer.submit(request.stream, prompts))
+
+    async def LeaseGroups(self, request: pb.LeaseGroupsRequest, context: Context) -> pb.LeaseGroupsResponse:
+        wire.require_some(request.max_groups, "max_groups")
+        groups, reason = await self._buffer.lease(
+            request.stream,
+            wire.require(request.producer_id, "producer_id"),
+            wire.require(request.request_id, "request_id"),
+            min(request.max_groups, MAX_GROUPS_PER_LEASE),
+            _wait_seconds(request.wait_seconds, context),
+        )
+        leases = [await self._lease(group) for group in groups]
+        return pb.LeaseGroupsResponse(leases=leases, no_lease_reason=wire.from_no_lease_reason(reason))
+
+    async def _lease(self, group: Group) -> pb.GroupLease:
+        assert group.lease is not None
+        payloads = await self._buffer.payloads(group.partials) if group.partials else []
+        partials = [wire.from_sample(r, p) for r, p in zip(group.partials, payloads, strict=True)]
+        seconds = self._buffer.lease_seconds_left(group.lease.lease_id)
+        return wire.from_lease(group, seconds, self._n_samples(group.stream), partials)
+
+    async def RenewLeases(self, request: pb.RenewLeasesRequest, context: Context) -> pb.RenewLeasesResponse:
+        renewed, lost = self._buffer.renew(request.lease_ids)
+        return pb.RenewLeasesResponse(renewed=renewed, lost=lost)
+
+    async def ReleaseLeases(self, request: pb.ReleaseLeasesRequest, context: Context) -> pb.ReleaseLeasesResponse:
+        wire.require_some(len(request.releases), "releases")
+        await self._buffer.release([wire.to_release(release) for release in request.releases])
+        return pb.ReleaseLeasesResponse()
+
+    async def PutGroups(self, request: pb.PutGroupsRequest, context: Context) -> pb.PutGroupsResponse:
+        wire.require_some(len(request.groups), "groups")
+        results = await self._buffer.put([wire.to_put(put) for put in request.groups])
+        return pb.PutGroupsResponse(results=[wire.from_put_result(result) for result in results])
+
+    async def LeaseBatch(self, request: pb.LeaseBatchRequest, context: Context) -> pb.LeaseBatchResponse:
+        wait_seconds = _wait_seconds(request.wait_seconds, context)
+        batch, num_ready = await self._buffer.lease_batch(request.stream, request.epoch, request.step, wait_seconds)
+        if batch is None:
+            return pb.LeaseBatchResponse(ready=False, groups_ready=num_ready)
+        groups = [
+            pb.BatchGroup(group_id=group.group_id, samples=[wire.from_record(record) for record in group.samples])
+            for group in batch.groups
+        ]
+        return pb.LeaseBatchResponse(ready=True, groups=groups, digest=batch.digest, groups_ready=num_ready)
+
+    async def FetchSamples(
+        self, request: pb.FetchSamplesRequest, context: Context
+    ) -> AsyncIterator[pb.FetchSamplesResponse]:
+        wire.require_some(len(request.sample_ids), "sample_ids")
+        async for portion in self._buffer.fetch(request.stream, request.sample_ids):
+            yield pb.FetchSamplesResponse(samples=[wire.from_sample(record, payload) for record, payload in portion])
+
+    async def ConsumeBatch(self, request: pb.ConsumeBatchRequest, context: Context) -> pb.ConsumeBatchResponse:
+        next_step = await self._buffer.consume(request.stream, request.epoch, request.step, request.digest)
+        return pb.ConsumeBatchResponse(next_step=next_step)
+
+    async def CommitStep(self, request: pb.CommitStepRequest, context: Context) -> pb.CommitStepResponse:
+        wire.require_not_negative(request.step, "step")
+        return pb.CommitStepResponse(num_groups=await self._buffer.commit(request.stream, request.epoch, request.step))
+
+    async def Rewind(self, request: pb.RewindRequest, context: Context) -> pb.RewindResponse:
+        wire.require_not_negative(request.step, "step")
+        request_id = wire.require(request.request_id, "request_id")
+        epoch, num_groups = await self._buffer.rewind(request.stream, request.step, request_id)
+        return pb.RewindResponse(epoch=epoch, num_groups=num_groups)
+
+    async def SetPolicyVersion(
+        self, request: pb.SetPolicyVersionRequest, context: Context
+    ) -> pb.SetPolicyVersionResponse:
+        wire.require_not_negative(request.policy_version, "policy_version")
+        num_expired = await self._buffer.set_policy_version(request.stream, request.epoch, request.policy_version)
+        return pb.SetPolicyVersionResponse(num_expired=num_expired)
+
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.WatchResponse]:
+        self._books(request.stream)
+        async for page in self._buffer.watch(request.from_position):
+            events = [wire.from_event(e) for e in page if not request.stream or e.stream == request.stream]
+            if events:
+                yield pb.WatchResponse(events=events)
+
+    async def ListGroups(self, request: pb.ListGroupsRequest, context: Context) -> pb.ListGroupsResponse:
+        states = wire.to_states(request.states)
+        if request.group_ids:
+            groups, following = self._groups(request.stream, request.group_ids, states), None
+            await self._buffer.settled()
+        else:
+            count = min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
+            before = wire.to_page_token(request.page_token)
+            groups, following = await self._buffer.list_groups(request.stream, states, before, count)
+        token = "" if following is None else str(following)
+        return pb.ListGroupsResponse(groups=[wire.from_group(group) for group in groups], next_page_token=token)
+
+    async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
+        await self._buffer.settled()
+        streams = [_stats(book) for book in self._books(request.stream)]
+        return pb.GetStatsResponse(streams=streams, position=self._buffer.journal.durable_position)
+
+    def _books(self, stream: str) -> list[StreamBook]:
+        ledger = self._buffer.ledger
+        return [ledger.book(stream)] if stream else [ledger.books[name] for name in sorted(ledger.books)]
+
+    def _groups(self, stream: str, group_ids: Sequence[str], states: Sequence[GroupState]) -> list[Group]:
+        if len(group_ids) > MAX_PAGE_SIZE:
+            raise InvalidArgument(f"{len(group_ids)} group_ids, at most {MAX_PAGE_SIZE} in a call", field="group_ids")
+        known = self._buffer.ledger.book(stream).groups
+        found = [known[group_id] for group_id in dict.fromkeys(group_ids) if group_id in known]
+        wanted = [group for group in found if not states or group.state in states]
+        return sorted(wanted, key=lambda group: -group.position)
+
+    def _n_samples(self, stream: str) -> int:
+        return self._buffer.ledger.book(stream).state.config.n_samples_per_prompt
+
+
+def _wait_seconds(asked: float, context: Context) -> float:
+    """Cut so that an empty answer arrives before the deadline."""
+    wire.require_not_negative(asked, "wait_seconds")
+    remaining = context.time_remaining()
+    return asked if remaining is None else max(min(asked, remaining - _ANSWER_MARGIN_SECONDS), 0.0)
+
+
+def _stats(book: StreamBook) -> pb.StreamStats:
+    state = book.state
+    return pb.StreamStats(
+        stream=state.name,
+        groups={group_state.name: book.counts[group_state] for group_state in GroupState},
+        payload_bytes=book.payload_bytes,
+        epoch=state.epoch,
+        step=state.step,
+        committed_step=state.committed_step,
+        policy_version=state.policy_version,
+        admissible_groups=book.places_left(),
+        prompts_read=state.cursor.prompts_read,
+        data_epoch=state.cursor.epoch,
+        bad_lines=state.bad_lines,
+    )

@@ -1,0 +1,31 @@
+"""Wakes everybody who waits for a change, without polling."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Signal:
+    """Take a `ticket` first, look second, wait third: a change between looking and waiting is not missed."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def ticket(self) -> asyncio.Event:
+        """Is set by the next change."""
+        return self._event
+
+    def set(self) -> None:
+        """Something changed."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+
+async def wait_for(ticket: asyncio.Event, seconds: float) -> bool:
+    """True when the change came within `seconds`."""
+    try:
+        async with asyncio.timeout(seconds):
+            await ticket.wait()
+    except TimeoutError:
+        return False
+    return True

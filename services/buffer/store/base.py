@@ -1,0 +1,45 @@
+"""What a ledger asks of a disk. `memory` and `sqlite` keep the same contract tests.
+
+`commit` is called by one thread; the reads come from others at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.buffer.group import Group, SampleRecord
+from services.buffer.stream import StreamState
+from services.buffer.transaction import LedgerEvent, Transaction
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything a ledger needs to go on."""
+
+    ledger_id: str
+    streams: tuple[StreamState, ...]
+    groups: tuple[Group, ...]
+    position: int
+    quarantined: tuple[str, ...] = ()
+    """Records whose checksum is wrong, by table and key: left where they are, not loaded."""
+
+
+class Store(Protocol):
+    """Durable rows. Any error of `commit` ends the process: memory would be ahead of the disk."""
+
+    def load(self) -> Snapshot:
+        """What was committed, damaged records set aside."""
+
+    def commit(self, transactions: Sequence[Transaction]) -> None:
+        """Durable, all or nothing, when it returns."""
+
+    def read_payloads(self, records: Sequence[SampleRecord]) -> list[bytes]:
+        """In order. Raises NotFound for a payload that was deleted, DataLoss for one that does not match its digest."""
+
+    def read_events(self, from_position: int, count: int) -> list[LedgerEvent]:
+        """The history from a position on, at most `count`."""
+
+    def close(self) -> None:
+        """No call comes after it."""

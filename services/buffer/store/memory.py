@@ -1,0 +1,45 @@
+"""The ledger's rows in dictionaries: for tests, and for runs that may lose everything with the process."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from services.buffer.group import Group, SampleRecord
+from services.buffer.store.base import Snapshot
+from services.buffer.store.payload import checked_payload
+from services.buffer.stream import StreamState
+from services.buffer.transaction import LedgerEvent, Transaction
+
+
+class MemoryStore:
+    """Durable for as long as the object lives."""
+
+    def __init__(self) -> None:
+        self._ledger_id = secrets.token_hex(4)
+        self._streams: dict[str, StreamState] = {}
+        self._groups: dict[str, Group] = {}
+        self._payloads: dict[str, bytes] = {}
+        self._events: list[LedgerEvent] = []
+
+    def load(self) -> Snapshot:
+        return Snapshot(self._ledger_id, tuple(self._streams.values()), tuple(self._groups.values()), len(self._events))
+
+    def commit(self, transactions: Sequence[Transaction]) -> None:
+        for transaction in transactions:
+            self._streams.update(transaction.streams)
+            self._groups.update(transaction.groups)
+            for key in transaction.deleted_payloads:
+                self._payloads.pop(key, None)
+            self._payloads.update(transaction.payloads)
+            self._events.extend(transaction.events)
+
+    def read_payloads(self, records: Sequence[SampleRecord]) -> list[bytes]:
+        return [checked_payload(record, self._payloads.get(record.key)) for record in records]
+
+    def read_events(self, from_position: int, count: int) -> list[LedgerEvent]:
+        first = max(from_position, 1) - 1
+        return self._events[first : first + count]
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,22 @@
+"""Reading a payload is checking it."""
+
+from __future__ import annotations
+
+import hashlib
+
+from headrace.errors import DataLoss, NotFound
+from services.buffer.group import SampleRecord
+
+
+def checked_payload(record: SampleRecord, payload: bytes | None) -> bytes:
+    """The bytes that were put. Raises NotFound when they are gone, DataLoss when they are others."""
+    if payload is None:
+        raise NotFound(
+            f"the payload of sample {record.sample_id} is gone: its group was expired or committed meanwhile"
+        )
+    if hashlib.sha256(payload).digest() != record.digest:
+        raise DataLoss(
+            f"the payload of sample {record.sample_id} does not match the digest it was put with: "
+            "the disk has changed it; drop its group or rewind past it"
+        )
+    return payload

@@ -1,0 +1,170 @@
+"""Commands of the trainer: batches out, steps consumed and committed, rewinds.
+
+Only the trainer of the newest epoch is heard. A batch belongs to its step from the first LeaseBatch until the step is
+committed, across consumption and rewinds: step s trains on the same groups in the same order however often it is run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from headrace.errors import FailedPrecondition, Fenced
+from services.buffer.book import StreamBook, batch_digest
+from services.buffer.group import Group, GroupState
+from services.buffer.work import Work
+
+_MAX_REMEMBERED_REWINDS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a step trains on, in training order."""
+
+    groups: tuple[Group, ...]
+    digest: bytes
+
+
+def lease_batch(work: Work, book: StreamBook, epoch: int, step: int) -> Batch | None:
+    """The step's batch; None while too few groups are ready."""
+    _check_epoch(book, epoch)
+    _check_leasable(book, step)
+    groups = book.batch(step) or _choose(work, book, step)
+    return Batch(tuple(groups), batch_digest(groups)) if groups else None
+
+
+def _choose(work: Work, book: StreamBook, step: int) -> list[Group]:
+    work.expire_stale(book)
+    count = book.state.config.groups_per_step
+    if len(book.ready) < count:
+        _check_not_starved(work, book)
+        return []
+    chosen = [book.groups[group_id] for group_id in book.ready.first(count)]
+    return [work.change(book, replace(group, step=step, batch_index=i), "batched") for i, group in enumerate(chosen)]
+
+
+def _check_not_starved(work: Work, book: StreamBook) -> None:
+    state = book.state
+    left = len(book.queue) + book.counts[GroupState.LEASED] + len(book.ready)
+    if work.transaction.events or not state.exhausted or left >= state.config.groups_per_step:
+        return
+    raise FailedPrecondition(
+        f"stream {state.name}: {left} groups are left for step {state.step}, a batch has "
+        f"{state.config.groups_per_step}, and the prompt file is read to its end: "
+        "submit prompts, raise num_epoch or lower num_rollout",
+        reason="EXHAUSTED",
+    )
+
+
+def consume(work: Work, book: StreamBook, epoch: int, step: int, digest: bytes) -> int:
+    """READY → CONSUMED for the batch of the next step; returns the step after it."""
+    _check_epoch(book, epoch)
+    _check_leasable(book, step)
+    groups = book.batch(step)
+    if groups is None:
+        raise FailedPrecondition(f"step {step} of {book.state.name} has no batch yet: LeaseBatch gives it one")
+    if batch_digest(groups) != digest:
+        raise FailedPrecondition(
+            f"step {step} of {book.state.name} has the batch {batch_digest(groups).hex()[:16]}…, "
+            f"not {digest.hex()[:16]}…: "
+            "train on what LeaseBatch answered",
+            reason="OTHER_BATCH",
+        )
+    if step == book.state.step:
+        work.set_state(book, replace(book.state, step=step + 1))
+        for group in groups:
+            ids = [record.sample_id for record in group.samples]
+            work.change(book, replace(group, state=GroupState.CONSUMED), "consumed", sample_ids=ids)
+    return step + 1
+
+
+def commit(work: Work, book: StreamBook, epoch: int, step: int) -> int:
+    """CONSUMED → COMMITTED for every step below `step`; their payloads are deleted. Returns the groups."""
+    _check_epoch(book, epoch)
+    state = book.state
+    if step > state.step:
+        raise FailedPrecondition(
+            f"step {step} of {state.name} cannot be committed: steps below {state.step} are consumed so far"
+        )
+    members = _members(book, state.committed_step, step)
+    if step > state.committed_step:
+        work.set_state(book, replace(state, committed_step=step))
+    for group in members:
+        work.forget(group.samples)
+        work.change(book, replace(group, state=GroupState.COMMITTED), "committed")
+    return len(members)
+
+
+def rewind(work: Work, book: StreamBook, step: int, request_id: str) -> tuple[int, int]:
+    """CONSUMED → READY from `step` on, in the same batches; (epoch, groups). A new epoch fences those before."""
+    state = book.state
+    if request_id in state.rewinds:
+        return state.rewinds[request_id]
+    if step < state.committed_step:
+        raise FailedPrecondition(
+            f"stream {state.name} has committed every step below {state.committed_step}, their samples are gone: "
+            f"step {step} cannot be had again; restore a checkpoint of step {state.committed_step} or later",
+            reason="COMMITTED",
+        )
+    back = _members(book, step, state.step)
+    skipped = _skipped(book, state.step, step)
+    answer = (state.epoch + 1, len(back))
+    remembered = dict(list(state.rewinds.items())[1 - _MAX_REMEMBERED_REWINDS :])
+    work.set_state(
+        book,
+        replace(state, epoch=answer[0], epoch_start=step, step=step, rewinds={**remembered, request_id: answer}),
+    )
+    for group in skipped:
+        work.change(book, replace(group, step=None, batch_index=None), "rewound", detail="its step was passed over")
+    for group in back:
+        work.change(book, replace(group, state=GroupState.READY), "rewound")
+    work.announce(book, "rewound", detail=f"from step {state.step}")
+    return answer
+
+
+def _skipped(book: StreamBook, first: int, end: int) -> list[Group]:
+    """Groups of batches that the trainer's checkpoint has passed: the ledger is older than the checkpoint."""
+    return [g for g in _members(book, first, end) if g.state is GroupState.READY]
+
+
+def set_policy_version(work: Work, book: StreamBook, epoch: int, policy_version: int) -> int:
+    """The engines serve these weights; returns how many groups expired by it."""
+    _check_epoch(book, epoch)
+    state = book.state
+    if policy_version < state.policy_version and state.policy_epoch == epoch:
+        raise FailedPrecondition(
+            f"stream {state.name} is at policy version {state.policy_version}, {policy_version} is older: "
+            "it goes back only after Rewind"
+        )
+    if (policy_version, epoch) != (state.policy_version, state.policy_epoch):
+        work.set_state(book, replace(state, policy_version=policy_version, policy_epoch=epoch))
+        work.announce(book, "policy_version")
+    return work.expire_stale(book)
+
+
+def _members(book: StreamBook, first: int, end: int) -> list[Group]:
+    return [group for step in book.batched_steps(first, end) for group in book.members(step)]
+
+
+def _check_epoch(book: StreamBook, epoch: int) -> None:
+    current = book.state.epoch
+    if epoch > current:
+        raise FailedPrecondition(
+            f"epoch {epoch} of {book.state.name} was never opened here, the newest is {current}: call Rewind first",
+            reason="EPOCH_UNKNOWN",
+        )
+    if epoch < current:
+        raise Fenced(f"epoch {epoch} of {book.state.name} is over: a newer trainer opened epoch {current}; stop")
+    if current == 0:
+        raise FailedPrecondition(
+            f"stream {book.state.name} has no trainer yet: call Rewind first", reason="EPOCH_UNKNOWN"
+        )
+
+
+def _check_leasable(book: StreamBook, step: int) -> None:
+    state = book.state
+    if max(state.epoch_start, state.committed_step) <= step <= state.step:
+        return
+    raise FailedPrecondition(
+        f"step {step} of {state.name} is not to be had in epoch {state.epoch}: the next is {state.step}, "
+        f"those from {max(state.epoch_start, state.committed_step)} on can be asked for again"
+    )

@@ -1,0 +1,46 @@
+"""What one command changed: made durable as a whole, or not at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from services.buffer.group import Group, GroupState
+from services.buffer.stream import StreamState
+
+
+@dataclass(frozen=True, slots=True)
+class Instant:
+    """Now, on two clocks: leases count monotonic seconds, the history shows Unix seconds."""
+
+    monotonic: float
+    unix: float
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerEvent:
+    """One transition. Positions are 1, 2, 3, … without gaps over the whole ledger."""
+
+    position: int
+    unix_seconds: float
+    stream: str
+    kind: str
+    group_id: str | None = None
+    state: GroupState | None = None
+    epoch: int | None = None
+    step: int | None = None
+    policy_version: int | None = None
+    sample_ids: tuple[str, ...] = ()
+    detail: str = ""
+
+
+@dataclass(slots=True)
+class Transaction:
+    """Rows to write and to delete. Empty where a command changed nothing."""
+
+    streams: dict[str, StreamState] = field(default_factory=dict)
+    groups: dict[str, Group] = field(default_factory=dict)
+    new_groups: list[str] = field(default_factory=list)
+    payloads: dict[str, bytes] = field(default_factory=dict)
+    """By SampleRecord.key; whose record is in `groups`."""
+    deleted_payloads: list[str] = field(default_factory=list)
+    events: list[LedgerEvent] = field(default_factory=list)

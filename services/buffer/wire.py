@@ -1,0 +1,315 @@
+"""Protos to the domain and back. Whatever arrives is checked here, once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.api.sample.v1 import sample_pb2
+from headrace.errors import InvalidArgument
+from headrace.trajectory import Failure, check_digest, from_json
+from services.buffer.group import Group, GroupState, Prompt, SampleRecord
+from services.buffer.producing import GroupPut, NoLeaseReason, PutOutcome, PutResult, Release
+from services.buffer.stream import (
+    DEFAULT_LEASE_SECONDS,
+    DEFAULT_MAX_ATTEMPTS,
+    DEFAULT_MAX_PAYLOAD_BYTES,
+    DEFAULT_MAX_QUEUED_GROUPS,
+    ExpiryAction,
+    FileSource,
+    Selection,
+    StreamConfig,
+)
+from services.buffer.transaction import LedgerEvent
+from services.buffer.work import NewSample
+
+MAX_ID_LENGTH = 512
+
+_SELECTIONS = {
+    pb.SELECTION_UNSPECIFIED: Selection.FIFO,
+    pb.SELECTION_FIFO: Selection.FIFO,
+    pb.SELECTION_LIFO: Selection.LIFO,
+    pb.SELECTION_PRIORITY: Selection.PRIORITY,
+    pb.SELECTION_FRESHEST: Selection.FRESHEST,
+}
+_EXPIRY_ACTIONS = {
+    pb.EXPIRY_ACTION_UNSPECIFIED: ExpiryAction.REQUEUE,
+    pb.EXPIRY_ACTION_REQUEUE: ExpiryAction.REQUEUE,
+    pb.EXPIRY_ACTION_DROP: ExpiryAction.DROP,
+}
+_OUTCOMES = {
+    pb.PUT_OUTCOME_COMPLETE: PutOutcome.COMPLETE,
+    pb.PUT_OUTCOME_DROPPED: PutOutcome.DROPPED,
+    pb.PUT_OUTCOME_FAILED: PutOutcome.FAILED,
+}
+_STATES = {pb.GroupState.Value(f"GROUP_STATE_{state.name}"): state for state in GroupState}
+
+
+def require(value: str, field: str) -> str:
+    """The value. Raises InvalidArgument when it is empty or too long."""
+    if not value or len(value) > MAX_ID_LENGTH:
+        raise InvalidArgument(f"{field} has {len(value)} characters, must have 1 to {MAX_ID_LENGTH}", field=field)
+    return value
+
+
+def require_some(count: int, field: str) -> None:
+    """Raises InvalidArgument when there is none."""
+    if count < 1:
+        raise InvalidArgument(f"{field} is empty, must have at least one", field=field)
+
+
+def require_not_negative(value: float, field: str) -> None:
+    """Raises InvalidArgument for what cannot be counted."""
+    if not (math.isfinite(value) and value >= 0):
+        raise InvalidArgument(f"{field} is {value}, must be 0 or more", field=field)
+
+
+def to_config(message: pb.StreamConfig) -> StreamConfig:
+    """Defaults filled in."""
+    if message.selection not in _SELECTIONS:
+        raise InvalidArgument(f"selection {message.selection} is not known here", field="config.selection")
+    if message.expiry_action not in _EXPIRY_ACTIONS:
+        raise InvalidArgument(f"expiry_action {message.expiry_action} is not known here", field="config.expiry_action")
+    return StreamConfig(
+        name=message.name,
+        n_samples_per_prompt=message.n_samples_per_prompt,
+        groups_per_step=message.groups_per_step,
+        max_staleness=message.max_staleness if message.HasField("max_staleness") else None,
+        lease_seconds=message.lease_seconds or DEFAULT_LEASE_SECONDS,
+        max_attempts=message.max_attempts or DEFAULT_MAX_ATTEMPTS,
+        expiry_action=_EXPIRY_ACTIONS[message.expiry_action],
+        selection=_SELECTIONS[message.selection],
+        file=_to_file(message.file) if message.HasField("file") else None,
+        max_payload_bytes=message.max_payload_bytes or DEFAULT_MAX_PAYLOAD_BYTES,
+        max_queued_groups=message.max_queued_groups or DEFAULT_MAX_QUEUED_GROUPS,
+    )
+
+
+def _to_file(message: pb.FileSource) -> FileSource:
+    return FileSource(
+        path=require(message.path, "config.file.path"),
+        input_key=require(message.input_key, "config.file.input_key"),
+        label_key=message.label_key or None,
+        metadata_key=message.metadata_key or None,
+        tool_key=message.tool_key or None,
+        shuffle=message.shuffle,
+        seed=message.seed,
+        num_epochs=message.num_epochs or None,
+        skip_bad_lines=message.skip_bad_lines,
+    )
+
+
+def from_config(config: StreamConfig) -> pb.StreamConfig:
+    """The inverse of `to_config`."""
+    file = config.file
+    return pb.StreamConfig(
+        name=config.name,
+        n_samples_per_prompt=config.n_samples_per_prompt,
+        groups_per_step=config.groups_per_step,
+        max_staleness=config.max_staleness,
+        lease_seconds=config.lease_seconds,
+        max_attempts=config.max_attempts,
+        expiry_action=pb.ExpiryAction.Value(f"EXPIRY_ACTION_{config.expiry_action.name}"),
+        selection=pb.Selection.Value(f"SELECTION_{config.selection.name}"),
+        file=None if file is None else _from_file(file),
+        max_payload_bytes=config.max_payload_bytes,
+        max_queued_groups=config.max_queued_groups,
+    )
+
+
+def _from_file(file: FileSource) -> pb.FileSource:
+    return pb.FileSource(
+        path=file.path,
+        input_key=file.input_key,
+        label_key=file.label_key or "",
+        metadata_key=file.metadata_key or "",
+        tool_key=file.tool_key or "",
+        shuffle=file.shuffle,
+        seed=file.seed,
+        num_epochs=file.num_epochs or 0,
+        skip_bad_lines=file.skip_bad_lines,
+    )
+
+
+def to_prompt(message: sample_pb2.Prompt, i: int) -> Prompt:
+    """A prompt with an id and a content."""
+    field = f"prompts[{i}]"
+    require(message.prompt_id, f"{field}.prompt_id")
+    if message.WhichOneof("content") is None:
+        raise InvalidArgument(f"prompt {message.prompt_id} has neither text nor messages", field=f"{field}.content")
+    if message.WhichOneof("content") == "messages":
+        require_some(len(message.messages.messages), f"{field}.messages")
+    from_json(message.metadata_json)
+    return Prompt(message.prompt_id, message.SerializeToString(deterministic=True), message.priority)
+
+
+def from_prompt(prompt: Prompt) -> sample_pb2.Prompt:
+    """As it was submitted."""
+    return sample_pb2.Prompt.FromString(prompt.body)
+
+
+def to_put(message: pb.GroupPut) -> GroupPut:
+    """Checked by itself; raises DataLoss for a payload that does not match its digest."""
+    group_id = require(message.group_id, "groups.group_id")
+    if message.outcome not in _OUTCOMES:
+        raise InvalidArgument(f"the put of {group_id} has no outcome known here", field="groups.outcome")
+    outcome = _OUTCOMES[message.outcome]
+    if outcome is PutOutcome.COMPLETE:
+        require_some(len(message.samples), "groups.samples")
+    elif not message.HasField("failure"):
+        raise InvalidArgument(f"the put of {group_id} is {outcome.value} and does not say why", field="groups.failure")
+    samples = message.samples if outcome is PutOutcome.COMPLETE else ()
+    return GroupPut(
+        lease_id=require(message.lease_id, "groups.lease_id"),
+        group_id=group_id,
+        outcome=outcome,
+        samples=tuple(_to_sample(s, group_id, f"sample/{s.envelope.sample_id}") for s in samples),
+        failure=Failure(message.failure.reason, message.failure.message) if message.HasField("failure") else None,
+    )
+
+
+def to_release(message: pb.LeaseRelease) -> Release:
+    """A lease given back."""
+    lease_id = require(message.lease_id, "releases.lease_id")
+    partials = tuple(
+        _to_sample(s, s.envelope.group_id, f"partial/{lease_id}/{i}") for i, s in enumerate(message.partial_samples)
+    )
+    return Release(lease_id, partials, message.reason)
+
+
+def _to_sample(message: sample_pb2.Sample, group_id: str, key: str) -> NewSample:
+    envelope = message.envelope
+    require(envelope.sample_id, "samples.envelope.sample_id")
+    if envelope.group_id != group_id:
+        raise InvalidArgument(
+            f"sample {envelope.sample_id} says group {envelope.group_id!r} and comes with group {group_id!r}",
+            field="samples.envelope.group_id",
+        )
+    _check_status(envelope)
+    check_digest(message)
+    return NewSample(
+        SampleRecord(
+            key=key,
+            sample_id=envelope.sample_id,
+            index=envelope.index,
+            digest=envelope.digest,
+            payload_bytes=envelope.payload_bytes,
+            oldest_version=min((r.policy_version for r in envelope.policy_ranges if r.end > r.start), default=None),
+            envelope=envelope.SerializeToString(deterministic=True),
+        ),
+        message.payload,
+    )
+
+
+def _check_status(envelope: sample_pb2.SampleEnvelope) -> None:
+    if envelope.status == sample_pb2.SAMPLE_STATUS_UNSPECIFIED:
+        raise InvalidArgument(f"sample {envelope.sample_id} has no status", field="samples.envelope.status")
+    is_failed = envelope.status == sample_pb2.SAMPLE_STATUS_FAILED
+    if is_failed != envelope.HasField("failure"):
+        raise InvalidArgument(
+            f"sample {envelope.sample_id} must have a failure exactly when its status is FAILED",
+            field="samples.envelope.failure",
+        )
+
+
+def from_put_result(result: PutResult) -> pb.PutResult:
+    """What became of a put."""
+    return pb.PutResult(
+        group_id=result.group_id,
+        state=from_state(result.state),
+        duplicate=result.duplicate,
+        refused=_from_failure(result.refused),
+    )
+
+
+def from_sample(record: SampleRecord, payload: bytes) -> sample_pb2.Sample:
+    """As it was put."""
+    return sample_pb2.Sample(envelope=from_record(record), payload=payload)
+
+
+def from_record(record: SampleRecord) -> sample_pb2.SampleEnvelope:
+    """The envelope as it was put."""
+    return sample_pb2.SampleEnvelope.FromString(record.envelope)
+
+
+def from_lease(
+    group: Group, seconds_left: float, n_samples: int, partials: Sequence[sample_pb2.Sample]
+) -> pb.GroupLease:
+    """A LEASED group in its producer's hands."""
+    assert group.lease is not None
+    return pb.GroupLease(
+        lease_id=group.lease.lease_id,
+        group_id=group.group_id,
+        prompt=from_prompt(group.prompt),
+        n_samples=n_samples,
+        attempt=group.attempts,
+        lease_seconds=seconds_left,
+        policy_version=group.lease.policy_version,
+        partial_samples=partials,
+    )
+
+
+def from_group(group: Group) -> pb.Group:
+    """A group as ListGroups shows it."""
+    return pb.Group(
+        group_id=group.group_id,
+        state=from_state(group.state),
+        prompt=from_prompt(group.prompt),
+        samples=[from_record(record) for record in group.samples],
+        attempts=group.attempts,
+        step=group.step,
+        failure=_from_failure(group.failure),
+        position=group.position,
+    )
+
+
+def from_event(event: LedgerEvent) -> pb.LedgerEvent:
+    """One line of the history."""
+    message = pb.LedgerEvent(
+        position=event.position,
+        stream=event.stream,
+        group_id=event.group_id or "",
+        kind=event.kind,
+        state=from_state(event.state) if event.state else pb.GROUP_STATE_UNSPECIFIED,
+        epoch=event.epoch or 0,
+        step=event.step,
+        policy_version=event.policy_version,
+        sample_ids=event.sample_ids,
+        detail=event.detail,
+    )
+    message.time.FromNanoseconds(int(event.unix_seconds * 1e9))
+    return message
+
+
+def from_state(state: GroupState) -> pb.GroupState.ValueType:
+    """Its number on the wire."""
+    return pb.GroupState.Value(f"GROUP_STATE_{state.name}")
+
+
+def to_states(numbers: Sequence[pb.GroupState.ValueType]) -> list[GroupState]:
+    """Raises InvalidArgument for a state unknown here."""
+    unknown = [n for n in numbers if n not in _STATES]
+    if unknown:
+        raise InvalidArgument(f"states {unknown} are not known here", field="states")
+    return [_STATES[n] for n in numbers]
+
+
+def from_no_lease_reason(reason: NoLeaseReason | None) -> pb.NoLeaseReason.ValueType:
+    """Its number on the wire; UNSPECIFIED for none."""
+    if reason is None:
+        return pb.NO_LEASE_REASON_UNSPECIFIED
+    return pb.NoLeaseReason.Value(f"NO_LEASE_REASON_{reason.name}")
+
+
+def to_page_token(token: str) -> int | None:
+    """A position; None for the first page."""
+    if not token:
+        return None
+    if not token.isdecimal():
+        raise InvalidArgument(f"page_token {token[:40]!r} is none that ListGroups gave out", field="page_token")
+    return int(token)
+
+
+def _from_failure(failure: Failure | None) -> sample_pb2.Failure | None:
+    return sample_pb2.Failure(reason=failure.reason, message=failure.message) if failure else None

@@ -1,0 +1,132 @@
+"""One command at work: it changes books through here, and every change lands in the transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from headrace.trajectory import Failure
+from services.buffer.admission import oldest_trainable
+from services.buffer.book import StreamBook
+from services.buffer.group import EndedLease, Group, GroupState, SampleRecord
+from services.buffer.leases import LeaseTable
+from services.buffer.stream import ExpiryAction, StreamState
+from services.buffer.transaction import Instant, LedgerEvent, Transaction
+
+
+@dataclass(frozen=True, slots=True)
+class NewSample:
+    """A sample as a producer brings it."""
+
+    record: SampleRecord
+    payload: bytes
+
+
+class Work:
+    """Commands check first and change last: once a Work was used nothing may raise."""
+
+    def __init__(self, now: Instant, position: int, leases: LeaseTable) -> None:
+        self.now = now
+        self.position = position
+        self.leases = leases
+        self.transaction = Transaction()
+
+    def set_state(self, book: StreamBook, state: StreamState) -> None:
+        """The stream's state as it is now."""
+        book.state = state
+        self.transaction.streams[state.name] = state
+
+    def change(
+        self, book: StreamBook, group: Group, kind: str, *, sample_ids: Sequence[str] = (), detail: str = ""
+    ) -> Group:
+        """The group as it is now, and the event that says so."""
+        self.position += 1
+        if kind == "leased":
+            group = replace(group, admitted_at=self.position)
+        group = replace(group, position=self.position)
+        book.place(group)
+        self.transaction.groups[group.group_id] = group
+        self.transaction.events.append(
+            LedgerEvent(
+                position=self.position,
+                unix_seconds=self.now.unix,
+                stream=group.stream,
+                kind=kind,
+                group_id=group.group_id,
+                state=group.state,
+                epoch=book.state.epoch or None,
+                step=group.step,
+                policy_version=group.oldest_version,
+                sample_ids=tuple(sample_ids),
+                detail=detail,
+            )
+        )
+        return group
+
+    def add(self, book: StreamBook, group: Group) -> Group:
+        """A new group, QUEUED."""
+        self.transaction.new_groups.append(group.group_id)
+        return self.change(book, group, "submitted", detail=f"prompt {group.prompt.prompt_id}")
+
+    def announce(self, book: StreamBook, kind: str, *, detail: str = "") -> None:
+        """An event of the stream itself."""
+        state = book.state
+        self.position += 1
+        self.transaction.events.append(
+            LedgerEvent(
+                position=self.position,
+                unix_seconds=self.now.unix,
+                stream=state.name,
+                kind=kind,
+                epoch=state.epoch or None,
+                step=state.step,
+                policy_version=state.policy_version,
+                detail=detail,
+            )
+        )
+
+    def keep(self, samples: Iterable[NewSample]) -> None:
+        """Payloads to be written."""
+        self.transaction.payloads.update((s.record.key, s.payload) for s in samples)
+
+    def forget(self, records: Iterable[SampleRecord]) -> None:
+        """Payloads to be deleted."""
+        self.transaction.deleted_payloads.extend(record.key for record in records)
+
+    def end_lease(self, group: Group, fingerprint: bytes | None = None) -> Group:
+        """The group without its lease; a fingerprint makes a repeated put known."""
+        assert group.lease is not None
+        self.leases.end(group.lease.lease_id)
+        ended = (*group.ended, EndedLease(group.lease.lease_id, fingerprint)) if fingerprint else group.ended
+        return replace(group, lease=None, ended=ended)
+
+    def requeue_or_fail(self, book: StreamBook, group: Group, kind: str, failure: Failure) -> Group:
+        """After a failed attempt: to the front of the queue, or FAILED when it was the last."""
+        if group.attempts < book.state.config.max_attempts:
+            queued = replace(group, state=GroupState.QUEUED, requeued=True)
+            return self.change(book, queued, kind, detail=f"{failure.reason}: {failure.message}")
+        self.forget(group.partials)
+        failed = replace(group, state=GroupState.FAILED, failure=failure, partials=())
+        return self.change(book, failed, "failed", detail=f"{failure.reason}: {failure.message}")
+
+    def expire_stale(self, book: StreamBook) -> int:
+        """Takes every READY group that may never be trained any more out of the pool."""
+        oldest = oldest_trainable(book.state)
+        stale = book.ready.older_than(oldest) if oldest is not None else []
+        for group_id in stale:
+            self.expire(book, book.groups[group_id])
+        return len(stale)
+
+    def expire(self, book: StreamBook, group: Group) -> Group:
+        """A group too stale to be trained: queued again (not counted as an attempt), or dropped."""
+        message = (
+            f"its oldest token is of policy version {group.oldest_version}, step {book.state.step} trains "
+            f"{oldest_trainable(book.state)} or newer (max_staleness {book.state.config.max_staleness})"
+        )
+        self.forget(group.samples)
+        bare = replace(group, samples=(), oldest_version=None)
+        if book.state.config.expiry_action is ExpiryAction.DROP:
+            dropped = replace(bare, state=GroupState.DROPPED, failure=Failure("EXPIRED", message))
+            return self.change(book, dropped, "expired", detail=message)
+        queued = replace(bare, state=GroupState.QUEUED, requeued=True, attempts=group.attempts - 1)
+        return self.change(book, queued, "expired", detail=message)

@@ -1,0 +1,1 @@
+"""SGLang servers as seen from outside: how they start, what they answer, who watches them."""

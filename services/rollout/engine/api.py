@@ -1,0 +1,109 @@
+"""What an engine is asked and what it answers, as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from headrace.trajectory import PolicyRange
+
+
+class Finish(StrEnum):
+    """Why a generation ended; ABORT means that it can be continued from its tokens."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+    @property
+    def is_final(self) -> bool:
+        """False when it can be continued."""
+        return self is not Finish.ABORT
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample; `top_k` absent means all tokens, `seed` absent means any."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    seed: int | None = None
+
+    def for_engine(self) -> dict[str, Any]:
+        """SGLang's names for them."""
+        params: dict[str, Any] = {
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+        }
+        if self.top_k is not None:
+            params["top_k"] = self.top_k
+        if self.stop:
+            params["stop"] = list(self.stop)
+        if self.stop_token_ids:
+            params["stop_token_ids"] = list(self.stop_token_ids)
+        if self.seed is not None:
+            params["sampling_seed"] = self.seed
+        return params
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Response tokens, their log-probabilities and the weights that made them. `finish` is None in mid-stream."""
+
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    finish: Finish | None
+    policy_ranges: tuple[PolicyRange, ...]
+
+    @classmethod
+    def from_engine(cls, reply: Mapping[str, Any]) -> Generation:
+        """Reads one answer of SGLang's /generate."""
+        meta = reply["meta_info"]
+        pairs = meta.get("output_token_logprobs", [])
+        tokens = tuple(int(token) for _, token, _ in pairs)
+        finish = Finish(meta["finish_reason"]["type"]) if meta["finish_reason"] else None
+        spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
+        ranges = tuple(PolicyRange(int(s["version"]), s["start"], min(s["end"], len(tokens))) for s in spans)
+        log_probs = tuple(float(log_prob) for log_prob, _, _ in pairs)
+        return cls(tokens, log_probs, finish, tuple(r for r in ranges if r.end > r.start))
+
+    def then(self, later: Generation) -> Generation:
+        """This and what came when it was continued; neighbouring ranges of one version become one."""
+        ranges = list(self.policy_ranges)
+        for new in later.policy_ranges:
+            moved = PolicyRange(new.policy_version, new.start + len(self.tokens), new.end + len(self.tokens))
+            if ranges and ranges[-1].policy_version == moved.policy_version and ranges[-1].end == moved.start:
+                moved = PolicyRange(moved.policy_version, ranges.pop().start, moved.end)
+            ranges.append(moved)
+        return Generation(self.tokens + later.tokens, self.log_probs + later.log_probs, later.finish, tuple(ranges))
+
+
+NOTHING_YET = Generation((), (), Finish.ABORT, ())
+
+
+@dataclass(frozen=True, slots=True)
+class GroupJoin:
+    """An engine's place in a collective group."""
+
+    name: str
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    backend: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor as it travels, by its Hugging Face name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str

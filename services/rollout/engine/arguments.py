@@ -1,0 +1,97 @@
+"""The command line of an SGLang server: the machine's recipe, the job's own arguments, and what we decide alone."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.config.job import Job
+from headrace.errors import ConfigError
+from services.rollout.engine.machine import Machine
+
+INITIAL_VERSION = 0
+"""The policy version of hf_checkpoint's weights."""
+
+# Measured on CPUs without AMX; without max_total_tokens the KV pool takes all memory and every step slows to seconds,
+# without sleep_on_idle the scheduler burns a core while idle.
+_CPU_RECIPE: Mapping[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_overlap_schedule": True,
+    "skip_server_warmup": True,
+    "sleep_on_idle": True,
+    "max_total_tokens": 65536,
+    "max_running_requests": 64,
+    "dtype": "float32",
+}
+_GPU_RECIPE: Mapping[str, Any] = {"skip_server_warmup": True, "enable_metrics": True}
+_CPU_ENVIRONMENT: Mapping[str, str] = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+# /health would run a generation, which waits while weights are updated.
+_ENVIRONMENT: Mapping[str, str] = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+
+_OURS: Mapping[str, str] = {
+    "model_path": "set hf_checkpoint instead",
+    "tp_size": "set rollout_num_gpus_per_engine instead",
+    "host": "engines listen on 127.0.0.1 only",
+    "port": "a free port is chosen",
+    "weight_version": "it is the policy version",
+    "random_seed": "set rollout_seed instead",
+    "base_gpu_id": "engines are laid out over rollout_num_gpus",
+}
+
+
+def check(sglang: Mapping[str, Any], machine: Machine) -> None:
+    """Raises ConfigError for a name that is not SGLang's, or that is ours to set."""
+    for name in sglang:
+        if name in _OURS:
+            raise ConfigError(f"--sglang-{_dashed(name)} cannot be given: {_OURS[name]}", field=f"sglang.{name}")
+        if name not in machine.flags:
+            near = difflib.get_close_matches(name, machine.flags, n=1)
+            hint = f": did you mean --sglang-{_dashed(near[0])}?" if near else ""
+            raise ConfigError(f"--sglang-{_dashed(name)} is no argument of SGLang's{hint}", field=f"sglang.{name}")
+
+
+def command(job: Job, machine: Machine, *, engine: int, port: int) -> list[str]:
+    """Starts engine number `engine` on 127.0.0.1:`port`."""
+    tensor_parallel_size = job.placement.rollout_num_gpus_per_engine
+    arguments: dict[str, Any] = {
+        **(_GPU_RECIPE if machine.has_accelerator else _CPU_RECIPE),
+        **job.sglang,
+        "model_path": str(job.model.hf_checkpoint),
+        "tp_size": tensor_parallel_size,
+        "host": "127.0.0.1",
+        "port": port,
+        "weight_version": str(INITIAL_VERSION),
+        "random_seed": job.data.rollout_seed + engine,
+    }
+    if machine.has_accelerator:
+        arguments["base_gpu_id"] = engine * tensor_parallel_size
+    words = [sys.executable, "-m", "sglang.launch_server"]
+    for name, value in arguments.items():
+        words += _words(*machine.flags[name], value)
+    return words
+
+
+def environment(machine: Machine) -> dict[str, str]:
+    """What an engine's process needs in its environment."""
+    return {**_ENVIRONMENT, **({} if machine.has_accelerator else _CPU_ENVIRONMENT)}
+
+
+def _words(flag: str, takes_value: bool, value: Any) -> list[str]:
+    if not takes_value:
+        return [flag] if value else []
+    if value is None:
+        return []
+    if isinstance(value, dict):
+        return [flag, json.dumps(value)]
+    if isinstance(value, list | tuple):
+        return [flag, *(str(item) for item in value)]
+    return [flag, str(value)]
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")

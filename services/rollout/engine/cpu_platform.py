@@ -1,0 +1,29 @@
+"""SGLang on a CPU without AMX: the platform class that SGLang loads by entry point where there is no accelerator."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import SRTPlatform
+
+
+def activate() -> str | None:
+    """The platform's dotted name; None leaves SGLang to choose: there is an accelerator, or its CPU engine is set."""
+    if torch.accelerator.is_available() or os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        return None
+    return f"{__name__}.PlainCpuPlatform"
+
+
+class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # SGLang has no stubs
+    """Torch's own kernels only: SGLang's `cpu` platform would load the AMX kernels of sgl_kernel."""
+
+    _enum = PlatformEnum.OOT
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def is_pin_memory_available(self, device: object = None) -> bool:
+        return False

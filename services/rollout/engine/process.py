@@ -1,0 +1,105 @@
+"""One SGLang server as a child process, and the small protocol behind which a fake may stand in."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from headrace.config.job import Job
+from headrace.errors import HeadraceError, Unavailable
+from headrace.rpc.net import free_port
+from services.rollout.child import ChildProcess
+from services.rollout.engine import arguments
+from services.rollout.engine.client import EngineClient
+from services.rollout.engine.machine import Machine
+
+_POLL_SECONDS = 0.25
+
+
+class EngineProcess(Protocol):
+    """A server that was started once. After `stop` it is gone; a restart is another EngineProcess."""
+
+    url: str
+
+    async def start(self, *, seconds: float) -> None:
+        """Returns when it answers. Raises Unavailable (ENGINE_START_FAILED) when it does not."""
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+
+    async def wait(self) -> int:
+        """Its exit code, once it has ended."""
+
+    async def stop(self, grace_seconds: float = 8.0) -> None:
+        """Ends it and everything it started."""
+
+    def last_lines(self) -> str:
+        """The end of its log."""
+
+
+EngineFactory = Callable[[int], EngineProcess]
+"""Engine number → a server that is not started yet."""
+
+
+class SglangProcess:
+    """The real one."""
+
+    def __init__(self, job: Job, machine: Machine, engine: int, log_path: Path) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self._child = ChildProcess(
+            arguments.command(job, machine, engine=engine, port=port), log_path, arguments.environment(machine)
+        )
+
+    async def start(self, *, seconds: float) -> None:
+        """Returns when it answers. Raises Unavailable with its last log lines when it does not."""
+        await self._child.start()
+        end = time.monotonic() + seconds
+        async with EngineClient(self.url) as client:
+            while not await _answers(client):
+                if self._child.exit_code is not None:
+                    raise self._not_started(f"ended with exit code {self._child.exit_code}")
+                if time.monotonic() > end:
+                    await self.stop()
+                    raise self._not_started(f"did not answer within {seconds:g} s")
+                await asyncio.sleep(_POLL_SECONDS)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._child.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._child.exit_code
+
+    async def wait(self) -> int:
+        """Its exit code, once it has ended."""
+        return await self._child.wait()
+
+    async def stop(self, grace_seconds: float = 8.0) -> None:
+        """Ends it and everything it started."""
+        await self._child.stop(grace_seconds)
+
+    def last_lines(self) -> str:
+        """The end of its log."""
+        return self._child.last_lines()
+
+    def _not_started(self, what: str) -> Unavailable:
+        return Unavailable(
+            f"the engine {what} while starting; the end of {self._child.log_path}:\n{self.last_lines()}",
+            reason="ENGINE_START_FAILED",
+        )
+
+
+async def _answers(client: EngineClient) -> bool:
+    try:
+        await client.weight_version(seconds=2.0)
+    except HeadraceError:
+        return False
+    return True

@@ -1,0 +1,87 @@
+"""Megatron-core on a machine without CUDA: the one place of headrace that patches somebody else's module.
+
+Megatron-core 0.16 runs on gloo, but names CUDA in its plumbing: current_device() for new tensors, streams and
+synchronisation around gradients, an RNG tracker that forks CUDA states, `.cuda()` on small helpers, and
+`tensor.type()` compared with "torch.cuda.FloatTensor" when it builds gradient buffers. Each of these is answered here
+with what means the same on a CPU. Nothing is patched on a machine with a GPU.
+
+The function mode is thread-local: call `install()` in the thread that computes, before Megatron is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import random as megatron_random
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+
+
+class _Stream:
+    """A class, because transformers uses torch.cuda.Stream in an annotation; every operation is done at once."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def wait_stream(self, _: object) -> None: ...
+
+    def wait_event(self, _: object) -> None: ...
+
+    def record_event(self, *_: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class _RngTracker(megatron_random.CudaRNGStatesTracker):  # type: ignore[misc]  # untyped base
+    """Weights come from a checkpoint and dropout is off, so no rank needs random numbers of its own."""
+
+    @contextlib.contextmanager
+    def fork(self, name: str = "") -> Iterator[None]:
+        yield
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Rewrites device="cuda" to the CPU and answers Tensor.type() with the CUDA name that Megatron compares with."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.")
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], _CPU, *args[2:])
+        return func(*args, **kwargs)
+
+
+def _is_cuda(device: object) -> bool:
+    return (isinstance(device, torch.device) and device.type == "cuda") or (
+        isinstance(device, str) and device.startswith("cuda")
+    )
+
+
+def install() -> None:
+    """For the calling thread, for good. Harmless when called again."""
+    cuda: Any = torch.cuda
+    if cuda.Stream is not _Stream:
+        cuda.current_device = lambda: _CPU
+        cuda.Stream = _Stream
+        cuda.current_stream = cuda.default_stream = lambda *_: _Stream()
+        cuda.stream = lambda *_: contextlib.nullcontext()
+        cuda.synchronize = lambda *_: None
+        cuda.empty_cache = lambda: None
+        torch.nn.Module.cuda = lambda self, *_: self  # type: ignore[method-assign, assignment]
+        megatron_random._CUDA_RNG_STATE_TRACKER = _RngTracker()
+        megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+    _CudaMeansCpu().__enter__()

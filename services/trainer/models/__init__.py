@@ -1,0 +1,1 @@
+"""Model families: architectures as Megatron-core modules, and the tables between them and Hugging Face."""

@@ -1,0 +1,113 @@
+"""A checkpoint's architecture as this rank's part of a Megatron-core GPTModel."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from headrace.config.architecture import Architecture, Llama3Rope
+from headrace.config.megatron import MegatronArgs
+from headrace.errors import ConfigError
+from services.trainer.parallel import Layout
+
+# Megatron's constants for Llama 3's frequencies; only the factor is an argument there.
+_MEGATRON_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def transformer_config(architecture: Architecture, args: MegatronArgs, layout: Layout) -> TransformerConfig:
+    """Megatron's config; fused paths that need a GPU are off on a CPU."""
+    on_cpu = layout.device.type == "cpu"
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    return TransformerConfig(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        ffn_hidden_size=architecture.ffn_hidden_size,
+        num_attention_heads=architecture.num_attention_heads,
+        num_query_groups=architecture.num_query_groups,
+        kv_channels=architecture.kv_channels,
+        layernorm_epsilon=architecture.norm_epsilon,
+        normalization=architecture.normalization,
+        gated_linear_unit=architecture.swiglu,
+        activation_func=torch.nn.functional.silu,
+        qk_layernorm=architecture.qk_layernorm,
+        add_bias_linear=False,
+        add_qkv_bias=architecture.add_qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tp_size,
+        pipeline_model_parallel_size=layout.pp_size,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=args.bf16,
+        variable_seq_lengths=layout.pp_size > 1,
+        moe_token_dispatcher_type="alltoall",  # no experts here, but the default refuses variable lengths
+        batch_p2p_comm=not on_cpu,
+        use_cpu_initialization=on_cpu,
+        perform_initialization=False,
+        recompute_granularity="selective" if args.recompute_activations else None,
+        attention_softmax_in_fp32=True,
+        masked_softmax_fusion=not on_cpu,
+        bias_activation_fusion=not on_cpu,
+        bias_dropout_fusion=not on_cpu,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def build_model(architecture: Architecture, config: TransformerConfig, layout: Layout) -> GPTModel:
+    """This rank's stage and shard, with whatever weights torch gave it: load a checkpoint next."""
+    _require_divisible(architecture, layout)
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=layer_spec(architecture, layout),
+        vocab_size=architecture.vocab_size,
+        max_sequence_length=architecture.max_position_embeddings,
+        pre_process=layout.is_first_stage,
+        post_process=layout.is_last_stage,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not architecture.untie_embeddings_and_output_weights,
+        position_embedding_type="rope",
+        rotary_percent=architecture.rotary_percent,
+        rotary_base=architecture.rotary_base,  # type: ignore[arg-type]  # Megatron says int and takes floats
+        rope_scaling=architecture.rope_scaling is not None,
+        rope_scaling_factor=_rope_factor(architecture.rope_scaling),
+    ).to(layout.device)
+
+
+def layer_spec(architecture: Architecture, layout: Layout) -> ModuleSpec:
+    """Transformer Engine's layers where it is installed, Megatron's own elsewhere."""
+    if layout.device.type == "cuda" and find_spec("transformer_engine"):
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=architecture.qk_layernorm)
+    return get_gpt_layer_local_spec(qk_layernorm=architecture.qk_layernorm, normalization=architecture.normalization)
+
+
+def _rope_factor(scaling: Llama3Rope | None) -> float:
+    if scaling is None:
+        return 1.0
+    for name, fixed in _MEGATRON_ROPE.items():
+        if getattr(scaling, name) != fixed:
+            raise ConfigError(f"rope_scaling {name} {getattr(scaling, name)}: Megatron-core has only {fixed}")
+    return scaling.factor
+
+
+def _require_divisible(architecture: Architecture, layout: Layout) -> None:
+    for name in ("vocab_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"):
+        size = getattr(architecture, name)
+        if size % layout.tp_size:
+            raise ConfigError(
+                f"tensor_model_parallel_size {layout.tp_size} does not divide {name} {size}: choose a divisor of it"
+            )
+    if architecture.num_layers % layout.pp_size:
+        raise ConfigError(
+            f"pipeline_model_parallel_size {layout.pp_size} does not divide num_layers {architecture.num_layers}: "
+            "choose a divisor of it"
+        )

@@ -1,0 +1,110 @@
+"""How the trainer's processes divide the model and the data: torch.distributed and Megatron's parallel state."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from headrace.config.job import Job
+from headrace.config.megatron import MegatronArgs
+from headrace.errors import ConfigError
+from services.trainer import cpu_adapter
+
+# A collective that takes longer has lost a peer.
+_COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """This process's place, and the sizes of every dimension."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    dp_rank: int
+    dp_size: int
+    tp_group: dist.ProcessGroup
+    dp_group: dist.ProcessGroup
+    pp_group: dist.ProcessGroup
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Holds the embedding."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Holds the output layer, and sees log-probs."""
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def name(self) -> str:
+        """For checkpoints: tp2-pp1-dp2."""
+        return f"tp{self.tp_size}-pp{self.pp_size}-dp{self.dp_size}"
+
+
+def initialize(job: Job) -> Layout:
+    """Joins the other ranks (torchrun's environment; alone without it). In the thread that will compute."""
+    from megatron.core import parallel_state
+
+    args = MegatronArgs.model_validate(job.megatron)
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    has_cuda = torch.cuda.is_available()
+    if has_cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    else:
+        refuse_gpu_only(args)
+        cpu_adapter.install()
+    model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    if world_size % model_parallel:
+        raise ConfigError(
+            f"{world_size} ranks cannot be divided into tensor_model_parallel_size {args.tensor_model_parallel_size} × "
+            f"pipeline_model_parallel_size {args.pipeline_model_parallel_size}: use a multiple of {model_parallel}"
+        )
+    _join(rank, world_size, "nccl" if has_cuda else "gloo")
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+    )
+    device = torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
+    return Layout(
+        rank=rank,
+        world_size=world_size,
+        device=device,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=args.tensor_model_parallel_size,
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_size=args.pipeline_model_parallel_size,
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        dp_group=parallel_state.get_data_parallel_group(),
+        pp_group=parallel_state.get_pipeline_model_parallel_group(),
+    )
+
+
+def refuse_gpu_only(args: MegatronArgs) -> None:
+    """Raises ConfigError for what Megatron-core does only with Transformer Engine on a GPU."""
+    if args.sequence_parallel:
+        raise ConfigError("--sequence-parallel needs Transformer Engine on a GPU: leave it out on a CPU")
+    if args.context_parallel_size > 1:
+        raise ConfigError(
+            f"--context-parallel-size {args.context_parallel_size} needs Transformer Engine on a GPU: "
+            "leave it out on a CPU"
+        )
+
+
+def _join(rank: int, world_size: int, backend: str) -> None:
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=_COLLECTIVE_TIMEOUT)
+        return
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=_COLLECTIVE_TIMEOUT)
