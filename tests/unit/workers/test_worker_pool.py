@@ -65,7 +65,7 @@ async def nap(seconds: float) -> float:
 
 
 async def block_the_loop() -> None:
-    time.sleep(60)  # noqa: ASYNC251  # the point
+    time.sleep(60)  # the point
 
 
 async def touch_and_wait(mark: str) -> None:
