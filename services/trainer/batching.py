@@ -58,7 +58,7 @@ def _plan(samples: Sequence[SampleFacts], dp_size: int, micro_batch_size: int) -
 
 
 def _balance(samples: Sequence[SampleFacts], dp_size: int) -> list[list[str]]:
-    """Longest first to the lightest rank that has room; a rank's samples end up sorted by length, so padding is small."""
+    """Longest first, to the lightest rank that has room; so a rank's samples are sorted by length and pad little."""
     room = -(-len(samples) // dp_size)
     shares: list[list[str]] = [[] for _ in range(dp_size)]
     loads = [0] * dp_size

@@ -17,6 +17,11 @@ class Finish(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
 
+    @property
+    def is_final(self) -> bool:
+        """False when it can be continued."""
+        return self is not Finish.ABORT
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:

@@ -1,7 +1,7 @@
 """The clipped policy-gradient loss.
 
 L = max(−rA, −clip(r, 1−ε_lo, 1+ε_hi)·A) with r = exp(logπ − logπ_old). Schulman et al. 2017, PPO, arXiv:1707.06347;
-ε_hi > ε_lo is DAPO's clip-higher, arXiv:2503.14476; for A < 0, min(L, −cA) with c > 1 is the dual clip, arXiv:1912.09729.
+ε_hi > ε_lo is DAPO's clip-higher, arXiv:2503.14476; for A < 0, min(L, −cA), c > 1, is the dual clip, arXiv:1912.09729.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch import Tensor
 def log_probs_and_entropy(
     logits: Tensor, targets: Tensor, group: dist.ProcessGroup | None, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """logits [..., V / tp] and targets int64 [...] → (log-probs [...], entropy [...]), float32, equal on all tensor ranks.
+    """logits [..., V / tp] and targets int64 [...] → (log-probs [...], entropy [...]), float32, equal on tensor ranks.
 
     `group` is the tensor-parallel group; None, or a group of one, when the vocabulary is whole.
     """
