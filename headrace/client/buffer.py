@@ -13,23 +13,20 @@ from google.protobuf.message import Message
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.buffer.v1 import buffer_pb2_grpc
 from headrace.api.sample.v1 import sample_pb2
-from headrace.errors import DeadlineExceeded
-from headrace.rpc.call import call, stream
+from headrace.errors import DeadlineExceeded, Unavailable
+from headrace.rpc import call as rpc
 from headrace.rpc.channel import connect
-from headrace.trajectory import Sample
 
 DEFAULT_DEADLINE_SECONDS = 60.0
-_WAIT_SECONDS = 20.0
+_PROGRESS_SECONDS = 2.0
 _FETCH_AT_ONCE = 512
+_RETRY_SECONDS = 0.2
 
 
 class BufferClient:
-    """Speaks to one stream of one buffer. Close it, or use it as a context."""
+    """Speaks to one buffer. Close it, or use it as a context."""
 
-    def __init__(
-        self, address: str, stream: str = "train", *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS
-    ) -> None:
-        self.stream = stream
+    def __init__(self, address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> None:
         self._channel = connect(address)
         self._stub = buffer_pb2_grpc.BufferServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
         self._deadline_seconds = deadline_seconds
@@ -60,20 +57,26 @@ class BufferClient:
         reply: pb.ListStreamsResponse = await self._call(self._stub.ListStreams, pb.ListStreamsRequest())
         return reply.streams
 
-    async def submit_prompts(self, prompts: Sequence[sample_pb2.Prompt]) -> Sequence[str]:
+    async def submit_prompts(self, stream: str, prompts: Sequence[sample_pb2.Prompt]) -> Sequence[str]:
         """Group ids, one for each prompt."""
-        request = pb.SubmitPromptsRequest(stream=self.stream, prompts=prompts)
+        request = pb.SubmitPromptsRequest(stream=stream, prompts=prompts)
         reply: pb.SubmitPromptsResponse = await self._call(self._stub.SubmitPrompts, request)
         return reply.group_ids
 
     # Producers
 
     async def lease_groups(
-        self, producer_id: str, max_groups: int, *, wait_seconds: float = 0.0, request_id: str | None = None
+        self,
+        stream: str,
+        producer_id: str,
+        max_groups: int,
+        *,
+        wait_seconds: float = 0.0,
+        request_id: str | None = None,
     ) -> pb.LeaseGroupsResponse:
         """Groups to generate, or none and why. Retries of the call itself never lease twice."""
         request = pb.LeaseGroupsRequest(
-            stream=self.stream,
+            stream=stream,
             producer_id=producer_id,
             request_id=request_id or uuid.uuid4().hex,
             max_groups=max_groups,
@@ -100,84 +103,97 @@ class BufferClient:
 
     # The trainer
 
-    async def rewind(self, step: int, *, request_id: str | None = None) -> pb.RewindResponse:
+    async def rewind(self, stream: str, step: int, *, request_id: str | None = None) -> pb.RewindResponse:
         """The epoch that this trainer owns from now on. One request_id for each start of a trainer."""
-        request = pb.RewindRequest(stream=self.stream, step=step, request_id=request_id or uuid.uuid4().hex)
+        request = pb.RewindRequest(stream=stream, step=step, request_id=request_id or uuid.uuid4().hex)
         reply: pb.RewindResponse = await self._call(self._stub.Rewind, request)
         return reply
 
-    async def try_lease_batch(self, epoch: int, step: int, *, wait_seconds: float = 0.0) -> pb.LeaseBatchResponse:
+    async def try_lease_batch(
+        self, stream: str, epoch: int, step: int, *, wait_seconds: float = 0.0
+    ) -> pb.LeaseBatchResponse:
         """The batch, or how far it is."""
-        request = pb.LeaseBatchRequest(stream=self.stream, epoch=epoch, step=step, wait_seconds=wait_seconds)
+        request = pb.LeaseBatchRequest(stream=stream, epoch=epoch, step=step, wait_seconds=wait_seconds)
         reply: pb.LeaseBatchResponse = await self._call(self._stub.LeaseBatch, request, wait_seconds)
         return reply
 
     async def lease_batch(
         self,
+        stream: str,
         epoch: int,
         step: int,
         *,
         timeout_seconds: float | None = None,
-        progress: Callable[[int], None] | None = None,
-        progress_seconds: float = _WAIT_SECONDS,
+        on_progress: Callable[[int], None] | None = None,
+        progress_seconds: float = _PROGRESS_SECONDS,
     ) -> pb.LeaseBatchResponse:
-        """The batch, once it is full. `progress` hears the number of groups READY every `progress_seconds`."""
+        """The batch, once it is full. `on_progress` hears the number of groups READY every `progress_seconds`."""
         loop = asyncio.get_running_loop()
         end = None if timeout_seconds is None else loop.time() + timeout_seconds
         while True:
             left = progress_seconds if end is None else max(min(progress_seconds, end - loop.time()), 0.0)
-            reply = await self.try_lease_batch(epoch, step, wait_seconds=left)
+            reply = await self.try_lease_batch(stream, epoch, step, wait_seconds=left)
             if reply.ready:
                 return reply
-            if progress:
-                progress(reply.groups_ready)
+            if on_progress:
+                on_progress(reply.groups_ready)
             if end is not None and loop.time() >= end:
                 raise DeadlineExceeded(
-                    f"step {step} of {self.stream} has {reply.groups_ready} groups ready after {timeout_seconds:g} s, "
+                    f"step {step} of {stream} has {reply.groups_ready} groups ready after {timeout_seconds:g} s, "
                     "too few for a batch: see whether producers run"
                 )
 
-    async def fetch(self, sample_ids: Sequence[str]) -> list[Sample]:
-        """The samples in the order asked, checked against their digests."""
-        return [Sample.unpack(packed) async for packed in self.fetch_packed(sample_ids)]
+    async def fetch_samples(
+        self, stream: str, sample_ids: Sequence[str], *, deadline_seconds: float | None = None
+    ) -> list[sample_pb2.Sample]:
+        """Envelopes and payloads in the order asked. `Sample.unpack` opens and checks one."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + (self._deadline_seconds if deadline_seconds is None else deadline_seconds)
+        samples: list[sample_pb2.Sample] = []
+        while len(samples) < len(sample_ids):
+            wanted = sample_ids[len(samples) : len(samples) + _FETCH_AT_ONCE]
+            request = pb.FetchSamplesRequest(stream=stream, sample_ids=wanted)
+            try:
+                async for reply in rpc.stream(
+                    self._stub.FetchSamples, request, deadline_seconds=max(end - loop.time(), 0.0)
+                ):
+                    samples.extend(reply.samples)
+            except Unavailable:  # the buffer restarts: what has come is kept
+                if loop.time() >= end:
+                    raise
+                await asyncio.sleep(_RETRY_SECONDS)
+        return samples
 
-    async def fetch_packed(self, sample_ids: Sequence[str]) -> AsyncIterator[sample_pb2.Sample]:
-        """The samples as they travel."""
-        for i in range(0, len(sample_ids), _FETCH_AT_ONCE):
-            request = pb.FetchSamplesRequest(stream=self.stream, sample_ids=sample_ids[i : i + _FETCH_AT_ONCE])
-            async for reply in stream(self._stub.FetchSamples, request, deadline_seconds=self._deadline_seconds):
-                for packed in reply.samples:
-                    yield packed
-
-    async def consume(self, epoch: int, step: int, digest: bytes) -> int:
+    async def consume(self, stream: str, epoch: int, step: int, digest: bytes) -> int:
         """The step has used its batch; returns the next step."""
-        request = pb.ConsumeBatchRequest(stream=self.stream, epoch=epoch, step=step, digest=digest)
+        request = pb.ConsumeBatchRequest(stream=stream, epoch=epoch, step=step, digest=digest)
         reply: pb.ConsumeBatchResponse = await self._call(self._stub.ConsumeBatch, request)
         return reply.next_step
 
-    async def commit(self, epoch: int, step: int) -> int:
+    async def commit(self, stream: str, epoch: int, step: int) -> int:
         """A checkpoint holds every step below `step`; returns the groups committed."""
-        request = pb.CommitStepRequest(stream=self.stream, epoch=epoch, step=step)
+        request = pb.CommitStepRequest(stream=stream, epoch=epoch, step=step)
         reply: pb.CommitStepResponse = await self._call(self._stub.CommitStep, request)
         return reply.num_groups
 
-    async def set_policy_version(self, epoch: int, policy_version: int) -> int:
+    async def set_policy_version(self, stream: str, epoch: int, policy_version: int) -> int:
         """The engines serve this version; returns the groups that expired by it."""
-        request = pb.SetPolicyVersionRequest(stream=self.stream, epoch=epoch, policy_version=policy_version)
+        request = pb.SetPolicyVersionRequest(stream=stream, epoch=epoch, policy_version=policy_version)
         reply: pb.SetPolicyVersionResponse = await self._call(self._stub.SetPolicyVersion, request)
         return reply.num_expired
 
     # Readers
 
-    async def watch(self, from_position: int = 0) -> AsyncIterator[pb.LedgerEvent]:
+    async def watch(self, stream: str, from_position: int = 0) -> AsyncIterator[pb.LedgerEvent]:
         """The stream's history from a position on, then live, without end. Watch again after a disconnect."""
-        request = pb.WatchRequest(stream=self.stream, from_position=from_position)
-        async for reply in stream(self._stub.Watch, request, deadline_seconds=None):
+        request = pb.WatchRequest(stream=stream, from_position=from_position)
+        async for reply in rpc.stream(self._stub.Watch, request, deadline_seconds=None):
             for event in reply.events:
                 yield event
 
     async def list_groups(
         self,
+        stream: str,
         states: Sequence[pb.GroupState.ValueType] = (),
         *,
         page_size: int = 0,
@@ -186,15 +202,15 @@ class BufferClient:
     ) -> pb.ListGroupsResponse:
         """One page, newest change first."""
         request = pb.ListGroupsRequest(
-            stream=self.stream, states=states, page_size=page_size, page_token=page_token, group_ids=group_ids
+            stream=stream, states=states, page_size=page_size, page_token=page_token, group_ids=group_ids
         )
         reply: pb.ListGroupsResponse = await self._call(self._stub.ListGroups, request)
         return reply
 
-    async def stats(self) -> pb.StreamStats:
+    async def stats(self, stream: str) -> pb.StreamStats:
         """The stream's counts."""
-        reply: pb.GetStatsResponse = await self._call(self._stub.GetStats, pb.GetStatsRequest(stream=self.stream))
+        reply: pb.GetStatsResponse = await self._call(self._stub.GetStats, pb.GetStatsRequest(stream=stream))
         return reply.streams[0]
 
     async def _call(self, method: Callable[..., Any], request: Message, wait_seconds: float = 0.0) -> Any:
-        return await call(method, request, deadline_seconds=self._deadline_seconds + wait_seconds)
+        return await rpc.call(method, request, deadline_seconds=self._deadline_seconds + wait_seconds)

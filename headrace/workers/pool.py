@@ -1,6 +1,6 @@
 """A fixed number of workers, each with a fixed number of places; a call takes a place.
 
-consumes: calls; waits for: a free place, at most `max_waiting` of them; unblocked by: a call that ends, however it ends.
+consumes: calls; waits for: a free place, at most `max_waiting` of them; unblocked by: the end of a call, in any way.
 A worker that ended is replaced when its place is taken next. A call that shared a worker with one that had to be killed
 is run once more in a worker of its own: functions must bear to be run again.
 """
@@ -72,7 +72,8 @@ class WorkerPool:
             worker = await slot.ready()
             return await worker.call(function, args, timeout_seconds)
         except WorkerRaised as error:
-            log.warning("worker_call_raised", function=describe(function), kind=error.kind, traceback=error.traceback)
+            if not error.is_ours:  # ours say what is wrong in their message
+                log.warning("worker_call_raised", function=describe(function), traceback=error.traceback)
             raise
         except WorkerError as error:
             log.warning("worker_call_ended", function=describe(function), message=error.message)
@@ -94,7 +95,7 @@ class WorkerPool:
     async def _take_place(self) -> _Slot:
         if self._waiting >= self._max_waiting:
             raise ResourceExhausted(
-                f"{self._waiting} calls wait for {self._size} workers, the limit: come back later or start more workers",
+                f"{self._waiting} calls wait for {self._size} workers, the limit: come back later or add workers",
                 reason="QUEUE_FULL",
             )
         self._waiting += 1

@@ -139,7 +139,7 @@ def _result(reply: frame.Reply, name: str, timeout_seconds: float) -> Any:
     match reply:
         case frame.Returned(_, result):
             return pickle.loads(result)
-        case frame.Raised(_, kind, detail, traceback):
-            raise WorkerRaised(name, kind, detail, traceback)
+        case frame.Raised(_, kind, detail, traceback, is_ours):
+            raise WorkerRaised(name, kind, detail, traceback, is_ours)
         case frame.Expired():
             raise WorkerTimeout(name, timeout_seconds)

@@ -1,0 +1,178 @@
+"""What every store of the ledger keeps: the same tests against each."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import ConfigError, DataLoss, NotFound
+from services.buffer.group import GroupState, Prompt
+from services.buffer.ledger import Ledger
+from services.buffer.producing import PutOutcome, Release
+from services.buffer.store.base import Store
+from services.buffer.store.memory import MemoryStore
+from services.buffer.store.sqlite import SqliteStore
+from services.buffer.stream import FileSource, Selection
+from tests.support.ledger_under_test import LedgerUnderTest, sample, without_samples
+
+Reopen = Callable[[Store], Store]
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def store(kind: str, tmp_path: Path) -> Store:
+    return MemoryStore() if kind == "memory" else SqliteStore(tmp_path)
+
+
+@pytest.fixture
+def reopen(kind: str, tmp_path: Path) -> Reopen:
+    def reopen(store: Store) -> Store:
+        if kind == "memory":
+            return store
+        store.close()
+        return SqliteStore(tmp_path)
+
+    return reopen
+
+
+def busy_ledger(store: Store) -> LedgerUnderTest:
+    """Groups in every state, with partial samples, failures and two epochs."""
+    it = LedgerUnderTest(store)
+    source = FileSource("/data/p.jsonl", "prompt", label_key="label", shuffle=True, seed=3, num_epochs=2)
+    it.create(max_staleness=3, file=source, selection=Selection.PRIORITY)
+    it.submit(*(f"é {i}" for i in range(12)), priority=-4)
+    epoch = it.rewind()
+    groups = it.lease()
+    it.do(it.ledger.put(it.now, [without_samples(groups[0], PutOutcome.DROPPED)]))
+    it.put(groups[1:7])
+    it.do(it.ledger.release(it.now, [Release(groups[7].lease.lease_id, (sample(groups[7], 0, 0),), "stop")]))
+    for step in range(2):
+        it.consume(epoch, step)
+        it.serve(epoch, step + 1)
+    it.commit(epoch, 1)
+    it.rewind(1)
+    return it
+
+
+def contents(ledger: Ledger) -> tuple[object, ...]:
+    book = ledger.book("train")
+    return book.state, book.groups, book.counts, book.payload_bytes, book.samples, book.prompts, ledger.position
+
+
+def test_a_reopened_store_gives_the_ledger_back(store: Store, reopen: Reopen) -> None:
+    it = busy_ledger(store)
+    before = contents(it.ledger)
+    it.store = reopen(store)
+    it.restart()
+    assert contents(it.ledger) == before
+    it.store.close()
+
+
+def test_the_history_is_kept_in_order_and_read_from_any_position(store: Store, reopen: Reopen) -> None:
+    it = busy_ledger(store)
+    events = reopen(store).read_events(0, 1000)
+    assert [e.position for e in events] == list(range(1, it.ledger.position + 1))
+    assert events[0].kind == "stream_created"
+    assert {e.kind for e in events} >= {"submitted", "leased", "put", "dropped", "released", "batched", "committed"}
+    assert next(e for e in events if e.kind == "dropped").state is GroupState.DROPPED
+
+
+def test_a_page_of_history_starts_where_it_was_asked(store: Store) -> None:
+    busy_ledger(store)
+    assert [e.position for e in store.read_events(5, 3)] == [5, 6, 7]
+    assert store.read_events(10_000, 3) == []
+
+
+def test_payloads_are_those_that_were_put_until_they_are_committed(store: Store, reopen: Reopen) -> None:
+    it = busy_ledger(store)
+    store = reopen(store)
+    groups = it.ledger.book("train").groups.values()
+    held = [r for g in groups for r in g.records]
+    assert [len(p) for p in store.read_payloads(held)] == [r.payload_bytes for r in held]
+    assert store.read_payloads(held[::-1]) == store.read_payloads(held)[::-1]
+    gone = [r for g in groups if g.state is GroupState.COMMITTED for r in g.samples]
+    assert gone
+    with pytest.raises(NotFound, match="expired or committed"):
+        store.read_payloads(gone)
+
+
+def test_transactions_committed_together_are_all_there(store: Store, reopen: Reopen) -> None:
+    it = LedgerUnderTest(store)
+    it.create(max_staleness=None)
+    transactions = [it.ledger.submit(it.now, "train", [_prompt(i)])[1] for i in range(5)]
+    store.commit(transactions)
+    it.store = reopen(store)
+    it.restart()
+    assert len(it.lease()) == 5
+
+
+def _prompt(i: int) -> Prompt:
+    return Prompt(f"p{i}", b"body")
+
+
+def damage(folder: Path, statement: str) -> None:
+    with closing(sqlite3.connect(folder / "ledger.sqlite")) as database, database:
+        assert database.execute(statement).rowcount == 1
+
+
+def test_promise_9_a_payload_that_the_disk_changed_is_data_loss(tmp_path: Path) -> None:
+    it = busy_ledger(SqliteStore(tmp_path))
+    record = next(r for g in it.ledger.book("train").groups.values() for r in g.records)
+    damage(tmp_path, f"UPDATE payloads SET body = CAST('X' || substr(body, 2) AS BLOB) WHERE key = '{record.key}'")
+    with pytest.raises(DataLoss, match=record.sample_id):
+        it.store.read_payloads([record])
+
+
+def test_promise_9_a_damaged_group_is_set_aside_and_named_and_the_others_are_loaded(tmp_path: Path) -> None:
+    it = busy_ledger(SqliteStore(tmp_path))
+    damage(tmp_path, "UPDATE groups SET body = replace(body, 'READY', 'QUEUED') WHERE group_id = 'train/5'")
+    it.store.close()
+    it.store = SqliteStore(tmp_path)
+    assert it.store.load().quarantined == ("groups/train/5",)
+    it.restart()
+    assert len(it.ledger.book("train").groups) == 11
+
+
+def test_promise_9_a_batch_that_lost_a_group_is_data_loss_and_not_a_smaller_batch(tmp_path: Path) -> None:
+    it = busy_ledger(SqliteStore(tmp_path))
+    victim = it.batch(2, 1).groups[0].group_id
+    damage(tmp_path, f"UPDATE groups SET crc = crc + 1 WHERE group_id = '{victim}'")
+    it.restart()
+    with pytest.raises(DataLoss, match="1 of the 2 groups in the batch of step 1"):
+        it.batch(2, 1)
+
+
+def test_promise_9_a_damaged_stream_record_stops_the_start(tmp_path: Path) -> None:
+    busy_ledger(SqliteStore(tmp_path)).store.close()
+    damage(tmp_path, "UPDATE streams SET crc = crc + 1")
+    with pytest.raises(DataLoss, match="streams/train"):
+        SqliteStore(tmp_path).load()
+
+
+def test_promise_9_a_torn_tail_of_the_log_is_cut(tmp_path: Path) -> None:
+    it = busy_ledger(SqliteStore(tmp_path / "old"))
+    kept = it.ledger.position
+    log = (tmp_path / "old" / "ledger.sqlite-wal").read_bytes()
+    it.submit("the last one")
+    grown = (tmp_path / "old" / "ledger.sqlite-wal").read_bytes()
+    assert len(grown) > len(log)
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "ledger.sqlite").write_bytes((tmp_path / "old" / "ledger.sqlite").read_bytes())
+    (tmp_path / "new" / "ledger.sqlite-wal").write_bytes(grown[: len(log) + (len(grown) - len(log)) // 2])
+    assert SqliteStore(tmp_path / "new").load().position == kept
+
+
+def test_two_processes_cannot_have_one_data_dir(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path)
+    with pytest.raises(ConfigError, match="in use by another buffer"):
+        SqliteStore(tmp_path)
+    store.close()
+    SqliteStore(tmp_path).close()

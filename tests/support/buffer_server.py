@@ -1,0 +1,91 @@
+"""A buffer to talk to: in this process, or as a process of its own that may be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from headrace.api.buffer.v1 import buffer_pb2, buffer_pb2_grpc
+from headrace.config.job import BufferSection, DataSection, Job, ModelSection, RolloutSection
+from headrace.rpc.net import free_port
+from headrace.rpc.server import RpcServer, Service
+from services.buffer.application import Buffer
+from services.buffer.servicer import BufferServicer
+from services.buffer.store.base import Store
+
+ROOT = Path(__file__).parents[2]
+
+
+@asynccontextmanager
+async def served_buffer(
+    store: Store, *, address: str = "127.0.0.1:0", max_watch_lag: int = 100_000, grace_seconds: float = 0.0
+) -> AsyncIterator[tuple[Buffer, RpcServer]]:
+    """A buffer on a free port of this process."""
+    buffer = await Buffer.open(store, max_watch_lag=max_watch_lag)
+    name = buffer_pb2.DESCRIPTOR.services_by_name["BufferService"].full_name
+    add = buffer_pb2_grpc.add_BufferServiceServicer_to_server
+    server = RpcServer("buffer", address, [Service(BufferServicer(buffer), add, name)])
+    await server.start()
+    try:
+        yield buffer, server
+    finally:
+        await server.stop(grace_seconds)
+        await buffer.close()
+
+
+class BufferProcess:
+    """`python -m services.buffer` on one port and one data folder, started as often as one likes."""
+
+    def __init__(self, folder: Path, prompts: Path | None, **sections: object) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        self.folder = folder
+        self._config = folder / "job.json"
+        self._config.write_text(_job(prompts, **sections).model_dump_json())
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Returns at once; clients wait for it."""
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "services.buffer", "--config", str(self._config), "--address", self.address,
+            "--data-dir", str(self.folder / "ledger"),
+            cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=(self.folder / "log").open("a"),
+        )  # fmt: skip
+
+    async def kill(self) -> None:
+        """`kill -9`."""
+        await self._end(signal.SIGKILL)
+
+    async def terminate(self) -> int:
+        """SIGTERM; returns the exit status."""
+        return await self._end(signal.SIGTERM)
+
+    async def wait(self) -> int:
+        """The exit status, once it ends by itself."""
+        assert self._process
+        return await self._process.wait()
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+    async def _end(self, number: signal.Signals) -> int:
+        assert self._process
+        if self._process.returncode is None:
+            self._process.send_signal(number)
+        return await self._process.wait()
+
+
+def _job(prompts: Path | None, **sections: object) -> Job:
+    fields: dict[str, object] = {
+        "model": ModelSection(hf_checkpoint=Path("/none")),
+        "data": DataSection(prompt_data=prompts),
+        "rollout": RolloutSection(rollout_batch_size=4, n_samples_per_prompt=2),
+        "buffer": BufferSection(max_staleness=1),
+        **sections,
+    }
+    return Job(**fields)  # type: ignore[arg-type]
