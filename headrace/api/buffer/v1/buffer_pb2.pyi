@@ -1253,7 +1253,7 @@ class LedgerEvent(_message.Message):
     """The group; empty for events of a stream."""
     kind: _builtins.str
     """lower_snake_case: submitted, leased, released, lease_expired, put, dropped, failed, expired, batched,
-    consumed, committed, rewound, policy_version, stream_created.
+    consumed, committed, rewound, policy_version, stream_created, limits_changed.
     """
     state: Global___GroupState.ValueType
     """The group's state after it."""
