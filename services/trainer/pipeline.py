@@ -129,15 +129,6 @@ class Pipeline:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         found = dict(zip(SUMS, sums.tolist(), strict=True))
         tokens = max(found["tokens"], 1.0)
-        return {
-            "loss/policy": found["loss/policy"],
-            "loss/sft": found["loss/sft"],
-            "loss/kl": found["loss/kl"],
-            "entropy": found["entropy"] / tokens,
-            "ratio/mean": found["ratio"] / tokens,
-            "clip_fraction": found["clip_fraction"] / tokens,
-            "tis_weight/mean": found["tis_weight"] / tokens,
-            "log_prob_diff/mean": found["log_prob_diff"] / tokens,
-            "log_prob_diff/max": largest.item(),
-            "tokens": found["tokens"],
-        }
+        metrics = {part: found[part] for part in self._objective.losses}
+        metrics |= {name: found[source] / tokens for source, name in self._objective.means.items()}
+        return metrics | {"log_prob_diff/max": largest.item(), "tokens": found["tokens"]}
