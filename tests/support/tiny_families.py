@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from tests.support.tiny_model import make_tiny_tokenizer
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -16,6 +15,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from tests.support.tiny_model import make_tiny_tokenizer
+
 VOCAB_SIZE = 320
 _SHAPE = {
     "vocab_size": VOCAB_SIZE,
@@ -24,7 +25,7 @@ _SHAPE = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 16384,
     "initializer_range": 0.15,  # far from a uniform distribution, so that a wrong weight shows
 }
 _LLAMA3_ROPE = {
@@ -38,7 +39,7 @@ _LLAMA3_ROPE = {
 
 
 def make_tiny(folder: Path, family: str, *, tied: bool) -> Path:
-    """Writes a float32 Hugging Face folder with a tokenizer; untied Llama has Llama 3's stretched rotary frequencies."""
+    """A float32 Hugging Face folder with a tokenizer; untied Llama has Llama 3's stretched rotary frequencies."""
     torch.manual_seed(7)
     model = _model(family, tied)
     with torch.no_grad():
