@@ -12,13 +12,18 @@ _PARTNERS = (
 
 
 def derive(job: Job) -> Job:
-    """Fills in the one of the four that is left out. Raises ConfigError when more are, or when the sides differ."""
+    """Fills in the one of the four that is left out, and one optimizer step where nothing says how many.
+
+    Raises ConfigError when more are left out, or when the sides differ.
+    """
     given = {
         "rollout_batch_size": job.rollout.rollout_batch_size,
         "n_samples_per_prompt": job.rollout.n_samples_per_prompt,
         "global_batch_size": job.train.global_batch_size,
         "num_steps_per_rollout": job.train.num_steps_per_rollout,
     }
+    if given["global_batch_size"] is None and given["num_steps_per_rollout"] is None:
+        given["num_steps_per_rollout"] = 1  # the whole rollout in one optimizer step: on-policy
     absent = [name for name, value in given.items() if value is None]
     if len(absent) > 1:
         raise ConfigError(

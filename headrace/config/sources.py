@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import tomllib
 from collections.abc import Mapping
@@ -23,10 +24,7 @@ def read_file(path: Path, known: Mapping[str, Leaf]) -> list[Setting]:
     """Settings of a job file. Raises ConfigError that names file, section and key."""
     if not path.is_file():
         raise ConfigError(f"job file {path} does not exist")
-    try:
-        tree = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
+    tree = _parsed(path)
     settings: list[Setting] = []
     for section, table in tree.items():
         if section not in Job.model_fields:
@@ -44,6 +42,17 @@ def read_environment(environment: Mapping[str, str], known: Mapping[str, Leaf]) 
         for variable, text in sorted(environment.items())
         if variable.startswith(PREFIX)
     ]
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    """TOML, or the JSON of a run's folder (where what is absent is null)."""
+    try:
+        if path.suffix != ".json":
+            return tomllib.loads(path.read_text())
+        tree: dict[str, dict[str, Any]] = json.loads(path.read_text())
+    except ValueError as error:  # both parsers' errors, and bytes that are no text
+        raise ConfigError(f"{path} is not {path.suffix.removeprefix('.').upper() or 'TOML'}: {error}") from error
+    return {name: {key: value for key, value in table.items() if value is not None} for name, table in tree.items()}
 
 
 def _of_file(path: Path, section: str, key: str, value: Any, known: Mapping[str, Leaf]) -> Setting:

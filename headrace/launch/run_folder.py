@@ -67,6 +67,13 @@ class RunFolder:
         tree = json.loads(self.services_file.read_text())
         return {name: ServiceEntry(**entry) for name, entry in tree.items()}
 
+    def running_services(self) -> dict[str, ServiceEntry]:
+        """Those that a launcher of this folder started and that live."""
+        if not self.services_file.is_file():
+            return {}
+        services = self.services().items()
+        return {name: entry for name, entry in services if entry.pid and Path(f"/proc/{entry.pid}").exists()}
+
 
 def newest_run(run_dir: Path) -> RunFolder:
     """The run that was started last in `run_dir`. Raises NotFound when there is none."""

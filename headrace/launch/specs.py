@@ -4,42 +4,60 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from headrace.config.job import Job
 from headrace.config.rules import ranks
 from headrace.errors import ConfigError
 from headrace.launch.process import ServiceSpec
-from headrace.launch.run_folder import RunFolder
+from headrace.launch.run_folder import RunFolder, ServiceEntry
 from headrace.rpc.net import free_port
 
 SERVICES = ("buffer", "reward", "rollout", "trainer")
 """In the order of starting; they are ended the other way round."""
 
+_NEEDED: Mapping[str, Sequence[str]] = {
+    "buffer": (),
+    "reward": (),
+    "rollout": ("buffer", "reward"),
+    "trainer": ("buffer", "rollout"),
+}
 
-def addressed(job: Job) -> Job:
-    """The job with an address for every service: those that had none get a free port of this machine."""
-    given = job.services.model_dump()
-    addresses = {leaf: value or f"127.0.0.1:{free_port()}" for leaf, value in given.items()}
+
+def without_address(job: Job) -> list[str]:
+    """What `headrace train` starts: services that have no address in the job, and the trainer."""
+    return [name for name in SERVICES if name == "trainer" or address_in(job, name) is None]
+
+
+def addressed(job: Job, services: Sequence[str], running: Mapping[str, ServiceEntry]) -> Job:
+    """The job with all addresses that are known: given ones, free ports for `services`, and those of `running` ones."""
+    found = {name: address for name in SERVICES if (address := address_in(job, name))}
+    found = {name: entry.address for name, entry in running.items()} | found
+    for name in services:
+        if address_in(job, name) is None:
+            found[name] = f"127.0.0.1:{free_port()}"
+    addresses = {f"{name}_address": address for name, address in found.items()}
     return job.model_copy(update={"services": job.services.model_copy(update=addresses)})
 
 
-def address_of(job: Job, service: str) -> str:
-    """The address that `addressed` gave or kept."""
+def address_in(job: Job, service: str) -> str | None:
+    """What the job says."""
     address: str | None = job.services.model_dump()[f"{service}_address"]
-    if address is None:
-        raise ConfigError(f"{service}_address is not set: pass --{service}-address host:port")
     return address
 
 
-def started_here(job: Job) -> list[str]:
-    """Services that have no address yet, and the trainer."""
-    given = job.services.model_dump()
-    return [name for name in SERVICES if name == "trainer" or given[f"{name}_address"] is None]
+def address_of(job: Job, service: str) -> str:
+    """What the job says. Raises ConfigError when it says nothing."""
+    address = address_in(job, service)
+    if address is None:
+        raise ConfigError(f"{service}_address is not set: start the {service} service and pass --{service}-address")
+    return address
 
 
 def spec(job: Job, service: str, folder: RunFolder) -> ServiceSpec:
     """How to start one service of an addressed job."""
+    for needed in _NEEDED[service]:
+        address_of(job, needed)
     address, metrics_address = address_of(job, service), f"127.0.0.1:{free_port()}"
     arguments = ["--config", str(folder.job_file), "--address", address, "--metrics-address", metrics_address]
     extra = {

@@ -36,7 +36,9 @@ def main() -> int:
 
 async def _serve(job: Job, arguments: argparse.Namespace) -> None:
     buffer = await Buffer.open(_store(job, arguments.data_dir))
-    config, created = await buffer.create_stream(train_stream(job))
+    wanted = train_stream(job)
+    await buffer.set_limits(wanted)
+    config, created = await buffer.create_stream(wanted)
     log.info("stream_open", stream=config.name, created=created, position=buffer.ledger.position)
     service = buffer_pb2.DESCRIPTOR.services_by_name["BufferService"].full_name
     server = RpcServer(

@@ -77,6 +77,11 @@ class Buffer:
                 self._files[config.name] = file
             return config, await self._commit(self.ledger.create_stream(_now(), state))
 
+    async def set_limits(self, limits: StreamConfig) -> None:
+        """The operator's way to change a stream that is there: its limits, and nothing else."""
+        if limits.name in self.ledger.books:
+            await self._commit(self.ledger.set_limits(_now(), limits))
+
     async def submit(self, stream: str, prompts: Sequence[Prompt]) -> list[str]:
         """Group ids, one for each prompt."""
         return await self._commit(self.ledger.submit(_now(), stream, prompts))

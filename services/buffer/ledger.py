@@ -9,6 +9,7 @@ The states are in `group`, the staleness rule in `admission`, the commands in `p
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import TypeVar
 
@@ -69,6 +70,17 @@ class Ledger:
             work.set_state(book, state)
             work.announce(book, "stream_created")
         return self._done(work, known is None)
+
+    def set_limits(self, now: Instant, limits: StreamConfig) -> Result[None]:
+        """Gives the stream of that name these limits; nothing else of it changes."""
+        work = self._work(now)
+        book = self.book(limits.name)
+        config = book.state.config.with_limits_of(limits)
+        if config != book.state.config:
+            changes = _differences(book.state.config, config)
+            work.set_state(book, replace(book.state, config=config))
+            work.announce(book, "limits_changed", detail=changes)
+        return self._done(work, None)
 
     # Producers
 
@@ -241,4 +253,4 @@ def _check_distinct(name: str, values: Sequence[str]) -> None:
 
 def _differences(old: StreamConfig, new: StreamConfig) -> str:
     names = [n for n in StreamConfig.__slots__ if getattr(old, n) != getattr(new, n)]
-    return ", ".join(f"{n} is {getattr(old, n)!r}, asked {getattr(new, n)!r}" for n in names)
+    return ", ".join(f"{n} is {getattr(old, n)!r}, now {getattr(new, n)!r}" for n in names)

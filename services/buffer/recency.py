@@ -20,9 +20,12 @@ class Recency:
         self._stale: dict[GroupState, int] = dict.fromkeys(GroupState, 0)
 
     def left(self, state: GroupState) -> None:
-        """A group has left `state`: compacts once half of the entries are stale."""
+        """A group has left `state`: drops stale entries from the end, and all of them once they are the half."""
         self._stale[state] += 1
         entries = self._lists[state]
+        while entries and not self._is_current(entries[-1]):
+            entries.pop()
+            self._stale[state] -= 1
         if self._stale[state] > 64 and self._stale[state] * 2 > len(entries):
             self._lists[state] = [entry for entry in entries if self._is_current(entry)]
             self._stale[state] = 0

@@ -10,10 +10,11 @@ import grpc
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.buffer.v1 import buffer_pb2_grpc
 from headrace.errors import InvalidArgument
-from services.buffer import wire
+from services.buffer import wire, wire_stream
 from services.buffer.application import Buffer
 from services.buffer.book import StreamBook
 from services.buffer.group import Group, GroupState
+from services.buffer.wire_checks import require, require_not_negative, require_some
 
 MAX_GROUPS_PER_LEASE = 1_000
 MAX_PAGE_SIZE = 1_000
@@ -30,25 +31,25 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         self._buffer = buffer
 
     async def CreateStream(self, request: pb.CreateStreamRequest, context: Context) -> pb.CreateStreamResponse:
-        config, created = await self._buffer.create_stream(wire.to_config(request.config))
-        return pb.CreateStreamResponse(config=wire.from_config(config), created=created)
+        config, created = await self._buffer.create_stream(wire_stream.to_config(request.config))
+        return pb.CreateStreamResponse(config=wire_stream.from_config(config), created=created)
 
     async def ListStreams(self, request: pb.ListStreamsRequest, context: Context) -> pb.ListStreamsResponse:
         await self._buffer.settled()
         books = self._books("")
-        return pb.ListStreamsResponse(streams=[wire.from_config(book.state.config) for book in books])
+        return pb.ListStreamsResponse(streams=[wire_stream.from_config(book.state.config) for book in books])
 
     async def SubmitPrompts(self, request: pb.SubmitPromptsRequest, context: Context) -> pb.SubmitPromptsResponse:
-        wire.require_some(len(request.prompts), "prompts")
+        require_some(len(request.prompts), "prompts")
         prompts = [wire.to_prompt(prompt, i) for i, prompt in enumerate(request.prompts)]
         return pb.SubmitPromptsResponse(group_ids=await self._buffer.submit(request.stream, prompts))
 
     async def LeaseGroups(self, request: pb.LeaseGroupsRequest, context: Context) -> pb.LeaseGroupsResponse:
-        wire.require_some(request.max_groups, "max_groups")
+        require_some(request.max_groups, "max_groups")
         groups, reason = await self._buffer.lease(
             request.stream,
-            wire.require(request.producer_id, "producer_id"),
-            wire.require(request.request_id, "request_id"),
+            require(request.producer_id, "producer_id"),
+            require(request.request_id, "request_id"),
             min(request.max_groups, MAX_GROUPS_PER_LEASE),
             _wait_seconds(request.wait_seconds, context),
         )
@@ -67,12 +68,12 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         return pb.RenewLeasesResponse(renewed=renewed, lost=lost)
 
     async def ReleaseLeases(self, request: pb.ReleaseLeasesRequest, context: Context) -> pb.ReleaseLeasesResponse:
-        wire.require_some(len(request.releases), "releases")
+        require_some(len(request.releases), "releases")
         await self._buffer.release([wire.to_release(release) for release in request.releases])
         return pb.ReleaseLeasesResponse()
 
     async def PutGroups(self, request: pb.PutGroupsRequest, context: Context) -> pb.PutGroupsResponse:
-        wire.require_some(len(request.groups), "groups")
+        require_some(len(request.groups), "groups")
         results = await self._buffer.put([wire.to_put(put) for put in request.groups])
         return pb.PutGroupsResponse(results=[wire.from_put_result(result) for result in results])
 
@@ -90,7 +91,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
     async def FetchSamples(
         self, request: pb.FetchSamplesRequest, context: Context
     ) -> AsyncIterator[pb.FetchSamplesResponse]:
-        wire.require_some(len(request.sample_ids), "sample_ids")
+        require_some(len(request.sample_ids), "sample_ids")
         async for portion in self._buffer.fetch(request.stream, request.sample_ids):
             yield pb.FetchSamplesResponse(samples=[wire.from_sample(record, payload) for record, payload in portion])
 
@@ -99,19 +100,19 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         return pb.ConsumeBatchResponse(next_step=next_step)
 
     async def CommitStep(self, request: pb.CommitStepRequest, context: Context) -> pb.CommitStepResponse:
-        wire.require_not_negative(request.step, "step")
+        require_not_negative(request.step, "step")
         return pb.CommitStepResponse(num_groups=await self._buffer.commit(request.stream, request.epoch, request.step))
 
     async def Rewind(self, request: pb.RewindRequest, context: Context) -> pb.RewindResponse:
-        wire.require_not_negative(request.step, "step")
-        request_id = wire.require(request.request_id, "request_id")
+        require_not_negative(request.step, "step")
+        request_id = require(request.request_id, "request_id")
         epoch, num_groups = await self._buffer.rewind(request.stream, request.step, request_id)
         return pb.RewindResponse(epoch=epoch, num_groups=num_groups)
 
     async def SetPolicyVersion(
         self, request: pb.SetPolicyVersionRequest, context: Context
     ) -> pb.SetPolicyVersionResponse:
-        wire.require_not_negative(request.policy_version, "policy_version")
+        require_not_negative(request.policy_version, "policy_version")
         num_expired = await self._buffer.set_policy_version(request.stream, request.epoch, request.policy_version)
         return pb.SetPolicyVersionResponse(num_expired=num_expired)
 
@@ -157,7 +158,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
 
 def _wait_seconds(asked: float, context: Context) -> float:
     """Cut so that an empty answer arrives before the deadline."""
-    wire.require_not_negative(asked, "wait_seconds")
+    require_not_negative(asked, "wait_seconds")
     remaining = context.time_remaining()
     return asked if remaining is None else max(min(asked, remaining - _ANSWER_MARGIN_SECONDS), 0.0)
 

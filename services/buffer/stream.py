@@ -79,6 +79,17 @@ class StreamConfig:
                 f"lease_seconds is {self.lease_seconds}, must be above 0", field="config.lease_seconds"
             )
 
+    def with_limits_of(self, other: StreamConfig) -> StreamConfig:
+        """This config under the limits of the other: what may change while groups exist."""
+        return replace(
+            self,
+            max_staleness=other.max_staleness,
+            lease_seconds=other.lease_seconds,
+            max_attempts=other.max_attempts,
+            max_payload_bytes=other.max_payload_bytes,
+            max_queued_groups=other.max_queued_groups,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
@@ -117,7 +128,3 @@ class StreamState:
     @property
     def name(self) -> str:
         return self.config.name
-
-    def advanced(self, cursor: Cursor, exhausted: bool, num_prompts: int) -> StreamState:
-        """After so many prompts of the file became groups."""
-        return replace(self, cursor=cursor, exhausted=exhausted, next_seq=self.next_seq + num_prompts)

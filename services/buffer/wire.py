@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
@@ -11,125 +10,16 @@ from headrace.errors import InvalidArgument
 from headrace.trajectory import Failure, check_digest, from_json
 from services.buffer.group import Group, GroupState, Prompt, SampleRecord
 from services.buffer.producing import GroupPut, NoLeaseReason, PutOutcome, PutResult, Release
-from services.buffer.stream import (
-    DEFAULT_LEASE_SECONDS,
-    DEFAULT_MAX_ATTEMPTS,
-    DEFAULT_MAX_PAYLOAD_BYTES,
-    DEFAULT_MAX_QUEUED_GROUPS,
-    ExpiryAction,
-    FileSource,
-    Selection,
-    StreamConfig,
-)
 from services.buffer.transaction import LedgerEvent
+from services.buffer.wire_checks import require, require_some
 from services.buffer.work import NewSample
 
-MAX_ID_LENGTH = 512
-
-_SELECTIONS = {
-    pb.SELECTION_UNSPECIFIED: Selection.FIFO,
-    pb.SELECTION_FIFO: Selection.FIFO,
-    pb.SELECTION_LIFO: Selection.LIFO,
-    pb.SELECTION_PRIORITY: Selection.PRIORITY,
-    pb.SELECTION_FRESHEST: Selection.FRESHEST,
-}
-_EXPIRY_ACTIONS = {
-    pb.EXPIRY_ACTION_UNSPECIFIED: ExpiryAction.REQUEUE,
-    pb.EXPIRY_ACTION_REQUEUE: ExpiryAction.REQUEUE,
-    pb.EXPIRY_ACTION_DROP: ExpiryAction.DROP,
-}
 _OUTCOMES = {
     pb.PUT_OUTCOME_COMPLETE: PutOutcome.COMPLETE,
     pb.PUT_OUTCOME_DROPPED: PutOutcome.DROPPED,
     pb.PUT_OUTCOME_FAILED: PutOutcome.FAILED,
 }
 _STATES = {pb.GroupState.Value(f"GROUP_STATE_{state.name}"): state for state in GroupState}
-
-
-def require(value: str, field: str) -> str:
-    """The value. Raises InvalidArgument when it is empty or too long."""
-    if not value or len(value) > MAX_ID_LENGTH:
-        raise InvalidArgument(f"{field} has {len(value)} characters, must have 1 to {MAX_ID_LENGTH}", field=field)
-    return value
-
-
-def require_some(count: int, field: str) -> None:
-    """Raises InvalidArgument when there is none."""
-    if count < 1:
-        raise InvalidArgument(f"{field} is empty, must have at least one", field=field)
-
-
-def require_not_negative(value: float, field: str) -> None:
-    """Raises InvalidArgument for what cannot be counted."""
-    if not (math.isfinite(value) and value >= 0):
-        raise InvalidArgument(f"{field} is {value}, must be 0 or more", field=field)
-
-
-def to_config(message: pb.StreamConfig) -> StreamConfig:
-    """Defaults filled in."""
-    if message.selection not in _SELECTIONS:
-        raise InvalidArgument(f"selection {message.selection} is not known here", field="config.selection")
-    if message.expiry_action not in _EXPIRY_ACTIONS:
-        raise InvalidArgument(f"expiry_action {message.expiry_action} is not known here", field="config.expiry_action")
-    return StreamConfig(
-        name=message.name,
-        n_samples_per_prompt=message.n_samples_per_prompt,
-        groups_per_step=message.groups_per_step,
-        max_staleness=message.max_staleness if message.HasField("max_staleness") else None,
-        lease_seconds=message.lease_seconds or DEFAULT_LEASE_SECONDS,
-        max_attempts=message.max_attempts or DEFAULT_MAX_ATTEMPTS,
-        expiry_action=_EXPIRY_ACTIONS[message.expiry_action],
-        selection=_SELECTIONS[message.selection],
-        file=_to_file(message.file) if message.HasField("file") else None,
-        max_payload_bytes=message.max_payload_bytes or DEFAULT_MAX_PAYLOAD_BYTES,
-        max_queued_groups=message.max_queued_groups or DEFAULT_MAX_QUEUED_GROUPS,
-    )
-
-
-def _to_file(message: pb.FileSource) -> FileSource:
-    return FileSource(
-        path=require(message.path, "config.file.path"),
-        input_key=require(message.input_key, "config.file.input_key"),
-        label_key=message.label_key or None,
-        metadata_key=message.metadata_key or None,
-        tool_key=message.tool_key or None,
-        shuffle=message.shuffle,
-        seed=message.seed,
-        num_epochs=message.num_epochs or None,
-        skip_bad_lines=message.skip_bad_lines,
-    )
-
-
-def from_config(config: StreamConfig) -> pb.StreamConfig:
-    """The inverse of `to_config`."""
-    file = config.file
-    return pb.StreamConfig(
-        name=config.name,
-        n_samples_per_prompt=config.n_samples_per_prompt,
-        groups_per_step=config.groups_per_step,
-        max_staleness=config.max_staleness,
-        lease_seconds=config.lease_seconds,
-        max_attempts=config.max_attempts,
-        expiry_action=pb.ExpiryAction.Value(f"EXPIRY_ACTION_{config.expiry_action.name}"),
-        selection=pb.Selection.Value(f"SELECTION_{config.selection.name}"),
-        file=None if file is None else _from_file(file),
-        max_payload_bytes=config.max_payload_bytes,
-        max_queued_groups=config.max_queued_groups,
-    )
-
-
-def _from_file(file: FileSource) -> pb.FileSource:
-    return pb.FileSource(
-        path=file.path,
-        input_key=file.input_key,
-        label_key=file.label_key or "",
-        metadata_key=file.metadata_key or "",
-        tool_key=file.tool_key or "",
-        shuffle=file.shuffle,
-        seed=file.seed,
-        num_epochs=file.num_epochs or 0,
-        skip_bad_lines=file.skip_bad_lines,
-    )
 
 
 def to_prompt(message: sample_pb2.Prompt, i: int) -> Prompt:

@@ -56,7 +56,7 @@ class Judge:
 
     async def close(self) -> None:
         """Closes the connection."""
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def judge(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with rewards, or FAILED with the reason; those that failed before stay as they are."""
@@ -90,7 +90,7 @@ class Judge:
     async def _call(
         self, channel: grpc.aio.Channel, request: reward_pb2.ScoreRequest, num_items: int
     ) -> reward_pb2.ScoreResponse:
-        stub = reward_pb2_grpc.RewardServiceStub(channel)
+        stub = reward_pb2_grpc.RewardServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
         seconds = self._call_seconds * max(1.0, num_items / 16)
         try:
             reply: reward_pb2.ScoreResponse = await call(stub.Score, request, deadline_seconds=seconds)

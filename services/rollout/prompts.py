@@ -71,9 +71,7 @@ class PromptEncoder:
                 messages, tools=tools, tokenize=False, add_generation_prompt=True
             )
         except Exception as error:  # a template is code of the checkpoint's author: it may raise anything
-            raise InvalidArgument(
-                f"the chat template refused the messages: {error}", field="prompt.messages"
-            ) from error
+            raise InvalidArgument(f"the chat template refused it: {error}", field="prompt.messages") from error
         return EncodedPrompt(text, tuple(self._tokenizer.encode(text, add_special_tokens=False)))
 
 

@@ -72,7 +72,7 @@ class RolloutService:
         metrics = RolloutMetrics(registry)
         self._router = Router(job.rollout.router_policy, log_dir / "router.log", request_seconds=seconds)
         self._router_client = EngineClient(self._router.url)
-        self._buffer = BufferClient(_required(job.services.buffer_address, "buffer_address"), _STREAM)
+        self._buffer = BufferClient(_required(job.services.buffer_address, "buffer_address"))
         fleet = Fleet(
             job.placement.rollout_num_gpus // job.placement.rollout_num_gpus_per_engine,
             job.placement.rollout_num_gpus_per_engine,
@@ -97,7 +97,7 @@ class RolloutService:
             max_context_tokens=job.rollout.rollout_max_context_len,
         )
         producer = Producer(
-            BufferLedger(self._buffer),
+            BufferLedger(self._buffer, _STREAM),
             groups,
             lambda: fleet.policy_version,
             metrics,

@@ -16,10 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.client.rollout import RolloutClient
-
 from headrace.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from headrace.client.buffer import BufferClient
+from headrace.client.rollout import RolloutClient
 from headrace.config.job import Job
 from headrace.errors import ConfigError, HeadraceError
 from headrace.rpc.log import configure_logging, log
@@ -80,8 +79,8 @@ async def run_rank(job: Job, args: argparse.Namespace) -> None:
     """Builds this rank's share, then leads or follows."""
     compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
     loop = asyncio.get_running_loop()
-    buffer = BufferClient(_required(job.services.buffer_address, "buffer_address"), STREAM)
-    fetch = Fetch(buffer, loop)
+    buffer = BufferClient(_required(job.services.buffer_address, "buffer_address"))
+    fetch = Fetch(buffer, STREAM, loop)
     if int(os.environ.get("RANK", "0")) == 0:
         await lead(job, args, buffer, fetch, compute)
     else:
@@ -129,7 +128,7 @@ async def lead(
         ranks = TrainerRanks(job, crew, publisher, console, args.run_dir, built.restored_step)
         report.resume(built.restored_step)
         console.open(ranks, built.layout.world_size)
-        await training.train(StreamLedger(buffer, console), ranks, console, schedule)
+        await training.train(StreamLedger(buffer, STREAM, console), ranks, console, schedule)
         await crew.leave()
         console.finished()
     except BaseException as error:

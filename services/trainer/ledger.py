@@ -13,30 +13,35 @@ _PROGRESS_SECONDS = 2.0
 class StreamLedger:
     """The buffer's stream that is trained on; waiting for a batch shows on the console."""
 
-    def __init__(self, buffer: BufferClient, console: TrainerConsole) -> None:
+    def __init__(self, buffer: BufferClient, stream: str, console: TrainerConsole) -> None:
         self._buffer = buffer
+        self._stream = stream
         self._console = console
 
     async def rewind(self, step: int) -> int:
         """Brings back what was consumed from `step` on; opens the epoch that is returned."""
-        return (await self._buffer.rewind(step)).epoch
+        return (await self._buffer.rewind(self._stream, step)).epoch
 
     async def lease_batch(self, epoch: int, step: int) -> Batch:
         """Waits as long as producers take; the console shows how many groups are ready."""
         with self._console.phase(pb.PHASE_WAITING):
             reply = await self._buffer.lease_batch(
-                epoch, step, progress=self._console.groups_ready, progress_seconds=_PROGRESS_SECONDS
+                self._stream,
+                epoch,
+                step,
+                on_progress=self._console.groups_ready,
+                progress_seconds=_PROGRESS_SECONDS,
             )
         return Batch.of(reply)
 
     async def consume(self, epoch: int, step: int, digest: bytes) -> None:
         """The optimizer has used the batch."""
-        await self._buffer.consume(epoch, step, digest)
+        await self._buffer.consume(self._stream, epoch, step, digest)
 
     async def commit(self, epoch: int, step: int) -> None:
         """A checkpoint holds every step below `step`."""
-        await self._buffer.commit(epoch, step)
+        await self._buffer.commit(self._stream, epoch, step)
 
     async def set_policy_version(self, epoch: int, policy_version: int) -> None:
         """The engines serve it."""
-        await self._buffer.set_policy_version(epoch, policy_version)
+        await self._buffer.set_policy_version(self._stream, epoch, policy_version)

@@ -12,6 +12,7 @@ import pytest
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.buffer import BufferClient
+from headrace.config.job import BufferSection, RolloutSection
 from headrace.errors import (
     AlreadyExists,
     DataLoss,
@@ -130,7 +131,7 @@ async def test_limits_come_with_the_time_to_try_again(client: BufferClient) -> N
 
 async def test_a_stream_has_one_config(client: BufferClient) -> None:
     assert not (await client.create_stream(stream())).created
-    with pytest.raises(AlreadyExists, match="groups_per_step is 2, asked 3"):
+    with pytest.raises(AlreadyExists, match="groups_per_step is 2, now 3"):
         await client.create_stream(stream(groups_per_step=3))
     assert [s.name for s in await client.list_streams()] == ["train"]
 
@@ -354,3 +355,31 @@ async def test_a_restart_with_the_sqlite_store_goes_on_where_it_was(tmp_path: Pa
         assert (await client.renew_leases([x.lease_id for x in leases])).renewed == [x.lease_id for x in leases]
         results = await client.put_groups([complete_put(x) for x in leases])
         assert {r.state for r in results} == {pb.GROUP_STATE_READY}
+
+
+@pytest.mark.parametrize(("section", "status"), [({"max_payload_bytes": 1000}, "serving"), ({}, "refused")])
+async def test_a_restart_may_change_the_limits_and_nothing_else(
+    tmp_path: Path, section: dict[str, int], status: str
+) -> None:
+    first = BufferProcess(tmp_path, None)
+    await first.start()
+    async with BufferClient(first.address) as client:
+        await client.submit_prompts("train", text_prompts("a"))
+    await first.kill()
+    batch_size = 4 if status == "serving" else 5
+    second = BufferProcess(
+        tmp_path,
+        None,
+        buffer=BufferSection(max_staleness=3, **section),
+        rollout=RolloutSection(rollout_batch_size=batch_size, n_samples_per_prompt=2),
+    )
+    await second.start()
+    if status == "refused":
+        assert await second.wait() == 1
+        assert "groups_per_step is 4, now 5; use another name" in json.loads(second.log.splitlines()[-1])["message"]
+        return
+    async with BufferClient(second.address) as client:
+        (config,) = await client.list_streams()
+        assert (config.max_staleness, config.max_payload_bytes) == (3, 1000)
+        assert (await client.stats("train")).groups["QUEUED"] == 1
+    await second.kill()

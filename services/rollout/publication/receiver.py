@@ -7,6 +7,7 @@ the publication's deadline, which aborts it from inside. Produces: engines that 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -267,7 +268,7 @@ class Receiver:
         return digests
 
     async def _on_all(self, publication: _Publication, act: Callable[[Engine], Awaitable[object]]) -> None:
-        """Acts on all remaining engines at once; those that fail are lost. Raises PublicationAborted when none is left."""
+        """Acts on all remaining engines; those that fail are lost. Raises PublicationAborted when none is left."""
         tasks = {asyncio.ensure_future(act(engine)): engine for engine in publication.remaining}
         try:
             _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -348,7 +349,5 @@ def _failure(task: asyncio.Future[object]) -> str | None:
 
 
 async def _ignoring_refusal(call: Awaitable[None]) -> None:
-    try:
+    with contextlib.suppress(FailedPrecondition):  # it is in no such group, which is what we want
         await call
-    except FailedPrecondition:
-        pass  # it is in no such group, which is what we want

@@ -70,7 +70,7 @@ async def running(supervisor: Supervisor) -> AsyncIterator[None]:
 
 async def becomes(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110  # processes and files set no event
+        while not condition():  # processes and files set no event
             await asyncio.sleep(0.02)
 
 

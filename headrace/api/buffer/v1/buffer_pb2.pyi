@@ -727,7 +727,7 @@ class GroupPut(_message.Message):
     """How it ended."""
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[_sample_pb2.Sample]:
-        """With COMPLETE: at least one sample; as many as asked, or more where one execution fanned out."""
+        """With COMPLETE: as many as asked, or more where one execution fanned out; failed ones included."""
 
     @_builtins.property
     def failure(self) -> _sample_pb2.Failure:
@@ -849,7 +849,9 @@ class LeaseBatchRequest(_message.Message):
     epoch: _builtins.int
     """The trainer's epoch, from Rewind."""
     step: _builtins.int
-    """Must be the next step to consume, or one already given in this epoch. FAILED_PRECONDITION otherwise."""
+    """Must be the next step to consume, or one already given in this epoch. FAILED_PRECONDITION otherwise, and with
+    reason EXHAUSTED when the file's epochs are walked and too few groups are left for a batch.
+    """
     wait_seconds: _builtins.float
     """Seconds to wait for a full batch. Cut to the call's deadline."""
     def __init__(
@@ -1250,8 +1252,8 @@ class LedgerEvent(_message.Message):
     group_id: _builtins.str
     """The group; empty for events of a stream."""
     kind: _builtins.str
-    """lower_snake_case: submitted, leased, renewed, released, lease_expired, put, dropped, failed, expired, batched,
-    consumed, committed, rewound, policy_version, stream_created.
+    """lower_snake_case: submitted, leased, released, lease_expired, put, dropped, failed, expired, batched,
+    consumed, committed, rewound, policy_version, stream_created, limits_changed.
     """
     state: Global___GroupState.ValueType
     """The group's state after it."""
