@@ -31,13 +31,14 @@ class Ledger(Protocol):
 class BufferLedger:
     """One stream of a buffer service."""
 
-    def __init__(self, buffer: BufferClient) -> None:
+    def __init__(self, buffer: BufferClient, stream: str) -> None:
         self._buffer = buffer
+        self._stream = stream
         self._producer_id = f"rollout-{uuid.uuid4().hex[:8]}"
 
     async def lease(self, max_groups: int) -> Sequence[buffer_pb2.GroupLease]:
         """Waits some seconds for the first; may answer none."""
-        reply = await self._buffer.lease_groups(self._producer_id, max_groups, wait_seconds=_WAIT_SECONDS)
+        reply = await self._buffer.lease_groups(self._stream, self._producer_id, max_groups, wait_seconds=_WAIT_SECONDS)
         return reply.leases
 
     async def renew(self, lease_ids: Sequence[str]) -> Sequence[str]:
