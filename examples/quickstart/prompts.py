@@ -1,4 +1,4 @@
-"""`prompts.py FOLDER`: train.jsonl and eval.jsonl with sums of two digits from reasoning_gym's chain_sum."""
+"""`prompts.py FOLDER`: train.jsonl and eval.jsonl with sums and differences of two digits, by reasoning_gym."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from pathlib import Path
 
 import reasoning_gym
 
-TRAIN_SIZE, EVAL_SIZE = 2000, 48
-TRAIN_SEED, EVAL_SEED = 1, 2
+SEED = 1
+DRAWN = 3000
+EVAL_SIZE = 48
 
 
-def rows(size: int, seed: int) -> list[dict[str, str]]:
-    """Prompt and label of each task; subtraction is left out, so answers are 2 to 18."""
+def rows() -> list[dict[str, str]]:
+    """Prompt and label of each task that chain_sum draws; some come several times."""
     tasks = reasoning_gym.create_dataset(
-        "chain_sum", size=size, seed=seed, min_terms=2, max_terms=2, min_digits=1, max_digits=1, allow_negation=False
+        "chain_sum", size=DRAWN, seed=SEED, min_terms=2, max_terms=2, min_digits=1, max_digits=1
     )
     return [
         {"prompt": f"{_expression(task['question'])}\nAnswer with one number.", "label": str(task["answer"])}
@@ -29,10 +30,17 @@ def _expression(question: str) -> str:
 
 
 def main(folder: Path) -> None:
+    """The first tasks are for evaluation and in no way in the training data."""
+    drawn = rows()
+    held_out = list(dict.fromkeys(row["prompt"] for row in drawn))[:EVAL_SIZE]
+    labels = {row["prompt"]: row["label"] for row in drawn}
     folder.mkdir(parents=True, exist_ok=True)
-    for name, size, seed in (("eval", EVAL_SIZE, EVAL_SEED), ("train", TRAIN_SIZE, TRAIN_SEED)):
-        lines = [json.dumps(row) + "\n" for row in rows(size, seed)]
-        (folder / f"{name}.jsonl").write_text("".join(lines))
+    _write(folder / "eval.jsonl", [{"prompt": prompt, "label": labels[prompt]} for prompt in held_out])
+    _write(folder / "train.jsonl", [row for row in drawn if row["prompt"] not in held_out])
+
+
+def _write(path: Path, lines: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 if __name__ == "__main__":

@@ -60,7 +60,8 @@ async def test_two_data_ranks_learn_while_the_reward_service_is_replaced(tmp_pat
     reward = RewardProcess(tmp_path)
     await reward.start(f"{tmp_path}/vowels.py:vowels")
     run = TrainingRun(
-        tmp_path, checkpoint, "--reward-address", reward.address, "--num-rollout", "32", "--lr", "5e-3", "--save-hf", str(tmp_path / "export"),
+        tmp_path, checkpoint, "--reward-address", reward.address,
+        "--num-rollout", "32", "--lr", "5e-3", "--save-hf", str(tmp_path / "export"),
     )  # fmt: skip
     try:
         async with run.started():
