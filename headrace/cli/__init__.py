@@ -1,0 +1,1 @@
+"""`headrace …`: what a person types."""

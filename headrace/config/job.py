@@ -76,6 +76,7 @@ class RewardSection(Section):
     rm_type: str | None = Field(None, description="Scorer of samples whose metadata names none.")
     custom_rm_path: str | None = Field(None, description="pkg.mod.fn or file.py:fn that judges.")
     group_rm: bool = Field(False, description="custom_rm_path takes a whole group and returns a list.")
+    reward_model_path: Path | None = Field(None, description="Folder given to a custom_rm_path that is a class.")
     reward_key: str | None = Field(None, description="Which part of a dict reward is trained on.")
     reward_timeout_seconds: Seconds = Field(30.0, description="Limit of one sample's judgement.")
     reward_workers: Positive = Field(2, description="Worker processes of the reward service.")

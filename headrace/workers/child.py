@@ -14,7 +14,9 @@ import signal
 import socket
 import sys
 import traceback
+from functools import partial
 
+from headrace.errors import HeadraceError
 from headrace.workers import frame
 
 _PR_SET_PDEATHSIG = 1
@@ -40,9 +42,13 @@ async def _serve(parent: socket.socket) -> None:
             case frame.Start(call_id):
                 task = asyncio.create_task(_answer(message, writer))
                 tasks[call_id] = task
-                task.add_done_callback(lambda _, call_id=call_id: tasks.pop(call_id))
+                task.add_done_callback(partial(_forget, tasks, call_id))
             case frame.Cancel(call_id) if call_id in tasks:
                 tasks[call_id].cancel()
+
+
+def _forget(tasks: dict[int, asyncio.Task[None]], call_id: int, _: asyncio.Task[None]) -> None:
+    del tasks[call_id]
 
 
 async def _answer(start: frame.Start, writer: asyncio.StreamWriter) -> None:
@@ -64,4 +70,5 @@ async def _run(start: frame.Start) -> frame.Reply:
     except BaseException as error:  # the boundary to user code: sys.exit() in a hook ends the call, not the worker
         if limit.expired() and isinstance(error, TimeoutError):
             return frame.Expired(start.call_id)
-        return frame.Raised(start.call_id, type(error).__name__, str(error), traceback.format_exc())
+        is_ours = isinstance(error, HeadraceError)
+        return frame.Raised(start.call_id, type(error).__name__, str(error), traceback.format_exc(), is_ours)

@@ -37,10 +37,11 @@ class WorkerCrashed(WorkerError):
 
 
 class WorkerRaised(WorkerError):
-    """The call raised an exception of class `kind`."""
+    """The call raised an exception of class `kind`; `is_ours` when that is of `headrace.errors`' tree."""
 
-    def __init__(self, function: str, kind: str, detail: str, traceback: str) -> None:
-        super().__init__(f"{function} raised {kind}: {detail}" if detail else f"{function} raised {kind}")
+    def __init__(self, function: str, kind: str, detail: str, traceback: str, is_ours: bool) -> None:
+        super().__init__(detail if is_ours else f"{function} raised {kind}: {detail}".rstrip(": "))
         self.kind = kind
+        self.is_ours = is_ours
         self.detail = detail
         self.traceback = traceback

@@ -41,12 +41,13 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """It raised."""
+    """It raised; `is_ours` says that the message is written for people and stands by itself."""
 
     call_id: int
     kind: str
     detail: str
     traceback: str
+    is_ours: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """A fixed number of workers, each with a fixed number of places; a call takes a place.
 
-consumes: calls; waits for: a free place, at most `max_waiting` of them; unblocked by: a call that ends, however it ends.
+consumes: calls; waits for: a free place, at most `max_waiting` of them; unblocked by: the end of a call, in any way.
 A worker that ended is replaced when its place is taken next. A call that shared a worker with one that had to be killed
 is run once more in a worker of its own: functions must bear to be run again.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from headrace.errors import ResourceExhausted
 from headrace.rpc.log import log
 from headrace.workers.errors import WorkerError, WorkerRaised
-from headrace.workers.process import Innocent, Worker, describe
+from headrace.workers.process import Innocent, Worker
 
 
 class WorkerPool:
@@ -62,28 +62,33 @@ class WorkerPool:
             await self.close()
             raise
 
-    async def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float) -> Any:
+    async def run(
+        self, function: Callable[..., Any], *args: Any, timeout_seconds: float, name: str | None = None
+    ) -> Any:
         """`function(*args)`, awaited if it is a coroutine; the limit counts from its start, not from its wait.
 
+        `name` stands for the function in messages: what a person calls the thing, e.g. the path of a hook.
         Raises WorkerTimeout, WorkerCrashed, WorkerRaised, or ResourceExhausted when too many calls wait.
         """
+        name = name or f"{function.__module__}.{function.__qualname__}"
         slot = await self._take_place()
         try:
             worker = await slot.ready()
-            return await worker.call(function, args, timeout_seconds)
+            return await worker.call(function, args, timeout_seconds=timeout_seconds, name=name)
         except WorkerRaised as error:
-            log.warning("worker_call_raised", function=describe(function), kind=error.kind, traceback=error.traceback)
+            if not error.is_ours:  # ours say what is wrong in their message
+                log.warning("worker_call_raised", function=name, traceback=error.traceback)
             raise
         except WorkerError as error:
-            log.warning("worker_call_ended", function=describe(function), message=error.message)
+            log.warning("worker_call_ended", function=name, message=error.message)
             raise
         except Innocent:
-            log.info("worker_call_runs_again", function=describe(function))
+            log.info("worker_call_runs_again", function=name)
         finally:
             self._places.put_nowait(slot)
         if self._alone is None:
             self._alone = WorkerPool(self._size, prepare=self._prepare, prepare_seconds=self._prepare_seconds)
-        return await self._alone.run(function, *args, timeout_seconds=timeout_seconds)
+        return await self._alone.run(function, *args, timeout_seconds=timeout_seconds, name=name)
 
     async def close(self) -> None:
         """Ends every worker, and with it the calls they hold."""
@@ -94,7 +99,7 @@ class WorkerPool:
     async def _take_place(self) -> _Slot:
         if self._waiting >= self._max_waiting:
             raise ResourceExhausted(
-                f"{self._waiting} calls wait for {self._size} workers, the limit: come back later or start more workers",
+                f"{self._waiting} calls wait for {self._size} workers, the limit: come back later or add workers",
                 reason="QUEUE_FULL",
             )
         self._waiting += 1
@@ -124,7 +129,9 @@ class _Slot:
         worker = await Worker.start()
         if self._prepare is not None:
             try:
-                await worker.call(run_prepare, (self._prepare,), self._prepare_seconds)
+                await worker.call(
+                    *(run_prepare, (self._prepare,)), timeout_seconds=self._prepare_seconds, name="preparation"
+                )
             except WorkerError:
                 await worker.close()
                 raise

@@ -6,6 +6,7 @@ States: built → running → ended (by itself or by `stop`). The whole process 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -62,10 +63,8 @@ class ChildProcess:
             return
         if grace_seconds > 0 and self.exit_code is None:
             self._signal(signal.SIGTERM)
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.wait(), grace_seconds)
-            except TimeoutError:
-                pass
         self._signal(signal.SIGKILL)
         await self.wait()
 
@@ -77,7 +76,5 @@ class ChildProcess:
             return "".join(deque(lines, maxlen=count)).rstrip()
 
     def _signal(self, number: signal.Signals) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):  # the group is gone already
             os.killpg(self.pid, number)
-        except ProcessLookupError:
-            pass  # the group is gone already

@@ -53,16 +53,17 @@ class Router:
                 raise Unavailable(f"sglang-router did not start:\n{self._child.last_lines()}")
             await asyncio.sleep(_POLL_SECONDS)
 
-    @property
-    def exit_code(self) -> int | None:
-        """None while it runs."""
-        return self._child.exit_code
+    async def wait(self) -> int:
+        """Its exit code, once it has ended."""
+        return await self._child.wait()
 
     async def add(self, engine_url: str) -> None:
         """Returns when requests are routed to it. Raises Unavailable when the router does not take it."""
+        if await self._routes_to(engine_url):
+            return
         await self._call("POST", "/workers", {"url": engine_url})
         end = time.monotonic() + _JOIN_SECONDS
-        while not any(w["url"] == engine_url and w["is_healthy"] for w in await self._workers()):
+        while not await self._routes_to(engine_url):
             if time.monotonic() > end:
                 raise Unavailable(f"the router did not take {engine_url} within {_JOIN_SECONDS:g} s")
             await asyncio.sleep(_POLL_SECONDS)
@@ -83,6 +84,9 @@ class Router:
             return (await self._http.get("/liveness")).is_success
         except httpx.TransportError:
             return False
+
+    async def _routes_to(self, engine_url: str) -> bool:
+        return any(worker["url"] == engine_url and worker["is_healthy"] for worker in await self._workers())
 
     async def _workers(self) -> list[dict[str, Any]]:
         workers: list[dict[str, Any]] = (await self._call("GET", "/workers", None))["workers"]

@@ -16,10 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from headrace.client.buffer import BufferClient
 from headrace.client.rollout import RolloutClient
-
-from headrace.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from headrace.config.job import Job
 from headrace.errors import ConfigError, HeadraceError
 from headrace.rpc.log import configure_logging, log

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
+from megatron.core.fusions import fused_softmax
 from megatron.core.tensor_parallel import random as megatron_random
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 _CPU = torch.device("cpu")
 
@@ -71,6 +73,12 @@ def _is_cuda(device: object) -> bool:
     )
 
 
+@lru_cache(maxsize=32)
+def _causal_mask(size: int) -> torch.Tensor:
+    """Recomputation runs inside an autograd function, where no function mode is active."""
+    return torch.ones(size, size, dtype=torch.bool).triu(diagonal=1)
+
+
 def install() -> None:
     """For the calling thread, for good. Harmless when called again."""
     cuda: Any = torch.cuda
@@ -82,6 +90,11 @@ def install() -> None:
         cuda.synchronize = lambda *_: None
         cuda.empty_cache = lambda: None
         torch.nn.Module.cuda = lambda self, *_: self  # type: ignore[method-assign, assignment]
+        # Recomputation saves and restores it around its second forward pass.
+        megatron_random._get_cuda_rng_state = lambda *_, **__: torch.empty(0)
+        megatron_random._set_cuda_rng_state = lambda *_, **__: None
+        fused_softmax.get_default_causal_mask = _causal_mask
         megatron_random._CUDA_RNG_STATE_TRACKER = _RngTracker()
         megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
-    _CudaMeansCpu().__enter__()
+    if not any(isinstance(mode, _CudaMeansCpu) for mode in _get_current_function_mode_stack()):
+        _CudaMeansCpu().__enter__()

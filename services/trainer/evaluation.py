@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import uuid
 
-from headrace.client.rollout import RolloutClient
-
 from headrace.api.rollout.v1 import rollout_pb2 as rollout
 from headrace.api.sample.v1 import sample_pb2 as sample
+from headrace.client.rollout import RolloutClient
 from headrace.config.job import Job
 from headrace.rpc.log import log
 from services.trainer.schedule import JobSchedule

@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Sequence
 
 from headrace.client.buffer import BufferClient
-
 from headrace.trajectory import Sample
 
-FETCH_SECONDS = 300.0
+_SECONDS = 600.0
 
 
 class Fetch:
@@ -24,8 +23,8 @@ class Fetch:
         if not sample_ids:
             return []
         pending = asyncio.run_coroutine_threadsafe(self._fetch(sample_ids), self._loop)
-        return pending.result(FETCH_SECONDS + 5.0)
+        return pending.result(_SECONDS + 5.0)
 
     async def _fetch(self, sample_ids: Sequence[str]) -> list[Sample]:
-        packed = await self._buffer.fetch_samples(self._stream, sample_ids, deadline_seconds=FETCH_SECONDS)
+        packed = await self._buffer.fetch_samples(self._stream, sample_ids, deadline_seconds=_SECONDS)
         return [Sample.unpack(sample) for sample in packed]

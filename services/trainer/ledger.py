@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import uuid
-
+from headrace.api.trainer.v1 import trainer_pb2 as pb
 from headrace.client.buffer import BufferClient
-
 from services.trainer.batch import Batch
 from services.trainer.console import TrainerConsole
 
+_PROGRESS_SECONDS = 2.0
+
 
 class StreamLedger:
-    """The buffer's `train` stream; waiting for a batch shows on the console."""
+    """The buffer's stream that is trained on; waiting for a batch shows on the console."""
 
     def __init__(self, buffer: BufferClient, stream: str, console: TrainerConsole) -> None:
         self._buffer = buffer
@@ -20,12 +20,18 @@ class StreamLedger:
 
     async def rewind(self, step: int) -> int:
         """Brings back what was consumed from `step` on; opens the epoch that is returned."""
-        reply = await self._buffer.rewind(self._stream, step, request_id=uuid.uuid4().hex)
-        return reply.epoch
+        return (await self._buffer.rewind(self._stream, step)).epoch
 
     async def lease_batch(self, epoch: int, step: int) -> Batch:
-        """Waits as long as it takes; the console shows how many groups are ready."""
-        reply = await self._buffer.lease_batch(self._stream, epoch, step, on_progress=self._console.groups_ready)
+        """Waits as long as producers take; the console shows how many groups are ready."""
+        with self._console.phase(pb.PHASE_WAITING):
+            reply = await self._buffer.lease_batch(
+                self._stream,
+                epoch,
+                step,
+                on_progress=self._console.groups_ready,
+                progress_seconds=_PROGRESS_SECONDS,
+            )
         return Batch.of(reply)
 
     async def consume(self, epoch: int, step: int, digest: bytes) -> None:

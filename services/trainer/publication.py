@@ -12,9 +12,8 @@ import time
 import uuid
 from dataclasses import dataclass
 
-from headrace.client.rollout import RolloutClient
-
 from headrace.api.rollout.v1 import rollout_pb2 as pb
+from headrace.client.rollout import RolloutClient
 from headrace.config.job import PublishSection
 from headrace.errors import DataLoss, Fenced, HeadraceError, PublicationAborted
 from headrace.rpc.log import log

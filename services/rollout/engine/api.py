@@ -17,6 +17,11 @@ class Finish(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
 
+    @property
+    def is_final(self) -> bool:
+        """False when it can be continued."""
+        return self is not Finish.ABORT
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -77,9 +82,7 @@ class Generation:
             if ranges and ranges[-1].policy_version == moved.policy_version and ranges[-1].end == moved.start:
                 moved = PolicyRange(moved.policy_version, ranges.pop().start, moved.end)
             ranges.append(moved)
-        return Generation(
-            self.tokens + later.tokens, self.log_probs + later.log_probs, later.finish, tuple(ranges)
-        )
+        return Generation(self.tokens + later.tokens, self.log_probs + later.log_probs, later.finish, tuple(ranges))
 
 
 NOTHING_YET = Generation((), (), Finish.ABORT, ())

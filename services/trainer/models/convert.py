@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch import Tensor
 from headrace.config.architecture import Architecture
 from headrace.errors import ConfigError, InvalidArgument
 from services.trainer.buckets import TensorSpec
+from services.trainer.models.shards import Replicated
 from services.trainer.models.table import Row, stage_rows, table
 from services.trainer.models.transformer_engine import fused_name
 from services.trainer.parallel import Layout
@@ -55,9 +57,10 @@ class Converter:
     def __init__(self, architecture: Architecture, layout: Layout, model: GPTModel) -> None:
         self._architecture = architecture
         self._layout = layout
-        self._parameters = dict(model.named_parameters())
+        self._parameters: dict[str, Any] = dict(model.named_parameters())
         self._rows = [Row(self._name(row.megatron), row.hf, row.sharding) for row in stage_rows(architecture, layout)]
         self._check_covered(model)
+        self._mark_sharded()
 
     def load(self, folder: Path) -> None:
         """Fills this rank's parameters. Raises ConfigError that lists missing and extra tensors of the folder."""
@@ -95,6 +98,13 @@ class Converter:
 
     def _name(self, megatron: str) -> str:
         return megatron if megatron in self._parameters else fused_name(megatron)
+
+    def _mark_sharded(self) -> None:
+        """Megatron marks shards while it initializes them, which is skipped here; the gradient norm needs them."""
+        for row in self._rows:
+            self._parameters[row.megatron].tensor_model_parallel = not isinstance(row.sharding, Replicated)
+        if self._has_tied_copy:
+            self._parameters["output_layer.weight"].tensor_model_parallel = True
 
     def _fill(self, parameter: Tensor, row: Row, parts: list[Tensor]) -> None:
         shard = row.sharding.shard(parts, self._layout.tp_rank, self._layout.tp_size)

@@ -48,6 +48,7 @@ def transformer_config(architecture: Architecture, args: MegatronArgs, layout: L
         params_dtype=dtype,
         bf16=args.bf16,
         variable_seq_lengths=layout.pp_size > 1,
+        moe_token_dispatcher_type="alltoall",  # no experts here, but the default refuses variable lengths
         batch_p2p_comm=not on_cpu,
         use_cpu_initialization=on_cpu,
         perform_initialization=False,

@@ -1,0 +1,74 @@
+"""`headrace eval [RUN] [--data NAME PATH]`: judges the policy that the engines serve now."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.progress import Progress
+
+from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from headrace.api.sample.v1 import sample_pb2
+from headrace.cli.runs import add_run_argument, address_in, find_run, job_of
+from headrace.config.job import Job
+from headrace.errors import InvalidArgument
+from headrace.rpc.call import stream
+from headrace.rpc.channel import connect
+
+_DEADLINE_SECONDS = 24 * 3600.0
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """Prints one line a data set."""
+    parser = argparse.ArgumentParser(prog="headrace eval")
+    add_run_argument(parser)
+    parser.add_argument("--data", nargs=2, action="append", metavar=("NAME", "PATH"), help="instead of the job's")
+    parser.add_argument("--max-prompts", type=int, help="of each data set, from the first")
+    args = parser.parse_args(argv)
+    folder = find_run(args.run)
+    job = job_of(folder)
+    data = args.data or job.eval.eval_prompt_data
+    if not data:
+        raise InvalidArgument("the job has no eval_prompt_data: pass --data NAME PATH")
+    datasets = [_dataset(job, name, Path(path).absolute(), args.max_prompts) for name, path in data]
+    results = asyncio.run(_evaluate(address_in(folder, "rollout"), datasets))
+    for result in results:
+        print(
+            f"eval/{result.name}: mean reward {result.mean_reward:.4f} over {result.num_samples} samples "
+            f"({result.num_failed} failed), {result.mean_response_tokens:.1f} tokens, "
+            f"{result.truncated_ratio:.0%} truncated, policy version {result.min_policy_version} to "
+            f"{result.max_policy_version}"
+        )
+    return 0
+
+
+async def _evaluate(address: str, datasets: list[rollout_pb2.EvalDataset]) -> list[rollout_pb2.EvalResult]:
+    results: list[rollout_pb2.EvalResult] = []
+    request = rollout_pb2.EvaluateRequest(evaluation_id=uuid.uuid4().hex, datasets=datasets)
+    async with connect(address) as channel:
+        stub = rollout_pb2_grpc.RolloutServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
+        with Progress(transient=True) as progress:
+            bar = progress.add_task("evaluating", total=None)
+            async for reply in stream(stub.Evaluate, request, deadline_seconds=_DEADLINE_SECONDS):
+                progress.update(bar, completed=reply.done, total=reply.total)
+                results.extend(reply.results)
+    return results
+
+
+def _dataset(job: Job, name: str, path: Path, max_prompts: int | None) -> rollout_pb2.EvalDataset:
+    return rollout_pb2.EvalDataset(
+        name=name,
+        path=str(path),
+        n_samples_per_prompt=job.eval.n_samples_per_eval_prompt,
+        sampling=sample_pb2.SamplingParams(
+            temperature=job.eval.eval_temperature,
+            max_new_tokens=job.eval.eval_max_response_len or job.rollout.rollout_max_response_len,
+        ),
+        max_prompts=max_prompts,
+        input_key=job.data.input_key,
+        label_key=job.data.label_key or "",
+        metadata_key=job.data.metadata_key or "",
+    )

@@ -1,0 +1,55 @@
+"""Asks a run's services how they are, once a second, for a view. Silence is no error: services restart."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from headrace.cli.run_view import RunView
+from headrace.client.trainer import TrainerClient
+from headrace.config.job import Job
+from headrace.errors import HeadraceError
+from headrace.launch.specs import address_of
+from headrace.rpc.call import call
+from headrace.rpc.channel import connect
+
+_PAUSE_SECONDS = 1.0
+_PATIENCE_SECONDS = 5.0
+
+
+async def follow(job: Job, view: RunView) -> None:
+    """Until it is cancelled."""
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(_progress(job, view))
+        tasks.create_task(_status(job, view))
+        tasks.create_task(_fleet(job, view))
+
+
+async def _progress(job: Job, view: RunView) -> None:
+    next_step = 0
+    async with TrainerClient(address_of(job, "trainer")) as trainer:
+        while True:
+            with suppress(HeadraceError):  # it starts or restarts: ask again
+                async for row in trainer.watch_progress(next_step):
+                    next_step = row.step + 1
+                    view.on_progress(row)
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+
+async def _status(job: Job, view: RunView) -> None:
+    async with TrainerClient(address_of(job, "trainer"), deadline_seconds=_PATIENCE_SECONDS) as trainer:
+        while True:
+            with suppress(HeadraceError):  # it starts or restarts: ask again
+                view.on_status(await trainer.status())
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+
+async def _fleet(job: Job, view: RunView) -> None:
+    async with connect(address_of(job, "rollout")) as channel:
+        stub = rollout_pb2_grpc.RolloutServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
+        while True:
+            with suppress(HeadraceError):  # it starts or restarts: ask again
+                request = rollout_pb2.GetFleetRequest()
+                view.on_fleet(await call(stub.GetFleet, request, deadline_seconds=_PATIENCE_SECONDS))
+            await asyncio.sleep(_PAUSE_SECONDS)

@@ -1,0 +1,37 @@
+"""`[JOB.toml] [flags]`, as train, check and up take them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+
+from headrace.config.job import Job
+from headrace.config.leaf import Leaf, Shape, leaves
+from headrace.config.load import load
+
+
+def load_job(argv: Sequence[str]) -> Job:
+    """The checked job: the file, then HEADRACE_* variables, then flags. Raises ConfigError."""
+    has_file = bool(argv) and not argv[0].startswith("-")
+    return load(Path(argv[0]) if has_file else None, argv[1:] if has_file else argv, os.environ)
+
+
+def wants_help(argv: Sequence[str]) -> bool:
+    """True when -h or --help is among the words."""
+    return "-h" in argv or "--help" in argv
+
+
+def flags_help() -> str:
+    """Every flag by section, with what it means and its default."""
+    parts: list[str] = []
+    for section, group in groupby(leaves().values(), key=lambda leaf: leaf.section):
+        parts += ["", f"[{section}]", *(_line(leaf) for leaf in group)]
+    return "\n".join([*parts, "", "[sglang]", "  --sglang-NAME VALUE: any argument of SGLang's server"])
+
+
+def _line(leaf: Leaf) -> str:
+    words = {Shape.SWITCH: "", Shape.ONE: " X", Shape.MANY: " X …", Shape.PAIRS: " NAME PATH …"}[leaf.shape]
+    default = "" if leaf.required or leaf.default in (None, ()) or leaf.shape is Shape.SWITCH else f" ({leaf.default})"
+    return f"  {leaf.flag + words:<42} {leaf.description}{default}"

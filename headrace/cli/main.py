@@ -1,0 +1,75 @@
+"""`headrace COMMAND …`: finds the command, runs it, turns errors into one line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.text import Text
+
+from headrace.cli.check import check
+from headrace.cli.evaluate import evaluate
+from headrace.cli.export import export
+from headrace.cli.generate import generate
+from headrace.cli.samples import samples
+from headrace.cli.status import status
+from headrace.cli.submit import submit
+from headrace.cli.train import train
+from headrace.cli.up import up
+from headrace.config.suggest import did_you_mean
+from headrace.errors import HeadraceError, InvalidArgument
+
+_USAGE_EXIT_CODE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What runs, and one line for the overview."""
+
+    run: Callable[[Sequence[str]], int]
+    usage: str
+    help: str
+
+
+_COMMANDS: Mapping[str, Command] = {
+    "train": Command(train, "train JOB.toml [flags]", "run a job to its end"),
+    "check": Command(check, "check JOB.toml [flags] | check hook PATH", "show the plan of a job, or try a hook"),
+    "up": Command(up, "up SERVICE --config JOB.toml [flags]", "run one service here: buffer, reward, rollout, trainer"),
+    "status": Command(status, "status [RUN]", "where a run and its services are"),
+    "samples": Command(samples, "samples [RUN] [-n 5]", "the newest rollouts: prompt, response, reward, versions"),
+    "submit": Command(submit, "submit --prompt TEXT | --file PATH", "bring prompts to a stream"),
+    "generate": Command(generate, "generate TEXT [--run RUN]", "ask the current policy"),
+    "eval": Command(evaluate, "eval [RUN] [--data NAME PATH]", "evaluate the current policy"),
+    "export": Command(export, "export FOLDER [--run RUN]", "write the current weights as a Hugging Face folder"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: done. 1: it failed. 2: a mistake in what was typed or in the job."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    name, arguments = words[0], words[1:]
+    try:
+        if name not in _COMMANDS:
+            raise InvalidArgument(f"unknown command {name}{did_you_mean(name, _COMMANDS)}\n{_overview()}")
+        return _COMMANDS[name].run(arguments)
+    except HeadraceError as error:
+        said = Text.assemble(("headrace: ", "bold red"), error.message)
+        Console(stderr=True).print(said, highlight=False, soft_wrap=True)
+        return _USAGE_EXIT_CODE if isinstance(error, InvalidArgument) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _overview() -> str:
+    width = max(len(command.usage) for command in _COMMANDS.values())
+    lines = [f"  headrace {command.usage:<{width}}  {command.help}" for command in _COMMANDS.values()]
+    return "\n".join(["usage:", *lines, "", "headrace train --help lists every flag of a job."])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""`headrace status [RUN]`: the services of a run, its trainer, its engines, its ledger."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from headrace.api.trainer.v1 import trainer_pb2
+from headrace.cli.runs import add_run_argument, find_run
+from headrace.client.buffer import BufferClient
+from headrace.client.trainer import TrainerClient
+from headrace.errors import HeadraceError
+from headrace.launch.health import is_serving
+from headrace.launch.run_folder import RunFolder
+from headrace.rpc.call import call
+from headrace.rpc.channel import connect
+
+_PATIENCE_SECONDS = 3.0
+
+
+def status(argv: Sequence[str]) -> int:
+    """0 when every service serves, 1 otherwise."""
+    parser = argparse.ArgumentParser(prog="headrace status")
+    add_run_argument(parser)
+    return asyncio.run(_status(find_run(parser.parse_args(argv).run)))
+
+
+async def _status(folder: RunFolder) -> int:
+    table = Table("service", "address", "process", "state", title=str(folder.path), title_justify="left", box=None)
+    services = folder.services()
+    answers = await asyncio.gather(*(is_serving(entry.address) for entry in services.values()))
+    details = {"trainer": _trainer, "rollout": _rollout, "buffer": _buffer}
+    for (name, entry), serving in zip(services.items(), answers, strict=True):
+        detail = "serving" if serving else "does not answer"
+        if serving and name in details:
+            detail = await _said(details[name], entry.address)
+        table.add_row(name, entry.address, str(entry.pid or "elsewhere"), detail)
+    Console().print(table)
+    return 0 if all(answers) else 1
+
+
+async def _said(ask: Callable[[str], Awaitable[str]], address: str) -> str:
+    try:
+        return await ask(address)
+    except HeadraceError as error:
+        return error.message
+
+
+async def _trainer(address: str) -> str:
+    async with TrainerClient(address, deadline_seconds=_PATIENCE_SECONDS) as trainer:
+        said = await trainer.status()
+    phase = trainer_pb2.Phase.Name(said.phase).removeprefix("PHASE_").lower()
+    return f"step {said.step}/{said.num_steps} {phase}, policy version {said.policy_version}, {said.world_size} ranks"
+
+
+async def _rollout(address: str) -> str:
+    async with connect(address) as channel:
+        stub = rollout_pb2_grpc.RolloutServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
+        fleet = await call(stub.GetFleet, rollout_pb2.GetFleetRequest(), deadline_seconds=_PATIENCE_SECONDS)
+    engines = ", ".join(
+        f"{engine.engine_id} {rollout_pb2.EngineState.Name(engine.state).removeprefix('ENGINE_STATE_').lower()} "
+        f"version {engine.policy_version}"
+        for engine in fleet.engines
+    )
+    return f"{engines}; {fleet.samples_in_flight} samples in flight, {fleet.groups_produced} groups made"
+
+
+async def _buffer(address: str) -> str:
+    async with BufferClient(address, deadline_seconds=_PATIENCE_SECONDS) as buffer:
+        stats = await buffer.stats("train")
+    groups = ", ".join(f"{count} {name.lower()}" for name, count in sorted(stats.groups.items()) if count)
+    return f"step {stats.step} (committed {stats.committed_step}); groups: {groups or 'none'}"

@@ -1,0 +1,96 @@
+"""`headrace submit --prompt TEXT | --file PATH`: brings prompts to a stream of a running buffer."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import uuid
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from headrace.api.sample.v1 import sample_pb2
+from headrace.cli.runs import add_run_argument, address_in, find_run
+from headrace.client.buffer import BufferClient
+from headrace.errors import InvalidArgument
+from headrace.trajectory import to_json
+
+_AT_ONCE = 500
+
+
+def submit(argv: Sequence[str]) -> int:
+    """Prints one group id a prompt, in order. A file that is submitted twice makes its groups once."""
+    parser = argparse.ArgumentParser(prog="headrace submit")
+    add_run_argument(parser, "--run")
+    parser.add_argument("--buffer-address", help="instead of a run")
+    parser.add_argument("--stream", default="train")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", help="one prompt")
+    source.add_argument("--file", type=Path, help="JSONL: prompt (text or messages), label, metadata")
+    parser.add_argument("--label", help="the reference answer of --prompt")
+    parser.add_argument("--chat", action="store_true", help="text prompts become one user turn of the chat template")
+    args = parser.parse_args(argv)
+    address = args.buffer_address or address_in(find_run(args.run), "buffer")
+    if args.file:
+        prompts = prompts_of(args.file, args.chat)
+    else:
+        row = {"prompt": args.prompt} | ({"label": args.label} if args.label is not None else {})
+        prompts = iter([prompt_of(row, f"cli-{uuid.uuid4().hex}", args.chat)])
+    asyncio.run(_submit(address, args.stream, prompts))
+    return 0
+
+
+async def _submit(address: str, stream: str, prompts: Iterator[sample_pb2.Prompt]) -> None:
+    async with BufferClient(address) as buffer:
+        while some := list(islice(prompts, _AT_ONCE)):
+            for group_id in await buffer.submit_prompts(stream, some):
+                print(group_id)
+
+
+def prompts_of(path: Path, chat: bool) -> Iterator[sample_pb2.Prompt]:
+    """Raises InvalidArgument that names file and line."""
+    if not path.is_file():
+        raise InvalidArgument(f"{path} does not exist")
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            digest = hashlib.sha256(line.strip().encode()).hexdigest()[:16]
+            try:
+                row = json.loads(line)
+                yield prompt_of(row, f"{path.name}:{number}:{digest}", chat)
+            except (json.JSONDecodeError, InvalidArgument) as error:
+                raise InvalidArgument(f"{path}, line {number}: {error}") from error
+
+
+def prompt_of(row: Any, prompt_id: str, chat: bool) -> sample_pb2.Prompt:
+    """A JSON object with `prompt` and, where they are, `label` and `metadata`."""
+    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list):
+        raise InvalidArgument('an object with "prompt", a text or a list of messages, is wanted')
+    label, metadata = row.get("label"), row.get("metadata", {})
+    if not isinstance(metadata, dict):
+        raise InvalidArgument(f'"metadata" is {type(metadata).__name__}, an object is wanted')
+    prompt = sample_pb2.Prompt(prompt_id=prompt_id, metadata_json=to_json(metadata))
+    if label is not None:
+        prompt.label = label if isinstance(label, str) else json.dumps(label)
+    content = row["prompt"]
+    if isinstance(content, str) and not chat:
+        prompt.text = content
+    else:
+        turns = [{"role": "user", "content": content}] if isinstance(content, str) else content
+        prompt.messages.messages.extend(_turn(turn) for turn in turns)
+    return prompt
+
+
+def _turn(turn: Any) -> sample_pb2.ChatMessage:
+    if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
+        raise InvalidArgument(f"a message is an object with role and content, not {turn!r}")
+    extra = {key: value for key, value in turn.items() if key not in ("role", "content")}
+    content = turn.get("content")
+    if content is not None and not isinstance(content, str):
+        extra["content"] = content
+    text = content if isinstance(content, str) else ""
+    return sample_pb2.ChatMessage(role=turn["role"], content=text, extra_json=to_json(extra))

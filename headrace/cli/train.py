@@ -1,0 +1,50 @@
+"""`headrace train JOB.toml [flags]`: starts what has no address, shows the run, ends it all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from headrace.cli.follow import follow
+from headrace.cli.job_arguments import flags_help, load_job, wants_help
+from headrace.cli.live import show
+from headrace.cli.run_view import RunView
+from headrace.launch.launcher import Launcher, until_signal
+from headrace.launch.specs import without_address
+
+_INTERRUPTED_EXIT_CODE = 130
+
+
+def train(argv: Sequence[str]) -> int:
+    """0 when the run is finished, 130 when it was interrupted."""
+    if wants_help(argv):
+        print("usage: headrace train [JOB.toml] [flags]\n", flags_help())
+        return 0
+    job = load_job(argv)
+    view = RunView(job)
+    launcher = Launcher(job, without_address(job), view.note)
+    return asyncio.run(_train(launcher, view))
+
+
+async def _train(launcher: Launcher, view: RunView) -> int:
+    console = Console()
+    followers = [
+        asyncio.create_task(follow(launcher.job, view)),
+        asyncio.create_task(show(view, console)),
+    ]
+    try:
+        finished = await until_signal(asyncio.create_task(launcher.run()))
+    finally:
+        view.end()
+        followers[0].cancel()
+        await asyncio.gather(*followers, return_exceptions=True)
+    folder = launcher.folder.path
+    if not finished:
+        console.print(f"interrupted; the same command goes on from the last checkpoint of {folder}", highlight=False)
+        return _INTERRUPTED_EXIT_CODE
+    for line in view.summary():
+        console.print(line, highlight=False)
+    console.print(f"{folder}: metrics.jsonl, curves.png, checkpoints/, logs/", highlight=False, soft_wrap=True)
+    return 0

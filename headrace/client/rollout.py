@@ -1,0 +1,130 @@
+"""The rollout service's client: a method for each call, plain arguments, the server's errors, deadlines."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from google.protobuf.message import Message
+
+from headrace.api.rollout.v1 import rollout_pb2 as pb
+from headrace.api.rollout.v1 import rollout_pb2_grpc
+from headrace.errors import Unavailable
+from headrace.rpc.call import call, stream
+from headrace.rpc.channel import connect
+
+DEFAULT_DEADLINE_SECONDS = 60.0
+
+
+class RolloutClient:
+    """Speaks to one rollout service. Close it, or use it as a context."""
+
+    def __init__(self, address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> None:
+        self._channel = connect(address)
+        self._stub = rollout_pb2_grpc.RolloutServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
+        self._deadline_seconds = deadline_seconds
+
+    async def __aenter__(self) -> RolloutClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends its connections."""
+        await self._channel.close(None)
+
+    # Asking and judging the policy
+
+    async def generate(
+        self, request: pb.GenerateRequest, *, deadline_seconds: float = 600.0
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """Text as it is made; the last message has status and policy ranges."""
+        async for reply in stream(self._stub.Generate, request, deadline_seconds=deadline_seconds):
+            yield reply
+
+    async def evaluate(
+        self,
+        evaluation_id: str,
+        datasets: Sequence[pb.EvalDataset],
+        *,
+        deadline_seconds: float = 3600.0,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Sequence[pb.EvalResult]:
+        """One result for each data set. `progress` hears (samples done, samples in all)."""
+        results: Sequence[pb.EvalResult] = ()
+        async for reply in self.watch_evaluation(evaluation_id, datasets, deadline_seconds=deadline_seconds):
+            if progress:
+                progress(reply.done, reply.total)
+            results = reply.results
+        if not results:
+            raise Unavailable(f"evaluation {evaluation_id} ended without results: ask again")
+        return results
+
+    async def watch_evaluation(
+        self,
+        evaluation_id: str,
+        datasets: Sequence[pb.EvalDataset],
+        *,
+        return_samples: bool = False,
+        deadline_seconds: float = 3600.0,
+    ) -> AsyncIterator[pb.EvaluateResponse]:
+        """Progress, with the samples where asked; the last message has the results."""
+        request = pb.EvaluateRequest(evaluation_id=evaluation_id, datasets=datasets, return_samples=return_samples)
+        async for reply in stream(self._stub.Evaluate, request, deadline_seconds=deadline_seconds):
+            yield reply
+
+    async def get_fleet(self) -> pb.GetFleetResponse:
+        """Engines, router and production as they are."""
+        reply: pb.GetFleetResponse = await self._call(self._stub.GetFleet, pb.GetFleetRequest())
+        return reply
+
+    # New weights
+
+    async def begin_publish(self, request: pb.BeginPublishRequest) -> pb.BeginPublishResponse:
+        """Opens a publication; the engines wait in the groups from now on. Raises FailedPrecondition, Fenced."""
+        reply: pb.BeginPublishResponse = await self._call(self._stub.BeginPublish, request)
+        return reply
+
+    async def publish_bucket(self, publication_id: str, bucket: int, *, deadline_seconds: float) -> Sequence[str]:
+        """Returns the engines lost so far, once all others have the bucket. Raises PublicationAborted."""
+        request = pb.PublishBucketRequest(publication_id=publication_id, bucket=bucket)
+        reply: pb.PublishBucketResponse = await self._call(self._stub.PublishBucket, request, deadline_seconds)
+        return reply.lost_engine_ids
+
+    async def commit_publish(
+        self, publication_id: str, checksums: Mapping[str, str], *, deadline_seconds: float
+    ) -> pb.CommitPublishResponse:
+        """The version is served. Raises ChecksumMismatch, PublicationAborted."""
+        expected = [pb.EngineChecksum(name=name, checksum=checksum) for name, checksum in checksums.items()]
+        request = pb.CommitPublishRequest(publication_id=publication_id, engine_checksums=expected)
+        reply: pb.CommitPublishResponse = await self._call(self._stub.CommitPublish, request, deadline_seconds)
+        return reply
+
+    async def abort_publish(self, publication_id: str, reason: str) -> None:
+        """Gives it up; nothing happens when it has ended."""
+        await self._call(self._stub.AbortPublish, pb.AbortPublishRequest(publication_id=publication_id, reason=reason))
+
+    # Production
+
+    async def pause_production(self) -> int:
+        """Producers lease no more; returns the samples that still finish."""
+        reply: pb.PauseProductionResponse = await self._call(self._stub.PauseProduction, pb.PauseProductionRequest())
+        return reply.samples_in_flight
+
+    async def resume_production(self) -> None:
+        """Producers go on."""
+        await self._call(self._stub.ResumeProduction, pb.ResumeProductionRequest())
+
+    async def set_reward(self, *, address: str | None = None, scorer: str | None = None) -> pb.SetRewardResponse:
+        """Who judges from the next sample on; None leaves as it is, an empty scorer is the service's default."""
+        reply: pb.SetRewardResponse = await self._call(
+            self._stub.SetReward, pb.SetRewardRequest(address=address, scorer=scorer)
+        )
+        return reply
+
+    async def _call(self, method: Any, request: Message, deadline_seconds: float | None = None) -> Any:
+        return await call(method, request, deadline_seconds=deadline_seconds or self._deadline_seconds)

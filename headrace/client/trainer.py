@@ -1,0 +1,81 @@
+"""The trainer's client: where the loop is, its progress, and steering it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from google.protobuf.message import Message
+
+from headrace.api.trainer.v1 import trainer_pb2 as pb
+from headrace.api.trainer.v1 import trainer_pb2_grpc
+from headrace.rpc.call import call, stream
+from headrace.rpc.channel import connect
+
+DEFAULT_DEADLINE_SECONDS = 60.0
+# A save or an export waits for the end of the current step and then writes all the weights.
+_LONG_DEADLINE_SECONDS = 3600.0
+
+
+class TrainerClient:
+    """Speaks to rank 0 of one trainer. Close it, or use it as a context."""
+
+    def __init__(self, address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> None:
+        self._channel = connect(address)
+        self._stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
+        self._deadline_seconds = deadline_seconds
+
+    async def __aenter__(self) -> TrainerClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends its connections."""
+        await self._channel.close(None)
+
+    async def status(self) -> pb.GetStatusResponse:
+        """Where the loop is."""
+        reply: pb.GetStatusResponse = await self._call(self._stub.GetStatus, pb.GetStatusRequest())
+        return reply
+
+    async def watch_progress(self, from_step: int = 0) -> AsyncIterator[pb.WatchProgressResponse]:
+        """Every finished step from `from_step` on, then live until the run ends. Watch again after a disconnect."""
+        request = pb.WatchProgressRequest(from_step=from_step)
+        async for reply in stream(self._stub.WatchProgress, request, deadline_seconds=None):
+            yield reply
+
+    async def pause(self) -> int:
+        """Holds the loop; returns the step it stops before."""
+        reply: pb.PauseResponse = await self._call(self._stub.Pause, pb.PauseRequest())
+        return reply.step
+
+    async def resume(self) -> None:
+        """Lets the loop go on."""
+        await self._call(self._stub.Resume, pb.ResumeRequest())
+
+    async def save_checkpoint(self, *, request_id: str | None = None) -> pb.SaveCheckpointResponse:
+        """Answers when the checkpoint is safe."""
+        request = pb.SaveCheckpointRequest(request_id=request_id or uuid.uuid4().hex)
+        reply: pb.SaveCheckpointResponse = await self._call(self._stub.SaveCheckpoint, request, _LONG_DEADLINE_SECONDS)
+        return reply
+
+    async def export_model(self, path: Path) -> pb.ExportModelResponse:
+        """Writes a Hugging Face folder at an absolute path of the trainer's machine."""
+        request = pb.ExportModelRequest(path=str(path))
+        reply: pb.ExportModelResponse = await self._call(self._stub.ExportModel, request, _LONG_DEADLINE_SECONDS)
+        return reply
+
+    async def stop(self) -> int:
+        """The run saves and ends; returns the step it stops before."""
+        reply: pb.StopResponse = await self._call(self._stub.Stop, pb.StopRequest())
+        return reply.step
+
+    async def _call(self, method: Callable[..., Any], request: Message, seconds: float | None = None) -> Any:
+        return await call(method, request, deadline_seconds=seconds or self._deadline_seconds)

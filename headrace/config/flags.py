@@ -1,0 +1,103 @@
+"""Command-line flags to settings. `--flag value`, `--flag=value`, `--switch`, `--no-switch`, `--many a b --many c`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headrace.config import sglang
+from headrace.config.leaf import ALIASES, Leaf, Setting, Shape
+from headrace.config.suggest import did_you_mean
+from headrace.errors import ConfigError
+
+SGLANG_PREFIX = "--sglang-"
+
+
+def parse_flags(argv: Sequence[str], known: Mapping[str, Leaf]) -> list[Setting]:
+    """One setting a leaf. Raises ConfigError for unknown flags, wrong numbers of values and a leaf given twice."""
+    settings: dict[tuple[str, str], Setting] = {}
+    for flag, words in _split(argv):
+        setting = _setting(flag, words, known)
+        key = (setting.section, setting.name)
+        settings[key] = _joined(settings[key], setting, known) if key in settings else setting
+    return list(settings.values())
+
+
+def literal(word: str) -> Any:
+    """A number, true, false, null or JSON where the word is one; else the word itself."""
+    try:
+        return json.loads(word)
+    except json.JSONDecodeError:
+        return {"True": True, "False": False, "None": None}.get(word, word)
+
+
+def shaped(leaf: Leaf, words: Sequence[str], origin: str) -> Any:
+    """The value that `words` give to `leaf`; the number of words is checked here, their meaning by the job's types."""
+    if leaf.shape is Shape.PAIRS:
+        if not words or len(words) % 2:
+            raise ConfigError(f"{origin} takes NAME PATH pairs, got {_shown(words)}", field=leaf.name)
+        return list(zip(words[::2], words[1::2], strict=True))
+    if leaf.shape is Shape.MANY:
+        if not words:
+            raise ConfigError(f"{origin} takes one or more values, got none", field=leaf.name)
+        return list(words)
+    if leaf.shape is Shape.SWITCH and not words:
+        return True
+    if len(words) != 1:
+        raise ConfigError(f"{origin} takes one value, got {_shown(words)}", field=leaf.name)
+    return words[0]
+
+
+def _split(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
+    found: list[tuple[str, list[str]]] = []
+    for word in argv:
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            found.append((flag, [value] if equals else []))
+        elif found:
+            found[-1][1].append(word)
+        else:
+            raise ConfigError(f"unexpected argument {word!r}: flags begin with --")
+    return found
+
+
+def _setting(flag: str, words: list[str], known: Mapping[str, Leaf]) -> Setting:
+    if flag.startswith(SGLANG_PREFIX):
+        return _sglang(flag, words)
+    name = _name(flag.removeprefix("--"))
+    if name in known:
+        leaf = known[name]
+        return Setting(leaf.section, leaf.name, shaped(leaf, words, flag), flag)
+    negated = _name(flag.removeprefix("--no-"))
+    if flag.startswith("--no-") and negated in known and known[negated].shape is Shape.SWITCH:
+        if words:
+            raise ConfigError(f"{flag} takes no value, got {_shown(words)}", field=negated)
+        return Setting(known[negated].section, negated, False, flag)
+    names = [leaf.flag for leaf in known.values()] + [f"--{alias.replace('_', '-')}" for alias in ALIASES]
+    raise ConfigError(f"unknown flag {flag}{did_you_mean(flag, names)}", field=flag)
+
+
+def _sglang(flag: str, words: list[str]) -> Setting:
+    name = flag.removeprefix(SGLANG_PREFIX).replace("-", "_")
+    sglang.require_known(name, flag)
+    values = [literal(word) for word in words]
+    return Setting("sglang", name, True if not values else values[0] if len(values) == 1 else values, flag)
+
+
+def _joined(first: Setting, second: Setting, known: Mapping[str, Leaf]) -> Setting:
+    if first.section != "sglang" and known[first.name].shape in (Shape.MANY, Shape.PAIRS):
+        return Setting(first.section, first.name, [*first.value, *second.value], first.origin)
+    raise ConfigError(
+        f"{first.name} is given twice: {first.origin} {first.value} and {second.origin} {second.value}: leave one out",
+        field=first.name,
+    )
+
+
+def _name(flag: str) -> str:
+    name = flag.replace("-", "_")
+    return ALIASES.get(name, name)
+
+
+def _shown(words: Sequence[str]) -> str:
+    return f"{len(words)}: {' '.join(words)}" if words else "none"

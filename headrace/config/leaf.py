@@ -1,0 +1,84 @@
+"""What can be set: every leaf of the job, with the shape of its value. Flags, variables and keys are made from it."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+from headrace.config.job import Job
+from headrace.config.megatron import MegatronArgs
+
+ALIASES: Mapping[str, str] = {"tis_threshold": "tis_clip", "async_buffer_size": "max_staleness"}
+"""Other names of leaves: slime's, and views."""
+
+
+class Shape(Enum):
+    """How many words a flag takes."""
+
+    SWITCH = "switch"
+    ONE = "one"
+    MANY = "many"
+    PAIRS = "pairs"
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One knob."""
+
+    section: str
+    name: str
+    shape: Shape
+    description: str
+    default: Any
+    required: bool
+
+    @property
+    def flag(self) -> str:
+        """Its flag: kebab case."""
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def variable(self) -> str:
+        """Its environment variable."""
+        return f"HEADRACE_{self.name.upper()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A value that somebody gave, and where: `origin` is the flag, variable, or file and section."""
+
+    section: str
+    name: str
+    value: Any
+    origin: str
+
+
+def leaves() -> dict[str, Leaf]:
+    """Every leaf by name, Megatron's included; aliases are not in it."""
+    found: dict[str, Leaf] = {}
+    for section, field in Job.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found |= _of(section, field.annotation)
+    return found | _of("megatron", MegatronArgs)
+
+
+def _of(section: str, model: type[BaseModel]) -> dict[str, Leaf]:
+    return {
+        name: Leaf(section, name, _shape(field.annotation), field.description or "", field.default, field.is_required())
+        for name, field in model.model_fields.items()
+    }
+
+
+def _shape(annotation: Any) -> Shape:
+    if get_origin(annotation) is Annotated:
+        return _shape(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return _shape(next(part for part in get_args(annotation) if part is not type(None)))
+    if get_origin(annotation) is tuple:
+        return Shape.PAIRS if get_origin(get_args(annotation)[0]) is tuple else Shape.MANY
+    return Shape.SWITCH if annotation is bool else Shape.ONE

@@ -1,0 +1,71 @@
+"""A job from a TOML file, the environment and flags; each overrides the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from headrace.config.flags import parse_flags
+from headrace.config.job import Job
+from headrace.config.leaf import Leaf, Setting, leaves
+from headrace.config.megatron import MegatronArgs
+from headrace.config.resolve import resolve
+from headrace.config.rules import check
+from headrace.config.sources import read_environment, read_file
+from headrace.errors import ConfigError
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def load(path: Path | None, argv: Sequence[str], environment: Mapping[str, str]) -> Job:
+    """The checked job, all that can be derived filled in. Raises ConfigError that names the place of the mistake."""
+    job = resolve(read(path, argv, environment))
+    check(job)
+    return job
+
+
+def read(path: Path | None, argv: Sequence[str], environment: Mapping[str, str]) -> Job:
+    """The job as it was written, its leaves' types checked, nothing derived."""
+    known = leaves()
+    given = read_file(path, known) if path else []
+    given += [*read_environment(environment, known), *parse_flags(argv, known)]
+    settings = {(setting.section, setting.name): setting for setting in given}
+    tree: dict[str, dict[str, Any]] = {}
+    for setting in settings.values():
+        tree.setdefault(setting.section, {})[setting.name] = setting.value
+    megatron = _validated(MegatronArgs, tree.get("megatron", {}), ("megatron",), settings, known)
+    if megatron.model_fields_set:
+        tree["megatron"] = megatron.model_dump(exclude_unset=True)
+    tree.setdefault("model", {})
+    return _validated(Job, tree, (), settings, known)
+
+
+def _validated(
+    model: type[M],
+    tree: Mapping[str, Any],
+    prefix: tuple[str, ...],
+    settings: Mapping[tuple[str, str], Setting],
+    known: Mapping[str, Leaf],
+) -> M:
+    try:
+        return model.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_messages(error, prefix, settings, known))) from error
+
+
+def _messages(
+    error: ValidationError,
+    prefix: tuple[str, ...],
+    settings: Mapping[tuple[str, str], Setting],
+    known: Mapping[str, Leaf],
+) -> Iterable[str]:
+    for each in error.errors():
+        section, name = [*prefix, *(str(part) for part in each["loc"])][:2]
+        if each["type"] == "missing":
+            yield f"{name} is not given: set it under [{section}] of the job file or pass {known[name].flag}"
+        else:
+            message = each["msg"].removeprefix("Input ").removeprefix("Value error, ")
+            yield f"{settings[section, name].origin}: {message}, got {each['input']!r}"

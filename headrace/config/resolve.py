@@ -1,0 +1,34 @@
+"""What follows from what was given: absolute paths and the batch arithmetic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from headrace.config.batch import derive
+from headrace.config.job import Job
+
+_HOOKS = ("custom_generate_function_path", "custom_rm_path")
+
+
+def resolve(job: Job) -> Job:
+    """Paths are taken from the working directory; one of the four batch sizes is derived. Raises ConfigError."""
+    sections = {name: value for name, value in job if isinstance(value, BaseModel)}
+    return derive(job.model_copy(update={name: _absolute(section) for name, section in sections.items()}))
+
+
+def _absolute(section: BaseModel) -> BaseModel:
+    return section.model_copy(update={name: _made_absolute(name, value) for name, value in section})
+
+
+def _made_absolute(name: str, value: Any) -> Any:
+    if isinstance(value, Path):
+        return value.expanduser().absolute()
+    if name == "eval_prompt_data":
+        return tuple((dataset, path.expanduser().absolute()) for dataset, path in value)
+    if name in _HOOKS and isinstance(value, str) and ".py:" in value:
+        file, colon, function = value.rpartition(":")
+        return f"{Path(file).expanduser().absolute()}{colon}{function}"
+    return value

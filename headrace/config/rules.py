@@ -1,0 +1,165 @@
+"""Rules over several leaves. Each says which values contradict each other and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from headrace.config.architecture import Architecture
+from headrace.config.files import check_files
+from headrace.config.job import Job
+from headrace.config.leaf import leaves
+from headrace.config.machine import num_gpus
+from headrace.config.megatron import MegatronArgs
+from headrace.errors import ConfigError
+
+_SECRET_ARGUMENTS = ("api_key", "admin_api_key", "ssl_keyfile_password")
+
+_NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
+    "kl_loss_coef": ("use_kl_loss", lambda job: job.train.use_kl_loss),
+    "kl_loss_type": ("use_kl_loss", lambda job: job.train.use_kl_loss),
+    "ref_load": ("use_kl_loss", lambda job: job.train.use_kl_loss),
+    "tis_clip": ("use_tis", lambda job: job.train.use_tis),
+    "tis_clip_low": ("use_tis", lambda job: job.train.use_tis),
+    "group_rm": ("custom_rm_path", lambda job: job.reward.custom_rm_path is not None),
+    "max_turns": ("custom_generate_function_path", lambda job: job.rollout.custom_generate_function_path is not None),
+    "eval_interval": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
+    "n_samples_per_eval_prompt": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
+    "eval_temperature": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
+    "eval_max_response_len": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
+    "rollout_shuffle": ("prompt_data", lambda job: job.data.prompt_data is not None),
+    "num_epoch": ("prompt_data", lambda job: job.data.prompt_data is not None),
+    "skip_bad_lines": ("prompt_data", lambda job: job.data.prompt_data is not None),
+}
+"""A leaf that has no effect without another one."""
+
+
+def check(job: Job) -> None:
+    """Raises ConfigError for the first rule that a resolved job breaks."""
+    for rule in _RULES:
+        rule(job)
+
+
+def _no_ignored_leaves(job: Job) -> None:
+    known = leaves()
+    for name, (needed, has_it) in _NEEDS.items():
+        section = getattr(job, known[name].section)
+        if getattr(section, name) != known[name].default and not has_it(job):
+            raise ConfigError(
+                f"{name} has no effect without {needed}: add {known[needed].flag} or leave {known[name].flag} out",
+                field=name,
+            )
+
+
+def _synchronous_when_colocated(job: Job) -> None:
+    if not job.placement.colocate:
+        return
+    if job.buffer.max_staleness or job.publish.update_weights_interval > 1:
+        raise ConfigError(
+            f"colocate cannot be combined with asynchronous training (max_staleness {job.buffer.max_staleness}, "
+            f"update_weights_interval {job.publish.update_weights_interval}): trainer and engines take turns on the "
+            "same GPUs. Leave --colocate out, or set both back to 0 and 1",
+            field="colocate",
+        )
+    raise ConfigError("colocate is not built yet: leave it out and give engines GPUs of their own", field="colocate")
+
+
+def _interval_within_staleness(job: Job) -> None:
+    behind = job.publish.update_weights_interval - 1
+    if behind > job.buffer.max_staleness:
+        raise ConfigError(
+            f"update_weights_interval {behind + 1} makes tokens up to {behind} steps old, and max_staleness is "
+            f"{job.buffer.max_staleness}: pass --max-staleness {behind} or a shorter interval",
+            field="update_weights_interval",
+        )
+
+
+def _ranks(job: Job) -> None:
+    args, world = megatron(job), ranks(job)
+    product = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    if world % product:
+        raise ConfigError(
+            f"{world} ranks (actor_num_nodes {job.placement.actor_num_nodes} x actor_num_gpus_per_node "
+            f"{job.placement.actor_num_gpus_per_node}) cannot be divided by tensor_model_parallel_size "
+            f"{args.tensor_model_parallel_size} x pipeline_model_parallel_size {args.pipeline_model_parallel_size} x "
+            f"context_parallel_size {args.context_parallel_size} = {product}: change one of them",
+            field="actor_num_gpus_per_node",
+        )
+    size = world // product
+    if job.train.global_batch_size is not None and job.train.global_batch_size < size:
+        raise ConfigError(
+            f"global_batch_size {job.train.global_batch_size} is smaller than the {size} data-parallel ranks: "
+            "some would have nothing to train on",
+            field="global_batch_size",
+        )
+
+
+def _gpu_only(job: Job) -> None:
+    args = megatron(job)
+    if num_gpus():
+        return
+    for name, on in (
+        ("sequence_parallel", args.sequence_parallel),
+        ("context_parallel_size", args.context_parallel_size > 1),
+    ):
+        if on:
+            raise ConfigError(
+                f"{name} needs Transformer Engine, which needs a GPU, and this machine has none: leave it out",
+                field=name,
+            )
+
+
+def _engines(job: Job) -> None:
+    gpus, each = job.placement.rollout_num_gpus, job.placement.rollout_num_gpus_per_engine
+    if gpus % each:
+        raise ConfigError(
+            f"rollout_num_gpus {gpus} cannot be divided by rollout_num_gpus_per_engine {each}", field="rollout_num_gpus"
+        )
+
+
+def _context_length(job: Job) -> None:
+    limit, response = job.rollout.rollout_max_context_len, job.rollout.rollout_max_response_len
+    if limit is not None and limit <= response:
+        raise ConfigError(
+            f"rollout_max_context_len {limit} leaves no room for a prompt beside rollout_max_response_len {response}",
+            field="rollout_max_context_len",
+        )
+
+
+def _no_secrets(job: Job) -> None:
+    for name in _SECRET_ARGUMENTS:
+        if name in job.sglang:
+            raise ConfigError(
+                f"sglang {name}: engines listen on 127.0.0.1 and take no key, and a run's folder keeps its job in "
+                "clear: leave it out",
+                field=f"sglang.{name}",
+            )
+
+
+def _architecture(job: Job) -> None:
+    contradictions = Architecture.read(job.model.hf_checkpoint).contradictions(megatron(job))
+    if contradictions:
+        raise ConfigError("; ".join(contradictions))
+
+
+_RULES: Sequence[Callable[[Job], None]] = (
+    _synchronous_when_colocated,
+    _no_ignored_leaves,
+    _interval_within_staleness,
+    _ranks,
+    _gpu_only,
+    _engines,
+    _context_length,
+    _no_secrets,
+    check_files,
+    _architecture,
+)
+
+
+def megatron(job: Job) -> MegatronArgs:
+    """Megatron's arguments of a job, typed."""
+    return MegatronArgs.model_validate(job.megatron)
+
+
+def ranks(job: Job) -> int:
+    """Processes of the trainer."""
+    return job.placement.actor_num_nodes * job.placement.actor_num_gpus_per_node

@@ -1,0 +1,92 @@
+"""The other two places settings come from: a TOML file and the environment."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headrace.config import sglang
+from headrace.config.flags import literal, shaped
+from headrace.config.job import Job
+from headrace.config.leaf import ALIASES, Leaf, Setting, Shape
+from headrace.config.suggest import did_you_mean
+from headrace.errors import ConfigError
+
+PREFIX = "HEADRACE_"
+SGLANG_PREFIX = "HEADRACE_SGLANG_"
+
+
+def read_file(path: Path, known: Mapping[str, Leaf]) -> list[Setting]:
+    """Settings of a job file. Raises ConfigError that names file, section and key."""
+    if not path.is_file():
+        raise ConfigError(f"job file {path} does not exist")
+    tree = _parsed(path)
+    settings: list[Setting] = []
+    for section, table in tree.items():
+        if section not in Job.model_fields:
+            raise ConfigError(f"{path}: {_unknown_top(section, known)}", field=section)
+        if not isinstance(table, dict):
+            raise ConfigError(f"{path}: {section} is not a table: write [{section}] on its own line", field=section)
+        settings += [_of_file(path, section, key, value, known) for key, value in table.items()]
+    return settings
+
+
+def read_environment(environment: Mapping[str, str], known: Mapping[str, Leaf]) -> list[Setting]:
+    """Settings of HEADRACE_<LEAF> variables. Raises ConfigError for one that is no leaf."""
+    return [
+        _of_environment(variable, text, known)
+        for variable, text in sorted(environment.items())
+        if variable.startswith(PREFIX)
+    ]
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    """TOML, or the JSON of a run's folder (where what is absent is null)."""
+    try:
+        if path.suffix != ".json":
+            return tomllib.loads(path.read_text())
+        tree: dict[str, dict[str, Any]] = json.loads(path.read_text())
+    except ValueError as error:  # both parsers' errors, and bytes that are no text
+        raise ConfigError(f"{path} is not {path.suffix.removeprefix('.').upper() or 'TOML'}: {error}") from error
+    return {name: {key: value for key, value in table.items() if value is not None} for name, table in tree.items()}
+
+
+def _of_file(path: Path, section: str, key: str, value: Any, known: Mapping[str, Leaf]) -> Setting:
+    origin = f"{path} [{section}] {key}"
+    if section == "sglang":
+        sglang.require_known(key, origin)
+        return Setting(section, key, value, origin)
+    name = ALIASES.get(key, key)
+    if name in known and known[name].section == section:
+        return Setting(section, name, value, origin)
+    if name in known:
+        raise ConfigError(f"{origin}: unknown key here: it belongs in [{known[name].section}]", field=key)
+    names = [leaf.name for leaf in known.values() if leaf.section == section]
+    near = did_you_mean(key, names) or did_you_mean(key, [leaf.name for leaf in known.values()])
+    raise ConfigError(f"{origin}: unknown key{near}", field=key)
+
+
+def _unknown_top(key: str, known: Mapping[str, Leaf]) -> str:
+    name = ALIASES.get(key, key)
+    if name in known:
+        return f"{key} must stand in a section: put it under [{known[name].section}]"
+    return f"unknown section [{key}]{did_you_mean(key, Job.model_fields)}"
+
+
+def _of_environment(variable: str, text: str, known: Mapping[str, Leaf]) -> Setting:
+    if variable.startswith(SGLANG_PREFIX):
+        name = variable.removeprefix(SGLANG_PREFIX).lower()
+        sglang.require_known(name, variable)
+        return Setting("sglang", name, literal(text), variable)
+    key = variable.removeprefix(PREFIX).lower()
+    name = ALIASES.get(key, key)
+    if name not in known:
+        near = did_you_mean(variable, [leaf.variable for leaf in known.values()])
+        raise ConfigError(f"unknown environment variable {variable}{near}", field=variable)
+    leaf = known[name]
+    words = shlex.split(text) if leaf.shape in (Shape.MANY, Shape.PAIRS) else [text]
+    return Setting(leaf.section, leaf.name, shaped(leaf, words, variable), variable)

@@ -1,0 +1,12 @@
+"""Did you mean."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`: did you mean X?` for the nearest known name, or nothing when none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f": did you mean {near[0]}?" if near else ""

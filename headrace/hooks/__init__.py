@@ -1,0 +1,32 @@
+"""User functions: how they are found, what they see, and how they are tried before a job starts.
+
+A hook always runs in a worker process (`headrace.workers`): `await pool.run(run_generate, path, args, …)`.
+"""
+
+from headrace.hooks.args import HookArgs, hook_args, section_args
+from headrace.hooks.check import CheckReport, check_hook
+from headrace.hooks.convert import from_hook, to_hook
+from headrace.hooks.generate import run_generate
+from headrace.hooks.load import Hook, load_hook
+from headrace.hooks.reward import Reward, RewardForm, RewardHook, prepare_reward, reward_hook, run_reward
+from headrace.hooks.sample import Sample
+
+__all__ = [
+    "CheckReport",
+    "Hook",
+    "HookArgs",
+    "Reward",
+    "RewardForm",
+    "RewardHook",
+    "Sample",
+    "check_hook",
+    "from_hook",
+    "hook_args",
+    "load_hook",
+    "prepare_reward",
+    "reward_hook",
+    "run_generate",
+    "run_reward",
+    "section_args",
+    "to_hook",
+]

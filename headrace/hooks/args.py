@@ -1,0 +1,59 @@
+"""`args`, the first argument of every hook: all leaves of the job by their flags' names, read-only."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from headrace.config.job import Job, Section
+
+
+class HookArgs(Mapping[str, Any]):
+    """A namespace: `args.rollout_temperature`. A wrong name raises AttributeError with the nearest right one."""
+
+    __slots__ = ("_leaves",)
+
+    def __init__(self, leaves: Mapping[str, Any]) -> None:
+        object.__setattr__(self, "_leaves", dict(leaves))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # pickle and copy look for hooks of their own
+            raise AttributeError(name)
+        if name not in self._leaves:
+            near = difflib.get_close_matches(name, self._leaves, n=1)
+            raise AttributeError(f"args has no {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        return self._leaves[name]
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"args is read-only: keep {name!r} on the sample's metadata or in your own module")
+
+    def __reduce__(self) -> tuple[type[HookArgs], tuple[dict[str, Any]]]:
+        return HookArgs, (self._leaves,)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._leaves[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._leaves)
+
+    def __len__(self) -> int:
+        return len(self._leaves)
+
+
+def hook_args(job: Job, **more: Any) -> HookArgs:
+    """The job's leaves, Megatron's by their own names, SGLang's with `sglang_` in front, and `more` on top.
+
+    Paths are strings, as hooks pass them to `from_pretrained` and friends.
+    """
+    leaves = dict(job.megatron) | {f"sglang_{name}": value for name, value in job.sglang.items()}
+    for section in job.__dict__.values():
+        if isinstance(section, Section):
+            leaves.update(section_args(section))
+    return HookArgs(leaves | more)
+
+
+def section_args(section: Section) -> HookArgs:
+    """The leaves of one section alone."""
+    return HookArgs({name: str(leaf) if isinstance(leaf, Path) else leaf for name, leaf in section.__dict__.items()})

@@ -1,0 +1,115 @@
+"""The contract test of a user's hook: loads it and tries it on sample data, before a job is started."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from headrace.config.job import Job, ModelSection
+from headrace.errors import ConfigError
+from headrace.hooks.args import HookArgs, hook_args
+from headrace.hooks.generate import takes_group
+from headrace.hooks.load import load_hook
+from headrace.hooks.reward import RewardForm, reward_hook, run_reward
+from headrace.hooks.sample import Sample
+from headrace.workers import WorkerError, WorkerPool
+
+Kind = Literal["reward", "group_reward", "generate"]
+_LOAD_SECONDS = 60.0
+_TRY_SECONDS = 30.0
+
+
+@dataclass
+class CheckReport:
+    """What was tried, in order, and what failed; `ok` when nothing did."""
+
+    path: str
+    kind: Kind | None = None
+    version: str | None = None
+    passed: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Nothing failed."""
+        return not self.failed
+
+
+def check_hook(path: str, kind: Kind | None = None, args: HookArgs | None = None) -> CheckReport:
+    """Loads the hook in a worker process, recognises its kind unless given, and calls rewards on sample answers.
+
+    A generate hook is loaded and its signature is checked; calling it needs a running engine.
+    """
+    return asyncio.run(_check(path, kind, args or sample_args()))
+
+
+async def _check(path: str, kind: Kind | None, args: HookArgs) -> CheckReport:
+    report = CheckReport(path, kind)
+    pool, name = WorkerPool(1), f"hook {path}"
+    try:
+        report.kind, report.version = await pool.run(recognise, path, kind, timeout_seconds=_LOAD_SECONDS, name=name)
+        report.passed.append(f"loads, and is a {report.kind} function")
+        if report.kind != "generate":
+            rewards = await pool.run(try_reward, path, report.kind, args, timeout_seconds=_TRY_SECONDS, name=name)
+            report.passed.append(f"judges {len(rewards)} sample answers: {rewards}")
+    except WorkerError as error:
+        report.failed.append(error.message)
+    finally:
+        await pool.close()
+    return report
+
+
+def recognise(path: str, kind: Kind | None) -> tuple[Kind, str]:
+    """(kind, version) of the hook. Raises ConfigError when it is of no kind, or not of the one named."""
+    hook = load_hook(path)
+    kinds: Sequence[Kind] = (kind,) if kind else ("reward", "group_reward", "generate")
+    reasons = []
+    for candidate in kinds:
+        try:
+            if candidate == "generate":
+                takes_group(hook)
+            else:
+                reward_hook(path, group_rm=candidate == "group_reward")
+            return candidate, hook.version
+        except ConfigError as error:
+            reasons.append(error.message)
+    raise ConfigError("\n".join(dict.fromkeys(reasons)))
+
+
+async def try_reward(path: str, kind: Kind, args: HookArgs) -> list[float | dict[str, float]]:
+    """The rewards of a right, a wrong, an empty and a cut answer. Raises what the hook raises."""
+    form = reward_hook(path, group_rm=kind == "group_reward").form
+    samples = sample_answers()
+    rewards = await run_reward(path, form, args, samples)
+    if form is RewardForm.SAMPLE and args.reward_key is not None:
+        for sample, reward in zip(samples, rewards, strict=True):
+            sample.reward = reward
+            sample.get_reward_value(args)
+    return rewards
+
+
+def sample_answers() -> list[Sample]:
+    """Four answers to one prompt."""
+    answers = [("7", Sample.Status.COMPLETED), ("The answer is 8.", Sample.Status.COMPLETED)]
+    answers += [("", Sample.Status.COMPLETED), ("Let me think: 3 + 4", Sample.Status.TRUNCATED)]
+    return [
+        Sample(
+            group_index=0,
+            index=index,
+            prompt="What is 3 + 4?",
+            response=response,
+            response_length=len(response.split()),
+            label="7",
+            status=status,
+            metadata={},
+        )
+        for index, (response, status) in enumerate(answers)
+    ]
+
+
+def sample_args() -> HookArgs:
+    """The args of a job with every default."""
+    return hook_args(Job(model=ModelSection(hf_checkpoint=Path("model"))))

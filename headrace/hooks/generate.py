@@ -1,0 +1,69 @@
+"""Generate hooks: a user's function that plays the policy against a prompt, in both of the forms in use."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headrace.errors import InvalidArgument
+from headrace.hooks.args import HookArgs
+from headrace.hooks.load import Hook, load_hook
+from headrace.hooks.sample import Sample
+from headrace.hooks.signature import Signature, wrong_signature
+
+ACCEPTED = (
+    "async def f(args, samples, evaluation=False) -> list[Sample]",
+    "async def f(args, sample, sampling_params, evaluation=False) -> Sample | list[Sample]",
+)
+
+
+def takes_group(hook: Hook) -> bool:
+    """True for the form that takes a list of samples. Raises ConfigError unless it is one of the two."""
+    signature = Signature.of(hook.target)
+    required = tuple(name for name in signature.required if name != "evaluation")
+    if len(required) not in (2, 3) or signature.required_keywords or inspect.isclass(hook.target):
+        raise wrong_signature(hook.path, hook.target, ACCEPTED)
+    return len(required) == 2
+
+
+async def run_generate(
+    path: str, args: HookArgs, samples: Sequence[Sample], sampling_params: Mapping[str, Any], evaluation: bool
+) -> list[list[Sample]]:
+    """The samples that came of each sample given, in order. Runs in a worker. Raises InvalidArgument on other returns.
+
+    A group form may fan out; what it returns is then given as one list under the first sample.
+    """
+    hook = load_hook(path)
+    signature = Signature.of(hook.target)
+    options = {"evaluation": evaluation} if _takes(signature, "evaluation") else {}
+    if takes_group(hook):
+        made = await _awaited(hook.target(args, list(samples), **options))
+        flat = _samples(path, made)
+        return [[one] for one in flat] if len(flat) == len(samples) else [flat, *([] for _ in samples[1:])]
+    results = []
+    for sample in samples:
+        made = await _awaited(hook.target(args, sample, copy.deepcopy(dict(sampling_params)), **options))
+        results.append(_samples(path, made if isinstance(made, list) else [made]))
+    return results
+
+
+def _takes(signature: Signature, name: str) -> bool:
+    return name in signature.required or name in signature.optional or signature.takes_keywords
+
+
+def _samples(path: str, made: Any) -> list[Sample]:
+    if not isinstance(made, list):
+        raise InvalidArgument(f"hook {path} returned {type(made).__name__}; it must return Sample or list[Sample]")
+    flat = [one for item in made for one in (item if isinstance(item, list) else [item])]
+    strangers = {type(one).__name__ for one in flat if not isinstance(one, Sample)}
+    if strangers or not flat:
+        raise InvalidArgument(
+            f"hook {path} returned a list of {sorted(strangers) or 'nothing'}; it must hold at least one Sample"
+        )
+    return flat
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value

@@ -1,0 +1,113 @@
+"""Finding a user's function by `pkg.mod.fn` or `path/file.py:fn`, and the version of what was found."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from headrace.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """A user's function or class. `version` is a digest of its file: it changes when its judgement may."""
+
+    path: str
+    target: Callable[..., Any]
+    version: str
+    file: Path
+
+
+@cache
+def load_hook(path: str) -> Hook:
+    """Imports it, once a process. Raises ConfigError with the way out when that cannot be."""
+    where, name = split_path(path)
+    module = _module_of_file(path, Path(where)) if where.endswith(".py") else _module_by_name(path, where)
+    if name not in module.__dict__:
+        raise ConfigError(f"hook {path}: {where} has no {name!r}{_suggest(name, _functions(module))}")
+    target = module.__dict__[name]
+    if not callable(target):
+        raise ConfigError(f"hook {path}: {name} is a {type(target).__name__}, not a function or class")
+    file = Path(str(module.__file__))
+    return Hook(path, target, digest_of(file), file)
+
+
+def split_path(path: str) -> tuple[str, str]:
+    """(file or module, name). Raises ConfigError unless it has one of the two forms."""
+    if ".py:" in path:
+        where, _, name = path.rpartition(":")
+    else:
+        where, _, name = path.rpartition(".")
+    if not where or not name.isidentifier() or path.endswith(".py"):
+        raise ConfigError(f"hook {path!r} is neither path/file.py:function nor package.module.function")
+    return where, name
+
+
+def digest_of(file: Path) -> str:
+    """The first 12 hexadecimal digits of the file's SHA-256."""
+    return f"sha256:{hashlib.sha256(file.read_bytes()).hexdigest()[:12]}"
+
+
+def _module_of_file(path: str, file: Path) -> ModuleType:
+    if not file.is_file():
+        neighbours = [f.name for f in file.parent.glob("*.py")] if file.parent.is_dir() else []
+        raise ConfigError(f"hook {path}: no file {file.resolve()}{_suggest(file.name, neighbours)}")
+    file = file.resolve()
+    name = f"headrace_hook_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}_{file.stem}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"hook {path}: {file} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look a module up by its name
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # its neighbours, as for a script
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # the user's module may raise anything
+        del sys.modules[name]
+        raise _load_failure(path, error) from error
+    return module
+
+
+def _module_by_name(path: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise ConfigError(
+                f"hook {path}: there is no module {error.name}: install it, add its folder to PYTHONPATH, "
+                "or write path/file.py:function"
+            ) from error
+        raise _load_failure(path, error) from error
+    except Exception as error:  # the user's module may raise anything
+        raise _load_failure(path, error) from error
+
+
+def _load_failure(path: str, error: Exception) -> ConfigError:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    where, line = (error.filename, error.lineno) if isinstance(error, SyntaxError) else (last.filename, last.lineno)
+    return ConfigError(f"hook {path}: loading it raised {type(error).__name__}: {error} ({where}:{line})")
+
+
+def _functions(module: ModuleType) -> list[str]:
+    return [name for name, value in module.__dict__.items() if callable(value) and not name.startswith("_")]
+
+
+def _suggest(name: str, known: Iterable[str]) -> str:
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; there is {', '.join(known[:8])}" if known else ""

@@ -1,0 +1,120 @@
+"""Reward hooks: a user's function or class that judges answers, in the forms in use."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import Any, SupportsFloat
+
+from headrace.errors import ConfigError, InvalidArgument
+from headrace.hooks.args import HookArgs
+from headrace.hooks.load import Hook, load_hook
+from headrace.hooks.sample import Sample
+from headrace.hooks.signature import Signature, wrong_signature
+
+ACCEPTED = (
+    "async def f(args, sample, **kw) -> float | dict",
+    "async def f(args, samples) -> list[float | dict]      with --group-rm",
+    "class C: __init__(self, model_path); compute_reward(self, prompts, responses) -> list[float]",
+)
+
+Reward = float | dict[str, float]
+
+
+class RewardForm(Enum):
+    """What one call is given."""
+
+    SAMPLE = "one sample"
+    GROUP = "all samples of a group"
+    BATCH = "prompts and responses of any samples"
+
+
+@dataclass(frozen=True, slots=True)
+class RewardHook:
+    """What the service needs to know of a user's reward before it calls it."""
+
+    path: str
+    form: RewardForm
+    version: str
+    is_async: bool
+    description: str
+
+
+def reward_hook(path: str, group_rm: bool = False) -> RewardHook:
+    """Loads and recognises it. Raises ConfigError for what is none of `ACCEPTED`."""
+    hook = load_hook(path)
+    form, function = _form_of(hook, group_rm)
+    lines = (hook.target.__doc__ or "").strip().splitlines()
+    return RewardHook(path, form, hook.version, inspect.iscoroutinefunction(function), lines[0] if lines else path)
+
+
+def prepare_reward(path: str, form: RewardForm, model_path: str | None) -> None:
+    """Imports the hook, and makes its class, before the clock of a first call runs."""
+    load_hook(path)
+    if form is RewardForm.BATCH:
+        _judge(path, model_path)
+
+
+async def run_reward(path: str, form: RewardForm, args: HookArgs, samples: Sequence[Sample]) -> list[Reward]:
+    """One reward a sample, finite numbers all. Runs in a worker. Raises InvalidArgument for any other return."""
+    target = load_hook(path).target
+    if form is RewardForm.SAMPLE:
+        return [_reward(path, await _awaited(target(args, sample))) for sample in samples]
+    if form is RewardForm.GROUP:
+        rewards = await _awaited(target(args, list(samples)))
+    else:
+        judge = _judge(path, args.reward_model_path)
+        rewards = await _awaited(judge.compute_reward([s.prompt for s in samples], [s.response for s in samples]))
+    if not isinstance(rewards, Sequence) or isinstance(rewards, str) or len(rewards) != len(samples):
+        found = f"{len(rewards)} rewards" if isinstance(rewards, list) else type(rewards).__name__
+        raise InvalidArgument(
+            f"hook {path} returned {found} for {len(samples)} samples; it must return a list of as many"
+        )
+    return [_reward(path, reward) for reward in rewards]
+
+
+class NotFinite(InvalidArgument):
+    """A reward that is no finite number."""
+
+
+def _form_of(hook: Hook, group_rm: bool) -> tuple[RewardForm, Any]:
+    if inspect.isclass(hook.target):
+        method = hook.target.__dict__.get("compute_reward")
+        if not inspect.isfunction(method) or len(Signature.of(method).required) != 3:
+            raise wrong_signature(hook.path, hook.target, ACCEPTED)
+        return RewardForm.BATCH, method
+    signature = Signature.of(hook.target)
+    if len(signature.required) != 2 or signature.required_keywords:
+        raise wrong_signature(hook.path, hook.target, ACCEPTED)
+    if signature.required[1] == "samples" and not group_rm:
+        raise ConfigError(f"hook {hook.path} takes a list of samples: add --group-rm, or take one `sample`")
+    if signature.required[1] == "sample" and group_rm:
+        raise ConfigError(f"hook {hook.path} takes one sample: leave --group-rm out, or take a list of `samples`")
+    return (RewardForm.GROUP if group_rm else RewardForm.SAMPLE), hook.target
+
+
+@cache
+def _judge(path: str, model_path: str | None) -> Any:
+    if model_path is None:
+        raise ConfigError(f"hook {path} is a class made with a model's folder: set --reward-model-path")
+    return load_hook(path).target(model_path)
+
+
+def _reward(path: str, reward: Any) -> Reward:
+    if isinstance(reward, dict):
+        return {str(name): _number(path, part) for name, part in reward.items()}
+    return _number(path, reward)
+
+
+def _number(path: str, value: Any) -> float:
+    if not isinstance(value, SupportsFloat) or not math.isfinite(value):
+        raise NotFinite(f"hook {path} returned {value!r:.80}; a reward is a finite number or a dict of them")
+    return float(value)
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value

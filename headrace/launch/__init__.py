@@ -1,0 +1,1 @@
+"""Starts, watches and ends the services of a run. Knows processes, and nothing of reinforcement learning."""

@@ -1,0 +1,20 @@
+"""Asking a service whether it serves, with the standard gRPC health protocol."""
+
+from __future__ import annotations
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+_ASK_SECONDS = 2.0
+
+
+async def is_serving(address: str) -> bool:
+    """False when nobody answers within two seconds, or answers something else than SERVING."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        try:
+            reply = await health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=_ASK_SECONDS
+            )
+        except grpc.aio.AioRpcError:
+            return False
+    return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)

@@ -1,0 +1,91 @@
+"""A run, or a part of it: its folder, its services, and their supervision to the end."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from headrace.config.job import Job
+from headrace.errors import FailedPrecondition
+from headrace.launch.process import ServiceSpec
+from headrace.launch.run_folder import RunFolder, ServiceEntry
+from headrace.launch.specs import SERVICES, address_in, addressed, spec
+from headrace.launch.supervisor import RestartPolicy, Supervisor
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Launcher:
+    """Starts `services`; the others are where the job says, or where another launcher of the same folder put them.
+
+    `tell` gets lines for a person.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        services: Sequence[str],
+        tell: Callable[[str], None],
+        *,
+        policy: RestartPolicy = RestartPolicy(),  # noqa: B008  # frozen
+    ) -> None:
+        self.folder = RunFolder(job.run.run_dir / job.run.run_name)
+        self.job = addressed(job, services, self.folder.running_services())
+        self._specs: list[ServiceSpec] = [spec(self.job, name, self.folder) for name in SERVICES if name in services]
+        self._tell = tell
+        self._policy = policy
+
+    async def run(self) -> None:
+        """To the trainer's end, or for ever without one. Raises ServiceFailed; ends everything on the way out."""
+        names = [each.name for each in self._specs]
+        with ExitStack() as held:
+            self.folder.path.mkdir(parents=True, exist_ok=True)
+            for name in names:
+                held.enter_context(_lock(self.folder.path, name))
+            self.folder.create(self.job)
+            self._write_services({})
+            self._tell(f"run {self.folder.path}: starting {', '.join(names)}")
+            until = "trainer" if "trainer" in names else None
+            await Supervisor(self._specs, until, self._tell, self._policy, self._write_services).run()
+
+    def _write_services(self, pids: dict[str, int]) -> None:
+        entries = self.folder.running_services()
+        for name in SERVICES:
+            address = address_in(self.job, name)
+            if address is not None and name not in entries:
+                entries[name] = ServiceEntry(address, None, None)
+        for each in self._specs:
+            entries[each.name] = ServiceEntry(each.address, each.metrics_address, pids.get(each.name))
+        self.folder.write_services(entries)
+
+
+@contextmanager
+def _lock(folder: Path, name: str) -> Iterator[None]:
+    """One of each service to a folder. The lock ends with the process, however it ends."""
+    with (folder / f".{name}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FailedPrecondition(
+                f"the {name} service of run {folder} is running already: choose another --run-name, or end it first"
+            ) from None
+        yield
+
+
+async def until_signal(work: asyncio.Task[None]) -> bool:
+    """Waits for `work`; a signal cancels it. True when it came to its own end, False when it was cancelled."""
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, work.cancel)
+    try:
+        await work
+    except asyncio.CancelledError:
+        return False
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+    return True

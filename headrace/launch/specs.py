@@ -1,0 +1,97 @@
+"""From a job to the processes of its run: addresses, command lines, environment."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from headrace.config.job import Job
+from headrace.config.rules import ranks
+from headrace.errors import ConfigError
+from headrace.launch.process import ServiceSpec
+from headrace.launch.run_folder import RunFolder, ServiceEntry
+from headrace.rpc.net import free_port
+
+SERVICES = ("buffer", "reward", "rollout", "trainer")
+"""In the order of starting; they are ended the other way round."""
+
+_NEEDED: Mapping[str, Sequence[str]] = {
+    "buffer": (),
+    "reward": (),
+    "rollout": ("buffer", "reward"),
+    "trainer": ("buffer", "rollout"),
+}
+
+
+def without_address(job: Job) -> list[str]:
+    """What `headrace train` starts: services that have no address in the job, and the trainer."""
+    return [name for name in SERVICES if name == "trainer" or address_in(job, name) is None]
+
+
+def addressed(job: Job, services: Sequence[str], running: Mapping[str, ServiceEntry]) -> Job:
+    """The job with all addresses that are known: given ones, free ports for `services`, and those of `running` ones."""
+    found = {name: address for name in SERVICES if (address := address_in(job, name))}
+    found = {name: entry.address for name, entry in running.items()} | found
+    for name in services:
+        if address_in(job, name) is None:
+            found[name] = f"127.0.0.1:{free_port()}"
+    addresses = {f"{name}_address": address for name, address in found.items()}
+    return job.model_copy(update={"services": job.services.model_copy(update=addresses)})
+
+
+def address_in(job: Job, service: str) -> str | None:
+    """What the job says."""
+    address: str | None = job.services.model_dump()[f"{service}_address"]
+    return address
+
+
+def address_of(job: Job, service: str) -> str:
+    """What the job says. Raises ConfigError when it says nothing."""
+    address = address_in(job, service)
+    if address is None:
+        raise ConfigError(f"{service}_address is not set: start the {service} service and pass --{service}-address")
+    return address
+
+
+def spec(job: Job, service: str, folder: RunFolder) -> ServiceSpec:
+    """How to start one service of an addressed job."""
+    for needed in _NEEDED[service]:
+        address_of(job, needed)
+    address, metrics_address = address_of(job, service), f"127.0.0.1:{free_port()}"
+    arguments = ["--config", str(folder.job_file), "--address", address, "--metrics-address", metrics_address]
+    extra = {
+        "buffer": ["--data-dir", str(folder.ledger)],
+        "reward": [],
+        "rollout": ["--log-dir", str(folder.logs)],
+        "trainer": ["--run-dir", str(folder.path)],
+    }
+    return ServiceSpec(
+        name=service,
+        command=[*_program(job, service), *arguments, *extra[service]],
+        address=address,
+        metrics_address=metrics_address,
+        log_file=folder.logs / f"{service}.log",
+        environment=_environment(job, service),
+    )
+
+
+def _program(job: Job, service: str) -> list[str]:
+    if service != "trainer":
+        return [sys.executable, "-m", f"services.{service}"]
+    if job.placement.actor_num_nodes > 1:
+        raise ConfigError(
+            f"actor_num_nodes {job.placement.actor_num_nodes}: headrace starts the trainer on one machine only. Start "
+            "the other services with headrace up, and torchrun … -m services.trainer on each of the trainer's machines",
+            field="actor_num_nodes",
+        )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"]
+    return [*torchrun, "--nproc-per-node", str(ranks(job)), "-m", "services.trainer"]
+
+
+def _environment(job: Job, service: str) -> Mapping[str, str]:
+    """Ranks share the cores; everything else wants one thread. What the caller's environment says wins."""
+    cores = len(os.sched_getaffinity(0))
+    threads = max(1, cores // ranks(job)) if service == "trainer" else 1
+    wanted = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+    return {name: value for name, value in wanted.items() if name not in os.environ}

@@ -1,0 +1,153 @@
+"""Keeps services alive.
+
+A service: started → healthy → (ends) → waits its backoff → started again at the same address, at most `max_restarts`
+times within `window_seconds`. One that ends before it was ever healthy, or with exit code 2, has a mistake in it and
+fails the run at once.
+The one that is named `until` ends the run with exit code 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from headrace.errors import HeadraceError, Unavailable
+from headrace.launch.health import is_serving
+from headrace.launch.process import ServiceProcess, ServiceSpec, tail
+from headrace.rpc.net import Address, require_free
+
+NOT_WORTH_RESTARTING = 2
+"""Exit code of a service that finds a mistake in its job or command line."""
+
+_ASK_AGAIN_SECONDS = 0.25
+
+
+class ServiceFailed(HeadraceError):
+    """A service could not be started or kept alive; the message has the last lines of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """How often a service may die."""
+
+    max_restarts: int = 5
+    window_seconds: float = 600.0
+    first_backoff_seconds: float = 0.5
+    longest_backoff_seconds: float = 15.0
+
+    def backoff_seconds(self, restarts: int) -> float:
+        """The pause before the restart after `restarts` recent ones."""
+        return min(self.first_backoff_seconds * 2.0**restarts, self.longest_backoff_seconds)
+
+
+class Supervisor:
+    """Runs services until the last of them finishes. `tell` gets one line for a person about each event."""
+
+    def __init__(
+        self,
+        specs: Sequence[ServiceSpec],
+        until: str | None,
+        tell: Callable[[str], None],
+        policy: RestartPolicy,
+        changed: Callable[[dict[str, int]], None],
+    ) -> None:
+        self._specs = specs
+        self._until = until
+        self._tell = tell
+        self._policy = policy
+        self._changed = changed
+        self._running: dict[str, ServiceProcess] = {}
+        self._started_at = {spec.name: deque[float]() for spec in specs}
+
+    async def run(self) -> None:
+        """Returns when `until` has finished. Raises ServiceFailed. Cancelling it, or leaving by an error, ends all."""
+        tasks = [asyncio.create_task(self._keep(spec), name=spec.name) for spec in self._specs]
+        try:
+            while tasks:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+                    tasks.remove(task)
+                    if task.get_name() == self._until:
+                        return
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._stop_all()
+
+    async def _keep(self, spec: ServiceSpec) -> None:
+        ever_healthy = False
+        while True:
+            code, healthy = await self._run_once(spec)
+            ever_healthy = ever_healthy or healthy
+            if code == 0 and spec.name == self._until:
+                return
+            if code == NOT_WORTH_RESTARTING or not ever_healthy:
+                when = "" if ever_healthy else " before it was ready"
+                raise ServiceFailed(
+                    f"{spec.name} ended with {_meaning(code)}{when}; the end of {spec.log_file}:\n{tail(spec.log_file)}"
+                )
+            await self._before_restart(spec, code)
+
+    async def _run_once(self, spec: ServiceSpec) -> tuple[int, bool]:
+        """Starts it, waits for its end: the exit code, and whether it became healthy."""
+        _require_free(spec)
+        self._started_at[spec.name].append(time.monotonic())
+        process = await ServiceProcess.start(spec)
+        self._running[spec.name] = process
+        self._changed({name: each.pid for name, each in self._running.items()})
+        healthy = await self._healthy(process)
+        return await process.wait(), healthy
+
+    async def _healthy(self, process: ServiceProcess) -> bool:
+        """True once it serves, False when it ends first. Raises ServiceFailed when it takes too long."""
+        started = time.monotonic()
+        while process.exit_code is None:
+            if await is_serving(process.spec.address):
+                self._tell(f"{process.spec.name} ready after {time.monotonic() - started:.0f} s")
+                return True
+            if time.monotonic() - started > process.spec.start_seconds:
+                raise ServiceFailed(
+                    f"{process.spec.name} does not serve after {process.spec.start_seconds:.0f} s; the end of "
+                    f"{process.spec.log_file}:\n{tail(process.spec.log_file)}"
+                )
+            await asyncio.sleep(_ASK_AGAIN_SECONDS)
+        return False
+
+    async def _before_restart(self, spec: ServiceSpec, code: int) -> None:
+        started_at = self._started_at[spec.name]
+        while started_at and time.monotonic() - started_at[0] > self._policy.window_seconds:
+            started_at.popleft()
+        restarts = len(started_at)
+        if restarts > self._policy.max_restarts:
+            raise ServiceFailed(
+                f"{spec.name} ended {restarts} times in {self._policy.window_seconds:.0f} s, last with "
+                f"{_meaning(code)}; the end of {spec.log_file}:\n{tail(spec.log_file)}"
+            )
+        pause = self._policy.backoff_seconds(max(restarts - 1, 0))
+        self._tell(f"{spec.name} ended with {_meaning(code)}: restart {restarts} in {pause:g} s")
+        await asyncio.sleep(pause)
+
+    async def _stop_all(self) -> None:
+        """Trainer first, buffer last: nobody loses the one it talks to."""
+        for spec in reversed(self._specs):
+            if spec.name in self._running:
+                await self._running[spec.name].stop()
+
+
+def _require_free(spec: ServiceSpec) -> None:
+    try:
+        require_free(Address.parse(spec.address))
+    except Unavailable as error:
+        raise ServiceFailed(
+            f"{spec.name} cannot be started: {spec.address} is taken: end the process that listens there, or choose "
+            "another address"
+        ) from error
+
+
+def _meaning(code: int) -> str:
+    return f"signal {code - 128}" if code > 128 else f"exit code {code}"

@@ -1,0 +1,69 @@
+"""`python -m services.reward`: with a job (`--config`), or alone (`--rm-type math`)."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from headrace.config.job import Job, RewardSection
+from headrace.errors import HeadraceError
+from headrace.hooks import HookArgs, hook_args, section_args
+from headrace.rpc.log import configure_logging
+from services.reward.service import RewardServer
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serves until a signal. 1 and one line on stderr when it cannot start."""
+    options = vars(_parser().parse_args(arguments))
+    configure_logging("reward")
+    try:
+        asyncio.run(_serve(options))
+    except (HeadraceError, ValidationError, OSError) as error:
+        print(f"headrace reward: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _serve(options: dict[str, Any]) -> None:
+    reward, args = _settings(options)
+    server = await RewardServer.start(
+        *(reward, args, options["address"]),
+        metrics_address=options["metrics_address"],
+        insecure=options["insecure"],
+    )
+    await server.run_until_signal()
+
+
+def _settings(options: dict[str, Any]) -> tuple[RewardSection, HookArgs]:
+    given = {name: options[name] for name in RewardSection.model_fields if options[name] is not None}
+    if options["config"] is None:
+        reward = RewardSection.model_validate(given)
+        return reward, section_args(reward)
+    job = Job.model_validate_json(options["config"].read_bytes())
+    reward = RewardSection.model_validate(job.reward.model_dump() | given)
+    return reward, hook_args(job.model_copy(update={"reward": reward}))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m services.reward", description=__doc__)
+    parser.add_argument("--config", type=Path, help="the resolved job as JSON; flags below override it")
+    parser.add_argument("--address", default="127.0.0.1:0", help="host:port to listen on")
+    parser.add_argument("--metrics-address", help="host:port of /metrics")
+    parser.add_argument("--insecure", action="store_true", help="allow an address that other machines can reach")
+    for name, leaf in RewardSection.model_fields.items():
+        flag = f"--{name.replace('_', '-')}"
+        if leaf.annotation is bool:
+            parser.add_argument(flag, action="store_true", default=None, help=leaf.description)
+        else:
+            parser.add_argument(flag, help=leaf.description)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""Which scorers a service has, and which of them judges an item.
+
+A custom function, where one is configured, judges every item unless the request names another: such functions tell
+rm_types apart themselves. Otherwise it is the item's `metadata.rm_type`, then the request's scorer, then the default.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from headrace.errors import ConfigError, NotFound
+from headrace.hooks import RewardHook
+from headrace.judgement import ScoreError, ScoreItem
+from services.reward.builtin import BUILTINS, installed
+
+CUSTOM = "custom"
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """One way to judge. `hook` is set for a user's function."""
+
+    name: str
+    version: str
+    description: str
+    hook: RewardHook | None = None
+
+
+class Registry:
+    """The scorers by name. Raises ConfigError when the default is none of them."""
+
+    def __init__(self, scorers: Iterable[Scorer], default: str | None) -> None:
+        self._scorers = {scorer.name: scorer for scorer in scorers}
+        if default is not None and default not in self._scorers:
+            raise ConfigError(f"rm_type is {self._unknown(default)}")
+        self.default = default
+
+    @classmethod
+    def build(cls, rm_type: str | None, custom: RewardHook | None) -> Registry:
+        """The installed scorers and, as the default, the user's function."""
+        versions = installed()
+        scorers = [Scorer(b.name, versions[b.name], b.description) for b in BUILTINS if b.name in versions]
+        if custom:
+            scorers.append(Scorer(CUSTOM, f"{custom.path} {custom.version}", custom.description, custom))
+        return cls(scorers, CUSTOM if custom else rm_type)
+
+    def all(self) -> list[Scorer]:
+        """Sorted by name."""
+        return [self._scorers[name] for name in sorted(self._scorers)]
+
+    def require(self, name: str) -> Scorer:
+        """Raises NotFound, listing those there are."""
+        if name not in self._scorers:
+            raise NotFound(f"there is no scorer {self._unknown(name)}", reason="SCORER_UNKNOWN")
+        return self._scorers[name]
+
+    def choose(self, item: ScoreItem, requested: Scorer | None) -> Scorer | ScoreError:
+        """Who judges the item; SCORER_UNKNOWN when nobody can."""
+        if self.default == CUSTOM:
+            return requested or self._scorers[CUSTOM]
+        named = item.metadata.get("rm_type")
+        if named is None and requested:
+            return requested
+        name = self.default if named is None else named
+        if name is None:
+            return ScoreError("SCORER_UNKNOWN", "no scorer is named: set metadata.rm_type, the request's or --rm-type")
+        if name not in self._scorers:
+            return ScoreError("SCORER_UNKNOWN", f"metadata.rm_type is {self._unknown(name)}")
+        return self._scorers[name]
+
+    def _unknown(self, name: object) -> str:
+        near = difflib.get_close_matches(str(name), self._scorers, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        return f"{name!r}: {hint}There are {', '.join(sorted(self._scorers))}"

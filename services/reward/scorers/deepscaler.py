@@ -1,0 +1,19 @@
+"""DeepScaleR's rule: mathematics, but only a boxed answer after `</think>` (or `###Response`) counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from headrace.judgement import ScoreItem
+from services.reward.scorers import math
+from services.reward.scorers.answers import boxed
+
+
+def score(item: ScoreItem) -> float:
+    """0 without the marker or the box; otherwise as `math`."""
+    for marker in ("</think>", "###Response"):
+        _, found, solution = item.response.rpartition(marker)
+        if found:
+            answer = boxed(solution)
+            return math.score(replace(item, response=f"\\boxed{{{answer}}}")) if answer is not None else 0.0
+    return 0.0

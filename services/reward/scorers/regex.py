@@ -1,0 +1,22 @@
+"""1 when a pattern is found in the response, else 0. The pattern is `metadata.pattern`, or the label.
+
+Flags go into the pattern, `(?is)`; anchors make it a format check, `^<think>.*</think>.*$`.
+"""
+
+from __future__ import annotations
+
+import re
+
+from headrace.errors import InvalidArgument
+from headrace.judgement import ScoreItem
+
+
+def score(item: ScoreItem) -> float:
+    """Raises InvalidArgument when there is no pattern or it does not compile."""
+    pattern = item.metadata.get("pattern", item.label)
+    if not isinstance(pattern, str):
+        raise InvalidArgument("scorer regex needs a pattern as text: put it into metadata.pattern or the label")
+    try:
+        return float(re.search(pattern, item.response) is not None)
+    except re.error as error:
+        raise InvalidArgument(f"scorer regex cannot compile {pattern!r:.80}: {error}") from error

@@ -1,0 +1,112 @@
+"""The service put together: workers, registry, judge, server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from headrace.api.reward.v1 import reward_pb2
+from headrace.api.reward.v1.reward_pb2_grpc import add_RewardServiceServicer_to_server
+from headrace.config.job import RewardSection
+from headrace.errors import ConfigError
+from headrace.hooks import HookArgs, RewardForm, RewardHook, prepare_reward, reward_hook
+from headrace.rpc.server import RpcServer, Service
+from headrace.workers import WorkerError, WorkerPool
+from services.reward.builtin import prepare_builtin
+from services.reward.judge import MAX_ITEMS_IN_FLIGHT, Judge
+from services.reward.metrics import RewardMetrics
+from services.reward.registry import Registry
+from services.reward.servicer import RewardServicer
+
+NAME = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
+_LOAD_SECONDS = 120.0
+# An async function mostly waits (for a judge model, for a sandbox): so many of its calls share a worker.
+_ASYNC_CALLS_PER_WORKER = 32
+
+
+class RewardServer:
+    """A running reward service. Built by `start`, ended by `stop` or a signal."""
+
+    def __init__(self, rpc: RpcServer, pool: WorkerPool) -> None:
+        self.rpc = rpc
+        self.pool = pool
+
+    @classmethod
+    async def start(
+        cls,
+        reward: RewardSection,
+        args: HookArgs,
+        address: str,
+        *,
+        metrics_address: str | None = None,
+        insecure: bool = False,
+    ) -> RewardServer:
+        """Serving when it returns. Raises ConfigError for a wrong hook or rm_type, Unavailable for a taken port."""
+        hook = await _describe(reward)
+        registry = Registry.build(reward.rm_type, hook)
+        pool = _pool(reward, registry, hook)
+        metrics = RewardMetrics()
+        judge = Judge(
+            *(registry, pool, args, metrics),
+            reward_key=reward.reward_key,
+            timeout_seconds=reward.reward_timeout_seconds,
+        )
+        service = Service(RewardServicer(judge), add_RewardServiceServicer_to_server, NAME)
+        rpc = RpcServer("reward", address, [service], metrics_address=metrics_address, insecure=insecure)
+        metrics.show(rpc.metrics.registry, pool)
+        try:
+            await pool.start()
+            await rpc.start()
+        except WorkerError as error:
+            raise ConfigError(error.message) from error
+        except Exception:  # whatever it is, the workers must not stay behind
+            await pool.close()
+            raise
+        return cls(rpc, pool)
+
+    async def run_until_signal(self) -> None:
+        """Serves until SIGTERM or SIGINT, drains, and ends the workers."""
+        try:
+            await self.rpc.run_until_signal()
+        finally:
+            await self.pool.close()
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Drains and ends the workers."""
+        await self.rpc.stop(grace_seconds)
+        await self.pool.close()
+
+
+async def _describe(reward: RewardSection) -> RewardHook | None:
+    if reward.custom_rm_path is None:
+        if reward.group_rm:
+            raise ConfigError("--group-rm says how --custom-rm-path is called: give that too, or leave it out")
+        return None
+    pool = WorkerPool(1)
+    try:
+        hook: RewardHook = await pool.run(
+            reward_hook, reward.custom_rm_path, reward.group_rm, timeout_seconds=_LOAD_SECONDS
+        )
+    except WorkerError as error:
+        raise ConfigError(error.message) from error
+    finally:
+        await pool.close()
+    if hook.form is RewardForm.BATCH and reward.reward_model_path is None:
+        raise ConfigError(f"{hook.path} is a class made with a model's folder: set --reward-model-path")
+    return hook
+
+
+def _pool(reward: RewardSection, registry: Registry, hook: RewardHook | None) -> WorkerPool:
+    prepare: Callable[[], None] | None = None
+    if hook:
+        model_path = str(reward.reward_model_path) if reward.reward_model_path else None
+        prepare = partial(prepare_reward, hook.path, hook.form, model_path)
+    elif registry.default:
+        prepare = partial(prepare_builtin, registry.default)
+    return WorkerPool(
+        reward.reward_workers,
+        calls_per_worker=_ASYNC_CALLS_PER_WORKER if hook and hook.is_async else 1,
+        max_waiting=MAX_ITEMS_IN_FLIGHT,
+        prepare=prepare,
+        prepare_seconds=_LOAD_SECONDS,
+    )

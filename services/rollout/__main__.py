@@ -1,0 +1,73 @@
+"""`python -m services.rollout --config job.json --address host:port [--metrics-address host:port] --log-dir folder`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from headrace.config.job import Job
+from headrace.errors import HeadraceError, Unavailable
+from headrace.rpc.log import configure_logging, log
+from headrace.rpc.net import Address, require_free
+from headrace.rpc.server import RpcServer, Service
+from services.rollout.engine.machine import probe
+from services.rollout.service import RolloutService, sglang_factory
+from services.rollout.servicer import RolloutServicer
+
+
+def main() -> int:
+    """0 after a signal, 1 with one line when it cannot start or loses its router."""
+    arguments = _parser().parse_args()
+    configure_logging("rollout")
+    try:
+        job = Job.model_validate_json(arguments.config.read_text())
+        asyncio.run(_serve(job, arguments))
+    except (HeadraceError, OSError, ValueError) as error:
+        log.error("rollout_failed", message=str(error))
+        return 1
+    return 0
+
+
+async def _serve(job: Job, arguments: argparse.Namespace) -> None:
+    require_free(Address.parse(arguments.address))  # before the engines' half minute, not after it
+    name = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
+    factory = sglang_factory(job, await probe(), arguments.log_dir)
+    registry = CollectorRegistry()
+    service = RolloutService(job, factory, arguments.log_dir, registry)
+    server = RpcServer(
+        "rollout",
+        arguments.address,
+        [Service(RolloutServicer(service.parts), rollout_pb2_grpc.add_RolloutServiceServicer_to_server, name)],
+        metrics_address=arguments.metrics_address,
+        insecure=arguments.insecure,
+    )
+    server.metrics.registry.register(registry)
+    await service.start()
+    try:
+        await server.start()
+        signalled = asyncio.create_task(server.run_until_signal())
+        router_ended = asyncio.create_task(service.router_ended())
+        await asyncio.wait({signalled, router_ended}, return_when=asyncio.FIRST_COMPLETED)
+        if not signalled.done():
+            raise Unavailable("sglang-router ended; its log is router.log in the log folder")
+    finally:
+        await service.stop()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="services.rollout")
+    parser.add_argument("--config", type=Path, required=True, help="the resolved job as JSON")
+    parser.add_argument("--address", required=True, help="host:port to listen on")
+    parser.add_argument("--metrics-address", help="host:port of Prometheus metrics")
+    parser.add_argument("--log-dir", type=Path, default=Path("logs"), help="logs of engines and router")
+    parser.add_argument("--insecure", action="store_true", help="listen on an address that other machines can reach")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

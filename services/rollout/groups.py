@@ -1,0 +1,98 @@
+"""One leased group, from prompt to put."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from headrace.api.buffer.v1 import buffer_pb2
+from headrace.api.sample.v1 import sample_pb2
+from headrace.errors import HeadraceError
+from headrace.trajectory import Failure, Sample, Status, from_json
+from services.rollout.engine.api import SamplingParams
+from services.rollout.judge import Judge
+from services.rollout.prompts import EncodedPrompt, PromptEncoder
+from services.rollout.sampling import Maker, SampleRequest, seed_of
+
+
+class GroupMaker:
+    """Generates a group's samples side by side and has them judged together."""
+
+    def __init__(
+        self,
+        encoder: PromptEncoder,
+        maker: Maker,
+        judge: Judge,
+        params: SamplingParams,
+        *,
+        rollout_seed: int,
+        max_prompt_tokens: int | None,
+        max_context_tokens: int | None,
+    ) -> None:
+        self._encoder = encoder
+        self._maker = maker
+        self._judge = judge
+        self._params = params
+        self._rollout_seed = rollout_seed
+        self._max_prompt_tokens = max_prompt_tokens
+        self._max_context_tokens = max_context_tokens
+
+    async def make(self, lease: buffer_pb2.GroupLease) -> buffer_pb2.GroupPut:
+        """What to put for the lease: COMPLETE, DROPPED or FAILED."""
+        try:
+            prompt = self._encoder.encode(lease.prompt)
+            params = self._params_for(prompt)
+        except HeadraceError as error:
+            return _put(lease, buffer_pb2.PUT_OUTCOME_FAILED, failure=Failure(error.reason, error.message))
+        if params is None:
+            return _put(lease, buffer_pb2.PUT_OUTCOME_DROPPED, failure=self._too_long(prompt))
+        requests = [self._request(lease, prompt, params, index) for index in range(lease.n_samples)]
+        samples = await self._judge.judge(await self._maker.make_all(requests, evaluation=False))
+        if all(s.status is Status.FAILED for s in samples):
+            return _put(lease, buffer_pb2.PUT_OUTCOME_FAILED, failure=samples[0].failure)
+        return _put(lease, buffer_pb2.PUT_OUTCOME_COMPLETE, samples=samples)
+
+    def _params_for(self, prompt: EncodedPrompt) -> SamplingParams | None:
+        """None when the prompt is too long."""
+        length = len(prompt.tokens)
+        if self._max_prompt_tokens is not None and length > self._max_prompt_tokens:
+            return None
+        if self._max_context_tokens is None:
+            return self._params
+        room = self._max_context_tokens - length
+        return replace(self._params, max_new_tokens=min(self._params.max_new_tokens, room)) if room > 0 else None
+
+    def _too_long(self, prompt: EncodedPrompt) -> Failure:
+        return Failure(
+            "PROMPT_TOO_LONG",
+            f"{len(prompt.tokens)} prompt tokens; rollout_max_prompt_len is {self._max_prompt_tokens}, "
+            f"rollout_max_context_len is {self._max_context_tokens}",
+        )
+
+    def _request(
+        self, lease: buffer_pb2.GroupLease, prompt: EncodedPrompt, params: SamplingParams, index: int
+    ) -> SampleRequest:
+        return SampleRequest(
+            sample_id=f"{lease.group_id}/{lease.attempt}/{index}",
+            group_id=lease.group_id,
+            index=index,
+            prompt=prompt,
+            label=lease.prompt.label if lease.prompt.HasField("label") else None,
+            metadata=from_json(lease.prompt.metadata_json),
+            params=replace(params, seed=seed_of(self._rollout_seed, lease.group_id, lease.attempt, index)),
+        )
+
+
+def _put(
+    lease: buffer_pb2.GroupLease,
+    outcome: buffer_pb2.PutOutcome.ValueType,
+    *,
+    samples: list[Sample] | None = None,
+    failure: Failure | None = None,
+) -> buffer_pb2.GroupPut:
+    return buffer_pb2.GroupPut(
+        lease_id=lease.lease_id,
+        group_id=lease.group_id,
+        outcome=outcome,
+        samples=[sample.pack() for sample in samples or ()],
+        failure=sample_pb2.Failure(reason=failure.reason, message=failure.message) if failure else None,
+    )

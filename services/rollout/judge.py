@@ -1,0 +1,119 @@
+"""Rewards for samples: which service and scorer judge now, and what happens when they cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from headrace.client.reward import RewardClient
+from headrace.errors import HeadraceError, InvalidArgument, NotFound
+from headrace.judgement import Judgement, Score, ScoreItem
+from headrace.rpc.log import log
+from headrace.trajectory import Failure, Sample, Status
+
+# A call may wait that long for a service that is being replaced; SetReward takes effect between calls.
+_CALL_SECONDS = 20.0
+_PATIENCE_SECONDS = 300.0
+_PAUSE_SECONDS = 1.0
+_JUDGED_AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeTarget:
+    """Who judges, and since when. An empty scorer means the service's default."""
+
+    address: str
+    scorer: str
+    since: datetime
+
+
+class Judge:
+    """Sends whole groups to the reward service. A sample that nobody could judge is FAILED, never a reward of 0."""
+
+    def __init__(self, address: str, *, item_seconds: float, patience_seconds: float = _PATIENCE_SECONDS) -> None:
+        self.target = JudgeTarget(address, "", datetime.now(UTC))
+        self._client = RewardClient(address)
+        self._former: list[RewardClient] = []
+        self._item_seconds = item_seconds
+        self._patience_seconds = patience_seconds
+
+    async def retarget(self, *, address: str | None, scorer: str | None) -> JudgeTarget:
+        """From the next call on; calls on their way finish where they are. None leaves as it is."""
+        self.target = JudgeTarget(
+            self.target.address if address is None else address,
+            self.target.scorer if scorer is None else scorer,
+            datetime.now(UTC),
+        )
+        if address is not None:
+            self._former.append(self._client)
+            self._client = RewardClient(address)
+        log.info("reward_changed", address=self.target.address, scorer=self.target.scorer)
+        return self.target
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await asyncio.gather(*(client.close() for client in [*self._former, self._client]))
+
+    async def judge(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples with rewards, or FAILED with the reason; those that failed before stay as they are."""
+        waiting = [sample for sample in samples if sample.status is not Status.FAILED]
+        if not waiting:
+            return list(samples)
+        try:
+            judgements = await self._judgements([_item(sample) for sample in waiting])
+        except HeadraceError as error:
+            failure = Failure(f"REWARD_{error.reason}", error.message)
+            judged = {sample.sample_id: _failed(sample, failure) for sample in waiting}
+        else:
+            pairs = zip(waiting, judgements, strict=True)
+            judged = {sample.sample_id: _with_judgement(sample, judgement) for sample, judgement in pairs}
+        return [judged.get(sample.sample_id, sample) for sample in samples]
+
+    async def _judgements(self, items: Sequence[ScoreItem]) -> Sequence[Judgement]:
+        """Raises the last error when nobody judged within the patience, or at once when waiting cannot help."""
+        end = time.monotonic() + self._patience_seconds
+        rounds = -(-len(items) // _JUDGED_AT_ONCE)
+        seconds = max(_CALL_SECONDS, 2 * self._item_seconds * rounds)
+        while True:
+            try:
+                return await self._client.score(items, self.target.scorer or None, deadline_seconds=seconds)
+            except (InvalidArgument, NotFound):
+                raise
+            except HeadraceError as error:
+                log.warning("reward_unavailable", address=self.target.address, error=error.message)
+                if time.monotonic() > end:
+                    raise
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+
+def _item(sample: Sample) -> ScoreItem:
+    return ScoreItem(
+        item_id=sample.sample_id,
+        prompt=sample.prompt,
+        response=sample.response,
+        label=sample.label,
+        metadata=sample.metadata,
+        group_id=sample.group_id,
+        status=sample.status.value,
+        response_tokens=sample.response_length,
+    )
+
+
+def _with_judgement(sample: Sample, judgement: Judgement) -> Sample:
+    if not isinstance(judgement, Score):
+        return _failed(sample, Failure(judgement.reason, judgement.message))
+    return replace(
+        sample,
+        reward=judgement.value,
+        reward_parts=dict(judgement.parts),
+        scorer=judgement.scorer,
+        scorer_version=judgement.scorer_version,
+    )
+
+
+def _failed(sample: Sample, failure: Failure) -> Sample:
+    log.warning("sample_not_judged", sample_id=sample.sample_id, reason=failure.reason, message=failure.message)
+    return replace(sample, status=Status.FAILED, failure=failure)

@@ -1,0 +1,54 @@
+"""The producers' side of the buffer: lease, renew, put, release."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Protocol
+
+from headrace.api.buffer.v1 import buffer_pb2
+from headrace.client.buffer import BufferClient
+
+_WAIT_SECONDS = 5.0
+
+
+class Ledger(Protocol):
+    """What a producer needs of the buffer."""
+
+    async def lease(self, max_groups: int) -> Sequence[buffer_pb2.GroupLease]:
+        """Waits some seconds for the first; may answer none."""
+
+    async def renew(self, lease_ids: Sequence[str]) -> Sequence[str]:
+        """Answers those that were lost."""
+
+    async def put(self, group: buffer_pb2.GroupPut) -> buffer_pb2.PutResult:
+        """Ends a lease."""
+
+    async def release(self, lease_ids: Sequence[str], why: str) -> None:
+        """Gives leases back; the groups are queued again."""
+
+
+class BufferLedger:
+    """One stream of a buffer service."""
+
+    def __init__(self, buffer: BufferClient, stream: str) -> None:
+        self._buffer = buffer
+        self._stream = stream
+        self._producer_id = f"rollout-{uuid.uuid4().hex[:8]}"
+
+    async def lease(self, max_groups: int) -> Sequence[buffer_pb2.GroupLease]:
+        """Waits some seconds for the first; may answer none."""
+        reply = await self._buffer.lease_groups(self._stream, self._producer_id, max_groups, wait_seconds=_WAIT_SECONDS)
+        return reply.leases
+
+    async def renew(self, lease_ids: Sequence[str]) -> Sequence[str]:
+        """Answers those that were lost."""
+        return (await self._buffer.renew_leases(lease_ids)).lost
+
+    async def put(self, group: buffer_pb2.GroupPut) -> buffer_pb2.PutResult:
+        """Ends a lease."""
+        return (await self._buffer.put_groups([group]))[0]
+
+    async def release(self, lease_ids: Sequence[str], why: str) -> None:
+        """Gives leases back; the groups are queued again."""
+        await self._buffer.release_leases([buffer_pb2.LeaseRelease(lease_id=i, reason=why) for i in lease_ids])

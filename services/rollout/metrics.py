@@ -1,0 +1,34 @@
+"""What Prometheus sees of the rollout service."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+_SECONDS_BUCKETS = (0.05, 0.2, 1.0, 5.0, 20.0, 60.0, 300.0)
+
+
+class RolloutMetrics:
+    """Counts since the start; also what GetFleet answers."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.groups_produced = 0
+        self.tokens_produced = 0
+        self._groups = Counter("headrace_rollout_groups", "Groups put.", ["outcome"], registry=registry)
+        self._tokens = Counter("headrace_rollout_tokens", "Response tokens put.", registry=registry)
+        self._publications = Histogram(
+            "headrace_rollout_publication_paused_seconds",
+            "How long requests stood still for new weights.",
+            buckets=_SECONDS_BUCKETS,
+            registry=registry,
+        )
+
+    def group_done(self, outcome: str, tokens: int) -> None:
+        """A group reached the ledger."""
+        self._groups.labels(outcome).inc()
+        self._tokens.inc(tokens)
+        self.groups_produced += outcome == "complete"
+        self.tokens_produced += tokens
+
+    def published(self, paused_seconds: float) -> None:
+        """A publication was committed."""
+        self._publications.observe(paused_seconds)

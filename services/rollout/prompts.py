@@ -1,0 +1,80 @@
+"""Prompts become tokens here, once; responses are never tokenized again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from headrace.api.sample.v1 import sample_pb2 as pb
+from headrace.errors import ConfigError, InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """What a person reads and what the engine sees."""
+
+    text: str
+    tokens: tuple[int, ...]
+
+
+class PromptEncoder:
+    """The checkpoint's tokenizer and chat template."""
+
+    def __init__(self, hf_checkpoint: Path, *, apply_chat_template: bool) -> None:
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(hf_checkpoint))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"no tokenizer in {hf_checkpoint}: {str(error).splitlines()[0]}: give a Hugging Face folder",
+                field="model.hf_checkpoint",
+            ) from error
+        self._apply_chat_template = apply_chat_template
+
+    @property
+    def tokenizer(self) -> Any:
+        """Transformers' tokenizer, for hooks."""
+        return self._tokenizer
+
+    def encode(self, prompt: pb.Prompt) -> EncodedPrompt:
+        """Raises InvalidArgument for a prompt without content or one that the chat template refuses."""
+        kind = prompt.WhichOneof("content")
+        if kind == "messages":
+            tools = json.loads(prompt.tools_json) if prompt.tools_json else None
+            return self.encode_messages([_message(m) for m in prompt.messages.messages], tools)
+        if kind != "text":
+            raise InvalidArgument(f"prompt {prompt.prompt_id} has no content", field="prompt.content")
+        return self.encode_text(prompt.text)
+
+    def encode_text(self, text: str) -> EncodedPrompt:
+        """As it is, or as one user turn where the job says so."""
+        if self._apply_chat_template:
+            return self.encode_messages([{"role": "user", "content": text}], None)
+        return self.encode_plain(text)
+
+    def encode_plain(self, text: str) -> EncodedPrompt:
+        """Tokenized as it is."""
+        return EncodedPrompt(text, tuple(self._tokenizer.encode(text)))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """For people and rewards; special tokens are left out."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def encode_messages(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> EncodedPrompt:
+        """A conversation in OpenAI's shape. Raises InvalidArgument when the chat template refuses it."""
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # a template is code of the checkpoint's author: it may raise anything
+            raise InvalidArgument(f"the chat template refused it: {error}", field="prompt.messages") from error
+        return EncodedPrompt(text, tuple(self._tokenizer.encode(text, add_special_tokens=False)))
+
+
+def _message(message: pb.ChatMessage) -> dict[str, Any]:
+    extra = json.loads(message.extra_json) if message.extra_json else {}
+    return {"role": message.role, "content": message.content, **extra}

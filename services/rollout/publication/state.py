@@ -1,0 +1,141 @@
+"""The transaction of one publication, without engines, clock or wire.
+
+  OPEN ──(every bucket received)──► OPEN ──commit──► COMMITTED
+    └───────────── abort, deadline, no engine left ──► ABORTED
+Engines are touched from the first bucket on: what they hold is then neither the old weights nor, before the commit,
+the new ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from headrace.errors import FailedPrecondition, Fenced, InvalidArgument, PublicationAborted
+from services.rollout.engine.api import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """A collective group and the buckets that are sent in it."""
+
+    name: str
+    master_address: str
+    master_port: int
+    buckets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a publication brings, as BeginPublish said. Raises InvalidArgument when its parts contradict each other."""
+
+    publication_id: str
+    epoch: int
+    policy_version: int
+    pause_mode: str
+    backend: str
+    deadline_seconds: float
+    buckets: Mapping[int, Sequence[TensorSpec]]
+    groups: Sequence[GroupPlan]
+
+    def __post_init__(self) -> None:
+        if not self.publication_id:
+            raise InvalidArgument("publication_id is empty", field="publication_id")
+        if not self.deadline_seconds > 0:
+            raise InvalidArgument(
+                f"deadline_seconds is {self.deadline_seconds:g}, must be above 0", field="deadline_seconds"
+            )
+        sent = sorted(bucket for group in self.groups for bucket in group.buckets)
+        if not self.buckets or sent != sorted(self.buckets):
+            raise InvalidArgument(
+                f"groups send buckets {sent}, the manifest has {sorted(self.buckets)}: each one exactly once",
+                field="groups",
+            )
+
+    def group_of(self, bucket: int) -> GroupPlan:
+        """Who sends it."""
+        for group in self.groups:
+            if bucket in group.buckets:
+                return group
+        raise InvalidArgument(f"bucket {bucket} is not one of {sorted(self.buckets)}", field="bucket")
+
+
+class Phase(StrEnum):
+    """Where a publication is."""
+
+    OPEN = "open"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+
+
+@dataclass(slots=True)
+class Transaction:
+    """One publication and the engines in it."""
+
+    plan: Plan
+    engine_ids: tuple[str, ...]
+    phase: Phase = Phase.OPEN
+    received: set[int] = field(default_factory=set)
+    lost: dict[str, str] = field(default_factory=dict)
+    touched: bool = False
+    why_aborted: str = ""
+
+    @property
+    def remaining(self) -> list[str]:
+        """Engines that still take part."""
+        return [engine_id for engine_id in self.engine_ids if engine_id not in self.lost]
+
+    def require_open(self) -> None:
+        """Raises PublicationAborted or FailedPrecondition unless it goes on."""
+        if self.phase is Phase.ABORTED:
+            raise PublicationAborted(f"publication {self.plan.publication_id} was aborted: {self.why_aborted}")
+        if self.phase is Phase.COMMITTED:
+            raise FailedPrecondition(f"publication {self.plan.publication_id} is committed already")
+
+    def touch(self, bucket: int) -> None:
+        """Before a bucket is received: from now on engines hold a mixture."""
+        self.require_open()
+        self.plan.group_of(bucket)
+        self.touched = True
+
+    def lose(self, engine_id: str, why: str) -> None:
+        """An engine goes out. Raises PublicationAborted when it was the last one."""
+        self.lost.setdefault(engine_id, why)
+        if not self.remaining:
+            self.abort(f"no engine is left: {self.lost}")
+            self.require_open()
+
+    def require_complete(self) -> None:
+        """Raises FailedPrecondition while buckets are missing."""
+        self.require_open()
+        missing = sorted(set(self.plan.buckets) - self.received)
+        if missing:
+            raise FailedPrecondition(
+                f"publication {self.plan.publication_id} misses buckets {missing}: publish them before the commit"
+            )
+
+    def commit(self) -> None:
+        """The version is served."""
+        self.require_complete()
+        self.phase = Phase.COMMITTED
+
+    def abort(self, why: str) -> bool:
+        """False when it has ended already."""
+        if self.phase is not Phase.OPEN:
+            return False
+        self.phase, self.why_aborted = Phase.ABORTED, why
+        return True
+
+
+class Fence:
+    """The newest trainer epoch seen; older ones are refused."""
+
+    def __init__(self) -> None:
+        self._epoch = 0
+
+    def pass_(self, epoch: int) -> None:
+        """Raises Fenced for an epoch older than one seen before."""
+        if epoch < self._epoch:
+            raise Fenced(f"epoch {epoch} is over: epoch {self._epoch} has begun; stop this trainer")
+        self._epoch = epoch

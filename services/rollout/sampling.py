@@ -1,0 +1,149 @@
+"""From a prompt to samples: the job's sampling parameters, seeds, and the generation of one sample."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from headrace.api.sample.v1 import sample_pb2 as pb
+from headrace.config.job import Job
+from headrace.errors import HeadraceError, InvalidArgument
+from headrace.rpc.log import log
+from headrace.trajectory import Failure, Sample, Status
+from services.rollout.engine.api import Finish, Generation, SamplingParams
+from services.rollout.generator import Generator
+from services.rollout.prompts import EncodedPrompt, PromptEncoder
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One sample to make. Its id is unique for each attempt."""
+
+    sample_id: str
+    group_id: str
+    index: int
+    prompt: EncodedPrompt
+    label: str | None
+    metadata: Mapping[str, Any]
+    params: SamplingParams
+
+
+def job_params(job: Job) -> SamplingParams:
+    """What the job's --rollout-* flags say."""
+    rollout = job.rollout
+    return SamplingParams(
+        max_new_tokens=rollout.rollout_max_response_len,
+        temperature=rollout.rollout_temperature,
+        top_p=rollout.rollout_top_p,
+        top_k=rollout.rollout_top_k,
+        stop=rollout.rollout_stop,
+        stop_token_ids=rollout.rollout_stop_token_ids,
+    )
+
+
+def merged_params(asked: pb.SamplingParams, defaults: SamplingParams) -> SamplingParams:
+    """What a caller asked for, the rest from `defaults`. Raises InvalidArgument for values that cannot be."""
+    params = SamplingParams(
+        max_new_tokens=asked.max_new_tokens if asked.HasField("max_new_tokens") else defaults.max_new_tokens,
+        temperature=asked.temperature if asked.HasField("temperature") else defaults.temperature,
+        top_p=asked.top_p if asked.HasField("top_p") else defaults.top_p,
+        top_k=asked.top_k if asked.HasField("top_k") else defaults.top_k,
+        stop=tuple(asked.stop) or defaults.stop,
+        stop_token_ids=tuple(asked.stop_token_ids) or defaults.stop_token_ids,
+        seed=asked.seed if asked.HasField("seed") else defaults.seed,
+    )
+    if params.max_new_tokens < 1:
+        raise InvalidArgument("max_new_tokens is 0, must be at least 1", field="sampling.max_new_tokens")
+    if not params.temperature >= 0:
+        raise InvalidArgument(
+            f"temperature is {params.temperature:g}, must not be negative", field="sampling.temperature"
+        )
+    if not 0 < params.top_p <= 1:
+        raise InvalidArgument(f"top_p is {params.top_p:g}, must be in (0, 1]", field="sampling.top_p")
+    if params.top_k == 0:
+        raise InvalidArgument("top_k is 0: leave it out to sample from all tokens", field="sampling.top_k")
+    return params
+
+
+def seed_of(rollout_seed: int, group_id: str, attempt: int, index: int) -> int:
+    """Equal for equal arguments on every machine; 31 bits."""
+    digest = hashlib.sha256(f"{rollout_seed}/{group_id}/{attempt}/{index}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
+
+
+class Maker(Protocol):
+    """The engines' own generation, or a user's function."""
+
+    in_flight: int
+
+    async def make_all(self, requests: Sequence[SampleRequest], *, evaluation: bool) -> list[Sample]:
+        """Samples without rewards; one that could not be made is FAILED."""
+
+
+class SampleMaker:
+    """Makes single samples. A failure is the sample's own: it comes back FAILED with its reason."""
+
+    def __init__(self, generator: Generator, encoder: PromptEncoder, *, seconds: float) -> None:
+        self._generator = generator
+        self._encoder = encoder
+        self._seconds = seconds
+        self.in_flight = 0
+
+    async def make_all(self, requests: Sequence[SampleRequest], *, evaluation: bool) -> list[Sample]:
+        """One sample for each request, side by side."""
+        return await asyncio.gather(*(self.make(request) for request in requests))
+
+    async def make(self, request: SampleRequest) -> Sample:
+        """A sample without reward."""
+        self.in_flight += 1
+        try:
+            generation = await self._generator.generate(
+                request.prompt.tokens, request.params, request_id=request.sample_id, seconds=self._seconds
+            )
+        except HeadraceError as error:
+            log.warning("sample_failed", sample_id=request.sample_id, reason=error.reason, message=error.message)
+            return failed_sample(request, Failure(error.reason, error.message))
+        finally:
+            self.in_flight -= 1
+        return self._sample(request, generation)
+
+    def _sample(self, request: SampleRequest, generation: Generation) -> Sample:
+        return Sample(
+            sample_id=request.sample_id,
+            group_id=request.group_id,
+            index=request.index,
+            prompt=request.prompt.text,
+            response=self._encoder.decode(generation.tokens),
+            tokens=np.asarray([*request.prompt.tokens, *generation.tokens], dtype=np.int32),
+            loss_mask=np.ones(len(generation.tokens), dtype=np.uint8),
+            rollout_log_probs=np.asarray(generation.log_probs, dtype=np.float32),
+            status=Status.TRUNCATED if generation.finish is Finish.LENGTH else Status.COMPLETED,
+            label=request.label,
+            metadata=request.metadata,
+            sampling_params=asdict(request.params),
+            policy_ranges=generation.policy_ranges,
+        )
+
+
+def failed_sample(request: SampleRequest, failure: Failure) -> Sample:
+    """The prompt's tokens and the reason why there is no response."""
+    return Sample(
+        sample_id=request.sample_id,
+        group_id=request.group_id,
+        index=request.index,
+        prompt=request.prompt.text,
+        response="",
+        tokens=np.asarray(request.prompt.tokens, dtype=np.int32),
+        loss_mask=np.zeros(0, dtype=np.uint8),
+        rollout_log_probs=np.zeros(0, dtype=np.float32),
+        status=Status.FAILED,
+        failure=failure,
+        label=request.label,
+        metadata=request.metadata,
+        sampling_params=asdict(request.params),
+    )

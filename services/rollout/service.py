@@ -1,0 +1,158 @@
+"""The rollout service put together: engines, router, producers, evaluation, publication."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from headrace.api.sample.v1 import sample_pb2
+from headrace.client.buffer import BufferClient
+from headrace.config.job import Job
+from headrace.errors import ConfigError, HeadraceError
+from services.rollout.custom import CustomMaker, custom_args
+from services.rollout.engine import arguments
+from services.rollout.engine.api import Generation, SamplingParams
+from services.rollout.engine.client import EngineClient
+from services.rollout.engine.fleet import Fleet, FleetTiming
+from services.rollout.engine.machine import Machine
+from services.rollout.engine.process import EngineFactory, SglangProcess
+from services.rollout.evaluate import Evaluator
+from services.rollout.generator import Generator
+from services.rollout.groups import GroupMaker
+from services.rollout.judge import Judge
+from services.rollout.ledger import BufferLedger
+from services.rollout.metrics import RolloutMetrics
+from services.rollout.producer import Producer
+from services.rollout.prompts import EncodedPrompt, PromptEncoder
+from services.rollout.publication.receiver import Receiver
+from services.rollout.router import Router
+from services.rollout.sampling import Maker, SampleMaker, job_params, merged_params
+
+_STREAM = "train"
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutParts:
+    """What the servicer speaks to."""
+
+    encoder: PromptEncoder
+    generator: Generator
+    maker: Maker
+    judge: Judge
+    evaluator: Evaluator
+    fleet: Fleet
+    receiver: Receiver
+    producer: Producer
+    metrics: RolloutMetrics
+    params: SamplingParams
+    generate_seconds: float
+    router_url: str
+
+    def ask(self, prompt: EncodedPrompt, sampling: sample_pb2.SamplingParams) -> AsyncIterator[Generation]:
+        """Streams one response to a client."""
+        return self.generator.stream(
+            prompt.tokens,
+            merged_params(sampling, self.params),
+            request_id=f"generate-{uuid.uuid4().hex}",
+            seconds=self.generate_seconds,
+        )
+
+
+class RolloutService:
+    """States: built → started → stopped."""
+
+    def __init__(self, job: Job, factory: EngineFactory, log_dir: Path, registry: CollectorRegistry) -> None:
+        seconds = job.rollout.generate_timeout_seconds
+        params, seed = job_params(job), job.data.rollout_seed
+        encoder = PromptEncoder(job.model.hf_checkpoint, apply_chat_template=job.data.apply_chat_template)
+        metrics = RolloutMetrics(registry)
+        self._router = Router(job.rollout.router_policy, log_dir / "router.log", request_seconds=seconds)
+        self._router_client = EngineClient(self._router.url)
+        self._buffer = BufferClient(_required(job.services.buffer_address, "buffer_address"))
+        fleet = Fleet(
+            job.placement.rollout_num_gpus // job.placement.rollout_num_gpus_per_engine,
+            job.placement.rollout_num_gpus_per_engine,
+            factory,
+            self._router,
+            FleetTiming(),
+        )
+        generator = Generator(self._router_client, lambda: fleet.policy_version)
+        hook = job.rollout.custom_generate_function_path
+        self._custom = CustomMaker(hook, custom_args(job, self._router.url), seconds=seconds) if hook else None
+        maker: Maker = self._custom or SampleMaker(generator, encoder, seconds=seconds)
+        judge = Judge(
+            _required(job.services.reward_address, "reward_address"),
+            item_seconds=job.reward.reward_timeout_seconds,
+        )
+        groups = GroupMaker(
+            encoder,
+            maker,
+            judge,
+            params,
+            rollout_seed=seed,
+            max_prompt_tokens=job.rollout.rollout_max_prompt_len,
+            max_context_tokens=job.rollout.rollout_max_context_len,
+        )
+        producer = Producer(
+            BufferLedger(self._buffer, _STREAM),
+            groups,
+            lambda: fleet.policy_version,
+            metrics,
+            max_groups_in_flight=job.rollout.max_groups_in_flight or 2 * (job.rollout.rollout_batch_size or 1),
+        )
+        self.parts = RolloutParts(
+            encoder=encoder,
+            generator=generator,
+            maker=maker,
+            judge=judge,
+            evaluator=Evaluator(encoder, maker, judge, params, seed=seed),
+            fleet=fleet,
+            receiver=Receiver(fleet),
+            producer=producer,
+            metrics=metrics,
+            params=params,
+            generate_seconds=seconds,
+            router_url=self._router.url,
+        )
+
+    async def start(self) -> None:
+        """Engines and router first, then production. Raises Unavailable when one of them will not start."""
+        try:
+            if self._custom:
+                await self._custom.start()
+            await self._router.start()
+            await self.parts.fleet.start()
+        except HeadraceError:
+            await self.stop()
+            raise
+        self.parts.producer.start()
+
+    async def router_ended(self) -> None:
+        """Returns when the router is gone, which this service does not survive."""
+        await self._router.wait()
+
+    async def stop(self) -> None:
+        """Gives leases back, then ends engines and router."""
+        await self.parts.producer.drain()
+        await self.parts.receiver.close()
+        await asyncio.gather(self.parts.fleet.stop(), self._router.stop())
+        if self._custom:
+            await self._custom.close()
+        await asyncio.gather(self._router_client.close(), self._buffer.close(), self.parts.judge.close())
+
+
+def sglang_factory(job: Job, machine: Machine, log_dir: Path) -> EngineFactory:
+    """Real engines. Raises ConfigError for --sglang-* flags that SGLang does not know."""
+    arguments.check(job.sglang, machine)
+    return lambda number: SglangProcess(job, machine, number, log_dir / f"engine-{number}.log")
+
+
+def _required(value: str | None, name: str) -> str:
+    if value is None:
+        raise ConfigError(f"services.{name} is not set: the rollout service needs it", field=f"services.{name}")
+    return value

@@ -1,0 +1,107 @@
+"""RolloutService: protos to the domain and back, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from headrace.api.rollout.v1 import rollout_pb2 as pb
+from headrace.api.rollout.v1 import rollout_pb2_grpc
+from services.rollout.service import RolloutParts
+from services.rollout.wire import engine_of, finish_response, generate_response, plan_of, prompt_of
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
+    """Over the parts of a running rollout service."""
+
+    def __init__(self, parts: RolloutParts) -> None:
+        self._parts = parts
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+        prompt = prompt_of(request, self._parts.encoder)
+        sent_tokens, sent_text = 0, ""
+        async for so_far in self._parts.ask(prompt, request.sampling):
+            text = self._parts.encoder.decode(so_far.tokens)
+            is_last = so_far.finish is not None and so_far.finish.is_final
+            if not is_last and text.endswith("\ufffd"):
+                continue  # in the middle of a character: more tokens complete it
+            if not text.startswith(sent_text):
+                continue  # the tail was decoded anew; wait for the whole
+            response = generate_response(
+                text.removeprefix(sent_text),
+                so_far.tokens[sent_tokens:],
+                so_far.log_probs[sent_tokens:],
+                return_tokens=request.return_tokens,
+            )
+            sent_tokens, sent_text = len(so_far.tokens), text
+            yield finish_response(response, so_far, len(prompt.tokens)) if is_last else response
+
+    async def Evaluate(self, request: pb.EvaluateRequest, context: Context) -> AsyncIterator[pb.EvaluateResponse]:
+        async for progress in self._parts.evaluator.run(request.datasets):
+            samples = [s.pack() for s in progress.samples] if request.return_samples else []
+            yield pb.EvaluateResponse(
+                done=progress.done, total=progress.total, results=progress.results, samples=samples
+            )
+
+    async def GetFleet(self, request: pb.GetFleetRequest, context: Context) -> pb.GetFleetResponse:
+        parts = self._parts
+        return pb.GetFleetResponse(
+            engines=[engine_of(engine) for engine in parts.fleet.engines],
+            router_address=parts.router_url,
+            policy_version=parts.fleet.policy_version,
+            paused=parts.producer.paused,
+            samples_in_flight=parts.maker.in_flight,
+            groups_produced=parts.metrics.groups_produced,
+            tokens_produced=parts.metrics.tokens_produced,
+            publication_id=parts.receiver.open_id,
+            reward_address=parts.judge.target.address,
+            scorer=parts.judge.target.scorer,
+        )
+
+    async def BeginPublish(self, request: pb.BeginPublishRequest, context: Context) -> pb.BeginPublishResponse:
+        begun = await self._parts.receiver.begin(plan_of(request))
+        return pb.BeginPublishResponse(
+            world_size=begun.world_size, group_alive=begun.group_alive, engine_ids=begun.engine_ids
+        )
+
+    async def PublishBucket(self, request: pb.PublishBucketRequest, context: Context) -> pb.PublishBucketResponse:
+        lost = await self._parts.receiver.receive(request.publication_id, request.bucket)
+        return pb.PublishBucketResponse(lost_engine_ids=lost)
+
+    async def CommitPublish(self, request: pb.CommitPublishRequest, context: Context) -> pb.CommitPublishResponse:
+        expected = {c.name: c.checksum for c in request.engine_checksums}
+        committed = await self._parts.receiver.commit(request.publication_id, expected)
+        self._parts.metrics.published(committed.paused_seconds)
+        return pb.CommitPublishResponse(
+            engine_ids=committed.engine_ids,
+            weights_digest=committed.weights_digest,
+            lost_engine_ids=committed.lost_engine_ids,
+            paused_seconds=committed.paused_seconds,
+        )
+
+    async def AbortPublish(self, request: pb.AbortPublishRequest, context: Context) -> pb.AbortPublishResponse:
+        await self._parts.receiver.abort(request.publication_id, request.reason or "the trainer gave it up")
+        return pb.AbortPublishResponse()
+
+    async def PauseProduction(self, request: pb.PauseProductionRequest, context: Context) -> pb.PauseProductionResponse:
+        self._parts.producer.pause()
+        return pb.PauseProductionResponse(samples_in_flight=self._parts.maker.in_flight)
+
+    async def ResumeProduction(
+        self, request: pb.ResumeProductionRequest, context: Context
+    ) -> pb.ResumeProductionResponse:
+        self._parts.producer.resume()
+        return pb.ResumeProductionResponse()
+
+    async def SetReward(self, request: pb.SetRewardRequest, context: Context) -> pb.SetRewardResponse:
+        target = await self._parts.judge.retarget(
+            address=request.address if request.HasField("address") else None,
+            scorer=request.scorer if request.HasField("scorer") else None,
+        )
+        response = pb.SetRewardResponse(address=target.address, scorer=target.scorer)
+        response.time.FromDatetime(target.since)
+        return response

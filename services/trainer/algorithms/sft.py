@@ -1,0 +1,10 @@
+"""Supervised fine-tuning: the negative log-likelihood, per token."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def sft_loss(log_probs: Tensor) -> Tensor:
+    """-log π of every token, float32 in the shape of `log_probs`."""
+    return -log_probs.float()

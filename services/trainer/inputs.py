@@ -1,0 +1,95 @@
+"""What a rank feeds its model in one optimizer step: micro-batches on the device, with advantages and loss weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.config.job import TrainSection
+from headrace.trajectory import Sample
+from services.trainer.algorithms.advantages import grpo_advantages
+from services.trainer.algorithms.reduction import Reduction
+from services.trainer.batch import SampleFacts
+from services.trainer.batching import MicroBatch, StepPlan, collate, empty_micro_batch
+from services.trainer.parallel import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class MicroInputs:
+    """B samples padded to S positions, aligned with the logits: position t speaks of token t + 1."""
+
+    tokens: Tensor
+    """int64 [B, S]"""
+    positions: Tensor
+    """int64 [B, S]"""
+    targets: Tensor
+    """int64 [B, S]"""
+    mask: Tensor
+    """float32 [B, S], 1 where the target is trained"""
+    weights: Tensor
+    """float32 [B, S], the target's share of the global loss"""
+    advantages: Tensor
+    """float32 [B, 1]"""
+    rollout_log_probs: Tensor
+    """float32 [B, S]"""
+
+
+StepInputs = Sequence[MicroInputs]
+
+
+def step_inputs(
+    plan: StepPlan,
+    samples: Sequence[SampleFacts],
+    fetched: Mapping[str, Sample],
+    config: TrainSection,
+    layout: Layout,
+) -> list[MicroInputs]:
+    """This data rank's micro-batches of one optimizer step; every data rank has the same number of them.
+
+    Advantages come from the groups of the whole rollout batch, weights from the samples of this step.
+    """
+    advantages = grpo_advantages(
+        samples,
+        normalize_rewards=not config.disable_rewards_normalization,
+        divide_by_std=not config.disable_grpo_std_normalization,
+    )
+    of_step = [s for s in samples if s.sample_id in plan.all_sample_ids]
+    reduction = Reduction.of(of_step, per_token=config.calculate_per_token_loss)
+    trained = {s.sample_id: float(s.trained_tokens) for s in of_step}
+    micro_batches = [
+        collate([fetched[i] for i in ids]) if ids else empty_micro_batch() for ids in plan.micro_batches(layout.dp_rank)
+    ]
+    return [
+        _on_device(
+            micro,
+            reduction.weights(micro.loss_mask, _column(micro, trained)[:, 0]),
+            _column(micro, advantages),
+            layout.device,
+        )
+        for micro in micro_batches
+    ]
+
+
+def inference_inputs(micro: MicroBatch, device: torch.device) -> MicroInputs:
+    """For log-probs alone: no advantages, no weights."""
+    return _on_device(micro, torch.zeros(micro.tokens.shape), torch.zeros(len(micro.tokens), 1), device)
+
+
+def _on_device(micro: MicroBatch, weights: Tensor, advantages: Tensor, device: torch.device) -> MicroInputs:
+    return MicroInputs(
+        tokens=micro.tokens.to(device),
+        positions=micro.position_ids.to(device),
+        targets=micro.targets.to(device),
+        mask=micro.loss_mask.to(device, torch.float32),
+        weights=weights.to(device),
+        advantages=advantages.to(device),
+        rollout_log_probs=micro.rollout_log_probs.to(device),
+    )
+
+
+def _column(micro: MicroBatch, values: Mapping[str, float]) -> Tensor:
+    """float32 [B, 1]; 0 for the dummy of an empty micro-batch."""
+    return torch.tensor([[values.get(sample_id, 0.0)] for sample_id in micro.sample_ids], dtype=torch.float32)

@@ -1,0 +1,134 @@
+"""Forward and backward over micro-batches, through Megatron's schedules, for any number of stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from headrace.trajectory import Sample
+from services.trainer.algorithms.vocab_parallel import log_probs_and_entropy
+from services.trainer.batching import collate
+from services.trainer.inputs import MicroInputs, StepInputs, inference_inputs
+from services.trainer.objective import SUMS, Objective, Outcome, Terms
+from services.trainer.parallel import Layout
+
+LossFunction = Callable[[Tensor], tuple[Tensor, Any]]
+
+
+class Pipeline:
+    """Runs the model over the micro-batches of a step."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        model: DistributedDataParallel,
+        objective: Objective,
+        layout: Layout,
+        temperature: float,
+    ) -> None:
+        config.finalize_model_grads_func = finalize_model_grads
+        config.no_sync_func = model.no_sync
+        self._model = model
+        self._objective = objective
+        self._layout = layout
+        # Greedy rollouts have no temperature to divide by.
+        self._temperature = temperature or 1.0
+        self._schedule = get_forward_backward_func()
+
+    def forward_backward(
+        self, inputs: StepInputs, old: Sequence[Tensor] | None, reference: Sequence[Tensor] | None
+    ) -> dict[str, float]:
+        """Accumulates the gradients of one optimizer step; returns its metrics, equal on all ranks."""
+        frozen = zip(old or [None] * len(inputs), reference or [None] * len(inputs), strict=True)
+        feed = iter([(micro, *pair) for micro, pair in zip(inputs, frozen, strict=True)])
+        outcomes = self._run(feed, inputs, self._loss_step, forward_only=False)
+        return self._metrics(outcomes)
+
+    def log_probs(self, inputs: StepInputs) -> list[Tensor] | None:
+        """Under the weights in place, [B, S] for each micro-batch; None except on last-stage ranks."""
+        feed = iter(inputs)
+        with torch.no_grad():
+            found = self._run(feed, inputs, self._log_prob_step, forward_only=True)
+        return found if self._layout.is_last_stage else None
+
+    def response_log_probs(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """Of each sample's response tokens, [R]."""
+        micro = inference_inputs(collate(samples), self._layout.device)
+        found = self.log_probs([micro])
+        if found is None:
+            return []
+        return [
+            row[sample.prompt_length - 1 : sample.prompt_length - 1 + sample.response_length]
+            for row, sample in zip(found[0], samples, strict=True)
+        ]
+
+    def _run(
+        self, feed: Iterator[Any], inputs: StepInputs, step: Callable[..., Any], *, forward_only: bool
+    ) -> list[Any]:
+        self._model.train(not forward_only)
+        results: list[Any] = self._schedule(
+            forward_step_func=partial(step, num_micro_batches=len(inputs)),
+            data_iterator=feed,
+            model=[self._model],
+            num_microbatches=len(inputs),
+            seq_length=max(micro.tokens.shape[1] for micro in inputs),
+            micro_batch_size=inputs[0].tokens.shape[0],
+            forward_only=forward_only,
+        )
+        return results
+
+    def _loss_step(self, feed: Iterator[Any], model: Any, num_micro_batches: int) -> tuple[Tensor, LossFunction]:
+        micro, old, reference = next(feed)
+
+        def loss(logits: Tensor) -> tuple[Tensor, Outcome]:
+            log_probs, entropy = log_probs_and_entropy(logits, micro.targets, self._layout.tp_group, self._temperature)
+            outcome = self._objective(
+                Terms(
+                    log_probs=log_probs,
+                    entropy=entropy,
+                    mask=micro.mask,
+                    weights=micro.weights,
+                    advantages=micro.advantages,
+                    rollout_log_probs=micro.rollout_log_probs,
+                    old_log_probs=old,
+                    reference_log_probs=reference,
+                )
+            )
+            # Megatron divides by the number of micro-batches and averages over data ranks; our weights did both.
+            return outcome.loss * (num_micro_batches * self._layout.dp_size), outcome
+
+        return model(micro.tokens, micro.positions, None), loss
+
+    def _log_prob_step(self, feed: Iterator[Any], model: Any, num_micro_batches: int) -> tuple[Tensor, LossFunction]:
+        micro: MicroInputs = next(feed)
+
+        def keep(logits: Tensor) -> tuple[Tensor, Tensor]:
+            log_probs, _ = log_probs_and_entropy(logits, micro.targets, self._layout.tp_group, self._temperature)
+            return log_probs.sum(), log_probs
+
+        return model(micro.tokens, micro.positions, None), keep
+
+    def _metrics(self, outcomes: Sequence[Outcome]) -> dict[str, float]:
+        device = self._layout.device
+        sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
+        largest = torch.zeros((), dtype=torch.float64, device=device)
+        # One tensor rank of the last stage speaks for its data rank; all others add nothing.
+        if self._layout.is_last_stage and self._layout.tp_rank == 0:
+            for outcome in outcomes:
+                sums += outcome.sums
+                largest = torch.maximum(largest, outcome.max_log_prob_diff.double())
+        dist.all_reduce(sums)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        found = dict(zip(SUMS, sums.tolist(), strict=True))
+        tokens = max(found["tokens"], 1.0)
+        metrics = {part: found[part] for part in self._objective.losses}
+        metrics |= {name: found[source] / tokens for source, name in self._objective.means.items()}
+        return metrics | {"log_prob_diff/max": largest.item(), "tokens": found["tokens"]}

@@ -1,0 +1,149 @@
+"""One rank's share of the policy: its part of the model, of every batch, and of the optimizer.
+
+Everything here runs in the rank's compute thread. All ranks call the same methods in the same order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.config.architecture import Architecture
+from headrace.config.job import Job
+from headrace.config.megatron import MegatronArgs
+from headrace.errors import ConfigError
+from headrace.trajectory import Sample
+from services.trainer.batch import SampleFacts
+from services.trainer.batching import StepPlan, plan_steps
+from services.trainer.buckets import TensorSpec
+from services.trainer.inputs import StepInputs, step_inputs
+from services.trainer.models.convert import Converter
+from services.trainer.models.export import export
+from services.trainer.models.gpt import build_model, transformer_config
+from services.trainer.objective import Objective
+from services.trainer.optimizer import Optimizer, wrap_for_data_parallel
+from services.trainer.parallel import Layout
+from services.trainer.pipeline import Pipeline
+from services.trainer.reference import ReferencePolicy
+from services.trainer.weights_file import load_state, save_state
+
+FetchSamples = Callable[[Sequence[str]], list[Sample]]
+
+
+class Policy:
+    """The model that is trained."""
+
+    def __init__(self, job: Job, layout: Layout) -> None:
+        args = MegatronArgs.model_validate(job.megatron)
+        architecture = Architecture.read(job.model.hf_checkpoint)
+        if wrong := architecture.contradictions(args):
+            raise ConfigError("; ".join(wrong))
+        self._job = job
+        self._layout = layout
+        self._objective = Objective(job.train)
+        config = transformer_config(architecture, args, layout)
+        model = build_model(architecture, config, layout)
+        self._converter = Converter(architecture, layout, model)
+        self._converter.load(job.model.hf_checkpoint)
+        self._model = wrap_for_data_parallel(config, args, model)
+        self._steps_per_rollout = job.train.num_steps_per_rollout or 1
+        self._optimizer = Optimizer(args, self._model, job.rollout.num_rollout * self._steps_per_rollout)
+        self._pipeline = Pipeline(config, self._model, self._objective, layout, job.rollout.rollout_temperature)
+        self._reference = (
+            ReferencePolicy(self._model, self._converter, job) if self._objective.needs_reference else None
+        )
+
+    @classmethod
+    def build(cls, job: Job, layout: Layout) -> Policy:
+        """Loads job.model.hf_checkpoint into this rank's shard. Raises ConfigError when it does not fit."""
+        return cls(job, layout)
+
+    def train(self, step: int, samples: Sequence[SampleFacts], fetch: FetchSamples) -> dict[str, float]:
+        """The optimizer steps of one rollout step; metrics are equal on all ranks."""
+        started = time.monotonic()
+        plans = plan_steps(
+            samples,
+            num_steps=self._steps_per_rollout,
+            dp_size=self._layout.dp_size,
+            micro_batch_size=self._job.train.micro_batch_size,
+        )
+        inputs = self._inputs(plans, samples, fetch)
+        fetched = time.monotonic()
+        olds, references = self._frozen_log_probs(inputs)
+        recomputed = time.monotonic()
+        rows = [
+            self._optimizer_step(inputs_of_step, old, reference)
+            for inputs_of_step, old, reference in zip(inputs, olds, references, strict=True)
+        ]
+        done = time.monotonic()
+        metrics = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+        metrics["log_prob_diff/max"] = max(row["log_prob_diff/max"] for row in rows)
+        metrics["tokens"] = sum(row["tokens"] for row in rows)
+        total_tokens = sum(s.prompt_length + s.response_length for s in samples)
+        return metrics | {
+            "tokens_per_second": total_tokens / max(done - fetched, 1e-9),
+            "time/fetch_seconds": fetched - started,
+            "time/log_probs_seconds": recomputed - fetched,
+            "time/optimizer_steps_seconds": done - recomputed,
+        }
+
+    def log_probs(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """Log-probs of each sample's response tokens [R] under the current weights; [] except on last-stage ranks."""
+        return self._pipeline.response_log_probs(samples)
+
+    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Collective: (Hugging Face name, whole tensor) on senders, nothing elsewhere."""
+        if self._layout.dp_rank == 0:
+            yield from self._converter.hf_tensors()
+
+    def hf_tensor_specs(self) -> list[TensorSpec]:
+        """What this stage's sender yields, in order."""
+        return self._converter.hf_tensor_specs()
+
+    def save(self, folder: Path) -> None:
+        """This rank's weights, optimizer, schedule and random state, as safetensors and JSON."""
+        weights = {f"model.{name}": p.detach() for name, p in self._model.module.named_parameters()}
+        tensors = weights | self._optimizer.tensors() | {"random.cpu": torch.get_rng_state()}
+        save_state(folder / f"rank-{self._layout.rank:05d}", tensors, self._optimizer.scalars())
+
+    def restore(self, folder: Path) -> None:
+        """The other way, bit for bit."""
+        tensors, scalars = load_state(folder / f"rank-{self._layout.rank:05d}")
+        with torch.no_grad():
+            for name, parameter in self._model.module.named_parameters():
+                parameter.copy_(tensors.pop(f"model.{name}"))
+            torch.set_rng_state(tensors.pop("random.cpu"))
+            self._optimizer.restore(tensors, scalars)
+
+    def export(self, folder: Path) -> None:
+        """Collective: a complete Hugging Face folder of the current weights."""
+        export(self.hf_tensors(), self.hf_tensor_specs(), self._job.model.hf_checkpoint, folder, self._layout)
+
+    def _inputs(
+        self, plans: Sequence[StepPlan], samples: Sequence[SampleFacts], fetch: FetchSamples
+    ) -> list[StepInputs]:
+        mine = [sample_id for plan in plans for sample_id in plan.sample_ids(self._layout.dp_rank)]
+        by_id = {sample.sample_id: sample for sample in fetch(mine)}
+        return [step_inputs(plan, samples, by_id, self._job.train, self._layout) for plan in plans]
+
+    def _frozen_log_probs(self, inputs: Sequence[StepInputs]) -> tuple[list[Any], list[Any]]:
+        """Of the old and the reference policy, for each step; None where they are not needed."""
+        none: list[Any] = [None] * len(inputs)
+        # With one optimizer step the old policy is the current one; from the second on it has moved.
+        needs_old = len(inputs) > 1
+        olds = [self._pipeline.log_probs(i) for i in inputs] if needs_old else none
+        if self._reference is None:
+            return olds, none
+        with self._reference.in_place():
+            return olds, [self._pipeline.log_probs(i) for i in inputs]
+
+    def _optimizer_step(self, inputs: StepInputs, old: Any, reference: Any) -> dict[str, float]:
+        self._model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        metrics = self._pipeline.forward_backward(inputs, old, reference)
+        return metrics | self._optimizer.step()

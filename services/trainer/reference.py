@@ -1,0 +1,44 @@
+"""The reference policy: a second set of weights that takes the model's place for a forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+
+from headrace.config.job import Job
+from services.trainer.models.convert import Converter
+
+
+class ReferencePolicy:
+    """Host copies of job.model.ref_load, or of the initial weights."""
+
+    def __init__(self, model: DistributedDataParallel, converter: Converter, job: Job) -> None:
+        self._parameters = dict(model.module.named_parameters())
+        if job.model.ref_load is not None:
+            current = self._copies()
+            converter.load(job.model.ref_load)
+            self._reference = self._copies()
+            self._put(current)
+        else:
+            self._reference = self._copies()
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The model is the reference policy inside the block, and itself again after it."""
+        current = self._copies()
+        self._put(self._reference)
+        try:
+            yield
+        finally:
+            self._put(current)
+
+    def _copies(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.detach().cpu().clone() for name, parameter in self._parameters.items()}
+
+    def _put(self, values: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, value in values.items():
+                self._parameters[name].copy_(value)

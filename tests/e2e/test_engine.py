@@ -1,0 +1,221 @@
+"""One real SGLang fleet of two CPU engines behind the real router, and what a publication does to it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+
+from headrace.config.job import Job
+from headrace.errors import ChecksumMismatch, Unavailable
+from services.rollout.engine.api import Finish, SamplingParams, TensorSpec
+from services.rollout.engine.client import EngineClient
+from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
+from services.rollout.engine.machine import Machine, probe
+from services.rollout.engine.process import SglangProcess
+from services.rollout.generator import Generator
+from services.rollout.publication.receiver import Committed, Receiver
+from services.rollout.publication.state import GroupPlan, Plan
+from services.rollout.router import Router
+from services.rollout.service import sglang_factory
+from tests.support.tiny_model import make_tiny_qwen3
+from tests.support.weight_sender import TorchSender, engine_checksums
+
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+
+PROMPT = (1, 45, 67, 89, 2)
+
+
+@dataclass(frozen=True)
+class Stack:
+    checkpoint: Path
+    model: Qwen3ForCausalLM
+    machine: Machine
+    fleet: Fleet
+    receiver: Receiver
+    generator: Generator
+    router_url: str
+
+
+@pytest.fixture(scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    folder = tmp_path_factory.mktemp("engines")
+    checkpoint = make_tiny_qwen3(folder / "model")
+    job = Job.model_validate({"model": {"hf_checkpoint": checkpoint}})
+    machine = await probe()
+    router = Router("cache_aware", folder / "router.log", request_seconds=60)
+    timing = FleetTiming(start_seconds=120, check_interval_seconds=0.5)
+    fleet = Fleet(2, 1, sglang_factory(job, machine, folder), router, timing)
+    await asyncio.gather(router.start(), fleet.start())
+    client = EngineClient(router.url)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    yield Stack(
+        checkpoint, model, machine, fleet, Receiver(fleet), Generator(client, lambda: fleet.policy_version), router.url
+    )
+    await client.close()
+    await asyncio.gather(fleet.stop(), router.stop())
+
+
+async def test_generated_log_probs_equal_hugging_faces(stack: Stack) -> None:
+    prompts = [(*PROMPT, extra) for extra in range(10, 18)]
+    params = SamplingParams(max_new_tokens=24)
+    generations = await asyncio.gather(
+        *(stack.generator.generate(p, params, request_id=f"hf-{p[-1]}", seconds=60) for p in prompts)
+    )
+    for prompt, generation in zip(prompts, generations, strict=True):
+        assert generation.finish in (Finish.STOP, Finish.LENGTH)
+        assert [(r.policy_version, r.start, r.end) for r in generation.policy_ranges] == [
+            (stack.fleet.policy_version, 0, len(generation.tokens))
+        ]
+        expected = hugging_face_log_probs(stack.model, prompt, generation.tokens)
+        assert torch.allclose(torch.tensor(generation.log_probs), expected, atol=1e-4)
+
+
+async def test_a_stop_token_ends_the_response_and_stays_in_it(stack: Stack) -> None:
+    params = SamplingParams(max_new_tokens=200, stop_token_ids=tuple(range(150)))
+    generation = await stack.generator.generate(PROMPT, params, request_id="stop", seconds=60)
+    assert generation.finish is Finish.STOP
+    assert generation.tokens[-1] < 150
+
+
+async def test_published_weights_are_served_by_all_engines(stack: Stack) -> None:
+    weights = shifted(stack.model, 0.02)
+    sender = TorchSender(f"group-{uuid.uuid4().hex}")
+    first = await publish(stack, sender, weights, version=1)
+    assert first.engine_ids == ("engine-0", "engine-1")
+    assert {e.weights_digest for e in stack.fleet.engines} == {first.weights_digest}
+    generation = await stack.generator.generate(PROMPT, SamplingParams(max_new_tokens=16), request_id="v1", seconds=60)
+    assert {r.policy_version for r in generation.policy_ranges} == {1}
+    expected = hugging_face_log_probs(stack.model, PROMPT, generation.tokens)
+    assert torch.allclose(torch.tensor(generation.log_probs), expected, atol=1e-4)
+
+    again = await publish(stack, sender, shifted(stack.model, 0.01), version=2, group_alive=True)
+    assert again.weights_digest != first.weights_digest
+    assert again.paused_seconds < 5
+
+
+@pytest.mark.parametrize("pause_mode", ["in_place", "retract", "abort"])
+async def test_a_request_in_flight_carries_both_versions(stack: Stack, pause_mode: str) -> None:
+    before = stack.fleet.policy_version
+    params = SamplingParams(max_new_tokens=400, stop_token_ids=())
+    sender = TorchSender(f"group-{uuid.uuid4().hex}")
+    stream = stack.generator.stream(PROMPT, params, request_id=f"both-{pause_mode}", seconds=60)
+    async for generation in stream:
+        if len(generation.tokens) >= 5:
+            break
+    publishing = asyncio.create_task(
+        publish(stack, sender, shifted(stack.model, 0.01), version=before + 1, pause_mode=pause_mode)
+    )
+    async for generation in stream:  # noqa: B007  # the last one counts
+        pass
+    await publishing
+    assert [r.policy_version for r in generation.policy_ranges] == [before, before + 1]
+    assert generation.policy_ranges[0].end == generation.policy_ranges[1].start
+    assert generation.policy_ranges[1].end == len(generation.tokens) == len(generation.log_probs)
+
+
+async def test_an_engine_that_is_killed_comes_back_stale_and_joins_at_the_next_publication(stack: Stack) -> None:
+    version = stack.fleet.policy_version
+    victim = stack.fleet.engines[1]
+    assert isinstance(victim.process, SglangProcess)
+    os.kill(victim.process.pid, signal.SIGKILL)
+    async with asyncio.timeout(20):
+        while victim.state is not EngineState.DOWN and victim.restarts == 0:
+            await asyncio.sleep(0.05)
+    generation = await stack.generator.generate(
+        PROMPT, SamplingParams(max_new_tokens=8), request_id="one-left", seconds=60
+    )
+    assert len(generation.tokens) > 0
+    async with asyncio.timeout(120):
+        while victim.state is not EngineState.STALE:
+            await asyncio.sleep(0.1)
+    assert victim.restarts == 1
+    sender = TorchSender(f"group-{uuid.uuid4().hex}")
+    committed = await publish(stack, sender, shifted(stack.model, 0.01), version=version + 1)
+    assert committed.engine_ids == ("engine-0", "engine-1")
+    assert [e.state for e in stack.fleet.engines] == [EngineState.READY, EngineState.READY]
+
+
+async def test_weights_that_differ_from_the_senders_checksums_are_refused(stack: Stack) -> None:
+    version = stack.fleet.policy_version
+    weights = shifted(stack.model, 0.01)
+    lies = engine_checksums(weights) | {"model.norm.weight": "0123456789abcdef"}
+    sender = TorchSender(f"group-{uuid.uuid4().hex}")
+    with pytest.raises(ChecksumMismatch, match=r"first model\.norm\.weight: sent 0123456789abcdef"):
+        await publish(stack, sender, weights, version=version + 1, checksums=lies)
+    assert stack.fleet.policy_version == version
+    assert {e.state for e in stack.fleet.engines} <= {EngineState.DOWN, EngineState.STARTING, EngineState.STALE}
+
+
+async def test_an_engine_that_will_not_start_shows_its_last_words(stack: Stack, tmp_path: Path) -> None:
+    job = Job.model_validate(
+        {"model": {"hf_checkpoint": stack.checkpoint}, "sglang": {"attention_backend": "no_such_backend"}}
+    )
+    engine = SglangProcess(job, stack.machine, 0, tmp_path / "engine-0.log")
+    with pytest.raises(Unavailable, match="no_such_backend") as caught:
+        await engine.start(seconds=60)
+    assert caught.value.reason == "ENGINE_START_FAILED"
+    await engine.stop()
+
+
+async def publish(
+    stack: Stack,
+    sender: TorchSender,
+    weights: Mapping[str, torch.Tensor],
+    *,
+    version: int,
+    pause_mode: str = "in_place",
+    group_alive: bool = False,
+    checksums: Mapping[str, str] | None = None,
+) -> Committed:
+    buckets = two_buckets(weights)
+    plan = Plan(
+        publication_id=uuid.uuid4().hex,
+        epoch=1,
+        policy_version=version,
+        pause_mode=pause_mode,
+        backend="gloo",
+        deadline_seconds=60,
+        buckets={
+            number: [TensorSpec(name, tuple(weights[name].shape), "float32") for name in names]
+            for number, names in enumerate(buckets)
+        },
+        groups=[GroupPlan(sender.name, "127.0.0.1", sender.port, tuple(range(len(buckets))))],
+    )
+    begun = await stack.receiver.begin(plan)
+    assert begun.group_alive == (group_alive,)
+    if not group_alive:
+        await asyncio.to_thread(sender.join, begun.world_size)
+    for number, names in enumerate(buckets):
+        sending = asyncio.create_task(asyncio.to_thread(sender.send, [weights[name] for name in names]))
+        await stack.receiver.receive(plan.publication_id, number)
+        await sending
+    return await stack.receiver.commit(plan.publication_id, checksums or engine_checksums(weights))
+
+
+def two_buckets(weights: Mapping[str, torch.Tensor]) -> Sequence[Sequence[str]]:
+    names = list(weights)
+    return names[: len(names) // 2], names[len(names) // 2 :]
+
+
+def shifted(model: Qwen3ForCausalLM, scale: float) -> dict[str, torch.Tensor]:
+    """Moves the model's weights, and answers them by their names in the checkpoint."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=scale)
+    return dict(model.named_parameters())
+
+
+def hugging_face_log_probs(model: Qwen3ForCausalLM, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *response]])).logits[0].float()
+    log_probs = torch.log_softmax(logits[len(prompt) - 1 : -1], dim=-1)
+    return log_probs.gather(1, torch.tensor(response)[:, None])[:, 0]

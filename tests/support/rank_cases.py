@@ -1,0 +1,144 @@
+"""What a spawned rank does in the tests: builds a policy under a layout, and leaves what it did in the case's folder.
+
+log_probs.json   of every sample, before training (last stage)
+metrics.json     of both rollout steps
+initial, trained, twice_trained, resumed: exported models; `resumed` was restored after the first step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.config.job import Job
+from headrace.trajectory import Failure, Sample, Status
+
+VOCAB_SIZE = 320
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout of one model."""
+
+    name: str
+    folder: str
+    hf_checkpoint: str
+    megatron: Mapping[str, Any]
+    train: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def out(self) -> Path:
+        """Where its results are."""
+        return Path(self.folder) / self.name
+
+    def job(self) -> Job:
+        """The job it stands for."""
+        megatron = {
+            "lr": 1e-2,
+            # Adam divides by |g|: with a tiny epsilon the rounding noise of a zero gradient would be a full step.
+            "adam_eps": 1e-3,
+        }
+        train = {"micro_batch_size": 2, "num_steps_per_rollout": 2, "use_kl_loss": True, "kl_loss_coef": 0.1}
+        return Job.model_validate(
+            {
+                "model": {"hf_checkpoint": self.hf_checkpoint},
+                "rollout": {"num_rollout": 4, "rollout_temperature": 0.8},
+                "train": train | {"entropy_coef": 0.01, "use_tis": True, "eps_clip_high": 0.28} | dict(self.train),
+                "megatron": megatron | dict(self.megatron),
+                "checkpoint": {"save": str(self.out / "checkpoints")},
+            }
+        )
+
+
+def samples(seed: int) -> list[Sample]:
+    """Two steps' worth: uneven groups, one of a single sample, one failed sample, one that is masked in whole."""
+    random = np.random.default_rng(seed)
+    found = []
+    for group, size in enumerate((4, 3, 1, 2)):
+        for index in range(size):
+            failed, masked = (group, index) == (1, 2), (group, index) == (0, 3)
+            found.append(_sample(random, f"g{group}", index, failed=failed, masked=masked))
+    return found
+
+
+def _sample(random: np.random.Generator, group: str, index: int, *, failed: bool, masked: bool) -> Sample:
+    prompt, response = int(random.integers(2, 12)), int(random.integers(1, 20))
+    mask = (random.random(response) < 0.8).astype(np.uint8)
+    mask[-1] = 1
+    return Sample(
+        sample_id=f"{group}-{index}",
+        group_id=group,
+        index=index,
+        prompt="",
+        response="",
+        tokens=random.integers(3, VOCAB_SIZE, prompt + response).astype(np.int32),
+        loss_mask=mask * (0 if masked else 1),
+        rollout_log_probs=random.uniform(-6.5, -5.0, response).astype(np.float32),
+        status=Status.FAILED if failed else Status.COMPLETED,
+        reward=None if failed else float(random.normal()),
+        failure=Failure("ENGINE_GONE", "the engine went away") if failed else None,
+    )
+
+
+def run_case(case: Case) -> None:
+    """In every rank at once."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from services.trainer.checkpoint import Checkpoints
+    from services.trainer.parallel import initialize
+    from services.trainer.policy import Policy
+
+    job = case.job()
+    layout = initialize(job)
+    policy = Policy.build(job, layout)
+    if layout.rank == 0:
+        case.out.mkdir(parents=True)
+    dist.barrier()
+    policy.export(case.out / "initial")
+    log_probs = policy.log_probs(samples(0))
+    if layout.is_last_stage and layout.tp_rank == 0 and layout.dp_rank == 0:
+        (case.out / "log_probs.json").write_text(json.dumps([row.tolist() for row in log_probs]))
+    checkpoints = Checkpoints(job, case.out, layout)
+    metrics = [_train(policy, 0)]
+    policy.export(case.out / "trained")
+    checkpoints.save(policy, step=1, policy_version=1, epoch=1)
+    metrics.append(_train(policy, 1))
+    policy.export(case.out / "twice_trained")
+    resumed = Policy.build(job, layout)
+    assert checkpoints.restore_latest(resumed) == 1
+    metrics.append(_train(resumed, 1))
+    resumed.export(case.out / "resumed")
+    if layout.rank == 0:
+        (case.out / "metrics.json").write_text(json.dumps(metrics))
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def _train(policy: Any, step: int) -> dict[str, float]:
+    from services.trainer.batch import SampleFacts
+
+    by_id = {sample.sample_id: sample for sample in samples(step)}
+    facts = [SampleFacts.of(sample.pack().envelope) for sample in by_id.values()]
+    found: dict[str, float] = policy.train(step, facts, lambda ids: [by_id[i] for i in ids])
+    return found
+
+
+def main(script: Path) -> None:
+    """The cases of a script, each on a port of its own."""
+    entries: Sequence[dict[str, Any]] = json.loads(script.read_text())
+    for entry in entries:
+        os.environ["MASTER_PORT"] = str(entry.pop("port"))
+        run_case(Case(**entry))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,36 @@
+"""`python fake_service.py --address HOST:PORT [...]`: health, a child process, and the ways to go wrong."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+from headrace.rpc.server import RpcServer
+
+
+async def serve(args: argparse.Namespace) -> int:
+    server = RpcServer("fake", args.address, [])
+    await server.start()
+    if args.exit_after is not None:
+        await asyncio.sleep(args.exit_after)
+        return int(args.exit_code)
+    await server.run_until_signal()
+    return 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--children", type=Path, required=True, help="where the child's process id goes")
+    parser.add_argument("--exit-after", type=float, help="seconds of serving")
+    parser.add_argument("--exit-code", default=0)
+    parser.add_argument("--broken", help="print this and fail before serving")
+    args = parser.parse_args()
+    if args.broken:
+        sys.exit(args.broken)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    args.children.open("a").write(f"{child.pid}\n")
+    sys.exit(asyncio.run(serve(args)))

@@ -1,0 +1,177 @@
+"""Supervision of real processes: restarts, limits, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from headrace.launch.health import is_serving
+from headrace.launch.process import ServiceSpec
+from headrace.launch.supervisor import RestartPolicy, ServiceFailed, Supervisor
+from headrace.rpc.net import free_port
+
+HERE = Path(__file__).parent
+QUICK = RestartPolicy(max_restarts=2, first_backoff_seconds=0.05, longest_backoff_seconds=0.1)
+
+
+@dataclass
+class Stage:
+    """A folder, what the supervisor said, and the latest process ids."""
+
+    folder: Path
+    told: list[str] = field(default_factory=list)
+    pids: dict[str, int] = field(default_factory=dict)
+
+    def spec(self, *arguments: str, name: str = "fake", port: int | None = None) -> ServiceSpec:
+        address = f"127.0.0.1:{port or free_port()}"
+        return ServiceSpec(
+            name=name,
+            command=[
+                *(sys.executable, str(HERE / "fake_service.py"), "--address", address),
+                *("--children", str(self.folder / "children"), *arguments),
+            ],
+            address=address,
+            metrics_address="127.0.0.1:0",
+            log_file=self.folder / f"{name}.log",
+        )
+
+    def supervisor(self, *specs: ServiceSpec, until: str | None = None) -> Supervisor:
+        return Supervisor(specs, until, self.told.append, QUICK, self.pids.update)
+
+    def children(self) -> list[int]:
+        return [int(line) for line in (self.folder / "children").read_text().split()]
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    return Stage(tmp_path)
+
+
+@asynccontextmanager
+async def running(supervisor: Supervisor) -> AsyncIterator[None]:
+    task = asyncio.create_task(supervisor.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def becomes(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # processes and files set no event
+            await asyncio.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+async def test_a_killed_service_comes_back_at_the_same_address_without_its_old_children(stage: Stage) -> None:
+    spec = stage.spec()
+    async with running(stage.supervisor(spec)):
+        await becomes(lambda: any("ready" in line for line in stage.told))
+        first = stage.pids["fake"]
+        os.kill(first, signal.SIGKILL)
+        await becomes(lambda: sum("ready" in line for line in stage.told) == 2)
+        assert stage.pids["fake"] != first
+        assert await is_serving(spec.address)
+        old, new = stage.children()
+        assert not alive(old)
+        assert alive(new)
+    assert "fake ended with signal 9: restart 1 in 0.05 s" in stage.told
+
+
+async def test_cancelling_ends_services_and_their_descendants(stage: Stage) -> None:
+    async with running(stage.supervisor(stage.spec())):
+        await becomes(lambda: any("ready" in line for line in stage.told))
+        pid, (child,) = stage.pids["fake"], stage.children()
+        assert alive(pid)
+        assert alive(child)
+    assert not alive(pid)
+    assert not alive(child)
+
+
+@pytest.fixture
+def launcher(stage: Stage) -> Iterator[subprocess.Popen[bytes]]:
+    launcher = subprocess.Popen([sys.executable, str(HERE / "run_supervisor.py"), str(stage.folder)])
+    yield launcher
+    launcher.kill()
+    launcher.wait()
+
+
+async def test_nothing_outlives_a_launcher_that_was_killed(stage: Stage, launcher: subprocess.Popen[bytes]) -> None:
+    await becomes((stage.folder / "children").exists)
+    await becomes(lambda: bool(stage.children()))
+    (child,) = stage.children()
+    launcher.kill()
+    await becomes(lambda: not alive(child))
+
+
+async def test_a_service_that_keeps_dying_ends_the_run_with_its_last_lines(stage: Stage) -> None:
+    with pytest.raises(ServiceFailed, match=r"fake ended 3 times in 600 s, last with exit code 7; the end of") as error:
+        await stage.supervisor(stage.spec("--exit-after", "0.5", "--exit-code", "7")).run()
+    assert "serving" in error.value.message
+    assert sum("restart" in line for line in stage.told) == 2
+
+
+async def test_a_service_that_cannot_start_is_not_tried_again(stage: Stage) -> None:
+    other = stage.spec(name="other")
+    with pytest.raises(ServiceFailed, match="fake ended with exit code 1 before it was ready") as error:
+        await stage.supervisor(other, stage.spec("--broken", "CUDA is out of memory")).run()
+    assert "CUDA is out of memory" in error.value.message
+    assert not any("restart" in line for line in stage.told)
+    assert not alive(stage.pids["other"])
+
+
+async def test_a_mistake_in_the_job_is_not_tried_again(stage: Stage) -> None:
+    with pytest.raises(ServiceFailed, match="fake ended with exit code 2;"):
+        await stage.supervisor(stage.spec("--exit-after", "0.5", "--exit-code", "2")).run()
+
+
+async def test_the_last_service_ends_the_run(stage: Stage) -> None:
+    worker = stage.spec(name="worker")
+    await stage.supervisor(worker, stage.spec("--exit-after", "0.5", name="trainer"), until="trainer").run()
+    assert not alive(stage.pids["worker"])
+
+
+async def test_a_taken_port_is_named(stage: Stage) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ServiceFailed, match=f"fake cannot be started: 127.0.0.1:{port} is taken"):
+            await stage.supervisor(stage.spec(port=port)).run()
+
+
+async def test_a_service_that_hangs_at_the_start_is_given_up(stage: Stage) -> None:
+    spec = ServiceSpec(
+        name="slow",
+        command=[sys.executable, "-c", "print('loading'); import time; time.sleep(600)"],
+        address=f"127.0.0.1:{free_port()}",
+        metrics_address="127.0.0.1:0",
+        log_file=stage.folder / "slow.log",
+        environment={"PYTHONUNBUFFERED": "1"},
+        start_seconds=1.0,
+    )
+    started = time.monotonic()
+    with pytest.raises(ServiceFailed, match="slow does not serve after 1 s") as error:
+        await stage.supervisor(spec).run()
+    assert "loading" in error.value.message
+    assert time.monotonic() - started < 10
+    assert not alive(stage.pids["slow"])

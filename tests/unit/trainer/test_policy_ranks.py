@@ -1,0 +1,160 @@
+"""The policy under every layout, in real ranks over gloo: equal to transformers, to each other, and after a restart.
+
+One launch for each number of ranks; each rank runs all cases of that number (tests/support/rank_cases.py).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.support.rank_cases import Case, samples
+from tests.support.ranks import run_cases
+from tests.support.tiny_families import make_tiny
+
+pytestmark = pytest.mark.ranks
+
+TEMPERATURE = 0.8
+MODELS = {
+    "llama-tied": ("llama", True),
+    "llama-untied": ("llama", False),
+    "qwen2-untied": ("qwen2", False),
+    "qwen3-tied": ("qwen3", True),
+    "qwen3-untied": ("qwen3", False),
+}
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2": (2, {}),
+    "dp2-distributed-optimizer": (2, {"use_distributed_optimizer": True}),
+    "tp2": (2, TP2),
+    "pp2": (2, PP2),
+    "tp2-pp2": (4, TP2 | PP2),
+    "tp2-dp2": (4, TP2 | {"use_distributed_optimizer": True}),
+}
+PARALLEL_MODELS = ("qwen3-tied", "llama-untied")
+REPORTED = ("loss/policy", "loss/kl", "entropy", "grad_norm", "ratio/mean", "tokens", "log_prob_diff/mean")
+RUNS = [f"{model}@{layout}" for model in PARALLEL_MODELS for layout in LAYOUTS]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of all cases' results, and of the checkpoints they started from."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for name, (family, tied) in MODELS.items():
+        make_tiny(folder / name, family, tied=tied)
+    alone = [_case(folder, f"{model}@alone", model) for model in MODELS]
+    alone.append(_case(folder, "micro-batches-of-5", "qwen3-tied", train={"micro_batch_size": 5}))
+    alone.append(_case(folder, "recompute", "qwen3-tied", {"recompute_activations": True}))
+    alone.append(_case(folder, "per-token@alone", "qwen3-tied", train={"calculate_per_token_loss": True}))
+    run_cases(folder, 1, alone)
+    for world_size in (2, 4):
+        cases = [
+            _case(folder, f"{model}@{layout}", model, megatron)
+            for model in PARALLEL_MODELS
+            for layout, (ranks, megatron) in LAYOUTS.items()
+            if ranks == world_size
+        ]
+        if world_size == 2:
+            cases.append(_case(folder, "per-token@dp2", "qwen3-tied", train={"calculate_per_token_loss": True}))
+        run_cases(folder, world_size, cases)
+    return folder
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_log_probs_equal_transformers(runs: Path, model: str) -> None:
+    _assert_log_probs_of_transformers(runs, f"{model}@alone", model)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_log_probs_under_a_layout_equal_transformers(runs: Path, run: str) -> None:
+    _assert_log_probs_of_transformers(runs, run, run.split("@")[0])
+
+
+@pytest.mark.parametrize("run", [*(f"{model}@alone" for model in MODELS), *RUNS])
+def test_a_checkpoint_goes_through_megatron_and_back_bit_for_bit(runs: Path, run: str) -> None:
+    original, returned = _weights(runs / run.split("@")[0]), _weights(runs / run / "initial")
+    assert returned.keys() == original.keys()
+    assert all(torch.equal(returned[name], original[name]) for name in original)
+
+
+@pytest.mark.parametrize("run", [f"{model}@alone" for model in MODELS] + RUNS[-1:])
+def test_an_exported_model_loads_in_transformers_with_equal_logits(runs: Path, run: str) -> None:
+    tokens = torch.tensor([[5, 17, 256, 40, 8, 99]])
+    with torch.no_grad():
+        original = AutoModelForCausalLM.from_pretrained(runs / run.split("@")[0])(tokens).logits
+        exported = AutoModelForCausalLM.from_pretrained(runs / run / "initial")(tokens).logits
+    assert torch.equal(original, exported)
+    tokenizer = AutoTokenizer.from_pretrained(runs / run / "initial")
+    assert tokenizer.decode(tokenizer.encode("1 + 2")) == "1 + 2"
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_losses_gradients_and_weights_do_not_depend_on_the_layout(runs: Path, run: str) -> None:
+    _assert_same_training(runs, run, f"{run.split('@')[0]}@alone")
+
+
+@pytest.mark.parametrize("run", ["micro-batches-of-5", "recompute"])
+def test_they_do_not_depend_on_micro_batches_and_recomputation(runs: Path, run: str) -> None:
+    _assert_same_training(runs, run, "qwen3-tied@alone")
+
+
+def test_a_loss_per_token_does_not_depend_on_data_ranks(runs: Path) -> None:
+    _assert_same_training(runs, "per-token@dp2", "per-token@alone")
+    assert _metrics(runs, "per-token@alone")[0]["grad_norm"] != _metrics(runs, "qwen3-tied@alone")[0]["grad_norm"]
+
+
+@pytest.mark.parametrize("run", [*(f"{model}@alone" for model in MODELS), *RUNS])
+def test_training_moves_every_weight_and_a_restored_run_goes_on_bit_for_bit(runs: Path, run: str) -> None:
+    before, after = _weights(runs / run / "trained"), _weights(runs / run / "twice_trained")
+    resumed = _weights(runs / run / "resumed")
+    for name, weight in after.items():
+        assert torch.equal(resumed[name], weight), name
+        assert not torch.equal(before[name], weight), name
+    _, went_on, restored = _metrics(runs, run)
+    assert [went_on[name] for name in REPORTED] == [restored[name] for name in REPORTED]
+
+
+def _case(
+    folder: Path, name: str, model: str, megatron: dict[str, Any] | None = None, train: dict[str, Any] | None = None
+) -> Case:
+    return Case(name, str(folder), str(folder / model), megatron or {}, train or {})
+
+
+def _assert_log_probs_of_transformers(runs: Path, run: str, model: str) -> None:
+    found = json.loads((runs / run / "log_probs.json").read_text())
+    network = AutoModelForCausalLM.from_pretrained(runs / model)
+    for row, sample in zip(found, samples(0), strict=True):
+        tokens = torch.from_numpy(sample.tokens).long()
+        with torch.no_grad():
+            table = (network(tokens[None]).logits[0].double() / TEMPERATURE).log_softmax(-1)
+        start = sample.prompt_length
+        expected = table[start - 1 : -1].gather(1, tokens[start:, None])[:, 0]
+        assert torch.allclose(torch.tensor(row, dtype=torch.float64), expected, rtol=0, atol=1e-4)
+
+
+def _assert_same_training(runs: Path, run: str, other: str) -> None:
+    for mine, theirs in zip(_metrics(runs, run), _metrics(runs, other), strict=True):
+        for name in REPORTED:
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
+    for folder in ("trained", "twice_trained"):
+        expected = _weights(runs / other / folder)
+        for name, weight in _weights(runs / run / folder).items():
+            distance = (weight - expected[name]).norm() / expected[name].norm()
+            assert distance < 1e-5, f"{folder} {name}: {distance:.2e}"
+
+
+def _metrics(runs: Path, run: str) -> list[dict[str, float]]:
+    found: list[dict[str, float]] = json.loads((runs / run / "metrics.json").read_text())
+    return found
+
+
+def _weights(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
