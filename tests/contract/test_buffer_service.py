@@ -223,7 +223,7 @@ async def test_two_streams_may_use_the_same_sample_ids(client: BufferClient) -> 
     await client.create_stream(stream(name="other"))
     samples = {}
     for name in ("train", "other"):
-        await client.submit_prompts(name, text_prompts("a"))
+        await client.submit_prompts(name, text_prompts(name))
         (lease,) = (await client.lease_groups(name, "p", 1)).leases
         put = complete_put(lease)
         for i, packed in enumerate(put.samples):
