@@ -47,7 +47,8 @@ class Pipeline:
         self, inputs: StepInputs, old: Sequence[Tensor] | None, reference: Sequence[Tensor] | None
     ) -> dict[str, float]:
         """Accumulates the gradients of one optimizer step; returns its metrics, equal on all ranks."""
-        frozen = zip(old or [None] * len(inputs), reference or [None] * len(inputs), strict=True)
+        absent: list[Tensor | None] = [None] * len(inputs)
+        frozen = zip(old or absent, reference or absent, strict=True)
         feed = iter([(micro, *pair) for micro, pair in zip(inputs, frozen, strict=True)])
         outcomes = self._run(feed, inputs, self._loss_step, forward_only=False)
         return self._metrics(outcomes)

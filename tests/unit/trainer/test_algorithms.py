@@ -194,6 +194,4 @@ def test_failed_samples_are_not_counted_as_rollouts() -> None:
         facts("b", status="failed", trained_tokens=9),
         facts("c", trained_tokens=0),
     ]
-    assert Reduction.of([facts("a", trained_tokens=4), failed, masked], per_token=False) == Reduction(
-        num_rollouts=1, num_tokens=4, per_token=False
-    )
+    assert Reduction.of(samples, per_token=False) == Reduction(num_rollouts=1, num_tokens=4, per_token=False)
