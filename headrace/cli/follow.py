@@ -27,12 +27,12 @@ async def follow(job: Job, view: RunView) -> None:
 
 
 async def _progress(job: Job, view: RunView) -> None:
-    next_step = 0
+    step = 0
     async with TrainerClient(address_of(job, "trainer")) as trainer:
         while True:
             with suppress(HeadraceError):  # it starts or restarts: ask again
-                async for row in trainer.watch_progress(next_step):
-                    next_step = row.step + 1
+                async for row in trainer.watch_progress(step):
+                    step = row.step  # it may have another row: evaluation comes after training
                     view.on_progress(row)
             await asyncio.sleep(_PAUSE_SECONDS)
 

@@ -32,7 +32,8 @@ class RunView:
         self._fleet: rollout_pb2.GetFleetResponse | None = None
         self._tokens: deque[tuple[float, int]] = deque(maxlen=20)
         self._rewards: dict[int, float] = {}
-        self._evaluations: dict[str, list[tuple[int, float]]] = {}
+        self._evaluations: dict[str, dict[int, float]] = {}
+        self._seen: set[tuple[int, int]] = set()
         self._latest: Mapping[str, float] = {}
         self.ended = False
 
@@ -61,16 +62,20 @@ class RunView:
         self._tokens.append((time.monotonic(), fleet.tokens_produced))
 
     def on_progress(self, row: trainer_pb2.WatchProgressResponse) -> None:
-        """One finished step or evaluation; one that comes again replaces the first."""
+        """A finished step (counted from 1) or evaluation. A step that is trained again replaces the first."""
+        key = (row.step, row.time.ToNanoseconds())
+        if key in self._seen:
+            return
+        self._seen.add(key)
         metrics = dict(row.metrics)
         if "reward/mean" in metrics:
             self._rewards[row.step] = metrics["reward/mean"]
         for name, value in metrics.items():
             if name.startswith("eval/") and name.count("/") == 1:
-                self._evaluations.setdefault(name, []).append((row.step, value))
+                self._evaluations.setdefault(name, {})[row.step] = value
         self._latest = {**self._latest, **metrics}
         if shown := _shown(metrics):
-            self._unread.append(f"step {row.step + 1}/{self._job.rollout.num_rollout}  {shown}")
+            self._unread.append(f"step {row.step}/{self._job.rollout.num_rollout}  {shown}")
 
     def tokens_per_second(self) -> float:
         """Response tokens over the last twenty answers."""
@@ -85,11 +90,11 @@ class RunView:
         lines = [f"finished {len(self._rewards)} steps in {minutes} min {seconds} s"]
         rewards = [self._rewards[step] for step in sorted(self._rewards)]
         if len(rewards) >= 6:
-            first, last = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3
-            lines.append(f"mean reward: first three steps {first:.3f}, last three {last:.3f}")
+            before, after = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3
+            lines.append(f"mean reward: first three steps {before:.3f}, last three {after:.3f}")
         for name, values in sorted(self._evaluations.items()):
-            (first_step, before), (last_step, after) = values[0], values[-1]
-            lines.append(f"{name}: {before:.3f} at step {first_step}, {after:.3f} at step {last_step}")
+            first, last = min(values), max(values)
+            lines.append(f"{name}: {values[first]:.3f} after step {first}, {values[last]:.3f} after step {last}")
         return lines
 
     def __rich__(self) -> RenderableType:
@@ -109,7 +114,8 @@ class RunView:
         rewards = [self._rewards[step] for step in sorted(self._rewards)]
         table.add_row("reward", sparkline(rewards[-_SPARKS_SHOWN:]), f"{rewards[-1]:.3f}" if rewards else "–")
         for name, values in sorted(self._evaluations.items()):
-            table.add_row(name, sparkline([value for _, value in values][-_SPARKS_SHOWN:]), f"{values[-1][1]:.3f}")
+            shown = [values[step] for step in sorted(values)]
+            table.add_row(name, sparkline(shown[-_SPARKS_SHOWN:]), f"{shown[-1]:.3f}")
         table.add_row("training", _shown(self._latest, skip=("reward/mean",)) or "–", "")
         table.add_row("rollout", *self._rollout())
         return table

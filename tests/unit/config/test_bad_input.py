@@ -98,8 +98,8 @@ def test_wrong_variables(load_with) -> None:
 
 
 def test_two_batch_sizes_missing(model: Path) -> None:
-    flags = ["--hf-checkpoint", str(model), "--rollout-batch-size", "4", "--n-samples-per-prompt", "8"]
-    with pytest.raises(ConfigError, match="global_batch_size and num_steps_per_rollout are not given"):
+    flags = ["--hf-checkpoint", str(model), "--n-samples-per-prompt", "8", "--num-steps-per-rollout", "2"]
+    with pytest.raises(ConfigError, match="rollout_batch_size and global_batch_size are not given"):
         load(None, flags, {})
 
 

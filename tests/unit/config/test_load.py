@@ -100,3 +100,9 @@ def test_one_of_the_four_batch_sizes_is_derived(model: Path, left_out: str, deri
     job = load(None, ["--hf-checkpoint", str(model), *flags], {})
     found = job.rollout.model_dump() | job.train.model_dump()
     assert found[left_out] == derived
+
+
+def test_without_a_word_about_it_a_rollout_is_one_optimizer_step(model: Path) -> None:
+    flags = ["--hf-checkpoint", str(model), "--rollout-batch-size", "4", "--n-samples-per-prompt", "8"]
+    job = load(None, flags, {})
+    assert (job.train.num_steps_per_rollout, job.train.global_batch_size) == (1, 32)

@@ -1,0 +1,153 @@
+"""What a person types, and what is printed."""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+
+import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
+from rich.console import Console
+
+from headrace.api.rollout.v1 import rollout_pb2
+from headrace.api.trainer.v1 import trainer_pb2
+from headrace.cli.main import main
+from headrace.cli.run_view import RunView, sparkline
+from headrace.cli.submit import prompts_of
+from headrace.errors import FailedPrecondition, InvalidArgument
+from headrace.launch.launcher import Launcher
+from headrace.launch.run_folder import RunFolder, ServiceEntry
+from headrace.launch.specs import without_address
+
+
+def test_check_prints_the_plan(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(job_file), "--actor-num-gpus-per-node", "4", "--tensor-model-parallel-size", "2"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "4 ranks" in printed
+    assert "data 2 x tensor 2 x pipeline 1" in printed
+    assert "4 prompts x 8 samples = 2 optimizer steps x 16 samples" in printed
+    assert "buffer started here" in printed
+    assert "megatron-core" in printed
+
+
+def test_a_mistake_is_one_line_and_exit_code_2(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(job_file), "--num-rolout", "3"]) == 2
+    said = capsys.readouterr().err
+    assert said == "headrace: unknown flag --num-rolout: did you mean --num-rollout?\n"
+
+
+def test_brackets_in_messages_are_not_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "job.toml").write_text("[rollout]\neps_clip = 1\n")
+    assert main(["check", str(tmp_path / "job.toml")]) == 2
+    assert "[rollout] eps_clip: unknown key here: it belongs in [train]" in capsys.readouterr().err
+
+
+def test_an_unknown_command_and_an_unknown_service(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian"]) == 2
+    assert "did you mean train?" in capsys.readouterr().err
+    assert main(["up", "bufer"]) == 2
+    assert "unknown service bufer: did you mean buffer?" in capsys.readouterr().err
+
+
+def test_a_run_that_is_not_there(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["status"]) == 1
+    assert "no run in" in capsys.readouterr().err
+    folder = RunFolder(tmp_path / "runs" / "one")
+    folder.path.mkdir(parents=True)
+    folder.write_services({"buffer": ServiceEntry("127.0.0.1:1", None, None)})
+    assert main(["samples", "two"]) == 1
+    assert "no run two; runs here: one" in capsys.readouterr().err
+
+
+def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    printed = capsys.readouterr().out
+    for flag in ("--rollout-batch-size X", "--eval-prompt-data NAME PATH", "--swiglu", "--sglang-NAME"):
+        assert flag in printed
+
+
+def test_services_with_an_address_are_not_started(load_with) -> None:
+    job = load_with("--reward-address", "127.0.0.1:7003", "--trainer-address", "127.0.0.1:7004")
+    assert without_address(job) == ["buffer", "rollout", "trainer"]
+    launcher = Launcher(job, without_address(job), print)
+    assert launcher.job.services.reward_address == "127.0.0.1:7003"
+    assert launcher.job.services.trainer_address == "127.0.0.1:7004"
+    assert launcher.job.services.buffer_address is not None
+
+
+async def test_a_service_runs_once_in_a_run(load_with, tmp_path: Path) -> None:
+    job = load_with("--run-dir", str(tmp_path / "runs"))
+    first, second = (Launcher(job, ["buffer"], print) for _ in range(2))
+    first.folder.path.mkdir(parents=True)
+    lock = (first.folder.path / ".buffer.lock").open("w")
+
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with pytest.raises(FailedPrecondition, match="the buffer service of run .* is running already"):
+        await second.run()
+    lock.close()
+
+
+def test_prompts_of_a_file_keep_their_ids(tmp_path: Path) -> None:
+    path = tmp_path / "more.jsonl"
+    path.write_text('{"prompt": "4 + 3", "label": 7}\n\n{"prompt": [{"role": "user", "content": "hello"}]}\n')
+    first, second = prompts_of(path, chat=False)
+    assert (first.text, first.label) == ("4 + 3", "7")
+    assert second.messages.messages[0].content == "hello"
+    assert [prompt.prompt_id for prompt in prompts_of(path, chat=False)] == [first.prompt_id, second.prompt_id]
+    assert next(prompts_of(path, chat=True)).messages.messages[0].role == "user"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "more.jsonl, line 1: Expecting"),
+        ('{"text": "a"}', 'line 1: an object with "prompt"'),
+        ('{"prompt": "a", "metadata": 3}', '"metadata" is int'),
+        ('{"prompt": ["a"]}', "a message is an object with role and content, not 'a'"),
+    ],
+)
+def test_a_bad_prompt_is_named_by_its_line(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "more.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(InvalidArgument, match=message):
+        list(prompts_of(path, chat=False))
+
+
+def test_a_row_that_comes_again_is_one_row_and_a_step_that_is_trained_again_replaces_the_first(load_with) -> None:
+    view = RunView(load_with())
+    rewards = [0.1, 0.1, 0.9, 0.1, 0.4, 0.4, 0.4]
+    for time, (step, reward) in enumerate(zip([1, 2, 3, 3, 4, 5, 6], rewards, strict=True)):
+        for _ in range(2):
+            view.on_progress(_row(step, time, {"reward/mean": reward}))
+    view.on_progress(_row(6, 7, {"eval/sums": 0.5}))
+    lines = view.summary()
+    assert lines[0].startswith("finished 6 steps")
+    assert "mean reward: first three steps 0.100, last three 0.400" in lines
+    assert "eval/sums: 0.500 after step 6, 0.500 after step 6" in lines
+    assert len(view.unread()) == 8
+
+
+def test_the_view_renders_from_the_first_moment_on(load_with) -> None:
+
+    console = Console(width=140, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    view = RunView(load_with())
+    console.print(view)
+    waiting = trainer_pb2.PHASE_WAITING
+    view.on_status(trainer_pb2.GetStatusResponse(phase=waiting, step=2, num_steps=9, groups_per_step=4))
+    view.on_fleet(rollout_pb2.GetFleetResponse(engines=[rollout_pb2.Engine(state=rollout_pb2.ENGINE_STATE_READY)]))
+    view.note("rollout ready after 3 s")
+    console.print(view)
+    text = console.export_text()
+    for part in ("starting", "2/9  waiting", "0/4 ready", "1/1 engines ready", "rollout ready after 3 s"):
+        assert part in text
+
+
+def test_a_sparkline_goes_from_lowest_to_highest() -> None:
+    assert sparkline([]) == ""
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert sparkline([1.0, 1.0]) == "▁▁"
+
+
+def _row(step: int, time: int, metrics: dict[str, float]) -> trainer_pb2.WatchProgressResponse:
+    return trainer_pb2.WatchProgressResponse(step=step, time=Timestamp(seconds=time), metrics=metrics)
