@@ -84,9 +84,14 @@ class RolloutClient:
 
     # New weights
 
-    async def begin_publish(self, request: pb.BeginPublishRequest) -> pb.BeginPublishResponse:
-        """Opens a publication; the engines wait in the groups from now on. Raises FailedPrecondition, Fenced."""
-        reply: pb.BeginPublishResponse = await self._call(self._stub.BeginPublish, request)
+    async def begin_publish(
+        self, request: pb.BeginPublishRequest, *, deadline_seconds: float
+    ) -> pb.BeginPublishResponse:
+        """Opens a publication; the engines wait in the groups from now on. Raises FailedPrecondition, Fenced.
+
+        A service that still starts its engines is waited for until the deadline.
+        """
+        reply: pb.BeginPublishResponse = await self._call(self._stub.BeginPublish, request, deadline_seconds)
         return reply
 
     async def publish_bucket(self, publication_id: str, bucket: int, *, deadline_seconds: float) -> Sequence[str]:

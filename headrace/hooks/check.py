@@ -48,12 +48,12 @@ def check_hook(path: str, kind: Kind | None = None, args: HookArgs | None = None
 
 async def _check(path: str, kind: Kind | None, args: HookArgs) -> CheckReport:
     report = CheckReport(path, kind)
-    pool = WorkerPool(1)
+    pool, name = WorkerPool(1), f"hook {path}"
     try:
-        report.kind, report.version = await pool.run(recognise, path, kind, timeout_seconds=_LOAD_SECONDS)
+        report.kind, report.version = await pool.run(recognise, path, kind, timeout_seconds=_LOAD_SECONDS, name=name)
         report.passed.append(f"loads, and is a {report.kind} function")
         if report.kind != "generate":
-            rewards = await pool.run(try_reward, path, report.kind, args, timeout_seconds=_TRY_SECONDS)
+            rewards = await pool.run(try_reward, path, report.kind, args, timeout_seconds=_TRY_SECONDS, name=name)
             report.passed.append(f"judges {len(rewards)} sample answers: {rewards}")
     except WorkerError as error:
         report.failed.append(error.message)

@@ -14,7 +14,7 @@ from typing import Any
 from headrace.errors import ResourceExhausted
 from headrace.rpc.log import log
 from headrace.workers.errors import WorkerError, WorkerRaised
-from headrace.workers.process import Innocent, Worker, describe
+from headrace.workers.process import Innocent, Worker
 
 
 class WorkerPool:
@@ -62,29 +62,33 @@ class WorkerPool:
             await self.close()
             raise
 
-    async def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float) -> Any:
+    async def run(
+        self, function: Callable[..., Any], *args: Any, timeout_seconds: float, name: str | None = None
+    ) -> Any:
         """`function(*args)`, awaited if it is a coroutine; the limit counts from its start, not from its wait.
 
+        `name` stands for the function in messages: what a person calls the thing, e.g. the path of a hook.
         Raises WorkerTimeout, WorkerCrashed, WorkerRaised, or ResourceExhausted when too many calls wait.
         """
+        name = name or f"{function.__module__}.{function.__qualname__}"
         slot = await self._take_place()
         try:
             worker = await slot.ready()
-            return await worker.call(function, args, timeout_seconds)
+            return await worker.call(function, args, timeout_seconds=timeout_seconds, name=name)
         except WorkerRaised as error:
             if not error.is_ours:  # ours say what is wrong in their message
-                log.warning("worker_call_raised", function=describe(function), traceback=error.traceback)
+                log.warning("worker_call_raised", function=name, traceback=error.traceback)
             raise
         except WorkerError as error:
-            log.warning("worker_call_ended", function=describe(function), message=error.message)
+            log.warning("worker_call_ended", function=name, message=error.message)
             raise
         except Innocent:
-            log.info("worker_call_runs_again", function=describe(function))
+            log.info("worker_call_runs_again", function=name)
         finally:
             self._places.put_nowait(slot)
         if self._alone is None:
             self._alone = WorkerPool(self._size, prepare=self._prepare, prepare_seconds=self._prepare_seconds)
-        return await self._alone.run(function, *args, timeout_seconds=timeout_seconds)
+        return await self._alone.run(function, *args, timeout_seconds=timeout_seconds, name=name)
 
     async def close(self) -> None:
         """Ends every worker, and with it the calls they hold."""
@@ -125,7 +129,9 @@ class _Slot:
         worker = await Worker.start()
         if self._prepare is not None:
             try:
-                await worker.call(run_prepare, (self._prepare,), self._prepare_seconds)
+                await worker.call(
+                    *(run_prepare, (self._prepare,)), timeout_seconds=self._prepare_seconds, name="preparation"
+                )
             except WorkerError:
                 await worker.close()
                 raise

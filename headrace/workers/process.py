@@ -7,6 +7,7 @@ ends with one call pending, that call is to blame; with several, nobody knows wh
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -21,7 +22,7 @@ from headrace.workers import frame
 from headrace.workers.errors import WorkerCrashed, WorkerRaised, WorkerTimeout
 
 # A coroutine that waits is cancelled by the worker itself at its limit; only one that does not yield has to be killed.
-_KILL_GRACE_SECONDS = 0.25
+_KILL_GRACE_SECONDS = 1.0
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from headrace.workers.child import main; main(int(sys.argv[1]))"
@@ -66,9 +67,10 @@ class Worker:
         """The child's process id."""
         return self._process.pid
 
-    async def call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout_seconds: float) -> Any:
-        """What the function returns in the child. Raises WorkerError, or Innocent."""
-        name = describe(function)
+    async def call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], *, timeout_seconds: float, name: str
+    ) -> Any:
+        """What the function returns in the child. Raises WorkerError, whose message says `name`, or Innocent."""
         call_id = next(self._ids)
         reply: asyncio.Future[frame.Reply] = asyncio.get_running_loop().create_future()
         start = frame.Start(call_id, pickle.dumps((function, args)), timeout_seconds)
@@ -90,7 +92,8 @@ class Worker:
         """Ends the process and its children now."""
         self._mark_ended()
         if self._process.returncode is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # dead, and not yet reaped
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     async def close(self) -> None:
         """Kills, and returns when the process is gone."""
@@ -116,7 +119,7 @@ class Worker:
                 if not waiting.done():  # else its caller was cancelled
                     waiting.set_result(reply)
         except EOFError:
-            self._mark_ended()
+            self.kill()  # a process that closed its socket and lives on is of no use
         self._writer.close()
         returncode = await self._process.wait()
         for future in self._pending.values():
@@ -128,11 +131,6 @@ class _Ended(Exception):
     def __init__(self, returncode: int) -> None:
         super().__init__(returncode)
         self.returncode = returncode
-
-
-def describe(function: Callable[..., Any]) -> str:
-    """A function's name for messages."""
-    return f"{function.__module__}.{function.__qualname__}"
 
 
 def _result(reply: frame.Reply, name: str, timeout_seconds: float) -> Any:

@@ -75,7 +75,6 @@ class Group:
     seq: int
     prompt: Prompt
     state: GroupState = GroupState.QUEUED
-    requeued: bool = False
     attempts: int = 0
     """Leases that count against max_attempts."""
     num_leases: int = 0

@@ -140,9 +140,7 @@ def lease(
 def _grant(work: Work, book: StreamBook, group: Group, producer_id: str, request_id: str, ledger_id: str) -> Group:
     number = group.num_leases + 1
     lease = Lease(f"{group.group_id}#{number}.{ledger_id}", producer_id, request_id, book.state.policy_version)
-    leased = replace(
-        group, state=GroupState.LEASED, lease=lease, num_leases=number, attempts=group.attempts + 1, requeued=False
-    )
+    leased = replace(group, state=GroupState.LEASED, lease=lease, num_leases=number, attempts=group.attempts + 1)
     leased = work.change(book, leased, "leased", detail=f"lease {lease.lease_id} to {producer_id}")
     work.leases.grant(leased, work.now.monotonic + book.state.config.lease_seconds)
     return leased
@@ -168,7 +166,6 @@ def release(work: Work, book: StreamBook, group: Group, given: Release) -> None:
     queued = replace(
         work.end_lease(group),
         state=GroupState.QUEUED,
-        requeued=True,
         attempts=group.attempts - 1,
         partials=partials,
     )

@@ -1,4 +1,7 @@
-"""QUEUED groups in the order producers get them: by priority where asked, those that came back first, then by age."""
+"""QUEUED groups in the order producers get them: by priority where asked, then by age.
+
+Groups leave by age, so one that comes back (a lost lease, a failure) is older than all that wait: it is at the front.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ class PromptQueue:
 
     def __init__(self, selection: Selection) -> None:
         self._by_priority = selection is Selection.PRIORITY
-        self._heap: list[tuple[int, bool, int, str]] = []
+        self._heap: list[tuple[int, int, str]] = []
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -21,7 +24,7 @@ class PromptQueue:
     def add(self, group: Group) -> None:
         """Puts it in its place."""
         priority = -group.prompt.priority if self._by_priority else 0
-        heapq.heappush(self._heap, (priority, not group.requeued, group.seq, group.group_id))
+        heapq.heappush(self._heap, (priority, group.seq, group.group_id))
 
     def take(self, count: int) -> list[str]:
         """Removes at most `count` ids from the front."""

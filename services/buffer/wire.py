@@ -54,7 +54,7 @@ def to_put(message: pb.GroupPut) -> GroupPut:
         lease_id=require(message.lease_id, "groups.lease_id"),
         group_id=group_id,
         outcome=outcome,
-        samples=tuple(_to_sample(s, group_id, f"sample/{s.envelope.sample_id}") for s in samples),
+        samples=tuple(_to_sample(s, group_id, f"sample/{group_id}/{s.envelope.sample_id}") for s in samples),
         failure=Failure(message.failure.reason, message.failure.message) if message.HasField("failure") else None,
     )
 

@@ -103,7 +103,7 @@ class Work:
     def requeue_or_fail(self, book: StreamBook, group: Group, kind: str, failure: Failure) -> Group:
         """After a failed attempt: to the front of the queue, or FAILED when it was the last."""
         if group.attempts < book.state.config.max_attempts:
-            queued = replace(group, state=GroupState.QUEUED, requeued=True)
+            queued = replace(group, state=GroupState.QUEUED)
             return self.change(book, queued, kind, detail=f"{failure.reason}: {failure.message}")
         self.forget(group.partials)
         failed = replace(group, state=GroupState.FAILED, failure=failure, partials=())
@@ -128,5 +128,5 @@ class Work:
         if book.state.config.expiry_action is ExpiryAction.DROP:
             dropped = replace(bare, state=GroupState.DROPPED, failure=Failure("EXPIRED", message))
             return self.change(book, dropped, "expired", detail=message)
-        queued = replace(bare, state=GroupState.QUEUED, requeued=True, attempts=group.attempts - 1)
+        queued = replace(bare, state=GroupState.QUEUED, attempts=group.attempts - 1)
         return self.change(book, queued, "expired", detail=message)

@@ -100,10 +100,12 @@ class Judge:
 
     async def _rewards(self, scorer: Scorer, batch: Sequence[ScoreItem]) -> list[Reward]:
         if scorer.hook is None:
-            return [await self._pool.run(run_builtin, scorer.name, batch[0], timeout_seconds=self._timeout_seconds)]
+            limit, name = self._timeout_seconds, f"scorer {scorer.name}"
+            return [await self._pool.run(run_builtin, scorer.name, batch[0], timeout_seconds=limit, name=name)]
         rewards: list[Reward] = await self._pool.run(
             *(run_custom, scorer.hook.path, scorer.hook.form, self._args, batch),
             timeout_seconds=self._timeout_seconds * len(batch),
+            name=f"hook {scorer.hook.path}",
         )
         return rewards
 

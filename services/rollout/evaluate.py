@@ -15,7 +15,7 @@ from headrace.trajectory import Sample, Status
 from services.rollout.engine.api import SamplingParams
 from services.rollout.judge import Judge
 from services.rollout.prompts import EncodedPrompt, PromptEncoder
-from services.rollout.sampling import SampleMaker, SampleRequest, merged_params, seed_of
+from services.rollout.sampling import Maker, SampleRequest, merged_params, seed_of
 
 _AT_ONCE = 64
 
@@ -34,7 +34,7 @@ class Evaluator:
     """Judges whatever version the engines serve."""
 
     def __init__(
-        self, encoder: PromptEncoder, maker: SampleMaker, judge: Judge, defaults: SamplingParams, *, seed: int
+        self, encoder: PromptEncoder, maker: Maker, judge: Judge, defaults: SamplingParams, *, seed: int
     ) -> None:
         self._encoder = encoder
         self._maker = maker
@@ -58,20 +58,20 @@ class Evaluator:
         done = 0
         try:
             for next_done in asyncio.as_completed(tasks):
-                number, sample = await next_done
-                finished[number].append(sample)
+                number, samples = await next_done
+                finished[number] += samples
                 done += 1
-                yield Progress(done, total, (sample,))
+                yield Progress(done, total, tuple(samples))
         finally:
             for task in tasks:
                 task.cancel()
         results = tuple(_result(d.name, samples) for d, samples in zip(datasets, finished, strict=True))
         yield Progress(done, total, results=results)
 
-    async def _one(self, number: int, request: SampleRequest, places: asyncio.Semaphore) -> tuple[int, Sample]:
+    async def _one(self, number: int, request: SampleRequest, places: asyncio.Semaphore) -> tuple[int, list[Sample]]:
         async with places:
-            sample = await self._maker.make(request)
-        return number, (await self._judge.judge([sample]))[0]
+            made = await self._maker.make_all([request], evaluation=True)
+        return number, await self._judge.judge(made)
 
     def _requests(self, dataset: pb.EvalDataset) -> Iterator[SampleRequest]:
         if not dataset.name or dataset.n_samples_per_prompt < 1:

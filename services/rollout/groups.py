@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 from headrace.api.buffer.v1 import buffer_pb2
@@ -12,7 +11,7 @@ from headrace.trajectory import Failure, Sample, Status, from_json
 from services.rollout.engine.api import SamplingParams
 from services.rollout.judge import Judge
 from services.rollout.prompts import EncodedPrompt, PromptEncoder
-from services.rollout.sampling import SampleMaker, SampleRequest, seed_of
+from services.rollout.sampling import Maker, SampleRequest, seed_of
 
 
 class GroupMaker:
@@ -21,7 +20,7 @@ class GroupMaker:
     def __init__(
         self,
         encoder: PromptEncoder,
-        maker: SampleMaker,
+        maker: Maker,
         judge: Judge,
         params: SamplingParams,
         *,
@@ -47,8 +46,7 @@ class GroupMaker:
         if params is None:
             return _put(lease, buffer_pb2.PUT_OUTCOME_DROPPED, failure=self._too_long(prompt))
         requests = [self._request(lease, prompt, params, index) for index in range(lease.n_samples)]
-        samples = await asyncio.gather(*(self._maker.make(request) for request in requests))
-        samples = await self._judge.judge(samples)
+        samples = await self._judge.judge(await self._maker.make_all(requests, evaluation=False))
         if all(s.status is Status.FAILED for s in samples):
             return _put(lease, buffer_pb2.PUT_OUTCOME_FAILED, failure=samples[0].failure)
         return _put(lease, buffer_pb2.PUT_OUTCOME_COMPLETE, samples=samples)

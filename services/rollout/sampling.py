@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -75,6 +76,15 @@ def seed_of(rollout_seed: int, group_id: str, attempt: int, index: int) -> int:
     return int.from_bytes(digest[:4], "big") >> 1
 
 
+class Maker(Protocol):
+    """The engines' own generation, or a user's function."""
+
+    in_flight: int
+
+    async def make_all(self, requests: Sequence[SampleRequest], *, evaluation: bool) -> list[Sample]:
+        """Samples without rewards; one that could not be made is FAILED."""
+
+
 class SampleMaker:
     """Makes single samples. A failure is the sample's own: it comes back FAILED with its reason."""
 
@@ -83,6 +93,10 @@ class SampleMaker:
         self._encoder = encoder
         self._seconds = seconds
         self.in_flight = 0
+
+    async def make_all(self, requests: Sequence[SampleRequest], *, evaluation: bool) -> list[Sample]:
+        """One sample for each request, side by side."""
+        return await asyncio.gather(*(self.make(request) for request in requests))
 
     async def make(self, request: SampleRequest) -> Sample:
         """A sample without reward."""

@@ -14,6 +14,7 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.client.buffer import BufferClient
 from headrace.config.job import Job
 from headrace.errors import ConfigError, HeadraceError
+from services.rollout.custom import CustomMaker, custom_args
 from services.rollout.engine import arguments
 from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.engine.client import EngineClient
@@ -30,7 +31,7 @@ from services.rollout.producer import Producer
 from services.rollout.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.publication.receiver import Receiver
 from services.rollout.router import Router
-from services.rollout.sampling import SampleMaker, job_params, merged_params
+from services.rollout.sampling import Maker, SampleMaker, job_params, merged_params
 
 _STREAM = "train"
 
@@ -41,7 +42,7 @@ class RolloutParts:
 
     encoder: PromptEncoder
     generator: Generator
-    maker: SampleMaker
+    maker: Maker
     judge: Judge
     evaluator: Evaluator
     fleet: Fleet
@@ -81,10 +82,11 @@ class RolloutService:
             FleetTiming(),
         )
         generator = Generator(self._router_client, lambda: fleet.policy_version)
-        maker = SampleMaker(generator, encoder, seconds=seconds)
+        hook = job.rollout.custom_generate_function_path
+        self._custom = CustomMaker(hook, custom_args(job, self._router.url), seconds=seconds) if hook else None
+        maker: Maker = self._custom or SampleMaker(generator, encoder, seconds=seconds)
         judge = Judge(
             _required(job.services.reward_address, "reward_address"),
-            scorer="",
             item_seconds=job.reward.reward_timeout_seconds,
         )
         groups = GroupMaker(
@@ -121,6 +123,8 @@ class RolloutService:
     async def start(self) -> None:
         """Engines and router first, then production. Raises Unavailable when one of them will not start."""
         try:
+            if self._custom:
+                await self._custom.start()
             await self._router.start()
             await self.parts.fleet.start()
         except HeadraceError:
@@ -137,6 +141,8 @@ class RolloutService:
         await self.parts.producer.drain()
         await self.parts.receiver.close()
         await asyncio.gather(self.parts.fleet.stop(), self._router.stop())
+        if self._custom:
+            await self._custom.close()
         await asyncio.gather(self._router_client.close(), self._buffer.close(), self.parts.judge.close())
 
 

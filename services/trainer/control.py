@@ -38,7 +38,7 @@ class Control:
 
     def send(self, command: Command) -> None:
         """From rank 0 to all others."""
-        self._store.set(f"command/{self._next}", commands.encode(command))
+        self._store.set(f"command/{self._next}", commands.encode(command).decode())
         self._next += 1
 
     def receive(self) -> Iterator[Command]:

@@ -89,12 +89,12 @@ def install() -> None:
         cuda.stream = lambda *_: contextlib.nullcontext()
         cuda.synchronize = lambda *_: None
         cuda.empty_cache = lambda: None
-        torch.nn.Module.cuda = lambda self, *_: self  # type: ignore[method-assign, assignment]
+        torch.nn.Module.cuda = lambda self, *_: self  # type: ignore[method-assign]
         # Recomputation saves and restores it around its second forward pass.
         megatron_random._get_cuda_rng_state = lambda *_, **__: torch.empty(0)
         megatron_random._set_cuda_rng_state = lambda *_, **__: None
         fused_softmax.get_default_causal_mask = _causal_mask
         megatron_random._CUDA_RNG_STATE_TRACKER = _RngTracker()
         megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
-    if not any(isinstance(mode, _CudaMeansCpu) for mode in _get_current_function_mode_stack()):
-        _CudaMeansCpu().__enter__()
+    if not any(isinstance(mode, _CudaMeansCpu) for mode in _get_current_function_mode_stack()):  # type: ignore[no-untyped-call]
+        _CudaMeansCpu().__enter__()  # type: ignore[no-untyped-call]

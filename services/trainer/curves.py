@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 if TYPE_CHECKING:
     from services.trainer.report import Row
@@ -36,6 +37,7 @@ def draw_curves(rows: Sequence[Row], path: Path) -> None:
             axes.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1.2, label=name)
         axes.set_title(title)
         axes.set_xlabel("step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small", frameon=False)
     # Written beside it and renamed: whoever looks never sees half a picture.

@@ -36,7 +36,7 @@ class EngineChecksums:
         """Takes in (Hugging Face name, tensor) pairs."""
         for name, tensor in tensors:
             hasher = self._hashers.setdefault(engine_name(name), hashlib.sha256())
-            hasher.update(memoryview(flat_bytes(tensor).numpy()))
+            hasher.update(flat_bytes(tensor).numpy().data)
 
     def result(self) -> dict[str, str]:
         """Engine name → checksum, as /weights_checker prints it."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from headrace.config.job import TrainSection
 from headrace.trajectory import Sample
 from services.trainer.algorithms.advantages import grpo_advantages
-from services.trainer.algorithms.reduction import rollout_weights
+from services.trainer.algorithms.reduction import Reduction
 from services.trainer.batch import SampleFacts
 from services.trainer.batching import MicroBatch, StepPlan, collate, empty_micro_batch
 from services.trainer.parallel import Layout
@@ -56,35 +56,40 @@ def step_inputs(
         normalize_rewards=not config.disable_rewards_normalization,
         divide_by_std=not config.disable_grpo_std_normalization,
     )
-    weights = rollout_weights(
-        [s for s in samples if s.sample_id in plan.all_sample_ids], per_token=config.calculate_per_token_loss
-    )
+    of_step = [s for s in samples if s.sample_id in plan.all_sample_ids]
+    reduction = Reduction.of(of_step, per_token=config.calculate_per_token_loss)
+    trained = {s.sample_id: float(s.trained_tokens) for s in of_step}
     micro_batches = [
         collate([fetched[i] for i in ids]) if ids else empty_micro_batch() for ids in plan.micro_batches(layout.dp_rank)
     ]
-    return [_on_device(micro, advantages, weights, layout.device) for micro in micro_batches]
+    return [
+        _on_device(
+            micro,
+            reduction.weights(micro.loss_mask, _column(micro, trained)[:, 0]),
+            _column(micro, advantages),
+            layout.device,
+        )
+        for micro in micro_batches
+    ]
 
 
 def inference_inputs(micro: MicroBatch, device: torch.device) -> MicroInputs:
     """For log-probs alone: no advantages, no weights."""
-    return _on_device(micro, {}, {}, device)
+    return _on_device(micro, torch.zeros(micro.tokens.shape), torch.zeros(len(micro.tokens), 1), device)
 
 
-def _on_device(
-    micro: MicroBatch, advantages: Mapping[str, float], weights: Mapping[str, float], device: torch.device
-) -> MicroInputs:
-    mask = micro.loss_mask.to(device, torch.float32)
-
-    def per_sample(values: Mapping[str, float]) -> Tensor:
-        column = [values.get(sample_id, 0.0) for sample_id in micro.sample_ids]
-        return torch.tensor(column, dtype=torch.float32, device=device).reshape(-1, 1)
-
+def _on_device(micro: MicroBatch, weights: Tensor, advantages: Tensor, device: torch.device) -> MicroInputs:
     return MicroInputs(
         tokens=micro.tokens.to(device),
         positions=micro.position_ids.to(device),
         targets=micro.targets.to(device),
-        mask=mask,
-        weights=mask * per_sample(weights),
-        advantages=per_sample(advantages),
+        mask=micro.loss_mask.to(device, torch.float32),
+        weights=weights.to(device),
+        advantages=advantages.to(device),
         rollout_log_probs=micro.rollout_log_probs.to(device),
     )
+
+
+def _column(micro: MicroBatch, values: Mapping[str, float]) -> Tensor:
+    """float32 [B, 1]; 0 for the dummy of an empty micro-batch."""
+    return torch.tensor([[values.get(sample_id, 0.0)] for sample_id in micro.sample_ids], dtype=torch.float32)

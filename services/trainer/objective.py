@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from headrace.config.job import TrainSection
-from services.trainer.algorithms.kl import kl_divergence
+from services.trainer.algorithms.kl import kl_estimate
 from services.trainer.algorithms.policy_loss import policy_loss
+from services.trainer.algorithms.reduction import weighted_sum
 from services.trainer.algorithms.sft import sft_loss
-from services.trainer.algorithms.tis import truncated_importance_weights
+from services.trainer.algorithms.tis import importance_weights
 
 SUMS = (
     "loss/policy",
@@ -26,8 +27,20 @@ SUMS = (
     "ratio",
     "clip_fraction",
     "tis_weight",
+    "tis_truncated",
     "log_prob_diff",
 )
+
+
+# Means over the trained tokens, by the sum they come from.
+MEANS = {
+    "entropy": "entropy",
+    "ratio": "ratio/mean",
+    "clip_fraction": "clip_fraction",
+    "tis_weight": "tis_weight/mean",
+    "tis_truncated": "tis_weight/truncated",
+    "log_prob_diff": "log_prob_diff/mean",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +78,25 @@ class Objective:
         self._config = config
 
     @property
+    def losses(self) -> frozenset[str]:
+        """The parts that this loss has."""
+        if self._config.loss_type == "sft_loss":
+            return frozenset({"loss/sft"})
+        parts = {"loss/policy"}
+        if self.needs_reference:
+            parts.add("loss/kl")
+        if self._config.entropy_coef:
+            parts.add("loss/entropy")
+        return frozenset(parts)
+
+    @property
+    def means(self) -> dict[str, str]:
+        """Which sums are reported as means over the trained tokens, and under which names."""
+        if self._config.loss_type == "sft_loss":
+            return {"entropy": "entropy"}
+        return {sums: name for sums, name in MEANS.items() if self._config.use_tis or not sums.startswith("tis_")}
+
+    @property
     def needs_reference(self) -> bool:
         """True when the loss has a KL to the reference policy."""
         return self._config.use_kl_loss and self._config.kl_loss_coef > 0 and self._config.loss_type == "policy_loss"
@@ -75,7 +107,7 @@ class Objective:
         return self._policy(terms)
 
     def _sft(self, terms: Terms) -> Outcome:
-        loss = (sft_loss(terms.log_probs) * terms.weights).sum()
+        loss = weighted_sum(sft_loss(terms.log_probs), terms.weights)
         return self._outcome(terms, loss, {"loss/sft": loss})
 
     def _policy(self, terms: Terms) -> Outcome:
@@ -91,26 +123,22 @@ class Objective:
             eps_clip_c=config.eps_clip_c,
         )
         sums: dict[str, Tensor] = {
-            "clip_fraction": (clipped * terms.mask).sum(),
-            "ratio": (torch.exp((current - old) * terms.mask) * terms.mask).sum(),
+            "clip_fraction": _masked_sum(clipped, terms.mask),
+            "ratio": _masked_sum(torch.exp(current - old), terms.mask),
         }
         if config.use_tis:
             trainer = terms.old_log_probs if terms.old_log_probs is not None else current
-            tis = truncated_importance_weights(
-                trainer * terms.mask,
-                terms.rollout_log_probs * terms.mask,
-                low=config.tis_clip_low,
-                high=config.tis_clip,
-            )
-            per_token = per_token * tis
-            sums["tis_weight"] = (tis * terms.mask).sum()
-        loss = sums["loss/policy"] = (per_token * terms.weights).sum()
+            tis = importance_weights(trainer, terms.rollout_log_probs, config.tis_clip_low, config.tis_clip)
+            per_token = per_token * tis.weights
+            sums["tis_weight"] = _masked_sum(tis.weights, terms.mask)
+            sums["tis_truncated"] = _masked_sum(tis.truncated, terms.mask)
+        loss = sums["loss/policy"] = weighted_sum(per_token, terms.weights)
         if terms.reference_log_probs is not None:
-            kl = kl_divergence(terms.log_probs, terms.reference_log_probs, config.kl_loss_type)
-            sums["loss/kl"] = (kl * terms.weights).sum()
+            kl = kl_estimate(terms.log_probs, terms.reference_log_probs, config.kl_loss_type)
+            sums["loss/kl"] = weighted_sum(kl, terms.weights)
             loss = loss + config.kl_loss_coef * sums["loss/kl"]
         if config.entropy_coef:
-            sums["loss/entropy"] = (terms.entropy * terms.weights).sum()
+            sums["loss/entropy"] = weighted_sum(terms.entropy, terms.weights)
             loss = loss - config.entropy_coef * sums["loss/entropy"]
         return self._outcome(terms, loss, sums)
 
@@ -124,9 +152,13 @@ class Objective:
         difference = (before - terms.rollout_log_probs).abs() * terms.mask
         sums = sums | {
             "tokens": terms.mask.sum(),
-            "entropy": (terms.entropy.detach() * terms.mask).sum(),
+            "entropy": _masked_sum(terms.entropy.detach(), terms.mask),
             "log_prob_diff": difference.sum(),
         }
         zero = torch.zeros((), device=loss.device)
         vector = torch.stack([sums.get(name, zero).detach().double() for name in SUMS])
         return Outcome(loss, vector, difference.max() if difference.numel() else zero)
+
+
+def _masked_sum(values: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask > 0, values, 0.0).sum()

@@ -47,7 +47,8 @@ class Pipeline:
         self, inputs: StepInputs, old: Sequence[Tensor] | None, reference: Sequence[Tensor] | None
     ) -> dict[str, float]:
         """Accumulates the gradients of one optimizer step; returns its metrics, equal on all ranks."""
-        frozen = zip(old or [None] * len(inputs), reference or [None] * len(inputs), strict=True)
+        absent: list[Tensor | None] = [None] * len(inputs)
+        frozen = zip(old or absent, reference or absent, strict=True)
         feed = iter([(micro, *pair) for micro, pair in zip(inputs, frozen, strict=True)])
         outcomes = self._run(feed, inputs, self._loss_step, forward_only=False)
         return self._metrics(outcomes)
@@ -129,15 +130,6 @@ class Pipeline:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         found = dict(zip(SUMS, sums.tolist(), strict=True))
         tokens = max(found["tokens"], 1.0)
-        return {
-            "loss/policy": found["loss/policy"],
-            "loss/sft": found["loss/sft"],
-            "loss/kl": found["loss/kl"],
-            "entropy": found["entropy"] / tokens,
-            "ratio/mean": found["ratio"] / tokens,
-            "clip_fraction": found["clip_fraction"] / tokens,
-            "tis_weight/mean": found["tis_weight"] / tokens,
-            "log_prob_diff/mean": found["log_prob_diff"] / tokens,
-            "log_prob_diff/max": largest.item(),
-            "tokens": found["tokens"],
-        }
+        metrics = {part: found[part] for part in self._objective.losses}
+        metrics |= {name: found[source] / tokens for source, name in self._objective.means.items()}
+        return metrics | {"log_prob_diff/max": largest.item(), "tokens": found["tokens"]}

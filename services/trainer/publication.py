@@ -87,7 +87,8 @@ class Publisher:
                 transport=pb.TRANSPORT_COLLECTIVE,
                 deadline_seconds=self._config.update_weight_timeout_seconds,
                 epoch=state.epoch,
-            )
+            ),
+            deadline_seconds=self._config.update_weight_timeout_seconds,
         )
         command = SendWeights(publication_id, begun.world_size, tuple(begun.group_alive))
         sending = asyncio.create_task(self._crew.run(command))

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Backend, _new_process_group_helper
+from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper
 
 from headrace.errors import DeadlineExceeded, PublicationAborted
 
@@ -44,7 +44,7 @@ class WeightGroup:
                 [],
                 Backend(self._backend),
                 dist.PrefixStore(self.name, self._store),
-                group_name=self.name,
+                group_name=GroupName(self.name),
                 backend_options=None,
                 timeout=self._timeout,
             )

@@ -219,6 +219,21 @@ def _fields(sample: Sample) -> dict[str, object]:
     return {name: getattr(sample, name) for name in Sample.__slots__}
 
 
+async def test_two_streams_may_use_the_same_sample_ids(client: BufferClient) -> None:
+    await client.create_stream(stream(name="other"))
+    samples = {}
+    for name in ("train", "other"):
+        await client.submit_prompts(name, text_prompts(name))
+        (lease,) = (await client.lease_groups(name, "p", 1)).leases
+        put = complete_put(lease)
+        for i, packed in enumerate(put.samples):
+            packed.envelope.sample_id = f"sample-{i}"
+        await client.put_groups([put])
+        samples[name] = list(put.samples)
+    for name, put_samples in samples.items():
+        assert await client.fetch_samples(name, ["sample-0", "sample-1"]) == put_samples
+
+
 async def test_watch_gives_the_history_and_then_what_happens(client: BufferClient) -> None:
     await client.submit_prompts("train", text_prompts("a"))
     events = client.watch("train", 2)

@@ -20,7 +20,6 @@ def dump_group(group: Group) -> str:
             "stream": group.stream,
             "seq": group.seq,
             "state": group.state.value,
-            "requeued": group.requeued,
             "attempts": group.attempts,
             "num_leases": group.num_leases,
             "lease": asdict(group.lease) if group.lease else None,

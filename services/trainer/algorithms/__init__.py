@@ -1,1 +1,1 @@
-"""The mathematics of training: pure functions on tensors and on light facts, float32, one formula a file."""
+"""The mathematics of training as pure functions on tensors: no model, no process group's state, no clock."""

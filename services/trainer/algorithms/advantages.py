@@ -1,46 +1,46 @@
-"""GRPO's advantages: a sample's reward against those of its group.
-
-A = (R − mean_g) / (std_g + 1e-6), std unbiased; every token of the sample has the same A.
-Shao et al. 2024, DeepSeekMath, arXiv:2402.03300; without the division: Liu et al. 2025, Dr. GRPO, arXiv:2503.20783.
-"""
+"""GRPO advantages: how much better an answer is than its siblings (Shao et al. 2024, arXiv:2402.03300, §4.1)."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from headrace.trajectory import Status
 from services.trainer.batch import SampleFacts
 
-_EPSILON = 1e-6
+EPSILON = 1e-6
 
 
 def grpo_advantages(
     samples: Sequence[SampleFacts], *, normalize_rewards: bool, divide_by_std: bool
 ) -> dict[str, float]:
-    """Sample id → advantage. Groups are told apart by id and may be of any size.
+    """One advantage per sample_id, the same for all of its tokens: A = (R - mean_g) / (std_g + 1e-6).
 
-    Equal rewards give exactly 0. Failed and unjudged samples are in no statistics and get 0.
+    A group is all samples of one group_id, whatever its size and order; std is unbiased. Failed and unjudged samples
+    are outside the statistics and have advantage 0. Without `divide_by_std` A = R - mean_g (Dr.GRPO,
+    arXiv:2503.20783); without `normalize_rewards` A = R.
     """
-    groups: dict[str, list[SampleFacts]] = defaultdict(list)
+    advantages = {sample.sample_id: 0.0 for sample in samples}
+    for rewards in _rewards_by_group(samples).values():
+        advantages |= _normalized(rewards, divide_by_std) if normalize_rewards else rewards
+    return advantages
+
+
+def _rewards_by_group(samples: Sequence[SampleFacts]) -> dict[str, dict[str, float]]:
+    groups: dict[str, dict[str, float]] = {}
     for sample in samples:
-        groups[sample.group_id].append(sample)
-    found: dict[str, float] = {}
-    for members in groups.values():
-        judged = {s.sample_id: s.reward for s in members if s.reward is not None and s.status != Status.FAILED.value}
-        found |= {s.sample_id: 0.0 for s in members}
-        found |= _normalized(judged, divide_by_std=divide_by_std) if normalize_rewards else judged
-    return found
+        if sample.reward is not None and sample.status != Status.FAILED.value:
+            groups.setdefault(sample.group_id, {})[sample.sample_id] = sample.reward
+    return groups
 
 
-def _normalized(rewards: dict[str, float], *, divide_by_std: bool) -> dict[str, float]:
-    values = list(rewards.values())
-    # Asked for before any arithmetic: a mean of equal floats can miss them by a rounding, and 1e-17/1e-6 is no zero.
-    if all(value == values[0] for value in values):
+def _normalized(rewards: Mapping[str, float], divide_by_std: bool) -> dict[str, float]:
+    # The mean of equal numbers may differ from them in the last bit: such a group must give 0, not noise.
+    if min(rewards.values()) == max(rewards.values()):
         return dict.fromkeys(rewards, 0.0)
-    mean = math.fsum(values) / len(values)
-    scale = 1.0
-    if divide_by_std:
-        scale = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1)) + _EPSILON
-    return {sample_id: (reward - mean) / scale for sample_id, reward in rewards.items()}
+    mean = math.fsum(rewards.values()) / len(rewards)
+    centered = {sample_id: reward - mean for sample_id, reward in rewards.items()}
+    if not divide_by_std:
+        return centered
+    std = math.sqrt(math.fsum(c * c for c in centered.values()) / (len(rewards) - 1))
+    return {sample_id: c / (std + EPSILON) for sample_id, c in centered.items()}

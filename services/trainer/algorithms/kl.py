@@ -1,31 +1,39 @@
-"""Estimators of the KL divergence to the reference policy, per token, with d = logπ − logπ_ref.
-
-k1 = d, k2 = d²/2, k3 = e^{−d} − 1 + d; low_var_kl is k3 clamped to ±10. Schulman 2020, http://joschu.net/blog/kl-approx.html
-"""
+"""Estimators of the KL divergence to a reference policy, per token (Schulman, http://joschu.net/blog/kl-approx.html)."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, assert_never
 
-import torch
 from torch import Tensor
 
 KlType = Literal["k1", "k2", "k3", "low_var_kl"]
 
+KL_LIMIT = 10.0
+LOG_RATIO_LIMIT = 20.0
 
-def kl_divergence(log_probs: Tensor, reference_log_probs: Tensor, kl_type: KlType) -> Tensor:
-    """Same shape as its inputs; has a gradient where `log_probs` has one."""
-    d = log_probs - reference_log_probs
+
+def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kl_type: KlType) -> Tensor:
+    """Float32 estimate of KL(policy, reference) for every token, in the shape of `log_probs`.
+
+    With d = log_probs - ref_log_probs: k1 = d; k2 = d² / 2; k3 = exp(-d) - 1 + d; low_var_kl is k3 within ±10.
+    Gradients flow to `log_probs` alone.
+    """
+    d = log_probs.float() - ref_log_probs.detach().float()
     match kl_type:
         case "k1":
             return d
         case "k2":
-            return d.square() / 2
+            return d * d / 2.0
         case "k3":
             return _k3(d)
         case "low_var_kl":
-            return _k3(d).clamp(-10.0, 10.0)
+            # k3 exceeds 10 long before |d| = 20, so the first clamp changes no value: it keeps exp, hence 0 · inf in
+            # the gradient, from overflowing.
+            return _k3(d.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).clamp(-KL_LIMIT, KL_LIMIT)
+        case _:
+            assert_never(kl_type)
 
 
 def _k3(d: Tensor) -> Tensor:
-    return torch.expm1(-d) + d
+    # expm1 keeps the digits that exp(-d) - 1 loses where the policies agree.
+    return (-d).expm1() + d

@@ -1,31 +1,31 @@
-"""The clipped policy-gradient loss.
-
-L = max(−rA, −clip(r, 1−ε_lo, 1+ε_hi)·A) with r = exp(logπ − logπ_old). Schulman et al. 2017, PPO, arXiv:1707.06347;
-ε_hi > ε_lo is DAPO's clip-higher, arXiv:2503.14476; for A < 0, min(L, −cA), c > 1, is the dual clip, arXiv:1912.09729.
-"""
+"""The clipped policy-gradient loss, per token."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from torch import Tensor, clamp, maximum, minimum, where
 
 
 def policy_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
     advantages: Tensor,
-    *,
     eps_clip: float,
     eps_clip_high: float,
     eps_clip_c: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Per token (loss, 1 where the clip holds the gradient back); all [B, S], advantages broadcast."""
-    ratio = torch.exp(log_probs - old_log_probs)
-    plain = -ratio * advantages
-    clipped = -ratio.clamp(1.0 - eps_clip, 1.0 + eps_clip_high) * advantages
-    loss = torch.maximum(plain, clipped)
-    is_clipped = (clipped > plain).float()
-    if eps_clip_c is not None:
-        bounded = torch.minimum(loss, -eps_clip_c * advantages)
-        loss = torch.where(advantages < 0, bounded, loss)
-    return loss, is_clipped
+    """Loss and 0/1 indicator of clipping, both float32 [B, S], from log-probs [B, S] and advantages [B, S] or [B, 1].
+
+    r = exp(log_probs - old_log_probs); loss = max(-r A, -clip(r, 1 - eps_clip, 1 + eps_clip_high) A) (PPO,
+    arXiv:1707.06347; the asymmetric clip is DAPO's, arXiv:2503.14476). With `eps_clip_c` (c > 1), where A < 0 the loss
+    is at most -c A (dual clip, arXiv:1912.09729). Gradients flow to `log_probs` alone.
+    """
+    advantages = advantages.detach().float()
+    ratio = (log_probs.float() - old_log_probs.detach().float()).exp()
+    free = -ratio * advantages
+    bounded = -clamp(ratio, 1.0 - eps_clip, 1.0 + eps_clip_high) * advantages
+    loss, clipped = maximum(free, bounded), bounded > free
+    if eps_clip_c is None:
+        return loss, clipped.float()
+    ceiling = -eps_clip_c * advantages
+    dual = (advantages < 0) & (loss > ceiling)
+    return where(advantages < 0, minimum(loss, ceiling), loss), (clipped | dual).float()

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the negative log-likelihood of the trained tokens."""
+"""Supervised fine-tuning: the negative log-likelihood, per token."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from torch import Tensor
 
 
 def sft_loss(log_probs: Tensor) -> Tensor:
-    """Per token, same shape."""
-    return -log_probs
+    """-log π of every token, float32 in the shape of `log_probs`."""
+    return -log_probs.float()

@@ -1,16 +1,32 @@
-"""Truncated importance sampling between the trainer's and the engine's idea of the same policy.
+"""Truncated importance sampling: corrects for an engine whose log-probs differ from the trainer's.
 
-w = clamp(exp(logπ_train − logπ_rollout), low, high), no gradient. Yao et al. 2025, https://fengyao.notion.site/off-policy-rl
+Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
 """
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+
 from torch import Tensor
 
 
-def truncated_importance_weights(
-    trainer_log_probs: Tensor, rollout_log_probs: Tensor, *, low: float, high: float
-) -> Tensor:
-    """Per token, same shape."""
-    return torch.exp(trainer_log_probs.detach() - rollout_log_probs).clamp(low, high)
+@dataclass(frozen=True, slots=True, eq=False)
+class ImportanceWeights:
+    """Float32 tensors in the shape of the log-probs, without gradient; reduce them as the loss is reduced."""
+
+    weights: Tensor
+    """What the loss is multiplied by: the ratio within its bounds."""
+    ratio: Tensor
+    """exp(trainer - engine) as it was; 1 where both agree."""
+    truncated: Tensor
+    """1 where a bound took effect, else 0."""
+    log_prob_gap: Tensor
+    """|trainer - engine|."""
+
+
+def importance_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, low: float, high: float) -> ImportanceWeights:
+    """w = clamp(exp(old_log_probs - rollout_log_probs), low, high): old by the trainer, rollout by the engine."""
+    gap = old_log_probs.detach().float() - rollout_log_probs.detach().float()
+    ratio = gap.exp()
+    weights = ratio.clamp(low, high)
+    return ImportanceWeights(weights, ratio, (weights != ratio).float(), gap.abs())

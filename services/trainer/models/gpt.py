@@ -77,7 +77,7 @@ def build_model(architecture: Architecture, config: TransformerConfig, layout: L
         share_embeddings_and_output_weights=not architecture.untie_embeddings_and_output_weights,
         position_embedding_type="rope",
         rotary_percent=architecture.rotary_percent,
-        rotary_base=architecture.rotary_base,  # type: ignore[arg-type]  # Megatron says int and takes floats
+        rotary_base=architecture.rotary_base,
         rope_scaling=architecture.rope_scaling is not None,
         rope_scaling_factor=_rope_factor(architecture.rope_scaling),
     ).to(layout.device)

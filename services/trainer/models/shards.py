@@ -79,4 +79,4 @@ class QueryKeyValue:
         whole = torch.cat(list(shards))
         grouped = whole.reshape(self.num_query_groups, -1, *whole.shape[1:])
         sizes = [self.heads_per_group * self.head_size, self.head_size, self.head_size]
-        return [part.flatten(0, 1) for part in grouped.split(sizes, dim=1)]
+        return [part.flatten(0, 1) for part in torch.split(grouped, sizes, dim=1)]

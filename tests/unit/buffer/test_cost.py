@@ -42,19 +42,20 @@ def with_groups(count: int) -> tuple[LedgerUnderTest, int]:
 
 @pytest.mark.parametrize("command", ["submit", "lease", "put", "step", "renew", "expire", "list"])
 def test_a_command_costs_the_same_with_fifty_times_the_groups(command: str) -> None:
-    def cost(count: int) -> int:
+    def cost(count: int) -> float:
+        """Of one command, as the mean of `count` / 4: indexes are tidied up now and then."""
         it, epoch = with_groups(count)
-        (group,) = it.lease(1)
-        step = it.ledger.book("train").state.step
-        commands: dict[str, Callable[[], object]] = {
-            "submit": lambda: it.submit("new"),
-            "lease": lambda: it.lease(1),
-            "put": lambda: it.put([group]),
-            "step": lambda: (it.consume(epoch, step), it.serve(epoch, step + 1)),
-            "renew": lambda: it.ledger.renew(it.now, [group.lease.lease_id]),
-            "expire": lambda: it.ledger.expire_leases(it.now),
-            "list": lambda: it.ledger.list_groups("train", (), None, 10),
+        groups = it.lease(count // 4)
+        steps = iter(range(it.ledger.book("train").state.step, count))
+        commands: dict[str, Callable[[int], object]] = {
+            "submit": lambda i: it.submit(f"new {i}"),
+            "lease": lambda i: it.lease(1),
+            "put": lambda i: it.put([groups[i]]),
+            "step": lambda i: it.consume(epoch, next(steps)),
+            "renew": lambda i: it.ledger.renew(it.now, [groups[i].lease.lease_id]),
+            "expire": lambda i: it.ledger.expire_leases(it.now),
+            "list": lambda i: it.ledger.list_groups("train", (), None, 10),
         }
-        return calls_of(commands[command])
+        return calls_of(lambda: [commands[command](i) for i in range(count // 4)]) / (count // 4)
 
-    assert cost(1000) <= cost(20) * 1.2 + 5
+    assert cost(1000) <= cost(20) * 1.5

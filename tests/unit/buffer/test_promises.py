@@ -434,3 +434,14 @@ def test_groups_are_listed_newest_change_first_page_by_page(it: LedgerUnderTest)
     assert [g.position for g in found] == sorted((g.position for g in found), reverse=True)
     ready, _ = it.ledger.list_groups("train", [GroupState.READY], None, 100)
     assert [g.group_id for g in ready] == ["train/1", "train/0"]
+
+
+def test_producers_get_groups_by_age_those_that_came_back_first_and_by_priority_when_asked() -> None:
+    it = LedgerUnderTest()
+    it.create(max_staleness=None, selection=Selection.PRIORITY)
+    it.submit("a", "b", "c")
+    it.submit("urgent", priority=1)
+    urgent, a = it.lease(2)
+    assert [urgent.prompt.prompt_id, a.prompt.prompt_id] == ["urgent", "a"]
+    it.do(it.ledger.release(it.now, [Release(a.lease.lease_id)]))
+    assert [g.prompt.prompt_id for g in it.lease()] == ["a", "b", "c"]

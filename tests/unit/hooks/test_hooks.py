@@ -150,7 +150,7 @@ def test_a_sample_survives_the_way_to_the_wire_and_back() -> None:
 
 def test_missing_log_probs_are_refused_not_invented() -> None:
     mine = Sample(tokens=[1, 2], response_length=1, status=Sample.Status.COMPLETED)
-    with pytest.raises(InvalidArgument, match="rollout_log_probs is None for 1 response tokens.*return_logprob"):
+    with pytest.raises(InvalidArgument, match=r"rollout_log_probs is None for 1 response tokens.*return_logprob"):
         from_hook(mine, sample_id="s", group_id="g", index=0)
 
 

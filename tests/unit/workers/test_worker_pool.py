@@ -65,7 +65,7 @@ async def nap(seconds: float) -> float:
 
 
 async def block_the_loop() -> None:
-    time.sleep(60)
+    time.sleep(60)  # the point
 
 
 async def touch_and_wait(mark: str) -> None:
@@ -123,7 +123,7 @@ async def test_an_exception_keeps_its_traceback_and_its_worker(pool: WorkerPool)
     assert "return 1 / 0" in caught.value.traceback
     with pytest.raises(WorkerRaised, match="SystemExit: 3"):
         await pool.run(leave, timeout_seconds=5)
-    with pytest.raises(WorkerRaised, match="TypeError.*pickle"):
+    with pytest.raises(WorkerRaised, match=r"TypeError.*pickle"):
         await pool.run(unpicklable, timeout_seconds=5)
     assert await pool.run(worker_pid, timeout_seconds=5) == before
 
@@ -154,12 +154,14 @@ async def test_a_cancelled_call_ends_its_worker_and_frees_its_place(pool: Worker
 
 
 async def test_coroutines_share_a_worker_and_their_waits(shared: WorkerPool) -> None:
+    await shared.run(nap, 0.0, timeout_seconds=20)  # imports this module
     started = time.monotonic()
     assert await asyncio.gather(*(shared.run(nap, 0.5, timeout_seconds=5) for _ in range(8))) == [0.5] * 8
     assert time.monotonic() - started < 2.0
 
 
 async def test_a_waiting_coroutine_times_out_without_harm_to_its_neighbours(shared: WorkerPool) -> None:
+    await shared.run(nap, 0.0, timeout_seconds=20)  # imports this module
     before = shared.pids
     slow, quick = await asyncio.gather(
         shared.run(nap, 60, timeout_seconds=0.2), shared.run(nap, 0.6, timeout_seconds=5), return_exceptions=True
@@ -171,6 +173,7 @@ async def test_a_waiting_coroutine_times_out_without_harm_to_its_neighbours(shar
 
 @pytest.mark.parametrize(("culprit", "error"), [(block_the_loop, WorkerTimeout), (segfault, WorkerCrashed)])
 async def test_only_the_guilty_call_fails_when_a_shared_worker_ends(shared: WorkerPool, culprit, error) -> None:
+    await shared.run(nap, 0.0, timeout_seconds=20)  # imports this module
     results = await asyncio.gather(
         *(shared.run(nap, 0.1, timeout_seconds=1) for _ in range(3)),
         shared.run(culprit, timeout_seconds=1),

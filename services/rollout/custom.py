@@ -1,0 +1,103 @@
+"""Samples made by a user's generate function, in worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from headrace.config.job import Job
+from headrace.errors import ConfigError, HeadraceError
+from headrace.hooks import HookArgs, from_hook, hook_args, load_hook, run_generate
+from headrace.hooks import Sample as HookSample
+from headrace.hooks.generate import takes_group
+from headrace.rpc.log import log
+from headrace.trajectory import Failure, Sample
+from headrace.workers import WorkerError, WorkerPool
+from services.rollout.sampling import SampleRequest, failed_sample
+
+_WORKERS = 2
+_CALLS_PER_WORKER = 256
+_LOAD_SECONDS = 120.0
+
+
+class CustomMaker:
+    """Calls the function with slime's arguments; its exception is its samples' failure."""
+
+    def __init__(self, path: str, args: HookArgs, *, seconds: float) -> None:
+        self._path = path
+        self._args = args
+        self._seconds = seconds
+        self._pool = WorkerPool(_WORKERS, calls_per_worker=_CALLS_PER_WORKER)
+        self._takes_group = False
+        self.in_flight = 0
+
+    async def start(self) -> None:
+        """Loads the function. Raises ConfigError when it cannot be loaded or takes other arguments."""
+        try:
+            self._takes_group = await self._pool.run(hook_takes_group, self._path, timeout_seconds=_LOAD_SECONDS)
+        except WorkerError as error:
+            raise ConfigError(error.message, field="rollout.custom_generate_function_path") from error
+
+    async def close(self) -> None:
+        """Ends the workers."""
+        await self._pool.close()
+
+    async def make_all(self, requests: Sequence[SampleRequest], *, evaluation: bool) -> list[Sample]:
+        """At least one sample for each request; more where one execution fans out."""
+        parts = [requests] if self._takes_group else [[request] for request in requests]
+        self.in_flight += len(requests)
+        try:
+            made = [await self._call(part, evaluation=evaluation) for part in parts]
+        finally:
+            self.in_flight -= len(requests)
+        return [sample for samples in made for sample in samples]
+
+    async def _call(self, requests: Sequence[SampleRequest], *, evaluation: bool) -> list[Sample]:
+        params = requests[0].params.for_engine()
+        work = (self._path, self._args, [_to_hook(r) for r in requests], params, evaluation)
+        try:
+            results = await self._pool.run(run_generate, *work, timeout_seconds=self._seconds)
+            return [
+                sample for request, made in zip(requests, results, strict=True) for sample in _from_hooks(request, made)
+            ]
+        except (WorkerError, HeadraceError) as error:
+            log.warning("hook_failed", hook=self._path, sample_id=requests[0].sample_id, message=error.message)
+            reason = error.reason if isinstance(error, HeadraceError) else _REASONS[type(error).__name__]
+            return [failed_sample(request, Failure(reason, error.message)) for request in requests]
+
+
+_REASONS = {"WorkerTimeout": "HOOK_TIMEOUT", "WorkerCrashed": "HOOK_CRASHED", "WorkerRaised": "HOOK_RAISED"}
+
+
+def custom_args(job: Job, router_url: str) -> HookArgs:
+    """The job's leaves, and where the router listens under slime's names."""
+    router = urlsplit(router_url)
+    return hook_args(job, sglang_router_ip=router.hostname, sglang_router_port=router.port)
+
+
+def hook_takes_group(path: str) -> bool:
+    """Runs in a worker: whether the function takes a list of samples. Raises ConfigError for another signature."""
+    return takes_group(load_hook(path))
+
+
+def _to_hook(request: SampleRequest) -> HookSample:
+    return HookSample(
+        index=request.index, prompt=request.prompt.text, label=request.label, metadata=dict(request.metadata)
+    )
+
+
+def _from_hooks(request: SampleRequest, made: Sequence[HookSample]) -> list[Sample]:
+    """One sample keeps the request's id; those of a fan-out are numbered and share it as their rollout."""
+    if len(made) != 1:
+        for sample in made:
+            sample.rollout_id = request.sample_id
+    return [
+        from_hook(
+            sample,
+            sample_id=request.sample_id if len(made) == 1 else f"{request.sample_id}/{number}",
+            group_id=request.group_id,
+            index=request.index,
+            sampling_params=request.params.for_engine(),
+        )
+        for number, sample in enumerate(made)
+    ]

@@ -1,0 +1,291 @@
+"""The reward service over gRPC, with real workers: every failure is an error of its own item, and never a reward."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+
+from headrace.api.reward.v1 import reward_pb2 as pb
+from headrace.client.reward import RewardClient
+from headrace.config.job import RewardSection
+from headrace.errors import ConfigError, InvalidArgument, NotFound, ResourceExhausted, Unavailable
+from headrace.hooks import section_args
+from headrace.judgement import Score, ScoreError, ScoreItem
+from headrace.rpc.call import call
+from headrace.rpc.net import free_port
+from services.reward import judge
+from services.reward.service import RewardServer
+
+HOOKS = '''
+import os, time
+
+async def reward(args, sample, **kw):
+    """A bare integer is worth 0.3, the right one 0.7 more."""
+    match sample.response:
+        case "loop":
+            while True: pass
+        case "crash": os.kill(os.getpid(), 11)
+        case "raise": raise ValueError("bad tokens")
+        case "none": return None
+        case "nan": return float("nan")
+        case "text": return "1.0"
+        case "exit": raise SystemExit(1)
+    answer = sample.response.strip()
+    return (0.3 if answer.lstrip("-").isdigit() else 0.0) + (0.7 if answer == sample.label else 0.0)
+
+def parts(args, sample): return {"correct": 1.0, "length": float(len(sample.response))}
+
+async def group(args, samples): return [float(len(samples))] * len(samples)
+
+class Model:
+    def __init__(self, model_path): self.model_path = model_path
+    def compute_reward(self, prompts, responses): return [float(len(r)) for r in responses]
+'''
+
+
+@pytest.fixture
+def hooks(tmp_path: Path) -> str:
+    file = tmp_path / "hooks.py"
+    file.write_text(HOOKS)
+    return str(file)
+
+
+@asynccontextmanager
+async def serving(address: str = "127.0.0.1:0", **leaves: object) -> AsyncIterator[RewardClient]:
+    section = RewardSection(reward_workers=1, **leaves)
+    server = await RewardServer.start(section, section_args(section), address)
+    try:
+        async with RewardClient(server.rpc.address) as client:
+            yield client
+    finally:
+        await server.stop(1)
+
+
+def items(*responses: str, label: str | None = "7", **metadata: object) -> list[ScoreItem]:
+    return [ScoreItem(str(i), "3 + 4 =", r, label=label, metadata=metadata) for i, r in enumerate(responses)]
+
+
+def values(judgements: list[Score | ScoreError]) -> list[float | str]:
+    return [j.value if isinstance(j, Score) else j.reason for j in judgements]
+
+
+async def test_mathematics_is_judged_and_says_by_whom() -> None:
+    async with serving(rm_type="math") as client:
+        right, wrong = await client.score(items(r"\boxed{7}", "8"), deadline_seconds=30)
+        assert right == Score(1.0, "math", "math-verify 0.9.0")
+        assert wrong.value == 0.0
+        names = {s.name: s.is_default for s in await client.list_scorers()}
+        assert names["math"]
+        assert {"exact_match", "regex", "reasoning_gym", "deepscaler"} < names.keys()
+
+
+async def test_each_item_may_choose_its_scorer() -> None:
+    asked = items("yes", label="yes", rm_type="exact_match") + items("17", label=None, rm_type="nonsense")
+    asked = [ScoreItem(str(i), a.prompt, a.response, a.label, a.metadata) for i, a in enumerate(asked + items("a7b"))]
+    async with serving(rm_type="regex") as client:
+        exact, unknown, default = await client.score(asked, deadline_seconds=30)
+    assert (exact.scorer, default.scorer) == ("exact_match", "regex")
+    assert unknown.reason == "SCORER_UNKNOWN"
+    assert "There are deepscaler, exact_match" in unknown.message
+
+
+async def test_no_scorer_is_an_error_not_a_zero() -> None:
+    async with serving() as client:
+        assert values(await client.score(items("7"), deadline_seconds=30)) == ["SCORER_UNKNOWN"]
+        assert values(await client.score(items("7"), "exact_match", deadline_seconds=30)) == [1.0]
+        with pytest.raises(NotFound, match="'exact_macth': did you mean 'exact_match'"):
+            await client.score(items("7"), "exact_macth", deadline_seconds=30)
+
+
+async def test_failures_of_a_hook_stay_with_their_items(hooks: str) -> None:
+    asked = items("7", "loop", "8", "crash", "x", "raise", "none", "nan", "text", "exit", "7")
+    async with serving(custom_rm_path=f"{hooks}:reward", reward_timeout_seconds=0.5) as client:
+        judged = await client.score(asked, deadline_seconds=60)
+        again = await client.score(items("7"), deadline_seconds=30)
+    expected = [1.0, "SCORER_TIMEOUT", 0.3, "SCORER_CRASHED", 0.0, "SCORER_RAISED"]
+    expected += ["SCORER_NOT_FINITE"] * 3 + ["SCORER_RAISED", 1.0]
+    assert values(judged) == expected
+    assert values(again) == [1.0]
+    assert judged[5].message == f"hook {hooks}:reward raised ValueError: bad tokens"
+    assert "SIGSEGV" in judged[3].message
+
+
+async def test_a_hook_says_its_files_digest(hooks: str) -> None:
+    async with serving(custom_rm_path=f"{hooks}:reward") as client:
+        (score,) = await client.score(items("7"), deadline_seconds=30)
+        (custom,) = [s for s in await client.list_scorers() if s.is_default]
+    assert score.scorer_version == custom.version
+    assert "sha256:" in custom.version
+    assert custom.description == "A bare integer is worth 0.3, the right one 0.7 more."
+
+
+async def test_a_dict_needs_its_key(hooks: str) -> None:
+    async with serving(custom_rm_path=f"{hooks}:parts", reward_key="length") as client:
+        (score,) = await client.score(items("abc"), deadline_seconds=30)
+        assert (score.value, score.parts) == (3.0, {"correct": 1.0, "length": 3.0})
+    async with serving(custom_rm_path=f"{hooks}:parts") as client:
+        (error,) = await client.score(items("abc"), deadline_seconds=30)
+        assert error.message.endswith("gave the parts ['correct', 'length']: set --reward-key")
+
+
+async def test_a_group_scorer_sees_each_group_whole(hooks: str) -> None:
+    asked = [ScoreItem(str(i), "", "", group_id=g) for i, g in enumerate("aabba")]
+    async with serving(custom_rm_path=f"{hooks}:group", group_rm=True) as client:
+        assert values(await client.score(asked, deadline_seconds=30)) == [3.0, 3.0, 2.0, 2.0, 3.0]
+
+
+async def test_a_class_is_made_with_its_model(hooks: str, tmp_path: Path) -> None:
+    async with serving(custom_rm_path=f"{hooks}:Model", reward_model_path=tmp_path) as client:
+        assert values(await client.score(items("a", "bcd"), deadline_seconds=30)) == [1.0, 3.0]
+    with pytest.raises(ConfigError, match="set --reward-model-path"):
+        async with serving(custom_rm_path=f"{hooks}:Model"):
+            pass
+
+
+async def test_bad_requests_are_refused() -> None:
+    async with serving(rm_type="math") as client:
+        with pytest.raises(InvalidArgument, match="unique"):
+            await client.score([*items("7"), *items("7")], deadline_seconds=10)
+        bad = pb.ScoreRequest(items=[pb.ScoreItem(item_id="a", metadata_json="[1]")])
+        with pytest.raises(InvalidArgument, match=r"items\[0\]\.metadata_json: must be a JSON object"):
+            await call(client._stub.Score, bad, deadline_seconds=10)
+        with pytest.raises(InvalidArgument, match="0 items: send 1 to 4096"):
+            await call(client._stub.Score, pb.ScoreRequest(), deadline_seconds=10)
+
+
+async def test_a_full_queue_says_when_to_come_back(hooks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "MAX_ITEMS_IN_FLIGHT", 2)
+    async with serving(custom_rm_path=f"{hooks}:reward", reward_timeout_seconds=1.5) as client:
+        slow = asyncio.create_task(client.score(items("loop"), deadline_seconds=60))
+        async with asyncio.timeout(30):
+            while True:
+                try:
+                    await client.score(items("7", "8"), deadline_seconds=0.9)
+                except ResourceExhausted as full:
+                    retry_after_seconds = full.retry_after_seconds
+                    break
+        assert retry_after_seconds == 1.0
+        assert values(await client.score(items("7", "8"), deadline_seconds=30)) == [1.0, 0.3]
+        assert values(await slow) == ["SCORER_TIMEOUT"]
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "services.reward", *arguments]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+@asynccontextmanager
+async def process(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    started = await asyncio.create_subprocess_exec(*command(*arguments), env=environment())
+    try:
+        yield started
+    finally:
+        if started.returncode is None:
+            started.kill()
+        await started.wait()
+
+
+async def test_a_service_is_replaced_at_its_address_while_a_client_scores(hooks: str) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    done = asyncio.Event()
+    seen: list[Score | ScoreError] = []
+
+    async def keep_scoring() -> None:
+        async with RewardClient(address) as client:
+            while not done.is_set():
+                seen.extend(await client.score(items("7", "8"), deadline_seconds=60))
+
+    async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+        async with asyncio.timeout(60):
+            while not await condition():
+                await asyncio.sleep(0.02)
+
+    async def judged_by(scorer: str) -> bool:
+        return any(isinstance(j, Score) and j.scorer == scorer for j in seen)
+
+    scoring = asyncio.create_task(keep_scoring())
+    async with process("--address", address, "--rm-type", "exact_match") as first:
+        await until(lambda: judged_by("exact_match"))
+        first.send_signal(signal.SIGTERM)
+        assert await first.wait() == 0
+    async with process("--address", address, "--custom-rm-path", f"{hooks}:reward") as second:
+        await until(lambda: judged_by("custom"))
+        second.kill()
+    async with process("--address", address, "--rm-type", "math"):
+        await until(lambda: judged_by("math"))
+        done.set()
+        await scoring
+    rewards = {"exact_match": [1.0, 0.0], "custom": [1.0, 0.3], "math": [1.0, 0.0]}
+    for seven, eight in zip(seen[::2], seen[1::2], strict=True):
+        assert isinstance(seven, Score)
+        assert isinstance(eight, Score)
+        assert seven.scorer == eight.scorer
+        assert [seven.value, eight.value] == rewards[seven.scorer]
+
+
+async def test_the_process_shows_metrics_and_ends_on_sigterm() -> None:
+    address, metrics = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+    async with process("--address", address, "--metrics-address", metrics, "--rm-type", "math") as service:
+        async with RewardClient(address) as client:
+            assert values(await client.score(items("7"), deadline_seconds=60)) == [1.0]
+        page = await asyncio.to_thread(lambda: urlopen(f"http://{metrics}/metrics").read().decode())
+        assert 'headrace_reward_items_total{outcome="SCORED",scorer="math"} 1.0' in page
+        service.send_signal(signal.SIGTERM)
+        assert await service.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rm-type", "mth"], "headrace reward: rm_type is 'mth': did you mean 'math'?"),
+        (["--custom-rm-path", "nowhere/x.py:f"], "headrace reward: hook nowhere/x.py:f: no file"),
+        (["--group-rm"], "headrace reward: --group-rm says how --custom-rm-path is called"),
+        (["--address", "0.0.0.0:0", "--rm-type", "math"], "can be reached from other machines"),
+    ],
+)
+def test_a_start_that_cannot_be_ends_with_one_line(arguments: list[str], message: str) -> None:
+    ended = subprocess.run(command(*arguments), env=environment(), capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert message in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+def test_a_taken_port_is_named() -> None:
+    async def take() -> None:
+        section = RewardSection(reward_workers=1, rm_type="exact_match")
+        first = await RewardServer.start(section, section_args(section), "127.0.0.1:0")
+        with pytest.raises(Unavailable, match="in use"):
+            await RewardServer.start(section, section_args(section), first.rpc.address)
+        await first.stop(0)
+
+    asyncio.run(take())
+
+
+HEAVY = "import sys; {}; print(sorted({{'torch', 'transformers', 'megatron', 'sglang'}} & sys.modules.keys()))"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import services.reward.__main__",
+        "import headrace.client.reward, headrace.hooks, headrace.workers",
+        "from services.reward.builtin import BUILTINS, prepare_builtin; [prepare_builtin(b.name) for b in BUILTINS]",
+    ],
+)
+def test_nothing_here_imports_torch(code: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", HEAVY.format(code)], env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert ended.stdout.strip() == "[]", ended.stderr

@@ -1,0 +1,151 @@
+"""Every mistake in a job is refused before anything starts, with a sentence that names the place and the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.config.load import load
+from headrace.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--rollout-bach-size 4", "unknown flag --rollout-bach-size: did you mean --rollout-batch-size?"),
+        ("--tensor-model-paralel-size 2", "did you mean --tensor-model-parallel-size?"),
+        (
+            "--sglang-mem-fraction-statik 0.5",
+            "SGLang has no argument mem_fraction_statik: did you mean mem_fraction_static?",
+        ),
+        ("--no-lr", "unknown flag --no-lr"),
+        ("--eps-clip", "--eps-clip takes one value, got none"),
+        ("--eps-clip 0.1 0.2", "--eps-clip takes one value, got 2: 0.1 0.2"),
+        ("--eps-clip=-1", "--eps-clip: should be greater than 0, got '-1'"),
+        ("--num-rollout many", "--num-rollout: should be a valid integer"),
+        ("--advantage-estimator magic", "--advantage-estimator: should be 'grpo', got 'magic'"),
+        ("--eval-prompt-data gsm8k", "--eval-prompt-data takes NAME PATH pairs, got 1: gsm8k"),
+        ("--seed 1 --seed 2", "seed is given twice: --seed 1 and --seed 2"),
+        ("--max-staleness 1 --async-buffer-size 2", "max_staleness is given twice"),
+        (
+            "--global-batch-size 5",
+            "= 32 samples, but global_batch_size 5 x num_steps_per_rollout 2 = 10 samples",
+        ),
+        (
+            "--actor-num-gpus-per-node 3 --tensor-model-parallel-size 2",
+            r"3 ranks \(actor_num_nodes 1 x actor_num_gpus_per_node 3\) cannot be divided by tensor_model",
+        ),
+        ("--actor-num-gpus-per-node 32", "global_batch_size 16 is smaller than the 32 data-parallel ranks"),
+        ("--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2", "rollout_num_gpus 3 cannot be divided by"),
+        ("--colocate --max-staleness 1", r"colocate cannot be combined with asynchronous training \(max_staleness 1"),
+        ("--colocate --async-buffer-size 4", "Leave --colocate out"),
+        ("--colocate", "colocate is not built yet"),
+        ("--update-weights-interval 3", "makes tokens up to 2 steps old, and max_staleness is 0"),
+        ("--kl-loss-coef 0.1", "kl_loss_coef has no effect without use_kl_loss: add --use-kl-loss or leave"),
+        ("--tis-threshold 3", "tis_clip has no effect without use_tis"),
+        ("--eval-interval 5", "eval_interval has no effect without eval_prompt_data"),
+        ("--sglang-api-key secret", "sglang api_key: engines listen on 127.0.0.1 and take no key"),
+        ("--num-layers 12", "--num-layers 12 contradicts the checkpoint, whose config.json says 2"),
+        ("--untie-embeddings-and-output-weights", "contradicts the checkpoint, whose config.json says False"),
+        ("--hf-checkpoint /nowhere", "hf_checkpoint /nowhere is not a folder"),
+        ("--prompt-data /nowhere.jsonl", "prompt_data /nowhere.jsonl does not exist"),
+        ("--eval-prompt-data gsm8k /nowhere.jsonl", "eval_prompt_data gsm8k /nowhere.jsonl does not exist"),
+        ("--custom-rm-path /nowhere.py:judge", "/nowhere.py does not exist"),
+        ("--load /nowhere", "load /nowhere is not a folder"),
+        ("stray", "unexpected argument 'stray'"),
+    ],
+)
+def test_wrong_flags(load_with, flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_with(*flags.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[rolout]\n", r"job.toml: unknown section \[rolout\]: did you mean rollout\?"),
+        ("[rollout]\nnum_rolout = 3\n", r"job.toml \[rollout\] num_rolout: unknown key: did you mean num_rollout\?"),
+        ("[rollout]\neps_clip = 0.1\n", r"job.toml \[rollout\] eps_clip: unknown key here: it belongs in \[train\]"),
+        ("[train]\neps_clip = 0.0\n", r"job.toml \[train\] eps_clip: should be greater than 0, got 0.0"),
+        ("[megatron]\nnum_layer = 2\n", r"\[megatron\] num_layer: unknown key: did you mean num_layers\?"),
+        ("eps_clip = 0.1\n", r"eps_clip must stand in a section: put it under \[train\]"),
+        ("train = 3\n", "train is not a table"),
+        ("[train\n", r"job.toml is not TOML: .*line 1"),
+        (
+            "[run]\nseed = 1\n",
+            r"hf_checkpoint is not given: set it under \[model\] of the job file or pass --hf-checkpoint",
+        ),
+    ],
+)
+def test_wrong_files(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load(path, [], {})
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"job file .*job\.toml does not exist"):
+        load(tmp_path / "job.toml", [], {})
+
+
+def test_wrong_variables(load_with) -> None:
+    with pytest.raises(ConfigError, match=r"unknown environment variable HEADRACE_SEDE: did you mean HEADRACE_SEED\?"):
+        load_with(HEADRACE_SEDE="1")
+    with pytest.raises(ConfigError, match="HEADRACE_SEED: should be a valid integer"):
+        load_with(HEADRACE_SEED="one")
+
+
+def test_two_batch_sizes_missing(model: Path) -> None:
+    flags = ["--hf-checkpoint", str(model), "--rollout-batch-size", "4", "--n-samples-per-prompt", "8"]
+    with pytest.raises(ConfigError, match="global_batch_size and num_steps_per_rollout are not given"):
+        load(None, flags, {})
+
+
+def test_a_batch_size_that_cannot_be_derived(model: Path) -> None:
+    flags = ["--hf-checkpoint", str(model), "--rollout-batch-size", "4", "--n-samples-per-prompt", "8"]
+    with pytest.raises(
+        ConfigError, match=r"num_steps_per_rollout cannot be derived: .* = 32 samples, which .* 5 does not"
+    ):
+        load(None, [*flags, "--global-batch-size", "5"], {})
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("config.json", "it has no config.json"),
+        ("tokenizer.json", r"it has no a tokenizer \(tokenizer.json or"),
+        ("model.safetensors", r"it has no weights \(\*.safetensors\)"),
+    ],
+)
+def test_a_model_folder_that_is_not_whole(load_with, model: Path, missing: str, message: str) -> None:
+    (model / missing).unlink()
+    with pytest.raises(ConfigError, match=message):
+        load_with()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "b"', r"data.jsonl, line 2: not JSON .*or pass --skip-bad-lines"),
+        ('["b"]', "line 2: a JSON object is wanted, this is list"),
+        ('{"question": "b"}', r"line 2: no key 'prompt' \(input_key\); the keys are question"),
+    ],
+)
+def test_a_bad_line_of_prompts_is_named_by_file_and_line(load_with, tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "a"}\n' + line + "\n")
+    with pytest.raises(ConfigError, match=message):
+        load_with("--prompt-data", str(path))
+    assert load_with("--prompt-data", str(path), "--skip-bad-lines").data.skip_bad_lines
+
+
+def test_a_hook_that_its_file_does_not_define(load_with, tmp_path: Path) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text("def judge(args, sample): return 1.0\n")
+    with pytest.raises(ConfigError, match=f"{path} defines no jugde"):
+        load_with("--custom-rm-path", f"{path}:jugde")
+    path.write_text("def judge(:\n")
+    with pytest.raises(ConfigError, match="line 1: invalid syntax"):
+        load_with("--custom-rm-path", f"{path}:judge")

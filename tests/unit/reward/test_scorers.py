@@ -1,0 +1,130 @@
+"""Each scorer against answers as models give them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import reasoning_gym
+
+from headrace.errors import InvalidArgument
+from headrace.judgement import ScoreItem
+from services.reward.scorers import deepscaler, exact_match, math, regex
+from services.reward.scorers import reasoning_gym as gym_scorer
+from services.reward.scorers.answers import after_thinking, boxed, last_line, tagged
+
+
+def item(response: str, label: str | None = None, **metadata: object) -> ScoreItem:
+    return ScoreItem(item_id="1", prompt="", response=response, label=label, metadata=metadata)
+
+
+@pytest.mark.parametrize(
+    ("response", "label"),
+    [
+        (r"so it is \boxed{\frac{3}{4}}", "0.75"),
+        (r"\boxed{\frac{\sqrt{2}}{2}}", r"\frac{1}{\sqrt 2}"),
+        (r"\boxed{\frac{1}{1+\frac{1}{2}}}", "2/3"),
+        ("the answer is 42", "42"),
+        (r"\boxed{5\text{ cm}}", "5"),
+        (r"\boxed{\{1, 2\}}", r"\{2, 1\}"),
+        (r"\boxed{(1,2)}", "(1,2)"),
+        ("1,000", "1000"),
+        (r"\boxed{50\%}", "50"),
+        (r"\boxed{x=3}", "3"),
+        (r"first \boxed{1}, no: \boxed{2}", "2"),
+        (r"<think>\boxed{1}</think> \boxed{2}", "2"),
+        ("1/2", r"\boxed{\frac12}"),
+        ("-7", "-7"),
+        (r"\boxed{10}", "$10$"),
+    ],
+)
+def test_math_knows_equal_answers(response: str, label: str) -> None:
+    assert math.score(item(response, label)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "label"),
+    [
+        (r"\boxed{3}", "4"),
+        (r"first \boxed{2}, no: \boxed{1}", "2"),
+        (r"<think>\boxed{2}</think> \boxed{1}", "2"),
+        (r"\boxed{\{1, 2, 3\}}", r"\{2, 1\}"),
+        (r"\boxed{(2,1)}", "(1,2)"),
+        ("", "7"),
+        ("garbage " * 13_000, "5"),
+        ("{" * 100_000, "5"),
+        (r"\boxed{" * 15_000, "5"),
+        (r"\boxed{}", "0"),
+        ("7", "-7"),
+    ],
+)
+def test_math_knows_different_answers(response: str, label: str) -> None:
+    assert math.score(item(response, label)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("label", "message"), [(None, "has none: set --label-key"), ("", "none"), ("$$", "cannot read")]
+)
+def test_math_needs_a_label_that_is_mathematics(label: str | None, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        math.score(item("7", label))
+
+
+def test_deepscaler_wants_a_box_after_thinking() -> None:
+    assert deepscaler.score(item(r"<think>hm</think>\boxed{\frac{1}{2}}", "0.5")) == 1.0
+    assert deepscaler.score(item(r"###Response \boxed{7}", "7")) == 1.0
+    assert deepscaler.score(item(r"\boxed{7}", "7")) == 0.0
+    assert deepscaler.score(item("<think>hm</think> 7", "7")) == 0.0
+
+
+def test_exact_match_ignores_blanks_and_nothing_else() -> None:
+    assert exact_match.score(item(" yes\n", "yes")) == 1.0
+    assert exact_match.score(item("Yes", "yes")) == 0.0
+    assert exact_match.score(item("", "")) == 1.0
+    with pytest.raises(InvalidArgument, match="--label-key"):
+        exact_match.score(item("yes"))
+
+
+def test_regex_takes_its_pattern_from_metadata_or_label() -> None:
+    assert regex.score(item("<think>a\nb</think>c", pattern=r"(?s)^<think>.*</think>.+$")) == 1.0
+    assert regex.score(item("no", pattern=r"^\d+$")) == 0.0
+    assert regex.score(item("17", r"^\d+$")) == 1.0
+    with pytest.raises(InvalidArgument, match=r"cannot compile '\('"):
+        regex.score(item("x", "("))
+    with pytest.raises(InvalidArgument, match=r"metadata\.pattern or the label"):
+        regex.score(item("x"))
+
+
+@pytest.mark.parametrize(
+    "task", ["chain_sum", "basic_arithmetic", "countdown", "word_sorting", "spell_backward", "gcd"]
+)
+def test_reasoning_gym_scores_are_the_packages_own(task: str) -> None:
+    dataset = reasoning_gym.create_dataset(task, size=4, seed=3)
+    for entry in dataset:
+        travelled = json.loads(json.dumps(entry))
+        for answer in (entry["answer"], entry["answer"] + "1", "", "no idea"):
+            mine = gym_scorer.score(item(answer, reasoning_gym=travelled, answer_format="all"))
+            assert mine == dataset.score_answer(answer, entry), (task, answer)
+        told = gym_scorer.score(item(f"Well.\n<answer>{entry['answer']}</answer>", reasoning_gym=json.dumps(entry)))
+        assert told == dataset.score_answer(entry["answer"], entry) == 1.0
+
+
+def test_reasoning_gym_refuses_what_it_cannot_judge() -> None:
+    entry = {"answer": "1", "metadata": {"source_dataset": "chain_sun"}}
+    with pytest.raises(InvalidArgument, match="no task 'chain_sun'"):
+        gym_scorer.score(item("1", reasoning_gym=entry))
+    with pytest.raises(InvalidArgument, match="entry that the package made"):
+        gym_scorer.score(item("1"))
+    entry["metadata"]["source_dataset"] = "chain_sum"
+    with pytest.raises(InvalidArgument, match="use tag, boxed, last_line or all"):
+        gym_scorer.score(item("1", reasoning_gym=entry, answer_format="xml"))
+
+
+def test_answers_are_found_where_they_are() -> None:
+    assert boxed(r"\boxed{a{b}c} and \fbox{d}") == "d"
+    assert boxed(r"\boxed{a{b}c} and \boxed{open") == "a{b}c"
+    assert boxed("nothing") is None
+    assert tagged("<answer>1</answer><answer>\n2 </answer>") == "2"
+    assert last_line("a\n b \n\n") == "b"
+    assert last_line("") == ""
+    assert after_thinking("<think>a</think>b") == "b"
