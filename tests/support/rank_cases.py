@@ -91,6 +91,7 @@ def run_case(case: Case) -> None:
     """In every rank at once."""
     import torch.distributed as dist
     from megatron.core import parallel_state
+
     from services.trainer.checkpoint import Checkpoints
     from services.trainer.parallel import initialize
     from services.trainer.policy import Policy
