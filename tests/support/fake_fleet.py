@@ -37,7 +37,7 @@ class FakeFleet:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(10):
-            while not condition():  # noqa: ASYNC110  # what is waited for is another party's state
+            while not condition():  # what is waited for is another party's state
                 await asyncio.sleep(0.005)
 
 
