@@ -55,8 +55,12 @@ async def test_stop_ends_what_ignores_a_signal_and_everything_it_started(tmp_pat
 async def until_launched(pid: int) -> None:
     """Until the launcher has become the program: only then its parent's death is its own."""
     async with asyncio.timeout(10):
-        while b"services.rollout.engine.launch" in Path(f"/proc/{pid}/cmdline").read_bytes():  # noqa: ASYNC110
+        while "services.rollout.engine.launch" in command_of(pid):  # noqa: ASYNC110  # another party's state
             await asyncio.sleep(0.01)
+
+
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
 
 
 def is_running(pid: int) -> bool:
