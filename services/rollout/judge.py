@@ -50,14 +50,15 @@ class Judge:
 
     async def retarget(self, *, address: str | None, scorer: str | None) -> JudgeTarget:
         """From the next call on; calls on their way finish where they are. None leaves as it is."""
+        if address is not None:
+            client = RewardClient(address)
+            self._former.append(self._client)
+            self._client = client
         self.target = JudgeTarget(
             self.target.address if address is None else address,
             self.target.scorer if scorer is None else scorer,
             datetime.now(UTC),
         )
-        if address is not None:
-            self._former.append(self._client)
-            self._client = RewardClient(address)
         log.info("reward_changed", address=self.target.address, scorer=self.target.scorer)
         return self.target
 
