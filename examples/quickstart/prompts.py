@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import reasoning_gym
 
@@ -13,15 +14,22 @@ DRAWN = 3000
 EVAL_SIZE = 48
 
 
-def rows() -> list[dict[str, str]]:
+SYSTEM = "Answer with one number."
+"""Short, and in the place of the model's own system prompt: half of a prompt's tokens less to compute."""
+
+Row = dict[str, Any]
+
+
+def rows() -> list[Row]:
     """Prompt and label of each task that chain_sum draws; some come several times."""
     tasks = reasoning_gym.create_dataset(
         "chain_sum", size=DRAWN, seed=SEED, min_terms=2, max_terms=2, min_digits=1, max_digits=1
     )
-    return [
-        {"prompt": f"{_expression(task['question'])}\nAnswer with one number.", "label": str(task["answer"])}
-        for task in tasks
-    ]
+    return [{"prompt": _conversation(_expression(task["question"])), "label": str(task["answer"])} for task in tasks]
+
+
+def _conversation(expression: str) -> list[dict[str, str]]:
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": expression}]
 
 
 def _expression(question: str) -> str:
@@ -32,14 +40,14 @@ def _expression(question: str) -> str:
 def main(folder: Path) -> None:
     """The first tasks are for evaluation and in no way in the training data."""
     drawn = rows()
-    held_out = list(dict.fromkeys(row["prompt"] for row in drawn))[:EVAL_SIZE]
-    labels = {row["prompt"]: row["label"] for row in drawn}
+    distinct = {json.dumps(row["prompt"]): row for row in drawn}
+    held_out = list(distinct.values())[:EVAL_SIZE]
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / "eval.jsonl", [{"prompt": prompt, "label": labels[prompt]} for prompt in held_out])
-    _write(folder / "train.jsonl", [row for row in drawn if row["prompt"] not in held_out])
+    _write(folder / "eval.jsonl", held_out)
+    _write(folder / "train.jsonl", [row for row in drawn if row not in held_out])
 
 
-def _write(path: Path, lines: list[dict[str, str]]) -> None:
+def _write(path: Path, lines: list[Row]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 
 import torch
+from prompts import SYSTEM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-QUESTIONS = ("4 + 3 =\nAnswer with one number.", "2 + 9 =\nAnswer with one number.", "7 + 8 =\nAnswer with one number.")
+QUESTIONS = ("4 + 3 =", "9 - 2 =", "7 + 8 =")
 
 
 def answers(folder: str) -> list[str]:
@@ -18,7 +19,7 @@ def answers(folder: str) -> list[str]:
 
 
 def _answer(tokenizer, model, question: str) -> str:
-    turns = [{"role": "user", "content": question}]
+    turns = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
     inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     with torch.inference_mode():
         output = model.generate(**inputs, max_new_tokens=16, do_sample=False)

@@ -134,8 +134,9 @@ class Policy:
     def _frozen_log_probs(self, inputs: Sequence[StepInputs]) -> tuple[list[Any], list[Any]]:
         """Of the old and the reference policy, for each step; None where they are not needed."""
         none: list[Any] = [None] * len(inputs)
-        # With one optimizer step the old policy is the current one; from the second on it has moved.
-        needs_old = len(inputs) > 1
+        # With one optimizer step the old policy is the current one; and the engine's log-probs may stand in for it.
+        config = self._job.train
+        needs_old = len(inputs) > 1 and (config.use_tis or not config.use_rollout_logprobs)
         olds = [self._pipeline.log_probs(i) for i in inputs] if needs_old else none
         if self._reference is None:
             return olds, none
