@@ -1,46 +1,23 @@
-"""Bytes that are no message, to every method of every service: INVALID_ARGUMENT, and the server lives on.
+"""Bytes that are no message, to every method of the buffer: INVALID_ARGUMENT, and the server lives on.
 
-`malformed_calls` works on any server: it finds the methods in the service descriptors.
+The other services get them while they work: tests/e2e/test_training.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import grpc
 import pytest
-from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.descriptor import MethodDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.api.buffer.v1 import buffer_pb2
 from services.buffer.store.memory import MemoryStore
 from tests.support.buffer_server import served_buffer
+from tests.support.malformed import MALFORMED, call_raw, methods
 
 BUFFER = buffer_pb2.DESCRIPTOR.services_by_name["BufferService"]
-
-# A number that is cut; a length beyond the end; a group that never ends; text.
-# (Field number 0 is not among them: protobuf itself lets it pass in a message without fields.)
-MALFORMED = [b"\x08\x80", b"\x0a\x7fabc", b"\x0b\x0b\x0b", b"GET / HTTP/1.1\r\n\r\n"]
-
-
-def methods(*services: ServiceDescriptor) -> Iterator[MethodDescriptor]:
-    """Every method of the services."""
-    for service in services:
-        yield from service.methods
-
-
-async def call_raw(channel: grpc.aio.Channel, method: MethodDescriptor, data: bytes) -> grpc.StatusCode:
-    """Sends the bytes as they are; the status of the answer."""
-    path = f"/{method.containing_service.full_name}/{method.name}"
-    try:
-        if method.server_streaming:
-            async for _ in channel.unary_stream(path)(data, timeout=10):
-                pass
-        else:
-            await channel.unary_unary(path)(data, timeout=10)
-    except grpc.aio.AioRpcError as error:
-        return error.code()
-    return grpc.StatusCode.OK
 
 
 @pytest.fixture

@@ -7,18 +7,28 @@ import os
 import sys
 from pathlib import Path
 
+import grpc
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from headrace.api.buffer.v1 import buffer_pb2
+from headrace.api.reward.v1 import reward_pb2
+from headrace.api.rollout.v1 import rollout_pb2
+from headrace.api.trainer.v1 import trainer_pb2
 from headrace.client.rollout import RolloutClient
 from headrace.rpc.net import free_port
+from tests.support.malformed import MALFORMED, call_raw, methods
 from tests.support.tiny_model import make_tiny_qwen3
 from tests.support.training_run import ROOT, TrainingRun, consumed_by_step
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
+SERVICES = {
+    "reward": reward_pb2.DESCRIPTOR.services_by_name["RewardService"],
+    "rollout": rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"],
+    "trainer": trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"],
+}
 VOWELS = '''
 async def vowels(args, sample, **kwargs):
     """Share of the response's characters that are vowels: a tiny random model learns it in a few steps."""
@@ -53,6 +63,16 @@ class RewardProcess:
             await self._process.wait()
 
 
+async def send_malformed_bytes(run: TrainingRun) -> None:
+    """To every method of the services that work on the run; the run must not notice."""
+    addresses = {name: entry.address for name, entry in run.folder.services().items()}
+    for name, descriptor in SERVICES.items():
+        async with grpc.aio.insecure_channel(addresses[name]) as channel:
+            for method in methods(descriptor):
+                for data in MALFORMED:
+                    assert await call_raw(channel, method, data) is grpc.StatusCode.INVALID_ARGUMENT, method.full_name
+
+
 async def test_two_data_ranks_learn_while_the_reward_service_is_replaced(tmp_path: Path) -> None:
     checkpoint = make_tiny_qwen3(tmp_path / "model")
     for name, code in (("vowels", VOWELS), ("length", LENGTH)):
@@ -71,6 +91,7 @@ async def test_two_data_ranks_learn_while_the_reward_service_is_replaced(tmp_pat
             assert len(fleet.engines) == 2
             assert len({engine.weights_digest for engine in fleet.engines}) == 1
             assert fleet.engines[0].weights_digest
+            await send_malformed_bytes(run)
             await run.until_step(24)
             await reward.stop()
             await reward.start(f"{tmp_path}/length.py:length")
