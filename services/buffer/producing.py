@@ -183,6 +183,8 @@ def lose(work: Work, book: StreamBook, group: Group) -> None:
 def check_put(work: Work, book: StreamBook, put: GroupPut) -> int:
     """Raises unless the put can be answered; returns the payload bytes it adds."""
     group = _find(book, put.group_id)
+    if _was_answered(group, put):
+        return 0  # even where the group was expired since and made anew under the same sample ids
     _check_samples(book, put)
     if _is_duplicate(book, group, put) or not _is_live(group, put):
         return 0
@@ -276,8 +278,12 @@ def _is_live(group: Group, put: GroupPut) -> bool:
 def _is_duplicate(book: StreamBook, group: Group, put: GroupPut) -> bool:
     if _is_live(group, put):
         return False
-    fingerprint = put.fingerprint
-    if any(e.lease_id == put.lease_id and e.fingerprint == fingerprint for e in group.ended):
+    if _was_answered(group, put):
         return True
     kept = {r.sample_id for r in group.samples}
     return bool(kept) and kept == {s.record.sample_id for s in put.samples}
+
+
+def _was_answered(group: Group, put: GroupPut) -> bool:
+    fingerprint = put.fingerprint
+    return any(e.lease_id == put.lease_id and e.fingerprint == fingerprint for e in group.ended)

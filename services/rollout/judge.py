@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from headrace.client.reward import RewardClient
-from headrace.errors import HeadraceError, InvalidArgument, NotFound
+from headrace.errors import HeadraceError, InvalidArgument, NotFound, Unavailable
 from headrace.judgement import Judgement, Score, ScoreItem
 from headrace.rpc.log import log
 from headrace.trajectory import Failure, Sample, Status
@@ -33,23 +33,32 @@ class JudgeTarget:
 class Judge:
     """Sends whole groups to the reward service. A sample that nobody could judge is FAILED, never a reward of 0."""
 
-    def __init__(self, address: str, *, item_seconds: float, patience_seconds: float = _PATIENCE_SECONDS) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        item_seconds: float,
+        call_seconds: float = _CALL_SECONDS,
+        patience_seconds: float = _PATIENCE_SECONDS,
+    ) -> None:
         self.target = JudgeTarget(address, "", datetime.now(UTC))
         self._client = RewardClient(address)
         self._former: list[RewardClient] = []
         self._item_seconds = item_seconds
+        self._call_seconds = call_seconds
         self._patience_seconds = patience_seconds
 
     async def retarget(self, *, address: str | None, scorer: str | None) -> JudgeTarget:
         """From the next call on; calls on their way finish where they are. None leaves as it is."""
+        if address is not None:
+            client = RewardClient(address)
+            self._former.append(self._client)
+            self._client = client
         self.target = JudgeTarget(
             self.target.address if address is None else address,
             self.target.scorer if scorer is None else scorer,
             datetime.now(UTC),
         )
-        if address is not None:
-            self._former.append(self._client)
-            self._client = RewardClient(address)
         log.info("reward_changed", address=self.target.address, scorer=self.target.scorer)
         return self.target
 
@@ -73,10 +82,10 @@ class Judge:
         return [judged.get(sample.sample_id, sample) for sample in samples]
 
     async def _judgements(self, items: Sequence[ScoreItem]) -> Sequence[Judgement]:
-        """Raises the last error when nobody judged within the patience, or at once when waiting cannot help."""
+        """Raises Unavailable when nobody judged in time, and at once what waiting cannot help."""
         end = time.monotonic() + self._patience_seconds
         rounds = -(-len(items) // _JUDGED_AT_ONCE)
-        seconds = max(_CALL_SECONDS, 2 * self._item_seconds * rounds)
+        seconds = max(self._call_seconds, 2 * self._item_seconds * rounds)
         while True:
             try:
                 return await self._client.score(items, self.target.scorer or None, deadline_seconds=seconds)
@@ -85,7 +94,9 @@ class Judge:
             except HeadraceError as error:
                 log.warning("reward_unavailable", address=self.target.address, error=error.message)
                 if time.monotonic() > end:
-                    raise
+                    raise Unavailable(
+                        f"{self.target.address} did not judge for {self._patience_seconds:g} s: {error.message}"
+                    ) from error
             await asyncio.sleep(_PAUSE_SECONDS)
 
 

@@ -29,10 +29,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             is_last = so_far.finish is not None and so_far.finish.is_final
             if not is_last and text.endswith("\ufffd"):
                 continue  # in the middle of a character: more tokens complete it
-            if not text.startswith(sent_text):
-                continue  # the tail was decoded anew; wait for the whole
             response = generate_response(
-                text.removeprefix(sent_text),
+                text[len(sent_text) :],
                 so_far.tokens[sent_tokens:],
                 so_far.log_probs[sent_tokens:],
                 return_tokens=request.return_tokens,

@@ -61,9 +61,8 @@ class Control:
         """A fact for the other ranks, e.g. where a sender listens."""
         self._store.set(key, value)
 
-    def get(self, key: str, timeout_seconds: float) -> str:
-        """Waits for a fact."""
-        self._store.wait([key], datetime.timedelta(seconds=timeout_seconds))
+    def get(self, key: str) -> str:
+        """A fact that is there."""
         value: bytes = self._store.get(key)
         return value.decode()
 

@@ -11,11 +11,12 @@ import json
 import time
 import uuid
 from dataclasses import dataclass
+from typing import Any
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.client.rollout import RolloutClient
 from headrace.config.job import PublishSection
-from headrace.errors import DataLoss, Fenced, HeadraceError, PublicationAborted
+from headrace.errors import DeadlineExceeded, Fenced, HeadraceError, PublicationAborted
 from headrace.rpc.log import log
 from services.trainer.commands import DropGroups, OpenGroups, SendWeights
 from services.trainer.control import Control
@@ -23,6 +24,7 @@ from services.trainer.crew import Crew
 from services.trainer.state import TrainState
 
 _TRIES = 3
+_ASK_AGAIN_SECONDS = 0.005
 _PAUSE_MODES = {
     "in_place": pb.PAUSE_MODE_IN_PLACE,
     "retract": pb.PAUSE_MODE_RETRACT,
@@ -90,23 +92,33 @@ class Publisher:
             ),
             deadline_seconds=self._config.update_weight_timeout_seconds,
         )
-        command = SendWeights(publication_id, begun.world_size, tuple(begun.group_alive))
-        sending = asyncio.create_task(self._crew.run(command))
+        sending = asyncio.create_task(
+            self._crew.run(SendWeights(publication_id, begun.world_size, tuple(begun.group_alive)))
+        )
+        offering = asyncio.create_task(self._offer(publication_id, plan.num_buckets))
+        answers = asyncio.create_task(self._answers(publication_id))
         try:
-            for bucket in range(plan.num_buckets):
-                await self._rollout.publish_bucket(
-                    publication_id, bucket, deadline_seconds=self._config.update_weight_timeout_seconds
-                )
+            # Either side may fail while the other waits for it: the first failure ends both.
+            done, _ = await asyncio.wait({offering, answers}, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
         except HeadraceError:
             self._control.put(f"{publication_id}/aborted", "1")
             raise
         finally:
+            offering.cancel()
+            answers.cancel()
             await sending
         return await self._rollout.commit_publish(
-            publication_id,
-            self._checksums(publication_id),
-            deadline_seconds=self._config.update_weight_timeout_seconds,
+            publication_id, answers.result(), deadline_seconds=self._config.update_weight_timeout_seconds
         )
+
+    async def _offer(self, publication_id: str, num_buckets: int) -> None:
+        """Asks the engines to receive one bucket after the other."""
+        for bucket in range(num_buckets):
+            await self._rollout.publish_bucket(
+                publication_id, bucket, deadline_seconds=self._config.update_weight_timeout_seconds
+            )
 
     async def _plan(self, publication_id: str) -> Plan:
         await self._crew.run(OpenGroups(publication_id))
@@ -114,7 +126,7 @@ class Publisher:
         groups: list[pb.PublishGroup] = []
         next_bucket = 0
         for stage in range(self._stages):
-            fact = json.loads(self._control.get(f"{publication_id}/stage/{stage}", timeout_seconds=60.0))
+            fact = await self._fact(f"{publication_id}/stage/{stage}")
             numbers = range(next_bucket, next_bucket + len(fact["buckets"]))
             next_bucket = numbers.stop
             for number, bucket in zip(numbers, fact["buckets"], strict=True):
@@ -128,17 +140,24 @@ class Publisher:
             )
         return Plan(pb.Manifest(tensors=tensors), groups, next_bucket)
 
-    def _checksums(self, publication_id: str) -> dict[str, str]:
+    async def _answers(self, publication_id: str) -> dict[str, str]:
+        """What engines must hold, once every stage has sent; raises what kept one from it."""
         merged: dict[str, str] = {}
         for stage in range(self._stages):
-            answer = json.loads(self._control.get(f"{publication_id}/sent/{stage}", timeout_seconds=60.0))
+            answer = await self._fact(f"{publication_id}/sent/{stage}")
             if "error" in answer:
                 raise PublicationAborted(f"stage {stage}: {answer['error']}")
-            doubled = merged.keys() & answer["checksums"].keys()
-            if any(merged[name] != answer["checksums"][name] for name in doubled):
-                raise DataLoss(f"stages hold different weights under the same names: {sorted(doubled)}")
             merged |= answer["checksums"]
         return merged
+
+    async def _fact(self, key: str) -> Any:
+        """A fact that a sender puts into the control store."""
+        end = time.monotonic() + self._config.update_weight_timeout_seconds
+        while not self._control.has(key):
+            if time.monotonic() > end:
+                raise DeadlineExceeded(f"no rank put {key} in time: see the trainer's log for the rank that hangs")
+            await asyncio.sleep(_ASK_AGAIN_SECONDS)
+        return json.loads(self._control.get(key))
 
     async def _give_up(self, publication_id: str, reason: str) -> None:
         await self._crew.run(DropGroups())

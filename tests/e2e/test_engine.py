@@ -128,14 +128,14 @@ async def test_an_engine_that_is_killed_comes_back_stale_and_joins_at_the_next_p
     assert isinstance(victim.process, SglangProcess)
     os.kill(victim.process.pid, signal.SIGKILL)
     async with asyncio.timeout(20):
-        while victim.state is not EngineState.DOWN and victim.restarts == 0:
+        while victim.state is EngineState.READY:  # another party's state
             await asyncio.sleep(0.05)
     generation = await stack.generator.generate(
         PROMPT, SamplingParams(max_new_tokens=8), request_id="one-left", seconds=60
     )
     assert len(generation.tokens) > 0
     async with asyncio.timeout(120):
-        while victim.state is not EngineState.STALE:
+        while victim.state is not EngineState.STALE:  # another party's state
             await asyncio.sleep(0.1)
     assert victim.restarts == 1
     sender = TorchSender(f"group-{uuid.uuid4().hex}")

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from headrace.config.job import Job
+from headrace.errors import ConfigError
 from headrace.trajectory import Failure, Sample, Status
 
 VOCAB_SIZE = 320
@@ -32,6 +33,9 @@ class Case:
     hf_checkpoint: str
     megatron: Mapping[str, Any]
     train: Mapping[str, Any] = field(default_factory=dict)
+    ref_load: str | None = None
+    refused: bool = False
+    """It is expected to end with an error before it trains; error.txt has the message."""
 
     @property
     def out(self) -> Path:
@@ -48,7 +52,7 @@ class Case:
         train = {"micro_batch_size": 2, "num_steps_per_rollout": 2, "use_kl_loss": True, "kl_loss_coef": 0.1}
         return Job.model_validate(
             {
-                "model": {"hf_checkpoint": self.hf_checkpoint},
+                "model": {"hf_checkpoint": self.hf_checkpoint, "ref_load": self.ref_load},
                 "rollout": {"num_rollout": 4, "rollout_temperature": 0.8},
                 "train": train | {"entropy_coef": 0.01, "use_tis": True, "eps_clip_high": 0.28} | dict(self.train),
                 "megatron": megatron | dict(self.megatron),
@@ -92,6 +96,28 @@ def run_case(case: Case) -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
+    case.out.mkdir(parents=True, exist_ok=True)
+    try:
+        _expect_refusal(case) if case.refused else _train_and_resume(case)
+    finally:
+        parallel_state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _expect_refusal(case: Case) -> None:
+    from services.trainer.parallel import initialize
+    from services.trainer.policy import Policy
+
+    try:
+        Policy.build(case.job(), initialize(case.job()))
+    except ConfigError as error:
+        (case.out / "error.txt").write_text(error.message)
+
+
+def _train_and_resume(case: Case) -> None:
+    import torch.distributed as dist
+
     from services.trainer.checkpoint import Checkpoints
     from services.trainer.parallel import initialize
     from services.trainer.policy import Policy
@@ -99,9 +125,6 @@ def run_case(case: Case) -> None:
     job = case.job()
     layout = initialize(job)
     policy = Policy.build(job, layout)
-    if layout.rank == 0:
-        case.out.mkdir(parents=True)
-    dist.barrier()
     policy.export(case.out / "initial")
     log_probs = policy.log_probs(samples(0))
     if layout.is_last_stage and layout.tp_rank == 0 and layout.dp_rank == 0:
@@ -119,8 +142,6 @@ def run_case(case: Case) -> None:
     if layout.rank == 0:
         (case.out / "metrics.json").write_text(json.dumps(metrics))
     dist.barrier()
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 def _train(policy: Any, step: int) -> dict[str, float]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -19,10 +21,8 @@ from tests.support.tiny_model import make_tiny_tokenizer
 
 VOCAB_SIZE = 320
 _SHAPE = {
-    "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 16384,
@@ -38,10 +38,12 @@ _LLAMA3_ROPE = {
 }
 
 
-def make_tiny(folder: Path, family: str, *, tied: bool) -> Path:
+def make_tiny(
+    folder: Path, family: str, *, tied: bool, seed: int = 7, vocab_size: int = VOCAB_SIZE, num_layers: int = 2
+) -> Path:
     """A float32 Hugging Face folder with a tokenizer; untied Llama has Llama 3's stretched rotary frequencies."""
-    torch.manual_seed(7)
-    model = _model(family, tied)
+    torch.manual_seed(seed)
+    model = _model(family, {"tie_word_embeddings": tied, "vocab_size": vocab_size, "num_hidden_layers": num_layers})
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:  # norms are ones and biases zeros otherwise, which hides mix-ups
@@ -51,10 +53,10 @@ def make_tiny(folder: Path, family: str, *, tied: bool) -> Path:
     return folder
 
 
-def _model(family: str, tied: bool) -> PreTrainedModel:
-    shape = _SHAPE | {"tie_word_embeddings": tied}
+def _model(family: str, chosen: Mapping[str, Any]) -> PreTrainedModel:
+    shape: dict[str, Any] = _SHAPE | dict(chosen)
     if family == "llama":
-        rope = {} if tied else {"rope_parameters": _LLAMA3_ROPE}
+        rope = {} if chosen["tie_word_embeddings"] else {"rope_parameters": _LLAMA3_ROPE}
         return LlamaForCausalLM(LlamaConfig(**shape, **rope))
     if family == "qwen2":
         return Qwen2ForCausalLM(Qwen2Config(**shape))

@@ -147,6 +147,13 @@ class Fleet:
         else:
             engine.state = EngineState.READY
 
+    async def switch_to(self, policy_version: int) -> None:
+        """From now on this version is the served one; engines in routing with another one become STALE."""
+        self.policy_version = policy_version
+        for engine in self.engines:
+            if engine.state is EngineState.READY:
+                await self.serve(engine, engine.policy_version)
+
     async def give_up(self, engine: Engine, why: str) -> None:
         """Takes an engine out of routing and ends it; its watcher starts it again."""
         log.warning("engine_lost", engine=engine.engine_id, why=why)
@@ -192,7 +199,8 @@ class Fleet:
             return True  # the publication has its own deadline
         try:
             await engine.client.weight_version(seconds=self._timing.check_timeout_seconds)
-        except HeadraceError:
+        except HeadraceError as error:
+            log.info("engine_check_missed", engine=engine.engine_id, error=error.message)
             return False
         return True
 

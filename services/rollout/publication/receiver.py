@@ -238,7 +238,7 @@ class Receiver:
         self._end_timer(publication)
         assert publication.paused_at is not None
         paused_seconds = time.monotonic() - publication.paused_at
-        self._fleet.policy_version = version
+        await self._fleet.switch_to(version)
         for engine in publication.remaining:
             engine.weights_digest = digests[engine.engine_id]
             await self._fleet.serve(engine, version)

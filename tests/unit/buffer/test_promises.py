@@ -67,6 +67,22 @@ def test_promise_2_the_same_sample_id_with_another_digest_already_exists(it: Led
         it.ledger.put(it.now, [GroupPut(other.lease.lease_id, other.group_id, PutOutcome.COMPLETE, stolen)])
 
 
+def test_promise_2_a_retried_put_of_a_group_that_expired_and_was_made_anew_is_a_duplicate() -> None:
+    it = LedgerUnderTest()
+    it.create(max_staleness=1)
+    it.submit("a")
+    put_of = {}
+    for version in (0, 2):
+        (group,) = it.lease()
+        samples = tuple(sample(group, i, version, sample_id=f"{group.group_id}/{i}") for i in range(2))
+        put_of[version] = GroupPut(group.lease.lease_id, group.group_id, PutOutcome.COMPLETE, samples)
+        it.do(it.ledger.put(it.now, [put_of[version]]))
+        if version == 0:
+            assert it.serve(it.rewind(2), 2) == 1, "the group has expired"
+    (again,) = it.do(it.ledger.put(it.now, [put_of[0]]))
+    assert (again.duplicate, again.state) == (True, GroupState.READY)
+
+
 def test_promise_2_a_retried_drop_is_a_duplicate(it: LedgerUnderTest) -> None:
     (group,) = it.lease(1)
     drop = [without_samples(group, PutOutcome.DROPPED)]

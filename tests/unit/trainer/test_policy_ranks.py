@@ -6,6 +6,7 @@ One launch for each number of ranks; each rank runs all cases of that number (te
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from headrace.trajectory import Sample
 from tests.support.rank_cases import Case, samples
 from tests.support.ranks import run_cases
 from tests.support.tiny_families import make_tiny
@@ -41,6 +43,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 PARALLEL_MODELS = ("qwen3-tied", "llama-untied")
 REPORTED = ("loss/policy", "loss/kl", "entropy", "grad_norm", "ratio/mean", "tokens", "log_prob_diff/mean")
+EXACT = {"num_steps_per_rollout": 1, "use_rollout_logprobs": True, "use_tis": False, "kl_loss_type": "k3"}
 RUNS = [f"{model}@{layout}" for model in PARALLEL_MODELS for layout in LAYOUTS]
 
 
@@ -53,6 +56,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     alone = [_case(folder, f"{model}@alone", model) for model in MODELS]
     alone.append(_case(folder, "micro-batches-of-5", "qwen3-tied", train={"micro_batch_size": 5}))
     alone.append(_case(folder, "recompute", "qwen3-tied", {"recompute_activations": True}))
+    make_tiny(folder / "reference", "qwen3", tied=True, seed=8)
+    alone.append(Case("exact", str(folder), str(folder / "qwen3-tied"), {}, EXACT, ref_load=str(folder / "reference")))
+    alone.append(_case(folder, "sft", "qwen3-tied", train={"loss_type": "sft_loss", "num_steps_per_rollout": 1}))
     alone.append(_case(folder, "per-token@alone", "qwen3-tied", train={"calculate_per_token_loss": True}))
     run_cases(folder, 1, alone)
     for world_size in (2, 4):
@@ -122,6 +128,53 @@ def test_training_moves_every_weight_and_a_restored_run_goes_on_bit_for_bit(runs
     assert [went_on[name] for name in REPORTED] == [restored[name] for name in REPORTED]
 
 
+def test_the_first_step_has_the_loss_and_gradient_of_the_specification(runs: Path) -> None:
+    """SPEC.md §5 in float64 on the transformers model: GRPO, clip-higher, k3 to a reference, entropy, rollout means."""
+    network = AutoModelForCausalLM.from_pretrained(runs / "qwen3-tied").double()
+    reference = AutoModelForCausalLM.from_pretrained(runs / "reference").double()
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for sample in samples(0):
+        if sample.reward is not None:
+            rewards[sample.group_id].append(sample.reward)
+    trained = [s for s in samples(0) if s.reward is not None and s.loss_mask.any()]
+    policy_loss = kl_loss = entropy_loss = torch.zeros((), dtype=torch.float64)
+    for sample in trained:
+        group = torch.tensor(rewards[sample.group_id], dtype=torch.float64)
+        advantage = (sample.reward - group.mean()) / (group.std() + 1e-6) if len(group) > 1 else torch.tensor(0.0)
+        log_probs, entropy = _response_log_probs(network, sample)
+        d = log_probs - _response_log_probs(reference, sample)[0].detach()
+        ratio = (log_probs - torch.from_numpy(sample.rollout_log_probs).double()).exp()
+        loss = torch.maximum(-ratio * advantage, -ratio.clamp(0.8, 1.28) * advantage)
+        mask = torch.from_numpy(sample.loss_mask).double()
+        share = mask / mask.sum() / len(trained)
+        policy_loss = policy_loss + (share * loss).sum()
+        kl_loss = kl_loss + (share * ((-d).exp() - 1 + d)).sum()
+        entropy_loss = entropy_loss + (share * entropy).sum()
+    (policy_loss + 0.1 * kl_loss - 0.01 * entropy_loss).backward()
+    norm = torch.stack([p.grad.norm() for p in network.parameters() if p.grad is not None]).norm()
+    found = _metrics(runs, "exact")[0]
+    assert found["loss/policy"] == pytest.approx(policy_loss.item(), rel=1e-4, abs=1e-6)
+    assert found["loss/kl"] == pytest.approx(kl_loss.item(), rel=1e-4)
+    assert found["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+
+
+def test_supervised_loss_is_the_mean_of_each_answers_negative_log_likelihood(runs: Path) -> None:
+    network = AutoModelForCausalLM.from_pretrained(runs / "qwen3-tied").double()
+    means = []
+    for sample in samples(0):
+        if sample.failure is None and sample.loss_mask.any():
+            mask = torch.from_numpy(sample.loss_mask).bool()
+            means.append(-_response_log_probs(network, sample)[0][mask].mean().item())
+    assert _metrics(runs, "sft")[0]["loss/sft"] == pytest.approx(sum(means) / len(means), rel=1e-5)
+
+
+def _response_log_probs(network: Any, sample: Sample) -> tuple[Tensor, Tensor]:
+    tokens = torch.from_numpy(sample.tokens).long()
+    start = sample.prompt_length
+    table = (network(tokens[None]).logits[0, start - 1 : -1] / TEMPERATURE).log_softmax(-1)
+    return table.gather(1, tokens[start:, None])[:, 0], -(table.exp() * table).sum(-1)
+
+
 def _case(
     folder: Path, name: str, model: str, megatron: dict[str, Any] | None = None, train: dict[str, Any] | None = None
 ) -> Case:
@@ -130,13 +183,10 @@ def _case(
 
 def _assert_log_probs_of_transformers(runs: Path, run: str, model: str) -> None:
     found = json.loads((runs / run / "log_probs.json").read_text())
-    network = AutoModelForCausalLM.from_pretrained(runs / model)
+    network = AutoModelForCausalLM.from_pretrained(runs / model).double()
     for row, sample in zip(found, samples(0), strict=True):
-        tokens = torch.from_numpy(sample.tokens).long()
         with torch.no_grad():
-            table = (network(tokens[None]).logits[0].double() / TEMPERATURE).log_softmax(-1)
-        start = sample.prompt_length
-        expected = table[start - 1 : -1].gather(1, tokens[start:, None])[:, 0]
+            expected = _response_log_probs(network, sample)[0]
         assert torch.allclose(torch.tensor(row, dtype=torch.float64), expected, rtol=0, atol=1e-4)
 
 

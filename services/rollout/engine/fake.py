@@ -1,0 +1,205 @@
+"""An engine without a model, for fast tests: SGLang's HTTP API, deterministic tokens, and faults on demand.
+
+A token follows from all tokens before it, so a continued response equals an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from aiohttp import web
+
+from headrace.errors import Unavailable
+from headrace.rpc.net import free_port
+
+VOCAB_SIZE = 300
+Fault = Literal["refuse", "hang", "die", "missing"]
+
+
+class FakeEngine:
+    """An EngineProcess. `wire` is what a sender would broadcast (tensor name → content); `faults` are by path."""
+
+    def __init__(
+        self, wire: Mapping[str, str] | None = None, *, token_seconds: float = 0.0, starts: bool = True
+    ) -> None:
+        self._port = free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
+        self.faults: dict[str, Fault] = {}
+        self.calls: list[str] = []
+        self.weights: dict[str, str] = {}
+        self.cache_keys: list[str] = []
+        self.groups: set[str] = set()
+        self._wire = wire or {}
+        self._token_seconds = token_seconds
+        self._starts = starts
+        self._version = "0"
+        self._in_session = False
+        self._aborting = False
+        self._running = asyncio.Event()
+        self._running.set()
+        self._runner: web.AppRunner | None = None
+        self._exit: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def start(self, *, seconds: float) -> None:
+        """Listens. Raises Unavailable when it was told not to start."""
+        if not self._starts:
+            self._exit.set_result(1)
+            raise Unavailable("the engine ended: told to", reason="ENGINE_START_FAILED")
+        app = web.Application()
+        app.add_routes([web.route("*", "/{path}", self._answer)])
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._exit.result() if self._exit.done() else None
+
+    async def wait(self) -> int:
+        """Its exit code, once it has ended."""
+        return await asyncio.shield(self._exit)
+
+    async def stop(self, grace_seconds: float = 0.0) -> None:
+        """Ends it."""
+        self.die(0)
+        if self._runner:
+            await self._runner.cleanup()
+
+    def die(self, code: int = -9) -> None:
+        """Ends it as a signal would: connections break."""
+        if not self._exit.done():
+            self._exit.set_result(code)
+        if self._runner and self._runner.server:
+            for connection in self._runner.server.connections:
+                if connection.transport:
+                    connection.transport.abort()
+
+    def last_lines(self) -> str:
+        """It says nothing."""
+        return "(a fake engine)"
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        path = request.path
+        self.calls.append(path)
+        fault = self.faults.get(path)
+        if fault == "die" or self._exit.done():
+            self.die()
+            return web.Response(status=503)
+        if fault == "hang":
+            await asyncio.Event().wait()
+        if fault == "missing":
+            return web.Response(status=404)
+        if fault == "refuse":
+            return _refusal("told to")
+        body = await request.json() if request.can_read_body else {}
+        if path == "/generate":
+            return await self._generate(request, body)
+        return self._control(path, body)
+
+    def _control(self, path: str, body: dict[str, Any]) -> web.Response:
+        match path:
+            case "/model_info":
+                return web.json_response({"weight_version": self._version})
+            case "/pause_generation":
+                self._running.clear()
+                self._aborting = body["mode"] == "abort"
+            case "/continue_generation":
+                self._aborting = False
+                self._running.set()
+            case "/abort_request" | "/flush_cache":
+                pass
+            case "/init_weights_update_group":
+                self.groups.add(body["group_name"])
+            case "/destroy_weights_update_group":
+                if body["group_name"] not in self.groups:
+                    return _refusal("The group to be destroyed does not exist.")
+                self.groups.remove(body["group_name"])
+            case "/begin_weight_update":
+                self._in_session = True
+            case "/end_weight_update":
+                self._in_session = False
+            case "/update_weights_from_distributed":
+                if not self._in_session or body["group_name"] not in self.groups:
+                    return _refusal("no session or no group")
+                self.weights.update({name: self._wire[name] for name in body["names"]})
+            case "/weights_checker":
+                checksums = {name: fake_checksum(content) for name, content in self.weights.items()}
+                return web.json_response({"success": True, "ranks": [{"checksums": checksums}]})
+            case "/update_weight_version":
+                self._version = body["new_version"]
+            case _:
+                return web.Response(status=404)
+        return web.json_response({"success": True})
+
+    async def _generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        self.cache_keys.append(body["extra_key"])
+        made: list[int] = []
+        versions: list[str] = []
+        params = body["sampling_params"]
+        stops = set(params.get("stop_token_ids", ()))
+        stream = web.StreamResponse() if body.get("stream") else None
+        if stream is not None:
+            await stream.prepare(request)
+        finish = None
+        while finish is None:
+            if self._aborting:
+                finish = "abort"
+            else:
+                await self._running.wait()
+                made.append(next_token([*body["input_ids"], *made]))
+                versions.append(self._version)
+                finish = "stop" if made[-1] in stops else "length" if len(made) == params["max_new_tokens"] else None
+                await asyncio.sleep(self._token_seconds)
+            if stream is not None:
+                await stream.write(f"data: {json.dumps(_reply(made, versions, finish))}\n\n".encode())
+        return stream if stream is not None else web.json_response(_reply(made, versions, finish))
+
+
+def next_token(context: Sequence[int]) -> int:
+    """What the fake's policy says after these tokens."""
+    digest = hashlib.sha256(",".join(map(str, context)).encode()).digest()
+    return int.from_bytes(digest[:4], "big") % VOCAB_SIZE
+
+
+def response_to(prompt: Sequence[int], length: int) -> list[int]:
+    """The whole response without interruption."""
+    made: list[int] = []
+    for _ in range(length):
+        made.append(next_token([*prompt, *made]))
+    return made
+
+
+def fake_checksum(content: str) -> str:
+    """16 hexadecimal digits, as SGLang's."""
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def _reply(made: Sequence[int], versions: Sequence[str], finish: str | None) -> dict[str, Any]:
+    spans: list[dict[str, Any]] = []
+    for position, version in enumerate(versions):
+        if spans and spans[-1]["version"] == version:
+            spans[-1]["end"] = position + 1
+        else:
+            spans.append({"version": version, "start": position, "end": position + 1})
+    return {
+        "output_ids": list(made),
+        "meta_info": {
+            "finish_reason": {"type": finish} if finish else None,
+            "output_token_logprobs": [[-(token % 7 + 1) / 10, token, None] for token in made],
+            "weight_version": versions[-1] if versions else "0",
+            "weight_versions": spans,
+        },
+    }
+
+
+def _refusal(message: str) -> web.Response:
+    return web.json_response({"success": False, "message": message}, status=400, dumps=_compact)
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))

@@ -1,0 +1,13 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.support.fake_fleet import FakeFleet, fake_fleet
+
+
+@pytest.fixture
+async def fakes() -> AsyncIterator[FakeFleet]:
+    async with fake_fleet() as fleet:
+        yield fleet

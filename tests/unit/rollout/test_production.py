@@ -1,0 +1,203 @@
+"""From leases to puts, over a fake engine, a ledger in memory and a scripted reward service."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from headrace.api.buffer.v1 import buffer_pb2
+from headrace.rpc.net import free_port
+from headrace.trajectory import Sample, Status
+from services.rollout.engine.api import SamplingParams
+from services.rollout.engine.client import EngineClient
+from services.rollout.engine.fake import response_to
+from services.rollout.generator import Generator
+from services.rollout.groups import GroupMaker
+from services.rollout.judge import Judge
+from services.rollout.metrics import RolloutMetrics
+from services.rollout.producer import Producer
+from services.rollout.prompts import PromptEncoder
+from services.rollout.sampling import SampleMaker, seed_of
+from tests.support.fake_fleet import FakeFleet, fake_fleet
+from tests.support.memory_ledger import MemoryLedger, lease
+from tests.support.scripted_reward import Answer, ScriptedReward, refuse, score, scripted_reward
+from tests.support.tiny_model import make_tiny_tokenizer
+
+PARAMS = SamplingParams(max_new_tokens=8)
+
+
+@dataclass
+class Production:
+    fakes: FakeFleet
+    ledger: MemoryLedger
+    producer: Producer
+    judge: Judge
+    reward: ScriptedReward
+    encoder: PromptEncoder
+    metrics: RolloutMetrics
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@contextlib.asynccontextmanager
+async def production(
+    folder: Path,
+    ledger: MemoryLedger,
+    answer: Answer,
+    *,
+    token_seconds: float = 0.0,
+    max_prompt_tokens: int | None = None,
+    params: SamplingParams = PARAMS,
+) -> AsyncIterator[Production]:
+    async with (
+        fake_fleet(1, token_seconds=token_seconds) as fakes,
+        scripted_reward(answer) as reward,
+        EngineClient(fakes.fleet.engines[0].url) as client,
+    ):
+        encoder = PromptEncoder(folder, apply_chat_template=False)
+        judge = Judge(reward.address, item_seconds=0.2, call_seconds=0.5, patience_seconds=1.0)
+        maker = SampleMaker(Generator(client, lambda: fakes.fleet.policy_version), encoder, seconds=20.0)
+        groups = GroupMaker(
+            encoder,
+            maker,
+            judge,
+            params,
+            rollout_seed=42,
+            max_prompt_tokens=max_prompt_tokens,
+            max_context_tokens=None,
+        )
+        metrics = RolloutMetrics(CollectorRegistry())
+        producer = Producer(ledger, groups, lambda: fakes.fleet.policy_version, metrics, max_groups_in_flight=2)
+        producer.start()
+        try:
+            yield Production(fakes, ledger, producer, judge, reward, encoder, metrics)
+        finally:
+            await producer.drain()
+            await judge.close()
+
+
+async def test_every_lease_becomes_a_judged_group(tokenizer_folder: Path) -> None:
+    ledger = MemoryLedger([lease(number) for number in range(5)])
+    async with production(tokenizer_folder, ledger, score(0.5)) as made:
+        await made.fakes.until(lambda: len(ledger.puts) == 5)
+        prompt = made.encoder.encode_text("hello").tokens
+    assert {put.outcome for put in ledger.puts} == {buffer_pb2.PUT_OUTCOME_COMPLETE}
+    samples = [Sample.unpack(packed) for put in ledger.puts for packed in put.samples]
+    assert len({s.sample_id for s in samples}) == 15
+    for sample in samples:
+        assert sample.tokens.tolist() == [*prompt, *response_to(prompt, 8)]
+        assert (sample.reward, sample.scorer, sample.status) == (0.5, "scripted", Status.TRUNCATED)
+        assert [(r.policy_version, r.start, r.end) for r in sample.policy_ranges] == [(0, 0, 8)]
+        assert (sample.label, sample.metadata) == ("7", {"n": 1})
+    assert made.metrics.groups_produced == 5
+    assert made.metrics.tokens_produced == 5 * 3 * 8
+
+
+async def test_a_sample_that_nobody_could_judge_is_failed_and_has_no_reward(tokenizer_folder: Path) -> None:
+    answers = iter([refuse("SCORER_TIMEOUT"), score(1.0), score(0.0)])
+    ledger = MemoryLedger([lease(0)])
+    async with production(tokenizer_folder, ledger, lambda item: next(answers)(item)) as made:
+        await made.fakes.until(lambda: len(ledger.puts) == 1)
+    samples = [Sample.unpack(packed) for packed in ledger.puts[0].samples]
+    assert [(s.status, s.reward) for s in samples] == [
+        (Status.FAILED, None),
+        (Status.TRUNCATED, 1.0),
+        (Status.TRUNCATED, 0.0),
+    ]
+    assert samples[0].failure is not None
+    assert samples[0].failure.reason == "SCORER_TIMEOUT"
+
+
+async def test_a_group_of_which_nothing_could_be_judged_is_failed(tokenizer_folder: Path) -> None:
+    ledger = MemoryLedger([lease(0)])
+    async with production(tokenizer_folder, ledger, refuse("SCORER_RAISED")) as made:
+        await made.fakes.until(lambda: len(ledger.puts) == 1)
+    assert ledger.puts[0].outcome == buffer_pb2.PUT_OUTCOME_FAILED
+    assert ledger.puts[0].failure.reason == "SCORER_RAISED"
+    assert not ledger.puts[0].samples
+
+
+async def test_set_reward_changes_who_judges_from_the_next_group_on(tokenizer_folder: Path) -> None:
+    ledger = MemoryLedger([lease(0)])
+    async with (
+        production(tokenizer_folder, ledger, score(0.0, "old")) as made,
+        scripted_reward(score(1.0, "new")) as other,
+    ):
+        await made.fakes.until(lambda: len(ledger.puts) == 1)
+        await made.judge.retarget(address=other.address, scorer=None)
+        ledger.queued.append(lease(1))
+        await made.fakes.until(lambda: len(ledger.puts) == 2)
+    assert [put.samples[0].envelope.scorer for put in ledger.puts] == ["old", "new"]
+
+
+async def test_a_reward_service_that_stays_away_fails_the_samples_and_gives_no_reward(tokenizer_folder: Path) -> None:
+    ledger = MemoryLedger([])
+    async with production(tokenizer_folder, ledger, score(1.0)) as made:
+        await made.judge.retarget(address=f"127.0.0.1:{free_port()}", scorer=None)
+        ledger.queued.append(lease(0))
+        await made.fakes.until(lambda: len(ledger.puts) == 1)
+    assert ledger.puts[0].failure.reason == "REWARD_UNAVAILABLE"
+
+
+async def test_a_prompt_that_is_too_long_is_dropped_with_its_length(tokenizer_folder: Path) -> None:
+    ledger = MemoryLedger([lease(0, text="word " * 50)])
+    async with production(tokenizer_folder, ledger, score(1.0), max_prompt_tokens=20) as made:
+        await made.fakes.until(lambda: len(ledger.puts) == 1)
+    assert ledger.puts[0].outcome == buffer_pb2.PUT_OUTCOME_DROPPED
+    assert ledger.puts[0].failure.reason == "PROMPT_TOO_LONG"
+    assert "rollout_max_prompt_len is 20" in ledger.puts[0].failure.message
+
+
+async def test_while_paused_nothing_is_leased(tokenizer_folder: Path) -> None:
+    ledger = MemoryLedger([])
+    async with production(tokenizer_folder, ledger, score(1.0)) as made:
+        made.producer.pause()
+        ledger.queued.append(lease(0))
+        made.producer.resume()
+        await made.fakes.until(lambda: len(ledger.puts) == 1)
+        made.producer.pause()
+        assert made.producer.paused
+
+
+async def test_leases_are_renewed_while_a_group_is_made_and_given_up_when_lost(tokenizer_folder: Path) -> None:
+    ledger = MemoryLedger([lease(0, seconds=0.06)])
+    slow = SamplingParams(max_new_tokens=5000)
+    async with production(tokenizer_folder, ledger, score(1.0), token_seconds=0.01, params=slow) as made:
+        await made.fakes.until(lambda: len(ledger.renewed) >= 2)
+        ledger.lost.add("lease-0")
+        ledger.queued.append(lease(1))
+        await made.fakes.until(lambda: not made.producer._groups or "lease-0" not in made.producer._groups)
+    assert ledger.puts == []
+
+
+async def test_draining_gives_leases_back(tokenizer_folder: Path) -> None:
+    ledger = MemoryLedger([lease(0), lease(1), lease(2)])
+    slow = SamplingParams(max_new_tokens=5000)
+    async with production(tokenizer_folder, ledger, score(1.0), token_seconds=0.01, params=slow) as made:
+        await made.fakes.until(lambda: len(ledger.queued) == 1 and made.fakes.fake(0).calls.count("/generate") == 6)
+        await made.producer.drain()
+    assert ledger.released == ["lease-0", "lease-1"]
+    assert ledger.puts == []
+
+
+async def test_engines_that_are_behind_the_ledger_hand_leases_back(tokenizer_folder: Path) -> None:
+    ledger = MemoryLedger([lease(0, policy_version=4)])
+    async with production(tokenizer_folder, ledger, score(1.0)) as made:
+        await made.fakes.until(lambda: ledger.released == ["lease-0"])
+    assert made.reward.asked == []
+
+
+def test_seeds_differ_by_every_part_and_repeat() -> None:
+    seeds = {seed_of(1, "g", 1, 0), seed_of(2, "g", 1, 0), seed_of(1, "h", 1, 0), seed_of(1, "g", 2, 0)}
+    assert len(seeds | {seed_of(1, "g", 1, 1)}) == 5
+    assert seed_of(1, "g", 1, 0) == seed_of(1, "g", 1, 0)

@@ -1,0 +1,106 @@
+"""Models, layouts and flags that cannot work together are refused with a sentence that says what to change."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from headrace.config.architecture import Architecture
+from headrace.config.megatron import MegatronArgs
+from headrace.errors import ConfigError
+from tests.support.rank_cases import Case
+from tests.support.ranks import run_cases
+from tests.support.tiny_families import make_tiny
+
+REFUSED = {
+    "lacks-a-tensor": r"lacks 1 tensors that its config.json asks for: \['model.layers.1.mlp.up_proj.weight'\]",
+    "holds-a-stranger": r"holds 1 tensors that its config.json does not name: \['model.layers.2.stranger'\]",
+    "other-shape": r"model.norm.weight: shapes \[\[63\]\] do not make decoder.final_layernorm.weight of shape \[64\]",
+    "no-weights": r"has neither model.safetensors nor model.safetensors.index.json",
+    "contradiction": r"--num-layers 3 contradicts the checkpoint, whose config.json says 2: leave the flag out",
+    "sequence-parallel": r"--sequence-parallel needs Transformer Engine on a GPU: leave it out on a CPU",
+    "context-parallel": r"--context-parallel-size 2 needs Transformer Engine on a GPU",
+    "too-few-ranks": r"2 ranks cannot be divided into tensor_model_parallel_size 2 × .*: use a multiple of 4",
+    "odd-vocabulary": r"tensor_model_parallel_size 2 does not divide vocab_size 321: choose a divisor of it",
+    "too-many-stages": r"pipeline_model_parallel_size 2 does not divide num_layers 3: choose a divisor of it",
+}
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Each case's folder has the message it was refused with."""
+    folder = tmp_path_factory.mktemp("refusals")
+    good = make_tiny(folder / "good", "qwen3", tied=False)
+    _damaged(good, folder / "lacks", without="model.layers.1.mlp.up_proj.weight")
+    _damaged(good, folder / "extra", extra={"model.layers.2.stranger": torch.zeros(3)})
+    _damaged(good, folder / "shape", extra={"model.norm.weight": torch.zeros(63)})
+    (folder / "empty").mkdir()
+    shutil.copyfile(good / "config.json", folder / "empty" / "config.json")
+    make_tiny(folder / "odd", "qwen3", tied=True, vocab_size=321)
+    make_tiny(folder / "three-layers", "qwen3", tied=True, num_layers=3)
+    cases = [
+        _case(folder, "lacks-a-tensor", "lacks"),
+        _case(folder, "holds-a-stranger", "extra"),
+        _case(folder, "other-shape", "shape"),
+        _case(folder, "no-weights", "empty"),
+        _case(folder, "contradiction", "good", num_layers=3),
+        _case(folder, "sequence-parallel", "good", sequence_parallel=True),
+        _case(folder, "context-parallel", "good", context_parallel_size=2),
+        _case(folder, "too-few-ranks", "good", tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
+        _case(folder, "odd-vocabulary", "odd", tensor_model_parallel_size=2),
+        _case(folder, "too-many-stages", "three-layers", pipeline_model_parallel_size=2),
+    ]
+    run_cases(folder, 2, cases)
+    return folder
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused_before_training(refusals: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=REFUSED[name]):
+        raise ConfigError((refusals / name / "error.txt").read_text())
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config.json: name a Hugging Face model folder"):
+        Architecture.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model_type": "mamba"}, r"model_type 'mamba' is not supported yet; supported: llama, qwen2, qwen3"),
+        ({"hidden_act": "relu"}, r"hidden_act 'relu' is not supported"),
+        ({"rope_scaling": {"type": "yarn"}}, r"rope_scaling of type 'yarn' is not supported"),
+    ],
+)
+def test_an_architecture_that_is_not_known_is_refused(tmp_path: Path, changed: dict[str, object], message: str) -> None:
+    config = {"model_type": "llama", "num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 64}
+    config |= {"intermediate_size": 96, "max_position_embeddings": 512, "vocab_size": 320, "rms_norm_eps": 1e-6}
+    (tmp_path / "config.json").write_text(json.dumps(config | changed))
+    with pytest.raises(ConfigError, match=message):
+        Architecture.read(tmp_path)
+
+
+def test_flags_that_agree_with_the_checkpoint_are_taken(tmp_path: Path) -> None:
+    make_tiny(tmp_path / "model", "qwen3", tied=False)
+    architecture = Architecture.read(tmp_path / "model")
+    agreeing = MegatronArgs(num_layers=2, hidden_size=64, num_query_groups=2, swiglu=True, rotary_base=10000)
+    assert architecture.contradictions(agreeing) == []
+
+
+def _case(folder: Path, name: str, model: str, **megatron: object) -> Case:
+    return Case(name, str(folder), str(folder / model), megatron, refused=True)
+
+
+def _damaged(good: Path, folder: Path, *, without: str = "", extra: dict[str, torch.Tensor] | None = None) -> None:
+    folder.mkdir()
+    shutil.copyfile(good / "config.json", folder / "config.json")
+    tensors = {name: tensor for file in good.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    tensors.pop(without, None)
+    save_file(tensors | (extra or {}), folder / "model.safetensors")
