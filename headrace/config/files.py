@@ -35,7 +35,7 @@ def _checkpoint(leaf: str, folder: Path) -> None:
         raise ConfigError(f"{leaf} {folder} is not a folder: name a Hugging Face model folder", field=leaf)
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
     if not any((folder / name).is_file() for name in _TOKENIZERS):
-        missing.append(f"a tokenizer ({' or '.join(_TOKENIZERS)})")
+        missing.append(f"tokenizer ({' or '.join(_TOKENIZERS)})")
     if not any(folder.glob("*.safetensors")):
         missing.append("weights (*.safetensors)")
     if missing:

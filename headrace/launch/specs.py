@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 
 from headrace.config.job import Job
 from headrace.config.rules import ranks
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, Unavailable
 from headrace.launch.process import ServiceSpec
 from headrace.launch.run_folder import RunFolder, ServiceEntry
-from headrace.rpc.net import free_port
+from headrace.rpc.net import Address, free_port, require_free
 
 SERVICES = ("buffer", "reward", "rollout", "trainer")
 """In the order of starting; they are ended the other way round."""
@@ -29,15 +29,29 @@ def without_address(job: Job) -> list[str]:
     return [name for name in SERVICES if name == "trainer" or address_in(job, name) is None]
 
 
-def addressed(job: Job, services: Sequence[str], running: Mapping[str, ServiceEntry]) -> Job:
-    """The job with all addresses that are known: given ones, free ports for `services`, and those of `running` ones."""
-    found = {name: address for name in SERVICES if (address := address_in(job, name))}
-    found = {name: entry.address for name, entry in running.items()} | found
+def addressed(job: Job, services: Sequence[str], folder: RunFolder) -> Job:
+    """The job with all addresses that are known: given ones, those of services that run, and ports for `services`.
+
+    A service that was started in this folder before gets its address again, so that the others still find it.
+    """
+    found = {name: entry.address for name, entry in folder.running_services().items()}
+    before = folder.services() if folder.services_file.is_file() else {}
     for name in services:
-        if address_in(job, name) is None:
-            found[name] = f"127.0.0.1:{free_port()}"
+        found[name] = _earlier(before.get(name)) or f"127.0.0.1:{free_port()}"
+    found |= {name: address for name in SERVICES if (address := address_in(job, name))}
     addresses = {f"{name}_address": address for name, address in found.items()}
     return job.model_copy(update={"services": job.services.model_copy(update=addresses)})
+
+
+def _earlier(entry: ServiceEntry | None) -> str | None:
+    """Its address, if it was started here and nobody else has the port now."""
+    if entry is None or entry.pid is None:
+        return None
+    try:
+        require_free(Address.parse(entry.address))
+    except Unavailable:
+        return None
+    return entry.address
 
 
 def address_in(job: Job, service: str) -> str | None:

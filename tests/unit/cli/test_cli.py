@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from headrace.errors import FailedPrecondition, InvalidArgument
 from headrace.launch.launcher import Launcher
 from headrace.launch.run_folder import RunFolder, ServiceEntry
 from headrace.launch.specs import without_address
+from headrace.rpc.net import free_port
 
 
 def test_check_prints_the_plan(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,6 +76,19 @@ def test_services_with_an_address_are_not_started(load_with) -> None:
     assert launcher.job.services.reward_address == "127.0.0.1:7003"
     assert launcher.job.services.trainer_address == "127.0.0.1:7004"
     assert launcher.job.services.buffer_address is not None
+
+
+def test_a_service_that_is_started_again_gets_its_address_again(load_with, tmp_path: Path) -> None:
+    job = load_with("--run-dir", str(tmp_path / "runs"))
+    folder = Launcher(job, ["buffer"], print).folder
+    folder.create(job)
+    ended, alive = f"127.0.0.1:{free_port()}", "127.0.0.1:7001"
+    entries = {"buffer": ServiceEntry(ended, None, 2**22 + 1), "reward": ServiceEntry(alive, None, os.getpid())}
+    folder.write_services(entries)
+    again = Launcher(job, ["buffer"], print).job
+    assert again.services.buffer_address == ended
+    assert again.services.reward_address == alive
+    assert again.services.rollout_address is None
 
 
 async def test_a_service_runs_once_in_a_run(load_with, tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_a_batch_size_that_cannot_be_derived(model: Path) -> None:
     ("missing", "message"),
     [
         ("config.json", "it has no config.json"),
-        ("tokenizer.json", r"it has no a tokenizer \(tokenizer.json or"),
+        ("tokenizer.json", r"it has no tokenizer \(tokenizer.json or"),
         ("model.safetensors", r"it has no weights \(\*.safetensors\)"),
     ],
 )
