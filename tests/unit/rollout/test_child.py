@@ -35,7 +35,7 @@ async def test_a_child_dies_with_a_parent_that_was_killed(tmp_path: Path) -> Non
     parent.send_signal(signal.SIGKILL)
     await parent.wait()
     async with asyncio.timeout(10):
-        while is_running(child_pid):  # noqa: ASYNC110  # another party's state
+        while is_running(child_pid):  # another party's state
             await asyncio.sleep(0.01)
 
 
@@ -44,7 +44,7 @@ async def test_stop_ends_what_ignores_a_signal_and_everything_it_started(tmp_pat
     child = ChildProcess([sys.executable, "-c", code], tmp_path / "log", {})
     await child.start()
     async with asyncio.timeout(10):
-        while "last words" not in child.last_lines():  # noqa: ASYNC110  # another party's state
+        while "last words" not in child.last_lines():  # another party's state
             await asyncio.sleep(0.01)
     await child.stop(grace_seconds=0.1)
     assert child.exit_code == -signal.SIGKILL
@@ -55,7 +55,7 @@ async def test_stop_ends_what_ignores_a_signal_and_everything_it_started(tmp_pat
 async def until_launched(pid: int) -> None:
     """Until the launcher has become the program: only then its parent's death is its own."""
     async with asyncio.timeout(10):
-        while "services.rollout.engine.launch" in command_of(pid):  # noqa: ASYNC110  # another party's state
+        while "services.rollout.engine.launch" in command_of(pid):  # another party's state
             await asyncio.sleep(0.01)
 
 
