@@ -77,9 +77,9 @@ class RolloutClient:
         async for reply in stream(self._stub.Evaluate, request, deadline_seconds=deadline_seconds):
             yield reply
 
-    async def get_fleet(self) -> pb.GetFleetResponse:
+    async def get_fleet(self, *, deadline_seconds: float | None = None) -> pb.GetFleetResponse:
         """Engines, router and production as they are."""
-        reply: pb.GetFleetResponse = await self._call(self._stub.GetFleet, pb.GetFleetRequest())
+        reply: pb.GetFleetResponse = await self._call(self._stub.GetFleet, pb.GetFleetRequest(), deadline_seconds)
         return reply
 
     # New weights

@@ -80,8 +80,8 @@ class RpcServer:
         """host:port, the port being the bound one."""
         return str(Address(self._address.host, self.port))
 
-    async def start(self) -> None:
-        """Binds and serves. Raises Unavailable when the port is taken."""
+    async def start(self, *, ready: bool = True) -> None:
+        """Binds and serves. Raises Unavailable when the port is taken. Not `ready`: healthy only after set_ready()."""
         require_free(self._address)
         for service in self._services:
             service.add_to_server(service.servicer, self._server)
@@ -95,8 +95,13 @@ class RpcServer:
         await self._server.start()
         if self._metrics_address:
             self.metrics_port = self.metrics.serve(self._metrics_address)
+        status = health_pb2.HealthCheckResponse
+        await self._set_health(status.SERVING if ready else status.NOT_SERVING)
+        log.info("serving", address=self.address, metrics_port=self.metrics_port, ready=ready)
+
+    async def set_ready(self) -> None:
+        """Health says SERVING from now on."""
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
-        log.info("serving", address=self.address, metrics_port=self.metrics_port)
 
     async def run_until_signal(self) -> None:
         """Serves until SIGTERM or SIGINT, then drains."""

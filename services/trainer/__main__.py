@@ -113,7 +113,7 @@ async def lead(
         metrics_address=args.metrics_address,
         insecure=args.insecure,
     )
-    await server.start()
+    await server.start(ready=False)
     try:
         built = await asyncio.get_running_loop().run_in_executor(compute, build, job, args.run_dir, fetch)
         crew = Crew(built.control, built.worker, compute)
@@ -128,6 +128,7 @@ async def lead(
         ranks = TrainerRanks(job, crew, publisher, console, args.run_dir, built.restored_step)
         report.resume(built.restored_step)
         console.open(ranks, built.layout.world_size)
+        await server.set_ready()
         await training.train(StreamLedger(buffer, STREAM, console), ranks, console, schedule)
         await crew.leave()
         console.finished()

@@ -7,7 +7,7 @@ from headrace.client.buffer import BufferClient
 from services.trainer.batch import Batch
 from services.trainer.console import TrainerConsole
 
-_PROGRESS_SECONDS = 2.0
+_WAIT_SECONDS = 2.0
 
 
 class StreamLedger:
@@ -22,17 +22,12 @@ class StreamLedger:
         """Brings back what was consumed from `step` on; opens the epoch that is returned."""
         return (await self._buffer.rewind(self._stream, step)).epoch
 
-    async def lease_batch(self, epoch: int, step: int) -> Batch:
-        """Waits as long as producers take; the console shows how many groups are ready."""
+    async def lease_batch(self, epoch: int, step: int) -> Batch | None:
+        """Waits some seconds; None when the batch is not full yet. The console shows how many groups are ready."""
         with self._console.phase(pb.PHASE_WAITING):
-            reply = await self._buffer.lease_batch(
-                self._stream,
-                epoch,
-                step,
-                on_progress=self._console.groups_ready,
-                progress_seconds=_PROGRESS_SECONDS,
-            )
-        return Batch.of(reply)
+            reply = await self._buffer.try_lease_batch(self._stream, epoch, step, wait_seconds=_WAIT_SECONDS)
+        self._console.groups_ready(reply.groups_ready)
+        return Batch.of(reply) if reply.ready else None
 
     async def consume(self, epoch: int, step: int, digest: bytes) -> None:
         """The optimizer has used the batch."""

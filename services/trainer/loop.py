@@ -18,8 +18,8 @@ class Ledger(Protocol):
     async def rewind(self, step: int) -> int:
         """Brings back what was consumed from `step` on; returns the epoch that now owns the ledger."""
 
-    async def lease_batch(self, epoch: int, step: int) -> Batch:
-        """Waits for the step's batch: the same one however often it is asked."""
+    async def lease_batch(self, epoch: int, step: int) -> Batch | None:
+        """Waits a moment for the step's batch: the same one however often it is asked."""
 
     async def consume(self, epoch: int, step: int, digest: bytes) -> None:
         """The optimizer has used the batch."""
@@ -42,6 +42,9 @@ class Ranks(Protocol):
 
     async def publish(self, state: TrainState) -> dict[str, float]:
         """The current weights to all engines, as one transaction."""
+
+    async def is_served(self, state: TrainState) -> bool:
+        """False when engines are there that serve something else: they started again, without these weights."""
 
     async def save(self, state: TrainState) -> None:
         """Returns when the checkpoint is safe."""
@@ -79,20 +82,20 @@ async def train(ledger: Ledger, ranks: Ranks, console: Console, schedule: Schedu
     """Runs the job to its end, or to where the console stops it."""
     step = await ranks.restore()
     state = TrainState(step, policy_version=step, epoch=await ledger.rewind(step))
-    await ranks.publish(state)
-    await ledger.set_policy_version(state.epoch, state.policy_version)
+    state, _ = await publish(ledger, ranks, state)
     saved = state
     await console.evaluate(state)
 
     while state.step < schedule.num_steps and await console.before_step(state):
-        batch = await ledger.lease_batch(state.epoch, state.step)
+        while (batch := await ledger.lease_batch(state.epoch, state.step)) is None:
+            if not await ranks.is_served(state):
+                state, _ = await publish(ledger, ranks, state)
         metrics = await ranks.train(state.step, batch)
         await ledger.consume(state.epoch, state.step, batch.digest)
         state = state.trained()
         if schedule.publishes(state):
-            metrics |= await ranks.publish(state)
-            state = state.published()
-            await ledger.set_policy_version(state.epoch, state.policy_version)
+            state, figures = await publish(ledger, ranks, state)
+            metrics |= figures
         if schedule.saves(state):
             await ranks.save(state)
             await ledger.commit(state.epoch, state.step)
@@ -105,3 +108,11 @@ async def train(ledger: Ledger, ranks: Ranks, console: Console, schedule: Schedu
         await ledger.commit(state.epoch, state.step)
     await ranks.export()
     return state
+
+
+async def publish(ledger: Ledger, ranks: Ranks, state: TrainState) -> tuple[TrainState, dict[str, float]]:
+    """The current weights to the engines, then to the ledger's knowledge."""
+    figures = await ranks.publish(state)
+    state = state.published()
+    await ledger.set_policy_version(state.epoch, state.policy_version)
+    return state, figures

@@ -16,7 +16,7 @@ from typing import Any
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.client.rollout import RolloutClient
 from headrace.config.job import PublishSection
-from headrace.errors import DeadlineExceeded, Fenced, HeadraceError, PublicationAborted
+from headrace.errors import DeadlineExceeded, Fenced, HeadraceError, PublicationAborted, Unavailable
 from headrace.rpc.log import log
 from services.trainer.commands import DropGroups, OpenGroups, SendWeights
 from services.trainer.control import Control
@@ -25,6 +25,7 @@ from services.trainer.state import TrainState
 
 _TRIES = 3
 _ASK_AGAIN_SECONDS = 0.005
+_FLEET_SECONDS = 2.0
 _PAUSE_MODES = {
     "in_place": pb.PAUSE_MODE_IN_PLACE,
     "retract": pb.PAUSE_MODE_RETRACT,
@@ -75,6 +76,14 @@ class Publisher:
                     "publish/engines_lost": float(len(reply.lost_engine_ids)),
                 }
         raise AssertionError("unreachable: the last try returns or raises")
+
+    async def is_served(self, policy_version: int) -> bool:
+        """False when the fleet answers with another version; one that does not answer is waited for elsewhere."""
+        try:
+            fleet = await self._rollout.get_fleet(deadline_seconds=_FLEET_SECONDS)
+        except (DeadlineExceeded, Unavailable):
+            return True
+        return fleet.policy_version == policy_version
 
     async def _attempt(self, publication_id: str, state: TrainState) -> pb.CommitPublishResponse:
         plan = await self._plan(publication_id)

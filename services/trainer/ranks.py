@@ -54,6 +54,10 @@ class TrainerRanks:
         with self._console.phase(pb.PHASE_PUBLISHING):
             return await self._publisher.publish(state)
 
+    async def is_served(self, state: TrainState) -> bool:
+        """False when the engines answer and serve another version."""
+        return await self._publisher.is_served(state.policy_version)
+
     async def save(self, state: TrainState) -> None:
         """Returns when the checkpoint is safe."""
         with self._console.phase(pb.PHASE_SAVING):

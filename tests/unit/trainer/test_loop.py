@@ -18,14 +18,19 @@ class Everything:
     save_every: int | None = None
     restored: int = 0
     stop_at: int | None = None
+    empty_leases: int = 0
+    served: bool = True
     diary: list[str] = field(default_factory=list)
 
     async def rewind(self, step: int) -> int:
         self.diary.append(f"rewind {step}")
         return 7
 
-    async def lease_batch(self, epoch: int, step: int) -> Batch:
+    async def lease_batch(self, epoch: int, step: int) -> Batch | None:
         self.diary.append(f"lease {epoch}/{step}")
+        if self.empty_leases:
+            self.empty_leases -= 1
+            return None
         return Batch((), f"digest {step}".encode())
 
     async def consume(self, epoch: int, step: int, digest: bytes) -> None:
@@ -45,7 +50,11 @@ class Everything:
         self.diary.append(f"train {step}")
         return {}
 
+    async def is_served(self, state: TrainState) -> bool:
+        return self.served
+
     async def publish(self, state: TrainState) -> dict[str, float]:
+        self.served = True
         self.diary.append(f"publish {state.step}")
         return {}
 
@@ -106,3 +115,17 @@ async def test_versions_skip_numbers_with_an_update_interval() -> None:
 async def test_a_stopped_run_saves_what_it_has() -> None:
     diary = await run(Everything(num_steps=9, save_every=4, stop_at=2))
     assert diary[-3:] == ["save 2", "commit 7/2", "export"]
+
+
+async def test_engines_that_came_back_without_their_weights_get_them_while_the_batch_is_awaited() -> None:
+    everything = Everything(num_steps=3, restored=2, empty_leases=2)
+    served = everything.publish
+
+    async def publish_then_lose(state: TrainState) -> dict[str, float]:
+        figures = await served(state)
+        everything.served = everything.diary.count("publish 2") > 1
+        return figures
+
+    everything.publish = publish_then_lose  # type: ignore[method-assign]
+    diary = await run(everything)
+    assert diary[2:7] == ["version 7/2", "lease 7/2", "publish 2", "version 7/2", "lease 7/2"]
