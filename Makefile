@@ -33,10 +33,11 @@ check-protos: $(PROTOS)/.stamp
 	@echo "── protos";       tools/check_protos.sh $(PROTOS)/bin
 
 bench: $(STAMPS)/headrace $(STAMPS)/dev
-	@$(BIN)/python -m pytest -s tests/bench
+	@$(BIN)/python -m tests.bench.publication
 
 chaos: $(STAMPS)/headrace $(STAMPS)/dev
-	@$(BIN)/python -m pytest tests/chaos
+	@HEADRACE_KILLS=100 $(BIN)/python -m pytest tests/contract/test_buffer_kill.py
+	@$(BIN)/python -m pytest tests/e2e/test_training.py -k kill_9
 
 clean:
 	rm -rf $(VENV) $(PROTOS) $(NODE)/node_modules
