@@ -6,16 +6,24 @@ import logging
 import sys
 
 import structlog
+from structlog.typing import EventDict
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
-def configure_logging(service: str, level: str = "INFO") -> None:
-    """Once at the start of a process; every line carries `service`."""
+def configure_logging(service: str, *, run: str | None = None, level: str = "INFO") -> None:
+    """At the start of a process; every line carries `service`, and `run` once it is known."""
+    constants = {"service": service} | ({"run": run} if run else {})
+
+    def add_constants(logger: object, method: str, event: EventDict) -> EventDict:
+        # Not bound as context: gRPC starts handlers outside of the context in which the process was set up.
+        return {**constants, **event}
+
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
+            add_constants,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
@@ -23,6 +31,4 @@ def configure_logging(service: str, level: str = "INFO") -> None:
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level]),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
     )
-    structlog.contextvars.bind_contextvars(service=service)

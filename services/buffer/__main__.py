@@ -27,6 +27,7 @@ def main() -> int:
     configure_logging("buffer")
     try:
         job = Job.model_validate_json(arguments.config.read_text())
+        configure_logging("buffer", run=job.run.run_name)
         asyncio.run(_serve(job, arguments))
     except (HeadraceError, OSError, ValueError) as error:
         log.error("buffer_failed", message=str(error))

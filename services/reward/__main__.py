@@ -46,6 +46,7 @@ def _settings(options: dict[str, Any]) -> tuple[RewardSection, HookArgs]:
         reward = RewardSection.model_validate(given)
         return reward, section_args(reward)
     job = Job.model_validate_json(options["config"].read_bytes())
+    configure_logging("reward", run=job.run.run_name)
     reward = RewardSection.model_validate(job.reward.model_dump() | given)
     return reward, hook_args(job.model_copy(update={"reward": reward}))
 

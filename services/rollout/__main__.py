@@ -26,6 +26,7 @@ def main() -> int:
     configure_logging("rollout")
     try:
         job = Job.model_validate_json(arguments.config.read_text())
+        configure_logging("rollout", run=job.run.run_name)
         asyncio.run(_serve(job, arguments))
     except (HeadraceError, OSError, ValueError) as error:
         log.error("rollout_failed", message=str(error))

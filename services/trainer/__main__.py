@@ -64,9 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--run-dir", type=Path, required=True, help="folder for metrics, curves and checkpoints")
     parser.add_argument("--insecure", action="store_true", help="allow a routable address without encryption")
     args = parser.parse_args(argv)
-    configure_logging(f"trainer-{os.environ.get('RANK', '0')}")
+    name = f"trainer-{os.environ.get('RANK', '0')}"
+    configure_logging(name)
     try:
         job = Job.model_validate_json(args.config.read_text())
+        configure_logging(name, run=job.run.run_name)
         asyncio.run(run_rank(job, args))
     except HeadraceError as error:
         log.error("trainer_failed", reason=error.reason, error=error.message)
