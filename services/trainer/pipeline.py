@@ -90,7 +90,7 @@ class Pipeline:
         micro, old, reference = next(feed)
 
         def loss(logits: Tensor) -> tuple[Tensor, Outcome]:
-            log_probs, entropy = log_probs_and_entropy(logits, micro.targets, self._layout.tp_group, self._temperature)
+            log_probs, entropy = log_probs_and_entropy(logits, micro.targets, self._temperature, self._layout.tp_group)
             outcome = self._objective(
                 Terms(
                     log_probs=log_probs,
@@ -112,7 +112,7 @@ class Pipeline:
         micro: MicroInputs = next(feed)
 
         def keep(logits: Tensor) -> tuple[Tensor, Tensor]:
-            log_probs, _ = log_probs_and_entropy(logits, micro.targets, self._layout.tp_group, self._temperature)
+            log_probs, _ = log_probs_and_entropy(logits, micro.targets, self._temperature, self._layout.tp_group)
             return log_probs.sum(), log_probs
 
         return model(micro.tokens, micro.positions, None), keep

@@ -1,0 +1,103 @@
+"""Cutting a rollout batch: nothing dropped, alike on every rank, balanced; and the padding of what is cut."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.trajectory import Sample, Status
+from services.trainer.batch import SampleFacts
+from services.trainer.batching import collate, empty_micro_batch, plan_steps
+
+
+def facts(number: int, length: int, status: Status = Status.COMPLETED) -> SampleFacts:
+    return SampleFacts(
+        sample_id=f"s{number:03d}",
+        group_id=f"g{number // 4}",
+        reward=1.0,
+        status=status.value,
+        prompt_length=2,
+        response_length=length,
+        trained_tokens=length,
+        min_policy_version=0,
+    )
+
+
+LENGTHS = st.lists(st.integers(1, 400), min_size=0, max_size=40)
+
+
+@given(LENGTHS, st.integers(1, 4), st.integers(1, 4), st.integers(1, 5))
+def test_every_sample_is_in_exactly_one_micro_batch(lengths: list[int], steps: int, ranks: int, size: int) -> None:
+    samples = [facts(i, length) for i, length in enumerate(lengths)]
+    plans = plan_steps(samples, num_steps=steps, dp_size=ranks, micro_batch_size=size)
+    assert len(plans) == steps
+    planned = [i for plan in plans for rank in range(ranks) for ids in plan.micro_batches(rank) for i in ids]
+    assert sorted(planned) == [s.sample_id for s in samples]
+    for plan in plans:
+        counts = {len(plan.micro_batches(rank)) for rank in range(ranks)}
+        assert len(counts) == 1, "data ranks must run equally many collectives"
+        assert all(len(ids) <= size for rank in range(ranks) for ids in plan.micro_batches(rank))
+
+
+@given(LENGTHS, st.integers(1, 3))
+def test_steps_keep_the_order_of_the_batch(lengths: list[int], steps: int) -> None:
+    samples = [facts(i, length) for i, length in enumerate(lengths)]
+    plans = plan_steps(samples, num_steps=steps, dp_size=1, micro_batch_size=4)
+    in_order = [sorted(plan.all_sample_ids) for plan in plans]
+    assert [i for ids in in_order for i in ids] == [s.sample_id for s in samples]
+
+
+def test_failed_samples_are_not_trained() -> None:
+    samples = [facts(0, 5), facts(1, 5, Status.FAILED), facts(2, 5, Status.TRUNCATED)]
+    (plan,) = plan_steps(samples, num_steps=1, dp_size=2, micro_batch_size=1)
+    assert plan.all_sample_ids == {"s000", "s002"}
+
+
+def test_data_ranks_get_about_the_same_number_of_tokens() -> None:
+    samples = [facts(i, length) for i, length in enumerate([400, 10, 10, 380, 200, 190, 20, 5])]
+    (plan,) = plan_steps(samples, num_steps=1, dp_size=2, micro_batch_size=8)
+    length = {s.sample_id: s.response_length for s in samples}
+    loads = [sum(length[i] for i in plan.sample_ids(rank)) for rank in range(2)]
+    assert max(loads) <= 1.1 * min(loads)
+
+
+def sample(prompt: int, response: int, mask: list[int] | None = None) -> Sample:
+    return Sample(
+        sample_id=f"{prompt}/{response}",
+        group_id="g",
+        index=0,
+        prompt="",
+        response="",
+        tokens=np.arange(10, 10 + prompt + response, dtype=np.int32),
+        loss_mask=np.array(mask or [1] * response, dtype=np.uint8),
+        rollout_log_probs=-np.arange(1, response + 1, dtype=np.float32),
+        status=Status.COMPLETED,
+    )
+
+
+def test_position_t_speaks_of_token_t_plus_1() -> None:
+    batch = collate([sample(3, 2, [1, 0]), sample(2, 4)])
+    assert batch.tokens.tolist() == [[10, 11, 12, 13, 0], [10, 11, 12, 13, 14]]
+    assert batch.targets.tolist() == [[11, 12, 13, 14, 0], [11, 12, 13, 14, 15]]
+    assert batch.loss_mask.tolist() == [[0, 0, 1, 0, 0], [0, 1, 1, 1, 1]]
+    assert batch.rollout_log_probs.tolist() == [[0, 0, -1, -2, 0], [0, -1, -2, -3, -4]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4]] * 2
+
+
+def test_a_response_without_a_prompt_loses_only_the_token_that_nothing_predicts() -> None:
+    batch = collate([sample(0, 3)])
+    assert batch.targets.tolist() == [[11, 12]]
+    assert batch.rollout_log_probs.tolist() == [[-2, -3]]
+    assert batch.loss_mask.sum() == 2
+
+
+def test_an_empty_micro_batch_trains_nothing() -> None:
+    assert empty_micro_batch().loss_mask.sum() == 0
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_a_batch_that_failed_whole_still_runs_its_collectives(num_steps: int) -> None:
+    plans = plan_steps([facts(0, 5, Status.FAILED)], num_steps=num_steps, dp_size=2, micro_batch_size=4)
+    assert [plan.micro_batches(rank) for plan in plans for rank in range(2)] == [((),)] * (2 * num_steps)
