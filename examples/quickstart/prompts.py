@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import reasoning_gym
 
@@ -14,10 +13,10 @@ DRAWN = 3000
 EVAL_SIZE = 48
 
 
-SYSTEM = "Answer with one number."
-"""Short, and in the place of the model's own system prompt: half of a prompt's tokens less to compute."""
+EXAMPLE = "2 + 2 = 4\n"
+"""One worked sum before the task tells a small model what is wanted, in eight tokens; an instruction takes thirty."""
 
-Row = dict[str, Any]
+Row = dict[str, str]
 
 
 def rows() -> list[Row]:
@@ -25,11 +24,7 @@ def rows() -> list[Row]:
     tasks = reasoning_gym.create_dataset(
         "chain_sum", size=DRAWN, seed=SEED, min_terms=2, max_terms=2, min_digits=1, max_digits=1
     )
-    return [{"prompt": _conversation(_expression(task["question"])), "label": str(task["answer"])} for task in tasks]
-
-
-def _conversation(expression: str) -> list[dict[str, str]]:
-    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": expression}]
+    return [{"prompt": EXAMPLE + _expression(task["question"]), "label": str(task["answer"])} for task in tasks]
 
 
 def _expression(question: str) -> str:
@@ -40,7 +35,7 @@ def _expression(question: str) -> str:
 def main(folder: Path) -> None:
     """The first tasks are for evaluation and in no way in the training data."""
     drawn = rows()
-    distinct = {json.dumps(row["prompt"]): row for row in drawn}
+    distinct = {row["prompt"]: row for row in drawn}
     held_out = list(distinct.values())[:EVAL_SIZE]
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / "eval.jsonl", held_out)

@@ -1,11 +1,11 @@
-"""`talk.py BEFORE AFTER`: asks both models the same questions, greedily."""
+"""`talk.py BEFORE AFTER`: asks both models the same questions, greedily, in the form they were trained on."""
 
 from __future__ import annotations
 
 import sys
 
 import torch
-from prompts import SYSTEM
+from prompts import EXAMPLE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 QUESTIONS = ("4 + 3 =", "9 - 2 =", "7 + 8 =")
@@ -19,10 +19,9 @@ def answers(folder: str) -> list[str]:
 
 
 def _answer(tokenizer, model, question: str) -> str:
-    turns = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
-    inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs = tokenizer(EXAMPLE + question, return_tensors="pt")
     with torch.inference_mode():
-        output = model.generate(**inputs, max_new_tokens=16, do_sample=False)
+        output = model.generate(**inputs, max_new_tokens=12, do_sample=False)
     return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)).strip()
 
 

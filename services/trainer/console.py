@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from headrace.api.trainer.v1 import trainer_pb2 as pb
+from headrace.errors import FailedPrecondition
 from headrace.rpc.log import log
 from services.trainer.report import Report
 from services.trainer.state import TrainState
@@ -51,6 +52,7 @@ class TrainerConsole:
         self._running = asyncio.Event()
         self._running.set()
         self._stopping = False
+        self._ended = False
         self._ranks: Steered | None = None
         self._status = pb.GetStatusResponse(
             run=run, phase=pb.PHASE_STARTING, num_steps=num_steps, groups_per_step=groups_per_step
@@ -79,8 +81,9 @@ class TrainerConsole:
         """The run is over; watchers of progress are let go."""
         self._status.phase = pb.PHASE_FAILED if error else pb.PHASE_FINISHED
         self._status.error = error or ""
+        self._ended = True
         for request in self._requests:
-            request.done.cancel()
+            request.done.set_exception(_ended())
         self._report.close()
 
     def groups_ready(self, count: int) -> None:
@@ -115,6 +118,8 @@ class TrainerConsole:
 
     async def ask(self, action: Action) -> TrainState:
         """Runs the action before the next step; returns the state it ran in."""
+        if self._ended:
+            raise _ended()
         request = _Request(action, asyncio.get_running_loop().create_future())
         self._requests.append(request)
         if not self._running.is_set():
@@ -151,6 +156,10 @@ class TrainerConsole:
         self._status.policy_version = state.policy_version
         self._status.epoch = state.epoch
         self._status.groups_ready = 0
+
+
+def _ended() -> FailedPrecondition:
+    return FailedPrecondition("the run has ended: its last checkpoint and export are in its folder")
 
 
 _LOGGED = frozenset(
