@@ -135,6 +135,15 @@ def _no_secrets(job: Job) -> None:
             )
 
 
+def _export_folder_is_new(job: Job) -> None:
+    folder = job.checkpoint.save_hf
+    if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(
+            f"save_hf {folder} is there already and not empty: name a new folder, or remove it",
+            field="save_hf",
+        )
+
+
 def _architecture(job: Job) -> None:
     contradictions = Architecture.read(job.model.hf_checkpoint).contradictions(megatron(job))
     if contradictions:
@@ -151,6 +160,7 @@ _RULES: Sequence[Callable[[Job], None]] = (
     _context_length,
     _no_secrets,
     check_files,
+    _export_folder_is_new,
     _architecture,
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 
@@ -68,9 +69,12 @@ class TrainerRanks:
         return self._checkpoints / step_name(step)
 
     async def export(self) -> None:
-        """Writes save_hf, if the job has it."""
-        if self._job.checkpoint.save_hf is not None:
-            await self.export_to(self._job.checkpoint.save_hf)
+        """Writes save_hf, if the job has it and a trainer that died at the very end has not written it yet."""
+        folder = self._job.checkpoint.save_hf
+        was_finished = self._restored_step == self._job.rollout.num_rollout
+        if folder is None or (was_finished and await asyncio.to_thread(folder.exists)):
+            return
+        await self.export_to(folder)
 
     async def export_to(self, path: Path) -> None:
         """Writes the current weights as a Hugging Face folder."""

@@ -149,3 +149,10 @@ def test_a_hook_that_its_file_does_not_define(load_with, tmp_path: Path) -> None
     path.write_text("def judge(:\n")
     with pytest.raises(ConfigError, match="line 1: invalid syntax"):
         load_with("--custom-rm-path", f"{path}:judge")
+
+
+def test_an_export_folder_with_something_in_it_is_refused_before_the_run(load_with, tmp_path: Path) -> None:
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match="export is there already and not empty.*name a new folder"):
+        load_with("--save-hf", str(tmp_path / "export"))
