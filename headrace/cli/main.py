@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.text import Text
 
+from headrace.cli.audit import audit
 from headrace.cli.check import check
 from headrace.cli.evaluate import evaluate
 from headrace.cli.export import export
@@ -39,6 +40,7 @@ _COMMANDS: Mapping[str, Command] = {
     "up": Command(up, "up SERVICE --config JOB.toml [flags]", "run one service here: buffer, reward, rollout, trainer"),
     "status": Command(status, "status [RUN]", "where a run and its services are"),
     "samples": Command(samples, "samples [RUN] [-n 5]", "the newest rollouts: prompt, response, reward, versions"),
+    "audit": Command(audit, "audit [RUN]", "hold the ledger against what the trainer was fed: 0 0 0, or the ids"),
     "submit": Command(submit, "submit --prompt TEXT | --file PATH", "bring prompts to a stream"),
     "generate": Command(generate, "generate TEXT [--run RUN]", "ask the current policy"),
     "eval": Command(evaluate, "eval [RUN] [--data NAME PATH]", "evaluate the current policy"),

@@ -212,5 +212,10 @@ class BufferClient:
         reply: pb.GetStatsResponse = await self._call(self._stub.GetStats, pb.GetStatsRequest(stream=stream))
         return reply.streams[0]
 
+    async def position(self) -> int:
+        """Of the latest event of the whole ledger."""
+        reply: pb.GetStatsResponse = await self._call(self._stub.GetStats, pb.GetStatsRequest())
+        return reply.position
+
     async def _call(self, method: Callable[..., Any], request: Message, wait_seconds: float = 0.0) -> Any:
         return await rpc.call(method, request, deadline_seconds=self._deadline_seconds + wait_seconds)

@@ -44,6 +44,11 @@ class RunFolder:
         return self.path / "ledger"
 
     @property
+    def training_record(self) -> Path:
+        """What the trainer fed to each step."""
+        return self.path / "trained.jsonl"
+
+    @property
     def services_file(self) -> Path:
         """Addresses and process ids."""
         return self.path / "services.json"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import BinaryIO
 
 from services.trainer.batch import Batch
 
@@ -22,7 +23,15 @@ class TrainingRecord:
     def append(self, step: int, batch: Batch) -> None:
         """Durable when it returns."""
         line = {"step": step, "digest": batch.digest.hex(), "sample_ids": [s.sample_id for s in batch.samples]}
-        with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        with self._path.open("ab+") as file:
+            file.write(b"" if _ends_a_line(file) else b"\n")  # a kill has cut the line before
+            file.write(json.dumps(line).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
+
+
+def _ends_a_line(file: BinaryIO) -> bool:
+    if file.seek(0, os.SEEK_END) == 0:
+        return True
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"

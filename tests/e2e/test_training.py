@@ -16,6 +16,7 @@ from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.reward.v1 import reward_pb2
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.trainer.v1 import trainer_pb2
+from headrace.cli.main import main
 from headrace.client.rollout import RolloutClient
 from headrace.rpc.net import free_port
 from tests.support.malformed import MALFORMED, call_raw, methods
@@ -147,6 +148,7 @@ async def test_two_tensor_ranks_survive_kill_9_of_every_service(tmp_path: Path) 
         assert of_ledger == set(trained[step])
     fed = [sample_id for sample_ids in trained.values() for sample_id in sample_ids]
     assert len(fed) == len(set(fed)) == 16 * 4 * 8
+    assert await asyncio.to_thread(main, ["audit", str(run.folder.path)]) == 0
     # Nothing is lost: every prompt the ledger handed out was trained, or still waits in it.
     waiting = {buffer_pb2.GROUP_STATE_QUEUED, buffer_pb2.GROUP_STATE_LEASED, buffer_pb2.GROUP_STATE_READY}
     states = {group.state for group in groups.values()}

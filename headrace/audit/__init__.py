@@ -1,0 +1,1 @@
+"""Holding the ledger's history against what the trainer was fed."""

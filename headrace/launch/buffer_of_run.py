@@ -1,0 +1,55 @@
+"""A run's buffer to talk to: the one that lives, or one started over the run's folder for as long as it is needed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from headrace.client.buffer import BufferClient
+from headrace.config.job import Job
+from headrace.errors import NotFound, Unavailable
+from headrace.launch.process import ServiceProcess, tail
+from headrace.launch.run_folder import RunFolder
+from headrace.launch.specs import spec
+from headrace.rpc.net import free_port
+
+
+@asynccontextmanager
+async def buffer_of_run(folder: RunFolder) -> AsyncIterator[str]:
+    """Its address. Raises NotFound for a folder without a job."""
+    if address := _living(folder):
+        yield address
+        return
+    if not folder.job_file.is_file():
+        raise NotFound(f"{folder.path} has no job.json: it is no run's folder")
+    job = Job.model_validate_json(folder.job_file.read_text())
+    address = f"127.0.0.1:{free_port()}"
+    job = job.model_copy(update={"services": job.services.model_copy(update={"buffer_address": address})})
+    reader = replace(spec(job, "buffer", folder), name="buffer reader", log_file=folder.logs / "buffer-reader.log")
+    process = await ServiceProcess.start(reader)
+    try:
+        await _answering(address, process)
+        yield address
+    finally:
+        await process.stop()
+
+
+async def _answering(address: str, process: ServiceProcess) -> None:
+    async with BufferClient(address) as buffer:
+        answers, ends = asyncio.create_task(buffer.position()), asyncio.create_task(process.wait())
+        await asyncio.wait({answers, ends}, return_when=asyncio.FIRST_COMPLETED)
+        if ends.done():
+            answers.cancel()
+            raise Unavailable(f"the ledger cannot be opened:\n{tail(process.spec.log_file)}")
+        ends.cancel()
+        await answers
+
+
+def _living(folder: RunFolder) -> str | None:
+    entry = folder.services().get("buffer")
+    is_ours = entry is not None and entry.pid is not None
+    if entry is None or (is_ours and "buffer" not in folder.running_services()):
+        return None
+    return entry.address
