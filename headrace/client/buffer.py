@@ -184,10 +184,12 @@ class BufferClient:
 
     # Readers
 
-    async def watch(self, stream: str, from_position: int = 0) -> AsyncIterator[pb.LedgerEvent]:
-        """The stream's history from a position on, then live, without end. Watch again after a disconnect."""
+    async def watch(
+        self, stream: str, from_position: int = 0, *, deadline_seconds: float | None = None
+    ) -> AsyncIterator[pb.LedgerEvent]:
+        """The stream's history from a position on, then live, to the deadline. Watch again after a disconnect."""
         request = pb.WatchRequest(stream=stream, from_position=from_position)
-        async for reply in rpc.stream(self._stub.Watch, request, deadline_seconds=None):
+        async for reply in rpc.stream(self._stub.Watch, request, deadline_seconds=deadline_seconds):
             for event in reply.events:
                 yield event
 
