@@ -101,11 +101,16 @@ class RolloutClient:
         return reply.lost_engine_ids
 
     async def commit_publish(
-        self, publication_id: str, checksums: Mapping[str, str], *, deadline_seconds: float
+        self,
+        publication_id: str,
+        checksums: Mapping[str, str],
+        *,
+        canary: pb.Canary | None = None,
+        deadline_seconds: float,
     ) -> pb.CommitPublishResponse:
         """The version is served. Raises ChecksumMismatch, PublicationAborted."""
         expected = [pb.EngineChecksum(name=name, checksum=checksum) for name, checksum in checksums.items()]
-        request = pb.CommitPublishRequest(publication_id=publication_id, engine_checksums=expected)
+        request = pb.CommitPublishRequest(publication_id=publication_id, engine_checksums=expected, canary=canary)
         reply: pb.CommitPublishResponse = await self._call(self._stub.CommitPublish, request, deadline_seconds)
         return reply
 

@@ -10,7 +10,7 @@ import grpc
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.api.rollout.v1 import rollout_pb2_grpc
 from services.rollout.service import RolloutParts
-from services.rollout.wire import engine_of, finish_response, generate_response, plan_of, prompt_of
+from services.rollout.wire import canary_of, engine_of, finish_response, generate_response, plan_of, prompt_of
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -72,7 +72,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def CommitPublish(self, request: pb.CommitPublishRequest, context: Context) -> pb.CommitPublishResponse:
         expected = {c.name: c.checksum for c in request.engine_checksums}
-        committed = await self._parts.receiver.commit(request.publication_id, expected)
+        committed = await self._parts.receiver.commit(request.publication_id, expected, canary_of(request))
         self._parts.metrics.published(committed.paused_seconds)
         return pb.CommitPublishResponse(
             engine_ids=committed.engine_ids,

@@ -13,6 +13,7 @@ from headrace.trajectory import Status, pack_column, unpack_column
 from services.rollout.engine.api import Finish, Generation, TensorSpec
 from services.rollout.engine.fleet import Engine
 from services.rollout.prompts import EncodedPrompt, PromptEncoder
+from services.rollout.publication.canary import Canary
 from services.rollout.publication.state import GroupPlan, Plan
 
 _PAUSE_MODES: Mapping[pb.PauseMode.ValueType, str] = {
@@ -50,7 +51,17 @@ def plan_of(request: pb.BeginPublishRequest) -> Plan:
         deadline_seconds=request.deadline_seconds,
         buckets=buckets,
         groups=[GroupPlan(g.name, g.master_address, g.master_port, tuple(g.buckets)) for g in request.groups],
+        engine_ids=tuple(request.engine_ids),
     )
+
+
+def canary_of(request: pb.CommitPublishRequest) -> Canary | None:
+    """None where none is asked for. Raises InvalidArgument when its parts contradict each other."""
+    if not request.HasField("canary"):
+        return None
+    canary = request.canary
+    tokens, log_probs = unpack_column(canary.tokens), unpack_column(canary.log_probs)
+    return Canary(tokens.tolist(), log_probs.tolist(), canary.max_mean_difference)
 
 
 def prompt_of(request: pb.GenerateRequest, encoder: PromptEncoder) -> EncodedPrompt:

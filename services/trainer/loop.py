@@ -44,7 +44,10 @@ class Ranks(Protocol):
         """The current weights to all engines, as one transaction."""
 
     async def is_served(self, state: TrainState) -> bool:
-        """False when engines are there that serve something else: they started again, without these weights."""
+        """False when the whole fleet serves something else: it started again, without these weights."""
+
+    async def rejoin(self, state: TrainState) -> None:
+        """Engines that started again get the served weights, while the others go on."""
 
     async def save(self, state: TrainState) -> None:
         """Returns when the checkpoint is safe."""
@@ -90,6 +93,7 @@ async def train(ledger: Ledger, ranks: Ranks, console: Console, schedule: Schedu
         while (batch := await ledger.lease_batch(state.epoch, state.step)) is None:
             if not await ranks.is_served(state):
                 state, _ = await publish(ledger, ranks, state)
+            await ranks.rejoin(state)
         metrics = await ranks.train(state.step, batch)
         await ledger.consume(state.epoch, state.step, batch.digest)
         state = state.trained()

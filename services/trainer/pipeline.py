@@ -53,17 +53,18 @@ class Pipeline:
         outcomes = self._run(feed, inputs, self._loss_step, forward_only=False)
         return self._metrics(outcomes)
 
-    def log_probs(self, inputs: StepInputs) -> list[Tensor] | None:
+    def log_probs(self, inputs: StepInputs, temperature: float | None = None) -> list[Tensor] | None:
         """Under the weights in place, [B, S] for each micro-batch; None except on last-stage ranks."""
         feed = iter(inputs)
+        step = partial(self._log_prob_step, temperature=temperature or self._temperature)
         with torch.no_grad():
-            found = self._run(feed, inputs, self._log_prob_step, forward_only=True)
+            found = self._run(feed, inputs, step, forward_only=True)
         return found if self._layout.is_last_stage else None
 
-    def response_log_probs(self, samples: Sequence[Sample]) -> list[Tensor]:
+    def response_log_probs(self, samples: Sequence[Sample], temperature: float | None = None) -> list[Tensor]:
         """Of each sample's response tokens, [R]."""
         micro = inference_inputs(collate(samples), self._layout.device)
-        found = self.log_probs([micro])
+        found = self.log_probs([micro], temperature)
         if found is None:
             return []
         return [
@@ -108,11 +109,13 @@ class Pipeline:
 
         return model(micro.tokens, micro.positions, None), loss
 
-    def _log_prob_step(self, feed: Iterator[Any], model: Any, num_micro_batches: int) -> tuple[Tensor, LossFunction]:
+    def _log_prob_step(
+        self, feed: Iterator[Any], model: Any, num_micro_batches: int, temperature: float
+    ) -> tuple[Tensor, LossFunction]:
         micro: MicroInputs = next(feed)
 
         def keep(logits: Tensor) -> tuple[Tensor, Tensor]:
-            log_probs, _ = log_probs_and_entropy(logits, micro.targets, self._temperature, self._layout.tp_group)
+            log_probs, _ = log_probs_and_entropy(logits, micro.targets, temperature, self._layout.tp_group)
             return log_probs.sum(), log_probs
 
         return model(micro.tokens, micro.positions, None), keep

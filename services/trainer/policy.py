@@ -21,6 +21,7 @@ from headrace.trajectory import Sample
 from services.trainer.batch import SampleFacts
 from services.trainer.batching import StepPlan, plan_steps
 from services.trainer.buckets import TensorSpec
+from services.trainer.canary import Canary, canary_sample
 from services.trainer.inputs import StepInputs, step_inputs
 from services.trainer.models.convert import Converter
 from services.trainer.models.export import export
@@ -45,6 +46,7 @@ class Policy:
             raise ConfigError("; ".join(wrong))
         self._job = job
         self._layout = layout
+        self._vocab_size = architecture.vocab_size
         self._objective = Objective(job.train)
         config = transformer_config(architecture, args, layout)
         model = build_model(architecture, config, layout)
@@ -92,9 +94,18 @@ class Policy:
             "time/optimizer_steps_seconds": done - recomputed,
         }
 
-    def log_probs(self, samples: Sequence[Sample]) -> list[Tensor]:
-        """Log-probs of each sample's response tokens [R] under the current weights; [] except on last-stage ranks."""
-        return self._pipeline.response_log_probs(samples)
+    def log_probs(self, samples: Sequence[Sample], temperature: float | None = None) -> list[Tensor]:
+        """Log-probs of each sample's response tokens [R] under the current weights; [] except on last-stage ranks.
+
+        `temperature` absent: the rollouts'.
+        """
+        return self._pipeline.response_log_probs(samples, temperature)
+
+    def canary(self) -> Canary | None:
+        """Collective: a short sequence and its log-probs under the current weights; None except on last-stage ranks."""
+        sample = canary_sample(self._vocab_size)
+        found = self.log_probs([sample], temperature=1.0)
+        return Canary(sample.tokens.tolist(), found[0].tolist()) if found else None
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Collective: (Hugging Face name, whole tensor) on senders, nothing elsewhere."""

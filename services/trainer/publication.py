@@ -10,6 +10,7 @@ import asyncio
 import json
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from headrace.client.rollout import RolloutClient
 from headrace.config.job import PublishSection
 from headrace.errors import DeadlineExceeded, Fenced, HeadraceError, PublicationAborted, Unavailable
 from headrace.rpc.log import log
+from services.trainer.canary import Canary
 from services.trainer.commands import DropGroups, OpenGroups, SendWeights
 from services.trainer.control import Control
 from services.trainer.crew import Crew
@@ -85,8 +87,41 @@ class Publisher:
             return True
         return fleet.policy_version == policy_version
 
-    async def _attempt(self, publication_id: str, state: TrainState) -> pb.CommitPublishResponse:
+    async def rejoin(self, state: TrainState) -> None:
+        """Gives the served weights to the engines that came back without them; the others do not notice.
+
+        One that fails again is left to the next time, or to the next publication.
+        """
+        stale = await self._stale(state.step)
+        if not stale:
+            return
+        publication_id = f"v{state.step}-rejoin-{uuid.uuid4().hex[:8]}"
+        await self._crew.run(DropGroups())  # a group that lost a member is of no use to anybody
+        try:
+            reply = await self._attempt(publication_id, state, stale)
+            log.info("engines_rejoined", policy_version=state.step, engines=list(reply.engine_ids))
+        except Fenced:
+            raise
+        except HeadraceError as error:
+            log.warning("rejoin_failed", engines=stale, reason=error.reason, error=str(error))
+            await self._give_up(publication_id, str(error))
+        await self._crew.run(DropGroups())
+
+    async def _stale(self, policy_version: int) -> list[str]:
+        """Engines that wait for weights while others serve this version."""
+        try:
+            fleet = await self._rollout.get_fleet(deadline_seconds=_FLEET_SECONDS)
+        except (DeadlineExceeded, Unavailable):
+            return []
+        if fleet.policy_version != policy_version or fleet.publication_id:
+            return []
+        return [engine.engine_id for engine in fleet.engines if engine.state == pb.ENGINE_STATE_STALE]
+
+    async def _attempt(
+        self, publication_id: str, state: TrainState, engine_ids: Sequence[str] = ()
+    ) -> pb.CommitPublishResponse:
         plan = await self._plan(publication_id)
+        canary = await self._canary(publication_id)
         begun = await self._rollout.begin_publish(
             pb.BeginPublishRequest(
                 publication_id=publication_id,
@@ -98,6 +133,7 @@ class Publisher:
                 transport=pb.TRANSPORT_COLLECTIVE,
                 deadline_seconds=self._config.update_weight_timeout_seconds,
                 epoch=state.epoch,
+                engine_ids=engine_ids,
             ),
             deadline_seconds=self._config.update_weight_timeout_seconds,
         )
@@ -119,7 +155,10 @@ class Publisher:
             answers.cancel()
             await sending
         return await self._rollout.commit_publish(
-            publication_id, answers.result(), deadline_seconds=self._config.update_weight_timeout_seconds
+            publication_id,
+            answers.result(),
+            canary=canary,
+            deadline_seconds=self._config.update_weight_timeout_seconds,
         )
 
     async def _offer(self, publication_id: str, num_buckets: int) -> None:
@@ -148,6 +187,11 @@ class Publisher:
                 )
             )
         return Plan(pb.Manifest(tensors=tensors), groups, next_bucket)
+
+    async def _canary(self, publication_id: str) -> pb.Canary:
+        """What the last stage makes of it."""
+        canary = Canary(**await self._fact(f"{publication_id}/canary"))
+        return canary.pack(self._config.update_weight_canary_tolerance)
 
     async def _answers(self, publication_id: str) -> dict[str, str]:
         """What engines must hold, once every stage has sent; raises what kept one from it."""

@@ -59,6 +59,10 @@ class TrainerRanks:
         """False when the engines answer and serve another version."""
         return await self._publisher.is_served(state.policy_version)
 
+    async def rejoin(self, state: TrainState) -> None:
+        """Engines that started again get the served weights, while the others go on."""
+        await self._publisher.rejoin(state)
+
     async def save(self, state: TrainState) -> None:
         """Returns when the checkpoint is safe."""
         with self._console.phase(pb.PHASE_SAVING):

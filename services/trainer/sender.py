@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import islice
 
 import torch
@@ -42,9 +43,12 @@ class WeightSender:
         self._group: WeightGroup | None = None
 
     def open(self, publication_id: str) -> None:
-        """Tells rank 0 where this stage's group listens and what it will send."""
+        """Tells rank 0 where this stage's group listens, what it will send, and what engines must then compute."""
+        canary = self._policy.canary()
         if not self._is_sender:
             return
+        if canary:
+            self._control.put(f"{publication_id}/canary", json.dumps(asdict(canary)))
         if self._group is None:
             name = f"headrace-{uuid.uuid4().hex[:12]}-stage{self._stage}"
             self._group = WeightGroup(name, self._host, self._backend, self._timeout_seconds)

@@ -15,14 +15,16 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from headrace.config.job import Job
-from headrace.errors import ChecksumMismatch, Unavailable
+from headrace.errors import ChecksumMismatch, PublicationAborted, Unavailable
 from services.rollout.engine.api import Finish, SamplingParams, TensorSpec
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from services.rollout.engine.machine import Machine, probe
 from services.rollout.engine.process import SglangProcess
 from services.rollout.generator import Generator
-from services.rollout.publication.receiver import Committed, Receiver
+from services.rollout.publication.canary import Canary
+from services.rollout.publication.publication import Committed
+from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan, Plan
 from services.rollout.router import Router
 from services.rollout.service import sglang_factory
@@ -122,7 +124,7 @@ async def test_a_request_in_flight_carries_both_versions(stack: Stack, pause_mod
     assert generation.policy_ranges[1].end == len(generation.tokens) == len(generation.log_probs)
 
 
-async def test_an_engine_that_is_killed_comes_back_stale_and_joins_at_the_next_publication(stack: Stack) -> None:
+async def test_an_engine_that_is_killed_comes_back_stale_and_gets_the_served_weights_alone(stack: Stack) -> None:
     version = stack.fleet.policy_version
     victim = stack.fleet.engines[1]
     assert isinstance(victim.process, SglangProcess)
@@ -138,10 +140,27 @@ async def test_an_engine_that_is_killed_comes_back_stale_and_joins_at_the_next_p
         while victim.state is not EngineState.STALE:  # another party's state
             await asyncio.sleep(0.1)
     assert victim.restarts == 1
-    sender = TorchSender(f"group-{uuid.uuid4().hex}")
-    committed = await publish(stack, sender, shifted(stack.model, 0.01), version=version + 1)
-    assert committed.engine_ids == ("engine-0", "engine-1")
+    served = dict(stack.model.named_parameters())
+    alone = TorchSender(f"group-{uuid.uuid4().hex}")
+    assert (await publish(stack, alone, served, version=version, engine_ids=("engine-1",))).engine_ids == ("engine-1",)
     assert [e.state for e in stack.fleet.engines] == [EngineState.READY, EngineState.READY]
+    assert len({e.weights_digest for e in stack.fleet.engines}) == 1
+    both = TorchSender(f"group-{uuid.uuid4().hex}")
+    committed = await publish(stack, both, shifted(stack.model, 0.01), version=version + 1)
+    assert committed.engine_ids == ("engine-0", "engine-1")
+
+
+async def test_engines_that_compute_something_else_than_the_trainer_are_refused(stack: Stack) -> None:
+    version = stack.fleet.policy_version
+    sender = TorchSender(f"group-{uuid.uuid4().hex}")
+    with pytest.raises(PublicationAborted, match=r"canary's log-probs differ by 1 in the mean, more than 0\.001"):
+        await publish(stack, sender, shifted(stack.model, 0.01), version=version + 1, canary_error=1.0)
+    assert stack.fleet.policy_version == version
+    async with asyncio.timeout(120):
+        while any(e.state is not EngineState.STALE for e in stack.fleet.engines):  # another party's state
+            await asyncio.sleep(0.1)
+    again = TorchSender(f"group-{uuid.uuid4().hex}")
+    assert len((await publish(stack, again, shifted(stack.model, 0.01), version=version + 1)).engine_ids) == 2
 
 
 async def test_weights_that_differ_from_the_senders_checksums_are_refused(stack: Stack) -> None:
@@ -175,6 +194,8 @@ async def publish(
     pause_mode: str = "in_place",
     group_alive: bool = False,
     checksums: Mapping[str, str] | None = None,
+    engine_ids: Sequence[str] = (),
+    canary_error: float = 0.0,
 ) -> Committed:
     buckets = two_buckets(weights)
     plan = Plan(
@@ -189,6 +210,7 @@ async def publish(
             for number, names in enumerate(buckets)
         },
         groups=[GroupPlan(sender.name, "127.0.0.1", sender.port, tuple(range(len(buckets))))],
+        engine_ids=engine_ids,
     )
     begun = await stack.receiver.begin(plan)
     assert begun.group_alive == (group_alive,)
@@ -198,7 +220,9 @@ async def publish(
         sending = asyncio.create_task(asyncio.to_thread(sender.send, [weights[name] for name in names]))
         await stack.receiver.receive(plan.publication_id, number)
         await sending
-    return await stack.receiver.commit(plan.publication_id, checksums or engine_checksums(weights))
+    truth = hugging_face_log_probs(stack.model, PROMPT[:1], PROMPT[1:])
+    canary = Canary(PROMPT, (truth + canary_error).tolist(), max_mean_difference=1e-3)
+    return await stack.receiver.commit(plan.publication_id, checksums or engine_checksums(weights), canary)
 
 
 def two_buckets(weights: Mapping[str, torch.Tensor]) -> Sequence[Sequence[str]]:

@@ -58,6 +58,18 @@ class EngineClient:
         except httpx.TransportError as error:
             raise self._unreachable("/generate", error, seconds) from error
 
+    async def score(self, tokens: Sequence[int], *, cache_key: str, seconds: float) -> list[float]:
+        """Log-probs of all tokens but the first, at temperature 1."""
+        body = {
+            "input_ids": list(tokens),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "extra_key": cache_key,
+        }
+        reply = await self._post("/generate", body, seconds)
+        return [float(log_prob) for log_prob, _, _ in reply["meta_info"]["input_token_logprobs"][1:]]
+
     async def weight_version(self, *, seconds: float = 5.0) -> str:
         """The version it believes to serve; the cheapest sign of life."""
         reply = await self._request("GET", "/model_info", None, seconds)

@@ -33,6 +33,7 @@ class FakeEngine:
         self.weights: dict[str, str] = {}
         self.cache_keys: list[str] = []
         self.groups: set[str] = set()
+        self.log_prob_error = 0.0
         self._wire = wire or {}
         self._token_seconds = token_seconds
         self._starts = starts
@@ -136,6 +137,9 @@ class FakeEngine:
                 return web.Response(status=404)
         return web.json_response({"success": True})
 
+    def _score(self, tokens: Sequence[int]) -> list[float]:
+        return [-(token % 7 + 1) / 10 + self.log_prob_error for token in tokens]
+
     async def _generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         self.cache_keys.append(body["extra_key"])
         made: list[int] = []
@@ -155,9 +159,10 @@ class FakeEngine:
                 versions.append(self._version)
                 finish = "stop" if made[-1] in stops else "length" if len(made) == params["max_new_tokens"] else None
                 await asyncio.sleep(self._token_seconds)
+            reply = _reply(self._score(body["input_ids"]), made, versions, finish)
             if stream is not None:
-                await stream.write(f"data: {json.dumps(_reply(made, versions, finish))}\n\n".encode())
-        return stream if stream is not None else web.json_response(_reply(made, versions, finish))
+                await stream.write(f"data: {json.dumps(reply)}\n\n".encode())
+        return stream if stream is not None else web.json_response(reply)
 
 
 def next_token(context: Sequence[int]) -> int:
@@ -179,7 +184,7 @@ def fake_checksum(content: str) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def _reply(made: Sequence[int], versions: Sequence[str], finish: str | None) -> dict[str, Any]:
+def _reply(scores: Sequence[float], made: Sequence[int], versions: Sequence[str], finish: str | None) -> dict[str, Any]:
     spans: list[dict[str, Any]] = []
     for position, version in enumerate(versions):
         if spans and spans[-1]["version"] == version:
@@ -190,6 +195,7 @@ def _reply(made: Sequence[int], versions: Sequence[str], finish: str | None) -> 
         "output_ids": list(made),
         "meta_info": {
             "finish_reason": {"type": finish} if finish else None,
+            "input_token_logprobs": [[score, None, None] for score in scores],
             "output_token_logprobs": [[-(token % 7 + 1) / 10, token, None] for token in made],
             "weight_version": versions[-1] if versions else "0",
             "weight_versions": spans,

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
 
 from headrace.errors import (
     ChecksumMismatch,
@@ -23,58 +22,14 @@ from headrace.errors import (
 from headrace.rpc.log import log
 from services.rollout.engine.api import GroupJoin
 from services.rollout.engine.fleet import Engine, EngineState, Fleet
+from services.rollout.publication.canary import Canary
 from services.rollout.publication.checksums import differences, digest
-from services.rollout.publication.state import Fence, GroupPlan, Phase, Plan, Transaction
+from services.rollout.publication.publication import Begun, Committed, Publication
+from services.rollout.publication.state import Fence, GroupPlan, Phase, Plan
 
 # When one engine of a collective has failed, the others either finish at once or hang in it.
 _STRAGGLER_SECONDS = 10.0
 _REMEMBERED = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """Who takes part; `group_alive` is in the order of the plan's groups."""
-
-    world_size: int
-    group_alive: tuple[bool, ...]
-    engine_ids: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """What is served now."""
-
-    engine_ids: tuple[str, ...]
-    weights_digest: str
-    lost_engine_ids: tuple[str, ...]
-    paused_seconds: float
-
-
-class _Publication:
-    """A transaction with its engines and the work that runs for it."""
-
-    def __init__(self, plan: Plan, engines: Sequence[Engine], begun: Begun) -> None:
-        self.transaction = Transaction(plan, begun.engine_ids)
-        self.engines = {engine.engine_id: engine for engine in engines}
-        self.versions_before = {engine.engine_id: engine.policy_version for engine in engines}
-        self.begun = begun
-        self.deadline = time.monotonic() + plan.deadline_seconds
-        self.paused_at: float | None = None
-        self.in_session: set[str] = set()
-        self.lock = asyncio.Lock()
-        self.buckets: dict[int, asyncio.Task[tuple[str, ...]]] = {}
-        self.preparing: asyncio.Task[None] | None = None
-        self.timer: asyncio.Task[None] | None = None
-        self.committing: asyncio.Task[Committed] | None = None
-
-    @property
-    def remaining(self) -> list[Engine]:
-        """Engines that still take part."""
-        return [self.engines[engine_id] for engine_id in self.transaction.remaining]
-
-    def seconds_left(self) -> float:
-        """Until the deadline; a moment at least, so that a call made now fails by its own limit."""
-        return max(self.deadline - time.monotonic(), 0.1)
 
 
 class Receiver:
@@ -83,7 +38,7 @@ class Receiver:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._fence = Fence()
-        self._publications: dict[str, _Publication] = {}
+        self._publications: dict[str, Publication] = {}
         self._groups: dict[str, tuple[str, ...]] = {}  # name → incarnations of the engines that are in it
 
     @property
@@ -97,16 +52,14 @@ class Receiver:
         if plan.publication_id in self._publications:
             return self._publications[plan.publication_id].begun
         await self._make_room(plan)
-        engines = self._fleet.alive()
-        if not engines:
-            raise Unavailable("no engine is alive to receive weights; they are being started", retry_after_seconds=2.0)
+        engines = self._engines_for(plan)
         incarnations = tuple(engine.incarnation for engine in engines)
         begun = Begun(
             world_size=1 + sum(engine.tensor_parallel_size for engine in engines),
             group_alive=tuple(self._groups.get(group.name) == incarnations for group in plan.groups),
             engine_ids=tuple(engine.engine_id for engine in engines),
         )
-        publication = _Publication(plan, engines, begun)
+        publication = Publication(plan, engines, begun)
         self._remember(publication)
         for engine in engines:
             engine.state = EngineState.UPDATING
@@ -126,12 +79,14 @@ class Receiver:
             publication.buckets[bucket] = asyncio.create_task(self._receive(publication, bucket))
         return await asyncio.shield(publication.buckets[bucket])
 
-    async def commit(self, publication_id: str, checksums: Mapping[str, str]) -> Committed:
+    async def commit(
+        self, publication_id: str, checksums: Mapping[str, str], canary: Canary | None = None
+    ) -> Committed:
         """Verifies, flips the version, lets requests go on. Raises ChecksumMismatch, and aborts, when nobody passes."""
         publication = self._find(publication_id)
         if publication.committing is None:
             publication.transaction.require_complete()
-            publication.committing = asyncio.create_task(self._commit(publication, checksums))
+            publication.committing = asyncio.create_task(self._commit(publication, checksums, canary))
         return await asyncio.shield(publication.committing)
 
     async def abort(self, publication_id: str, why: str) -> None:
@@ -145,6 +100,22 @@ class Receiver:
         if self.open_id:
             await self.abort(self.open_id, "the rollout service stops")
 
+    def _engines_for(self, plan: Plan) -> list[Engine]:
+        """All that are alive, or those of the plan that came back without the served weights."""
+        if not plan.engine_ids:
+            if engines := self._fleet.alive():
+                return engines
+            raise Unavailable("no engine is alive to receive weights; they are being started", retry_after_seconds=2.0)
+        if plan.policy_version != self._fleet.policy_version:
+            raise FailedPrecondition(
+                f"version {plan.policy_version} for {list(plan.engine_ids)} alone, but {self._fleet.policy_version} is "
+                "served: publish it to all engines"
+            )
+        waiting = [e for e in self._fleet.engines if e.state is EngineState.STALE and e.engine_id in plan.engine_ids]
+        if missing := set(plan.engine_ids) - {engine.engine_id for engine in waiting}:
+            raise FailedPrecondition(f"{sorted(missing)} do not wait for weights: ask GetFleet who does")
+        return waiting
+
     async def _make_room(self, plan: Plan) -> None:
         if not self.open_id:
             return
@@ -153,17 +124,17 @@ class Receiver:
             raise FailedPrecondition(f"publication {other.publication_id} is open: commit or abort it first")
         await self.abort(other.publication_id, f"a trainer with the newer epoch {plan.epoch} began another one")
 
-    def _remember(self, publication: _Publication) -> None:
+    def _remember(self, publication: Publication) -> None:
         self._publications[publication.transaction.plan.publication_id] = publication
         while len(self._publications) > _REMEMBERED:
             del self._publications[next(iter(self._publications))]
 
-    def _find(self, publication_id: str) -> _Publication:
+    def _find(self, publication_id: str) -> Publication:
         if publication_id not in self._publications:
             raise NotFound(f"there is no publication {publication_id!r}: begin it first")
         return self._publications[publication_id]
 
-    async def _prepare(self, publication: _Publication) -> None:
+    async def _prepare(self, publication: Publication) -> None:
         """Groups first, while requests go on; then the pause and the update session."""
         plan = publication.transaction.plan
         for group, alive in zip(plan.groups, publication.begun.group_alive, strict=True):
@@ -173,7 +144,7 @@ class Receiver:
         await self._on_all(publication, lambda engine: engine.client.pause(plan.pause_mode))
         await self._on_all(publication, lambda engine: self._open_session(publication, engine))
 
-    async def _join(self, publication: _Publication, group: GroupPlan) -> None:
+    async def _join(self, publication: Publication, group: GroupPlan) -> None:
         plan = publication.transaction.plan
         offsets: dict[str, int] = {}
         rank = 1
@@ -197,11 +168,18 @@ class Receiver:
         await self._on_all(publication, join)
         self._groups[group.name] = tuple(e.incarnation for e in publication.engines.values())
 
-    async def _open_session(self, publication: _Publication, engine: Engine) -> None:
+    async def _leave_groups(self, publication: Publication) -> None:
+        """The groups of a few engines serve once; the next publication is for all of them again."""
+        for name in [group.name for group in publication.transaction.plan.groups]:
+            self._groups.pop(name, None)
+            for engine in publication.remaining:
+                await _ignoring_refusal(engine.client.leave_group(name))
+
+    async def _open_session(self, publication: Publication, engine: Engine) -> None:
         await engine.client.begin_weight_update()
         publication.in_session.add(engine.engine_id)
 
-    async def _prepared(self, publication: _Publication) -> None:
+    async def _prepared(self, publication: Publication) -> None:
         assert publication.preparing is not None
         try:
             await asyncio.shield(publication.preparing)
@@ -210,7 +188,7 @@ class Receiver:
             raise
         publication.transaction.require_open()
 
-    async def _receive(self, publication: _Publication, bucket: int) -> tuple[str, ...]:
+    async def _receive(self, publication: Publication, bucket: int) -> tuple[str, ...]:
         transaction = publication.transaction
         async with publication.lock:
             await self._prepared(publication)
@@ -224,7 +202,7 @@ class Receiver:
             transaction.received.add(bucket)
         return tuple(sorted(transaction.lost))
 
-    async def _commit(self, publication: _Publication, checksums: Mapping[str, str]) -> Committed:
+    async def _commit(self, publication: Publication, checksums: Mapping[str, str], canary: Canary | None) -> Committed:
         transaction = publication.transaction
         await self._on_all(publication, lambda engine: engine.client.end_weight_update())
         publication.in_session.clear()
@@ -234,6 +212,12 @@ class Receiver:
         await self._on_all(publication, lambda engine: engine.client.set_weight_version(version))
         await self._on_all(publication, lambda engine: engine.client.flush_cache())
         await self._on_all(publication, lambda engine: engine.client.resume())
+        if canary:
+            await self._on_all(
+                publication, lambda engine: canary.ask(engine.client, version, seconds=publication.seconds_left())
+            )
+        if transaction.plan.engine_ids:
+            await self._leave_groups(publication)
         transaction.commit()
         self._end_timer(publication)
         assert publication.paused_at is not None
@@ -246,7 +230,7 @@ class Receiver:
         served = tuple(transaction.remaining)
         return Committed(served, digests[served[0]], tuple(sorted(transaction.lost)), paused_seconds)
 
-    async def _verify(self, publication: _Publication, expected: Mapping[str, str]) -> dict[str, str]:
+    async def _verify(self, publication: Publication, expected: Mapping[str, str]) -> dict[str, str]:
         """Digests by engine id; engines that hold something else are lost."""
         digests: dict[str, str] = {}
         wrong: dict[str, str] = {}
@@ -267,7 +251,7 @@ class Receiver:
             await self._lose(publication, engine_id, why)
         return digests
 
-    async def _on_all(self, publication: _Publication, act: Callable[[Engine], Awaitable[object]]) -> None:
+    async def _on_all(self, publication: Publication, act: Callable[[Engine], Awaitable[object]]) -> None:
         """Acts on all remaining engines; those that fail are lost. Raises PublicationAborted when none is left."""
         tasks = {asyncio.ensure_future(act(engine)): engine for engine in publication.remaining}
         try:
@@ -282,7 +266,7 @@ class Receiver:
             if why is not None:
                 await self._lose(publication, engine.engine_id, why)
 
-    async def _lose(self, publication: _Publication, engine_id: str, why: str) -> None:
+    async def _lose(self, publication: Publication, engine_id: str, why: str) -> None:
         engine = publication.engines[engine_id]
         try:
             publication.transaction.lose(engine_id, why)
@@ -292,12 +276,12 @@ class Receiver:
         if engine.state is EngineState.UPDATING:
             await self._fleet.give_up(engine, why)
 
-    async def _expire(self, publication: _Publication) -> None:
+    async def _expire(self, publication: Publication) -> None:
         await asyncio.sleep(publication.transaction.plan.deadline_seconds)
         plan = publication.transaction.plan
         await self.abort(plan.publication_id, f"not committed within {plan.deadline_seconds:g} s")
 
-    async def _clean_up(self, publication: _Publication) -> None:
+    async def _clean_up(self, publication: Publication) -> None:
         """After an abort: untouched engines go on as before, all others are ended and start again."""
         transaction = publication.transaction
         log.warning("publication_aborted", publication_id=transaction.plan.publication_id, why=transaction.why_aborted)
@@ -307,7 +291,7 @@ class Receiver:
             self._groups.pop(group.name, None)
         await asyncio.gather(*(self._settle(publication, e, hangs) for e in publication.engines.values()))
 
-    async def _settle(self, publication: _Publication, engine: Engine, hangs: bool) -> None:
+    async def _settle(self, publication: Publication, engine: Engine, hangs: bool) -> None:
         if engine.state is not EngineState.UPDATING:
             return
         transaction = publication.transaction
@@ -324,7 +308,7 @@ class Receiver:
         except HeadraceError as error:
             await self._fleet.give_up(engine, f"did not come back from an aborted publication: {error.message}")
 
-    def _end_timer(self, publication: _Publication) -> None:
+    def _end_timer(self, publication: Publication) -> None:
         if publication.timer is not None and publication.timer is not asyncio.current_task():
             publication.timer.cancel()
 

@@ -38,6 +38,8 @@ class Plan:
     deadline_seconds: float
     buckets: Mapping[int, Sequence[TensorSpec]]
     groups: Sequence[GroupPlan]
+    engine_ids: Sequence[str] = ()
+    """Only these, which came back without the served weights; empty: all engines."""
 
     def __post_init__(self) -> None:
         if not self.publication_id:

@@ -11,6 +11,7 @@ from headrace.errors import ChecksumMismatch, FailedPrecondition, Fenced, Invali
 from services.rollout.engine.api import TensorSpec
 from services.rollout.engine.fake import fake_checksum
 from services.rollout.engine.fleet import EngineState
+from services.rollout.publication.canary import Canary
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan, Plan
 from tests.support.fake_fleet import WIRE, FakeFleet
@@ -199,3 +200,51 @@ async def finish(receiver: Receiver, plan: Plan) -> tuple[str, ...]:
     for bucket in plan.buckets:
         await receiver.receive(plan.publication_id, bucket)
     return (await receiver.commit(plan.publication_id, CHECKSUMS)).engine_ids
+
+
+async def test_an_engine_that_came_back_gets_the_served_weights_alone(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    await publish(receiver, PLAN)
+    fakes.fake(1).die()
+    await fakes.until(lambda: fakes.fleet.engines[1].state is EngineState.STALE)
+    paused = fakes.fake(0).calls.count("/pause_generation")
+    alone = replace(
+        PLAN, publication_id="p2", groups=[GroupPlan("h", "127.0.0.1", 1, (0, 1))], engine_ids=("engine-1",)
+    )
+    assert (await receiver.begin(alone)).engine_ids == ("engine-1",)
+    await finish(receiver, alone)
+    assert [e.state for e in fakes.fleet.engines] == [EngineState.READY] * 2
+    assert fakes.routing.urls == {engine.url for engine in fakes.fleet.engines}
+    assert fakes.fake(0).calls.count("/pause_generation") == paused
+    assert fakes.fake(1).groups == set()
+
+
+async def test_only_engines_that_wait_for_the_served_version_are_given_it_alone(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    await publish(receiver, PLAN)
+    with pytest.raises(FailedPrecondition, match=r"\['engine-1'\] do not wait for weights"):
+        await receiver.begin(replace(PLAN, publication_id="p2", engine_ids=("engine-1",)))
+    with pytest.raises(FailedPrecondition, match="version 4 for .* alone, but 3 is served"):
+        await receiver.begin(replace(PLAN, publication_id="p3", policy_version=4, engine_ids=("engine-1",)))
+
+
+async def test_an_engine_that_computes_something_else_with_the_same_weights_is_taken_out(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    tokens = (5, 6, 7)
+    await receiver.begin(PLAN)
+    for bucket in (0, 1):
+        await receiver.receive("p1", bucket)
+    fakes.fake(1).log_prob_error = 0.3
+    truth = [-(token % 7 + 1) / 10 for token in tokens[1:]]
+    committed = await receiver.commit("p1", CHECKSUMS, Canary(tokens, truth, max_mean_difference=0.2))
+    assert (committed.engine_ids, committed.lost_engine_ids) == (("engine-0",), ("engine-1",))
+
+
+async def test_a_canary_that_all_engines_fail_ends_the_publication_and_the_old_version_stays(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    await receiver.begin(PLAN)
+    for bucket in (0, 1):
+        await receiver.receive("p1", bucket)
+    with pytest.raises(PublicationAborted, match=r"canary's log-probs differ by 5 in the mean, more than 0\.2"):
+        await receiver.commit("p1", CHECKSUMS, Canary((1, 7), [-5.1], max_mean_difference=0.2))
+    assert fakes.fleet.policy_version == 0

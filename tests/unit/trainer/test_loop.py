@@ -53,6 +53,9 @@ class Everything:
     async def is_served(self, state: TrainState) -> bool:
         return self.served
 
+    async def rejoin(self, state: TrainState) -> None:
+        self.diary.append(f"rejoin {state.step}")
+
     async def publish(self, state: TrainState) -> dict[str, float]:
         self.served = True
         self.diary.append(f"publish {state.step}")
@@ -128,4 +131,4 @@ async def test_engines_that_came_back_without_their_weights_get_them_while_the_b
 
     everything.publish = publish_then_lose  # type: ignore[method-assign]
     diary = await run(everything)
-    assert diary[2:7] == ["version 7/2", "lease 7/2", "publish 2", "version 7/2", "lease 7/2"]
+    assert diary[2:8] == ["version 7/2", "lease 7/2", "publish 2", "version 7/2", "rejoin 2", "lease 7/2"]

@@ -9,7 +9,7 @@ Giving new weights is a transaction. The trainer is the coordinator, this servic
     (the trainer's senders join the same groups as rank 0)
   PublishBucket(k) for k = 0, 1, …          engines receive; answered when every engine has the bucket
     (the senders broadcast bucket k's tensors, in the manifest's order, while the call runs)
-  CommitPublish                             checksums are compared, then the version flips and engines resume
+  CommitPublish                             checksums and a canary are compared, then the version flips
   or AbortPublish                           engines that took part are not trusted until the next commit
 
 A publication that is not finished by its deadline is aborted by this service itself.
@@ -660,6 +660,7 @@ class BeginPublishRequest(_message.Message):
     DEADLINE_SECONDS_FIELD_NUMBER: _builtins.int
     DISK_PATH_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    ENGINE_IDS_FIELD_NUMBER: _builtins.int
     publication_id: _builtins.str
     """Idempotency key."""
     policy_version: _builtins.int
@@ -684,6 +685,12 @@ class BeginPublishRequest(_message.Message):
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___PublishGroup]:
         """The groups it comes in."""
 
+    @_builtins.property
+    def engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Only these engines, which came back without the served weights; policy_version must be the served one, and the
+        others are not touched. Empty: all engines. FAILED_PRECONDITION: one of them does not wait for weights.
+        """
+
     def __init__(
         self,
         *,
@@ -697,10 +704,11 @@ class BeginPublishRequest(_message.Message):
         deadline_seconds: _builtins.float = ...,
         disk_path: _builtins.str = ...,
         epoch: _builtins.int = ...,
+        engine_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "deadline_seconds", b"deadline_seconds", "disk_path", b"disk_path", "epoch", b"epoch", "groups", b"groups", "manifest", b"manifest", "pause_mode", b"pause_mode", "policy_version", b"policy_version", "publication_id", b"publication_id", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "deadline_seconds", b"deadline_seconds", "disk_path", b"disk_path", "engine_ids", b"engine_ids", "epoch", b"epoch", "groups", b"groups", "manifest", b"manifest", "pause_mode", b"pause_mode", "policy_version", b"policy_version", "publication_id", b"publication_id", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -791,6 +799,40 @@ class PublishBucketResponse(_message.Message):
 Global___PublishBucketResponse: _TypeAlias = PublishBucketResponse  # noqa: Y015
 
 @_typing.final
+class Canary(_message.Message):
+    """A short sequence and what the trainer makes of it with the weights it sent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    LOG_PROBS_FIELD_NUMBER: _builtins.int
+    MAX_MEAN_DIFFERENCE_FIELD_NUMBER: _builtins.int
+    max_mean_difference: _builtins.float
+    """The largest mean difference from an engine's own log-probs, above 0; an engine that exceeds it is lost."""
+    @_builtins.property
+    def tokens(self) -> _sample_pb2.Column:
+        """int32 [T], T at least 2: token ids."""
+
+    @_builtins.property
+    def log_probs(self) -> _sample_pb2.Column:
+        """float32 [T - 1]: log-probs of all tokens but the first, at temperature 1."""
+
+    def __init__(
+        self,
+        *,
+        tokens: _sample_pb2.Column | None = ...,
+        log_probs: _sample_pb2.Column | None = ...,
+        max_mean_difference: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["log_probs", b"log_probs", "tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_probs", b"log_probs", "max_mean_difference", b"max_mean_difference", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Canary: _TypeAlias = Canary  # noqa: Y015
+
+@_typing.final
 class CommitPublishRequest(_message.Message):
     """All buckets are sent."""
 
@@ -798,6 +840,7 @@ class CommitPublishRequest(_message.Message):
 
     PUBLICATION_ID_FIELD_NUMBER: _builtins.int
     ENGINE_CHECKSUMS_FIELD_NUMBER: _builtins.int
+    CANARY_FIELD_NUMBER: _builtins.int
     publication_id: _builtins.str
     """The publication."""
     @_builtins.property
@@ -806,15 +849,20 @@ class CommitPublishRequest(_message.Message):
         engines are compared with each other only (several GPUs to an engine, or a checksum that is the GPU kernel's own).
         """
 
+    @_builtins.property
+    def canary(self) -> Global___Canary:
+        """Asked of every engine before the fleet's version flips. Absent: not asked."""
+
     def __init__(
         self,
         *,
         publication_id: _builtins.str = ...,
         engine_checksums: _abc.Iterable[Global___EngineChecksum] | None = ...,
+        canary: Global___Canary | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["canary", b"canary"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_checksums", b"engine_checksums", "publication_id", b"publication_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["canary", b"canary", "engine_checksums", b"engine_checksums", "publication_id", b"publication_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,57 @@
+"""One publication at work: its transaction, the engines in it, and what runs for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.rollout.engine.fleet import Engine
+from services.rollout.publication.state import Plan, Transaction
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """Who takes part; `group_alive` is in the order of the plan's groups."""
+
+    world_size: int
+    group_alive: tuple[bool, ...]
+    engine_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What is served now."""
+
+    engine_ids: tuple[str, ...]
+    weights_digest: str
+    lost_engine_ids: tuple[str, ...]
+    paused_seconds: float
+
+
+class Publication:
+    """A transaction with its engines and the work that runs for it."""
+
+    def __init__(self, plan: Plan, engines: Sequence[Engine], begun: Begun) -> None:
+        self.transaction = Transaction(plan, begun.engine_ids)
+        self.engines = {engine.engine_id: engine for engine in engines}
+        self.versions_before = {engine.engine_id: engine.policy_version for engine in engines}
+        self.begun = begun
+        self.deadline = time.monotonic() + plan.deadline_seconds
+        self.paused_at: float | None = None
+        self.in_session: set[str] = set()
+        self.lock = asyncio.Lock()
+        self.buckets: dict[int, asyncio.Task[tuple[str, ...]]] = {}
+        self.preparing: asyncio.Task[None] | None = None
+        self.timer: asyncio.Task[None] | None = None
+        self.committing: asyncio.Task[Committed] | None = None
+
+    @property
+    def remaining(self) -> list[Engine]:
+        """Engines that still take part."""
+        return [self.engines[engine_id] for engine_id in self.transaction.remaining]
+
+    def seconds_left(self) -> float:
+        """Until the deadline; a moment at least, so that a call made now fails by its own limit."""
+        return max(self.deadline - time.monotonic(), 0.1)
