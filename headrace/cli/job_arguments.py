@@ -10,6 +10,16 @@ from pathlib import Path
 from headrace.config.job import Job
 from headrace.config.leaf import Leaf, Shape, leaves
 from headrace.config.load import load
+from headrace.config.megatron import DESCRIBED
+
+_OTHERS = (
+    "",
+    "  and any other field of Megatron-core's TransformerConfig, MLATransformerConfig, OptimizerConfig,",
+    "  DistributedDataParallelConfig and OptimizerParamScheduler, by its name",
+    "",
+    "[sglang]",
+    "  --sglang-NAME VALUE: any argument of SGLang's server",
+)
 
 
 def load_job(argv: Sequence[str]) -> Job:
@@ -26,9 +36,10 @@ def wants_help(argv: Sequence[str]) -> bool:
 def flags_help() -> str:
     """Every flag by section, with what it means and its default."""
     parts: list[str] = []
-    for section, group in groupby(leaves().values(), key=lambda leaf: leaf.section):
+    described = [leaf for leaf in leaves().values() if leaf.section != "megatron" or leaf.name in DESCRIBED]
+    for section, group in groupby(described, key=lambda leaf: leaf.section):
         parts += ["", f"[{section}]", *(_line(leaf) for leaf in group)]
-    return "\n".join([*parts, "", "[sglang]", "  --sglang-NAME VALUE: any argument of SGLang's server"])
+    return "\n".join([*parts, *_OTHERS])
 
 
 def _line(leaf: Leaf) -> str:

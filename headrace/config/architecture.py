@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.config.megatron import ArchitectureArgs
+from headrace.config.megatron import MegatronArgs
+from headrace.config.megatron_owned import ARCHITECTURAL
 from headrace.errors import ConfigError
 
 FAMILIES: Sequence[str] = ("llama", "qwen2", "qwen3")
@@ -80,14 +81,39 @@ class Architecture:
             rope_scaling=_rope_scaling(rope, path),
         )
 
-    def contradictions(self, given: ArchitectureArgs) -> list[str]:
+    def contradictions(self, given: MegatronArgs) -> list[str]:
         """A sentence for each architecture flag that says something else than the checkpoint."""
-        return [
+        mine = _flat(self) | _ALWAYS
+        wrong = [
             f"--{name.replace('_', '-')} {wanted} contradicts the checkpoint, whose config.json says "
-            f"{getattr(self, name)}: leave the flag out"
-            for name in ArchitectureArgs.model_fields
-            if (wanted := getattr(given, name)) is not None and wanted != getattr(self, name)
+            f"{mine.get(name, 'nothing of it')}: leave the flag out"
+            for name, wanted in given.given(ARCHITECTURAL).items()
+            if name not in mine or wanted != mine[name]
         ]
+        if given.seq_length is not None and given.seq_length > self.max_position_embeddings:
+            wrong.append(
+                f"--seq-length {given.seq_length} is longer than max_position_embeddings "
+                f"{self.max_position_embeddings} of the checkpoint: leave the flag out"
+            )
+        return wrong
+
+
+_ALWAYS = {
+    "position_embedding_type": "rope",
+    "no_position_embedding": True,
+    "disable_bias_linear": True,
+    "add_bias_linear": False,
+    "tokenizer_type": "HuggingFaceTokenizer",
+}
+
+
+def _flat(part: Any) -> dict[str, Any]:
+    """Values by Megatron's names, those of the parts (experts, latent attention) beside those of the whole."""
+    values: dict[str, Any] = {}
+    for field in fields(part):
+        value = getattr(part, field.name)
+        values |= _flat(value) if is_dataclass(value) else {field.name: value}
+    return values
 
 
 def _is_swiglu(raw: dict[str, Any], path: Path) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.config import sglang
 from headrace.config.leaf import ALIASES, Leaf, Setting, Shape
+from headrace.config.literal import literal
 from headrace.config.suggest import did_you_mean
 from headrace.errors import ConfigError
 
@@ -22,14 +22,6 @@ def parse_flags(argv: Sequence[str], known: Mapping[str, Leaf]) -> list[Setting]
         key = (setting.section, setting.name)
         settings[key] = _joined(settings[key], setting, known) if key in settings else setting
     return list(settings.values())
-
-
-def literal(word: str) -> Any:
-    """A number, true, false, null or JSON where the word is one; else the word itself."""
-    try:
-        return json.loads(word)
-    except json.JSONDecodeError:
-        return {"True": True, "False": False, "None": None}.get(word, word)
 
 
 def shaped(leaf: Leaf, words: Sequence[str], origin: str) -> Any:

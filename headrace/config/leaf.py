@@ -11,10 +11,14 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel
 
 from headrace.config.job import Job
-from headrace.config.megatron import MegatronArgs
+from headrace.config.megatron import MEGATRON_ALIASES, MegatronArgs
 
-ALIASES: Mapping[str, str] = {"tis_threshold": "tis_clip", "async_buffer_size": "max_staleness"}
-"""Other names of leaves: slime's, and views."""
+ALIASES: Mapping[str, str] = {
+    "tis_threshold": "tis_clip",
+    "async_buffer_size": "max_staleness",
+    **MEGATRON_ALIASES,
+}
+"""Other names of leaves: slime's, Megatron's, and views."""
 
 
 class Shape(Enum):
@@ -64,13 +68,14 @@ def leaves() -> dict[str, Leaf]:
     for section, field in Job.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             found |= _of(section, field.annotation)
-    return found | _of("megatron", MegatronArgs)
+    return _of("megatron", MegatronArgs) | found
 
 
 def _of(section: str, model: type[BaseModel]) -> dict[str, Leaf]:
     return {
         name: Leaf(section, name, _shape(field.annotation), field.description or "", field.default, field.is_required())
         for name, field in model.model_fields.items()
+        if name not in ALIASES
     }
 
 

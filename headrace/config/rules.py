@@ -8,8 +8,8 @@ from headrace.config.architecture import Architecture
 from headrace.config.files import check_files
 from headrace.config.job import Job
 from headrace.config.leaf import leaves
-from headrace.config.machine import num_gpus
 from headrace.config.megatron import MegatronArgs
+from headrace.config.megatron_rules import check_megatron
 from headrace.errors import ConfigError
 
 _SECRET_ARGUMENTS = ("api_key", "admin_api_key", "ssl_keyfile_password")
@@ -93,21 +93,6 @@ def _ranks(job: Job) -> None:
         )
 
 
-def _gpu_only(job: Job) -> None:
-    args = megatron(job)
-    if num_gpus():
-        return
-    for name, on in (
-        ("sequence_parallel", args.sequence_parallel),
-        ("context_parallel_size", args.context_parallel_size > 1),
-    ):
-        if on:
-            raise ConfigError(
-                f"{name} needs Transformer Engine, which needs a GPU, and this machine has none: leave it out",
-                field=name,
-            )
-
-
 def _engines(job: Job) -> None:
     gpus, each = job.placement.rollout_num_gpus, job.placement.rollout_num_gpus_per_engine
     if gpus % each:
@@ -155,7 +140,7 @@ _RULES: Sequence[Callable[[Job], None]] = (
     _no_ignored_leaves,
     _interval_within_staleness,
     _ranks,
-    _gpu_only,
+    check_megatron,
     _engines,
     _context_length,
     _no_secrets,

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config import sglang
-from headrace.config.flags import literal, shaped
+from headrace.config.flags import shaped
 from headrace.config.job import Job
 from headrace.config.leaf import ALIASES, Leaf, Setting, Shape
+from headrace.config.literal import literal
 from headrace.config.suggest import did_you_mean
 from headrace.errors import ConfigError
 

@@ -15,19 +15,42 @@ from torch import Tensor
 
 from headrace.config.megatron import MegatronArgs
 from headrace.errors import DataLoss
+from services.trainer.megatron import made
 
 
 def wrap_for_data_parallel(config: TransformerConfig, args: MegatronArgs, model: GPTModel) -> DistributedDataParallel:
     """The model with gradient buffers that data ranks reduce, in float32."""
     return DistributedDataParallel(
         config=config,
-        ddp_config=DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=args.use_distributed_optimizer,
-            overlap_grad_reduce=False,
-            check_for_nan_in_grad=True,
+        ddp_config=made(
+            DistributedDataParallelConfig,
+            args,
+            {
+                "grad_reduce_in_fp32": args.grad_reduce_in_fp32,
+                "use_distributed_optimizer": args.use_distributed_optimizer,
+                "check_for_nan_in_grad": args.check_for_nan_in_grad,
+            },
         ),
         module=model,
+    )
+
+
+def _schedule(optimizer: Any, args: MegatronArgs, num_steps: int) -> OptimizerParamScheduler:
+    """Of the learning rate and the weight decay over `num_steps` optimizer steps."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=min(args.init_lr, args.lr),
+        max_lr=args.lr,
+        min_lr=min(args.min_lr, args.lr),
+        lr_warmup_steps=args.lr_warmup_iters,
+        lr_decay_steps=max(args.lr_decay_iters or num_steps, args.lr_warmup_iters + 1),
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.weight_decay if args.start_wd is None else args.start_wd,
+        end_wd=args.weight_decay if args.end_wd is None else args.end_wd,
+        wd_incr_steps=0 if args.wd_incr_style == "constant" else args.wd_incr_steps or num_steps,
+        wd_incr_style=args.wd_incr_style,
+        wsd_decay_steps=args.wsd_decay_steps,
+        lr_wsd_decay_style=args.lr_wsd_decay_style,
     )
 
 
@@ -35,35 +58,26 @@ class Optimizer:
     """One optimizer step at a time, the schedule with it."""
 
     def __init__(self, args: MegatronArgs, model: DistributedDataParallel, num_steps: int) -> None:
-        config = OptimizerConfig(
-            optimizer="adam",
-            lr=args.lr,
-            min_lr=min(args.min_lr, args.lr),
-            weight_decay=args.weight_decay,
-            adam_beta1=args.adam_beta1,
-            adam_beta2=args.adam_beta2,
-            adam_eps=args.adam_eps,
-            clip_grad=args.clip_grad,
-            bf16=args.bf16,
-            params_dtype=torch.bfloat16 if args.bf16 else torch.float32,
-            use_distributed_optimizer=args.use_distributed_optimizer,
+        config = made(
+            OptimizerConfig,
+            args,
+            {
+                "optimizer": args.optimizer,
+                "weight_decay": args.weight_decay,
+                "adam_beta1": args.adam_beta1,
+                "adam_beta2": args.adam_beta2,
+                "adam_eps": args.adam_eps,
+                "clip_grad": args.clip_grad,
+                "bf16": args.bf16,
+                "params_dtype": torch.bfloat16 if args.bf16 else torch.float32,
+                "use_distributed_optimizer": args.use_distributed_optimizer,
+            },
+            fixed={"lr": args.lr, "min_lr": min(args.min_lr, args.lr)},
         )
         self._optimizer: Any = get_megatron_optimizer(config, [model])
         # In float32 Adam works on the model's own parameters.
         self._has_master_weights = args.bf16
-        self._schedule = OptimizerParamScheduler(
-            self._optimizer,
-            init_lr=0.0,
-            max_lr=args.lr,
-            min_lr=min(args.min_lr, args.lr),
-            lr_warmup_steps=args.lr_warmup_iters,
-            lr_decay_steps=max(args.lr_decay_iters or num_steps, args.lr_warmup_iters + 1),
-            lr_decay_style=args.lr_decay_style,
-            start_wd=args.weight_decay,
-            end_wd=args.weight_decay,
-            wd_incr_steps=0,
-            wd_incr_style="constant",
-        )
+        self._schedule = _schedule(self._optimizer, args, num_steps)
 
     def step(self) -> dict[str, float]:
         """Clips, updates, moves the schedule on; returns grad_norm (before clipping) and the lr that was used."""

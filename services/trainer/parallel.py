@@ -92,14 +92,9 @@ def initialize(job: Job) -> Layout:
 
 
 def refuse_gpu_only(args: MegatronArgs) -> None:
-    """Raises ConfigError for what Megatron-core does only with Transformer Engine on a GPU."""
-    if args.sequence_parallel:
-        raise ConfigError("--sequence-parallel needs Transformer Engine on a GPU: leave it out on a CPU")
-    if args.context_parallel_size > 1:
-        raise ConfigError(
-            f"--context-parallel-size {args.context_parallel_size} needs Transformer Engine on a GPU: "
-            "leave it out on a CPU"
-        )
+    """Raises ConfigError for what Megatron-core does only on a GPU."""
+    if flags := args.needs_gpu():
+        raise ConfigError(f"{', '.join(flags)} needs a GPU, most of it Transformer Engine too: leave it out on a CPU")
 
 
 def _join(rank: int, world_size: int, backend: str) -> None:

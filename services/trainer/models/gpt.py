@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from headrace.config.architecture import Architecture, Llama3Rope
 from headrace.config.megatron import MegatronArgs
 from headrace.errors import ConfigError
+from services.trainer.megatron import made
 from services.trainer.parallel import Layout
 
 # Megatron's constants for Llama 3's frequencies; only the factor is an argument there.
@@ -26,41 +27,42 @@ def transformer_config(architecture: Architecture, args: MegatronArgs, layout: L
     """Megatron's config; fused paths that need a GPU are off on a CPU."""
     on_cpu = layout.device.type == "cpu"
     dtype = torch.bfloat16 if args.bf16 else torch.float32
-    return TransformerConfig(
-        num_layers=architecture.num_layers,
-        hidden_size=architecture.hidden_size,
-        ffn_hidden_size=architecture.ffn_hidden_size,
-        num_attention_heads=architecture.num_attention_heads,
-        num_query_groups=architecture.num_query_groups,
-        kv_channels=architecture.kv_channels,
-        layernorm_epsilon=architecture.norm_epsilon,
-        normalization=architecture.normalization,
-        gated_linear_unit=architecture.swiglu,
-        activation_func=torch.nn.functional.silu,
-        qk_layernorm=architecture.qk_layernorm,
-        add_bias_linear=False,
-        add_qkv_bias=architecture.add_qkv_bias,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=layout.tp_size,
-        pipeline_model_parallel_size=layout.pp_size,
-        pipeline_dtype=dtype,
-        params_dtype=dtype,
-        bf16=args.bf16,
-        variable_seq_lengths=layout.pp_size > 1,
-        moe_token_dispatcher_type="alltoall",  # no experts here, but the default refuses variable lengths
-        batch_p2p_comm=not on_cpu,
-        use_cpu_initialization=on_cpu,
-        perform_initialization=False,
-        recompute_granularity="selective" if args.recompute_activations else None,
-        attention_softmax_in_fp32=True,
-        masked_softmax_fusion=not on_cpu,
-        bias_activation_fusion=not on_cpu,
-        bias_dropout_fusion=not on_cpu,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-    )
+    values = {
+        "num_layers": architecture.num_layers,
+        "hidden_size": architecture.hidden_size,
+        "ffn_hidden_size": architecture.ffn_hidden_size,
+        "num_attention_heads": architecture.num_attention_heads,
+        "num_query_groups": architecture.num_query_groups,
+        "kv_channels": architecture.kv_channels,
+        "layernorm_epsilon": architecture.norm_epsilon,
+        "normalization": architecture.normalization,
+        "gated_linear_unit": architecture.swiglu,
+        "activation_func": torch.nn.functional.silu,
+        "qk_layernorm": architecture.qk_layernorm,
+        "add_bias_linear": False,
+        "add_qkv_bias": architecture.add_qkv_bias,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": layout.tp_size,
+        "pipeline_model_parallel_size": layout.pp_size,
+        "pipeline_dtype": dtype,
+        "params_dtype": dtype,
+        "bf16": args.bf16,
+        "variable_seq_lengths": layout.pp_size > 1,
+        "moe_token_dispatcher_type": "alltoall",  # no experts here, but the default refuses variable lengths
+        "batch_p2p_comm": not on_cpu,
+        "use_cpu_initialization": on_cpu,
+        "perform_initialization": False,
+        "recompute_granularity": "selective" if args.recompute_activations else None,
+        "attention_softmax_in_fp32": True,
+        "masked_softmax_fusion": not on_cpu,
+        "bias_activation_fusion": not on_cpu,
+        "bias_dropout_fusion": not on_cpu,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+    }
+    return made(TransformerConfig, args, values)
 
 
 def build_model(architecture: Architecture, config: TransformerConfig, layout: Layout) -> GPTModel:

@@ -61,6 +61,24 @@ def test_megatrons_flags_go_by_their_own_names(load_with) -> None:
     assert job.megatron == {"lr": 2e-5, "tensor_model_parallel_size": 2, "bf16": True}
 
 
+def test_any_field_of_megatrons_configs_is_a_flag_with_its_type(load_with) -> None:
+    job = load_with(
+        "--recompute-modules", "core_attn", "mlp", "--moe-aux-loss-coeff", "[0.1, 0.2]", "--attention-backend", "local",
+        "--muon-momentum", "0.8", "--bucket-size", "1000", "--no-check-for-nan-in-grad", "--max-lr", "3e-5",
+        "--decoder-first-pipeline-num-layers", "1",
+    )  # fmt: skip
+    assert job.megatron == {
+        "recompute_modules": ("core_attn", "mlp"),
+        "moe_aux_loss_coeff": (0.1, 0.2),
+        "attention_backend": "local",
+        "muon_momentum": 0.8,
+        "bucket_size": 1000,
+        "check_for_nan_in_grad": False,
+        "lr": 3e-5,
+        "num_layers_in_first_pipeline_stage": 1,
+    }
+
+
 def test_sglangs_flags_carry_a_prefix(load_with) -> None:
     job = load_with("--sglang-mem-fraction-static", "0.5", "--sglang-disable-cuda-graph", "--sglang-log-level=error")
     assert job.sglang == {"mem_fraction_static": 0.5, "disable_cuda_graph": True, "log_level": "error"}

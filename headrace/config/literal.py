@@ -1,0 +1,24 @@
+"""Values of a type that only the word itself tells: a number, a list, or text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic import BeforeValidator
+
+
+def literal(word: str) -> Any:
+    """A number, true, false, null or JSON where the word is one; else the word itself."""
+    try:
+        return json.loads(word)
+    except json.JSONDecodeError:
+        return {"True": True, "False": False, "None": None}.get(word, word)
+
+
+def _from_json(value: Any) -> Any:
+    return literal(value) if isinstance(value, str) else value
+
+
+FromJson = BeforeValidator(_from_json)
+"""For unions: `--moe-layer-freq 1` is a number, `--moe-layer-freq "[0, 1]"` is a list."""

@@ -1,0 +1,68 @@
+"""Rules over Megatron's arguments that this machine, the installed version or each other make."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from headrace.config.job import Job
+from headrace.config.machine import num_gpus
+from headrace.config.megatron import MegatronArgs
+from headrace.config.megatron_fields import ONLY_IN
+from headrace.errors import ConfigError
+
+
+def check_megatron(job: Job) -> None:
+    """Raises ConfigError for the first rule that is broken."""
+    args = MegatronArgs.model_validate(job.megatron)
+    _gpu_only(args)
+    _installed(args)
+    _recomputation(args)
+    _schedules(args)
+
+
+def _gpu_only(args: MegatronArgs) -> None:
+    flags = args.needs_gpu()
+    if flags and not num_gpus():
+        raise ConfigError(
+            f"{', '.join(flags)}: Megatron-core does that only on a GPU, and this machine has none: leave it out"
+        )
+
+
+def _installed(args: MegatronArgs) -> None:
+    """Where Megatron-core is not installed, the trainer's machine will see."""
+    try:
+        installed = ".".join(version("megatron-core").split(".")[:2])
+    except PackageNotFoundError:
+        return
+    for name in args.given(frozenset(ONLY_IN)):
+        if installed not in ONLY_IN[name]:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is a field of megatron-core {' and '.join(ONLY_IN[name])}, and "
+                f"{installed} is installed: leave it out, or install the other",
+                field=name,
+            )
+
+
+def _recomputation(args: MegatronArgs) -> None:
+    if args.recompute_activations and args.recompute_granularity == "full":
+        raise ConfigError(
+            "recompute_activations means recompute_granularity selective, which is given as full: leave one out",
+            field="recompute_granularity",
+        )
+
+
+def _schedules(args: MegatronArgs) -> None:
+    start, end = (args.weight_decay if wd is None else wd for wd in (args.start_wd, args.end_wd))
+    if start != end and args.wd_incr_style == "constant":
+        raise ConfigError(
+            f"weight decay goes from {start} to {end}, and wd_incr_style is constant: make it linear or cosine",
+            field="wd_incr_style",
+        )
+    if args.wd_incr_steps is not None and args.wd_incr_style == "constant":
+        raise ConfigError("wd_incr_steps has no effect with wd_incr_style constant", field="wd_incr_steps")
+    wsd = {"wsd_decay_steps": args.wsd_decay_steps, "lr_wsd_decay_style": args.lr_wsd_decay_style}
+    for name, value in wsd.items():
+        if (value is None) == (args.lr_decay_style == "WSD"):
+            raise ConfigError(
+                f"lr_decay_style is {args.lr_decay_style} and {name} is {value}: the two belong together", field=name
+            )
