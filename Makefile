@@ -36,7 +36,7 @@ bench: $(STAMPS)/headrace $(STAMPS)/dev
 	@$(BIN)/python -m tests.bench.publication
 
 chaos: $(STAMPS)/headrace $(STAMPS)/dev
-	@HEADRACE_KILLS=100 $(BIN)/python -m pytest tests/contract/test_buffer_kill.py
+	@HEADRACE_KILLS=100 $(BIN)/python -m pytest tests/chaos
 	@$(BIN)/python -m pytest tests/e2e/test_training.py -k kill_9
 
 clean:

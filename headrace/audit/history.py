@@ -22,6 +22,7 @@ class History:
         self.held: dict[str, tuple[str, ...]] = {}
         self.batched: dict[str, int] = {}
         self.committed: set[str] = set()
+        self.given_up: set[str] = set()
         self.consumed_twice: list[str] = []
         self._consumed: dict[str, tuple[int, tuple[str, ...]]] = {}
 
@@ -35,7 +36,7 @@ class History:
     def _add_to_group(self, event: pb.LedgerEvent) -> None:
         group_id = event.group_id
         if event.state not in _HOLDING:
-            self.held.pop(group_id, None)
+            self.given_up.update(self.held.pop(group_id, ()))
         match event.kind:
             case "put":
                 self.held[group_id] = tuple(event.sample_ids)

@@ -1,0 +1,47 @@
+"""kill -9 of a buffer under load: nothing acknowledged is lost, nothing consumed twice, no prompt skipped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.workload import working
+from tests.support.buffer_server import BufferProcess
+
+# `make chaos` asks for more.
+NUM_KILLS = int(os.environ.get("HEADRACE_KILLS", "9"))
+KILLS_PER_TRAINER = 3
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """Fifty prompts, walked over and over."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"q{i}"}) + "\n" for i in range(50)))
+    return file
+
+
+@pytest.mark.timeout(60 + 20 * NUM_KILLS)
+async def test_nothing_acknowledged_is_lost_and_nothing_consumed_twice(tmp_path: Path, prompts: Path) -> None:
+    buffer = BufferProcess(tmp_path, prompts)
+    chance = random.Random(5)
+    await buffer.start()
+    try:
+        async with working(buffer, tmp_path) as workload:
+            for kill in range(1, NUM_KILLS + 1):
+                await workload.steps(1)
+                if kill % KILLS_PER_TRAINER == 0:
+                    workload.hand_over()
+                await asyncio.sleep(chance.uniform(0.0, 0.1))  # a kill in the middle of whatever happens
+                await buffer.kill()
+                await buffer.start()
+            await workload.steps(2)
+        assert len(workload.told.fenced) == NUM_KILLS // KILLS_PER_TRAINER
+        assert all("a newer trainer opened epoch" in message for message in workload.told.fenced)
+    finally:
+        await buffer.kill()

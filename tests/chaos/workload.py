@@ -1,0 +1,177 @@
+"""Four producers and two trainers that take over from each other, over one buffer that others do harm to.
+
+A trainer is active until the next one rewinds to the last commit; then it is fenced, hears why, and waits for its turn.
+Whatever the clients were told is written down, and held against the ledger at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.audit.ledger import read_history, read_kept
+from headrace.audit.record import read_record
+from headrace.audit.verdict import judge
+from headrace.client.buffer import BufferClient
+from headrace.errors import Fenced
+from headrace.trajectory import Sample
+from services.trainer.batch import Batch
+from services.trainer.record import TrainingRecord
+from tests.support.buffer_samples import complete_put
+from tests.support.buffer_server import BufferProcess
+
+NUM_PRODUCERS = 4
+GROUPS_PER_STEP = 4
+STEPS_PER_COMMIT = 3
+DEADLINE_SECONDS = 120.0
+_WITH_PAYLOAD = (pb.GROUP_STATE_READY, pb.GROUP_STATE_CONSUMED)
+
+
+@dataclass
+class Told:
+    """What the clients were told."""
+
+    acknowledged: dict[str, bytes] = field(default_factory=dict)
+    prompts: dict[str, str] = field(default_factory=dict)
+    batches: dict[int, list[str]] = field(default_factory=dict)
+    checkpoints: dict[int, int] = field(default_factory=dict)
+    """Epoch → the step of the checkpoint that its trainer wrote last; a fenced trainer's is taken away."""
+    fenced: list[str] = field(default_factory=list)
+    """What older trainers were told."""
+
+    @property
+    def checkpoint(self) -> int:
+        return max(self.checkpoints.values(), default=0)
+
+
+@dataclass
+class Workload:
+    """Made by `working`."""
+
+    buffer: BufferProcess
+    record_file: Path
+    told: Told = field(default_factory=Told)
+    _stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    _stepped: asyncio.Event = field(default_factory=asyncio.Event)
+    _next_trainer: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def steps(self, count: int) -> None:
+        """Waits until so many more steps are consumed."""
+        for _ in range(count):
+            self._stepped.clear()
+            await self._stepped.wait()
+
+    def hand_over(self) -> None:
+        """The other trainer begins, while this one still believes in itself."""
+        self._next_trainer.set()
+
+    def stop(self) -> None:
+        """Producers and trainers end after what they are at."""
+        self._stopping.set()
+        self._next_trainer.set()
+
+    async def produce(self, name: str) -> None:
+        """Leases and puts; retries are the client's."""
+        async with self._client() as client:
+            while not self._stopping.is_set():
+                reply = await client.lease_groups("train", name, 2, wait_seconds=0.2)
+                for lease in reply.leases:
+                    prompt_id = lease.prompt.prompt_id
+                    assert self.told.prompts.setdefault(lease.group_id, prompt_id) == prompt_id
+                puts = [complete_put(lease) for lease in reply.leases]
+                if not puts:
+                    continue
+                for put, result in zip(puts, await client.put_groups(puts), strict=True):
+                    if not result.HasField("refused"):
+                        self.told.acknowledged.update((s.envelope.sample_id, s.envelope.digest) for s in put.samples)
+
+    async def train_in_turns(self) -> None:
+        """One trainer after the other; the older is alive until it hears that it is fenced."""
+        async with asyncio.TaskGroup() as trainers:
+            while not self._stopping.is_set():
+                self._next_trainer.clear()
+                trainers.create_task(self._train())
+                await self._next_trainer.wait()
+
+    async def _train(self) -> None:
+        record = TrainingRecord(self.record_file)
+        async with self._client() as client:
+            step = self.told.checkpoint
+            epoch = (await client.rewind("train", step)).epoch
+            try:
+                while not self._stopping.is_set():
+                    step += await self._try_step(client, record, epoch, step)
+            except Fenced as error:
+                self.told.fenced.append(error.message)
+
+    async def _try_step(self, client: BufferClient, record: TrainingRecord, epoch: int, step: int) -> int:
+        reply = await client.try_lease_batch("train", epoch, step, wait_seconds=0.2)
+        if not reply.ready:
+            return 0
+        group_ids = [group.group_id for group in reply.groups]
+        assert self.told.batches.setdefault(step, group_ids) == group_ids
+        batch = Batch.of(reply)
+        ids = [sample.sample_id for sample in batch.samples]
+        assert len(await client.fetch_samples("train", ids)) == len(ids)
+        record.append(step, batch)
+        await client.consume("train", epoch, step, reply.digest)
+        await client.set_policy_version("train", epoch, step + 1)
+        if (step + 1) % STEPS_PER_COMMIT == 0:
+            await self._save(client, epoch, step + 1)
+        self._stepped.set()
+        return 1
+
+    async def _save(self, client: BufferClient, epoch: int, step: int) -> None:
+        """The checkpoint is safe first, then the ledger hears of it."""
+        before = self.told.checkpoints.get(epoch, 0)
+        self.told.checkpoints[epoch] = step
+        try:
+            await client.commit("train", epoch, step)
+        except Fenced:
+            self.told.checkpoints[epoch] = before
+            raise
+
+    async def check(self) -> None:
+        """0 acknowledged lost, 0 consumed twice, every prompt walked once and in order."""
+        async with self._client() as client:
+            history = await read_history(client, "train")
+            kept = await read_kept(client, "train", history)
+            verdict = judge(history, kept, read_record(self.record_file))
+            assert verdict.is_clean, verdict
+            held = {sample_id for sample_ids in kept.values() for sample_id in sample_ids}
+            assert self.told.acknowledged.keys() <= held | history.given_up
+            await self._check_payloads(client)
+            consumed = history.consumed()
+            assert sorted(consumed) == list(range(len(consumed)))
+            assert {len(sample_ids) for sample_ids in consumed.values()} == {2 * GROUPS_PER_STEP}
+            read = (await client.stats("train")).prompts_read
+            walked = {f"train/{i}": f"prompts.jsonl:{i % 50 + 1}@{i // 50}" for i in range(read)}
+            assert self.told.prompts.items() <= walked.items()
+
+    async def _check_payloads(self, client: BufferClient) -> None:
+        """What is READY or CONSUMED can be had, as it was put."""
+        groups = (await client.list_groups("train", _WITH_PAYLOAD, page_size=1000)).groups
+        ids = [sample.sample_id for group in groups for sample in group.samples]
+        for packed in await client.fetch_samples("train", ids):
+            sample_id = Sample.unpack(packed).sample_id
+            assert self.told.acknowledged.get(sample_id, packed.envelope.digest) == packed.envelope.digest
+
+    def _client(self) -> BufferClient:
+        return BufferClient(self.buffer.address, deadline_seconds=DEADLINE_SECONDS)
+
+
+@asynccontextmanager
+async def working(buffer: BufferProcess, folder: Path) -> AsyncIterator[Workload]:
+    """The workload runs while the block does; it is checked when the block has ended well."""
+    workload = Workload(buffer, folder / "trained.jsonl")
+    async with asyncio.TaskGroup() as tasks:
+        for i in range(NUM_PRODUCERS):
+            tasks.create_task(workload.produce(f"producer-{i}"))
+        tasks.create_task(workload.train_in_turns())
+        yield workload
+        workload.stop()
+    await workload.check()
