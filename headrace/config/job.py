@@ -114,7 +114,9 @@ class BufferSection(Section):
     )
     lease_seconds: Seconds = Field(60.0, description="A producer that is silent for so long loses its groups.")
     max_attempts: Positive = Field(3, description="Leases of a group before it is FAILED.")
-    buffer_store: Literal["memory", "sqlite"] = Field("sqlite", description="Where the ledger lives.")
+    buffer_store: Literal["memory", "sqlite", "segments"] = Field(
+        "sqlite", description="Where the ledger lives: memory loses it with the process."
+    )
     max_payload_bytes: Positive = Field(8 << 30, description="Payload bytes held at most.")
 
 

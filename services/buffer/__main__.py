@@ -17,8 +17,10 @@ from services.buffer.from_job import train_stream
 from services.buffer.metrics import LedgerCollector
 from services.buffer.servicer import BufferServicer
 from services.buffer.store.base import Store
-from services.buffer.store.memory import MemoryStore
-from services.buffer.store.sqlite import SqliteStore
+from services.buffer.store.kinds import open_store
+
+# After a disk failed: long enough for UNAVAILABLE to reach those who wait.
+_FAILED_GRACE_SECONDS = 0.5
 
 
 def main() -> int:
@@ -28,15 +30,16 @@ def main() -> int:
     try:
         job = Job.model_validate_json(arguments.config.read_text())
         configure_logging("buffer", run=job.run.run_name)
-        asyncio.run(_serve(job, arguments))
+        asyncio.run(serve(job, arguments, open_store(job.buffer, arguments.data_dir)))
     except (HeadraceError, OSError, ValueError) as error:
         log.error("buffer_failed", message=str(error))
         return 1
     return 0
 
 
-async def _serve(job: Job, arguments: argparse.Namespace) -> None:
-    buffer = await Buffer.open(_store(job, arguments.data_dir))
+async def serve(job: Job, arguments: argparse.Namespace, store: Store) -> None:
+    """Until a signal. Raises what its disk raised."""
+    buffer = await Buffer.open(store)
     wanted = train_stream(job)
     await buffer.set_limits(wanted)
     config, created = await buffer.create_stream(wanted)
@@ -54,12 +57,10 @@ async def _serve(job: Job, arguments: argparse.Namespace) -> None:
     signalled = asyncio.create_task(server.run_until_signal())
     await asyncio.wait({signalled, buffer.journal.failed}, return_when=asyncio.FIRST_COMPLETED)
     if buffer.journal.failed.done():
+        # gRPC's threads must not outlive the interpreter they call into.
+        await server.stop(_FAILED_GRACE_SECONDS)
         buffer.journal.failed.result()
     await buffer.close()
-
-
-def _store(job: Job, folder: Path) -> Store:
-    return MemoryStore() if job.buffer.buffer_store == "memory" else SqliteStore(folder)
 
 
 def _parser() -> argparse.ArgumentParser:

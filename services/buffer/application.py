@@ -51,6 +51,8 @@ class Buffer:
         snapshot = await asyncio.to_thread(store.load)
         for record in snapshot.quarantined:
             log.error("record_quarantined", record=record)
+        if snapshot.torn_bytes:
+            log.warning("torn_tail_cut", num_bytes=snapshot.torn_bytes)
         ledger = Ledger(snapshot.ledger_id)
         ledger.restore(_now(), snapshot.streams, snapshot.groups, snapshot.position)
         buffer = cls(store, ledger, Journal(store, snapshot.position), max_watch_lag=max_watch_lag)

@@ -15,6 +15,7 @@ from services.buffer.ledger import Ledger
 from services.buffer.producing import PutOutcome, Release
 from services.buffer.store.base import Store
 from services.buffer.store.memory import MemoryStore
+from services.buffer.store.segments import SegmentStore
 from services.buffer.store.sqlite import SqliteStore
 from services.buffer.stream import FileSource, Selection
 from tests.support.ledger_under_test import LedgerUnderTest, sample, without_samples
@@ -22,14 +23,20 @@ from tests.support.ledger_under_test import LedgerUnderTest, sample, without_sam
 Reopen = Callable[[Store], Store]
 
 
-@pytest.fixture(params=["memory", "sqlite"])
+@pytest.fixture(params=["memory", "sqlite", "segments", "segments rebuilt"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+def open_store(kind: str, folder: Path) -> Store:
+    if kind == "memory":
+        return MemoryStore()
+    return SqliteStore(folder) if kind == "sqlite" else SegmentStore(folder, segment_bytes=4096)
+
+
 @pytest.fixture
 def store(kind: str, tmp_path: Path) -> Store:
-    return MemoryStore() if kind == "memory" else SqliteStore(tmp_path)
+    return open_store(kind, tmp_path)
 
 
 @pytest.fixture
@@ -38,7 +45,9 @@ def reopen(kind: str, tmp_path: Path) -> Reopen:
         if kind == "memory":
             return store
         store.close()
-        return SqliteStore(tmp_path)
+        if kind == "segments rebuilt":
+            (tmp_path / "index.sqlite").unlink()
+        return open_store(kind, tmp_path)
 
     return reopen
 

@@ -1,4 +1,4 @@
-"""What a ledger asks of a disk. `memory` and `sqlite` keep the same contract tests.
+"""What a ledger asks of a disk. `memory`, `sqlite` and `segments` keep the same contract tests.
 
 `commit` is called by one thread; the reads come from others at the same time.
 """
@@ -24,6 +24,8 @@ class Snapshot:
     position: int
     quarantined: tuple[str, ...] = ()
     """Records whose checksum is wrong, by table and key: left where they are, not loaded."""
+    torn_bytes: int = 0
+    """Cut off the end: what was being written, and was never answered, when the process before this one ended."""
 
 
 class Store(Protocol):

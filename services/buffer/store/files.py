@@ -1,0 +1,131 @@
+"""The few things a segment store asks of a file system. `DiskFiles` is real; tests have recording and failing twins.
+
+A name is durable after `sync_folder`, contents after `sync`. Any OSError is final: what the kernel kept is not known.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+Buffer = bytes | memoryview
+
+_IOV_MAX = 1024
+
+
+class Files(Protocol):
+    """One folder of files, written at the end and read anywhere."""
+
+    def names(self) -> list[str]:
+        """Sorted."""
+
+    def create(self, name: str, num_bytes: int) -> None:
+        """A new file of zeros whose blocks are reserved."""
+
+    def write(self, name: str, offset: int, parts: Sequence[Buffer]) -> None:
+        """All parts, one after the other."""
+
+    def sync(self, name: str) -> None:
+        """The file's contents survive power loss."""
+
+    def sync_folder(self) -> None:
+        """Names made and deleted so far survive power loss."""
+
+    def read(self, name: str, offset: int, num_bytes: int) -> bytes:
+        """At most so many bytes; fewer at the end. Raises FileNotFoundError."""
+
+    def size(self, name: str) -> int:
+        """In bytes."""
+
+    def truncate(self, name: str, num_bytes: int) -> None:
+        """Cuts the end off."""
+
+    def delete(self, name: str) -> None:
+        """Its name is gone."""
+
+    def free_bytes(self) -> int:
+        """What is left on the disk."""
+
+    def close(self) -> None:
+        """No call comes after it."""
+
+
+class _Open:
+    """An open file, closed when nobody uses it any more: a reader may outlive the file's name."""
+
+    def __init__(self, path: Path, flags: int) -> None:
+        self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o644)
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+
+class DiskFiles:
+    """Keeps files open. Reads may come from several threads."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._open: dict[str, _Open] = {}
+
+    def names(self) -> list[str]:
+        return sorted(path.name for path in self._folder.iterdir())
+
+    def create(self, name: str, num_bytes: int) -> None:
+        file = self._open[name] = _Open(self._folder / name, os.O_CREAT | os.O_EXCL)
+        if num_bytes:
+            os.posix_fallocate(file.descriptor, 0, num_bytes)
+
+    def write(self, name: str, offset: int, parts: Sequence[Buffer]) -> None:
+        file = self._file(name)
+        for first in range(0, len(parts), _IOV_MAX):
+            offset += _write_all(file.descriptor, offset, parts[first : first + _IOV_MAX])
+
+    def sync(self, name: str) -> None:
+        os.fdatasync(self._file(name).descriptor)
+
+    def sync_folder(self) -> None:
+        descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def read(self, name: str, offset: int, num_bytes: int) -> bytes:
+        file = self._file(name)
+        return os.pread(file.descriptor, num_bytes, offset)
+
+    def size(self, name: str) -> int:
+        return (self._folder / name).stat().st_size
+
+    def truncate(self, name: str, num_bytes: int) -> None:
+        os.truncate(self._folder / name, num_bytes)
+
+    def delete(self, name: str) -> None:
+        (self._folder / name).unlink()
+        self._open.pop(name, None)
+
+    def free_bytes(self) -> int:
+        status = os.statvfs(self._folder)
+        return status.f_bavail * status.f_frsize
+
+    def close(self) -> None:
+        self._open.clear()
+
+    def _file(self, name: str) -> _Open:
+        file = self._open.get(name)
+        return file or self._open.setdefault(name, _Open(self._folder / name, 0))
+
+
+def _write_all(descriptor: int, offset: int, parts: Sequence[Buffer]) -> int:
+    total = sum(len(part) for part in parts)
+    written = os.pwritev(descriptor, parts, offset)
+    if written < total:  # a signal, or a disk that is nearly full: the rest in one piece
+        rest = memoryview(b"".join(parts))[written:]
+        while rest:
+            count = os.pwrite(descriptor, rest, offset + written)
+            rest, written = rest[count:], written + count
+    return total
