@@ -88,6 +88,9 @@ class TrainSection(Section):
         None, description="Optimizer steps in a rollout step; may be derived."
     )
     micro_batch_size: Positive = Field(1, description="Samples in a forward pass.")
+    packing: Literal["padded", "packed", "shared_prompts"] | None = Field(
+        None, description="Samples in a row: one, several, or several behind one prompt; absent: the fastest."
+    )
     loss_type: Literal["policy_loss", "sft_loss"] = Field("policy_loss", description="What is minimised.")
     advantage_estimator: Literal["grpo"] = Field("grpo", description="How rewards become advantages.")
     disable_grpo_std_normalization: bool = Field(False, description="Do not divide by the group's deviation.")

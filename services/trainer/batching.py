@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headrace.trajectory import Sample, Status
 from services.trainer.batch import SampleFacts
+from services.trainer.rows import Packing, Rows, lay
 
 Ids = tuple[str, ...]
 
@@ -75,42 +76,43 @@ def _length(sample: SampleFacts) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """B samples padded on the right to S positions; position t speaks of token t + 1. On the CPU."""
+    """Rows for the model, and n answers beside them: column t speaks of a response's token t. On the CPU."""
 
     sample_ids: Ids
-    tokens: Tensor
-    """int64 [B, S]"""
-    position_ids: Tensor
-    """int64 [B, S]"""
+    rows: Rows
+    sources: Tensor
+    """int64 [N]: positions of the flattened rows that predict a token of an answer"""
+    places: Tensor
+    """int64 [N]: where that token is in the flattened [n, R]"""
     targets: Tensor
-    """int64 [B, S]: the token that follows"""
+    """int64 [n, R]: the responses' tokens"""
     loss_mask: Tensor
-    """uint8 [B, S]: 1 where the target is trained"""
+    """uint8 [n, R]: 1 where a token is trained"""
     rollout_log_probs: Tensor
-    """float32 [B, S]: the target's, 0 where there is none"""
+    """float32 [n, R], 0 where there is none"""
 
 
-def collate(samples: Sequence[Sample]) -> MicroBatch:
-    """At least one sample. The last token is only a target, so S is the longest length less one."""
-    size = max(len(s.tokens) - 1 for s in samples)
-    shape = (len(samples), size)
-    tokens = torch.zeros(shape, dtype=torch.int64)
+def collate(samples: Sequence[Sample], packing: Packing) -> MicroBatch:
+    """At least one sample; R is the longest response."""
+    laid = lay(samples, packing)
+    shape = (len(samples), max(1, *(s.response_length for s in samples)))
     targets = torch.zeros(shape, dtype=torch.int64)
     mask = torch.zeros(shape, dtype=torch.uint8)
     log_probs = torch.zeros(shape, dtype=torch.float32)
-    for row, sample in enumerate(samples):
-        end = len(sample.tokens) - 1
-        # A response without a prompt has no position that predicts its first token.
-        lost = max(0, sample.response_length - end)
-        start = end - (sample.response_length - lost)
-        tokens[row, :end] = torch.from_numpy(sample.tokens[:-1].astype(np.int64))
-        targets[row, :end] = torch.from_numpy(sample.tokens[1:].astype(np.int64))
-        mask[row, start:end] = torch.from_numpy(sample.loss_mask[lost:].copy())
-        log_probs[row, start:end] = torch.from_numpy(sample.rollout_log_probs[lost:].copy())
+    places = []
+    for row, (sample, sources) in enumerate(zip(samples, laid.sources, strict=True)):
+        size = sample.response_length
+        # A response without a prompt loses its first token, which nothing predicts.
+        first = size - len(sources)
+        targets[row, :size] = torch.from_numpy(sample.tokens[sample.prompt_length :].astype(np.int64))
+        mask[row, first:size] = torch.from_numpy(sample.loss_mask[first:].copy())
+        log_probs[row, first:size] = torch.from_numpy(sample.rollout_log_probs[first:].copy())
+        places.append(np.arange(first, size) + row * shape[1])
     return MicroBatch(
         sample_ids=tuple(s.sample_id for s in samples),
-        tokens=tokens,
-        position_ids=torch.arange(size).expand(shape).contiguous(),
+        rows=laid.rows,
+        sources=torch.from_numpy(np.concatenate(laid.sources)),
+        places=torch.from_numpy(np.concatenate(places)),
         targets=targets,
         loss_mask=mask,
         rollout_log_probs=log_probs,
@@ -119,12 +121,13 @@ def collate(samples: Sequence[Sample]) -> MicroBatch:
 
 def empty_micro_batch() -> MicroBatch:
     """One row, nothing to train: for a data rank that has fewer than the others."""
-    shape = (1, 1)
+    one = torch.zeros((1, 1), dtype=torch.int64)
     return MicroBatch(
         sample_ids=("",),
-        tokens=torch.zeros(shape, dtype=torch.int64),
-        position_ids=torch.zeros(shape, dtype=torch.int64),
-        targets=torch.zeros(shape, dtype=torch.int64),
-        loss_mask=torch.zeros(shape, dtype=torch.uint8),
-        rollout_log_probs=torch.zeros(shape, dtype=torch.float32),
+        rows=Rows(one, one, None),
+        sources=one[0],
+        places=one[0],
+        targets=one,
+        loss_mask=one.to(torch.uint8),
+        rollout_log_probs=one.to(torch.float32),
     )

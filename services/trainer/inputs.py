@@ -15,16 +15,18 @@ from services.trainer.algorithms.reduction import Reduction
 from services.trainer.batch import SampleFacts
 from services.trainer.batching import MicroBatch, StepPlan, collate, empty_micro_batch
 from services.trainer.parallel import Layout
+from services.trainer.rows import Packing, Rows
 
 
 @dataclass(frozen=True, slots=True)
 class MicroInputs:
-    """B samples padded to S positions, aligned with the logits: position t speaks of token t + 1."""
+    """Rows for the model, and B answers of at most S tokens: column t speaks of a response's token t."""
 
-    tokens: Tensor
-    """int64 [B, S]"""
-    positions: Tensor
-    """int64 [B, S]"""
+    rows: Rows
+    sources: Tensor
+    """int64 [N], positions of the flattened rows that predict a token"""
+    places: Tensor
+    """int64 [N], where that token is in the flattened [B, S]"""
     targets: Tensor
     """int64 [B, S]"""
     mask: Tensor
@@ -46,6 +48,7 @@ def step_inputs(
     fetched: Mapping[str, Sample],
     config: TrainSection,
     layout: Layout,
+    packing: Packing,
 ) -> list[MicroInputs]:
     """This data rank's micro-batches of one optimizer step; every data rank has the same number of them.
 
@@ -60,7 +63,8 @@ def step_inputs(
     reduction = Reduction.of(of_step, per_token=config.calculate_per_token_loss)
     trained = {s.sample_id: float(s.trained_tokens) for s in of_step}
     micro_batches = [
-        collate([fetched[i] for i in ids]) if ids else empty_micro_batch() for ids in plan.micro_batches(layout.dp_rank)
+        collate([fetched[i] for i in ids], packing) if ids else empty_micro_batch()
+        for ids in plan.micro_batches(layout.dp_rank)
     ]
     return [
         _on_device(
@@ -75,13 +79,14 @@ def step_inputs(
 
 def inference_inputs(micro: MicroBatch, device: torch.device) -> MicroInputs:
     """For log-probs alone: no advantages, no weights."""
-    return _on_device(micro, torch.zeros(micro.tokens.shape), torch.zeros(len(micro.tokens), 1), device)
+    return _on_device(micro, torch.zeros(micro.targets.shape), torch.zeros(len(micro.targets), 1), device)
 
 
 def _on_device(micro: MicroBatch, weights: Tensor, advantages: Tensor, device: torch.device) -> MicroInputs:
     return MicroInputs(
-        tokens=micro.tokens.to(device),
-        positions=micro.position_ids.to(device),
+        rows=micro.rows.to(device),
+        sources=micro.sources.to(device),
+        places=micro.places.to(device),
         targets=micro.targets.to(device),
         mask=micro.loss_mask.to(device, torch.float32),
         weights=weights.to(device),

@@ -14,11 +14,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from headrace.trajectory import Sample
-from services.trainer.algorithms.vocab_parallel import log_probs_and_entropy
 from services.trainer.batching import collate
+from services.trainer.head import TokenHead
 from services.trainer.inputs import MicroInputs, StepInputs, inference_inputs
+from services.trainer.models.gpt import uses_segment_attention
+from services.trainer.models.segment_attention import SegmentedRow, transformer_engine_row
 from services.trainer.objective import SUMS, Objective, Outcome, Terms
 from services.trainer.parallel import Layout
+from services.trainer.rows import Packing, Rows
 
 LossFunction = Callable[[Tensor], tuple[Tensor, Any]]
 
@@ -33,14 +36,19 @@ class Pipeline:
         objective: Objective,
         layout: Layout,
         temperature: float,
+        packing: Packing,
     ) -> None:
         config.finalize_model_grads_func = finalize_model_grads
         config.no_sync_func = model.no_sync
         self._model = model
         self._objective = objective
         self._layout = layout
+        self._packing = packing
         # Greedy rollouts have no temperature to divide by.
         self._temperature = temperature or 1.0
+        own = uses_segment_attention(layout, packing)
+        self._packed_row = SegmentedRow.of if own else transformer_engine_row
+        self._head = TokenHead(model.module, layout)
         self._schedule = get_forward_backward_func()
 
     def forward_backward(
@@ -63,14 +71,11 @@ class Pipeline:
 
     def response_log_probs(self, samples: Sequence[Sample], temperature: float | None = None) -> list[Tensor]:
         """Of each sample's response tokens, [R]."""
-        micro = inference_inputs(collate(samples), self._layout.device)
+        micro = inference_inputs(collate(samples, self._packing), self._layout.device)
         found = self.log_probs([micro], temperature)
         if found is None:
             return []
-        return [
-            row[sample.prompt_length - 1 : sample.prompt_length - 1 + sample.response_length]
-            for row, sample in zip(found[0], samples, strict=True)
-        ]
+        return [row[: sample.response_length] for row, sample in zip(found[0], samples, strict=True)]
 
     def _run(
         self, feed: Iterator[Any], inputs: StepInputs, step: Callable[..., Any], *, forward_only: bool
@@ -81,8 +86,8 @@ class Pipeline:
             data_iterator=feed,
             model=[self._model],
             num_microbatches=len(inputs),
-            seq_length=max(micro.tokens.shape[1] for micro in inputs),
-            micro_batch_size=inputs[0].tokens.shape[0],
+            seq_length=max(micro.rows.tokens.shape[1] for micro in inputs),
+            micro_batch_size=inputs[0].rows.tokens.shape[0],
             forward_only=forward_only,
         )
         return results
@@ -90,8 +95,8 @@ class Pipeline:
     def _loss_step(self, feed: Iterator[Any], model: Any, num_micro_batches: int) -> tuple[Tensor, LossFunction]:
         micro, old, reference = next(feed)
 
-        def loss(logits: Tensor) -> tuple[Tensor, Outcome]:
-            log_probs, entropy = log_probs_and_entropy(logits, micro.targets, self._temperature, self._layout.tp_group)
+        def loss(hidden: Tensor) -> tuple[Tensor, Outcome]:
+            log_probs, entropy = self._head(hidden, micro, self._temperature)
             outcome = self._objective(
                 Terms(
                     log_probs=log_probs,
@@ -107,18 +112,22 @@ class Pipeline:
             # Megatron divides by the number of micro-batches and averages over data ranks; our weights did both.
             return outcome.loss * (num_micro_batches * self._layout.dp_size), outcome
 
-        return model(micro.tokens, micro.positions, None), loss
+        return self._hidden(model, micro.rows), loss
 
     def _log_prob_step(
         self, feed: Iterator[Any], model: Any, num_micro_batches: int, temperature: float
     ) -> tuple[Tensor, LossFunction]:
         micro: MicroInputs = next(feed)
 
-        def keep(logits: Tensor) -> tuple[Tensor, Tensor]:
-            log_probs, _ = log_probs_and_entropy(logits, micro.targets, temperature, self._layout.tp_group)
+        def keep(hidden: Tensor) -> tuple[Tensor, Tensor]:
+            log_probs, _ = self._head(hidden, micro, temperature)
             return log_probs.sum(), log_probs
 
-        return model(micro.tokens, micro.positions, None), keep
+        return self._hidden(model, micro.rows), keep
+
+    def _hidden(self, model: Any, rows: Rows) -> Any:
+        packed = None if rows.segments is None else self._packed_row(rows)
+        return model(rows.tokens, rows.positions, None, packed_seq_params=packed)
 
     def _metrics(self, outcomes: Sequence[Outcome]) -> dict[str, float]:
         device = self._layout.device

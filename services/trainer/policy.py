@@ -25,7 +25,7 @@ from services.trainer.canary import Canary, canary_sample
 from services.trainer.inputs import StepInputs, step_inputs
 from services.trainer.models.convert import Converter
 from services.trainer.models.export import export
-from services.trainer.models.gpt import build_model, transformer_config
+from services.trainer.models.gpt import build_model, packing_of, transformer_config
 from services.trainer.objective import Objective
 from services.trainer.optimizer import Optimizer, wrap_for_data_parallel
 from services.trainer.parallel import Layout
@@ -48,14 +48,17 @@ class Policy:
         self._layout = layout
         self._vocab_size = architecture.vocab_size
         self._objective = Objective(job.train)
+        self._packing = packing_of(job, layout)
         config = transformer_config(architecture, args, layout)
-        model = build_model(architecture, config, layout)
+        model = build_model(architecture, config, layout, self._packing)
         self._converter = Converter(architecture, layout, model)
         self._converter.load(job.model.hf_checkpoint)
         self._model = wrap_for_data_parallel(config, args, model)
         self._steps_per_rollout = job.train.num_steps_per_rollout or 1
         self._optimizer = Optimizer(args, self._model, job.rollout.num_rollout * self._steps_per_rollout)
-        self._pipeline = Pipeline(config, self._model, self._objective, layout, job.rollout.rollout_temperature)
+        self._pipeline = Pipeline(
+            config, self._model, self._objective, layout, job.rollout.rollout_temperature, self._packing
+        )
         self._reference = (
             ReferencePolicy(self._model, self._converter, job) if self._objective.needs_reference else None
         )
@@ -140,7 +143,7 @@ class Policy:
     ) -> list[StepInputs]:
         mine = [sample_id for plan in plans for sample_id in plan.sample_ids(self._layout.dp_rank)]
         by_id = {sample.sample_id: sample for sample in fetch(mine)}
-        return [step_inputs(plan, samples, by_id, self._job.train, self._layout) for plan in plans]
+        return [step_inputs(plan, samples, by_id, self._job.train, self._layout, self._packing) for plan in plans]
 
     def _frozen_log_probs(self, inputs: Sequence[StepInputs]) -> tuple[list[Any], list[Any]]:
         """Of the old and the reference policy, for each step; None where they are not needed."""

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.config.job import Job
 from headrace.errors import ConfigError
 from headrace.trajectory import Failure, Sample, Status
 
 VOCAB_SIZE = 320
+Tokens = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -66,14 +68,17 @@ def samples(seed: int) -> list[Sample]:
     random = np.random.default_rng(seed)
     found = []
     for group, size in enumerate((4, 3, 1, 2)):
+        prompt = random.integers(3, VOCAB_SIZE, int(random.integers(2, 12)))
         for index in range(size):
             failed, masked = (group, index) == (1, 2), (group, index) == (0, 3)
-            found.append(_sample(random, f"g{group}", index, failed=failed, masked=masked))
+            found.append(_sample(random, prompt, f"g{group}", index, failed=failed, masked=masked))
     return found
 
 
-def _sample(random: np.random.Generator, group: str, index: int, *, failed: bool, masked: bool) -> Sample:
-    prompt, response = int(random.integers(2, 12)), int(random.integers(1, 20))
+def _sample(
+    random: np.random.Generator, prompt: Tokens, group: str, index: int, *, failed: bool, masked: bool
+) -> Sample:
+    response = int(random.integers(1, 20))
     mask = (random.random(response) < 0.8).astype(np.uint8)
     mask[-1] = 1
     return Sample(
@@ -82,7 +87,7 @@ def _sample(random: np.random.Generator, group: str, index: int, *, failed: bool
         index=index,
         prompt="",
         response="",
-        tokens=random.integers(3, VOCAB_SIZE, prompt + response).astype(np.int32),
+        tokens=np.concatenate([prompt, random.integers(3, VOCAB_SIZE, response)]).astype(np.int32),
         loss_mask=mask * (0 if masked else 1),
         rollout_log_probs=random.uniform(-6.5, -5.0, response).astype(np.float32),
         status=Status.FAILED if failed else Status.COMPLETED,

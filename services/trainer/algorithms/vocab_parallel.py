@@ -1,8 +1,9 @@
-"""Log-probs and entropy from logits whose vocabulary is divided over tensor-parallel ranks.
+"""Log-probs and entropy from hidden states, with a vocabulary that is divided over tensor-parallel ranks.
 
-No rank ever holds a whole row and no softmax is kept for the backward pass: the logits themselves and two numbers a
-token are enough to compute it again, some rows at a time. The online form of softmax (Milakov and Gimelshein 2018,
-arXiv:1805.02867) makes the forward pass local but for one maximum and one sum over the ranks.
+The output projection, the softmax and the gather are one pass over some positions at a time. Neither logits nor a
+softmax are kept for the backward pass when they are large: hidden states and two numbers a token are enough to compute
+them again. The online form of softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) makes the forward pass local but
+for one maximum and one sum over the ranks.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 CHUNK_ELEMENTS = 1 << 26
-"""Bound on the float32 scratch of a chunk of rows: 256 MiB."""
+"""Bound on the scratch of a chunk of logits: 256 MiB in float32. What fits one chunk is kept for the backward pass."""
 
 LOG_ZERO = -1e4
 """exp of it is exactly 0 in float32 and float64, and unlike -inf it may be multiplied by 0."""
 
 
 def log_probs_and_entropy(
-    logits: Tensor, target: Tensor, temperature: float, group: dist.ProcessGroup | None
+    hidden: Tensor, weight: Tensor, target: Tensor, temperature: float, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """log π(target) and the entropy of π = softmax(logits / temperature), both [...], differentiable.
+    """log π(target) and the entropy of π = softmax(hidden · weightᵀ / temperature), both [N], differentiable.
 
-    `logits` [..., V / tp] are this rank's share, in rank order, of the vocabulary of `group` (None: all of it);
-    `target` int64 [...] holds ids of the whole vocabulary. Float32 inside and out, float64 for float64 logits.
+    `hidden` [N, H] is the same on all ranks of `group`; `weight` [V / tp, H] is this rank's share of the vocabulary, in
+    rank order (no group: all of it); `target` int64 [N] holds ids of the whole vocabulary. Results and sums in float32,
+    or float64 for float64. The gradient of `hidden` is this rank's part: it is to be summed over the ranks.
     """
-    rows = logits.reshape(-1, logits.shape[-1])
-    log_probs, entropy = _LogProbsAndEntropy.apply(rows, target.reshape(-1), temperature, group)  # type: ignore[no-untyped-call]
-    return log_probs.view(target.shape), entropy.view(target.shape)
+    found: tuple[Tensor, Tensor] = _LogProbsAndEntropy.apply(hidden, weight, target, temperature, group)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
@@ -39,23 +40,31 @@ class _LogProbsAndEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, temperature: float, group: dist.ProcessGroup | None
+        ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, temperature: float, group: dist.ProcessGroup | None
     ) -> tuple[Tensor, Tensor]:
-        local_target, here = _localized(target, logits.shape[-1], group)
-        top, sums = _local_statistics(logits, local_target, here, temperature)
+        local_target, here = _localized(target, len(weight), group)
+        chunks = list(_chunks(hidden, weight))
+        statistics = []
+        for rows in chunks:
+            logits = hidden[rows] @ weight.T
+            statistics.append(_local_statistics(logits, local_target[rows], here[rows], temperature))
+        top, sums = (torch.cat(parts, dim=-1) for parts in zip(*statistics, strict=True))
         log_z, log_probs, entropy = _combined(top, sums, group)
-        ctx.save_for_backward(logits, local_target, here, log_z, entropy)
+        kept = logits if len(chunks) == 1 else None
+        ctx.save_for_backward(hidden, weight, local_target, here, log_z, entropy, kept)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
-        logits, local_target, here, log_z, entropy = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor, None, None, None]:
+        hidden, weight, target, here, log_z, entropy, kept = ctx.saved_tensors
         grad_log_probs, grad_entropy = grads
-        grad = torch.empty_like(logits)
-        for rows in _chunks(logits):
-            log_p = _scaled(logits[rows], ctx.temperature).sub_(log_z[rows, None]).clamp_(min=LOG_ZERO)
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight: Tensor | None = None
+        for rows in _chunks(hidden, weight):
+            logits = hidden[rows] @ weight.T if kept is None else kept
+            log_p = _scaled(logits, ctx.temperature).sub_(log_z[rows, None]).clamp_(min=LOG_ZERO)
             p = log_p.exp()
             slope = torch.zeros_like(log_z[rows]) if grad_log_probs is None else -grad_log_probs[rows]
             if grad_entropy is None:
@@ -63,9 +72,13 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             else:
                 p.mul_(log_p.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None]).add_(slope[:, None]))
             if grad_log_probs is not None:
-                p.scatter_add_(1, local_target[rows, None], (grad_log_probs[rows] * here[rows])[:, None])
-            grad[rows] = p.div_(ctx.temperature)
-        return grad, None, None, None
+                p.scatter_add_(1, target[rows, None], (grad_log_probs[rows] * here[rows])[:, None])
+            grad_logits = p.div_(ctx.temperature).to(weight.dtype)
+            torch.mm(grad_logits, weight, out=grad_hidden[rows])
+            part = grad_logits.T @ hidden[rows]
+            grad_weight = part if grad_weight is None else grad_weight.to(log_z.dtype).add_(part)
+        assert grad_weight is not None  # there is at least one chunk
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
 
 
 def _localized(target: Tensor, share: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
@@ -77,16 +90,12 @@ def _localized(target: Tensor, share: int, group: dist.ProcessGroup | None) -> t
 
 def _local_statistics(logits: Tensor, target: Tensor, here: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Of this share: the maximum m [N], and [3, N]: Σ e^(z-m), Σ e^(z-m) (z-m), and z of the target or 0."""
-    tops, sums = [], []
-    for rows in _chunks(logits):
-        z = _scaled(logits[rows], temperature)
-        top = z.amax(-1).clamp(min=torch.finfo(z.dtype).min)
-        at_target = torch.where(here[rows], z.gather(1, target[rows, None])[:, 0], 0.0)
-        z.sub_(top[:, None]).clamp_(min=LOG_ZERO)
-        e = z.exp()
-        tops.append(top)
-        sums.append(torch.stack((e.sum(-1), z.mul_(e).sum(-1), at_target)))
-    return torch.cat(tops), torch.cat(sums, dim=1)
+    z = _scaled(logits, temperature)
+    top = z.amax(-1).clamp(min=torch.finfo(z.dtype).min)
+    at_target = torch.where(here, z.gather(1, target[:, None])[:, 0], 0.0)
+    z.sub_(top[:, None]).clamp_(min=LOG_ZERO)
+    e = z.exp()
+    return top, torch.stack((e.sum(-1), z.mul_(e).sum(-1), at_target))
 
 
 def _combined(top: Tensor, sums: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,6 +119,7 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
     return logits.to(dtype, copy=True).div_(temperature)
 
 
-def _chunks(logits: Tensor) -> Iterator[slice]:
-    size = max(1, CHUNK_ELEMENTS // logits.shape[-1])
-    return (slice(start, start + size) for start in range(0, logits.shape[0], size))
+def _chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
+    """At least one, so that no position at all is a chunk of nothing."""
+    size = max(1, CHUNK_ELEMENTS // len(weight))
+    return (slice(start, start + size) for start in range(0, max(1, len(hidden)), size))

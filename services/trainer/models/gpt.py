@@ -14,10 +14,14 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from headrace.config.architecture import Architecture, Llama3Rope
+from headrace.config.job import Job
 from headrace.config.megatron import MegatronArgs
 from headrace.errors import ConfigError
 from services.trainer.megatron import made
+from services.trainer.models.hidden_states import give_hidden_states
+from services.trainer.models.segment_attention import with_segment_attention
 from services.trainer.parallel import Layout
+from services.trainer.rows import Packing
 
 # Megatron's constants for Llama 3's frequencies; only the factor is an argument there.
 _MEGATRON_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -65,12 +69,18 @@ def transformer_config(architecture: Architecture, args: MegatronArgs, layout: L
     return made(TransformerConfig, args, values)
 
 
-def build_model(architecture: Architecture, config: TransformerConfig, layout: Layout) -> GPTModel:
-    """This rank's stage and shard, with whatever weights torch gave it: load a checkpoint next."""
+def build_model(architecture: Architecture, config: TransformerConfig, layout: Layout, packing: Packing) -> GPTModel:
+    """This rank's stage and shard, with whatever weights torch gave it: load a checkpoint next.
+
+    The last stage answers with hidden states; log-probs are services/trainer/head.py's.
+    """
     _require_divisible(architecture, layout)
-    return GPTModel(
+    spec = layer_spec(architecture, layout)
+    if uses_segment_attention(layout, packing):
+        spec = with_segment_attention(spec)
+    model = GPTModel(
         config=config,
-        transformer_layer_spec=layer_spec(architecture, layout),
+        transformer_layer_spec=spec,
         vocab_size=architecture.vocab_size,
         max_sequence_length=architecture.max_position_embeddings,
         pre_process=layout.is_first_stage,
@@ -82,14 +92,30 @@ def build_model(architecture: Architecture, config: TransformerConfig, layout: L
         rotary_base=architecture.rotary_base,
         rope_scaling=architecture.rope_scaling is not None,
         rope_scaling_factor=_rope_factor(architecture.rope_scaling),
-    ).to(layout.device)
+    )
+    return give_hidden_states(model).to(layout.device)
 
 
 def layer_spec(architecture: Architecture, layout: Layout) -> ModuleSpec:
     """Transformer Engine's layers where it is installed, Megatron's own elsewhere."""
-    if layout.device.type == "cuda" and find_spec("transformer_engine"):
+    if has_transformer_engine(layout):
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=architecture.qk_layernorm)
     return get_gpt_layer_local_spec(qk_layernorm=architecture.qk_layernorm, normalization=architecture.normalization)
+
+
+def has_transformer_engine(layout: Layout) -> bool:
+    """On GPUs, where it is installed."""
+    return layout.device.type == "cuda" and find_spec("transformer_engine") is not None
+
+
+def packing_of(job: Job, layout: Layout) -> Packing:
+    """The job's; unsaid, a group's prompt is trained once, unless that would cost Transformer Engine's attention."""
+    return job.train.packing or ("packed" if has_transformer_engine(layout) else "shared_prompts")
+
+
+def uses_segment_attention(layout: Layout, packing: Packing) -> bool:
+    """Transformer Engine packs samples by itself, but knows no shared prompts."""
+    return not has_transformer_engine(layout) or packing == "shared_prompts"
 
 
 def _rope_factor(scaling: Llama3Rope | None) -> float:

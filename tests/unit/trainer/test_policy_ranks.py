@@ -44,6 +44,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 PARALLEL_MODELS = ("qwen3-tied", "llama-untied")
 REPORTED = ("loss/policy", "loss/kl", "entropy", "grad_norm", "ratio/mean", "tokens", "log_prob_diff/mean")
 EXACT = {"num_steps_per_rollout": 1, "use_rollout_logprobs": True, "use_tis": False, "kl_loss_type": "k3"}
+PACKINGS = ("padded", "packed", "shared_prompts")
 RUNS = [f"{model}@{layout}" for model in PARALLEL_MODELS for layout in LAYOUTS]
 
 
@@ -54,7 +55,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (family, tied) in MODELS.items():
         make_tiny(folder / name, family, tied=tied)
     alone = [_case(folder, f"{model}@alone", model) for model in MODELS]
-    alone.append(_case(folder, "micro-batches-of-5", "qwen3-tied", train={"micro_batch_size": 5}))
+    for packing in PACKINGS:
+        chosen = {"micro_batch_size": 5, "packing": packing}
+        alone.append(_case(folder, f"{packing}@alone", "qwen3-tied", train=chosen))
     alone.append(_case(folder, "recompute", "qwen3-tied", {"recompute_activations": True}))
     make_tiny(folder / "reference", "qwen3", tied=True, seed=8)
     alone.append(Case("exact", str(folder), str(folder / "qwen3-tied"), {}, EXACT, ref_load=str(folder / "reference")))
@@ -107,7 +110,7 @@ def test_losses_gradients_and_weights_do_not_depend_on_the_layout(runs: Path, ru
     _assert_same_training(runs, run, f"{run.split('@')[0]}@alone")
 
 
-@pytest.mark.parametrize("run", ["micro-batches-of-5", "recompute"])
+@pytest.mark.parametrize("run", ["recompute", *(f"{packing}@alone" for packing in PACKINGS)])
 def test_they_do_not_depend_on_micro_batches_and_recomputation(runs: Path, run: str) -> None:
     _assert_same_training(runs, run, "qwen3-tied@alone")
 

@@ -1,0 +1,45 @@
+"""From the last stage's hidden states to log-probs and entropy of the responses' tokens."""
+
+from __future__ import annotations
+
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+
+from services.trainer.algorithms.vocab_parallel import log_probs_and_entropy
+from services.trainer.inputs import MicroInputs
+from services.trainer.models.hidden_states import output_weight
+from services.trainer.parallel import Layout
+
+
+class TokenHead:
+    """Projects only the positions that predict a response's token."""
+
+    def __init__(self, model: GPTModel, layout: Layout) -> None:
+        self._model = model
+        self._layout = layout
+
+    def __call__(self, hidden: Tensor, micro: MicroInputs, temperature: float) -> tuple[Tensor, Tensor]:
+        """[B, S, H] to log-probs and entropy [samples, R], 0 where nothing predicts a token."""
+        weight = output_weight(self._model)
+        predicting = self._wanted(hidden, micro).to(weight.dtype)
+        targets = micro.targets.flatten()[micro.places]
+        values = log_probs_and_entropy(predicting, weight, targets, temperature, self._layout.tp_group)
+        log_probs, entropy = (_placed(each, micro) for each in values)
+        return log_probs, entropy
+
+    def _wanted(self, hidden: Tensor, micro: MicroInputs) -> Tensor:
+        """[N, H], with a gradient that is summed over tensor ranks, for each of them has a share of the vocabulary."""
+        if self._model.config.sequence_parallel:
+            whole = gather_from_sequence_parallel_region(hidden.transpose(0, 1), tensor_parallel_output_grad=True)
+            return whole.transpose(0, 1).flatten(0, 1)[micro.sources]  # type: ignore[no-any-return]
+        wanted: Tensor = copy_to_tensor_model_parallel_region(hidden.flatten(0, 1)[micro.sources])
+        return wanted
+
+
+def _placed(values: Tensor, micro: MicroInputs) -> Tensor:
+    shape = micro.targets.shape
+    return values.new_zeros(shape.numel()).index_copy(0, micro.places, values).view(shape)

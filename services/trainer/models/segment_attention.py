@@ -1,0 +1,130 @@
+"""Attention over rows that hold several samples, for layers without Transformer Engine.
+
+Megatron's own attention takes one causal sequence a row and nothing else. This one stands in its place in a layer's
+spec and computes each segment of a row on its own, after the prefix that it shares with others, through torch's fused
+attention; a padded batch is one call. Works for multi-latent attention as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from headrace.errors import ConfigError
+from services.trainer.rows import Rows, Segment
+
+
+@dataclass
+class SegmentedRow(PackedSeqParams):  # type: ignore[misc]  # untyped base
+    """Passes through Megatron as one packed sequence of T tokens whose rotary angles are chosen by `positions`."""
+
+    segments: Sequence[Segment] = ()
+    positions: Tensor = field(default_factory=lambda: torch.zeros(0))
+
+    @classmethod
+    def of(cls, rows: Rows) -> SegmentedRow:
+        """For rows with segments."""
+        assert rows.segments is not None
+        size = rows.tokens.shape[1]
+        bounds = torch.tensor([0, size], dtype=torch.int32, device=rows.tokens.device)
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            max_seqlen_q=size,
+            max_seqlen_kv=size,
+            segments=rows.segments,
+            positions=rows.positions[0],
+        )
+
+
+def transformer_engine_row(rows: Rows) -> PackedSeqParams:
+    """The same for Transformer Engine's attention (THD); its segments have no prefixes."""
+    assert rows.segments is not None
+    ends = [0, *(segment.end for segment in rows.segments)]
+    longest = max(segment.end - segment.start for segment in rows.segments)
+    bounds = torch.tensor(ends, dtype=torch.int32, device=rows.tokens.device)
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
+
+
+class SegmentAttention(MegatronModule):  # type: ignore[misc]  # untyped base
+    """`core_attention` of a layer's spec. Causal, without dropout."""
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: object
+    ) -> None:
+        super().__init__(config=config)
+        if config.window_size is not None:
+            raise ConfigError(
+                f"layer {layer_number} attends within a window of {config.window_size}: that needs Transformer Engine"
+            )
+        if config.softmax_type != "vanilla":
+            raise ConfigError(f"softmax_type {config.softmax_type} needs Transformer Engine")
+        self._scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: object = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: SegmentedRow | None = None,
+    ) -> Tensor:
+        """[S, B, heads, d] or, packed, [T, heads, d], to [S, B, heads * d] or [T, heads * d]."""
+        key, value = (_repeated(each, query.shape[-2]) for each in (key, value))
+        if packed_seq_params is None:
+            queries, keys, values = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+            return self._attend(queries, keys, values, causal=True).permute(2, 0, 1, 3).flatten(2)
+        # [1, heads, T, d]
+        queries, keys, values = (each.transpose(0, 1)[None] for each in (query, key, value))
+        outputs = [self._of_segment(queries, keys, values, segment) for segment in packed_seq_params.segments]
+        return torch.cat(outputs, dim=2)[0].transpose(0, 1).flatten(1)
+
+    def _of_segment(self, queries: Tensor, keys: Tensor, values: Tensor, segment: Segment) -> Tensor:
+        own, prefix = slice(segment.start, segment.end), slice(segment.prefix_start, segment.prefix_end)
+        size, before = segment.end - segment.start, segment.prefix_end - segment.prefix_start
+        query = queries[:, :, own]
+        if not before:
+            return self._attend(query, keys[:, :, own], values[:, :, own], causal=True)
+        key, value = (torch.cat((each[:, :, prefix], each[:, :, own]), dim=2) for each in (keys, values))
+        seen = torch.ones(size, before + size, dtype=torch.bool, device=query.device).tril(before)
+        return self._attend(query, key, value, seen)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None = None, *, causal: bool = False
+    ) -> Tensor:
+        return scaled_dot_product_attention(query, key, value, seen, is_causal=causal, scale=self._scale)
+
+
+def _repeated(tensor: Tensor, heads: int) -> Tensor:
+    """Key and value heads, as many as queries have."""
+    times = heads // tensor.shape[-2]
+    return tensor if times == 1 else tensor.repeat_interleave(times, dim=-2)
+
+
+def with_segment_attention(spec: Any) -> Any:
+    """The spec of a layer or a block with this attention in every layer."""
+    if isinstance(spec, list | tuple):
+        return type(spec)(with_segment_attention(each) for each in spec)
+    if isinstance(spec, ModuleSpec):
+        return dataclasses.replace(spec, submodules=with_segment_attention(spec.submodules))
+    if not dataclasses.is_dataclass(spec) or isinstance(spec, type):
+        return spec
+    changes = {each.name: with_segment_attention(getattr(spec, each.name)) for each in dataclasses.fields(spec)}
+    if "core_attention" in changes:
+        changes["core_attention"] = SegmentAttention
+    return dataclasses.replace(spec, **changes)

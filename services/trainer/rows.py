@@ -1,0 +1,164 @@
+"""How the samples of a micro-batch lie in the rows that go through the model.
+
+padded: one sample a row, zeros behind it. packed: one row, sample after sample. shared_prompts: one row, and samples of
+a group that begin with the same prompt follow a single copy of it, which each of them sees before itself. A causal
+model computes the same for a token in all three, for what a token sees is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, assert_never
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.trajectory import Sample
+
+Packing = Literal["padded", "packed", "shared_prompts"]
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Positions [start, end) of a packed row: they see [prefix_start, prefix_end), then themselves, causally."""
+
+    start: int
+    end: int
+    prefix_start: int = 0
+    prefix_end: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """B rows of S positions."""
+
+    tokens: Tensor
+    """int64 [B, S]"""
+    positions: Tensor
+    """int64 [B, S]: each token's place in its own sample"""
+    segments: Sequence[Segment] | None
+    """Of the single row, in order and without gaps. None: padded, every row is one causal sequence."""
+
+    def to(self, device: torch.device) -> Rows:
+        """On a device."""
+        return Rows(self.tokens.to(device), self.positions.to(device), self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """Rows, and for each sample where its response is predicted."""
+
+    rows: Rows
+    sources: Sequence[Indices]
+    """Per sample [R], or [R - 1] without a prompt: indices into the flattened rows."""
+
+
+def lay(samples: Sequence[Sample], packing: Packing) -> Laid:
+    """At least one sample. A sample's last token is only predicted, so it is in no row."""
+    match packing:
+        case "padded":
+            return _padded(samples)
+        case "packed":
+            return _packed([[sample] for sample in samples])
+        case "shared_prompts":
+            return _in_order(samples, [list(family) for family in _families(samples)])
+        case _:
+            assert_never(packing)
+
+
+def row_tokens(lengths: Sequence[tuple[str, int, int]], packing: Packing) -> int:
+    """How many positions samples of these (group_id, prompt_length, response_length) take together."""
+    whole = [prompt + response - 1 for _, prompt, response in lengths]
+    if packing == "padded":
+        return len(whole) * max(whole, default=0)
+    if packing == "packed":
+        return sum(whole)
+    prompts = {(group, prompt) for group, prompt, _ in lengths}
+    return sum(prompt for _, prompt in prompts) + sum(max(0, response - 1) for _, _, response in lengths)
+
+
+def _padded(samples: Sequence[Sample]) -> Laid:
+    size = max(1, *(len(s.tokens) - 1 for s in samples))
+    tokens = np.zeros((len(samples), size), dtype=np.int64)
+    for row, sample in zip(tokens, samples, strict=True):
+        row[: len(sample.tokens) - 1] = sample.tokens[:-1]
+    positions = torch.arange(size).expand(len(samples), size).contiguous()
+    starts = [row * size for row in range(len(samples))]
+    sources = [_sources(start, sample) for start, sample in zip(starts, samples, strict=True)]
+    return Laid(Rows(torch.from_numpy(tokens), positions, None), sources)
+
+
+def _families(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
+    """Samples of one group and one prompt together; a sample without a prompt is alone."""
+    families: dict[tuple[str, bytes], list[Sample]] = {}
+    for sample in samples:
+        if sample.prompt_length == 0:
+            yield [sample]
+        else:
+            prompt = sample.tokens[: sample.prompt_length].tobytes()
+            families.setdefault((sample.group_id, prompt), []).append(sample)
+    yield from families.values()
+
+
+def _in_order(samples: Sequence[Sample], families: Sequence[Sequence[Sample]]) -> Laid:
+    """Lays families out, and gives the sources in the order of the samples."""
+    laid = _packed(families)
+    found = dict(zip((s.sample_id for family in families for s in family), laid.sources, strict=True))
+    return Laid(laid.rows, [found[sample.sample_id] for sample in samples])
+
+
+def _packed(families: Sequence[Sequence[Sample]]) -> Laid:
+    row = _Row()
+    sources = [source for family in families for source in row.add(family)]
+    return Laid(row.rows(), sources)
+
+
+class _Row:
+    """One row that grows."""
+
+    def __init__(self) -> None:
+        self._tokens: list[NDArray[np.int32]] = []
+        self._positions: list[Indices] = []
+        self._segments: list[Segment] = []
+        self._size = 0
+
+    def add(self, family: Sequence[Sample]) -> list[Indices]:
+        """One sample, or several behind the prompt they share; their sources."""
+        if len(family) == 1:
+            return [_sources(self._append(family[0].tokens[:-1], 0), family[0])]
+        prompt = family[0].prompt_length
+        start = self._append(family[0].tokens[:prompt], 0)
+        return [self._behind(start, start + prompt, sample) for sample in family]
+
+    def rows(self) -> Rows:
+        """Never empty: a row of nothing but one-token samples gets a position that predicts nothing."""
+        if not self._size:
+            self._append(np.zeros(1, dtype=np.int32), 0)
+        tokens = torch.from_numpy(np.concatenate(self._tokens).astype(np.int64))
+        positions = torch.from_numpy(np.concatenate(self._positions))
+        return Rows(tokens[None], positions[None], tuple(self._segments))
+
+    def _behind(self, start: int, end: int, sample: Sample) -> Indices:
+        if sample.response_length == 0:
+            return np.zeros(0, dtype=np.int64)
+        own = self._append(sample.tokens[end - start : -1], end - start, start, end)
+        return np.concatenate([[end - 1], np.arange(own, own + sample.response_length - 1)])
+
+    def _append(self, tokens: NDArray[np.int32], first: int, prefix_start: int = 0, prefix_end: int = 0) -> int:
+        start, self._size = self._size, self._size + len(tokens)
+        if len(tokens):
+            self._tokens.append(tokens)
+            self._positions.append(np.arange(first, first + len(tokens)))
+            self._segments.append(Segment(start, self._size, prefix_start, prefix_end))
+        return start
+
+
+def _sources(start: int, sample: Sample) -> Indices:
+    """Of a sample whose tokens lie one behind the other from `start` on."""
+    end = len(sample.tokens) - 1
+    # A response without a prompt has no position that predicts its first token.
+    return np.arange(start + max(0, end - sample.response_length), start + end)
