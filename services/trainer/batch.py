@@ -18,6 +18,8 @@ class SampleFacts:
 
     sample_id: str
     group_id: str
+    rollout_id: str
+    """One execution that fanned out into several samples gives all of them the same; else the sample's own id."""
     reward: float | None
     status: str
     prompt_length: int
@@ -32,6 +34,7 @@ class SampleFacts:
         return cls(
             sample_id=envelope.sample_id,
             group_id=envelope.group_id,
+            rollout_id=envelope.rollout_id or envelope.sample_id,
             reward=envelope.reward if envelope.HasField("reward") else None,
             status=Status.of(envelope.status).value,
             prompt_length=envelope.prompt_tokens,

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from headrace.config.job import TrainSection
 from headrace.trajectory import Sample
-from services.trainer.algorithms.advantages import grpo_advantages
+from services.trainer.algorithms.groups import raw_rewards
+from services.trainer.algorithms.grpo import grpo_rewards
 from services.trainer.algorithms.reduction import Reduction
 from services.trainer.batch import SampleFacts
 from services.trainer.batching import MicroBatch, StepPlan, collate, empty_micro_batch
@@ -54,14 +55,14 @@ def step_inputs(
 
     Advantages come from the groups of the whole rollout batch, weights from the samples of this step.
     """
-    advantages = grpo_advantages(
-        samples,
-        normalize_rewards=not config.disable_rewards_normalization,
-        divide_by_std=not config.disable_grpo_std_normalization,
+    advantages = (
+        raw_rewards(samples)
+        if config.disable_rewards_normalization
+        else grpo_rewards(samples, divide_by_std=not config.disable_grpo_std_normalization)
     )
     of_step = [s for s in samples if s.sample_id in plan.all_sample_ids]
     reduction = Reduction.of(of_step, per_token=config.calculate_per_token_loss)
-    trained = {s.sample_id: float(s.trained_tokens) for s in of_step}
+    weights = {s.sample_id: reduction.weight(s.sample_id) for s in of_step}
     micro_batches = [
         collate([fetched[i] for i in ids], packing) if ids else empty_micro_batch()
         for ids in plan.micro_batches(layout.dp_rank)
@@ -69,7 +70,7 @@ def step_inputs(
     return [
         _on_device(
             micro,
-            reduction.weights(micro.loss_mask, _column(micro, trained)[:, 0]),
+            micro.loss_mask * _column(micro, weights),
             _column(micro, advantages),
             layout.device,
         )

@@ -6,10 +6,21 @@ from typing import Literal, assert_never
 
 from torch import Tensor
 
+from services.trainer.algorithms.precision import precise
+
 KlType = Literal["k1", "k2", "k3", "low_var_kl"]
 
 KL_LIMIT = 10.0
 LOG_RATIO_LIMIT = 20.0
+
+
+def unbiased_kl_estimate(log_probs: Tensor, old_log_probs: Tensor, ref_log_probs: Tensor, kl_type: KlType) -> Tensor:
+    """π/π_old times the estimate: unbiased for samples of the old policy (DeepSeek-V3.2, arXiv:2512.02556).
+
+    Gradients flow through the ratio too.
+    """
+    ratio = (precise(log_probs) - precise(old_log_probs.detach())).exp()
+    return ratio * kl_estimate(log_probs, ref_log_probs, kl_type)
 
 
 def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kl_type: KlType) -> Tensor:
@@ -18,7 +29,7 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kl_type: KlType) -> Te
     With d = log_probs - ref_log_probs: k1 = d; k2 = d² / 2; k3 = exp(-d) - 1 + d; low_var_kl is k3 within ±10.
     Gradients flow to `log_probs` alone.
     """
-    d = log_probs.float() - ref_log_probs.detach().float()
+    d = precise(log_probs) - precise(ref_log_probs.detach())
     match kl_type:
         case "k1":
             return d

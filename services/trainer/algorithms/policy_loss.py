@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, clamp, maximum, minimum, where
 
+from services.trainer.algorithms.precision import precise
+
 
 def policy_loss(
     log_probs: Tensor,
@@ -19,8 +21,8 @@ def policy_loss(
     arXiv:1707.06347; the asymmetric clip is DAPO's, arXiv:2503.14476). With `eps_clip_c` (c > 1), where A < 0 the loss
     is at most -c A (dual clip, arXiv:1912.09729). Gradients flow to `log_probs` alone.
     """
-    advantages = advantages.detach().float()
-    ratio = (log_probs.float() - old_log_probs.detach().float()).exp()
+    advantages = precise(advantages.detach())
+    ratio = (precise(log_probs) - precise(old_log_probs.detach())).exp()
     free = -ratio * advantages
     bounded = -clamp(ratio, 1.0 - eps_clip, 1.0 + eps_clip_high) * advantages
     loss, clipped = maximum(free, bounded), bounded > free

@@ -6,41 +6,60 @@ loss over all tokens of all micro-batches of all data-parallel ranks: nothing is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, where
 
 from headrace.trajectory import Status
+from services.trainer.algorithms.precision import precise
 from services.trainer.batch import SampleFacts
 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """What the weights of a step are divided by. Counted: samples that did not fail and have a token to train."""
+    """What the weights of a step are divided by.
+
+    Counted are samples that did not fail and have a token to train. A rollout that fanned out into several samples is
+    one rollout, as long as all of them.
+    """
 
     num_rollouts: int
     num_tokens: int
-    per_token: bool
+    divisors: Mapping[str, float]
+    """By sample_id: what a trained token of the sample is divided by. Failed samples have none."""
 
     @classmethod
-    def of(cls, samples: Sequence[SampleFacts], *, per_token: bool) -> Reduction:
-        """For the samples of one optimizer step, those of all data-parallel ranks."""
-        lengths = [s.trained_tokens for s in samples if s.status != Status.FAILED.value and s.trained_tokens]
-        return cls(num_rollouts=len(lengths), num_tokens=sum(lengths), per_token=per_token)
+    def of(cls, samples: Sequence[SampleFacts], *, per_token: bool = False, constant: float | None = None) -> Reduction:
+        """For the samples of one optimizer step, those of all data-parallel ranks.
 
-    def weights(self, loss_mask: Tensor, trained_tokens: Tensor) -> Tensor:
-        """Float32 [B, S] from the mask [B, S] and the trained tokens [B] of each whole sample, by its facts.
-
-        Per token: mask / num_tokens. Otherwise the mean over a rollout's tokens, averaged over rollouts:
-        mask / trained_tokens / num_rollouts. All weights of a step sum to 1; a fully masked sample weighs 0.
+        Default: the mean over a rollout's tokens, averaged over rollouts: 1 / rollout's tokens / num_rollouts.
+        `per_token`: 1 / num_tokens. `constant`: 1 / constant / num_rollouts, a rollout's sum over a fixed length, so
+        that long answers are not discounted (Dr.GRPO, arXiv:2503.20783).
         """
-        mask = loss_mask.float()
-        if self.per_token:
-            return mask / max(self.num_tokens, 1)
-        return mask / trained_tokens.float().clamp(min=1.0)[:, None] / max(self.num_rollouts, 1)
+        counted = [s for s in samples if s.status != Status.FAILED.value and s.trained_tokens]
+        lengths: dict[tuple[str, str], int] = {}
+        for sample in counted:
+            lengths[_rollout(sample)] = lengths.get(_rollout(sample), 0) + sample.trained_tokens
+        num_tokens = sum(lengths.values())
+
+        def divisor(sample: SampleFacts) -> float:
+            if per_token:
+                return float(num_tokens)
+            return (lengths[_rollout(sample)] if constant is None else constant) * float(len(lengths))
+
+        return cls(len(lengths), num_tokens, {sample.sample_id: divisor(sample) for sample in counted})
+
+    def weight(self, sample_id: str) -> float:
+        """Of each trained token of the sample; 0 for a sample that is not counted, or not of this step."""
+        divisor = self.divisors.get(sample_id)
+        return 1.0 / divisor if divisor is not None else 0.0
 
 
 def weighted_sum(per_token: Tensor, weights: Tensor) -> Tensor:
     """Σ weight · value as a float32 scalar; a value that is not finite where the weight is 0 does not count."""
-    return (where(weights > 0, per_token.float(), 0.0) * weights).sum()
+    return (where(weights > 0, precise(per_token), 0.0) * weights).sum()
+
+
+def _rollout(sample: SampleFacts) -> tuple[str, str]:
+    return sample.group_id, sample.rollout_id

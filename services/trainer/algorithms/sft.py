@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from services.trainer.algorithms.precision import precise
+
 
 def sft_loss(log_probs: Tensor) -> Tensor:
     """-log π of every token, float32 in the shape of `log_probs`."""
-    return -log_probs.float()
+    return -precise(log_probs)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from services.trainer.algorithms.precision import precise
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImportanceWeights:
@@ -26,7 +28,7 @@ class ImportanceWeights:
 
 def importance_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, low: float, high: float) -> ImportanceWeights:
     """w = clamp(exp(old_log_probs - rollout_log_probs), low, high): old by the trainer, rollout by the engine."""
-    gap = old_log_probs.detach().float() - rollout_log_probs.detach().float()
+    gap = precise(old_log_probs.detach()) - precise(rollout_log_probs.detach())
     ratio = gap.exp()
     weights = ratio.clamp(low, high)
     return ImportanceWeights(weights, ratio, (weights != ratio).float(), gap.abs())

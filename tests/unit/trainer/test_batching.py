@@ -20,6 +20,7 @@ def facts(number: int, length: int, status: Status = Status.COMPLETED) -> Sample
     return SampleFacts(
         sample_id=f"s{number:03d}",
         group_id=f"g{number // 4}",
+        rollout_id=f"s{number:03d}",
         reward=1.0,
         status=status.value,
         prompt_length=2,
