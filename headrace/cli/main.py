@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from headrace.cli.audit import audit
+from headrace.cli.buffer import buffer
 from headrace.cli.check import check
 from headrace.cli.evaluate import evaluate
 from headrace.cli.export import export
@@ -41,6 +42,9 @@ _COMMANDS: Mapping[str, Command] = {
     "status": Command(status, "status [RUN]", "where a run and its services are"),
     "samples": Command(samples, "samples [RUN] [-n 5]", "the newest rollouts: prompt, response, reward, versions"),
     "audit": Command(audit, "audit [RUN]", "hold the ledger against what the trainer was fed: 0 0 0, or the ids"),
+    "buffer": Command(
+        buffer, "buffer backup | restore | export", "the ledger as files: a copy, a ledger of it, Parquet"
+    ),
     "submit": Command(submit, "submit --prompt TEXT | --file PATH", "bring prompts to a stream"),
     "generate": Command(generate, "generate TEXT [--run RUN]", "ask the current policy"),
     "eval": Command(evaluate, "eval [RUN] [--data NAME PATH]", "evaluate the current policy"),

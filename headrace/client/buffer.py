@@ -214,6 +214,11 @@ class BufferClient:
         reply: pb.GetStatsResponse = await self._call(self._stub.GetStats, pb.GetStatsRequest(stream=stream))
         return reply.streams[0]
 
+    async def backup(self, *, deadline_seconds: float | None = None) -> AsyncIterator[pb.BackupResponse]:
+        """A copy of the whole ledger, piece by piece, its summary last. `headrace.backup` writes it into a folder."""
+        async for reply in rpc.stream(self._stub.Backup, pb.BackupRequest(), deadline_seconds=deadline_seconds):
+            yield reply
+
     async def position(self) -> int:
         """Of the latest event of the whole ledger."""
         reply: pb.GetStatsResponse = await self._call(self._stub.GetStats, pb.GetStatsRequest())

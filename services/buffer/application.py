@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from headrace.errors import FailedPrecondition, OutOfRange
 from headrace.rpc.log import log
+from services.buffer.backup import Chunk, Digest, stream_copy
 from services.buffer.group import Group, GroupState, Prompt, SampleRecord
 from services.buffer.journal import Journal
 from services.buffer.ledger import Ledger, Result
@@ -173,6 +174,16 @@ class Buffer:
         page = self.ledger.list_groups(stream, states, before, count)
         await self.settled()
         return page
+
+    async def backup(self) -> AsyncIterator[Chunk | Digest]:
+        """A copy with at least everything up to the durable position."""
+        async for part in stream_copy(self._store):
+            yield part
+
+    @property
+    def store_name(self) -> str:
+        """The kind of store, as the job says it."""
+        return self._store.name
 
     async def settled(self) -> None:
         """Everything that memory shows is durable."""

@@ -12,6 +12,7 @@ from headrace.api.buffer.v1 import buffer_pb2_grpc
 from headrace.errors import InvalidArgument
 from services.buffer import wire, wire_stream
 from services.buffer.application import Buffer
+from services.buffer.backup import Digest
 from services.buffer.book import StreamBook
 from services.buffer.group import Group, GroupState
 from services.buffer.wire_checks import require, require_not_negative, require_some
@@ -139,6 +140,15 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         await self._buffer.settled()
         streams = [_stats(book) for book in self._books(request.stream)]
         return pb.GetStatsResponse(streams=streams, position=self._buffer.journal.durable_position)
+
+    async def Backup(self, request: pb.BackupRequest, context: Context) -> AsyncIterator[pb.BackupResponse]:
+        summary = pb.BackupSummary(store=self._buffer.store_name, position=self._buffer.journal.durable_position)
+        async for part in self._buffer.backup():
+            if isinstance(part, Digest):
+                summary.files.add(name=part.file, num_bytes=part.num_bytes, sha256=part.sha256)
+            else:
+                yield pb.BackupResponse(chunk=pb.BackupChunk(file=part.file, offset=part.offset, data=part.data))
+        yield pb.BackupResponse(summary=summary)
 
     def _books(self, stream: str) -> list[StreamBook]:
         ledger = self._buffer.ledger

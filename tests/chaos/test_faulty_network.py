@@ -11,7 +11,9 @@ import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ import pytest
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
 from headrace.errors import DeadlineExceeded, Unavailable
-from services.buffer.store.memory import MemoryStore
+from services.buffer.store.segments import SegmentStore
 from tests.support.buffer_samples import complete_put, text_prompts
 from tests.support.buffer_server import served_buffer
 from tests.support.fault_proxy import Direction, Fault, fault_proxy
@@ -151,6 +153,19 @@ async def the_version_is_set(scene: Scene, _: int) -> bool:
     return (await scene.client.stats(scene.stream)).policy_version == 1
 
 
+async def backed_up(client: BufferClient) -> list[pb.BackupResponse]:
+    return [part async for part in client.backup(deadline_seconds=DEADLINE_SECONDS)]
+
+
+async def the_copy_is_whole(scene: Scene, answer: list[pb.BackupResponse]) -> bool:
+    *chunks, last = answer
+    digests = {file.name: file.sha256 for file in last.summary.files}
+    copied: dict[str, bytes] = dict.fromkeys(digests, b"")
+    for part in chunks:
+        copied[part.chunk.file] += part.chunk.data
+    return bool(copied) and {name: sha256(data).digest() for name, data in copied.items()} == digests
+
+
 async def history_is_whole(scene: Scene, answer: Any) -> bool:
     return answer == await scene.events()
 
@@ -193,6 +208,7 @@ CASES: Mapping[str, Case] = {
     ),
     "Watch": Case(Scene.consumed, lambda s, c: s.events(c, DEADLINE_SECONDS), history_is_whole),
     "ListGroups": Case(Scene.consumed, lambda s, c: c.list_groups(s.stream), it_says_what_is_there),
+    "Backup": Case(Scene.consumed, lambda s, c: backed_up(c), the_copy_is_whole),
     "GetStats": Case(Scene.consumed, lambda s, c: c.stats(s.stream), lambda s, answer: _stats_are(s, answer)),
 }
 
@@ -207,8 +223,8 @@ async def _stats_are(scene: Scene, answer: pb.StreamStats) -> bool:
 
 
 @pytest.fixture
-async def address() -> AsyncIterator[str]:
-    async with served_buffer(MemoryStore()) as (_, server):
+async def address(tmp_path: Path) -> AsyncIterator[str]:
+    async with served_buffer(SegmentStore(tmp_path)) as (_, server):
         yield server.address
 
 

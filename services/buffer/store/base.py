@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 from services.buffer.group import Group, SampleRecord
+from services.buffer.store.copy import CopiedFile
 from services.buffer.stream import StreamState
 from services.buffer.transaction import LedgerEvent, Transaction
 
@@ -42,6 +44,13 @@ class Store(Protocol):
 
     def read_events(self, from_position: int, count: int) -> list[LedgerEvent]:
         """The history from a position on, at most `count`."""
+
+    @property
+    def name(self) -> str:
+        """Of the kind of store, as the job's buffer_store says it."""
+
+    def copy(self) -> AbstractContextManager[Sequence[CopiedFile]]:
+        """Files of a consistent copy as of now, there while the context is. Raises FailedPrecondition without files."""
 
     def close(self) -> None:
         """No call comes after it."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
+from headrace.errors import FailedPrecondition
 from services.buffer.group import Group, SampleRecord
 from services.buffer.store.base import Snapshot
+from services.buffer.store.copy import CopiedFile
 from services.buffer.store.payload import checked_payload
 from services.buffer.stream import StreamState
 from services.buffer.transaction import LedgerEvent, Transaction
@@ -14,6 +17,8 @@ from services.buffer.transaction import LedgerEvent, Transaction
 
 class MemoryStore:
     """Durable for as long as the object lives."""
+
+    name = "memory"
 
     def __init__(self) -> None:
         self._ledger_id = secrets.token_hex(4)
@@ -40,6 +45,11 @@ class MemoryStore:
     def read_events(self, from_position: int, count: int) -> list[LedgerEvent]:
         first = max(from_position, 1) - 1
         return self._events[first : first + count]
+
+    def copy(self) -> AbstractContextManager[Sequence[CopiedFile]]:
+        raise FailedPrecondition(
+            "a ledger in memory has no files to copy: start the buffer with another --buffer-store"
+        )
 
     def close(self) -> None:
         pass

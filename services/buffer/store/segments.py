@@ -10,7 +10,9 @@ from __future__ import annotations
 import fcntl
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from headrace.errors import ConfigError, DataLoss, NotFound
@@ -18,6 +20,7 @@ from headrace.rpc.log import log
 from services.buffer.group import SampleRecord
 from services.buffer.store import segment_rows as codec
 from services.buffer.store.base import Snapshot
+from services.buffer.store.copy import CopiedFile, copy_folder, delete_leftovers, files_of
 from services.buffer.store.files import Buffer, DiskFiles, Files
 from services.buffer.store.segment_index import Applied, Damaged, Mark, Place, SegmentIndex, State
 from services.buffer.store.segment_indexer import Indexer
@@ -32,6 +35,8 @@ SEGMENT_BYTES = 64 << 20
 class SegmentStore:
     """`folder`/segments/ and `folder`/index.sqlite. Raises ConfigError when another process has it."""
 
+    name = "segments"
+
     def __init__(
         self,
         folder: Path,
@@ -45,6 +50,7 @@ class SegmentStore:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(f"{folder} is in use by another buffer: stop it, or choose another --data-dir") from error
+        delete_leftovers(folder)
         self._index_path = folder / "index.sqlite"
         self._files = open_files(folder / "segments")
         self._log = SegmentLog(self._files, segment_bytes)
@@ -112,6 +118,20 @@ class SegmentStore:
             if len(events) >= count:
                 break
         return events[:count]
+
+    @contextmanager
+    def copy(self) -> Iterator[Sequence[CopiedFile]]:
+        """Of the segments alone: an index is made from them."""
+        source = self._index_path.parent / "segments"
+        with copy_folder(self._index_path.parent) as folder:
+            target = folder / source.name
+            target.mkdir()
+            with self._writing:
+                active, end = f"{self._log.end.segment:08d}-", self._log.end.offset
+                for path in source.iterdir():
+                    (target / path.name).hardlink_to(path)
+            files = files_of(folder)
+            yield [replace(file, num_bytes=end) if file.path.name.startswith(active) else file for file in files]
 
     def close(self) -> None:
         with self._writing:

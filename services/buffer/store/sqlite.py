@@ -11,17 +11,20 @@ import secrets
 import sqlite3
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from headrace.errors import ConfigError, DataLoss
 from services.buffer.group import Group, Prompt, SampleRecord
 from services.buffer.store import codec
 from services.buffer.store.base import Snapshot
+from services.buffer.store.copy import CopiedFile, copy_folder, delete_leftovers, files_of
 from services.buffer.store.payload import checked_payload
 from services.buffer.stream import StreamState
 from services.buffer.transaction import LedgerEvent, Transaction
 
+_FILE = "ledger.sqlite"
 _SCHEMA_VERSION = "1"
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -38,6 +41,8 @@ CREATE TABLE IF NOT EXISTS events (position INTEGER PRIMARY KEY, body TEXT NOT N
 class SqliteStore:
     """`folder`/ledger.sqlite. Raises ConfigError when another process has it."""
 
+    name = "sqlite"
+
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = (folder / "lock").open("w")
@@ -45,9 +50,11 @@ class SqliteStore:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(f"{folder} is in use by another buffer: stop it, or choose another --data-dir") from error
-        self._writer = _connect(folder / "ledger.sqlite")
+        self._folder = folder
+        delete_leftovers(folder)
+        self._writer = _connect(folder / _FILE)
         self._writer.executescript(_SCHEMA)
-        self._reader = _connect(folder / "ledger.sqlite")
+        self._reader = _connect(folder / _FILE)
         self._reading = threading.Lock()
         self._ledger_id = self._open_meta(folder)
 
@@ -121,6 +128,17 @@ class SqliteStore:
             if zlib.crc32(body.encode()) != crc:
                 raise DataLoss(f"event {position} of the history is damaged: watch from position {position + 1}")
         return [codec.load_event(body) for _, body, _ in rows]
+
+    @contextmanager
+    def copy(self) -> Iterator[Sequence[CopiedFile]]:
+        with copy_folder(self._folder) as folder:
+            source, target = _connect(self._folder / _FILE), sqlite3.connect(folder / _FILE)
+            try:
+                source.backup(target)  # one read transaction: the writer goes on
+            finally:
+                source.close()
+                target.close()
+            yield files_of(folder)
 
     def close(self) -> None:
         self._reader.close()

@@ -115,6 +115,11 @@ class BufferServiceStub:
                 request_serializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.GetStatsRequest.SerializeToString,
                 response_deserializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.GetStatsResponse.FromString,
                 _registered_method=True)
+        self.Backup = channel.unary_stream(
+                '/headrace.api.buffer.v1.BufferService/Backup',
+                request_serializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.BackupRequest.SerializeToString,
+                response_deserializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.BackupResponse.FromString,
+                _registered_method=True)
 
 
 class BufferServiceServicer:
@@ -234,6 +239,14 @@ class BufferServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Backup(self, request, context):
+        """A consistent copy of everything the ledger has kept, while it goes on serving. FAILED_PRECONDITION: this store
+        keeps nothing on a disk, or is copied by its own tools.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_BufferServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -316,6 +329,11 @@ def add_BufferServiceServicer_to_server(servicer, server):
                     servicer.GetStats,
                     request_deserializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.GetStatsRequest.FromString,
                     response_serializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.GetStatsResponse.SerializeToString,
+            ),
+            'Backup': grpc.unary_stream_rpc_method_handler(
+                    servicer.Backup,
+                    request_deserializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.BackupRequest.FromString,
+                    response_serializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.BackupResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -751,6 +769,33 @@ class BufferService:
             '/headrace.api.buffer.v1.BufferService/GetStats',
             headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.GetStatsRequest.SerializeToString,
             headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.GetStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Backup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/headrace.api.buffer.v1.BufferService/Backup',
+            headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.BackupRequest.SerializeToString,
+            headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.BackupResponse.FromString,
             options,
             channel_credentials,
             insecure,

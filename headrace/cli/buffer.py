@@ -1,0 +1,81 @@
+"""`headrace buffer backup | restore | export`: the ledger as files."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.backup import Backup, require_new, restore_backup, write_backup
+from headrace.cli.runs import find_run
+from headrace.client.buffer import BufferClient
+from headrace.errors import DataLoss
+from headrace.export import export_parquet
+from headrace.launch.buffer_of_run import buffer_of_run
+
+
+def buffer(argv: Sequence[str]) -> int:
+    """Does one of them."""
+    parser = argparse.ArgumentParser(prog="headrace buffer")
+    commands = parser.add_subparsers(required=True, metavar="backup | restore | export")
+    backup = commands.add_parser("backup", help="a consistent copy of a ledger that goes on serving")
+    backup.add_argument("address", help="host:port of the buffer")
+    backup.add_argument("folder", type=Path, help="a new folder")
+    backup.set_defaults(run=_backup)
+    restore = commands.add_parser("restore", help="a ledger's folder from a backup, opened and read to the end")
+    restore.add_argument("backup", type=Path, help="the backup's folder")
+    restore.add_argument("ledger", type=Path, help="a new folder, e.g. runs/NAME/ledger")
+    restore.set_defaults(run=_restore)
+    export = commands.add_parser("export", help="one row a sample, for DuckDB, pandas and offline training")
+    export.add_argument("run_name", nargs="?", metavar="RUN", help="a run's folder or name; the newest if absent")
+    export.add_argument("--buffer-address", help="instead of a run")
+    export.add_argument("--stream", default="train")
+    export.add_argument("--parquet", type=Path, required=True, help="the file to write")
+    export.set_defaults(run=_export)
+    args = parser.parse_args(argv)
+    code: int = args.run(args)
+    return code
+
+
+def _backup(args: argparse.Namespace) -> int:
+    require_new(args.folder)
+    backup = asyncio.run(_copy(args.address, args.folder))
+    print(f"{args.folder}: {len(backup.files)} files, {backup.num_bytes} bytes, up to position {backup.position}")
+    return 0
+
+
+async def _copy(address: str, folder: Path) -> Backup:
+    async with BufferClient(address) as client:
+        await client.position()  # a buffer that is not there is told at once, and by its address
+        return await write_backup(client.backup(), folder)
+
+
+def _restore(args: argparse.Namespace) -> int:
+    backup = restore_backup(args.backup, args.ledger)
+    command = [sys.executable, "-m", "services.buffer.verify", backup.store, str(args.ledger)]
+    verified = subprocess.run(command, capture_output=True, text=True, check=False)
+    if verified.returncode:
+        raise DataLoss(f"{args.ledger} was restored and cannot be read whole: {verified.stdout}{verified.stderr}")
+    there = json.loads(verified.stdout)
+    print(
+        f"{args.ledger}: buffer_store {backup.store}, {there['groups']} groups, {there['events']} events, "
+        f"{there['samples']} samples with {there['payload_bytes']} bytes, every one read"
+    )
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    num_rows = asyncio.run(_exported(args))
+    print(f"{args.parquet}: {num_rows} samples")
+    return 0
+
+
+async def _exported(args: argparse.Namespace) -> int:
+    if args.buffer_address:
+        return await export_parquet(args.buffer_address, args.stream, args.parquet)
+    async with buffer_of_run(find_run(args.run_name)) as address:
+        return await export_parquet(address, args.stream, args.parquet)

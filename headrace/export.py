@@ -1,0 +1,146 @@
+"""A stream's samples as a Parquet file: one row a sample, arrays as lists.
+
+Samples of committed groups have their envelope still and their payload no more: their arrays are null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from itertools import islice
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.api.sample.v1 import sample_pb2
+from headrace.client.buffer import BufferClient
+from headrace.errors import FailedPrecondition, NotFound
+from headrace.trajectory import Sample, Status, to_json
+
+_GROUPS_AT_ONCE = 100
+_SAMPLES_AT_ONCE = 64
+_WITH_PAYLOAD = frozenset({pb.GROUP_STATE_READY, pb.GROUP_STATE_CONSUMED})
+
+
+async def export_parquet(address: str, stream: str, file: Path) -> int:
+    """Samples written. Raises FailedPrecondition without pyarrow."""
+    arrow = _arrow()
+    schema, num_rows = _schema(arrow), 0
+    from pyarrow.parquet import ParquetWriter
+
+    async with BufferClient(address) as buffer:
+        await buffer.stats(stream)
+        with ParquetWriter(file, schema, compression="zstd") as writer:
+            async for groups in _pages(buffer, stream):
+                rows = [row async for row in _rows(buffer, stream, groups)]
+                writer.write_table(arrow.Table.from_pylist(rows, schema=schema))
+                num_rows += len(rows)
+    return num_rows
+
+
+async def _pages(buffer: BufferClient, stream: str) -> AsyncIterator[Sequence[pb.Group]]:
+    """Every group once: one that changes meanwhile moves to the front, behind what is read already."""
+    token, seen = "", set[str]()
+    while True:
+        page = await buffer.list_groups(stream, page_size=_GROUPS_AT_ONCE, page_token=token)
+        yield [group for group in page.groups if group.samples and group.group_id not in seen]
+        seen.update(group.group_id for group in page.groups)
+        token = page.next_page_token
+        if not token:
+            return
+
+
+async def _rows(buffer: BufferClient, stream: str, groups: Sequence[pb.Group]) -> AsyncIterator[dict[str, Any]]:
+    """In the order of the page."""
+    owners = {sample.sample_id: group for group in groups for sample in group.samples}
+    envelopes = iter([sample for group in groups for sample in group.samples])
+    while some := list(islice(envelopes, _SAMPLES_AT_ONCE)):
+        held = [e.sample_id for e in some if owners[e.sample_id].state in _WITH_PAYLOAD]
+        opened = {sample.sample_id: sample for sample in await _fetch(buffer, stream, held)}
+        for envelope in some:
+            yield _row(owners[envelope.sample_id], envelope, opened.get(envelope.sample_id))
+
+
+async def _fetch(buffer: BufferClient, stream: str, sample_ids: Sequence[str]) -> list[Sample]:
+    """Those that are still there: a step may be committed while its samples are read."""
+    if not sample_ids:
+        return []
+    try:
+        return [Sample.unpack(packed) for packed in await buffer.fetch_samples(stream, sample_ids)]
+    except NotFound:
+        if len(sample_ids) == 1:
+            return []
+    half = len(sample_ids) // 2
+    return await _fetch(buffer, stream, sample_ids[:half]) + await _fetch(buffer, stream, sample_ids[half:])
+
+
+def _row(group: pb.Group, envelope: sample_pb2.SampleEnvelope, sample: Sample | None) -> dict[str, Any]:
+    return {
+        "sample_id": envelope.sample_id,
+        "group_id": group.group_id,
+        "index": envelope.index,
+        "rollout_id": envelope.rollout_id,
+        "prompt_id": group.prompt.prompt_id,
+        "state": pb.GroupState.Name(group.state).removeprefix("GROUP_STATE_"),
+        "step": group.step if group.HasField("step") else None,
+        "status": Status.of(envelope.status).value,
+        "reward": envelope.reward if envelope.HasField("reward") else None,
+        "reward_parts": list(envelope.reward_parts.items()),
+        "scorer": envelope.scorer,
+        "scorer_version": envelope.scorer_version,
+        "failure_reason": envelope.failure.reason if envelope.HasField("failure") else None,
+        "failure_message": envelope.failure.message if envelope.HasField("failure") else None,
+        "prompt_tokens": envelope.prompt_tokens,
+        "response_tokens": envelope.response_tokens,
+        "trained_tokens": envelope.trained_tokens,
+        "policy_ranges": [
+            {"policy_version": r.policy_version, "start": r.start, "end": r.end} for r in envelope.policy_ranges
+        ],
+        "tags": list(envelope.tags.items()),
+        **(_payload(sample) if sample else {}),
+    }
+
+
+def _payload(sample: Sample) -> dict[str, Any]:
+    return {
+        "prompt": sample.prompt,
+        "response": sample.response,
+        "label": sample.label,
+        "metadata": to_json(sample.metadata),
+        "sampling_params": to_json(sample.sampling_params),
+        "train_metadata": to_json(sample.train_metadata),
+        "tokens": sample.tokens,
+        "loss_mask": sample.loss_mask,
+        "rollout_log_probs": sample.rollout_log_probs,
+        "columns": [
+            (name, {"dtype": str(array.dtype), "shape": array.shape, "data": array.tobytes()})
+            for name, array in sample.columns.items()
+        ],
+    }
+
+
+def _schema(arrow: ModuleType) -> Any:
+    text, whole = arrow.string(), arrow.int64()
+    array = arrow.struct({"dtype": text, "shape": arrow.list_(whole), "data": arrow.binary()})
+    version_range = arrow.struct({"policy_version": whole, "start": whole, "end": whole})
+    kinds = {
+        **dict.fromkeys(("sample_id", "group_id"), text), "index": whole,
+        **dict.fromkeys(("rollout_id", "prompt_id", "state"), text), "step": whole, "status": text,
+        "reward": arrow.float64(), "reward_parts": arrow.map_(text, arrow.float64()),
+        **dict.fromkeys(("scorer", "scorer_version", "failure_reason", "failure_message"), text),
+        **dict.fromkeys(("prompt_tokens", "response_tokens", "trained_tokens"), whole),
+        "policy_ranges": arrow.list_(version_range), "tags": arrow.map_(text, text),
+        **dict.fromkeys(("prompt", "response", "label", "metadata", "sampling_params", "train_metadata"), text),
+        "tokens": arrow.list_(arrow.int32()), "loss_mask": arrow.list_(arrow.uint8()),
+        "rollout_log_probs": arrow.list_(arrow.float32()), "columns": arrow.map_(text, array),
+    }  # fmt: skip
+    return arrow.schema(list(kinds.items()))
+
+
+def _arrow() -> ModuleType:
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise FailedPrecondition("Parquet needs pyarrow: pip install 'headrace[parquet]'") from error
+    module: ModuleType = pyarrow
+    return module

@@ -1,0 +1,56 @@
+"""The ledger's copy, read piece by piece while the ledger goes on.
+
+The store makes the copy at one moment and holds it; what is streamed are its files, and at the end what they must be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from services.buffer.store.base import Store
+from services.buffer.store.copy import CopiedFile
+
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some bytes of a file."""
+
+    file: str
+    offset: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """A file that was streamed whole."""
+
+    file: str
+    num_bytes: int
+    sha256: bytes
+
+
+async def stream_copy(store: Store) -> AsyncIterator[Chunk | Digest]:
+    """Chunks of every file, each file's Digest behind them. Raises FailedPrecondition for a store without files."""
+    copy = store.copy()
+    files = await asyncio.to_thread(copy.__enter__)
+    try:
+        for file in files:
+            async for part in _stream_file(file):
+                yield part
+    finally:
+        await asyncio.to_thread(copy.__exit__, None, None, None)
+
+
+async def _stream_file(file: CopiedFile) -> AsyncIterator[Chunk | Digest]:
+    digest = hashlib.sha256()
+    with file.path.open("rb") as source:
+        for offset in range(0, file.num_bytes, _CHUNK_BYTES):
+            data = await asyncio.to_thread(source.read, min(_CHUNK_BYTES, file.num_bytes - offset))
+            digest.update(data)
+            yield Chunk(file.name, offset, data)
+    yield Digest(file.name, file.num_bytes, digest.digest())

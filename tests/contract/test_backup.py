@@ -1,0 +1,153 @@
+"""A ledger's copy while it serves, a ledger of that copy, and its samples as a table."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import duckdb
+import pyarrow.parquet
+import pytest
+
+from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.backup import write_backup
+from headrace.cli.main import main
+from headrace.client.buffer import BufferClient
+from headrace.errors import DataLoss, FailedPrecondition
+from services.buffer.store.base import Store
+from services.buffer.store.memory import MemoryStore
+from services.buffer.store.segments import SegmentStore
+from services.buffer.store.sqlite import SqliteStore
+from tests.support.buffer_samples import complete_put, text_prompts
+from tests.support.buffer_server import served_buffer
+
+STORES: dict[str, Callable[[Path], Store]] = {"sqlite": SqliteStore, "segments": SegmentStore}
+STREAM = pb.StreamConfig(name="train", n_samples_per_prompt=2, groups_per_step=2)
+
+
+@dataclass
+class Served:
+    address: str
+    client: BufferClient
+    folder: Path
+    open_store: Callable[[Path], Store]
+
+
+@pytest.fixture(params=STORES)
+async def served(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Served]:
+    """A buffer with ten groups ready and one step consumed."""
+    open_store = STORES[request.param]
+    folder = tmp_path / "ledger"
+    async with served_buffer(open_store(folder)) as (_, server), BufferClient(server.address) as client:
+        await client.create_stream(STREAM)
+        await produce(client, 12)
+        epoch = (await client.rewind("train", 0)).epoch
+        batch = await client.lease_batch("train", epoch, 0)
+        await client.consume("train", epoch, 0, batch.digest)
+        yield Served(server.address, client, folder, open_store)
+
+
+async def produce(client: BufferClient, count: int, prefix: str = "q") -> list[str]:
+    """Sample ids that were acknowledged."""
+    await client.submit_prompts("train", text_prompts(*(f"{prefix}{i}" for i in range(count))))
+    leases = (await client.lease_groups("train", "p", count)).leases
+    puts = [complete_put(lease) for lease in leases]
+    await client.put_groups(puts)
+    return [sample.envelope.sample_id for put in puts for sample in put.samples]
+
+
+async def command(*words: str) -> int:
+    return await asyncio.to_thread(main, ["buffer", *words])
+
+
+async def test_a_copy_made_under_load_is_one_moment_of_the_ledger(served: Served, tmp_path: Path) -> None:
+    before = await served.client.list_groups("train")
+    stopping = asyncio.Event()
+
+    async def keep_producing() -> None:
+        rounds = 0
+        while not stopping.is_set():
+            await produce(served.client, 4, f"more-{rounds}-")
+            rounds += 1
+
+    producing = asyncio.create_task(keep_producing())
+    assert await command("backup", served.address, str(tmp_path / "copy")) == 0
+    stopping.set()
+    await producing
+    assert not list(served.folder.glob("copy-*"))
+    assert await command("restore", str(tmp_path / "copy"), str(tmp_path / "again")) == 0
+
+    restored = served.open_store(tmp_path / "again")
+    async with served_buffer(restored) as (buffer, server), BufferClient(server.address) as client:
+        position = await client.position()
+        assert position >= before.groups[0].position
+        groups = {g.group_id: g for g in (await client.list_groups("train", page_size=1000)).groups}
+        for group in before.groups:
+            assert groups[group.group_id] == group
+        ids = [sample.sample_id for group in groups.values() for sample in group.samples]
+        assert len(await client.fetch_samples("train", ids)) == len(ids)
+        events = [event.position async for page in _until(buffer.watch(1), position) for event in page]
+        assert events == list(range(1, position + 1))
+        await produce(client, 2, "goes on")
+
+
+async def _until(pages, position):  # type: ignore[no-untyped-def]
+    async for page in pages:
+        yield page
+        if page[-1].position >= position:
+            return
+
+
+async def test_a_changed_byte_of_a_backup_is_found(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await command("backup", served.address, str(tmp_path / "copy")) == 0
+    assert await command("backup", served.address, str(tmp_path / "copy")) == 1
+    assert "has something in it" in capsys.readouterr().err
+    file = max((tmp_path / "copy" / "files").rglob("*.s*"), key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert await command("restore", str(tmp_path / "copy"), str(tmp_path / "again")) == 1
+    assert "is not what was backed up" in capsys.readouterr().err
+    (tmp_path / "copy" / "backup.json").unlink()
+    assert await command("restore", str(tmp_path / "copy"), str(tmp_path / "again")) == 1
+    assert "it is no backup, or one that was cut short" in capsys.readouterr().err
+
+
+async def test_a_backup_writes_nothing_outside_of_its_folder(tmp_path: Path) -> None:
+    async def hostile() -> AsyncIterator[pb.BackupResponse]:
+        yield pb.BackupResponse(chunk=pb.BackupChunk(file="../outside", data=b"x"))
+
+    with pytest.raises(DataLoss, match="outside of its folder"):
+        await write_backup(hostile(), tmp_path / "copy")
+    assert not (tmp_path / "outside").exists()
+
+
+async def test_a_ledger_in_memory_says_that_it_cannot_be_copied(tmp_path: Path) -> None:
+    async with served_buffer(MemoryStore()) as (_, server), BufferClient(server.address) as client:
+        with pytest.raises(FailedPrecondition, match="start the buffer with another --buffer-store"):
+            await write_backup(client.backup(), tmp_path / "copy")
+
+
+async def test_samples_are_exported_as_a_table(served: Served, tmp_path: Path) -> None:
+    file = tmp_path / "samples.parquet"
+    epoch = (await served.client.stats("train")).epoch
+    await served.client.commit("train", epoch, 1)
+    assert await command("export", "--buffer-address", served.address, "--parquet", str(file)) == 0
+    rows = {row["sample_id"]: row for row in pyarrow.parquet.read_table(file).to_pylist()}
+    groups = (await served.client.list_groups("train")).groups
+    assert rows.keys() == {sample.sample_id for group in groups for sample in group.samples}
+    ready = [row for row in rows.values() if row["state"] == "READY"]
+    assert len(ready) == 20
+    for row in ready:
+        assert row["tokens"] == [1, 2, 3, 10 + row["index"], 5]
+        assert (row["loss_mask"], row["rollout_log_probs"]) == ([1, 1], [0.0, 0.0])
+        assert row["policy_ranges"] == [{"policy_version": 0, "start": 0, "end": 2}]
+        assert row["prompt"].startswith("What is q")
+    gone = [row for row in rows.values() if row["state"] == "COMMITTED"]
+    assert [(row["step"], row["tokens"], row["reward"]) for row in gone] == [(0, None, 1.0)] * 4
+    table = duckdb.sql(f"SELECT state, count(*), avg(reward), sum(len(tokens)) FROM '{file}' GROUP BY 1 ORDER BY 1")
+    assert table.fetchall() == [("COMMITTED", 4, 1.0, None), ("READY", 20, 1.0, 100)]
