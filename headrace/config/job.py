@@ -88,6 +88,14 @@ class TrainSection(Section):
         None, description="Optimizer steps in a rollout step; may be derived."
     )
     micro_batch_size: Positive = Field(1, description="Samples in a forward pass.")
+    use_dynamic_batch_size: bool = Field(
+        False, description="Micro-batches of max_tokens_per_gpu, however many samples."
+    )
+    max_tokens_per_gpu: Positive | None = Field(None, description="Tokens in a forward pass at most.")
+    balance_data: bool = Field(
+        True, description="Data-parallel ranks get equally much work; off: samples as they come."
+    )
+    balance_by: Literal["tokens", "flops"] = Field("tokens", description="What work is.")
     packing: Literal["padded", "packed", "shared_prompts"] | None = Field(
         None, description="Samples in a row: one, several, or several behind one prompt; absent: the fastest."
     )

@@ -20,6 +20,8 @@ _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "ref_load": ("use_kl_loss", lambda job: job.train.use_kl_loss),
     "tis_clip": ("use_tis", lambda job: job.train.use_tis),
     "tis_clip_low": ("use_tis", lambda job: job.train.use_tis),
+    "max_tokens_per_gpu": ("use_dynamic_batch_size", lambda job: job.train.use_dynamic_batch_size),
+    "balance_by": ("balance_data", lambda job: job.train.balance_data),
     "group_rm": ("custom_rm_path", lambda job: job.reward.custom_rm_path is not None),
     "max_turns": ("custom_generate_function_path", lambda job: job.rollout.custom_generate_function_path is not None),
     "eval_interval": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
@@ -61,6 +63,23 @@ def _synchronous_when_colocated(job: Job) -> None:
             field="colocate",
         )
     raise ConfigError("colocate is not built yet: leave it out and give engines GPUs of their own", field="colocate")
+
+
+def _micro_batches(job: Job) -> None:
+    train = job.train
+    if not train.use_dynamic_batch_size:
+        return
+    if train.max_tokens_per_gpu is None:
+        raise ConfigError(
+            "use_dynamic_batch_size fills micro-batches up to max_tokens_per_gpu: pass --max-tokens-per-gpu",
+            field="max_tokens_per_gpu",
+        )
+    if train.micro_batch_size != 1:
+        raise ConfigError(
+            f"micro_batch_size {train.micro_batch_size} has no effect with use_dynamic_batch_size: leave it out, "
+            f"max_tokens_per_gpu {train.max_tokens_per_gpu} decides",
+            field="micro_batch_size",
+        )
 
 
 def _interval_within_staleness(job: Job) -> None:
@@ -138,6 +157,7 @@ def _architecture(job: Job) -> None:
 _RULES: Sequence[Callable[[Job], None]] = (
     _synchronous_when_colocated,
     _no_ignored_leaves,
+    _micro_batches,
     _interval_within_staleness,
     _ranks,
     check_megatron,

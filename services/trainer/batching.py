@@ -1,8 +1,4 @@
-"""Cutting a rollout batch into optimizer steps, data ranks and micro-batches, alike on every rank, and padding them.
-
-Decided from the light facts alone, so ranks agree without talking. Nothing is dropped: uneven steps are allowed, and
-where data ranks come out uneven, empty micro-batches keep their collectives in step.
-"""
+"""The samples of a micro-batch as tensors: rows for the model, and the answers that are trained beside them."""
 
 from __future__ import annotations
 
@@ -13,65 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.trajectory import Sample, Status
-from services.trainer.batch import SampleFacts
+from headrace.trajectory import Sample
+from services.trainer.planning import Ids
 from services.trainer.rows import Packing, Rows, lay
-
-Ids = tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One optimizer step: for each data rank its micro-batches of sample ids; () is an empty one."""
-
-    by_data_rank: tuple[tuple[Ids, ...], ...]
-
-    def micro_batches(self, dp_rank: int) -> tuple[Ids, ...]:
-        """Equally many on every data rank."""
-        return self.by_data_rank[dp_rank]
-
-    def sample_ids(self, dp_rank: int) -> list[str]:
-        """All of one data rank."""
-        return [sample_id for ids in self.by_data_rank[dp_rank] for sample_id in ids]
-
-    @property
-    def all_sample_ids(self) -> frozenset[str]:
-        """All of the step."""
-        return frozenset(i for rank in range(len(self.by_data_rank)) for i in self.sample_ids(rank))
-
-
-def plan_steps(
-    samples: Sequence[SampleFacts], *, num_steps: int, dp_size: int, micro_batch_size: int
-) -> list[StepPlan]:
-    """`num_steps` plans that hold every sample that did not fail exactly once, in order of the batch."""
-    usable = [s for s in samples if s.status != Status.FAILED.value]
-    return [
-        _plan([usable[i] for i in chunk], dp_size, micro_batch_size)
-        for chunk in np.array_split(np.arange(len(usable)), num_steps)
-    ]
-
-
-def _plan(samples: Sequence[SampleFacts], dp_size: int, micro_batch_size: int) -> StepPlan:
-    shares = _balance(samples, dp_size)
-    cut = [[tuple(share[i : i + micro_batch_size]) for i in range(0, len(share), micro_batch_size)] for share in shares]
-    most = max(1, *(len(micros) for micros in cut))
-    return StepPlan(tuple(tuple(micros) + ((),) * (most - len(micros)) for micros in cut))
-
-
-def _balance(samples: Sequence[SampleFacts], dp_size: int) -> list[list[str]]:
-    """Longest first, to the lightest rank that has room; so a rank's samples are sorted by length and pad little."""
-    room = -(-len(samples) // dp_size)
-    shares: list[list[str]] = [[] for _ in range(dp_size)]
-    loads = [0] * dp_size
-    for sample in sorted(samples, key=lambda s: (-_length(s), s.sample_id)):
-        rank = min((r for r in range(dp_size) if len(shares[r]) < room), key=lambda r: (loads[r], r))
-        shares[rank].append(sample.sample_id)
-        loads[rank] += _length(sample)
-    return shares
-
-
-def _length(sample: SampleFacts) -> int:
-    return sample.prompt_length + sample.response_length
 
 
 @dataclass(frozen=True, slots=True)

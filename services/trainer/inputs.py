@@ -14,8 +14,9 @@ from services.trainer.algorithms.groups import raw_rewards
 from services.trainer.algorithms.grpo import grpo_rewards
 from services.trainer.algorithms.reduction import Reduction
 from services.trainer.batch import SampleFacts
-from services.trainer.batching import MicroBatch, StepPlan, collate, empty_micro_batch
+from services.trainer.batching import MicroBatch, collate, empty_micro_batch
 from services.trainer.parallel import Layout
+from services.trainer.planning import StepPlan
 from services.trainer.rows import Packing, Rows
 
 

@@ -19,9 +19,9 @@ from headrace.config.megatron import MegatronArgs
 from headrace.errors import ConfigError
 from headrace.trajectory import Sample
 from services.trainer.batch import SampleFacts
-from services.trainer.batching import StepPlan, plan_steps
 from services.trainer.buckets import TensorSpec
 from services.trainer.canary import Canary, canary_sample
+from services.trainer.cost import cost_of
 from services.trainer.inputs import StepInputs, step_inputs
 from services.trainer.models.convert import Converter
 from services.trainer.models.export import export
@@ -30,6 +30,7 @@ from services.trainer.objective import Objective
 from services.trainer.optimizer import Optimizer, wrap_for_data_parallel
 from services.trainer.parallel import Layout
 from services.trainer.pipeline import Pipeline
+from services.trainer.planning import Planner, StepPlan
 from services.trainer.reference import ReferencePolicy
 from services.trainer.weights_file import load_state, save_state
 
@@ -49,6 +50,13 @@ class Policy:
         self._vocab_size = architecture.vocab_size
         self._objective = Objective(job.train)
         self._packing = packing_of(job, layout)
+        self._planner = Planner(
+            dp_size=layout.dp_size,
+            packing=self._packing,
+            micro_batch_size=job.train.micro_batch_size,
+            max_tokens=job.train.max_tokens_per_gpu,
+            cost=cost_of(job, architecture),
+        )
         config = transformer_config(architecture, args, layout)
         model = build_model(architecture, config, layout, self._packing)
         self._converter = Converter(architecture, layout, model)
@@ -71,12 +79,7 @@ class Policy:
     def train(self, step: int, samples: Sequence[SampleFacts], fetch: FetchSamples) -> dict[str, float]:
         """The optimizer steps of one rollout step; metrics are equal on all ranks."""
         started = time.monotonic()
-        plans = plan_steps(
-            samples,
-            num_steps=self._steps_per_rollout,
-            dp_size=self._layout.dp_size,
-            micro_batch_size=self._job.train.micro_batch_size,
-        )
+        plans = self._planner.plan(samples, self._steps_per_rollout)
         inputs = self._inputs(plans, samples, fetch)
         fetched = time.monotonic()
         olds, references = self._frozen_log_probs(inputs)
