@@ -67,6 +67,8 @@ class PolicyRange:
     policy_version: int
     start: int
     end: int
+    masked: bool = False
+    """None of them is trained: their age does not count."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,7 +160,8 @@ class Sample:
             response_tokens=self.response_length,
             trained_tokens=int(self.loss_mask.sum()),
             policy_ranges=[
-                pb.PolicyRange(policy_version=r.policy_version, start=r.start, end=r.end) for r in self.policy_ranges
+                pb.PolicyRange(policy_version=r.policy_version, start=r.start, end=r.end, masked=r.masked)
+                for r in self.policy_ranges
             ],
             digest=hashlib.sha256(payload).digest(),
             payload_bytes=len(payload),
@@ -202,7 +205,9 @@ class Sample:
             metadata=from_json(payload.metadata_json),
             train_metadata=from_json(payload.train_metadata_json),
             sampling_params=from_json(payload.sampling_params_json),
-            policy_ranges=tuple(PolicyRange(r.policy_version, r.start, r.end) for r in envelope.policy_ranges),
+            policy_ranges=tuple(
+                PolicyRange(r.policy_version, r.start, r.end, r.masked) for r in envelope.policy_ranges
+            ),
             tags=dict(envelope.tags),
         )
 

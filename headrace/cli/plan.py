@@ -65,7 +65,13 @@ def _staleness(job: Job) -> str:
 
 
 def _prompts(job: Job) -> str:
-    return str(job.data.prompt_data) if job.data.prompt_data else "by SubmitPrompts only (headrace submit)"
+    files, weights = job.data.prompt_data, job.data.prompt_data_weights
+    if not files:
+        return "by SubmitPrompts only (headrace submit)"
+    if len(files) == 1:
+        return files[0]
+    shares = weights or (1.0,) * len(files)
+    return ", ".join(f"{share / sum(shares):.0%} {file}" for file, share in zip(files, shares, strict=True))
 
 
 def _evaluation(job: Job) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
+from itertools import islice
 from pathlib import Path
 
 from headrace.config.job import Job
+from headrace.config.prompt_path import PromptPath
 from headrace.errors import ConfigError
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -19,10 +21,11 @@ def check_files(job: Job) -> None:
     if job.model.ref_load:
         _checkpoint("ref_load", job.model.ref_load)
     if job.data.prompt_data and job.services.buffer_address is None:
-        _prompts("prompt_data", job.data.prompt_data, job)
+        for text in job.data.prompt_data:
+            _prompts("prompt_data", PromptPath.parse(text), job)
     if job.services.rollout_address is None:
         for name, path in job.eval.eval_prompt_data:
-            _prompts(f"eval_prompt_data {name}", path, job)
+            _prompts(f"eval_prompt_data {name}", PromptPath(path), job)
         _hook("custom_generate_function_path", job.rollout.custom_generate_function_path)
     if job.services.reward_address is None:
         _hook("custom_rm_path", job.reward.custom_rm_path)
@@ -42,13 +45,16 @@ def _checkpoint(leaf: str, folder: Path) -> None:
         raise ConfigError(f"{leaf} {folder} is not a whole model: it has no {', no '.join(missing)}", field=leaf)
 
 
-def _prompts(leaf: str, path: Path, job: Job) -> None:
+def _prompts(leaf: str, part: PromptPath, job: Job) -> None:
+    path = part.path
     if not path.is_file():
         raise ConfigError(f"{leaf} {path} does not exist", field=leaf)
+    if path.suffix == ".parquet":
+        return  # the buffer, which has a reader for it, looks into it at its start
     empty = True
     with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if number > _LINES_LOOKED_AT:
+        for number, line in islice(enumerate(lines, 1), part.first_row, part.end_row):
+            if number > part.first_row + _LINES_LOOKED_AT:
                 break
             if line.strip():
                 empty = False

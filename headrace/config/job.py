@@ -9,12 +9,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
+Above = Annotated[float, Field(gt=0)]
+
+
+def _several(value: Any) -> Any:
+    """One where several may stand."""
+    return (str(value),) if isinstance(value, str | Path) else value
 
 
 class Section(BaseModel):
@@ -37,11 +43,19 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    prompt_data: Path | None = Field(None, description="JSONL of prompts; absent: prompts come by SubmitPrompts only.")
+    prompt_data: Annotated[tuple[str, ...], BeforeValidator(_several)] = Field(
+        (), description="JSONL or parquet of prompts, PATH or PATH@[a:b]; absent: they come by SubmitPrompts only."
+    )
+    prompt_data_weights: tuple[Above, ...] = Field(
+        (), description="Each file's share of the prompts, relative to the others; absent: equal shares."
+    )
+    streaming_data: bool = Field(False, description="Read prompt_data in blocks and keep none of it in memory.")
+    num_data_workers: Positive = Field(1, description="Processes that parse a streamed file's blocks ahead.")
     input_key: str = Field("prompt", description="Key of the prompt: text, or an array of chat messages.")
     label_key: str | None = Field(None, description="Key of the reference answer.")
     metadata_key: str | None = Field("metadata", description="Key of an object for rewards and hooks.")
     tool_key: str | None = Field(None, description="Key of an array of tool definitions.")
+    priority_key: str | None = Field(None, description="Key of an integer; larger goes first with selection priority.")
     apply_chat_template: bool = Field(False, description="Text prompts become one user turn of the chat template.")
     rollout_shuffle: bool = Field(False, description="Walk every epoch in an order of its own.")
     rollout_seed: NonNegative = Field(42, description="Seeds that order and the engines' sampling.")
@@ -53,6 +67,9 @@ class RolloutSection(Section):
     num_rollout: Positive = Field(100, description="Rollout steps in the run.")
     rollout_batch_size: Positive | None = Field(None, description="Prompts (groups) in a step; may be derived.")
     n_samples_per_prompt: Positive | None = Field(None, description="Samples in a group; may be derived.")
+    over_sampling_batch_size: Positive | None = Field(
+        None, description="Groups in production for a step, so that it fills in spite of drops; absent: its own."
+    )
     rollout_temperature: Annotated[float, Field(ge=0)] = Field(1.0, description="Logits are divided by it.")
     rollout_top_p: Share = Field(1.0, description="Nucleus sampling.")
     rollout_top_k: Positive | None = Field(None, description="Sample from so many tokens; absent: from all.")
@@ -129,6 +146,22 @@ class BufferSection(Section):
         "sqlite", description="Where the ledger lives: memory loses it with the process."
     )
     max_payload_bytes: Positive = Field(8 << 30, description="Payload bytes held at most.")
+    max_groups: Positive = Field(2_000_000, description="Groups queued, leased, ready and consumed at most.")
+    max_leases: Positive = Field(100_000, description="Leases out at most.")
+    retain_steps: NonNegative | None = Field(
+        None, description="Committed and dropped groups are forgotten so many steps later; absent: never."
+    )
+    selection: Literal["fifo", "lifo", "priority", "freshest", "reward", "surprise"] = Field(
+        "fifo", description="Which ready groups become the next batch."
+    )
+    expiry_action: Literal["requeue", "drop"] = Field("requeue", description="What becomes of a group too stale.")
+    min_size_to_sample: Positive | None = Field(None, description="Ready groups before a step gets its batch.")
+    samples_per_insert: Share | None = Field(
+        None, description="Aimed at: groups trained for each group made; who is ahead of it waits."
+    )
+    samples_per_insert_error_buffer: Above | None = Field(
+        None, description="Groups that either may be ahead; half a step's batch and one at least."
+    )
 
 
 class PublishSection(Section):

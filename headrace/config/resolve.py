@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from headrace.config.batch import derive
 from headrace.config.job import Job
+from headrace.config.prompt_path import PromptPath
 
 _HOOKS = ("custom_generate_function_path", "custom_rm_path")
 
@@ -26,6 +27,8 @@ def _absolute(section: BaseModel) -> BaseModel:
 def _made_absolute(name: str, value: Any) -> Any:
     if isinstance(value, Path):
         return value.expanduser().absolute()
+    if name == "prompt_data":
+        return tuple(PromptPath.parse(text).absolute() for text in value)
     if name == "eval_prompt_data":
         return tuple((dataset, path.expanduser().absolute()) for dataset, path in value)
     if name in _HOOKS and isinstance(value, str) and ".py:" in value:

@@ -28,9 +28,14 @@ _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "n_samples_per_eval_prompt": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
     "eval_temperature": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
     "eval_max_response_len": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
-    "rollout_shuffle": ("prompt_data", lambda job: job.data.prompt_data is not None),
-    "num_epoch": ("prompt_data", lambda job: job.data.prompt_data is not None),
-    "skip_bad_lines": ("prompt_data", lambda job: job.data.prompt_data is not None),
+    "rollout_shuffle": ("prompt_data", lambda job: bool(job.data.prompt_data)),
+    "num_epoch": ("prompt_data", lambda job: bool(job.data.prompt_data)),
+    "prompt_data_weights": ("prompt_data", lambda job: bool(job.data.prompt_data)),
+    "streaming_data": ("prompt_data", lambda job: bool(job.data.prompt_data)),
+    "num_data_workers": ("streaming_data", lambda job: job.data.streaming_data),
+    "samples_per_insert": ("min_size_to_sample", lambda job: job.buffer.min_size_to_sample is not None),
+    "samples_per_insert_error_buffer": ("samples_per_insert", lambda job: job.buffer.samples_per_insert is not None),
+    "skip_bad_lines": ("prompt_data", lambda job: bool(job.data.prompt_data)),
 }
 """A leaf that has no effect without another one."""
 
@@ -89,6 +94,39 @@ def _interval_within_staleness(job: Job) -> None:
             f"update_weights_interval {behind + 1} makes tokens up to {behind} steps old, and max_staleness is "
             f"{job.buffer.max_staleness}: pass --max-staleness {behind} or a shorter interval",
             field="update_weights_interval",
+        )
+
+
+def _mixed_prompts(job: Job) -> None:
+    files, weights = job.data.prompt_data, job.data.prompt_data_weights
+    if weights and len(weights) != len(files):
+        raise ConfigError(
+            f"prompt_data_weights has {len(weights)} numbers for {len(files)} files of prompt_data: give one for each",
+            field="prompt_data_weights",
+        )
+
+
+def _limiter(job: Job) -> None:
+    buffer, groups = job.buffer, job.rollout.rollout_batch_size
+    if buffer.samples_per_insert is None or groups is None:
+        return
+    least = (groups + buffer.samples_per_insert) / 2
+    if buffer.samples_per_insert_error_buffer is None or buffer.samples_per_insert_error_buffer < least:
+        raise ConfigError(
+            f"samples_per_insert needs a samples_per_insert_error_buffer of {least:g} or more, half of "
+            f"rollout_batch_size {groups} and one insert, not {buffer.samples_per_insert_error_buffer}: with less, "
+            "producers and trainer wait for each other",
+            field="samples_per_insert_error_buffer",
+        )
+
+
+def _over_sampling(job: Job) -> None:
+    asked, needed = job.rollout.over_sampling_batch_size, job.rollout.rollout_batch_size
+    if asked is not None and needed is not None and asked < needed:
+        raise ConfigError(
+            f"over_sampling_batch_size {asked} is below rollout_batch_size {needed}: a step could not fill; "
+            f"pass {needed} or more, or leave it out",
+            field="over_sampling_batch_size",
         )
 
 
@@ -159,6 +197,9 @@ _RULES: Sequence[Callable[[Job], None]] = (
     _no_ignored_leaves,
     _micro_batches,
     _interval_within_staleness,
+    _mixed_prompts,
+    _limiter,
+    _over_sampling,
     _ranks,
     check_megatron,
     _engines,

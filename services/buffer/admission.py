@@ -12,6 +12,9 @@ can get. Therefore a group is handed out only while
     admitted < (max_staleness + min(step, policy_version) + 1) * groups_per_step
     admitted = step * groups_per_step + LEASED + READY.
 
+plus over_sampling_groups, which are in production so that a step fills in spite of groups that are dropped: those left
+over are trained later while they are fresh enough, and expire otherwise.
+
 Dropped, failed, released and expired groups are in neither state: they give their place back. policy_version is
 behind `step` between the end of a step and the publication of its weights: what began there would be a version older
 than the plain `step` promises, so it has to wait for the publication. max_staleness = 0 with a publication after every
@@ -35,7 +38,7 @@ def places_left(state: StreamState, num_leased: int, num_ready: int) -> int | No
         return None
     admitted = state.step * config.groups_per_step + num_leased + num_ready
     limit = (config.max_staleness + min(state.step, state.policy_version) + 1) * config.groups_per_step
-    return max(limit - admitted, 0)
+    return max(limit + config.over_sampling_groups - admitted, 0)
 
 
 def oldest_trainable(state: StreamState) -> int | None:

@@ -19,10 +19,11 @@ from services.buffer.group import Group, GroupState, Prompt, SampleRecord
 from services.buffer.journal import Journal
 from services.buffer.ledger import Ledger, Result
 from services.buffer.producing import GroupPut, NoLeaseReason, PutResult, Release
-from services.buffer.prompt_file import PromptFile
+from services.buffer.prompts.mix import PromptMix
+from services.buffer.prompts.open import open_files
 from services.buffer.signal import Signal, wait_for
 from services.buffer.store.base import Store
-from services.buffer.stream import FileSource, StreamConfig, StreamState
+from services.buffer.stream import StreamConfig, StreamState
 from services.buffer.training import Batch
 from services.buffer.transaction import Instant, LedgerEvent, Transaction
 
@@ -42,7 +43,7 @@ class Buffer:
         self._max_watch_lag = max_watch_lag
         self._changed: defaultdict[str, Signal] = defaultdict(Signal)
         self._leased = Signal()
-        self._files: dict[str, PromptFile] = {}
+        self._sources: dict[str, PromptMix] = {}
         self._reading: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._timer: asyncio.Task[None] | None = None
 
@@ -58,8 +59,8 @@ class Buffer:
         ledger.restore(_now(), snapshot.streams, snapshot.groups, snapshot.position)
         buffer = cls(store, ledger, Journal(store, snapshot.position), max_watch_lag=max_watch_lag)
         for state in snapshot.streams:
-            if state.config.file:
-                buffer._files[state.name] = await _reopen(state, state.config.file)
+            if state.config.has_source:
+                buffer._sources[state.name] = await _reopen(state)
         buffer._timer = asyncio.create_task(buffer._expire_leases())
         return buffer
 
@@ -68,16 +69,19 @@ class Buffer:
         if self._timer:
             self._timer.cancel()
         await self.journal.close()
+        for source in self._sources.values():
+            await source.close()
         await asyncio.to_thread(self._store.close)
 
     async def create_stream(self, config: StreamConfig) -> tuple[StreamConfig, bool]:
         """(config, created)."""
         async with self._reading[config.name]:
             state = StreamState(config)
-            if config.file and config.name not in self.ledger.books:
-                file = await asyncio.to_thread(PromptFile, config.file)
-                state = replace(state, bad_lines=file.bad_lines, file_digest=file.digest)
-                self._files[config.name] = file
+            if config.has_source and config.name not in self.ledger.books:
+                mix = await asyncio.to_thread(open_files, config.files)
+                digests, cursors = mix.digests, mix.start()
+                state = replace(state, bad_lines=mix.bad_lines, file_digests=digests, cursors=cursors)
+                self._sources[config.name] = mix
             return config, await self._commit(self.ledger.create_stream(_now(), state))
 
     async def set_limits(self, limits: StreamConfig) -> None:
@@ -110,9 +114,9 @@ class Buffer:
             count = self.ledger.prompts_wanted(stream, max_groups)
             if not count:
                 return
-            cursor = self.ledger.book(stream).state.cursor
-            reading = await asyncio.to_thread(self._files[stream].read, cursor, count)
-            result = self.ledger.read(_now(), stream, reading.prompts, reading.cursor, reading.exhausted)
+            cursors = self.ledger.book(stream).state.cursors
+            reading = await self._sources[stream].read(cursors, count)
+            result = self.ledger.read(_now(), stream, reading.prompts, reading.cursors, reading.exhausted)
             # Not waited for: the lease that follows is behind it in the journal.
             _ = self.journal.append(result[1])
 
@@ -267,13 +271,15 @@ def _portions(records: Sequence[SampleRecord]) -> Iterator[list[SampleRecord]]:
         yield portion
 
 
-async def _reopen(state: StreamState, source: FileSource) -> PromptFile:
-    file = await asyncio.to_thread(PromptFile, source)
-    if file.digest != state.file_digest:
-        raise FailedPrecondition(
-            f"prompt file {source.path} has changed since stream {state.name} began to walk it, its position in it "
-            f"(epoch {state.cursor.epoch}, row {state.cursor.row}) means nothing now: put the old file back, or begin "
-            "with another --data-dir",
-            reason="PROMPT_FILE_CHANGED",
-        )
-    return file
+async def _reopen(state: StreamState) -> PromptMix:
+    mix = await asyncio.to_thread(open_files, state.config.files)
+    pairs = zip(state.config.files, state.cursors, state.file_digests, mix.digests, strict=True)
+    for file, cursor, known, digest in pairs:
+        if digest != known:
+            raise FailedPrecondition(
+                f"prompt file {file.path} has changed since stream {state.name} began to walk it, its position in it "
+                f"(epoch {cursor.epoch}, row {cursor.row}) means nothing now: put the old file back, or begin "
+                "with another --data-dir",
+                reason="PROMPT_FILE_CHANGED",
+            )
+    return mix

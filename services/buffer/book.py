@@ -13,6 +13,8 @@ from services.buffer.ready_pool import ReadyPool
 from services.buffer.recency import Recency
 from services.buffer.stream import StreamState
 
+_UNENDED = (GroupState.QUEUED, GroupState.LEASED, GroupState.READY, GroupState.CONSUMED)
+
 
 class StreamBook:
     """`place` is the only way in: it moves a group from the indexes of its old state to those of its new one."""
@@ -28,6 +30,7 @@ class StreamBook:
         self.payload_bytes = 0
         self.recency = Recency(self.groups)
         self._batches: defaultdict[int, dict[int, str]] = defaultdict(dict)
+        self._ended: defaultdict[int, list[str]] = defaultdict(list)
 
     def place(self, group: Group) -> None:
         """The group as it is now."""
@@ -62,9 +65,59 @@ class StreamBook:
         """Steps in [first, end) that have a batch."""
         return sorted(step for step in self._batches if first <= step < end)
 
-    def places_left(self) -> int | None:
-        """Groups that may be handed out now; None without admission control."""
+    def forget(self, group_id: str) -> Group:
+        """Takes an ended group out of memory."""
+        group = self.groups.pop(group_id)
+        self._leave(group)
+        del self.prompts[group.prompt.prompt_id]
+        self.recency.left(group.state)
+        return group
+
+    def take_ended(self, step: int) -> list[str]:
+        """Ids of the groups that ended with a step, to be forgotten."""
+        return self._ended.pop(step, [])
+
+    def count(self, state: GroupState) -> int:
+        """Groups in a state, those forgotten included."""
+        return self.counts[state] + self.state.forgotten.get(state.value, 0)
+
+    @property
+    def num_groups(self) -> int:
+        """Groups that still have a way to go."""
+        return sum(self.counts[state] for state in _UNENDED)
+
+    def admitted_left(self) -> int | None:
+        """Groups that staleness lets go now; None without admission control."""
         return places_left(self.state, self.counts[GroupState.LEASED], self.counts[GroupState.READY])
+
+    def inserts_left(self) -> int | None:
+        """Groups that the limiter lets go now; None without a limit."""
+        limiter = self.state.config.limiter
+        if limiter is None:
+            return None
+        leased = self.counts[GroupState.LEASED]
+        left = limiter.inserts_left(
+            num_inserted=self.state.num_inserted, num_taken=self.state.num_taken, num_leased=leased
+        )
+        needed = max(self.state.config.groups_per_step, limiter.min_size)
+        return None if left is None else max(left, needed - len(self.ready) - leased)
+
+    def places_left(self) -> int | None:
+        """Groups that may be handed out now; None without admission control and limiter."""
+        rules = [left for left in (self.admitted_left(), self.inserts_left()) if left is not None]
+        return min(rules) if rules else None
+
+    def may_take(self, count: int) -> bool:
+        """Whether `count` groups are READY for a batch, and the limiter lets them go."""
+        if len(self.ready) < count:
+            return False
+        limiter = self.state.config.limiter
+        if limiter is None or (self.places_left() == 0 and not self.counts[GroupState.LEASED]):
+            return True
+        state = self.state
+        return limiter.may_take(
+            count, num_inserted=state.num_inserted, num_taken=state.num_taken, num_ready=len(self.ready)
+        )
 
     def _enter(self, group: Group) -> None:
         self.counts[group.state] += 1
@@ -79,6 +132,8 @@ class StreamBook:
                 self.ready.add(group)
             else:
                 self._batches[group.step][group.batch_index] = group.group_id
+        elif group.ended_step is not None:
+            self._ended[group.ended_step].append(group.group_id)
 
     def _leave(self, group: Group) -> None:
         self.counts[group.state] -= 1

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from headrace.config.job import DataSection, Job
+from headrace.config.job import BufferSection, DataSection, Job
+from headrace.config.prompt_path import PromptPath
 from headrace.errors import ConfigError
-from services.buffer.stream import FileSource, StreamConfig
+from services.buffer.limiter import Limiter
+from services.buffer.source import FileSource
+from services.buffer.stream import ExpiryAction, Selection, StreamConfig
 
 TRAIN_STREAM = "train"
 
@@ -26,22 +29,49 @@ def train_stream(job: Job) -> StreamConfig:
         max_staleness=job.buffer.max_staleness,
         lease_seconds=job.buffer.lease_seconds,
         max_attempts=job.buffer.max_attempts,
-        file=_file(job.data),
+        expiry_action=ExpiryAction(job.buffer.expiry_action.upper()),
+        selection=Selection(job.buffer.selection.upper()),
+        files=_files(job.data),
         max_payload_bytes=job.buffer.max_payload_bytes,
+        max_groups=job.buffer.max_groups,
+        max_leases=job.buffer.max_leases,
+        retain_steps=job.buffer.retain_steps,
+        over_sampling_groups=_surplus(job.rollout.over_sampling_batch_size, job.rollout.rollout_batch_size),
+        limiter=_limiter(job.buffer),
     )
 
 
-def _file(data: DataSection) -> FileSource | None:
-    if data.prompt_data is None:
+def _surplus(over_sampling_batch_size: int | None, groups_per_step: int) -> int:
+    return 0 if over_sampling_batch_size is None else over_sampling_batch_size - groups_per_step
+
+
+def _limiter(buffer: BufferSection) -> Limiter | None:
+    if buffer.min_size_to_sample is None:
         return None
+    return Limiter(buffer.min_size_to_sample, buffer.samples_per_insert, buffer.samples_per_insert_error_buffer)
+
+
+def _files(data: DataSection) -> tuple[FileSource, ...]:
+    weights = data.prompt_data_weights or (1.0,) * len(data.prompt_data)
+    return tuple(_file(data, text, weight) for text, weight in zip(data.prompt_data, weights, strict=True))
+
+
+def _file(data: DataSection, text: str, weight: float) -> FileSource:
+    part = PromptPath.parse(text)
     return FileSource(
-        path=str(data.prompt_data),
+        path=str(part.path),
         input_key=data.input_key,
         label_key=data.label_key,
         metadata_key=data.metadata_key,
         tool_key=data.tool_key,
+        priority_key=data.priority_key,
         shuffle=data.rollout_shuffle,
         seed=data.rollout_seed,
         num_epochs=data.num_epoch,
         skip_bad_lines=data.skip_bad_lines,
+        first_row=part.first_row,
+        end_row=part.end_row,
+        weight=weight,
+        streaming=data.streaming_data,
+        num_workers=data.num_data_workers,
     )

@@ -46,6 +46,8 @@ class SampleRecord:
     oldest_version: int | None
     """None when no policy sampled any of its tokens."""
     envelope: bytes
+    reward: float | None = None
+    """None when nobody judged it, or it failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,8 @@ class Group:
     step: int | None = None
     batch_index: int | None = None
     failure: Failure | None = None
+    ended_step: int | None = None
+    """COMMITTED or DROPPED with this step: retention counts from it."""
     ended: tuple[EndedLease, ...] = ()
     position: int = 0
     """Of its latest event."""
@@ -98,6 +102,11 @@ class Group:
         if self.state in (GroupState.READY, GroupState.CONSUMED):
             return (*self.samples, *self.partials)
         return self.partials
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of the samples that were judged."""
+        return [record.reward for record in self.samples if record.reward is not None]
 
     @property
     def payload_bytes(self) -> int:

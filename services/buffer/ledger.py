@@ -19,7 +19,8 @@ from services.buffer.book import StreamBook
 from services.buffer.group import Group, GroupState, Prompt, SampleRecord
 from services.buffer.leases import LeaseTable
 from services.buffer.producing import GroupPut, NoLeaseReason, PutResult, Release
-from services.buffer.stream import Cursor, StreamConfig, StreamState
+from services.buffer.source import Cursor
+from services.buffer.stream import StreamConfig, StreamState
 from services.buffer.training import Batch
 from services.buffer.transaction import Instant, Transaction
 from services.buffer.work import Work
@@ -90,20 +91,25 @@ class Ledger:
         return self._done(work, producing.submit(work, self.book(stream), prompts))
 
     def prompts_wanted(self, stream: str, max_groups: int) -> int:
-        """How many prompts should be read from the stream's file so that `max_groups` may be leased."""
+        """How many prompts should be read from the stream's sources so that `max_groups` may be leased."""
         book = self.book(stream)
-        if book.state.config.file is None or book.state.exhausted:
+        if not book.state.config.has_source or book.state.exhausted:
             return 0
         places = book.places_left()
         count = max_groups if places is None else min(max_groups, places)
-        return max(count - len(book.queue), 0)
+        return max(min(count - len(book.queue), book.state.config.max_groups - book.num_groups), 0)
 
     def read(
-        self, now: Instant, stream: str, prompts: Sequence[Prompt], cursor: Cursor, exhausted: bool
+        self,
+        now: Instant,
+        stream: str,
+        prompts: Sequence[Prompt],
+        cursors: Sequence[Cursor],
+        exhausted: bool,
     ) -> Result[None]:
-        """Prompts of the stream's file become groups; its cursor moves in the same transaction."""
+        """Prompts of the stream's sources become groups; the cursors move in the same transaction."""
         work = self._work(now)
-        producing.read(work, self.book(stream), prompts, cursor, exhausted)
+        producing.read(work, self.book(stream), prompts, cursors, exhausted)
         return self._done(work, None)
 
     def lease(

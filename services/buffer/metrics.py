@@ -31,13 +31,13 @@ class LedgerCollector(Collector):
         for name, book in list(self._ledger.books.items()):
             state = book.state
             for group_state in GroupState:
-                groups.add_metric([name, group_state.name], book.counts[group_state])
+                groups.add_metric([name, group_state.name], book.count(group_state))
             numbers["payload_bytes"].add_metric([name], book.payload_bytes)
             numbers["step"].add_metric([name], state.step)
             numbers["committed_step"].add_metric([name], state.committed_step)
             numbers["policy_version"].add_metric([name], state.policy_version)
-            numbers["prompts_read"].add_metric([name], state.cursor.prompts_read)
-            numbers["bad_lines"].add_metric([name], state.bad_lines)
+            numbers["prompts_read"].add_metric([name], state.prompts_read)
+            numbers["bad_lines"].add_metric([name], state.num_bad_lines)
         return [groups, *numbers.values()]
 
 

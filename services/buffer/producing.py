@@ -15,10 +15,8 @@ from headrace.trajectory import Failure
 from services.buffer.admission import oldest_trainable
 from services.buffer.book import StreamBook
 from services.buffer.group import Group, GroupState, Lease, Prompt
-from services.buffer.stream import Cursor
+from services.buffer.source import Cursor
 from services.buffer.work import NewSample, Work
-
-MAX_LEASES = 100_000
 
 
 class PutOutcome(StrEnum):
@@ -36,6 +34,7 @@ class NoLeaseReason(StrEnum):
     NO_PROMPTS = "NO_PROMPTS"
     EXHAUSTED = "EXHAUSTED"
     BYTES = "BYTES"
+    LIMITER = "LIMITER"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,20 +93,27 @@ def submit(work: Work, book: StreamBook, prompts: Sequence[Prompt]) -> list[str]
             f"max_queued_groups {limit}: submit again when producers have taken some",
             retry_after_seconds=1.0,
         )
+    room = book.state.config.max_groups - book.num_groups
+    if len(new) > room:
+        raise ResourceExhausted(
+            f"stream {book.state.name} holds {book.num_groups} groups, {len(new)} more exceed max_groups "
+            f"{book.state.config.max_groups}: submit again when some were committed",
+            retry_after_seconds=1.0,
+        )
     _add_groups(work, book, list(new.values()))
     return [book.prompts[prompt.prompt_id] for prompt in prompts]
 
 
-def read(work: Work, book: StreamBook, prompts: Sequence[Prompt], cursor: Cursor, exhausted: bool) -> None:
-    """Prompts of the stream's file become groups, and the cursor moves with them."""
+def read(work: Work, book: StreamBook, prompts: Sequence[Prompt], cursors: Sequence[Cursor], exhausted: bool) -> None:
+    """Prompts of the stream's sources become groups, and the cursors move with them."""
     for prompt in prompts:
         if prompt.prompt_id in book.prompts:
             raise AlreadyExists(
-                f"prompt {prompt.prompt_id} of {book.state.name}'s file was submitted before: "
+                f"prompt {prompt.prompt_id} of {book.state.name}'s source was submitted before: "
                 "submitted prompts need ids of their own"
             )
     _add_groups(work, book, prompts)
-    work.set_state(book, replace(book.state, cursor=cursor, exhausted=exhausted))
+    work.set_state(book, replace(book.state, cursors=tuple(cursors), exhausted=exhausted))
 
 
 def _add_groups(work: Work, book: StreamBook, prompts: Sequence[Prompt]) -> None:
@@ -126,9 +132,12 @@ def lease(
     held = work.leases.of_request(book.state.name, request_id)
     if held or no_lease_reason(book) is not None:
         return held
-    room = MAX_LEASES - len(work.leases)
+    most = book.state.config.max_leases
+    room = most - book.counts[GroupState.LEASED]
     if room <= 0:
-        raise ResourceExhausted(f"{MAX_LEASES} leases are out, the most one ledger keeps: put or release some first")
+        raise ResourceExhausted(
+            f"{most} leases of {book.state.name} are out, which is max_leases: put or release some first"
+        )
     places = book.places_left()
     count = min(max_groups, room) if places is None else min(max_groups, room, places)
     return [
@@ -148,8 +157,10 @@ def _grant(work: Work, book: StreamBook, group: Group, producer_id: str, request
 
 def no_lease_reason(book: StreamBook) -> NoLeaseReason | None:
     """What keeps every group from being handed out now; None when one may go."""
-    if book.places_left() == 0:
+    if book.admitted_left() == 0:
         return NoLeaseReason.ADMISSION
+    if book.inserts_left() == 0:
+        return NoLeaseReason.LIMITER
     if book.payload_bytes >= book.state.config.max_payload_bytes:
         return NoLeaseReason.BYTES
     if len(book.queue):
@@ -234,12 +245,14 @@ def _complete(work: Work, book: StreamBook, group: Group, put: GroupPut, leased_
     if limit is not None and oldest < limit:
         return work.expire(book, ready)
     work.keep(put.samples)
+    work.set_state(book, replace(book.state, num_inserted=book.state.num_inserted + 1))
     return ready
 
 
 def _drop(work: Work, book: StreamBook, group: Group, failure: Failure) -> Group:
     work.forget(group.partials)
-    dropped = replace(group, state=GroupState.DROPPED, failure=failure, partials=())
+    step = book.state.step
+    dropped = replace(group, state=GroupState.DROPPED, failure=failure, partials=(), ended_step=step)
     return work.change(book, dropped, "dropped", detail=f"{failure.reason}: {failure.message}")
 
 

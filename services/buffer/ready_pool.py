@@ -1,16 +1,22 @@
 """READY groups that no batch has yet, in the order of the stream's selection, and by age for expiry.
 
+FIFO and LIFO go by admission, PRIORITY by the prompt's, FRESHEST by the oldest token's policy version, REWARD by the
+mean reward (highest first), SURPRISE by the mean |R - mean of the group|, the size of what GRPO learns from: groups of
+equal rewards come last. Ties, and what nobody judged, go by admission.
+
 Both orders are heaps; entries of groups that left are skipped when they come up, so nothing looks at all groups.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
+from collections.abc import Sequence
 
 from services.buffer.group import Group
 from services.buffer.stream import Selection
 
-_Key = tuple[int, int]
+_Key = tuple[float, int]
 
 
 class ReadyPool:
@@ -37,6 +43,10 @@ class ReadyPool:
         """Takes it out, if it is there."""
         self._live.pop(group_id, None)
 
+    def by_admission(self) -> list[str]:
+        """All ids, the order in which a user's function is shown them."""
+        return sorted(self._live, key=self._live.__getitem__)
+
     def first(self, count: int) -> list[str]:
         """The first `count` ids, which leave the pool. There must be as many."""
         taken: list[str] = []
@@ -59,7 +69,7 @@ class ReadyPool:
 
     def _key(self, group: Group) -> _Key:
         match self._selection:
-            case Selection.FIFO:
+            case Selection.FIFO | Selection.HOOK:
                 return 0, group.admitted_at
             case Selection.LIFO:
                 return 0, -group.admitted_at
@@ -67,3 +77,12 @@ class ReadyPool:
                 return -group.prompt.priority, group.admitted_at
             case Selection.FRESHEST:
                 return -(group.oldest_version or 0), group.admitted_at
+            case Selection.REWARD:
+                return -_mean(group.rewards, nothing=-math.inf), group.admitted_at
+            case Selection.SURPRISE:
+                mean = _mean(group.rewards, nothing=0.0)
+                return -_mean([abs(reward - mean) for reward in group.rewards], nothing=0.0), group.admitted_at
+
+
+def _mean(values: Sequence[float], *, nothing: float) -> float:
+    return sum(values) / len(values) if values else nothing

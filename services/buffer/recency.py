@@ -46,4 +46,5 @@ class Recency:
                 yield entries[i]
 
     def _is_current(self, entry: _Entry) -> bool:
-        return self._groups[entry[1]].position == entry[0]
+        group = self._groups.get(entry[1])
+        return group is not None and group.position == entry[0]

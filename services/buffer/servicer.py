@@ -177,14 +177,15 @@ def _stats(book: StreamBook) -> pb.StreamStats:
     state = book.state
     return pb.StreamStats(
         stream=state.name,
-        groups={group_state.name: book.counts[group_state] for group_state in GroupState},
+        groups={group_state.name: book.count(group_state) for group_state in GroupState},
         payload_bytes=book.payload_bytes,
         epoch=state.epoch,
         step=state.step,
         committed_step=state.committed_step,
         policy_version=state.policy_version,
         admissible_groups=book.places_left(),
-        prompts_read=state.cursor.prompts_read,
-        data_epoch=state.cursor.epoch,
-        bad_lines=state.bad_lines,
+        prompts_read=state.prompts_read,
+        data_epoch=state.data_epoch,
+        bad_lines=state.num_bad_lines,
+        forgotten_step=state.forgotten_step,
     )

@@ -9,13 +9,30 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from headrace.errors import InvalidArgument
+from services.buffer.limiter import Limiter
+from services.buffer.source import Cursor, FileSource
 
 DEFAULT_LEASE_SECONDS = 60.0
 DEFAULT_MAX_ATTEMPTS = 3
 DEFAULT_MAX_PAYLOAD_BYTES = 8 << 30
 DEFAULT_MAX_QUEUED_GROUPS = 1_000_000
+DEFAULT_MAX_GROUPS = 2_000_000
+DEFAULT_MAX_LEASES = 100_000
 
 _NAME = re.compile(r"[A-Za-z0-9._/-]{1,128}")
+_LIMITS = (
+    "max_staleness",
+    "lease_seconds",
+    "max_attempts",
+    "expiry_action",
+    "max_payload_bytes",
+    "max_queued_groups",
+    "max_groups",
+    "max_leases",
+    "retain_steps",
+    "over_sampling_groups",
+    "limiter",
+)
 
 
 class ExpiryAction(StrEnum):
@@ -26,27 +43,15 @@ class ExpiryAction(StrEnum):
 
 
 class Selection(StrEnum):
-    """In which order READY groups become a batch."""
+    """In which order READY groups become a batch: see `ready_pool`. HOOK: the user's buffer_filter chooses."""
 
     FIFO = "FIFO"
     LIFO = "LIFO"
     PRIORITY = "PRIORITY"
     FRESHEST = "FRESHEST"
-
-
-@dataclass(frozen=True, slots=True)
-class FileSource:
-    """Prompts read from a JSONL file."""
-
-    path: str
-    input_key: str
-    label_key: str | None = None
-    metadata_key: str | None = None
-    tool_key: str | None = None
-    shuffle: bool = False
-    seed: int = 0
-    num_epochs: int | None = None
-    skip_bad_lines: bool = False
+    REWARD = "REWARD"
+    SURPRISE = "SURPRISE"
+    HOOK = "HOOK"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +66,19 @@ class StreamConfig:
     max_attempts: int = DEFAULT_MAX_ATTEMPTS
     expiry_action: ExpiryAction = ExpiryAction.REQUEUE
     selection: Selection = Selection.FIFO
-    file: FileSource | None = None
+    files: tuple[FileSource, ...] = ()
+    data_source: str | None = None
+    """Path of the user's data source class; then there are no files."""
     max_payload_bytes: int = DEFAULT_MAX_PAYLOAD_BYTES
     max_queued_groups: int = DEFAULT_MAX_QUEUED_GROUPS
+    max_groups: int = DEFAULT_MAX_GROUPS
+    """QUEUED, LEASED, READY and CONSUMED groups together."""
+    max_leases: int = DEFAULT_MAX_LEASES
+    retain_steps: int | None = None
+    """COMMITTED and DROPPED groups are forgotten so many steps after their own was committed; None: never."""
+    over_sampling_groups: int = 0
+    """Groups admitted beyond what staleness allows, so that a step is full in spite of drops."""
+    limiter: Limiter | None = None
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -78,26 +93,17 @@ class StreamConfig:
             raise InvalidArgument(
                 f"lease_seconds is {self.lease_seconds}, must be above 0", field="config.lease_seconds"
             )
+        if self.limiter:
+            self.limiter.check(self.groups_per_step)
+
+    @property
+    def has_source(self) -> bool:
+        """Prompts come from files or a data source, too."""
+        return bool(self.files) or self.data_source is not None
 
     def with_limits_of(self, other: StreamConfig) -> StreamConfig:
         """This config under the limits of the other: what may change while groups exist."""
-        return replace(
-            self,
-            max_staleness=other.max_staleness,
-            lease_seconds=other.lease_seconds,
-            max_attempts=other.max_attempts,
-            max_payload_bytes=other.max_payload_bytes,
-            max_queued_groups=other.max_queued_groups,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Cursor:
-    """The walk over a prompt file: everything before (epoch, row) has been made into groups."""
-
-    epoch: int = 0
-    row: int = 0
-    prompts_read: int = 0
+        return replace(self, **{name: getattr(other, name) for name in _LIMITS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +122,40 @@ class StreamState:
     policy_epoch: int = 0
     """The epoch in which policy_version was set: within one it never goes back."""
     next_seq: int = 0
-    cursor: Cursor = Cursor()
+    cursors: tuple[Cursor, ...] = ()
+    """One for each file (one for a data source)."""
     exhausted: bool = False
-    """The file's epochs are walked to the end."""
+    """The sources' epochs are walked to the end."""
     bad_lines: int = 0
-    file_digest: str = ""
-    """SHA-256 of the prompt file: the cursor means nothing in another file."""
+    """Found when the files were opened."""
+    file_digests: tuple[str, ...] = ()
+    """Of the files' contents: a cursor means nothing in another file."""
     rewinds: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """request_id → (epoch, groups that came back)."""
+    num_inserted: int = 0
+    """Groups that became READY, ever; what the limiter counts."""
+    num_taken: int = 0
+    """Groups given to a batch, ever."""
+    forgotten_step: int = 0
+    """Ended groups of every step below it are forgotten."""
+    forgotten: Mapping[str, int] = field(default_factory=dict)
+    """State → groups of it that are not in the ledger any more."""
 
     @property
     def name(self) -> str:
         return self.config.name
+
+    @property
+    def prompts_read(self) -> int:
+        """Over all sources."""
+        return sum(cursor.prompts_read for cursor in self.cursors)
+
+    @property
+    def num_bad_lines(self) -> int:
+        """Passed over so far."""
+        return self.bad_lines + sum(cursor.bad_lines for cursor in self.cursors)
+
+    @property
+    def data_epoch(self) -> int:
+        """Of the source that is least far; 0 without any."""
+        return min((cursor.epoch for cursor in self.cursors), default=0)

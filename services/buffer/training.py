@@ -6,6 +6,7 @@ committed, across consumption and rewinds: step s trains on the same groups in t
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from headrace.errors import FailedPrecondition, Fenced
@@ -35,10 +36,15 @@ def lease_batch(work: Work, book: StreamBook, epoch: int, step: int) -> Batch | 
 def _choose(work: Work, book: StreamBook, step: int) -> list[Group]:
     work.expire_stale(book)
     count = book.state.config.groups_per_step
-    if len(book.ready) < count:
+    if not book.may_take(count):
         _check_not_starved(work, book)
         return []
     chosen = [book.groups[group_id] for group_id in book.ready.first(count)]
+    return _give(work, book, step, chosen)
+
+
+def _give(work: Work, book: StreamBook, step: int, chosen: list[Group]) -> list[Group]:
+    work.set_state(book, replace(book.state, num_taken=book.state.num_taken + len(chosen)))
     return [work.change(book, replace(group, step=step, batch_index=i), "batched") for i, group in enumerate(chosen)]
 
 
@@ -90,8 +96,29 @@ def commit(work: Work, book: StreamBook, epoch: int, step: int) -> int:
         work.set_state(book, replace(state, committed_step=step))
     for group in members:
         work.forget(group.samples)
-        work.change(book, replace(group, state=GroupState.COMMITTED), "committed")
+        work.change(book, replace(group, state=GroupState.COMMITTED, ended_step=group.step), "committed")
+    _forget_ended(work, book)
     return len(members)
+
+
+def _forget_ended(work: Work, book: StreamBook) -> None:
+    """COMMITTED and DROPPED groups leave the ledger `retain_steps` after their step; how many there were stays."""
+    state = book.state
+    if state.config.retain_steps is None:
+        return
+    end = state.committed_step - state.config.retain_steps
+    if end <= state.forgotten_step:
+        return
+    gone = [
+        work.forget_group(book, group_id)
+        for step in range(state.forgotten_step, end)
+        for group_id in book.take_ended(step)
+    ]
+    forgotten = Counter(state.forgotten) + Counter(group.state.value for group in gone)
+    work.set_state(book, replace(state, forgotten_step=end, forgotten=dict(forgotten)))
+    work.announce(
+        book, "forgotten", step=end, detail=f"{len(gone)} ended groups of steps {state.forgotten_step} to {end - 1}"
+    )
 
 
 def rewind(work: Work, book: StreamBook, step: int, request_id: str) -> tuple[int, int]:

@@ -40,6 +40,8 @@ class Transaction:
     streams: dict[str, StreamState] = field(default_factory=dict)
     groups: dict[str, Group] = field(default_factory=dict)
     new_groups: list[str] = field(default_factory=list)
+    forgotten: list[Group] = field(default_factory=list)
+    """Groups that are deleted, with their prompts; applied after `groups`."""
     payloads: dict[str, bytes] = field(default_factory=dict)
     """By SampleRecord.key; whose record is in `groups`."""
     deleted_payloads: list[str] = field(default_factory=list)

@@ -85,11 +85,17 @@ def _to_sample(message: sample_pb2.Sample, group_id: str, key: str) -> NewSample
             index=envelope.index,
             digest=envelope.digest,
             payload_bytes=envelope.payload_bytes,
-            oldest_version=min((r.policy_version for r in envelope.policy_ranges if r.end > r.start), default=None),
+            oldest_version=_oldest_trained(envelope),
             envelope=envelope.SerializeToString(deterministic=True),
+            reward=envelope.reward if envelope.HasField("reward") and not envelope.HasField("failure") else None,
         ),
         message.payload,
     )
+
+
+def _oldest_trained(envelope: sample_pb2.SampleEnvelope) -> int | None:
+    ranges = [r for r in envelope.policy_ranges if r.end > r.start and not r.masked]
+    return min((r.policy_version for r in ranges), default=None)
 
 
 def _check_status(envelope: sample_pb2.SampleEnvelope) -> None:

@@ -55,7 +55,7 @@ class Work:
                 group_id=group.group_id,
                 state=group.state,
                 epoch=book.state.epoch or None,
-                step=group.step,
+                step=group.ended_step if group.step is None else group.step,
                 policy_version=group.oldest_version,
                 sample_ids=tuple(sample_ids),
                 detail=detail,
@@ -68,7 +68,7 @@ class Work:
         self.transaction.new_groups.append(group.group_id)
         return self.change(book, group, "submitted", detail=f"prompt {group.prompt.prompt_id}")
 
-    def announce(self, book: StreamBook, kind: str, *, detail: str = "") -> None:
+    def announce(self, book: StreamBook, kind: str, *, step: int | None = None, detail: str = "") -> None:
         """An event of the stream itself."""
         state = book.state
         self.position += 1
@@ -79,7 +79,7 @@ class Work:
                 stream=state.name,
                 kind=kind,
                 epoch=state.epoch or None,
-                step=state.step,
+                step=state.step if step is None else step,
                 policy_version=state.policy_version,
                 detail=detail,
             )
@@ -88,6 +88,12 @@ class Work:
     def keep(self, samples: Iterable[NewSample]) -> None:
         """Payloads to be written."""
         self.transaction.payloads.update((s.record.key, s.payload) for s in samples)
+
+    def forget_group(self, book: StreamBook, group_id: str) -> Group:
+        """An ended group leaves memory and store."""
+        group = book.forget(group_id)
+        self.transaction.forgotten.append(group)
+        return group
 
     def forget(self, records: Iterable[SampleRecord]) -> None:
         """Payloads to be deleted."""
@@ -126,7 +132,8 @@ class Work:
         self.forget(group.samples)
         bare = replace(group, samples=(), oldest_version=None)
         if book.state.config.expiry_action is ExpiryAction.DROP:
-            dropped = replace(bare, state=GroupState.DROPPED, failure=Failure("EXPIRED", message))
+            failure = Failure("EXPIRED", message)
+            dropped = replace(bare, state=GroupState.DROPPED, failure=failure, ended_step=book.state.step)
             return self.change(book, dropped, "expired", detail=message)
         queued = replace(bare, state=GroupState.QUEUED, attempts=group.attempts - 1)
         return self.change(book, queued, "expired", detail=message)

@@ -148,8 +148,8 @@ async def test_a_stream_has_one_config(client: BufferClient) -> None:
         ({"lease_seconds": -1.0}, "config.lease_seconds"),
         ({"lease_seconds": float("nan")}, "config.lease_seconds"),
         ({"selection": 77}, "config.selection"),
-        ({"file": pb.FileSource(path="/nowhere.jsonl", input_key="prompt")}, "config.file.path"),
-        ({"file": pb.FileSource(path="/nowhere.jsonl")}, "config.file.input_key"),
+        ({"files": [pb.FileSource(path="/nowhere.jsonl", input_key="prompt")]}, "config.files.path"),
+        ({"files": [pb.FileSource(path="/nowhere.jsonl")]}, "config.files.input_key"),
     ],
 )
 async def test_a_wrong_config_names_its_field(client: BufferClient, changes: dict[str, object], field: str) -> None:
@@ -163,10 +163,10 @@ async def test_a_bad_line_is_refused_with_file_and_line(client: BufferClient, tm
     path.write_text('{"prompt": "fine"}\n{"prompt": oops}\n')
     file = pb.FileSource(path=str(path), input_key="prompt")
     with pytest.raises(InvalidArgument) as refused:
-        await client.create_stream(stream(name="bad", file=file))
+        await client.create_stream(stream(name="bad", files=[file]))
     assert f"{path}, line 2: " in refused.value.message
     file.skip_bad_lines = True
-    await client.create_stream(stream(name="bad", file=file))
+    await client.create_stream(stream(name="bad", files=[file]))
     assert (await client.stats("bad")).bad_lines == 1
 
 
@@ -293,7 +293,7 @@ async def test_an_exhausted_file_ends_the_wait_for_a_batch(client: BufferClient,
     path = tmp_path / "three.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"q{i}"}) + "\n" for i in range(3)))
     file = pb.FileSource(path=str(path), input_key="prompt", num_epochs=1)
-    await client.create_stream(stream(name="short", file=file))
+    await client.create_stream(stream(name="short", files=[file]))
     epoch = (await client.rewind("short", 0)).epoch
     leases = (await client.lease_groups("short", "p", 9)).leases
     await client.put_groups([complete_put(x) for x in leases])

@@ -13,50 +13,36 @@ from headrace.errors import ConfigError, DataLoss, NotFound
 from services.buffer.group import GroupState, Prompt
 from services.buffer.ledger import Ledger
 from services.buffer.producing import PutOutcome, Release
+from services.buffer.source import FileSource
 from services.buffer.store.base import Store
-from services.buffer.store.memory import MemoryStore
-from services.buffer.store.segments import SegmentStore
 from services.buffer.store.sqlite import SqliteStore
-from services.buffer.stream import FileSource, Selection
+from services.buffer.stream import Selection
 from tests.support.ledger_under_test import LedgerUnderTest, sample, without_samples
+from tests.support.stores import STORES, reopened
 
 Reopen = Callable[[Store], Store]
 
 
-@pytest.fixture(params=["memory", "sqlite", "segments", "segments rebuilt"])
+@pytest.fixture(params=list(STORES))
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def open_store(kind: str, folder: Path) -> Store:
-    if kind == "memory":
-        return MemoryStore()
-    return SqliteStore(folder) if kind == "sqlite" else SegmentStore(folder, segment_bytes=4096)
-
-
 @pytest.fixture
 def store(kind: str, tmp_path: Path) -> Store:
-    return open_store(kind, tmp_path)
+    return STORES[kind](tmp_path)
 
 
 @pytest.fixture
 def reopen(kind: str, tmp_path: Path) -> Reopen:
-    def reopen(store: Store) -> Store:
-        if kind == "memory":
-            return store
-        store.close()
-        if kind == "segments rebuilt":
-            (tmp_path / "index.sqlite").unlink()
-        return open_store(kind, tmp_path)
-
-    return reopen
+    return lambda store: reopened(kind, store, tmp_path)
 
 
 def busy_ledger(store: Store) -> LedgerUnderTest:
     """Groups in every state, with partial samples, failures and two epochs."""
     it = LedgerUnderTest(store)
     source = FileSource("/data/p.jsonl", "prompt", label_key="label", shuffle=True, seed=3, num_epochs=2)
-    it.create(max_staleness=3, file=source, selection=Selection.PRIORITY)
+    it.create(max_staleness=3, files=(source,), selection=Selection.PRIORITY)
     it.submit(*(f"é {i}" for i in range(12)), priority=-4)
     epoch = it.rewind()
     groups = it.lease()
@@ -111,6 +97,20 @@ def test_payloads_are_those_that_were_put_until_they_are_committed(store: Store,
     assert gone
     with pytest.raises(NotFound, match="expired or committed"):
         store.read_payloads(gone)
+
+
+def test_forgotten_groups_are_gone_with_their_prompts(store: Store, reopen: Reopen) -> None:
+    it = LedgerUnderTest(store)
+    it.create(retain_steps=0)
+    it.submit("a", "b", "c")
+    epoch = it.rewind()
+    it.train_step(epoch, 0)
+    it.commit(epoch, 1)
+    it = LedgerUnderTest(reopen(store))
+    book = it.ledger.book("train")
+    assert list(book.groups) == ["train/2"]
+    assert book.state.forgotten == {"COMMITTED": 2}
+    assert it.submit("a") == ["train/3"]
 
 
 def test_transactions_committed_together_are_all_there(store: Store, reopen: Reopen) -> None:

@@ -83,7 +83,7 @@ class BufferProcess:
 def _job(prompts: Path | None, **sections: object) -> Job:
     fields: dict[str, object] = {
         "model": ModelSection(hf_checkpoint=Path("/none")),
-        "data": DataSection(prompt_data=prompts),
+        "data": DataSection(prompt_data=(str(prompts),) if prompts else ()),
         "rollout": RolloutSection(rollout_batch_size=4, n_samples_per_prompt=2),
         "buffer": BufferSection(max_staleness=1),
         **sections,

@@ -91,13 +91,28 @@ class LedgerUnderTest:
         return {group_id: group.state for group_id, group in self.ledger.book("train").groups.items()}
 
 
-def sample(group: Group, index: int, policy_version: int, *, text: str = "", sample_id: str | None = None) -> NewSample:
+def sample(
+    group: Group,
+    index: int,
+    policy_version: int,
+    *,
+    text: str = "",
+    sample_id: str | None = None,
+    reward: float | None = None,
+) -> NewSample:
     """A payload of its own for every sample and version."""
     assert group.lease is not None
     payload = f"{group.lease.lease_id} {index} v{policy_version} {text}".encode()
     name = sample_id or f"{group.lease.lease_id}/{index}"
     record = SampleRecord(
-        f"sample/{name}", name, index, hashlib.sha256(payload).digest(), len(payload), policy_version, b"envelope"
+        f"sample/{name}",
+        name,
+        index,
+        hashlib.sha256(payload).digest(),
+        len(payload),
+        policy_version,
+        b"envelope",
+        reward,
     )
     return NewSample(record, payload)
 
@@ -107,6 +122,14 @@ def complete(group: Group, policy_version: int | None = None, *, text: str = "")
     assert group.lease is not None
     version = group.lease.policy_version if policy_version is None else policy_version
     samples = tuple(sample(group, i, version, text=text) for i in range(2))
+    return GroupPut(group.lease.lease_id, group.group_id, PutOutcome.COMPLETE, samples)
+
+
+def rewarded(group: Group, rewards: Sequence[float | None]) -> GroupPut:
+    """The put of a group that was judged so."""
+    assert group.lease is not None
+    version = group.lease.policy_version
+    samples = tuple(sample(group, i, version, reward=reward) for i, reward in enumerate(rewards))
     return GroupPut(group.lease.lease_id, group.group_id, PutOutcome.COMPLETE, samples)
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 from headrace.trajectory import Failure
 from services.buffer.group import EndedLease, Group, GroupState, Lease, Prompt, SampleRecord
-from services.buffer.stream import Cursor, ExpiryAction, FileSource, Selection, StreamConfig, StreamState
+from services.buffer.limiter import Limiter
+from services.buffer.source import Cursor, FileSource
+from services.buffer.stream import ExpiryAction, Selection, StreamConfig, StreamState
 from services.buffer.transaction import LedgerEvent
 
 
@@ -30,6 +32,7 @@ def dump_group(group: Group) -> str:
             "step": group.step,
             "batch_index": group.batch_index,
             "failure": [group.failure.reason, group.failure.message] if group.failure else None,
+            "ended_step": group.ended_step,
             "ended": [[e.lease_id, _base64(e.fingerprint)] for e in group.ended],
             "position": group.position,
         }
@@ -57,11 +60,13 @@ def load_stream(text: str) -> StreamState:
     """The inverse of `dump_stream`."""
     row = json.loads(text)
     config = row["config"]
-    config["file"] = FileSource(**config["file"]) if config["file"] else None
+    config["files"] = tuple(FileSource(**file) for file in config["files"])
+    config["limiter"] = Limiter(**config["limiter"]) if config["limiter"] else None
     config["expiry_action"] = ExpiryAction(config["expiry_action"])
     config["selection"] = Selection(config["selection"])
     row["config"] = StreamConfig(**config)
-    row["cursor"] = Cursor(**row["cursor"])
+    row["cursors"] = tuple(Cursor(**cursor) for cursor in row["cursors"])
+    row["file_digests"] = tuple(row["file_digests"])
     row["rewinds"] = {request_id: tuple(answer) for request_id, answer in row["rewinds"].items()}
     return StreamState(**row)
 
@@ -88,12 +93,15 @@ def _dump_record(record: SampleRecord) -> list[Any]:
         record.payload_bytes,
         record.oldest_version,
         _base64(record.envelope),
+        record.reward,
     ]
 
 
 def _load_record(row: list[Any]) -> SampleRecord:
-    key, sample_id, index, digest, payload_bytes, oldest_version, envelope = row
-    return SampleRecord(key, sample_id, index, b64decode(digest), payload_bytes, oldest_version, b64decode(envelope))
+    key, sample_id, index, digest, payload_bytes, oldest_version, envelope, reward = row
+    return SampleRecord(
+        key, sample_id, index, b64decode(digest), payload_bytes, oldest_version, b64decode(envelope), reward
+    )
 
 
 def _base64(data: bytes) -> str:

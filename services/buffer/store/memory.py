@@ -34,6 +34,8 @@ class MemoryStore:
         for transaction in transactions:
             self._streams.update(transaction.streams)
             self._groups.update(transaction.groups)
+            for group in transaction.forgotten:
+                del self._groups[group.group_id]
             for key in transaction.deleted_payloads:
                 self._payloads.pop(key, None)
             self._payloads.update(transaction.payloads)

@@ -129,6 +129,9 @@ class SegmentIndex:
         self._insert("streams", {row[0]: row for row in _stream_rows(batch)}.values())
         self._insert("prompts", _prompt_rows(batch))
         self._insert("groups", _highest(_group_rows(batch)))
+        forgotten = [(group_id,) for applied in batch for group_id in applied.rows.forgotten]
+        self._writer.executemany("DELETE FROM groups WHERE group_id = ?", forgotten)
+        self._writer.executemany("DELETE FROM prompts WHERE group_id = ?", forgotten)
         samples, deleted = _sample_rows(batch)
         self._writer.executemany("DELETE FROM samples WHERE key = ?", [(key,) for key in deleted])
         self._insert("samples", samples)

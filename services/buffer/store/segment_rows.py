@@ -71,6 +71,8 @@ class Rows(msgspec.Struct, array_like=True, frozen=True):
     events: list[EventRow]
     deleted: list[str]
     """Keys of samples that no group has any more."""
+    forgotten: list[str]
+    """Groups that are no more, nor their prompts."""
 
 
 class Touched(msgspec.Struct, array_like=True, frozen=True):
@@ -120,7 +122,11 @@ def to_rows(transaction: Transaction) -> Rows:
             for key, payload in transaction.payloads.items()
         ],
         events=[EventRow(event.position, _raw(event)) for event in transaction.events],
-        deleted=[key for key in transaction.deleted_payloads if key not in records],
+        deleted=[
+            *(key for key in transaction.deleted_payloads if key not in records),
+            *(record.key for group in transaction.forgotten for record in group.samples),
+        ],
+        forgotten=[group.group_id for group in transaction.forgotten],
     )
 
 

@@ -25,7 +25,7 @@ from services.buffer.stream import StreamState
 from services.buffer.transaction import LedgerEvent, Transaction
 
 _FILE = "ledger.sqlite"
-_SCHEMA_VERSION = "1"
+_SCHEMA_VERSION = "2"
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS streams (name TEXT PRIMARY KEY, body TEXT NOT NULL, crc INTEGER NOT NULL) WITHOUT ROWID;
@@ -106,6 +106,8 @@ class SqliteStore:
         new = [transaction.groups[group_id] for group_id in transaction.new_groups]
         write("INSERT INTO prompts VALUES (?, ?, ?, ?, ?)", map(_prompt_row, new))
         write("REPLACE INTO groups VALUES (?, ?, ?)", map(_group_row, transaction.groups.values()))
+        write("DELETE FROM groups WHERE group_id = ?", ((group.group_id,) for group in transaction.forgotten))
+        write("DELETE FROM prompts WHERE group_id = ?", ((group.group_id,) for group in transaction.forgotten))
         write("DELETE FROM payloads WHERE key = ?", ((key,) for key in transaction.deleted_payloads))
         write("REPLACE INTO payloads VALUES (?, ?)", transaction.payloads.items())
         write("INSERT INTO events VALUES (?, ?, ?)", map(_event_row, transaction.events))

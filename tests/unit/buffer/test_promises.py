@@ -403,7 +403,7 @@ def test_promise_8_payloads_beyond_the_bytes_are_refused_and_producers_are_held(
     assert it.states()[second.group_id] is GroupState.LEASED
 
 
-# 10. Prompts are walked once; the file's part is in test_prompt_file.
+# 10. Prompts are walked once; the file's part is in test_prompts.
 
 
 def test_promise_10_a_prompt_submitted_again_is_the_same_group_and_another_content_is_refused(

@@ -10,6 +10,7 @@ from headrace.config.job import Job
 from headrace.config.leaf import leaves
 from headrace.config.load import load
 from headrace.config.toml import to_toml
+from headrace.errors import ConfigError
 
 
 def test_flags_override_variables_and_variables_override_the_file(load_with) -> None:
@@ -89,8 +90,19 @@ def test_paths_become_absolute(load_with, monkeypatch, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text("async def judge(args, sample): return 1.0\n")
     monkeypatch.chdir(tmp_path)
     job = load_with("--prompt-data", "data.jsonl", "--custom-rm-path", "reward.py:judge")
-    assert job.data.prompt_data == tmp_path / "data.jsonl"
+    assert job.data.prompt_data == (str(tmp_path / "data.jsonl"),)
     assert job.reward.custom_rm_path == f"{tmp_path}/reward.py:judge"
+
+
+def test_several_weighted_files_and_slices(load_with, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "hello"}\n' * 3)
+    files = [str(tmp_path / "a.jsonl"), f"{tmp_path / 'b.jsonl'}@[1:]"]
+    job = load_with("--prompt-data", *files, "--prompt-data-weights", "3", "1")
+    assert job.data.prompt_data == tuple(files)
+    assert job.data.prompt_data_weights == (3.0, 1.0)
+    with pytest.raises(ConfigError, match="has 1 numbers for 2 files"):
+        load_with("--prompt-data", *files, "--prompt-data-weights", "3")
 
 
 def test_the_resolved_job_reads_back_from_toml_and_from_json(load_with, tmp_path: Path) -> None:

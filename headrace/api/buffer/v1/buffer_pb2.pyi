@@ -76,6 +76,12 @@ class _SelectionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Selection.V
     """By Prompt.priority, then FIFO."""
     SELECTION_FRESHEST: _Selection.ValueType  # 4
     """The freshest policy version first."""
+    SELECTION_REWARD: _Selection.ValueType  # 5
+    """The highest mean reward of the group first."""
+    SELECTION_SURPRISE: _Selection.ValueType  # 6
+    """The largest mean distance of its rewards from their mean first: what GRPO learns most from."""
+    SELECTION_HOOK: _Selection.ValueType  # 7
+    """A function of the job's (--buffer-filter-path). Only the job can ask for it: refused in CreateStream."""
 
 class Selection(_Selection, metaclass=_SelectionEnumTypeWrapper):
     """In which order READY groups become a batch."""
@@ -90,6 +96,12 @@ SELECTION_PRIORITY: Selection.ValueType  # 3
 """By Prompt.priority, then FIFO."""
 SELECTION_FRESHEST: Selection.ValueType  # 4
 """The freshest policy version first."""
+SELECTION_REWARD: Selection.ValueType  # 5
+"""The highest mean reward of the group first."""
+SELECTION_SURPRISE: Selection.ValueType  # 6
+"""The largest mean distance of its rewards from their mean first: what GRPO learns most from."""
+SELECTION_HOOK: Selection.ValueType  # 7
+"""A function of the job's (--buffer-filter-path). Only the job can ask for it: refused in CreateStream."""
 Global___Selection: _TypeAlias = Selection  # noqa: Y015
 
 class _GroupState:
@@ -152,6 +164,8 @@ class _NoLeaseReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_NoLease
     """The file's epochs are walked to the end."""
     NO_LEASE_REASON_BYTES: _NoLeaseReason.ValueType  # 4
     """The byte limit is reached."""
+    NO_LEASE_REASON_LIMITER: _NoLeaseReason.ValueType  # 5
+    """The limiter holds producers back until the trainer has taken more."""
 
 class NoLeaseReason(_NoLeaseReason, metaclass=_NoLeaseReasonEnumTypeWrapper):
     """Why no group was handed out."""
@@ -166,6 +180,8 @@ NO_LEASE_REASON_EXHAUSTED: NoLeaseReason.ValueType  # 3
 """The file's epochs are walked to the end."""
 NO_LEASE_REASON_BYTES: NoLeaseReason.ValueType  # 4
 """The byte limit is reached."""
+NO_LEASE_REASON_LIMITER: NoLeaseReason.ValueType  # 5
+"""The limiter holds producers back until the trainer has taken more."""
 Global___NoLeaseReason: _TypeAlias = NoLeaseReason  # noqa: Y015
 
 class _PutOutcome:
@@ -211,8 +227,14 @@ class FileSource(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     NUM_EPOCHS_FIELD_NUMBER: _builtins.int
     SKIP_BAD_LINES_FIELD_NUMBER: _builtins.int
+    PRIORITY_KEY_FIELD_NUMBER: _builtins.int
+    FIRST_ROW_FIELD_NUMBER: _builtins.int
+    END_ROW_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    STREAMING_FIELD_NUMBER: _builtins.int
+    NUM_WORKERS_FIELD_NUMBER: _builtins.int
     path: _builtins.str
-    """A JSONL file; every line a JSON object."""
+    """A JSONL file, every line a JSON object; or, with the ending .parquet, a parquet file."""
     input_key: _builtins.str
     """Key of the prompt: a string, or an array of chat messages."""
     label_key: _builtins.str
@@ -229,6 +251,18 @@ class FileSource(_message.Message):
     """Walks over the file. 0: without end."""
     skip_bad_lines: _builtins.bool
     """Lines that do not parse are counted, shown and passed over instead of refused."""
+    priority_key: _builtins.str
+    """Key of an integer that becomes Prompt.priority. Empty: none."""
+    first_row: _builtins.int
+    """Only lines (of parquet: rows) from this one on, counted from 0."""
+    end_row: _builtins.int
+    """Only lines before this one. Absent: to the end."""
+    weight: _builtins.float
+    """Its share of the stream's prompts relative to the other files'. 0 means 1."""
+    streaming: _builtins.bool
+    """Read in blocks, nothing of it kept in memory; then `shuffle` is inside of blocks. For files larger than memory."""
+    num_workers: _builtins.int
+    """Processes that parse blocks ahead when streaming. 0 means 1."""
     def __init__(
         self,
         *,
@@ -241,14 +275,61 @@ class FileSource(_message.Message):
         seed: _builtins.int = ...,
         num_epochs: _builtins.int = ...,
         skip_bad_lines: _builtins.bool = ...,
+        priority_key: _builtins.str = ...,
+        first_row: _builtins.int = ...,
+        end_row: _builtins.int | None = ...,
+        weight: _builtins.float = ...,
+        streaming: _builtins.bool = ...,
+        num_workers: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_end_row", b"_end_row", "end_row", b"end_row"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["input_key", b"input_key", "label_key", b"label_key", "metadata_key", b"metadata_key", "num_epochs", b"num_epochs", "path", b"path", "seed", b"seed", "shuffle", b"shuffle", "skip_bad_lines", b"skip_bad_lines", "tool_key", b"tool_key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_end_row", b"_end_row", "end_row", b"end_row", "first_row", b"first_row", "input_key", b"input_key", "label_key", b"label_key", "metadata_key", b"metadata_key", "num_epochs", b"num_epochs", "num_workers", b"num_workers", "path", b"path", "priority_key", b"priority_key", "seed", b"seed", "shuffle", b"shuffle", "skip_bad_lines", b"skip_bad_lines", "streaming", b"streaming", "tool_key", b"tool_key", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__end_row: _TypeAlias = _typing.Literal["end_row"]  # noqa: Y015
+    _WhichOneofArgType__end_row: _TypeAlias = _typing.Literal["_end_row", b"_end_row"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__end_row) -> _WhichOneofReturnType__end_row | None: ...
 
 Global___FileSource: _TypeAlias = FileSource  # noqa: Y015
+
+@_typing.final
+class RateLimiter(_message.Message):
+    """Reverb's samples-to-insert limiter, in groups: inserted ones became READY, sampled ones were given to a batch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MIN_SIZE_TO_SAMPLE_FIELD_NUMBER: _builtins.int
+    SAMPLES_PER_INSERT_FIELD_NUMBER: _builtins.int
+    ERROR_BUFFER_FIELD_NUMBER: _builtins.int
+    min_size_to_sample: _builtins.int
+    """No batch is given while fewer groups are READY. 0 means 1."""
+    samples_per_insert: _builtins.float
+    """Aimed at: sampled / inserted, above 0 and at most 1 (a group is trained once). Absent: only the minimum size holds."""
+    error_buffer: _builtins.float
+    """How far from the aim samples_per_insert * min_size_to_sample the difference samples_per_insert * inserted - sampled
+    may be before the trainer (below) or producers (above) wait. At least half of groups_per_step + samples_per_insert.
+    """
+    def __init__(
+        self,
+        *,
+        min_size_to_sample: _builtins.int = ...,
+        samples_per_insert: _builtins.float | None = ...,
+        error_buffer: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_error_buffer", b"_error_buffer", "_samples_per_insert", b"_samples_per_insert", "error_buffer", b"error_buffer", "samples_per_insert", b"samples_per_insert"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error_buffer", b"_error_buffer", "_samples_per_insert", b"_samples_per_insert", "error_buffer", b"error_buffer", "min_size_to_sample", b"min_size_to_sample", "samples_per_insert", b"samples_per_insert"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__error_buffer: _TypeAlias = _typing.Literal["error_buffer"]  # noqa: Y015
+    _WhichOneofArgType__error_buffer: _TypeAlias = _typing.Literal["_error_buffer", b"_error_buffer"]  # noqa: Y015
+    _WhichOneofReturnType__samples_per_insert: _TypeAlias = _typing.Literal["samples_per_insert"]  # noqa: Y015
+    _WhichOneofArgType__samples_per_insert: _TypeAlias = _typing.Literal["_samples_per_insert", b"_samples_per_insert"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__error_buffer) -> _WhichOneofReturnType__error_buffer | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__samples_per_insert) -> _WhichOneofReturnType__samples_per_insert | None: ...
+
+Global___RateLimiter: _TypeAlias = RateLimiter  # noqa: Y015
 
 @_typing.final
 class StreamConfig(_message.Message):
@@ -264,9 +345,15 @@ class StreamConfig(_message.Message):
     MAX_ATTEMPTS_FIELD_NUMBER: _builtins.int
     EXPIRY_ACTION_FIELD_NUMBER: _builtins.int
     SELECTION_FIELD_NUMBER: _builtins.int
-    FILE_FIELD_NUMBER: _builtins.int
     MAX_PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
     MAX_QUEUED_GROUPS_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    MAX_GROUPS_FIELD_NUMBER: _builtins.int
+    MAX_LEASES_FIELD_NUMBER: _builtins.int
+    RETAIN_STEPS_FIELD_NUMBER: _builtins.int
+    OVER_SAMPLING_GROUPS_FIELD_NUMBER: _builtins.int
+    LIMITER_FIELD_NUMBER: _builtins.int
+    DATA_SOURCE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"train", "eval/gsm8k", …: letters, digits and ._/- , at most 128."""
     n_samples_per_prompt: _builtins.int
@@ -287,9 +374,23 @@ class StreamConfig(_message.Message):
     """Payload bytes held at most. 0 means 8 GiB."""
     max_queued_groups: _builtins.int
     """Groups queued by SubmitPrompts at most. 0 means 1,000,000."""
+    max_groups: _builtins.int
+    """Groups queued, leased, ready and consumed at most. 0 means 2,000,000."""
+    max_leases: _builtins.int
+    """Leases out at most. 0 means 100,000."""
+    retain_steps: _builtins.int
+    """Committed and dropped groups are forgotten when so many steps after their own are committed. Absent: never."""
+    over_sampling_groups: _builtins.int
+    """Groups admitted beyond what max_staleness allows, so that steps fill in spite of dropped groups."""
+    data_source: _builtins.str
+    """The user's data source class. Only the job can ask for it: refused in CreateStream. Empty: none."""
     @_builtins.property
-    def file(self) -> Global___FileSource:
-        """Where prompts come from besides SubmitPrompts. Absent: only from there."""
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___FileSource]:
+        """Where prompts come from besides SubmitPrompts, mixed by weight. Empty: only from there."""
+
+    @_builtins.property
+    def limiter(self) -> Global___RateLimiter:
+        """Absent: no limiter."""
 
     def __init__(
         self,
@@ -302,17 +403,28 @@ class StreamConfig(_message.Message):
         max_attempts: _builtins.int = ...,
         expiry_action: Global___ExpiryAction.ValueType = ...,
         selection: Global___Selection.ValueType = ...,
-        file: Global___FileSource | None = ...,
         max_payload_bytes: _builtins.int = ...,
         max_queued_groups: _builtins.int = ...,
+        files: _abc.Iterable[Global___FileSource] | None = ...,
+        max_groups: _builtins.int = ...,
+        max_leases: _builtins.int = ...,
+        retain_steps: _builtins.int | None = ...,
+        over_sampling_groups: _builtins.int = ...,
+        limiter: Global___RateLimiter | None = ...,
+        data_source: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "file", b"file", "max_staleness", b"max_staleness"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "_retain_steps", b"_retain_steps", "limiter", b"limiter", "max_staleness", b"max_staleness", "retain_steps", b"retain_steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "expiry_action", b"expiry_action", "file", b"file", "groups_per_step", b"groups_per_step", "lease_seconds", b"lease_seconds", "max_attempts", b"max_attempts", "max_payload_bytes", b"max_payload_bytes", "max_queued_groups", b"max_queued_groups", "max_staleness", b"max_staleness", "n_samples_per_prompt", b"n_samples_per_prompt", "name", b"name", "selection", b"selection"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "_retain_steps", b"_retain_steps", "data_source", b"data_source", "expiry_action", b"expiry_action", "files", b"files", "groups_per_step", b"groups_per_step", "lease_seconds", b"lease_seconds", "limiter", b"limiter", "max_attempts", b"max_attempts", "max_groups", b"max_groups", "max_leases", b"max_leases", "max_payload_bytes", b"max_payload_bytes", "max_queued_groups", b"max_queued_groups", "max_staleness", b"max_staleness", "n_samples_per_prompt", b"n_samples_per_prompt", "name", b"name", "over_sampling_groups", b"over_sampling_groups", "retain_steps", b"retain_steps", "selection", b"selection"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_staleness: _TypeAlias = _typing.Literal["max_staleness"]  # noqa: Y015
     _WhichOneofArgType__max_staleness: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness"]  # noqa: Y015
+    _WhichOneofReturnType__retain_steps: _TypeAlias = _typing.Literal["retain_steps"]  # noqa: Y015
+    _WhichOneofArgType__retain_steps: _TypeAlias = _typing.Literal["_retain_steps", b"_retain_steps"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_staleness) -> _WhichOneofReturnType__max_staleness | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retain_steps) -> _WhichOneofReturnType__retain_steps | None: ...
 
 Global___StreamConfig: _TypeAlias = StreamConfig  # noqa: Y015
 
@@ -1253,14 +1365,14 @@ class LedgerEvent(_message.Message):
     """The group; empty for events of a stream."""
     kind: _builtins.str
     """lower_snake_case: submitted, leased, released, lease_expired, put, dropped, failed, expired, batched,
-    consumed, committed, rewound, policy_version, stream_created, limits_changed.
+    consumed, committed, forgotten, rewound, policy_version, stream_created, limits_changed.
     """
     state: Global___GroupState.ValueType
     """The group's state after it."""
     epoch: _builtins.int
     """The trainer's epoch, where one is concerned."""
     step: _builtins.int
-    """The step, where one is concerned."""
+    """The step, where one is concerned; with `forgotten`, that below which groups are forgotten."""
     policy_version: _builtins.int
     """The policy version, where one is concerned."""
     detail: _builtins.str
@@ -1514,6 +1626,7 @@ class StreamStats(_message.Message):
     PROMPTS_READ_FIELD_NUMBER: _builtins.int
     DATA_EPOCH_FIELD_NUMBER: _builtins.int
     BAD_LINES_FIELD_NUMBER: _builtins.int
+    FORGOTTEN_STEP_FIELD_NUMBER: _builtins.int
     stream: _builtins.str
     """The stream."""
     payload_bytes: _builtins.int
@@ -1534,9 +1647,11 @@ class StreamStats(_message.Message):
     """The walk over the file, from 0."""
     bad_lines: _builtins.int
     """Lines that did not parse."""
+    forgotten_step: _builtins.int
+    """Groups that were COMMITTED or DROPPED with a step below it are forgotten: counted in `groups`, not listed any more."""
     @_builtins.property
     def groups(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Groups in each state, by its name ("QUEUED", …); committed and dropped ones since the beginning."""
+        """Groups in each state, by its name ("QUEUED", …); those forgotten included."""
 
     def __init__(
         self,
@@ -1552,10 +1667,11 @@ class StreamStats(_message.Message):
         prompts_read: _builtins.int = ...,
         data_epoch: _builtins.int = ...,
         bad_lines: _builtins.int = ...,
+        forgotten_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_admissible_groups", b"_admissible_groups", "admissible_groups", b"admissible_groups"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_admissible_groups", b"_admissible_groups", "admissible_groups", b"admissible_groups", "bad_lines", b"bad_lines", "committed_step", b"committed_step", "data_epoch", b"data_epoch", "epoch", b"epoch", "groups", b"groups", "payload_bytes", b"payload_bytes", "policy_version", b"policy_version", "prompts_read", b"prompts_read", "step", b"step", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_admissible_groups", b"_admissible_groups", "admissible_groups", b"admissible_groups", "bad_lines", b"bad_lines", "committed_step", b"committed_step", "data_epoch", b"data_epoch", "epoch", b"epoch", "forgotten_step", b"forgotten_step", "groups", b"groups", "payload_bytes", b"payload_bytes", "policy_version", b"policy_version", "prompts_read", b"prompts_read", "step", b"step", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__admissible_groups: _TypeAlias = _typing.Literal["admissible_groups"]  # noqa: Y015
     _WhichOneofArgType__admissible_groups: _TypeAlias = _typing.Literal["_admissible_groups", b"_admissible_groups"]  # noqa: Y015

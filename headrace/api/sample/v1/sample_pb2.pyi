@@ -284,22 +284,26 @@ class PolicyRange(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
+    MASKED_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """The optimizer step whose weights these are."""
     start: _builtins.int
     """First response token, counted from 0."""
     end: _builtins.int
     """One past the last response token."""
+    masked: _builtins.bool
+    """None of these tokens is trained (the loss mask is 0): their age does not make the sample stale."""
     def __init__(
         self,
         *,
         policy_version: _builtins.int = ...,
         start: _builtins.int = ...,
         end: _builtins.int = ...,
+        masked: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "policy_version", b"policy_version", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "masked", b"masked", "policy_version", b"policy_version", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

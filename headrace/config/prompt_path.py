@@ -1,0 +1,44 @@
+"""`path@[a:b]`: lines (of parquet: rows) a to b of a prompt file, counted from 0, b not included."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.errors import ConfigError
+
+_SLICE = re.compile(r"(?P<path>.+)@\[(?P<first>\d*):(?P<end>\d*)\]")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPath:
+    """A file, and which part of it."""
+
+    path: Path
+    first_row: int = 0
+    end_row: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> PromptPath:
+        """Raises ConfigError for a slice that is none, or that holds nothing."""
+        match = _SLICE.fullmatch(text)
+        if match is None:
+            if "@[" in text:
+                raise ConfigError(
+                    f"prompt_data {text}: a slice is written path@[a:b] with lines a to b counted from 0; "
+                    "either may be left out, and neither is negative",
+                    field="prompt_data",
+                )
+            return cls(Path(text))
+        first, end = int(match["first"] or 0), int(match["end"]) if match["end"] else None
+        if end is not None and end <= first:
+            raise ConfigError(f"prompt_data {text}: the slice holds no lines", field="prompt_data")
+        return cls(Path(match["path"]), first, end)
+
+    def absolute(self) -> str:
+        """The same part of the same file from everywhere."""
+        path = str(self.path.expanduser().absolute())
+        if not self.first_row and self.end_row is None:
+            return path
+        return f"{path}@[{self.first_row or ''}:{'' if self.end_row is None else self.end_row}]"

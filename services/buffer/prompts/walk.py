@@ -1,0 +1,57 @@
+"""The walk over one prompt source: what every kind of source answers. A cursor is all that it needs to go on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from headrace.errors import InvalidArgument
+from services.buffer.group import Prompt
+from services.buffer.source import Cursor
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A prompt, and the cursor behind it."""
+
+    prompt: Prompt
+    cursor: Cursor
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Some prompts, and where to go on: behind the last one, or at the end of the walk."""
+
+    steps: Sequence[Step]
+    cursor: Cursor
+
+
+class PromptWalk(Protocol):
+    """`digest` says which contents a cursor belongs to; `bad_lines` were found when it was opened."""
+
+    digest: str
+    bad_lines: int
+
+    async def read(self, cursor: Cursor, count: int) -> Reading:
+        """The next `count` prompts; fewer only where the walk ends."""
+
+    def is_end(self, cursor: Cursor) -> bool:
+        """Nothing comes after it."""
+
+    async def close(self) -> None:
+        """No call comes after it."""
+
+
+def unreadable(path: Path, error: OSError) -> InvalidArgument:
+    """A prompt file that cannot be opened here."""
+    return InvalidArgument(
+        f"prompt file {path}: {error.strerror or error}: it must be readable on the buffer's machine",
+        field="config.files.path",
+    )
+
+
+def without_prompts(path: Path) -> InvalidArgument:
+    """A prompt file, or its slice, that holds nothing."""
+    return InvalidArgument(f"prompt file {path} has no prompts", field="config.files.path")

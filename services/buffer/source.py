@@ -1,0 +1,59 @@
+"""Where prompts come from besides SubmitPrompts, and how far the walk over it has come."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from headrace.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class FileSource:
+    """Rows [first_row, end_row) of a JSONL or parquet file. Raises InvalidArgument when a value is out of range."""
+
+    path: str
+    input_key: str
+    label_key: str | None = None
+    metadata_key: str | None = None
+    tool_key: str | None = None
+    priority_key: str | None = None
+    shuffle: bool = False
+    seed: int = 0
+    num_epochs: int | None = None
+    skip_bad_lines: bool = False
+    first_row: int = 0
+    end_row: int | None = None
+    weight: float = 1.0
+    """Its share of the stream's prompts, relative to the weights of the other files."""
+    streaming: bool = False
+    """Nothing of the file is kept in memory but the blocks being read."""
+    num_workers: int = 1
+    """Processes that parse blocks of a streamed file."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.weight) and self.weight > 0):
+            raise InvalidArgument(
+                f"the weight of {self.path} is {self.weight}, must be above 0", field="config.files.weight"
+            )
+        if self.end_row is not None and self.end_row <= self.first_row:
+            raise InvalidArgument(
+                f"{self.path}@[{self.first_row}:{self.end_row}] has no rows: the end must be above the start",
+                field="config.files.end_row",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """The walk over one file: everything before (epoch, row) has been made into groups.
+
+    Of a streamed file `row` counts inside of the block that begins at byte (or row group) `offset`, after `line` rows.
+    """
+
+    epoch: int = 0
+    row: int = 0
+    prompts_read: int = 0
+    offset: int = 0
+    line: int = 0
+    bad_lines: int = 0
+    """Passed over so far, of a streamed file."""

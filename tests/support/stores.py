@@ -1,0 +1,29 @@
+"""Every store that a ledger can have, by name: a new one joins the contract and model tests by a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from services.buffer.store.base import Store
+from services.buffer.store.memory import MemoryStore
+from services.buffer.store.segments import SegmentStore
+from services.buffer.store.sqlite import SqliteStore
+
+STORES: dict[str, Callable[[Path], Store]] = {
+    "memory": lambda folder: MemoryStore(),
+    "sqlite": SqliteStore,
+    "segments": lambda folder: SegmentStore(folder, segment_bytes=4096),
+    "segments rebuilt": lambda folder: SegmentStore(folder, segment_bytes=4096),
+}
+"""Opens the store of a folder. A memory store lives as long as its object and cannot be opened again."""
+
+
+def reopened(kind: str, store: Store, folder: Path) -> Store:
+    """The same store after a restart; "rebuilt": from the segments alone."""
+    if kind == "memory":
+        return store
+    store.close()
+    if kind == "segments rebuilt":
+        (folder / "index.sqlite").unlink()
+    return STORES[kind](folder)

@@ -1,0 +1,52 @@
+"""Leaves of a job that shape its stream."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headrace.config.job import BufferSection, DataSection, Job, ModelSection, RolloutSection
+from services.buffer.from_job import train_stream
+from services.buffer.limiter import Limiter
+from services.buffer.stream import ExpiryAction, Selection, StreamConfig
+
+
+def stream_of(**sections: object) -> StreamConfig:
+    fields: dict[str, object] = {
+        "model": ModelSection(hf_checkpoint=Path("/none")),
+        "rollout": RolloutSection(rollout_batch_size=4, n_samples_per_prompt=2),
+        **sections,
+    }
+    return train_stream(Job(**fields))  # type: ignore[arg-type]
+
+
+def test_files_with_weights_slices_and_workers() -> None:
+    data = DataSection(
+        prompt_data=("/a.jsonl", "/b.parquet@[2:9]"),
+        prompt_data_weights=(3, 1),
+        streaming_data=True,
+        num_data_workers=3,
+    )
+    first, second = stream_of(data=data).files
+    assert (first.path, first.weight, first.first_row, first.end_row) == ("/a.jsonl", 3.0, 0, None)
+    assert (second.path, second.weight, second.first_row, second.end_row) == ("/b.parquet", 1.0, 2, 9)
+    assert (second.streaming, second.num_workers) == (True, 3)
+
+
+def test_policies_of_the_buffer() -> None:
+    config = stream_of(
+        buffer=BufferSection(
+            selection="surprise",
+            expiry_action="drop",
+            retain_steps=5,
+            max_groups=100,
+            max_leases=7,
+            min_size_to_sample=6,
+            samples_per_insert=0.5,
+            samples_per_insert_error_buffer=4.0,
+        ),
+        rollout=RolloutSection(rollout_batch_size=4, n_samples_per_prompt=2, over_sampling_batch_size=6),
+    )
+    assert (config.selection, config.expiry_action) == (Selection.SURPRISE, ExpiryAction.DROP)
+    assert (config.retain_steps, config.max_groups, config.max_leases) == (5, 100, 7)
+    assert config.limiter == Limiter(6, 0.5, 4.0)
+    assert config.over_sampling_groups == 2
