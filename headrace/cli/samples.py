@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.cli.runs import add_run_argument, address_in, find_run
-from headrace.client.buffer import BufferClient
+from headrace.client.open import open_buffer
 from headrace.trajectory import Sample
 
 _WITH_PAYLOAD = (buffer_pb2.GROUP_STATE_READY, buffer_pb2.GROUP_STATE_CONSUMED)
@@ -23,7 +23,7 @@ def samples(argv: Sequence[str]) -> int:
     add_run_argument(parser)
     parser.add_argument("-n", type=int, default=5, help="samples at most")
     parser.add_argument("--stream", default="train")
-    parser.add_argument("--buffer-address", help="instead of a run")
+    parser.add_argument("--buffer-address", help="instead of a run; of a sharded ledger all, with commas")
     args = parser.parse_args(argv)
     address = args.buffer_address or address_in(find_run(args.run), "buffer")
     found = asyncio.run(_newest(address, args.stream, args.n))
@@ -36,7 +36,7 @@ def samples(argv: Sequence[str]) -> int:
 
 
 async def _newest(address: str, stream: str, limit: int) -> list[Sample]:
-    async with BufferClient(address) as buffer:
+    async with open_buffer(address) as buffer:
         page = await buffer.list_groups(stream, _WITH_PAYLOAD, page_size=max(1, min(limit, 1000)))
         ids = [envelope.sample_id for group in page.groups for envelope in group.samples]
         return [Sample.unpack(packed) for packed in await buffer.fetch_samples(stream, ids[:limit])]

@@ -12,7 +12,7 @@ from rich.table import Table
 from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace.api.trainer.v1 import trainer_pb2
 from headrace.cli.runs import add_run_argument, find_run
-from headrace.client.buffer import BufferClient
+from headrace.client.open import open_buffer
 from headrace.client.trainer import TrainerClient
 from headrace.errors import HeadraceError
 from headrace.launch.health import is_serving
@@ -71,7 +71,7 @@ async def _rollout(address: str) -> str:
 
 
 async def _buffer(address: str) -> str:
-    async with BufferClient(address, deadline_seconds=_PATIENCE_SECONDS) as buffer:
+    async with open_buffer(address, deadline_seconds=_PATIENCE_SECONDS) as buffer:
         stats = await buffer.stats("train")
     groups = ", ".join(f"{count} {name.lower()}" for name, count in sorted(stats.groups.items()) if count)
     return f"step {stats.step} (committed {stats.committed_step}); groups: {groups or 'none'}"

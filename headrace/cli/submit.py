@@ -14,7 +14,7 @@ from typing import Any
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.cli.runs import add_run_argument, address_in, find_run
-from headrace.client.buffer import BufferClient
+from headrace.client.open import open_buffer
 from headrace.errors import InvalidArgument
 from headrace.trajectory import to_json
 
@@ -25,7 +25,7 @@ def submit(argv: Sequence[str]) -> int:
     """Prints one group id a prompt, in order. A file that is submitted twice makes its groups once."""
     parser = argparse.ArgumentParser(prog="headrace submit")
     add_run_argument(parser, "--run")
-    parser.add_argument("--buffer-address", help="instead of a run")
+    parser.add_argument("--buffer-address", help="instead of a run; of a sharded ledger all, with commas")
     parser.add_argument("--stream", default="train")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="one prompt")
@@ -44,7 +44,7 @@ def submit(argv: Sequence[str]) -> int:
 
 
 async def _submit(address: str, stream: str, prompts: Iterator[sample_pb2.Prompt]) -> None:
-    async with BufferClient(address) as buffer:
+    async with open_buffer(address) as buffer:
         while some := list(islice(prompts, _AT_ONCE)):
             for group_id in await buffer.submit_prompts(stream, some):
                 print(group_id)

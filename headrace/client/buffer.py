@@ -13,12 +13,11 @@ from google.protobuf.message import Message
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.buffer.v1 import buffer_pb2_grpc
 from headrace.api.sample.v1 import sample_pb2
-from headrace.errors import DeadlineExceeded, Unavailable
+from headrace.client.port import DEFAULT_DEADLINE_SECONDS, PROGRESS_SECONDS, full_batch
+from headrace.errors import Unavailable
 from headrace.rpc import call as rpc
 from headrace.rpc.channel import connect
 
-DEFAULT_DEADLINE_SECONDS = 60.0
-_PROGRESS_SECONDS = 2.0
 _FETCH_AT_ONCE = 512
 _RETRY_SECONDS = 0.2
 
@@ -103,9 +102,13 @@ class BufferClient:
 
     # The trainer
 
-    async def rewind(self, stream: str, step: int, *, request_id: str | None = None) -> pb.RewindResponse:
+    async def rewind(
+        self, stream: str, step: int, *, request_id: str | None = None, least_epoch: int = 0
+    ) -> pb.RewindResponse:
         """The epoch that this trainer owns from now on. One request_id for each start of a trainer."""
-        request = pb.RewindRequest(stream=stream, step=step, request_id=request_id or uuid.uuid4().hex)
+        request = pb.RewindRequest(
+            stream=stream, step=step, request_id=request_id or uuid.uuid4().hex, least_epoch=least_epoch
+        )
         reply: pb.RewindResponse = await self._call(self._stub.Rewind, request)
         return reply
 
@@ -125,44 +128,47 @@ class BufferClient:
         *,
         timeout_seconds: float | None = None,
         on_progress: Callable[[int], None] | None = None,
-        progress_seconds: float = _PROGRESS_SECONDS,
+        progress_seconds: float = PROGRESS_SECONDS,
     ) -> pb.LeaseBatchResponse:
         """The batch, once it is full. `on_progress` hears the number of groups READY every `progress_seconds`."""
-        loop = asyncio.get_running_loop()
-        end = None if timeout_seconds is None else loop.time() + timeout_seconds
-        while True:
-            left = progress_seconds if end is None else max(min(progress_seconds, end - loop.time()), 0.0)
-            reply = await self.try_lease_batch(stream, epoch, step, wait_seconds=left)
-            if reply.ready:
-                return reply
-            if on_progress:
-                on_progress(reply.groups_ready)
-            if end is not None and loop.time() >= end:
-                raise DeadlineExceeded(
-                    f"step {step} of {stream} has {reply.groups_ready} groups ready after {timeout_seconds:g} s, "
-                    "too few for a batch: see whether producers run"
-                )
+        return await full_batch(self, stream, epoch, step, timeout_seconds, on_progress, progress_seconds)
 
     async def fetch_samples(
-        self, stream: str, sample_ids: Sequence[str], *, deadline_seconds: float | None = None
+        self,
+        stream: str,
+        sample_ids: Sequence[str],
+        *,
+        deadline_seconds: float | None = None,
+        skip_unknown: bool = False,
     ) -> list[sample_pb2.Sample]:
         """Envelopes and payloads in the order asked. `Sample.unpack` opens and checks one."""
         loop = asyncio.get_running_loop()
         end = loop.time() + (self._deadline_seconds if deadline_seconds is None else deadline_seconds)
         samples: list[sample_pb2.Sample] = []
-        while len(samples) < len(sample_ids):
-            wanted = sample_ids[len(samples) : len(samples) + _FETCH_AT_ONCE]
-            request = pb.FetchSamplesRequest(stream=stream, sample_ids=wanted)
+        for first in range(0, len(sample_ids), _FETCH_AT_ONCE):
+            wanted = sample_ids[first : first + _FETCH_AT_ONCE]
+            samples += await self._fetch_some(stream, wanted, end, skip_unknown=skip_unknown)
+        return samples
+
+    async def _fetch_some(
+        self, stream: str, sample_ids: Sequence[str], end: float, *, skip_unknown: bool
+    ) -> list[sample_pb2.Sample]:
+        loop = asyncio.get_running_loop()
+        found: dict[str, sample_pb2.Sample] = {}
+        while True:
+            left = [sample_id for sample_id in sample_ids if sample_id not in found]
+            request = pb.FetchSamplesRequest(stream=stream, sample_ids=left, skip_unknown=skip_unknown)
+            replies = rpc.stream(self._stub.FetchSamples, request, deadline_seconds=max(end - loop.time(), 0.0))
             try:
-                async for reply in rpc.stream(
-                    self._stub.FetchSamples, request, deadline_seconds=max(end - loop.time(), 0.0)
-                ):
-                    samples.extend(reply.samples)
+                async for reply in replies:
+                    found.update((sample.envelope.sample_id, sample) for sample in reply.samples)
+                return [found[sample_id] for sample_id in sample_ids if sample_id in found]
             except Unavailable:  # the buffer restarts: what has come is kept
                 if loop.time() >= end:
                     raise
+                if len(found) == len(sample_ids):
+                    return [found[sample_id] for sample_id in sample_ids]
                 await asyncio.sleep(_RETRY_SECONDS)
-        return samples
 
     async def consume(self, stream: str, epoch: int, step: int, digest: bytes) -> int:
         """The step has used its batch; returns the next step."""

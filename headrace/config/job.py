@@ -145,7 +145,12 @@ class BufferSection(Section):
     buffer_store: Literal["memory", "sqlite", "segments"] = Field(
         "sqlite", description="Where the ledger lives: memory loses it with the process."
     )
-    min_free_disk_bytes: NonNegative = Field(256 << 20, description="Puts are refused when the disk has less left.")
+    buffer_addresses: tuple[str, ...] = Field(
+        (), description="host:port of every shard of the ledger, in an order that stays; instead of buffer_address."
+    )
+    buffer_shard: NonNegative | None = Field(
+        None, description="Which of buffer_addresses, from 0, `headrace up buffer` starts here."
+    )
     max_payload_bytes: Positive = Field(8 << 30, description="Payload bytes held at most.")
     max_groups: Positive = Field(2_000_000, description="Groups queued, leased, ready and consumed at most.")
     max_leases: Positive = Field(100_000, description="Leases out at most.")

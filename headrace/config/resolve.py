@@ -17,7 +17,15 @@ _HOOKS = ("custom_generate_function_path", "custom_rm_path")
 def resolve(job: Job) -> Job:
     """Paths are taken from the working directory; one of the four batch sizes is derived. Raises ConfigError."""
     sections = {name: value for name, value in job if isinstance(value, BaseModel)}
-    return derive(job.model_copy(update={name: _absolute(section) for name, section in sections.items()}))
+    return derive(_shards(job.model_copy(update={name: _absolute(section) for name, section in sections.items()})))
+
+
+def _shards(job: Job) -> Job:
+    """Whoever asks for the buffer's address gets those of all shards."""
+    if not job.buffer.buffer_addresses or job.services.buffer_address:
+        return job
+    address = ",".join(job.buffer.buffer_addresses)
+    return job.model_copy(update={"services": job.services.model_copy(update={"buffer_address": address})})
 
 
 def _absolute(section: BaseModel) -> BaseModel:

@@ -22,6 +22,7 @@ _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "tis_clip_low": ("use_tis", lambda job: job.train.use_tis),
     "max_tokens_per_gpu": ("use_dynamic_batch_size", lambda job: job.train.use_dynamic_batch_size),
     "balance_by": ("balance_data", lambda job: job.train.balance_data),
+    "buffer_shard": ("buffer_addresses", lambda job: bool(job.buffer.buffer_addresses)),
     "group_rm": ("custom_rm_path", lambda job: job.reward.custom_rm_path is not None),
     "max_turns": ("custom_generate_function_path", lambda job: job.rollout.custom_generate_function_path is not None),
     "eval_interval": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
@@ -55,6 +56,30 @@ def _no_ignored_leaves(job: Job) -> None:
                 f"{name} has no effect without {needed}: add {known[needed].flag} or leave {known[name].flag} out",
                 field=name,
             )
+
+
+def _shards_add_up(job: Job) -> None:
+    buffer, num_shards = job.buffer, len(job.buffer.buffer_addresses)
+    if not num_shards:
+        return
+    if len(set(buffer.buffer_addresses)) < num_shards:
+        raise ConfigError(f"buffer_addresses {list(buffer.buffer_addresses)} names one twice", field="buffer_addresses")
+    if job.services.buffer_address not in (None, ",".join(buffer.buffer_addresses)):
+        raise ConfigError(
+            f"buffer_address {job.services.buffer_address} is given, and buffer_addresses too: leave one of them out",
+            field="buffer_addresses",
+        )
+    if buffer.buffer_shard is not None and buffer.buffer_shard >= num_shards:
+        raise ConfigError(
+            f"buffer_shard {buffer.buffer_shard} is none of the {num_shards} buffer_addresses: they are counted from 0",
+            field="buffer_shard",
+        )
+    if (job.rollout.rollout_batch_size or num_shards) < num_shards:
+        raise ConfigError(
+            f"rollout_batch_size {job.rollout.rollout_batch_size} is less than the {num_shards} shards: "
+            "every shard needs a group in every step",
+            field="buffer_addresses",
+        )
 
 
 def _synchronous_when_colocated(job: Job) -> None:
@@ -194,6 +219,7 @@ def _architecture(job: Job) -> None:
 
 _RULES: Sequence[Callable[[Job], None]] = (
     _synchronous_when_colocated,
+    _shards_add_up,
     _no_ignored_leaves,
     _micro_batches,
     _interval_within_staleness,

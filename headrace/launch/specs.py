@@ -55,7 +55,9 @@ def _earlier(entry: ServiceEntry | None) -> str | None:
 
 
 def address_in(job: Job, service: str) -> str | None:
-    """What the job says."""
+    """What the job says; of a shard that is started here, its own."""
+    if service == "buffer" and job.buffer.buffer_shard is not None:
+        return job.buffer.buffer_addresses[job.buffer.buffer_shard]
     address: str | None = job.services.model_dump()[f"{service}_address"]
     return address
 

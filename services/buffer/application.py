@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from dataclasses import replace
 from typing import TypeVar
 
-from headrace.errors import FailedPrecondition, OutOfRange, ResourceExhausted
+from headrace.errors import FailedPrecondition, OutOfRange
 from headrace.rpc.log import log
 from services.buffer.backup import Chunk, Digest, stream_copy
 from services.buffer.group import Group, GroupState, Prompt, SampleRecord
@@ -20,7 +20,7 @@ from services.buffer.journal import Journal
 from services.buffer.ledger import Ledger, Result
 from services.buffer.producing import GroupPut, NoLeaseReason, PutResult, Release
 from services.buffer.prompts.mix import PromptMix
-from services.buffer.prompts.open import open_files
+from services.buffer.prompts.open import open_prompts
 from services.buffer.signal import Signal, wait_for
 from services.buffer.store.base import Store
 from services.buffer.stream import StreamConfig, StreamState
@@ -36,14 +36,11 @@ _FETCH_BYTES = 3 << 20
 class Buffer:
     """One ledger, alive. Made by `open`."""
 
-    def __init__(
-        self, store: Store, ledger: Ledger, journal: Journal, *, max_watch_lag: int, min_free_disk_bytes: int
-    ) -> None:
+    def __init__(self, store: Store, ledger: Ledger, journal: Journal, *, max_watch_lag: int) -> None:
         self.ledger = ledger
         self.journal = journal
         self._store = store
         self._max_watch_lag = max_watch_lag
-        self._min_free_disk_bytes = min_free_disk_bytes
         self._changed: defaultdict[str, Signal] = defaultdict(Signal)
         self._leased = Signal()
         self._sources: dict[str, PromptMix] = {}
@@ -51,7 +48,7 @@ class Buffer:
         self._timer: asyncio.Task[None] | None = None
 
     @classmethod
-    async def open(cls, store: Store, *, max_watch_lag: int = 100_000, min_free_disk_bytes: int = 0) -> Buffer:
+    async def open(cls, store: Store, *, max_watch_lag: int = 100_000) -> Buffer:
         """Loads what the store kept and starts the lease timer. Raises when a prompt file is gone or another one."""
         snapshot = await asyncio.to_thread(store.load)
         for record in snapshot.quarantined:
@@ -60,13 +57,7 @@ class Buffer:
             log.warning("torn_tail_cut", num_bytes=snapshot.torn_bytes)
         ledger = Ledger(snapshot.ledger_id)
         ledger.restore(_now(), snapshot.streams, snapshot.groups, snapshot.position)
-        buffer = cls(
-            store,
-            ledger,
-            Journal(store, snapshot.position),
-            max_watch_lag=max_watch_lag,
-            min_free_disk_bytes=min_free_disk_bytes,
-        )
+        buffer = cls(store, ledger, Journal(store, snapshot.position), max_watch_lag=max_watch_lag)
         for state in snapshot.streams:
             if state.config.has_source:
                 buffer._sources[state.name] = await _reopen(state)
@@ -87,7 +78,7 @@ class Buffer:
         async with self._reading[config.name]:
             state = StreamState(config)
             if config.has_source and config.name not in self.ledger.books:
-                mix = await asyncio.to_thread(open_files, config.files)
+                mix = await asyncio.to_thread(open_prompts, config)
                 digests, cursors = mix.digests, mix.start()
                 state = replace(state, bad_lines=mix.bad_lines, file_digests=digests, cursors=cursors)
                 self._sources[config.name] = mix
@@ -139,14 +130,10 @@ class Buffer:
 
     async def release(self, releases: Sequence[Release]) -> None:
         """Groups go back to the queue."""
-        if any(r.partials for r in releases):
-            self._require_disk()
         await self._commit(self.ledger.release(_now(), releases))
 
     async def put(self, puts: Sequence[GroupPut]) -> list[PutResult]:
-        """Durable when it returns. Refused where it would fill the disk: consume and commit need what is left."""
-        if any(p.samples for p in puts):
-            self._require_disk()
+        """Durable when it returns."""
         return await self._commit(self.ledger.put(_now(), puts))
 
     async def lease_batch(self, stream: str, epoch: int, step: int, wait_seconds: float) -> tuple[Batch | None, int]:
@@ -167,9 +154,9 @@ class Buffer:
         """Groups committed."""
         return await self._commit(self.ledger.commit(_now(), stream, epoch, step))
 
-    async def rewind(self, stream: str, step: int, request_id: str) -> tuple[int, int]:
+    async def rewind(self, stream: str, step: int, request_id: str, least_epoch: int) -> tuple[int, int]:
         """(epoch, groups that came back)."""
-        return await self._commit(self.ledger.rewind(_now(), stream, step, request_id))
+        return await self._commit(self.ledger.rewind(_now(), stream, step, request_id, least_epoch))
 
     async def set_policy_version(self, stream: str, epoch: int, policy_version: int) -> int:
         """Groups that expired by it."""
@@ -179,9 +166,11 @@ class Buffer:
         """Checked against their digests."""
         return await asyncio.to_thread(self._store.read_payloads, records)
 
-    async def fetch(self, stream: str, sample_ids: Sequence[str]) -> AsyncIterator[list[tuple[SampleRecord, bytes]]]:
+    async def fetch(
+        self, stream: str, sample_ids: Sequence[str], *, skip_unknown: bool
+    ) -> AsyncIterator[list[tuple[SampleRecord, bytes]]]:
         """Samples in the order asked, some at a time."""
-        for records in _portions(self.ledger.sample_records(stream, sample_ids)):
+        for records in _portions(self.ledger.sample_records(stream, sample_ids, skip_unknown=skip_unknown)):
             yield list(zip(records, await self.payloads(records), strict=True))
 
     async def list_groups(
@@ -231,16 +220,6 @@ class Buffer:
             events = await asyncio.to_thread(self._store.read_events, position, _EVENTS_PER_PAGE)
             position = events[-1].position + 1
             yield events
-
-    def _require_disk(self) -> None:
-        free = self._store.free_bytes()
-        if free is not None and free < self._min_free_disk_bytes:
-            raise ResourceExhausted(
-                f"the ledger's disk has {free} bytes left, min_free_disk_bytes is {self._min_free_disk_bytes}: free "
-                "some, or save checkpoints, after which samples are deleted",
-                reason="DISK_RESERVE",
-                retry_after_seconds=5.0,
-            )
 
     async def _commit(self, result: Result[_Answer]) -> _Answer:
         answer, transaction = result
@@ -295,7 +274,7 @@ def _portions(records: Sequence[SampleRecord]) -> Iterator[list[SampleRecord]]:
 
 
 async def _reopen(state: StreamState) -> PromptMix:
-    mix = await asyncio.to_thread(open_files, state.config.files)
+    mix = await asyncio.to_thread(open_prompts, state.config)
     pairs = zip(state.config.files, state.cursors, state.file_digests, mix.digests, strict=True)
     for file, cursor, known, digest in pairs:
         if digest != known:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headrace.client.shard_answers import share_of_count
 from headrace.config.job import BufferSection, DataSection, Job
 from headrace.config.prompt_path import PromptPath
 from headrace.errors import ConfigError
@@ -22,10 +23,11 @@ def train_stream(job: Job) -> StreamConfig:
             f"update_weights_interval {interval} serves weights up to {interval - 1} steps old, "
             f"max_staleness is {job.buffer.max_staleness}: set it to {interval - 1} or more, or publish more often"
         )
+    shard, num_shards = _shard(job.buffer)
     return StreamConfig(
         name=TRAIN_STREAM,
         n_samples_per_prompt=job.rollout.n_samples_per_prompt,
-        groups_per_step=job.rollout.rollout_batch_size,
+        groups_per_step=share_of_count(job.rollout.rollout_batch_size, shard, num_shards),
         max_staleness=job.buffer.max_staleness,
         lease_seconds=job.buffer.lease_seconds,
         max_attempts=job.buffer.max_attempts,
@@ -36,9 +38,24 @@ def train_stream(job: Job) -> StreamConfig:
         max_groups=job.buffer.max_groups,
         max_leases=job.buffer.max_leases,
         retain_steps=job.buffer.retain_steps,
-        over_sampling_groups=_surplus(job.rollout.over_sampling_batch_size, job.rollout.rollout_batch_size),
+        over_sampling_groups=share_of_count(
+            _surplus(job.rollout.over_sampling_batch_size, job.rollout.rollout_batch_size), shard, num_shards
+        ),
         limiter=_limiter(job.buffer),
+        shard=shard,
+        num_shards=num_shards,
     )
+
+
+def _shard(buffer: BufferSection) -> tuple[int, int]:
+    """(which, of how many)."""
+    if not buffer.buffer_addresses:
+        return 0, 1
+    if buffer.buffer_shard is None:
+        raise ConfigError(
+            f"this buffer is one of {len(buffer.buffer_addresses)} shards and was not told which: pass --buffer-shard"
+        )
+    return buffer.buffer_shard, len(buffer.buffer_addresses)
 
 
 def _surplus(over_sampling_batch_size: int | None, groups_per_step: int) -> int:

@@ -200,10 +200,12 @@ class Ledger:
         work = self._work(now)
         return self._done(work, training.commit(work, self.book(stream), epoch, step))
 
-    def rewind(self, now: Instant, stream: str, step: int, request_id: str) -> Result[tuple[int, int]]:
+    def rewind(
+        self, now: Instant, stream: str, step: int, request_id: str, least_epoch: int = 0
+    ) -> Result[tuple[int, int]]:
         """(epoch, groups that came back)."""
         work = self._work(now)
-        return self._done(work, training.rewind(work, self.book(stream), step, request_id))
+        return self._done(work, training.rewind(work, self.book(stream), step, request_id, least_epoch))
 
     def set_policy_version(self, now: Instant, stream: str, epoch: int, policy_version: int) -> Result[int]:
         """Groups expired."""
@@ -212,7 +214,9 @@ class Ledger:
 
     # Readers
 
-    def sample_records(self, stream: str, sample_ids: Sequence[str]) -> list[SampleRecord]:
+    def sample_records(
+        self, stream: str, sample_ids: Sequence[str], *, skip_unknown: bool = False
+    ) -> list[SampleRecord]:
         """Those with a payload, in order. Raises NotFound naming the ids that are gone or never were."""
         book = self.book(stream)
         found: list[SampleRecord] = []
@@ -224,7 +228,7 @@ class Ledger:
                 gone.append(sample_id)
             else:
                 found.append(group.samples[i])
-        if gone:
+        if gone and not skip_unknown:
             raise NotFound(f"stream {stream} has no payload of the samples {gone}: never put, expired or committed")
         return found
 

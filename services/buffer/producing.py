@@ -121,8 +121,10 @@ def _add_groups(work: Work, book: StreamBook, prompts: Sequence[Prompt]) -> None
         return
     seq = book.state.next_seq
     work.set_state(book, replace(book.state, next_seq=seq + len(prompts)))
+    config = book.state.config
     for i, prompt in enumerate(prompts, seq):
-        work.add(book, Group(f"{book.state.name}/{i}", book.state.name, i, prompt))
+        number = i * config.num_shards + config.shard
+        work.add(book, Group(f"{config.name}/{number}", config.name, i, prompt))
 
 
 def lease(
@@ -240,10 +242,10 @@ def _complete(work: Work, book: StreamBook, group: Group, put: GroupPut, leased_
     oldest = min((r.oldest_version for r in records if r.oldest_version is not None), default=leased_version)
     work.forget(group.partials)
     ready = replace(group, state=GroupState.READY, samples=records, partials=(), oldest_version=oldest)
-    limit = oldest_trainable(book.state, book.state.step)
+    limit = oldest_trainable(book.state)
     ready = work.change(book, ready, "put", sample_ids=[r.sample_id for r in records])
     if limit is not None and oldest < limit:
-        return work.expire(book, ready, book.state.step)
+        return work.expire(book, ready)
     work.keep(put.samples)
     work.set_state(book, replace(book.state, num_inserted=book.state.num_inserted + 1))
     return ready

@@ -93,7 +93,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         self, request: pb.FetchSamplesRequest, context: Context
     ) -> AsyncIterator[pb.FetchSamplesResponse]:
         require_some(len(request.sample_ids), "sample_ids")
-        async for portion in self._buffer.fetch(request.stream, request.sample_ids):
+        async for portion in self._buffer.fetch(request.stream, request.sample_ids, skip_unknown=request.skip_unknown):
             yield pb.FetchSamplesResponse(samples=[wire.from_sample(record, payload) for record, payload in portion])
 
     async def ConsumeBatch(self, request: pb.ConsumeBatchRequest, context: Context) -> pb.ConsumeBatchResponse:
@@ -107,7 +107,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
     async def Rewind(self, request: pb.RewindRequest, context: Context) -> pb.RewindResponse:
         require_not_negative(request.step, "step")
         request_id = require(request.request_id, "request_id")
-        epoch, num_groups = await self._buffer.rewind(request.stream, request.step, request_id)
+        epoch, num_groups = await self._buffer.rewind(request.stream, request.step, request_id, request.least_epoch)
         return pb.RewindResponse(epoch=epoch, num_groups=num_groups)
 
     async def SetPolicyVersion(

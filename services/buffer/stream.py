@@ -79,6 +79,9 @@ class StreamConfig:
     over_sampling_groups: int = 0
     """Groups admitted beyond what staleness allows, so that a step is full in spite of drops."""
     limiter: Limiter | None = None
+    shard: int = 0
+    """Of `num_shards` buffers this one has the groups whose number is `shard` modulo num_shards."""
+    num_shards: int = 1
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -92,6 +95,10 @@ class StreamConfig:
         if not (math.isfinite(self.lease_seconds) and self.lease_seconds > 0):
             raise InvalidArgument(
                 f"lease_seconds is {self.lease_seconds}, must be above 0", field="config.lease_seconds"
+            )
+        if not 0 <= self.shard < self.num_shards:
+            raise InvalidArgument(
+                f"shard {self.shard} of {self.num_shards}: they are counted from 0", field="config.shard"
             )
         if self.limiter:
             self.limiter.check(self.groups_per_step)

@@ -26,28 +26,18 @@ class Batch:
 
 
 def lease_batch(work: Work, book: StreamBook, epoch: int, step: int) -> Batch | None:
-    """The step's batch; None while too few groups are ready.
-
-    Once the next step has its batch, the one after it may be asked for: to be fetched while the next is trained.
-    """
+    """The step's batch; None while too few groups are ready."""
     _check_epoch(book, epoch)
-    if step != book.state.step + 1 or book.batch(book.state.step) is None:
-        _check_known(book, step)
+    _check_leasable(book, step)
     groups = book.batch(step) or _choose(work, book, step)
     return Batch(tuple(groups), batch_digest(groups)) if groups else None
 
 
 def _choose(work: Work, book: StreamBook, step: int) -> list[Group]:
-    state = book.state
-    is_ahead = step > state.step
-    if is_ahead and state.config.max_staleness == 0:
-        return []  # what is ready now is too stale by then
-    # The next step has its batch when the one after it is asked for: nothing else will be trained before `step`.
-    work.expire_stale(book, step)
-    count = state.config.groups_per_step
+    work.expire_stale(book)
+    count = book.state.config.groups_per_step
     if not book.may_take(count):
-        if not is_ahead:
-            _check_not_starved(work, book)
+        _check_not_starved(work, book)
         return []
     chosen = [book.groups[group_id] for group_id in book.ready.first(count)]
     return _give(work, book, step, chosen)
@@ -74,7 +64,7 @@ def _check_not_starved(work: Work, book: StreamBook) -> None:
 def consume(work: Work, book: StreamBook, epoch: int, step: int, digest: bytes) -> int:
     """READY → CONSUMED for the batch of the next step; returns the step after it."""
     _check_epoch(book, epoch)
-    _check_known(book, step)
+    _check_leasable(book, step)
     groups = book.batch(step)
     if groups is None:
         raise FailedPrecondition(f"step {step} of {book.state.name} has no batch yet: LeaseBatch gives it one")
@@ -131,7 +121,7 @@ def _forget_ended(work: Work, book: StreamBook) -> None:
     )
 
 
-def rewind(work: Work, book: StreamBook, step: int, request_id: str) -> tuple[int, int]:
+def rewind(work: Work, book: StreamBook, step: int, request_id: str, least_epoch: int) -> tuple[int, int]:
     """CONSUMED → READY from `step` on, in the same batches; (epoch, groups). A new epoch fences those before."""
     state = book.state
     if request_id in state.rewinds:
@@ -144,14 +134,16 @@ def rewind(work: Work, book: StreamBook, step: int, request_id: str) -> tuple[in
         )
     back = _members(book, step, state.step)
     skipped = _skipped(book, state.step, step)
-    answer = (state.epoch + 1, len(back))
+    answer = (max(state.epoch + 1, least_epoch), len(back))
     remembered = dict(list(state.rewinds.items())[1 - _MAX_REMEMBERED_REWINDS :])
     work.set_state(
         book,
         replace(state, epoch=answer[0], epoch_start=step, step=step, rewinds={**remembered, request_id: answer}),
     )
     for group in skipped:
-        work.change(book, replace(group, step=None, batch_index=None), "rewound", detail="its step was passed over")
+        ids = [record.sample_id for record in group.samples]
+        used = replace(group, state=GroupState.CONSUMED)
+        work.change(book, used, "consumed", sample_ids=ids, detail="the trainer's checkpoint has it")
     for group in back:
         work.change(book, replace(group, state=GroupState.READY), "rewound")
     work.announce(book, "rewound", detail=f"from step {state.step}")
@@ -159,7 +151,10 @@ def rewind(work: Work, book: StreamBook, step: int, request_id: str) -> tuple[in
 
 
 def _skipped(book: StreamBook, first: int, end: int) -> list[Group]:
-    """Groups of batches that the trainer's checkpoint has passed: the ledger is older than the checkpoint."""
+    """Groups of batches that the trainer's checkpoint has passed: it was trained with them, being their steps' batches.
+
+    So it is when a trainer that was fenced has saved before it knew, or when the ledger was restored from a backup.
+    """
     return [g for g in _members(book, first, end) if g.state is GroupState.READY]
 
 
@@ -175,7 +170,7 @@ def set_policy_version(work: Work, book: StreamBook, epoch: int, policy_version:
     if (policy_version, epoch) != (state.policy_version, state.policy_epoch):
         work.set_state(book, replace(state, policy_version=policy_version, policy_epoch=epoch))
         work.announce(book, "policy_version")
-    return work.expire_stale(book, book.state.step)
+    return work.expire_stale(book)
 
 
 def _members(book: StreamBook, first: int, end: int) -> list[Group]:
@@ -197,7 +192,7 @@ def _check_epoch(book: StreamBook, epoch: int) -> None:
         )
 
 
-def _check_known(book: StreamBook, step: int) -> None:
+def _check_leasable(book: StreamBook, step: int) -> None:
     state = book.state
     if max(state.epoch_start, state.committed_step) <= step <= state.step:
         return

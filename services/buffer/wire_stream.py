@@ -64,6 +64,8 @@ def to_config(message: pb.StreamConfig) -> StreamConfig:
         retain_steps=message.retain_steps if message.HasField("retain_steps") else None,
         over_sampling_groups=message.over_sampling_groups,
         limiter=_to_limiter(message.limiter) if message.HasField("limiter") else None,
+        shard=message.shard,
+        num_shards=message.num_shards or 1,
     )
 
 
@@ -108,6 +110,8 @@ def from_config(config: StreamConfig) -> pb.StreamConfig:
         selection=pb.Selection.Value(f"SELECTION_{config.selection.name}"),
         files=[_from_file(file) for file in config.files],
         data_source=config.data_source or "",
+        shard=config.shard,
+        num_shards=config.num_shards,
         max_payload_bytes=config.max_payload_bytes,
         max_queued_groups=config.max_queued_groups,
         max_groups=config.max_groups,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from headrace.api.buffer.v1 import buffer_pb2
-from headrace.client.buffer import BufferClient
+from headrace.client.port import Buffer
 
 _WAIT_SECONDS = 5.0
 
@@ -31,7 +31,7 @@ class Ledger(Protocol):
 class BufferLedger:
     """One stream of a buffer service."""
 
-    def __init__(self, buffer: BufferClient, stream: str) -> None:
+    def __init__(self, buffer: Buffer, stream: str) -> None:
         self._buffer = buffer
         self._stream = stream
         self._producer_id = f"rollout-{uuid.uuid4().hex[:8]}"

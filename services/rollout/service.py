@@ -11,7 +11,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from headrace.api.sample.v1 import sample_pb2
-from headrace.client.buffer import BufferClient
+from headrace.client.open import open_buffer
 from headrace.config.job import Job
 from headrace.errors import ConfigError, HeadraceError
 from services.rollout.custom import CustomMaker, custom_args
@@ -73,7 +73,7 @@ class RolloutService:
         metrics = RolloutMetrics(registry)
         self._router = Router(job.rollout.router_policy, log_dir / "router.log", request_seconds=seconds)
         self._router_client = EngineClient(self._router.url)
-        self._buffer = BufferClient(_required(job.services.buffer_address, "buffer_address"))
+        self._buffer = open_buffer(_required(job.services.buffer_address, "buffer_address"))
         fleet = Fleet(
             job.placement.rollout_num_gpus // job.placement.rollout_num_gpus_per_engine,
             job.placement.rollout_num_gpus_per_engine,

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
-from headrace.client.buffer import BufferClient
+from headrace.client.open import open_buffer
+from headrace.client.port import Buffer
 from headrace.client.rollout import RolloutClient
 from headrace.config.job import Job
 from headrace.errors import ConfigError, HeadraceError
@@ -81,7 +82,7 @@ async def run_rank(job: Job, args: argparse.Namespace) -> None:
     """Builds this rank's share, then leads or follows."""
     compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
     loop = asyncio.get_running_loop()
-    buffer = BufferClient(_required(job.services.buffer_address, "buffer_address"))
+    buffer = open_buffer(_required(job.services.buffer_address, "buffer_address"))
     fetch = Fetch(buffer, STREAM, loop)
     if int(os.environ.get("RANK", "0")) == 0:
         await lead(job, args, buffer, fetch, compute)
@@ -91,9 +92,7 @@ async def run_rank(job: Job, args: argparse.Namespace) -> None:
     await buffer.close()
 
 
-async def lead(
-    job: Job, args: argparse.Namespace, buffer: BufferClient, fetch: Fetch, compute: ThreadPoolExecutor
-) -> None:
+async def lead(job: Job, args: argparse.Namespace, buffer: Buffer, fetch: Fetch, compute: ThreadPoolExecutor) -> None:
     """Rank 0: serves at once, builds, runs the loop, ends."""
     rollout = RolloutClient(_required(job.services.rollout_address, "rollout_address"))
     schedule = JobSchedule(job)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.api.trainer.v1 import trainer_pb2 as pb
-from headrace.client.buffer import BufferClient
+from headrace.client.port import Buffer
 from services.trainer.batch import Batch
 from services.trainer.console import TrainerConsole
 
@@ -13,7 +13,7 @@ _WAIT_SECONDS = 2.0
 class StreamLedger:
     """The buffer's stream that is trained on; waiting for a batch shows on the console."""
 
-    def __init__(self, buffer: BufferClient, stream: str, console: TrainerConsole) -> None:
+    def __init__(self, buffer: Buffer, stream: str, console: TrainerConsole) -> None:
         self._buffer = buffer
         self._stream = stream
         self._console = console
@@ -27,11 +27,6 @@ class StreamLedger:
         with self._console.phase(pb.PHASE_WAITING):
             reply = await self._buffer.try_lease_batch(self._stream, epoch, step, wait_seconds=_WAIT_SECONDS)
         self._console.groups_ready(reply.groups_ready)
-        return Batch.of(reply) if reply.ready else None
-
-    async def batch_ahead(self, epoch: int, step: int) -> Batch | None:
-        """Does not wait."""
-        reply = await self._buffer.try_lease_batch(self._stream, epoch, step)
         return Batch.of(reply) if reply.ready else None
 
     async def consume(self, epoch: int, step: int, digest: bytes) -> None:

@@ -10,9 +10,11 @@ from services.buffer.prompts.indexed import IndexedFile
 from services.buffer.prompts.jsonl import JsonlBlocks, JsonlRows, read_jsonl_block
 from services.buffer.prompts.mix import PromptMix
 from services.buffer.prompts.row import RowReader
+from services.buffer.prompts.shard import PromptShard
 from services.buffer.prompts.streamed import StreamedFile
 from services.buffer.prompts.walk import PromptWalk
 from services.buffer.source import FileSource
+from services.buffer.stream import StreamConfig
 
 
 def open_files(files: Sequence[FileSource]) -> PromptMix:
@@ -23,6 +25,12 @@ def open_files(files: Sequence[FileSource]) -> PromptMix:
         name = Path(file.path).name
         readers.append(RowReader(file, name if names[name] == 1 else f"{i}.{name}"))
     return PromptMix([_walk(reader) for reader in readers], [file.weight for file in files])
+
+
+def open_prompts(config: StreamConfig) -> PromptMix:
+    """A stream's prompts; of a shard, its part of them."""
+    whole = open_files(config.files)
+    return PromptShard(whole, config.shard, config.num_shards) if config.num_shards > 1 else whole
 
 
 def _walk(reader: RowReader) -> PromptWalk:

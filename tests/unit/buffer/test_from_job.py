@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from headrace.config.job import BufferSection, DataSection, Job, ModelSection, RolloutSection
+from headrace.errors import ConfigError
 from services.buffer.from_job import train_stream
 from services.buffer.limiter import Limiter
 from services.buffer.stream import ExpiryAction, Selection, StreamConfig
@@ -30,6 +33,14 @@ def test_files_with_weights_slices_and_workers() -> None:
     assert (first.path, first.weight, first.first_row, first.end_row) == ("/a.jsonl", 3.0, 0, None)
     assert (second.path, second.weight, second.first_row, second.end_row) == ("/b.parquet", 1.0, 2, 9)
     assert (second.streaming, second.num_workers) == (True, 3)
+
+
+def test_shards_share_a_step() -> None:
+    addresses = ("a:1", "b:1", "c:1")
+    shards = [stream_of(buffer=BufferSection(buffer_addresses=addresses, buffer_shard=k)) for k in range(3)]
+    assert [(s.groups_per_step, s.shard, s.num_shards) for s in shards] == [(2, 0, 3), (1, 1, 3), (1, 2, 3)]
+    with pytest.raises(ConfigError, match="one of 3 shards and was not told which: pass --buffer-shard"):
+        stream_of(buffer=BufferSection(buffer_addresses=addresses))
 
 
 def test_policies_of_the_buffer() -> None:

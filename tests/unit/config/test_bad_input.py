@@ -8,6 +8,7 @@ import pytest
 
 from headrace.config.load import load
 from headrace.errors import ConfigError
+from headrace.launch.specs import address_in
 
 
 @pytest.mark.parametrize(
@@ -193,3 +194,24 @@ def test_an_export_folder_with_something_in_it_is_refused_before_the_run(load_wi
     (tmp_path / "export" / "model.safetensors").touch()
     with pytest.raises(ConfigError, match="export is there already and not empty.*name a new folder"):
         load_with("--save-hf", str(tmp_path / "export"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--buffer-addresses", "a:1", "a:1"), "names one twice"),
+        (("--buffer-addresses", "a:1", "b:1", "--buffer-shard", "2"), "is none of the 2 buffer_addresses"),
+        (("--buffer-addresses", "a:1", "b:1", "--buffer-address", "c:1"), "leave one of them out"),
+        (("--buffer-addresses", "a:1", "b:1", "c:1", "d:1", "e:1"), "is less than the 5 shards"),
+        (("--buffer-shard", "0"), "buffer_shard has no effect without buffer_addresses"),
+    ],
+)
+def test_shards_that_do_not_add_up(load_with, flags: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_with(*flags)
+
+
+def test_everybody_finds_all_shards(load_with) -> None:
+    job = load_with("--buffer-addresses", "a:1", "b:1", "--buffer-shard", "1")
+    assert job.services.buffer_address == "a:1,b:1"
+    assert address_in(job, "buffer") == "b:1"

@@ -354,6 +354,8 @@ class StreamConfig(_message.Message):
     OVER_SAMPLING_GROUPS_FIELD_NUMBER: _builtins.int
     LIMITER_FIELD_NUMBER: _builtins.int
     DATA_SOURCE_FIELD_NUMBER: _builtins.int
+    SHARD_FIELD_NUMBER: _builtins.int
+    NUM_SHARDS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"train", "eval/gsm8k", …: letters, digits and ._/- , at most 128."""
     n_samples_per_prompt: _builtins.int
@@ -384,6 +386,12 @@ class StreamConfig(_message.Message):
     """Groups admitted beyond what max_staleness allows, so that steps fill in spite of dropped groups."""
     data_source: _builtins.str
     """The user's data source class. Only the job can ask for it: refused in CreateStream. Empty: none."""
+    shard: _builtins.int
+    """Which shard of a ledger in several buffers this is, from 0: its groups have the numbers that are `shard` modulo
+    num_shards, and of the files' prompts it takes those.
+    """
+    num_shards: _builtins.int
+    """How many there are. 0 means 1."""
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___FileSource]:
         """Where prompts come from besides SubmitPrompts, mixed by weight. Empty: only from there."""
@@ -412,10 +420,12 @@ class StreamConfig(_message.Message):
         over_sampling_groups: _builtins.int = ...,
         limiter: Global___RateLimiter | None = ...,
         data_source: _builtins.str = ...,
+        shard: _builtins.int = ...,
+        num_shards: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "_retain_steps", b"_retain_steps", "limiter", b"limiter", "max_staleness", b"max_staleness", "retain_steps", b"retain_steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "_retain_steps", b"_retain_steps", "data_source", b"data_source", "expiry_action", b"expiry_action", "files", b"files", "groups_per_step", b"groups_per_step", "lease_seconds", b"lease_seconds", "limiter", b"limiter", "max_attempts", b"max_attempts", "max_groups", b"max_groups", "max_leases", b"max_leases", "max_payload_bytes", b"max_payload_bytes", "max_queued_groups", b"max_queued_groups", "max_staleness", b"max_staleness", "n_samples_per_prompt", b"n_samples_per_prompt", "name", b"name", "over_sampling_groups", b"over_sampling_groups", "retain_steps", b"retain_steps", "selection", b"selection"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "_retain_steps", b"_retain_steps", "data_source", b"data_source", "expiry_action", b"expiry_action", "files", b"files", "groups_per_step", b"groups_per_step", "lease_seconds", b"lease_seconds", "limiter", b"limiter", "max_attempts", b"max_attempts", "max_groups", b"max_groups", "max_leases", b"max_leases", "max_payload_bytes", b"max_payload_bytes", "max_queued_groups", b"max_queued_groups", "max_staleness", b"max_staleness", "n_samples_per_prompt", b"n_samples_per_prompt", "name", b"name", "num_shards", b"num_shards", "over_sampling_groups", b"over_sampling_groups", "retain_steps", b"retain_steps", "selection", b"selection", "shard", b"shard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_staleness: _TypeAlias = _typing.Literal["max_staleness"]  # noqa: Y015
     _WhichOneofArgType__max_staleness: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness"]  # noqa: Y015
@@ -961,9 +971,8 @@ class LeaseBatchRequest(_message.Message):
     epoch: _builtins.int
     """The trainer's epoch, from Rewind."""
     step: _builtins.int
-    """Must be the next step to consume, or one already given in this epoch, or, once the next one has its batch, the one
-    after it. FAILED_PRECONDITION otherwise, and with reason EXHAUSTED when the file's epochs are walked and too few
-    groups are left for a batch.
+    """Must be the next step to consume, or one already given in this epoch. FAILED_PRECONDITION otherwise, and with
+    reason EXHAUSTED when the file's epochs are walked and too few groups are left for a batch.
     """
     wait_seconds: _builtins.float
     """Seconds to wait for a full batch. Cut to the call's deadline."""
@@ -1055,8 +1064,11 @@ class FetchSamplesRequest(_message.Message):
 
     STREAM_FIELD_NUMBER: _builtins.int
     SAMPLE_IDS_FIELD_NUMBER: _builtins.int
+    SKIP_UNKNOWN_FIELD_NUMBER: _builtins.int
     stream: _builtins.str
     """The stream."""
+    skip_unknown: _builtins.bool
+    """Leaves out what is gone or unknown instead of answering NOT_FOUND: for clients that ask every shard."""
     @_builtins.property
     def sample_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """At least one."""
@@ -1066,10 +1078,11 @@ class FetchSamplesRequest(_message.Message):
         *,
         stream: _builtins.str = ...,
         sample_ids: _abc.Iterable[_builtins.str] | None = ...,
+        skip_unknown: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sample_ids", b"sample_ids", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sample_ids", b"sample_ids", "skip_unknown", b"skip_unknown", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1216,22 +1229,26 @@ class RewindRequest(_message.Message):
     STREAM_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    LEAST_EPOCH_FIELD_NUMBER: _builtins.int
     stream: _builtins.str
     """The stream."""
     step: _builtins.int
     """The step of its checkpoint: the first it will ask for. 0 for a new run."""
     request_id: _builtins.str
     """Idempotency key, a new one for every start of a trainer."""
+    least_epoch: _builtins.int
+    """The epoch to open is at least this: so that the shards of a ledger agree on one. 0: the one after the newest."""
     def __init__(
         self,
         *,
         stream: _builtins.str = ...,
         step: _builtins.int = ...,
         request_id: _builtins.str = ...,
+        least_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "step", b"step", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["least_epoch", b"least_epoch", "request_id", b"request_id", "step", b"step", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

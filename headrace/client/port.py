@@ -1,0 +1,118 @@
+"""What callers ask of the ledger, be it one buffer or several shards of one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from types import TracebackType
+from typing import Protocol, Self
+
+from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.api.sample.v1 import sample_pb2
+from headrace.errors import DeadlineExceeded
+
+DEFAULT_DEADLINE_SECONDS = 60.0
+PROGRESS_SECONDS = 2.0
+
+
+class Buffer(Protocol):
+    """`BufferClient` says what each method does. Both implementations keep the same contract tests."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def create_stream(self, config: pb.StreamConfig) -> pb.CreateStreamResponse: ...
+
+    async def list_streams(self) -> Sequence[pb.StreamConfig]: ...
+
+    async def submit_prompts(self, stream: str, prompts: Sequence[sample_pb2.Prompt]) -> Sequence[str]: ...
+
+    async def lease_groups(
+        self,
+        stream: str,
+        producer_id: str,
+        max_groups: int,
+        *,
+        wait_seconds: float = 0.0,
+        request_id: str | None = None,
+    ) -> pb.LeaseGroupsResponse: ...
+
+    async def renew_leases(self, lease_ids: Sequence[str]) -> pb.RenewLeasesResponse: ...
+
+    async def release_leases(self, releases: Sequence[pb.LeaseRelease]) -> None: ...
+
+    async def put_groups(self, puts: Sequence[pb.GroupPut]) -> Sequence[pb.PutResult]: ...
+
+    async def rewind(self, stream: str, step: int, *, request_id: str | None = None) -> pb.RewindResponse: ...
+
+    async def try_lease_batch(
+        self, stream: str, epoch: int, step: int, *, wait_seconds: float = 0.0
+    ) -> pb.LeaseBatchResponse: ...
+
+    async def lease_batch(
+        self,
+        stream: str,
+        epoch: int,
+        step: int,
+        *,
+        timeout_seconds: float | None = None,
+        on_progress: Callable[[int], None] | None = None,
+        progress_seconds: float = PROGRESS_SECONDS,
+    ) -> pb.LeaseBatchResponse: ...
+
+    async def fetch_samples(
+        self, stream: str, sample_ids: Sequence[str], *, deadline_seconds: float | None = None
+    ) -> list[sample_pb2.Sample]: ...
+
+    async def consume(self, stream: str, epoch: int, step: int, digest: bytes) -> int: ...
+
+    async def commit(self, stream: str, epoch: int, step: int) -> int: ...
+
+    async def set_policy_version(self, stream: str, epoch: int, policy_version: int) -> int: ...
+
+    def watch(
+        self, stream: str, from_position: int = 0, *, deadline_seconds: float | None = None
+    ) -> AsyncIterator[pb.LedgerEvent]: ...
+
+    async def list_groups(
+        self,
+        stream: str,
+        states: Sequence[pb.GroupState.ValueType] = (),
+        *,
+        page_size: int = 0,
+        page_token: str = "",
+        group_ids: Sequence[str] = (),
+    ) -> pb.ListGroupsResponse: ...
+
+    async def stats(self, stream: str) -> pb.StreamStats: ...
+
+
+async def full_batch(
+    buffer: Buffer,
+    stream: str,
+    epoch: int,
+    step: int,
+    timeout_seconds: float | None,
+    on_progress: Callable[[int], None] | None,
+    progress_seconds: float,
+) -> pb.LeaseBatchResponse:
+    """The batch, once it is full. `on_progress` hears the number of groups READY every `progress_seconds`."""
+    loop = asyncio.get_running_loop()
+    end = None if timeout_seconds is None else loop.time() + timeout_seconds
+    while True:
+        left = progress_seconds if end is None else max(min(progress_seconds, end - loop.time()), 0.0)
+        reply = await buffer.try_lease_batch(stream, epoch, step, wait_seconds=left)
+        if reply.ready:
+            return reply
+        if on_progress:
+            on_progress(reply.groups_ready)
+        if end is not None and loop.time() >= end:
+            raise DeadlineExceeded(
+                f"step {step} of {stream} has {reply.groups_ready} groups ready after {timeout_seconds:g} s, "
+                "too few for a batch: see whether producers run"
+            )

@@ -1,0 +1,81 @@
+"""What several shards say, as if one buffer had said it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.errors import InvalidArgument
+
+_SHARED = ("max_payload_bytes", "max_queued_groups")
+
+
+def share_of(config: pb.StreamConfig, shard: int, num_shards: int) -> pb.StreamConfig:
+    """The shard's part: every step's batch is cut as evenly as it goes. Raises InvalidArgument for too small steps."""
+    if config.groups_per_step < num_shards:
+        raise InvalidArgument(
+            f"groups_per_step {config.groups_per_step} of {config.name} is less than the {num_shards} shards: "
+            "every shard needs a group in every step",
+            field="config.groups_per_step",
+        )
+    share = pb.StreamConfig()
+    share.CopyFrom(config)
+    share.shard, share.num_shards = shard, num_shards
+    share.groups_per_step = share_of_count(config.groups_per_step, shard, num_shards)
+    for name in _SHARED:
+        if total := getattr(config, name):
+            setattr(share, name, -(-total // num_shards))
+    return share
+
+
+def share_of_count(total: int, shard: int, num_shards: int) -> int:
+    """The first shards have one more where it does not come out even."""
+    return total // num_shards + (shard < total % num_shards)
+
+
+def merged_config(shares: Sequence[pb.StreamConfig]) -> pb.StreamConfig:
+    """The whole of which these are the shares."""
+    whole = pb.StreamConfig()
+    whole.CopyFrom(shares[0])
+    whole.ClearField("shard")
+    whole.ClearField("num_shards")
+    whole.groups_per_step = sum(share.groups_per_step for share in shares)
+    for name in _SHARED:
+        setattr(whole, name, sum(getattr(share, name) for share in shares))
+    return whole
+
+
+def batch_digest(parts: Sequence[pb.LeaseBatchResponse]) -> bytes:
+    """SHA-256 over the parts' digests in the order of the shards."""
+    return hashlib.sha256(b"".join(part.digest for part in parts)).digest()
+
+
+def merged_batch(parts: Sequence[pb.LeaseBatchResponse]) -> pb.LeaseBatchResponse:
+    """Ready when all parts are, in the order of the shards."""
+    groups_ready = sum(part.groups_ready for part in parts)
+    if not all(part.ready for part in parts):
+        return pb.LeaseBatchResponse(ready=False, groups_ready=groups_ready)
+    groups = [group for part in parts for group in part.groups]
+    return pb.LeaseBatchResponse(ready=True, groups=groups, digest=batch_digest(parts), groups_ready=groups_ready)
+
+
+def merged_stats(parts: Sequence[pb.StreamStats]) -> pb.StreamStats:
+    """Counts are sums; the trainer's position is that of the shard that is least far."""
+    merged = pb.StreamStats(
+        stream=parts[0].stream,
+        payload_bytes=sum(part.payload_bytes for part in parts),
+        epoch=min(part.epoch for part in parts),
+        step=min(part.step for part in parts),
+        committed_step=min(part.committed_step for part in parts),
+        policy_version=min(part.policy_version for part in parts),
+        prompts_read=sum(part.prompts_read for part in parts),
+        data_epoch=min(part.data_epoch for part in parts),
+        bad_lines=max(part.bad_lines for part in parts),
+    )
+    for part in parts:
+        for state, number in part.groups.items():
+            merged.groups[state] += number
+    if all(part.HasField("admissible_groups") for part in parts):
+        merged.admissible_groups = sum(part.admissible_groups for part in parts)
+    return merged

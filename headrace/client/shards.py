@@ -1,0 +1,359 @@
+"""One ledger in several buffers: shard k of N has every group whose number is k modulo N.
+
+Every shard has its own producers' share, batches, journal and disk; a step's batch is the shards' batches one after
+the other, so it is as deterministic as they are, and nothing has to be agreed between shards. A shard that is down
+keeps its groups to itself until it is back: leases come from the others, a batch waits for all.
+
+Positions of the history belong to a shard: `watch` can be read from the beginning only; `shards` are for resuming.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from itertools import count
+from types import TracebackType
+from typing import Any, TypeVar
+
+from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.api.sample.v1 import sample_pb2
+from headrace.client.buffer import BufferClient
+from headrace.client.port import DEFAULT_DEADLINE_SECONDS, PROGRESS_SECONDS, full_batch
+from headrace.client.shard_answers import batch_digest, merged_batch, merged_config, merged_stats, share_of
+from headrace.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound, Unavailable
+
+_Answer = TypeVar("_Answer")
+
+_LEASE_DEADLINE_SECONDS = 2.0
+_POLL_SECONDS = 0.25
+_MAX_REWINDS = 8
+
+
+class ShardedBuffer:
+    """`BufferClient`'s methods over all shards. The addresses' order is the shards' order, for ever."""
+
+    def __init__(self, addresses: Sequence[str], *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> None:
+        if len(set(addresses)) != len(addresses):
+            raise InvalidArgument(f"an address comes twice among the shards {list(addresses)}")
+        self.shards = [BufferClient(address, deadline_seconds=deadline_seconds) for address in addresses]
+        self._leasing = [BufferClient(address, deadline_seconds=_LEASE_DEADLINE_SECONDS) for address in addresses]
+        self._unanswered: dict[tuple[str, int], str] = {}
+        """(stream, shard) → the request that may have been granted without our hearing of it."""
+        self._turn = 0
+
+    async def __aenter__(self) -> ShardedBuffer:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends its connections."""
+        await asyncio.gather(*(client.close() for client in (*self.shards, *self._leasing)))
+
+    # Streams and prompts
+
+    async def create_stream(self, config: pb.StreamConfig) -> pb.CreateStreamResponse:
+        """Every shard gets its share of `groups_per_step`."""
+        replies = await self._all(lambda k, shard: shard.create_stream(share_of(config, k, len(self.shards))))
+        created = any(reply.created for reply in replies)
+        return pb.CreateStreamResponse(config=merged_config([r.config for r in replies]), created=created)
+
+    async def list_streams(self) -> Sequence[pb.StreamConfig]:
+        """As they were asked for."""
+        by_name: dict[str, list[pb.StreamConfig]] = {}
+        for configs in await self._all(lambda _, shard: shard.list_streams()):
+            for config in configs:
+                by_name.setdefault(config.name, []).append(config)
+        return [merged_config(configs) for _, configs in sorted(by_name.items())]
+
+    async def submit_prompts(self, stream: str, prompts: Sequence[sample_pb2.Prompt]) -> Sequence[str]:
+        """A prompt's id chooses its shard. Each shard's part is kept whole or not at all."""
+
+        async def submit(k: int, some: Sequence[sample_pb2.Prompt]) -> Sequence[str]:
+            return await self.shards[k].submit_prompts(stream, some)
+
+        return await self._routed(prompts, lambda prompt: _shard_of_prompt(prompt, len(self.shards)), submit)
+
+    # Producers
+
+    async def lease_groups(
+        self,
+        stream: str,
+        producer_id: str,
+        max_groups: int,
+        *,
+        wait_seconds: float = 0.0,
+        request_id: str | None = None,
+    ) -> pb.LeaseGroupsResponse:
+        """From the shards in turn, as evenly as they can give; a shard that does not answer is passed over."""
+        end = asyncio.get_running_loop().time() + wait_seconds
+        for attempt in count():
+            request = request_id or uuid.uuid4().hex
+            replies = await self._lease_once(stream, producer_id, max_groups, request)
+            leases = [lease for reply in replies for lease in reply.leases]
+            left = end - asyncio.get_running_loop().time()
+            if leases or left <= 0:
+                reasons = [reply.no_lease_reason for reply in replies if not leases]
+                return pb.LeaseGroupsResponse(leases=leases, no_lease_reason=_reason(reasons))
+            await asyncio.sleep(min(left, _POLL_SECONDS * min(attempt + 1, 4)))
+        raise AssertionError  # count() does not end
+
+    async def _lease_once(
+        self, stream: str, producer_id: str, max_groups: int, request_id: str
+    ) -> list[pb.LeaseGroupsResponse]:
+        """Every shard is asked for its even share; the remainder goes round."""
+        num_shards, self._turn = len(self.shards), self._turn + 1
+
+        async def lease(k: int) -> pb.LeaseGroupsResponse:
+            share = (max_groups + (k + self._turn) % num_shards) // num_shards
+            if not share:
+                return pb.LeaseGroupsResponse()
+            return await self._lease_from(k, stream, producer_id, share, f"{request_id}/{k}")
+
+        found = await asyncio.gather(*(lease(k) for k in range(num_shards)), return_exceptions=True)
+        return _answers(found, least=1)
+
+    async def _lease_from(
+        self, k: int, stream: str, producer_id: str, share: int, request_id: str
+    ) -> pb.LeaseGroupsResponse:
+        """A request that got no answer is made again before a new one: its leases may be waiting for us."""
+        request = self._unanswered.setdefault((stream, k), request_id)
+        reply = await self._leasing[k].lease_groups(stream, producer_id, share, request_id=request)
+        del self._unanswered[stream, k]
+        return reply
+
+    async def renew_leases(self, lease_ids: Sequence[str]) -> pb.RenewLeasesResponse:
+        """Those of a shard that is down are in neither list: it gives them their full time when it is back."""
+        parts = self._parts(lease_ids, _group_of_lease)
+        found = await asyncio.gather(
+            *(self._leasing[k].renew_leases([lease_ids[i] for i in part]) for k, part in parts.items()),
+            return_exceptions=True,
+        )
+        merged = pb.RenewLeasesResponse()
+        for reply in _answers(found, least=1):
+            merged.renewed.extend(reply.renewed)
+            merged.lost.extend(reply.lost)
+        return merged
+
+    async def release_leases(self, releases: Sequence[pb.LeaseRelease]) -> None:
+        """Groups go back unfinished."""
+        parts = self._parts(releases, lambda release: _group_of_lease(release.lease_id))
+        await asyncio.gather(*(self.shards[k].release_leases([releases[i] for i in part]) for k, part in parts.items()))
+
+    async def put_groups(self, puts: Sequence[pb.GroupPut]) -> Sequence[pb.PutResult]:
+        """Each shard's part is kept whole or not at all; a put that is made again is a duplicate where it was kept."""
+
+        async def put(k: int, some: Sequence[pb.GroupPut]) -> Sequence[pb.PutResult]:
+            return await self.shards[k].put_groups(some)
+
+        return await self._routed(puts, lambda one: self._shard_of(one.group_id), put)
+
+    # The trainer
+
+    async def rewind(self, stream: str, step: int, *, request_id: str | None = None) -> pb.RewindResponse:
+        """One epoch for all shards: where they differ, because a rewind was cut short, a higher one is opened."""
+        request, least, num_groups = request_id or uuid.uuid4().hex, 0, 0
+        for attempt in range(_MAX_REWINDS):
+            name = f"{request}/{attempt}"
+            replies = await self._all(
+                lambda _, shard, name=name, least=least: shard.rewind(  # type: ignore[misc]  # lambda's defaults
+                    stream, step, request_id=name, least_epoch=least
+                )
+            )
+            epochs = [reply.epoch for reply in replies]
+            num_groups += sum(reply.num_groups for reply in replies)
+            if len(set(epochs)) == 1:
+                return pb.RewindResponse(epoch=epochs[0], num_groups=num_groups)
+            least = max(epochs) + 1
+        raise Unavailable(f"other trainers rewind {stream} at the same time: start one trainer only")
+
+    async def try_lease_batch(
+        self, stream: str, epoch: int, step: int, *, wait_seconds: float = 0.0
+    ) -> pb.LeaseBatchResponse:
+        """Ready when every shard's part is."""
+        return merged_batch(
+            await self._all(lambda _, shard: shard.try_lease_batch(stream, epoch, step, wait_seconds=wait_seconds))
+        )
+
+    async def lease_batch(
+        self,
+        stream: str,
+        epoch: int,
+        step: int,
+        *,
+        timeout_seconds: float | None = None,
+        on_progress: Callable[[int], None] | None = None,
+        progress_seconds: float = PROGRESS_SECONDS,
+    ) -> pb.LeaseBatchResponse:
+        """The batch, once it is full."""
+        return await full_batch(self, stream, epoch, step, timeout_seconds, on_progress, progress_seconds)
+
+    async def fetch_samples(
+        self, stream: str, sample_ids: Sequence[str], *, deadline_seconds: float | None = None
+    ) -> list[sample_pb2.Sample]:
+        """Every shard is asked for all of them and answers those it has."""
+        parts = await self._all(
+            lambda _, shard: shard.fetch_samples(
+                stream, sample_ids, deadline_seconds=deadline_seconds, skip_unknown=True
+            )
+        )
+        found = {sample.envelope.sample_id: sample for part in parts for sample in part}
+        if gone := [sample_id for sample_id in sample_ids if sample_id not in found]:
+            raise NotFound(f"stream {stream} has no payload of the samples {gone}: never put, expired or committed")
+        return [found[sample_id] for sample_id in sample_ids]
+
+    async def consume(self, stream: str, epoch: int, step: int, digest: bytes) -> int:
+        """The digest is the whole batch's; every shard is told its own part's."""
+        parts = await self._all(lambda _, shard: shard.try_lease_batch(stream, epoch, step))
+        if not all(part.ready for part in parts):
+            raise FailedPrecondition(f"step {step} of {stream} has no batch yet: lease_batch gives it one")
+        if batch_digest(parts) != digest:
+            raise FailedPrecondition(
+                f"step {step} of {stream} has the batch {batch_digest(parts).hex()[:16]}…, not {digest.hex()[:16]}…: "
+                "train on what lease_batch answered",
+                reason="OTHER_BATCH",
+            )
+        steps = await self._all(lambda k, shard: shard.consume(stream, epoch, step, parts[k].digest))
+        return min(steps)
+
+    async def commit(self, stream: str, epoch: int, step: int) -> int:
+        """Groups committed, over all shards."""
+        return sum(await self._all(lambda _, shard: shard.commit(stream, epoch, step)))
+
+    async def set_policy_version(self, stream: str, epoch: int, policy_version: int) -> int:
+        """Groups that expired, over all shards."""
+        return sum(await self._all(lambda _, shard: shard.set_policy_version(stream, epoch, policy_version)))
+
+    # Readers
+
+    async def watch(
+        self, stream: str, from_position: int = 0, *, deadline_seconds: float | None = None
+    ) -> AsyncIterator[pb.LedgerEvent]:
+        """All shards' histories as they come. `position` is the shard's own."""
+        if from_position > 1:
+            raise InvalidArgument(
+                f"position {from_position} is a shard's own: watch one of `shards` to go on from it, or from 0"
+            )
+        events: asyncio.Queue[pb.LedgerEvent] = asyncio.Queue(maxsize=1_000)
+
+        async def read(shard: BufferClient) -> None:
+            async for event in shard.watch(stream, deadline_seconds=deadline_seconds):
+                await events.put(event)
+
+        readers = [asyncio.create_task(read(shard)) for shard in self.shards]
+        try:
+            while True:
+                event = asyncio.create_task(events.get())
+                await asyncio.wait({event, *readers}, return_when=asyncio.FIRST_COMPLETED)
+                if not event.done():
+                    event.cancel()
+                    next(reader for reader in readers if reader.done()).result()
+                    return
+                yield event.result()
+        finally:
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+
+    async def list_groups(
+        self,
+        stream: str,
+        states: Sequence[pb.GroupState.ValueType] = (),
+        *,
+        page_size: int = 0,
+        page_token: str = "",
+        group_ids: Sequence[str] = (),
+    ) -> pb.ListGroupsResponse:
+        """Page by page through one shard after the other; newest change first inside of a shard."""
+        if group_ids:
+            parts = self._parts(group_ids, lambda group_id: group_id)
+            replies = [
+                await self.shards[k].list_groups(stream, states, group_ids=[group_ids[i] for i in part])
+                for k, part in parts.items()
+            ]
+            return pb.ListGroupsResponse(groups=[group for reply in replies for group in reply.groups])
+        k, _, token = page_token.partition(":")
+        at = int(k or 0)
+        page = await self.shards[at].list_groups(stream, states, page_size=page_size, page_token=token)
+        if page.next_page_token:
+            page.next_page_token = f"{at}:{page.next_page_token}"
+        elif at + 1 < len(self.shards):
+            page.next_page_token = f"{at + 1}:"
+        return page
+
+    async def stats(self, stream: str) -> pb.StreamStats:
+        """Sums, and of positions the one that is least far."""
+        return merged_stats(await self._all(lambda _, shard: shard.stats(stream)))
+
+    # Routing
+
+    async def _all(self, ask: Callable[[int, BufferClient], Awaitable[_Answer]]) -> list[_Answer]:
+        return await asyncio.gather(*(ask(k, shard) for k, shard in enumerate(self.shards)))
+
+    def _shard_of(self, group_id: str) -> int:
+        number = group_id.rpartition("/")[2]
+        if not number.isdecimal():
+            raise NotFound(f"there is no group {group_id}")
+        return int(number) % len(self.shards)
+
+    def _parts(self, items: Sequence[Any], group_of: Callable[[Any], str]) -> Mapping[int, list[int]]:
+        """Shard → indices of its items."""
+        return _grouped(self._shard_of(group_of(item)) for item in items)
+
+    async def _routed(
+        self,
+        items: Sequence[Any],
+        shard_of: Callable[[Any], int],
+        ask: Callable[[int, Sequence[Any]], Awaitable[Sequence[_Answer]]],
+    ) -> Sequence[_Answer]:
+        """Each item's answer, in order."""
+        parts = _grouped(map(shard_of, items))
+        replies = await asyncio.gather(*(ask(k, [items[i] for i in part]) for k, part in parts.items()))
+        answers = {
+            i: answer
+            for part, reply in zip(parts.values(), replies, strict=True)
+            for i, answer in zip(part, reply, strict=True)
+        }
+        return [answers[i] for i in range(len(items))]
+
+
+def _grouped(shards: Iterable[int]) -> dict[int, list[int]]:
+    parts: dict[int, list[int]] = {}
+    for i, k in enumerate(shards):
+        parts.setdefault(k, []).append(i)
+    return parts
+
+
+def _group_of_lease(lease_id: str) -> str:
+    return lease_id.partition("#")[0]
+
+
+def _shard_of_prompt(prompt: sample_pb2.Prompt, num_shards: int) -> int:
+    digest = hashlib.sha256(prompt.prompt_id.encode()).digest()
+    return int.from_bytes(digest[:8], "big") % num_shards
+
+
+def _answers(found: Sequence[_Answer | BaseException], *, least: int) -> list[_Answer]:
+    """Those that came. Raises what was raised when they are fewer than `least`, or when it is no sign of absence."""
+    answers: list[_Answer] = []
+    errors: list[BaseException] = []
+    for each in found:
+        if isinstance(each, BaseException):
+            errors.append(each)
+        else:
+            answers.append(each)
+    telling = [error for error in errors if not isinstance(error, Unavailable | DeadlineExceeded)]
+    if telling or (errors and len(answers) < least):
+        raise (telling or errors)[0]
+    return answers
+
+
+def _reason(reasons: Sequence[pb.NoLeaseReason.ValueType]) -> pb.NoLeaseReason.ValueType:
+    """What holds back the shard that would give soonest: EXHAUSTED only when all are. UNSPECIFIED for none."""
+    told = sorted(set(reasons) - {pb.NO_LEASE_REASON_UNSPECIFIED}, key=lambda r: r == pb.NO_LEASE_REASON_EXHAUSTED)
+    return told[0] if told else pb.NO_LEASE_REASON_UNSPECIFIED
