@@ -27,6 +27,7 @@ def check_files(job: Job) -> None:
         for name, path in job.eval.eval_prompt_data:
             _prompts(f"eval_prompt_data {name}", PromptPath(path), job)
         _hook("custom_generate_function_path", job.rollout.custom_generate_function_path)
+        _hook("dynamic_sampling_filter_path", job.rollout.dynamic_sampling_filter_path)
     if job.services.reward_address is None:
         _hook("custom_rm_path", job.reward.custom_rm_path)
     if job.checkpoint.load and not job.checkpoint.load.is_dir():

@@ -78,6 +78,11 @@ class RolloutSection(Section):
     rollout_max_context_len: Positive | None = Field(None, description="Prompt and response tokens at most.")
     rollout_stop: tuple[str, ...] = Field((), description="Stop strings.")
     rollout_stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a response.")
+    dynamic_sampling_filter_path: str | None = Field(
+        None, description="pkg.mod.fn or file.py:fn that keeps or drops a judged group; dropped ones are replaced."
+    )
+    partial_rollout: bool = Field(False, description="Keep the tokens of interrupted groups and continue from them.")
+    mask_offpolicy_in_partial_rollout: bool = Field(False, description="Do not train those of older policies.")
     custom_generate_function_path: str | None = Field(None, description="pkg.mod.fn or file.py:fn that generates.")
     max_turns: Positive | None = Field(None, description="Turns at most; read by custom generate functions.")
     generate_timeout_seconds: Seconds = Field(600.0, description="Limit of one sample's generation.")

@@ -11,7 +11,7 @@ from headrace.config.batch import derive
 from headrace.config.job import Job
 from headrace.config.prompt_path import PromptPath
 
-_HOOKS = ("custom_generate_function_path", "custom_rm_path")
+_HOOKS = ("custom_generate_function_path", "custom_rm_path", "dynamic_sampling_filter_path")
 
 
 def resolve(job: Job) -> Job:

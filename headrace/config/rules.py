@@ -33,6 +33,7 @@ _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "num_epoch": ("prompt_data", lambda job: bool(job.data.prompt_data)),
     "prompt_data_weights": ("prompt_data", lambda job: bool(job.data.prompt_data)),
     "streaming_data": ("prompt_data", lambda job: bool(job.data.prompt_data)),
+    "mask_offpolicy_in_partial_rollout": ("partial_rollout", lambda job: job.rollout.partial_rollout),
     "num_data_workers": ("streaming_data", lambda job: job.data.streaming_data),
     "samples_per_insert": ("min_size_to_sample", lambda job: job.buffer.min_size_to_sample is not None),
     "samples_per_insert_error_buffer": ("samples_per_insert", lambda job: job.buffer.samples_per_insert is not None),
@@ -145,6 +146,16 @@ def _limiter(job: Job) -> None:
         )
 
 
+def _partial_rollout(job: Job) -> None:
+    if not job.rollout.partial_rollout or job.rollout.mask_offpolicy_in_partial_rollout or job.buffer.max_staleness:
+        return
+    raise ConfigError(
+        "partial_rollout with max_staleness 0 keeps tokens of older policies that could never be trained: pass "
+        "--mask-offpolicy-in-partial-rollout, or --max-staleness 1 or more",
+        field="partial_rollout",
+    )
+
+
 def _over_sampling(job: Job) -> None:
     asked, needed = job.rollout.over_sampling_batch_size, job.rollout.rollout_batch_size
     if asked is not None and needed is not None and asked < needed:
@@ -226,6 +237,7 @@ _RULES: Sequence[Callable[[Job], None]] = (
     _mixed_prompts,
     _limiter,
     _over_sampling,
+    _partial_rollout,
     _ranks,
     check_megatron,
     _engines,

@@ -6,6 +6,7 @@ A hook always runs in a worker process (`headrace.workers`): `await pool.run(run
 from headrace.hooks.args import HookArgs, hook_args, section_args
 from headrace.hooks.check import CheckReport, check_hook
 from headrace.hooks.convert import from_hook, to_hook
+from headrace.hooks.filter import DynamicFilterOutput
 from headrace.hooks.generate import run_generate
 from headrace.hooks.load import Hook, load_hook
 from headrace.hooks.reward import Reward, RewardForm, RewardHook, prepare_reward, reward_hook, run_reward
@@ -13,6 +14,7 @@ from headrace.hooks.sample import Sample
 
 __all__ = [
     "CheckReport",
+    "DynamicFilterOutput",
     "Hook",
     "HookArgs",
     "Reward",

@@ -50,6 +50,8 @@ def to_put(message: pb.GroupPut) -> GroupPut:
     elif not message.HasField("failure"):
         raise InvalidArgument(f"the put of {group_id} is {outcome.value} and does not say why", field="groups.failure")
     samples = message.samples if outcome is PutOutcome.COMPLETE else ()
+    for sample in samples:
+        _check_finished(sample.envelope)
     return GroupPut(
         lease_id=require(message.lease_id, "groups.lease_id"),
         group_id=group_id,
@@ -91,6 +93,15 @@ def _to_sample(message: sample_pb2.Sample, group_id: str, key: str) -> NewSample
         ),
         message.payload,
     )
+
+
+def _check_finished(envelope: sample_pb2.SampleEnvelope) -> None:
+    if envelope.status in (sample_pb2.SAMPLE_STATUS_ABORTED, sample_pb2.SAMPLE_STATUS_PENDING):
+        raise InvalidArgument(
+            f"sample {envelope.sample_id} is not finished, and its group is put as COMPLETE: release the lease with "
+            "partial_samples, or put the group as FAILED",
+            field="groups.samples.envelope.status",
+        )
 
 
 def _oldest_trained(envelope: sample_pb2.SampleEnvelope) -> int | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from headrace.config.job import Job
 from headrace.errors import ConfigError, HeadraceError
-from headrace.hooks import HookArgs, from_hook, hook_args, load_hook, run_generate
+from headrace.hooks import HookArgs, from_hook, hook_args, load_hook, run_generate, to_hook
 from headrace.hooks import Sample as HookSample
 from headrace.hooks.generate import takes_group
 from headrace.rpc.log import log
@@ -42,8 +43,10 @@ class CustomMaker:
         """Ends the workers."""
         await self._pool.close()
 
-    async def make_all(self, requests: Sequence[SampleRequest], *, evaluation: bool) -> list[Sample]:
-        """At least one sample for each request; more where one execution fans out."""
+    async def make_all(
+        self, requests: Sequence[SampleRequest], *, evaluation: bool, hand_back: asyncio.Event | None = None
+    ) -> list[Sample]:
+        """At least one sample for each request; more where one execution fans out. What is ABORTED goes back."""
         parts = [requests] if self._takes_group else [[request] for request in requests]
         self.in_flight += len(requests)
         try:
@@ -81,6 +84,8 @@ def hook_takes_group(path: str) -> bool:
 
 
 def _to_hook(request: SampleRequest) -> HookSample:
+    if request.begun:
+        return to_hook(request.begun)
     return HookSample(
         index=request.index, prompt=request.prompt.text, label=request.label, metadata=dict(request.metadata)
     )

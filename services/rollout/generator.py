@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
@@ -23,26 +24,51 @@ class Generator:
         self._served_version = served_version
 
     async def generate(
-        self, prompt: Sequence[int], params: SamplingParams, *, request_id: str, seconds: float
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        seconds: float,
+        begun: Generation = NOTHING_YET,
+        hand_back: asyncio.Event | None = None,
     ) -> Generation:
-        """A finished response. Raises Unavailable or DeadlineExceeded when no engine made it within `seconds`."""
-        pieces = self._pieces(prompt, params, request_id=request_id, seconds=seconds, streaming=False)
+        """A finished response. Raises Unavailable or DeadlineExceeded when no engine made it within `seconds`.
+
+        With `hand_back` it is not continued after an abort: the tokens so far come back with finish ABORT, and the
+        event is set for all who share it; when somebody else sets it, the next pause in the generation is the end.
+        """
+        pieces = self._pieces(prompt, params, begun, hand_back, request_id=request_id, seconds=seconds, streaming=False)
         return [piece async for piece in pieces][-1]
 
     def stream(
         self, prompt: Sequence[int], params: SamplingParams, *, request_id: str, seconds: float
     ) -> AsyncIterator[Generation]:
         """All tokens so far, again and again; the last one has a `finish` of stop or length."""
-        return self._pieces(prompt, params, request_id=request_id, seconds=seconds, streaming=True)
+        return self._pieces(prompt, params, NOTHING_YET, None, request_id=request_id, seconds=seconds, streaming=True)
 
     async def _pieces(
-        self, prompt: Sequence[int], params: SamplingParams, *, request_id: str, seconds: float, streaming: bool
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        begun: Generation,
+        hand_back: asyncio.Event | None,
+        *,
+        request_id: str,
+        seconds: float,
+        streaming: bool,
     ) -> AsyncIterator[Generation]:
         end = time.monotonic() + seconds
-        done = NOTHING_YET
+        done = begun
+        if len(done.tokens) >= params.max_new_tokens:
+            yield replace(done, finish=Finish.LENGTH)
+            return
         backoff_seconds = _FIRST_BACKOFF_SECONDS
         attempt = 0
         while (left := end - time.monotonic()) > 0:
+            if hand_back and hand_back.is_set():
+                yield done
+                return
             attempt += 1
             rest = replace(params, max_new_tokens=params.max_new_tokens - len(done.tokens))
             so_far = done
@@ -64,7 +90,9 @@ class Generator:
             if len(done.tokens) >= params.max_new_tokens:
                 yield replace(done, finish=Finish.LENGTH)
                 return
-            await asyncio.sleep(backoff_seconds)
+            if hand_back and failure is None and len(done.tokens) > len(begun.tokens):
+                hand_back.set()
+            await _set_within(hand_back, backoff_seconds)
             backoff_seconds = min(backoff_seconds * 2, _LONGEST_BACKOFF_SECONDS)
         raise DeadlineExceeded(f"request {request_id} had {len(done.tokens)} tokens after {seconds:g} s")
 
@@ -81,3 +109,9 @@ class Generator:
             tokens, params, request_id=request_id, cache_key=cache_key, seconds=seconds
         ):
             yield piece
+
+
+async def _set_within(event: asyncio.Event | None, seconds: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await (event or asyncio.Event()).wait()

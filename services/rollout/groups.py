@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import HeadraceError
 from headrace.trajectory import Failure, Sample, Status, from_json
+from headrace.workers import WorkerError
 from services.rollout.engine.api import SamplingParams
+from services.rollout.filter import GroupFilter
 from services.rollout.judge import Judge
+from services.rollout.partial import PartialRollout
 from services.rollout.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.sampling import Maker, SampleRequest, seed_of
+
+Made = buffer_pb2.GroupPut | buffer_pb2.LeaseRelease
 
 
 class GroupMaker:
@@ -27,6 +33,8 @@ class GroupMaker:
         rollout_seed: int,
         max_prompt_tokens: int | None,
         max_context_tokens: int | None,
+        group_filter: GroupFilter | None = None,
+        partial_rollout: PartialRollout | None = None,
     ) -> None:
         self._encoder = encoder
         self._maker = maker
@@ -35,9 +43,16 @@ class GroupMaker:
         self._rollout_seed = rollout_seed
         self._max_prompt_tokens = max_prompt_tokens
         self._max_context_tokens = max_context_tokens
+        self._filter = group_filter
+        self._partial = partial_rollout
 
-    async def make(self, lease: buffer_pb2.GroupLease) -> buffer_pb2.GroupPut:
-        """What to put for the lease: COMPLETE, DROPPED or FAILED."""
+    @property
+    def hands_back(self) -> bool:
+        """An interrupted group goes back to the ledger with its tokens."""
+        return self._partial is not None
+
+    async def make(self, lease: buffer_pb2.GroupLease, hand_back: asyncio.Event | None = None) -> Made:
+        """What to put for the lease: COMPLETE, DROPPED or FAILED; or its release, when it was interrupted."""
         try:
             prompt = self._encoder.encode(lease.prompt)
             params = self._params_for(prompt)
@@ -45,10 +60,37 @@ class GroupMaker:
             return _put(lease, buffer_pb2.PUT_OUTCOME_FAILED, failure=Failure(error.reason, error.message))
         if params is None:
             return _put(lease, buffer_pb2.PUT_OUTCOME_DROPPED, failure=self._too_long(prompt))
-        requests = [self._request(lease, prompt, params, index) for index in range(lease.n_samples)]
-        samples = await self._judge.judge(await self._maker.make_all(requests, evaluation=False))
+        begun = self._partial.begun(lease, prompt) if self._partial else {}
+        requests = [
+            replace(self._request(lease, prompt, params, index), begun=begun.get(index))
+            for index in range(lease.n_samples)
+        ]
+        samples = await self._maker.make_all(requests, evaluation=False, hand_back=hand_back)
+        if any(s.status is Status.ABORTED for s in samples):
+            return self._interrupted(lease, samples)
+        if self._partial:
+            samples = [self._partial.finished(sample, lease.policy_version) for sample in samples]
+        return await self._judged(lease, samples)
+
+    def _interrupted(self, lease: buffer_pb2.GroupLease, samples: list[Sample]) -> Made:
+        """An aborted sample, and one that fanned out with it, is never trained."""
+        if self._partial:
+            return self._partial.release(lease, samples)
+        aborted = [sample.sample_id for sample in samples if sample.status is Status.ABORTED]
+        failure = Failure("ABORTED", f"samples {aborted} were aborted: --partial-rollout would continue them")
+        return _put(lease, buffer_pb2.PUT_OUTCOME_FAILED, failure=failure)
+
+    async def _judged(self, lease: buffer_pb2.GroupLease, samples: list[Sample]) -> buffer_pb2.GroupPut:
+        samples = await self._judge.judge(samples)
         if all(s.status is Status.FAILED for s in samples):
             return _put(lease, buffer_pb2.PUT_OUTCOME_FAILED, failure=samples[0].failure)
+        try:
+            refusal = await self._filter.refusal(samples) if self._filter else None
+        except WorkerError as error:
+            failure = Failure("FILTER_FAILED", error.message)
+            return _put(lease, buffer_pb2.PUT_OUTCOME_FAILED, failure=failure)
+        if refusal:
+            return _put(lease, buffer_pb2.PUT_OUTCOME_DROPPED, failure=refusal)
         return _put(lease, buffer_pb2.PUT_OUTCOME_COMPLETE, samples=samples)
 
     def _params_for(self, prompt: EncodedPrompt) -> SamplingParams | None:

@@ -24,7 +24,7 @@ class Ledger(Protocol):
     async def put(self, group: buffer_pb2.GroupPut) -> buffer_pb2.PutResult:
         """Ends a lease."""
 
-    async def release(self, lease_ids: Sequence[str], why: str) -> None:
+    async def release(self, releases: Sequence[buffer_pb2.LeaseRelease]) -> None:
         """Gives leases back; the groups are queued again."""
 
 
@@ -49,6 +49,6 @@ class BufferLedger:
         """Ends a lease."""
         return (await self._buffer.put_groups([group]))[0]
 
-    async def release(self, lease_ids: Sequence[str], why: str) -> None:
+    async def release(self, releases: Sequence[buffer_pb2.LeaseRelease]) -> None:
         """Gives leases back; the groups are queued again."""
-        await self._buffer.release_leases([buffer_pb2.LeaseRelease(lease_id=i, reason=why) for i in lease_ids])
+        await self._buffer.release_leases(releases)

@@ -7,7 +7,7 @@ States: running ⇄ paused → drained. Leases are renewed while a group is made
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.errors import HeadraceError, ResourceExhausted
@@ -18,6 +18,7 @@ from services.rollout.metrics import RolloutMetrics
 
 _RETRY_SECONDS = 1.0
 _RENEWALS_PER_LEASE = 3
+_INTERRUPT_SECONDS = 10.0
 
 
 class Producer:
@@ -31,7 +32,10 @@ class Producer:
         metrics: RolloutMetrics,
         *,
         max_groups_in_flight: int,
+        interrupt: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        self._interrupt = interrupt
+        self._interruptions: dict[str, asyncio.Event] = {}  # lease id → ends its generation where it is
         self._ledger = ledger
         self._maker = maker
         self._served_version = served_version
@@ -61,18 +65,38 @@ class Producer:
         self._may_lease.set()
 
     async def drain(self) -> None:
-        """Ends the work in flight and gives its leases back."""
+        """Ends the work in flight and gives its leases back, with the tokens so far where the job wants them kept."""
         for task in self._tasks:
             task.cancel()
+        if self._groups and self._interrupt and self._maker.hands_back:
+            await self._interrupt_groups(self._interrupt)
         lease_ids, works = list(self._groups), list(self._groups.values())
         for work in works:
             work.cancel()
         await asyncio.gather(*self._tasks, *works, return_exceptions=True)
         if lease_ids:
-            try:
-                await self._ledger.release(lease_ids, "the rollout service stops")
-            except HeadraceError as error:
-                log.warning("leases_not_released", leases=len(lease_ids), error=error.message)  # they will expire
+            await self._release([_release(lease_id, "the rollout service stops") for lease_id in lease_ids])
+
+    async def _interrupt_groups(self, interrupt: Callable[[], Awaitable[None]]) -> None:
+        for event in self._interruptions.values():
+            event.set()
+        await interrupt()
+        await asyncio.wait(list(self._groups.values()), timeout=_INTERRUPT_SECONDS)
+
+    async def _release(self, releases: list[buffer_pb2.LeaseRelease]) -> None:
+        try:
+            await self._ledger.release(releases)
+        except ResourceExhausted as error:
+            log.warning("partial_samples_not_kept", error=error.message)
+            await self._release_bare(releases)
+        except HeadraceError as error:
+            log.warning("leases_not_released", leases=len(releases), error=error.message)  # they will expire
+
+    async def _release_bare(self, releases: list[buffer_pb2.LeaseRelease]) -> None:
+        try:
+            await self._ledger.release([_release(release.lease_id, release.reason) for release in releases])
+        except HeadraceError as error:
+            log.warning("leases_not_released", leases=len(releases), error=error.message)
 
     async def _lease_for_ever(self) -> None:
         while True:
@@ -101,24 +125,26 @@ class Producer:
         """After a restart engines have hf_checkpoint's weights: wait for the trainer's next publication."""
         why = f"engines serve version {self._served_version()}, the ledger is at {leases[0].policy_version}"
         log.warning("engines_behind", why=why)
-        try:
-            await self._ledger.release([lease.lease_id for lease in leases], why)
-        except HeadraceError as error:
-            log.warning("leases_not_released", error=error.message)
+        await self._release([_release(lease.lease_id, why) for lease in leases])
         await asyncio.sleep(_RETRY_SECONDS)
 
     async def _work(self, lease: buffer_pb2.GroupLease) -> None:
         keeper = asyncio.create_task(self._keep(lease))
+        hand_back = self._interruptions[lease.lease_id] = asyncio.Event()
         try:
-            put = await self._maker.make(lease)
-            await self._put(put)
+            made = await self._maker.make(lease, hand_back if self._maker.hands_back else None)
+            if isinstance(made, buffer_pb2.LeaseRelease):
+                log.info("group_interrupted", group_id=lease.group_id, how=made.reason)
+                await self._release([made])
+            else:
+                await self._put(made)
         except HeadraceError as error:
             log.error("group_lost", group_id=lease.group_id, reason=error.reason, error=error.message)
         except Exception as error:  # one group's bug must not end production; the lease expires and is counted
             log.error("group_raised", group_id=lease.group_id, exc_info=error)
         finally:
             keeper.cancel()
-            del self._groups[lease.lease_id]
+            del self._groups[lease.lease_id], self._interruptions[lease.lease_id]
             self._something_ended.set()
 
     async def _keep(self, lease: buffer_pb2.GroupLease) -> None:
@@ -149,3 +175,7 @@ class Producer:
         outcome = buffer_pb2.PutOutcome.Name(put.outcome).removeprefix("PUT_OUTCOME_").lower()
         self._metrics.group_done(outcome, tokens)
         log.info("group_put", group_id=put.group_id, outcome=outcome, tokens=tokens, reason=put.failure.reason)
+
+
+def _release(lease_id: str, why: str) -> buffer_pb2.LeaseRelease:
+    return buffer_pb2.LeaseRelease(lease_id=lease_id, reason=why)

@@ -15,8 +15,9 @@ from headrace.config.job import Job
 from headrace.errors import HeadraceError, InvalidArgument
 from headrace.rpc.log import log
 from headrace.trajectory import Failure, Sample, Status
-from services.rollout.engine.api import Finish, Generation, SamplingParams
+from services.rollout.engine.api import NOTHING_YET, Finish, Generation, SamplingParams
 from services.rollout.generator import Generator
+from services.rollout.partial import generation_of
 from services.rollout.prompts import EncodedPrompt, PromptEncoder
 
 
@@ -31,6 +32,8 @@ class SampleRequest:
     label: str | None
     metadata: Mapping[str, Any]
     params: SamplingParams
+    begun: Sample | None = None
+    """Made so far under an earlier lease."""
 
 
 def job_params(job: Job) -> SamplingParams:
@@ -76,13 +79,18 @@ def seed_of(rollout_seed: int, group_id: str, attempt: int, index: int) -> int:
     return int.from_bytes(digest[:4], "big") >> 1
 
 
+_STATUS = {Finish.STOP: Status.COMPLETED, Finish.LENGTH: Status.TRUNCATED, Finish.ABORT: Status.ABORTED}
+
+
 class Maker(Protocol):
     """The engines' own generation, or a user's function."""
 
     in_flight: int
 
-    async def make_all(self, requests: Sequence[SampleRequest], *, evaluation: bool) -> list[Sample]:
-        """Samples without rewards; one that could not be made is FAILED."""
+    async def make_all(
+        self, requests: Sequence[SampleRequest], *, evaluation: bool, hand_back: asyncio.Event | None = None
+    ) -> list[Sample]:
+        """Samples without rewards; one that could not be made is FAILED, one that was handed back ABORTED."""
 
 
 class SampleMaker:
@@ -94,16 +102,26 @@ class SampleMaker:
         self._seconds = seconds
         self.in_flight = 0
 
-    async def make_all(self, requests: Sequence[SampleRequest], *, evaluation: bool) -> list[Sample]:
+    async def make_all(
+        self, requests: Sequence[SampleRequest], *, evaluation: bool, hand_back: asyncio.Event | None = None
+    ) -> list[Sample]:
         """One sample for each request, side by side."""
-        return await asyncio.gather(*(self.make(request) for request in requests))
+        return await asyncio.gather(*(self.make(request, hand_back) for request in requests))
 
-    async def make(self, request: SampleRequest) -> Sample:
+    async def make(self, request: SampleRequest, hand_back: asyncio.Event | None = None) -> Sample:
         """A sample without reward."""
+        begun = generation_of(request.begun) if request.begun else NOTHING_YET
+        if begun.finish and begun.finish.is_final:
+            return self._sample(request, begun)
         self.in_flight += 1
         try:
             generation = await self._generator.generate(
-                request.prompt.tokens, request.params, request_id=request.sample_id, seconds=self._seconds
+                request.prompt.tokens,
+                request.params,
+                request_id=request.sample_id,
+                seconds=self._seconds,
+                begun=begun,
+                hand_back=hand_back,
             )
         except HeadraceError as error:
             log.warning("sample_failed", sample_id=request.sample_id, reason=error.reason, message=error.message)
@@ -122,7 +140,7 @@ class SampleMaker:
             tokens=np.asarray([*request.prompt.tokens, *generation.tokens], dtype=np.int32),
             loss_mask=np.ones(len(generation.tokens), dtype=np.uint8),
             rollout_log_probs=np.asarray(generation.log_probs, dtype=np.float32),
-            status=Status.TRUNCATED if generation.finish is Finish.LENGTH else Status.COMPLETED,
+            status=_STATUS[generation.finish or Finish.ABORT],
             label=request.label,
             metadata=request.metadata,
             sampling_params=asdict(request.params),

@@ -22,11 +22,13 @@ from services.rollout.engine.fleet import Fleet, FleetTiming
 from services.rollout.engine.machine import Machine
 from services.rollout.engine.process import EngineFactory, SglangProcess
 from services.rollout.evaluate import Evaluator
+from services.rollout.filter import GroupFilter
 from services.rollout.generator import Generator
 from services.rollout.groups import GroupMaker
 from services.rollout.judge import Judge
 from services.rollout.ledger import BufferLedger
 from services.rollout.metrics import RolloutMetrics
+from services.rollout.partial import PartialRollout
 from services.rollout.producer import Producer
 from services.rollout.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.publication.receiver import Receiver
@@ -85,6 +87,7 @@ class RolloutService:
         hook = job.rollout.custom_generate_function_path
         self._custom = CustomMaker(hook, custom_args(job, self._router.url), seconds=seconds) if hook else None
         maker: Maker = self._custom or SampleMaker(generator, encoder, seconds=seconds)
+        self._filter = GroupFilter.of(job)
         judge = Judge(
             _required(job.services.reward_address, "reward_address"),
             item_seconds=job.reward.reward_timeout_seconds,
@@ -97,13 +100,16 @@ class RolloutService:
             rollout_seed=seed,
             max_prompt_tokens=job.rollout.rollout_max_prompt_len,
             max_context_tokens=job.rollout.rollout_max_context_len,
+            group_filter=self._filter,
+            partial_rollout=_partial_rollout(job),
         )
         producer = Producer(
             BufferLedger(self._buffer, _STREAM),
             groups,
             lambda: fleet.policy_version,
             metrics,
-            max_groups_in_flight=job.rollout.max_groups_in_flight or 2 * (job.rollout.rollout_batch_size or 1),
+            max_groups_in_flight=job.rollout.max_groups_in_flight or 2 * _groups_per_step(job),
+            interrupt=fleet.interrupt,
         )
         self.parts = RolloutParts(
             encoder=encoder,
@@ -125,6 +131,8 @@ class RolloutService:
         try:
             if self._custom:
                 await self._custom.start()
+            if self._filter:
+                await self._filter.start()
             await self._router.start()
             await self.parts.fleet.start()
         except HeadraceError:
@@ -143,6 +151,8 @@ class RolloutService:
         await asyncio.gather(self.parts.fleet.stop(), self._router.stop())
         if self._custom:
             await self._custom.close()
+        if self._filter:
+            await self._filter.close()
         await asyncio.gather(self._router_client.close(), self._buffer.close(), self.parts.judge.close())
 
 
@@ -150,6 +160,16 @@ def sglang_factory(job: Job, machine: Machine, log_dir: Path) -> EngineFactory:
     """Real engines. Raises ConfigError for --sglang-* flags that SGLang does not know."""
     arguments.check(job.sglang, machine)
     return lambda number: SglangProcess(job, machine, number, log_dir / f"engine-{number}.log")
+
+
+def _partial_rollout(job: Job) -> PartialRollout | None:
+    if not job.rollout.partial_rollout:
+        return None
+    return PartialRollout(job.rollout.mask_offpolicy_in_partial_rollout, job.buffer.max_staleness)
+
+
+def _groups_per_step(job: Job) -> int:
+    return job.rollout.over_sampling_batch_size or job.rollout.rollout_batch_size or 1
 
 
 def _required(value: str | None, name: str) -> str:

@@ -12,10 +12,11 @@ from headrace.api.sample.v1 import sample_pb2
 class MemoryLedger:
     """The Ledger Protocol of the rollout service."""
 
-    def __init__(self, leases: Sequence[buffer_pb2.GroupLease]) -> None:
+    def __init__(self, leases: Sequence[buffer_pb2.GroupLease] = ()) -> None:
         self.queued = list(leases)
         self.puts: list[buffer_pb2.GroupPut] = []
         self.released: list[str] = []
+        self.releases: list[buffer_pb2.LeaseRelease] = []
         self.renewed: list[str] = []
         self.lost: set[str] = set()
 
@@ -33,8 +34,9 @@ class MemoryLedger:
         self.puts.append(group)
         return buffer_pb2.PutResult(group_id=group.group_id, state=buffer_pb2.GROUP_STATE_READY)
 
-    async def release(self, lease_ids: Sequence[str], why: str) -> None:
-        self.released += lease_ids
+    async def release(self, releases: Sequence[buffer_pb2.LeaseRelease]) -> None:
+        self.releases += releases
+        self.released += [release.lease_id for release in releases]
 
 
 def lease(number: int, *, text: str = "hello", policy_version: int = 0, seconds: float = 60.0) -> buffer_pb2.GroupLease:

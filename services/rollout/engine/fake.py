@@ -32,6 +32,7 @@ class FakeEngine:
         self.calls: list[str] = []
         self.weights: dict[str, str] = {}
         self.cache_keys: list[str] = []
+        self.num_tokens = 0
         self.groups: set[str] = set()
         self.log_prob_error = 0.0
         self._wire = wire or {}
@@ -40,6 +41,7 @@ class FakeEngine:
         self._version = "0"
         self._in_session = False
         self._aborting = False
+        self._num_aborts = 0
         self._running = asyncio.Event()
         self._running.set()
         self._runner: web.AppRunner | None = None
@@ -112,7 +114,9 @@ class FakeEngine:
             case "/continue_generation":
                 self._aborting = False
                 self._running.set()
-            case "/abort_request" | "/flush_cache":
+            case "/abort_request":
+                self._num_aborts += 1
+            case "/flush_cache":
                 pass
             case "/init_weights_update_group":
                 self.groups.add(body["group_name"])
@@ -149,13 +153,14 @@ class FakeEngine:
         stream = web.StreamResponse() if body.get("stream") else None
         if stream is not None:
             await stream.prepare(request)
-        finish = None
+        finish, num_aborts = None, self._num_aborts
         while finish is None:
-            if self._aborting:
+            if self._aborting or self._num_aborts > num_aborts:
                 finish = "abort"
             else:
                 await self._running.wait()
                 made.append(next_token([*body["input_ids"], *made]))
+                self.num_tokens += 1
                 versions.append(self._version)
                 finish = "stop" if made[-1] in stops else "length" if len(made) == params["max_new_tokens"] else None
                 await asyncio.sleep(self._token_seconds)

@@ -133,6 +133,13 @@ class Fleet:
         """Those that can take part in a publication."""
         return [e for e in self.engines if e.state in (EngineState.READY, EngineState.STALE)]
 
+    async def interrupt(self) -> None:
+        """Ends every request at every engine; they answer with their tokens so far."""
+        ends = (engine.client.abort_all() for engine in self.engines if engine.state is EngineState.READY)
+        for result in await asyncio.gather(*ends, return_exceptions=True):
+            if isinstance(result, HeadraceError):
+                log.warning("requests_not_aborted", error=result.message)
+
     async def serve(self, engine: Engine, policy_version: int) -> None:
         """The engine has these weights; it is in routing when they are the served ones."""
         engine.policy_version = policy_version

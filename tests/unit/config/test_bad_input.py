@@ -64,6 +64,8 @@ from headrace.launch.specs import address_in
         ("--prompt-data-weights 1 2", "prompt_data_weights has no effect without prompt_data"),
         ("--streaming-data", "streaming_data has no effect without prompt_data"),
         ("--num-data-workers 2", "num_data_workers has no effect without streaming_data"),
+        ("--mask-offpolicy-in-partial-rollout", "has no effect without partial_rollout"),
+        ("--partial-rollout", "pass --mask-offpolicy-in-partial-rollout, or --max-staleness 1 or more"),
         ("--over-sampling-batch-size 1", "over_sampling_batch_size 1 is below rollout_batch_size 4"),
         ("--samples-per-insert 1", "samples_per_insert has no effect without min_size_to_sample"),
         (

@@ -8,6 +8,7 @@ from headrace.errors import InvalidArgument, Unavailable
 from services.rollout.engine.api import Finish, Generation, SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fake import FakeEngine, response_to
+from services.rollout.engine.fleet import EngineState
 from services.rollout.generator import Generator
 from tests.support.fake_fleet import FakeFleet
 
@@ -36,7 +37,8 @@ async def test_a_request_survives_its_engine(fakes: FakeFleet) -> None:
     generator = Generator(fakes.fleet.engines[0].client, lambda: 0)
     fakes.fake(0).faults["/generate"] = "die"
     asking = asyncio.create_task(generator.generate(PROMPT, PARAMS, request_id="r", seconds=20))
-    await fakes.until(lambda: fakes.fleet.engines[0].restarts == 1)
+    engine = fakes.fleet.engines[0]
+    await fakes.until(lambda: engine.restarts == 1 and engine.state is EngineState.READY)
     asking.cancel()
     other = Generator(fakes.fleet.engines[0].client, lambda: 0)
     assert list((await other.generate(PROMPT, PARAMS, request_id="r", seconds=20)).tokens) == response_to(PROMPT, 60)

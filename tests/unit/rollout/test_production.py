@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from headrace.api.buffer.v1 import buffer_pb2
+from headrace.config.job import Job, ModelSection, RolloutSection
+from headrace.hooks import HookArgs
 from headrace.rpc.net import free_port
 from headrace.trajectory import Sample, Status
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fake import response_to
+from services.rollout.filter import GroupFilter
 from services.rollout.generator import Generator
 from services.rollout.groups import GroupMaker
 from services.rollout.judge import Judge
 from services.rollout.metrics import RolloutMetrics
+from services.rollout.partial import PartialRollout
 from services.rollout.producer import Producer
 from services.rollout.prompts import PromptEncoder
 from services.rollout.sampling import SampleMaker, seed_of
@@ -58,6 +62,8 @@ async def production(
     token_seconds: float = 0.0,
     max_prompt_tokens: int | None = None,
     params: SamplingParams = PARAMS,
+    partial_rollout: PartialRollout | None = None,
+    group_filter: GroupFilter | None = None,
 ) -> AsyncIterator[Production]:
     async with (
         fake_fleet(1, token_seconds=token_seconds) as fakes,
@@ -75,9 +81,18 @@ async def production(
             rollout_seed=42,
             max_prompt_tokens=max_prompt_tokens,
             max_context_tokens=None,
+            group_filter=group_filter,
+            partial_rollout=partial_rollout,
         )
         metrics = RolloutMetrics(CollectorRegistry())
-        producer = Producer(ledger, groups, lambda: fakes.fleet.policy_version, metrics, max_groups_in_flight=2)
+        producer = Producer(
+            ledger,
+            groups,
+            lambda: fakes.fleet.policy_version,
+            metrics,
+            max_groups_in_flight=2,
+            interrupt=fakes.fleet.interrupt,
+        )
         producer.start()
         try:
             yield Production(fakes, ledger, producer, judge, reward, encoder, metrics)
@@ -195,6 +210,149 @@ async def test_engines_that_are_behind_the_ledger_hand_leases_back(tokenizer_fol
     async with production(tokenizer_folder, ledger, score(1.0)) as made:
         await made.fakes.until(lambda: ledger.released == ["lease-0"])
     assert made.reward.asked == []
+
+
+LONG = SamplingParams(max_new_tokens=60)
+
+
+async def interrupted(folder: Path, partial_rollout: PartialRollout) -> tuple[MemoryLedger, list[Sample]]:
+    """A group of three that was drained in the middle: (ledger, its partial samples)."""
+    ledger = MemoryLedger([lease(0)])
+    async with production(
+        folder, ledger, score(1.0), token_seconds=0.01, params=LONG, partial_rollout=partial_rollout
+    ) as made:
+        await made.fakes.until(lambda: made.fakes.fake(0).num_tokens >= 9)
+        await made.producer.drain()
+    assert ledger.puts == []
+    return ledger, [Sample.unpack(packed) for packed in ledger.releases[0].partial_samples]
+
+
+def continued(ledger: MemoryLedger, policy_version: int) -> buffer_pb2.GroupLease:
+    """The next lease of the group that was released."""
+    again = lease(0, policy_version=policy_version)
+    again.partial_samples.extend(ledger.releases[0].partial_samples)
+    return again
+
+
+async def test_a_drained_group_is_released_with_its_tokens_and_the_next_producer_goes_on_there(
+    tokenizer_folder: Path,
+) -> None:
+    mode = PartialRollout(mask_offpolicy=False, max_staleness=1)
+    first, partials = await interrupted(tokenizer_folder, mode)
+    assert [s.status for s in partials] == [Status.ABORTED] * 3
+    assert all(0 < s.response_length < 60 for s in partials)
+    ledger = MemoryLedger([continued(first, policy_version=0)])
+    async with production(tokenizer_folder, ledger, score(1.0), params=LONG, partial_rollout=mode) as made:
+        await made.fakes.until(lambda: len(ledger.puts) == 1)
+        prompt = made.encoder.encode_text("hello").tokens
+        asked = made.fakes.fake(0).num_tokens
+    samples = [Sample.unpack(packed) for packed in ledger.puts[0].samples]
+    assert [s.tokens.tolist() for s in samples] == [[*prompt, *response_to(prompt, 60)]] * 3
+    assert asked == 3 * 60 - sum(s.response_length for s in partials)
+    assert all(s.loss_mask.all() for s in samples)
+
+
+async def test_tokens_of_an_older_policy_are_masked_when_asked(tokenizer_folder: Path) -> None:
+    mode = PartialRollout(mask_offpolicy=True, max_staleness=0)
+    first, partials = await interrupted(tokenizer_folder, mode)
+    ledger = MemoryLedger([])
+    async with production(tokenizer_folder, ledger, score(1.0), params=LONG, partial_rollout=mode) as made:
+        for engine in made.fakes.fleet.engines:
+            await engine.client.set_weight_version(3)
+        made.fakes.fleet.policy_version = 3
+        ledger.queued.append(continued(first, policy_version=3))
+        await made.fakes.until(lambda: len(ledger.puts) == 1)
+    for packed, begun in zip(ledger.puts[0].samples, partials, strict=True):
+        sample, length = Sample.unpack(packed), begun.response_length
+        assert sample.loss_mask.tolist() == [0] * length + [1] * (60 - length)
+        assert not sample.rollout_log_probs[:length].any()
+        assert [(r.policy_version, r.start, r.end, r.masked) for r in sample.policy_ranges] == [
+            (0, 0, length, True),
+            (3, length, 60, False),
+        ]
+
+
+async def test_tokens_too_old_to_be_trained_are_made_anew(tokenizer_folder: Path) -> None:
+    mode = PartialRollout(mask_offpolicy=False, max_staleness=1)
+    first, _ = await interrupted(tokenizer_folder, mode)
+    ledger = MemoryLedger([])
+    async with production(tokenizer_folder, ledger, score(1.0), params=LONG, partial_rollout=mode) as made:
+        made.fakes.fleet.policy_version = 2
+        ledger.queued.append(continued(first, policy_version=2))
+        await made.fakes.until(lambda: len(ledger.puts) == 1)
+        assert made.fakes.fake(0).num_tokens == 3 * 60
+
+
+async def test_a_publication_that_aborts_requests_hands_the_group_back_once_with_its_tokens(
+    tokenizer_folder: Path,
+) -> None:
+    ledger = MemoryLedger([lease(0)])
+    mode = PartialRollout(mask_offpolicy=False, max_staleness=1)
+    async with production(
+        tokenizer_folder, ledger, score(1.0), token_seconds=0.01, params=LONG, partial_rollout=mode
+    ) as made:
+        await made.fakes.until(lambda: made.fakes.fake(0).num_tokens >= 9)
+        engine = made.fakes.fleet.engines[0].client
+        await engine.pause("abort")
+        await made.fakes.until(lambda: len(ledger.releases) == 1)
+        ledger.queued.append(continued(ledger, policy_version=0))
+        await made.fakes.until(lambda: made.fakes.fake(0).calls.count("/generate") >= 6)
+        await engine.resume()
+        await made.fakes.until(lambda: len(ledger.puts) == 1)
+    assert len(ledger.releases) == 1
+    assert all(len(s.envelope.digest) == 32 and s.envelope.response_tokens == 60 for s in ledger.puts[0].samples)
+
+
+async def test_samples_that_are_finished_when_their_group_is_interrupted_are_not_made_again(
+    tokenizer_folder: Path,
+) -> None:
+    mode = PartialRollout(mask_offpolicy=False, max_staleness=1)
+    first, partials = await interrupted(tokenizer_folder, mode)
+    done = replace(partials[0], status=Status.TRUNCATED)
+    first.releases[0].partial_samples[0].CopyFrom(done.pack())
+    ledger = MemoryLedger([continued(first, policy_version=0)])
+    async with production(tokenizer_folder, ledger, score(1.0), params=LONG, partial_rollout=mode) as made:
+        await made.fakes.until(lambda: len(ledger.puts) == 1)
+        assert made.fakes.fake(0).calls.count("/generate") == 2
+    assert Sample.unpack(ledger.puts[0].samples[0]).response_length == done.response_length
+
+
+@pytest.mark.parametrize(
+    ("answers", "outcome", "reason"),
+    [
+        ([1.0, 1.0, 1.0], buffer_pb2.PUT_OUTCOME_DROPPED, "FILTERED"),
+        ([1.0, 0.0, 1.0], buffer_pb2.PUT_OUTCOME_COMPLETE, ""),
+    ],
+)
+async def test_a_dynamic_filter_drops_groups_of_equal_rewards(
+    tokenizer_folder: Path, answers: list[float], outcome: int, reason: str
+) -> None:
+    given = iter(answers)
+    ledger = MemoryLedger([lease(0)])
+    job = Job(
+        model=ModelSection(hf_checkpoint=tokenizer_folder),
+        rollout=RolloutSection(dynamic_sampling_filter_path="headrace.hooks.filter.check_reward_nonzero_std"),
+    )
+    group_filter = GroupFilter.of(job)
+    assert group_filter is not None
+    await group_filter.start()
+    async with production(
+        tokenizer_folder, ledger, lambda item: score(next(given))(item), group_filter=group_filter
+    ) as made:
+        await made.fakes.until(lambda: len(ledger.puts) == 1)
+    await group_filter.close()
+    assert (ledger.puts[0].outcome, ledger.puts[0].failure.reason) == (outcome, reason)
+
+
+async def test_a_filter_that_raises_fails_the_group_and_not_the_run(tokenizer_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def keep(args, samples):\n    raise KeyError('oops')\n")
+    ledger = MemoryLedger([lease(0)])
+    group_filter = GroupFilter(f"{tmp_path}/mine.py:keep", HookArgs({}))
+    async with production(tokenizer_folder, ledger, score(1.0), group_filter=group_filter) as made:
+        await made.fakes.until(lambda: len(ledger.puts) == 1)
+    await group_filter.close()
+    assert (ledger.puts[0].outcome, ledger.puts[0].failure.reason) == (buffer_pb2.PUT_OUTCOME_FAILED, "FILTER_FAILED")
+    assert "KeyError: 'oops'" in ledger.puts[0].failure.message
 
 
 def test_seeds_differ_by_every_part_and_repeat() -> None:
