@@ -150,6 +150,7 @@ class BufferSection(Section):
     buffer_store: Literal["memory", "sqlite", "segments"] = Field(
         "sqlite", description="Where the ledger lives: memory loses it with the process."
     )
+    min_free_disk_bytes: NonNegative = Field(256 << 20, description="Puts are refused when the disk has less left.")
     buffer_addresses: tuple[str, ...] = Field(
         (), description="host:port of every shard of the ledger, in an order that stays; instead of buffer_address."
     )

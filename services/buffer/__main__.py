@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from headrace.api.buffer.v1 import buffer_pb2, buffer_pb2_grpc
-from headrace.config.job import Job
+from headrace.config.job import BufferSection, Job
 from headrace.errors import HeadraceError
 from headrace.rpc.log import configure_logging, log
 from headrace.rpc.server import RpcServer, Service
@@ -23,7 +24,7 @@ from services.buffer.store.kinds import open_store
 _FAILED_GRACE_SECONDS = 0.5
 
 
-def main() -> int:
+def main(open_store: Callable[[BufferSection, Path], Store] = open_store) -> int:
     """0 after a signal, 1 with one line when it cannot start or its disk fails."""
     arguments = _parser().parse_args()
     configure_logging("buffer")
@@ -39,7 +40,7 @@ def main() -> int:
 
 async def serve(job: Job, arguments: argparse.Namespace, store: Store) -> None:
     """Until a signal. Raises what its disk raised."""
-    buffer = await Buffer.open(store)
+    buffer = await Buffer.open(store, min_free_disk_bytes=job.buffer.min_free_disk_bytes)
     wanted = train_stream(job)
     await buffer.set_limits(wanted)
     config, created = await buffer.create_stream(wanted)

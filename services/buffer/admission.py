@@ -41,8 +41,8 @@ def places_left(state: StreamState, num_leased: int, num_ready: int) -> int | No
     return max(limit + config.over_sampling_groups - admitted, 0)
 
 
-def oldest_trainable(state: StreamState) -> int | None:
-    """The oldest policy version that may still be trained at the next step; None when all may."""
+def oldest_trainable(state: StreamState, step: int) -> int | None:
+    """The oldest policy version that may be trained at `step`; None when all may."""
     if state.config.max_staleness is None:
         return None
-    return state.step - state.config.max_staleness
+    return step - state.config.max_staleness

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from dataclasses import replace
 from typing import TypeVar
 
-from headrace.errors import FailedPrecondition, OutOfRange
+from headrace.errors import FailedPrecondition, OutOfRange, ResourceExhausted
 from headrace.rpc.log import log
 from services.buffer.backup import Chunk, Digest, stream_copy
 from services.buffer.group import Group, GroupState, Prompt, SampleRecord
@@ -36,11 +36,14 @@ _FETCH_BYTES = 3 << 20
 class Buffer:
     """One ledger, alive. Made by `open`."""
 
-    def __init__(self, store: Store, ledger: Ledger, journal: Journal, *, max_watch_lag: int) -> None:
+    def __init__(
+        self, store: Store, ledger: Ledger, journal: Journal, *, max_watch_lag: int, min_free_disk_bytes: int
+    ) -> None:
         self.ledger = ledger
         self.journal = journal
         self._store = store
         self._max_watch_lag = max_watch_lag
+        self._min_free_disk_bytes = min_free_disk_bytes
         self._changed: defaultdict[str, Signal] = defaultdict(Signal)
         self._leased = Signal()
         self._sources: dict[str, PromptMix] = {}
@@ -48,7 +51,7 @@ class Buffer:
         self._timer: asyncio.Task[None] | None = None
 
     @classmethod
-    async def open(cls, store: Store, *, max_watch_lag: int = 100_000) -> Buffer:
+    async def open(cls, store: Store, *, max_watch_lag: int = 100_000, min_free_disk_bytes: int = 0) -> Buffer:
         """Loads what the store kept and starts the lease timer. Raises when a prompt file is gone or another one."""
         snapshot = await asyncio.to_thread(store.load)
         for record in snapshot.quarantined:
@@ -57,7 +60,13 @@ class Buffer:
             log.warning("torn_tail_cut", num_bytes=snapshot.torn_bytes)
         ledger = Ledger(snapshot.ledger_id)
         ledger.restore(_now(), snapshot.streams, snapshot.groups, snapshot.position)
-        buffer = cls(store, ledger, Journal(store, snapshot.position), max_watch_lag=max_watch_lag)
+        buffer = cls(
+            store,
+            ledger,
+            Journal(store, snapshot.position),
+            max_watch_lag=max_watch_lag,
+            min_free_disk_bytes=min_free_disk_bytes,
+        )
         for state in snapshot.streams:
             if state.config.has_source:
                 buffer._sources[state.name] = await _reopen(state)
@@ -130,10 +139,14 @@ class Buffer:
 
     async def release(self, releases: Sequence[Release]) -> None:
         """Groups go back to the queue."""
+        if any(r.partials for r in releases):
+            self._require_disk()
         await self._commit(self.ledger.release(_now(), releases))
 
     async def put(self, puts: Sequence[GroupPut]) -> list[PutResult]:
-        """Durable when it returns."""
+        """Durable when it returns. Refused where it would fill the disk: consume and commit need what is left."""
+        if any(p.samples for p in puts):
+            self._require_disk()
         return await self._commit(self.ledger.put(_now(), puts))
 
     async def lease_batch(self, stream: str, epoch: int, step: int, wait_seconds: float) -> tuple[Batch | None, int]:
@@ -220,6 +233,16 @@ class Buffer:
             events = await asyncio.to_thread(self._store.read_events, position, _EVENTS_PER_PAGE)
             position = events[-1].position + 1
             yield events
+
+    def _require_disk(self) -> None:
+        free = self._store.free_bytes()
+        if free is not None and free < self._min_free_disk_bytes:
+            raise ResourceExhausted(
+                f"the ledger's disk has {free} bytes left, min_free_disk_bytes is {self._min_free_disk_bytes}: free "
+                "some, or save checkpoints, after which samples are deleted",
+                reason="DISK_RESERVE",
+                retry_after_seconds=5.0,
+            )
 
     async def _commit(self, result: Result[_Answer]) -> _Answer:
         answer, transaction = result

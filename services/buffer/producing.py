@@ -242,10 +242,10 @@ def _complete(work: Work, book: StreamBook, group: Group, put: GroupPut, leased_
     oldest = min((r.oldest_version for r in records if r.oldest_version is not None), default=leased_version)
     work.forget(group.partials)
     ready = replace(group, state=GroupState.READY, samples=records, partials=(), oldest_version=oldest)
-    limit = oldest_trainable(book.state)
+    limit = oldest_trainable(book.state, book.state.step)
     ready = work.change(book, ready, "put", sample_ids=[r.sample_id for r in records])
     if limit is not None and oldest < limit:
-        return work.expire(book, ready)
+        return work.expire(book, ready, book.state.step)
     work.keep(put.samples)
     work.set_state(book, replace(book.state, num_inserted=book.state.num_inserted + 1))
     return ready

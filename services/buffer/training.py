@@ -26,18 +26,28 @@ class Batch:
 
 
 def lease_batch(work: Work, book: StreamBook, epoch: int, step: int) -> Batch | None:
-    """The step's batch; None while too few groups are ready."""
+    """The step's batch; None while too few groups are ready.
+
+    Once the next step has its batch, the one after it may be asked for: to be fetched while the next is trained.
+    """
     _check_epoch(book, epoch)
-    _check_leasable(book, step)
+    if step != book.state.step + 1 or book.batch(book.state.step) is None:
+        _check_known(book, step)
     groups = book.batch(step) or _choose(work, book, step)
     return Batch(tuple(groups), batch_digest(groups)) if groups else None
 
 
 def _choose(work: Work, book: StreamBook, step: int) -> list[Group]:
-    work.expire_stale(book)
-    count = book.state.config.groups_per_step
+    state = book.state
+    is_ahead = step > state.step
+    if is_ahead and state.config.max_staleness == 0:
+        return []  # what is ready now is too stale by then
+    # The next step has its batch when the one after it is asked for: nothing else will be trained before `step`.
+    work.expire_stale(book, step)
+    count = state.config.groups_per_step
     if not book.may_take(count):
-        _check_not_starved(work, book)
+        if not is_ahead:
+            _check_not_starved(work, book)
         return []
     chosen = [book.groups[group_id] for group_id in book.ready.first(count)]
     return _give(work, book, step, chosen)
@@ -64,7 +74,7 @@ def _check_not_starved(work: Work, book: StreamBook) -> None:
 def consume(work: Work, book: StreamBook, epoch: int, step: int, digest: bytes) -> int:
     """READY → CONSUMED for the batch of the next step; returns the step after it."""
     _check_epoch(book, epoch)
-    _check_leasable(book, step)
+    _check_known(book, step)
     groups = book.batch(step)
     if groups is None:
         raise FailedPrecondition(f"step {step} of {book.state.name} has no batch yet: LeaseBatch gives it one")
@@ -170,7 +180,7 @@ def set_policy_version(work: Work, book: StreamBook, epoch: int, policy_version:
     if (policy_version, epoch) != (state.policy_version, state.policy_epoch):
         work.set_state(book, replace(state, policy_version=policy_version, policy_epoch=epoch))
         work.announce(book, "policy_version")
-    return work.expire_stale(book)
+    return work.expire_stale(book, book.state.step)
 
 
 def _members(book: StreamBook, first: int, end: int) -> list[Group]:
@@ -192,7 +202,7 @@ def _check_epoch(book: StreamBook, epoch: int) -> None:
         )
 
 
-def _check_leasable(book: StreamBook, step: int) -> None:
+def _check_known(book: StreamBook, step: int) -> None:
     state = book.state
     if max(state.epoch_start, state.committed_step) <= step <= state.step:
         return

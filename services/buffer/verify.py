@@ -13,6 +13,7 @@ from pathlib import Path
 
 from headrace.config.job import BufferSection
 from headrace.errors import DataLoss, HeadraceError
+from headrace.rpc.log import configure_logging
 from services.buffer.store.base import Store
 from services.buffer.store.kinds import open_store
 
@@ -65,6 +66,7 @@ def _events(store: Store, damaged: list[str]) -> Iterator[int]:
 
 def main() -> int:
     """0: whole. 1: damaged, or it cannot be opened."""
+    configure_logging("buffer")
     kind, folder = sys.argv[1], Path(sys.argv[2])
     try:
         store = open_store(BufferSection.model_validate({"buffer_store": kind}), folder)

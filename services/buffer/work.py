@@ -115,19 +115,19 @@ class Work:
         failed = replace(group, state=GroupState.FAILED, failure=failure, partials=())
         return self.change(book, failed, "failed", detail=f"{failure.reason}: {failure.message}")
 
-    def expire_stale(self, book: StreamBook) -> int:
-        """Takes every READY group that may never be trained any more out of the pool."""
-        oldest = oldest_trainable(book.state)
+    def expire_stale(self, book: StreamBook, step: int) -> int:
+        """Takes every READY group that may not be trained at `step` or later out of the pool."""
+        oldest = oldest_trainable(book.state, step)
         stale = book.ready.older_than(oldest) if oldest is not None else []
         for group_id in stale:
-            self.expire(book, book.groups[group_id])
+            self.expire(book, book.groups[group_id], step)
         return len(stale)
 
-    def expire(self, book: StreamBook, group: Group) -> Group:
+    def expire(self, book: StreamBook, group: Group, step: int) -> Group:
         """A group too stale to be trained: queued again (not counted as an attempt), or dropped."""
         message = (
-            f"its oldest token is of policy version {group.oldest_version}, step {book.state.step} trains "
-            f"{oldest_trainable(book.state)} or newer (max_staleness {book.state.config.max_staleness})"
+            f"its oldest token is of policy version {group.oldest_version}, step {step} trains "
+            f"{oldest_trainable(book.state, step)} or newer (max_staleness {book.state.config.max_staleness})"
         )
         self.forget(group.samples)
         bare = replace(group, samples=(), oldest_version=None)

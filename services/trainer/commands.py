@@ -18,6 +18,13 @@ class Train:
 
 
 @dataclass(frozen=True, slots=True)
+class Prefetch:
+    """Each rank begins to fetch its part of the next rollout step."""
+
+    samples: Sequence[SampleFacts]
+
+
+@dataclass(frozen=True, slots=True)
 class OpenGroups:
     """Each sender listens for its group of engines; a group that lives on is kept."""
 
@@ -59,9 +66,9 @@ class Leave:
     """The end of the run."""
 
 
-Command = Train | OpenGroups | SendWeights | DropGroups | Save | Export | Leave
+Command = Train | Prefetch | OpenGroups | SendWeights | DropGroups | Save | Export | Leave
 _BY_NAME: dict[str, type[Command]] = {
-    c.__name__: c for c in (Train, OpenGroups, SendWeights, DropGroups, Save, Export, Leave)
+    c.__name__: c for c in (Train, Prefetch, OpenGroups, SendWeights, DropGroups, Save, Export, Leave)
 }
 
 
@@ -74,6 +81,6 @@ def decode(data: bytes) -> Command:
     """The command behind `encode`."""
     fields = json.loads(data)
     kind = _BY_NAME[fields.pop("command")]
-    if kind is Train:
+    if kind in (Train, Prefetch):
         fields["samples"] = tuple(SampleFacts(**facts) for facts in fields["samples"])
     return kind(**fields)

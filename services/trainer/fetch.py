@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 from headrace.client.port import Buffer
 from headrace.trajectory import Sample
@@ -12,18 +13,30 @@ _SECONDS = 600.0
 
 
 class Fetch:
-    """`fetch(sample_ids)` gives the samples in that order. Call it from any thread but the loop's own."""
+    """`fetch(sample_ids)` gives the samples in that order. Call it from any thread but the loop's own.
+
+    What was begun before is only waited for. A beginning that nobody asks for is replaced by the next.
+    """
 
     def __init__(self, buffer: Buffer, stream: str, loop: asyncio.AbstractEventLoop) -> None:
         self._buffer = buffer
         self._stream = stream
         self._loop = loop
+        self._begun: dict[tuple[str, ...], Future[list[Sample]]] = {}
+
+    def begin(self, sample_ids: Sequence[str]) -> None:
+        """In the background: the compute thread goes on."""
+        wanted = tuple(sample_ids)
+        if wanted not in self._begun:
+            for other in self._begun.values():
+                other.cancel()
+            self._begun = {wanted: asyncio.run_coroutine_threadsafe(self._fetch(wanted), self._loop)}
 
     def __call__(self, sample_ids: Sequence[str]) -> list[Sample]:
         if not sample_ids:
             return []
-        pending = asyncio.run_coroutine_threadsafe(self._fetch(sample_ids), self._loop)
-        return pending.result(_SECONDS + 5.0)
+        self.begin(sample_ids)
+        return self._begun.pop(tuple(sample_ids)).result(_SECONDS + 5.0)
 
     async def _fetch(self, sample_ids: Sequence[str]) -> list[Sample]:
         packed = await self._buffer.fetch_samples(self._stream, sample_ids, deadline_seconds=_SECONDS)

@@ -29,6 +29,11 @@ class StreamLedger:
         self._console.groups_ready(reply.groups_ready)
         return Batch.of(reply) if reply.ready else None
 
+    async def batch_ahead(self, epoch: int, step: int) -> Batch | None:
+        """Does not wait."""
+        reply = await self._buffer.try_lease_batch(self._stream, epoch, step)
+        return Batch.of(reply) if reply.ready else None
+
     async def consume(self, epoch: int, step: int, digest: bytes) -> None:
         """The optimizer has used the batch."""
         await self._buffer.consume(self._stream, epoch, step, digest)

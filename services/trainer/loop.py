@@ -21,6 +21,9 @@ class Ledger(Protocol):
     async def lease_batch(self, epoch: int, step: int) -> Batch | None:
         """Waits a moment for the step's batch: the same one however often it is asked."""
 
+    async def batch_ahead(self, epoch: int, step: int) -> Batch | None:
+        """The batch of the step after the one leased, if it is full already."""
+
     async def consume(self, epoch: int, step: int, digest: bytes) -> None:
         """The optimizer has used the batch."""
 
@@ -39,6 +42,9 @@ class Ranks(Protocol):
 
     async def train(self, step: int, batch: Batch) -> dict[str, float]:
         """One rollout step's optimizer steps; returns their metrics."""
+
+    async def prefetch(self, batch: Batch) -> None:
+        """Every rank begins to fetch its samples of the next step, in the background."""
 
     async def publish(self, state: TrainState) -> dict[str, float]:
         """The current weights to all engines, as one transaction."""
@@ -94,6 +100,8 @@ async def train(ledger: Ledger, ranks: Ranks, console: Console, schedule: Schedu
             if not await ranks.is_served(state):
                 state, _ = await publish(ledger, ranks, state)
             await ranks.rejoin(state)
+        if state.step + 1 < schedule.num_steps:
+            await look_ahead(ledger, ranks, state)
         metrics = await ranks.train(state.step, batch)
         await ledger.consume(state.epoch, state.step, batch.digest)
         state = state.trained()
@@ -112,6 +120,12 @@ async def train(ledger: Ledger, ranks: Ranks, console: Console, schedule: Schedu
         await ledger.commit(state.epoch, state.step)
     await ranks.export()
     return state
+
+
+async def look_ahead(ledger: Ledger, ranks: Ranks, state: TrainState) -> None:
+    """In asynchronous training the next batch is often there: it is fetched while this one is trained and published."""
+    if (upcoming := await ledger.batch_ahead(state.epoch, state.step + 1)) is not None:
+        await ranks.prefetch(upcoming)
 
 
 async def publish(ledger: Ledger, ranks: Ranks, state: TrainState) -> tuple[TrainState, dict[str, float]]:

@@ -100,6 +100,11 @@ class Policy:
             "time/optimizer_steps_seconds": done - recomputed,
         }
 
+    def own_sample_ids(self, samples: Sequence[SampleFacts]) -> list[str]:
+        """What `train` will fetch here of these samples, in that order."""
+        plans = self._planner.plan(samples, self._steps_per_rollout)
+        return [sample_id for plan in plans for sample_id in plan.sample_ids(self._layout.dp_rank)]
+
     def log_probs(self, samples: Sequence[Sample], temperature: float | None = None) -> list[Tensor]:
         """Log-probs of each sample's response tokens [R] under the current weights; [] except on last-stage ranks.
 

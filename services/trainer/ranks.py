@@ -10,7 +10,7 @@ from headrace.api.trainer.v1 import trainer_pb2 as pb
 from headrace.config.job import Job
 from services.trainer.batch import Batch, statistics
 from services.trainer.checkpoint import checkpoint_folder, step_name
-from services.trainer.commands import Export, Save, Train
+from services.trainer.commands import Export, Prefetch, Save, Train
 from services.trainer.console import TrainerConsole
 from services.trainer.crew import Crew
 from services.trainer.publication import Publisher
@@ -49,6 +49,10 @@ class TrainerRanks:
             metrics = await self._crew.run(Train(step, batch.samples))
         self._record.append(step, batch)
         return statistics(batch, step) | metrics | {"time/train_seconds": time.monotonic() - started}
+
+    async def prefetch(self, batch: Batch) -> None:
+        """Every rank begins to fetch its samples of the next step."""
+        await self._crew.run(Prefetch(batch.samples))
 
     async def publish(self, state: TrainState) -> dict[str, float]:
         """The current weights to all engines."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from services.trainer.checkpoint import Checkpoints
-from services.trainer.commands import Command, DropGroups, Export, Leave, OpenGroups, Save, SendWeights, Train
+from services.trainer.commands import Command, DropGroups, Export, Leave, OpenGroups, Prefetch, Save, SendWeights, Train
 from services.trainer.fetch import Fetch
 from services.trainer.policy import Policy
 from services.trainer.sender import WeightSender
@@ -25,6 +25,8 @@ class Worker:
         match command:
             case Train(step, samples):
                 return self._policy.train(step, samples, self._fetch)
+            case Prefetch(samples):
+                self._fetch.begin(self._policy.own_sample_ids(samples))
             case OpenGroups(publication_id):
                 self._sender.open(publication_id)
             case SendWeights():

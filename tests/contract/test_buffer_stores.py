@@ -5,19 +5,22 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from headrace.cli.main import main
 from headrace.errors import ConfigError, DataLoss, NotFound
 from services.buffer.group import GroupState, Prompt
 from services.buffer.ledger import Ledger
 from services.buffer.producing import PutOutcome, Release
 from services.buffer.source import FileSource
 from services.buffer.store.base import Store
+from services.buffer.store.segments import SegmentStore
 from services.buffer.store.sqlite import SqliteStore
 from services.buffer.stream import Selection
-from tests.support.ledger_under_test import LedgerUnderTest, sample, without_samples
+from tests.support.ledger_under_test import LedgerUnderTest, complete, sample, without_samples
 from tests.support.stores import STORES, reopened
 
 Reopen = Callable[[Store], Store]
@@ -185,3 +188,50 @@ def test_two_processes_cannot_have_one_data_dir(tmp_path: Path) -> None:
         SqliteStore(tmp_path)
     store.close()
     SqliteStore(tmp_path).close()
+
+
+def test_the_segments_of_committed_samples_are_deleted_and_the_rest_is_carried_on(tmp_path: Path) -> None:
+    store = SegmentStore(tmp_path, segment_bytes=1 << 16)
+    it = LedgerUnderTest(store)
+    it.create(max_staleness=None)
+    epoch = it.rewind()
+    it.submit("kept")
+    kept = it.lease()
+    it.put(kept)
+    it.do(it.ledger.set_limits(it.now, replace(it.ledger.book("train").state.config, selection=Selection.LIFO)))
+    for step in range(12):
+        it.submit(f"a{step}", f"b{step}")
+        it.do(it.ledger.put(it.now, [complete(group, text="x" * 9000) for group in it.lease()]))
+        it.consume(epoch, step)
+        it.commit(epoch, step + 1)
+    while store.clean():
+        pass
+    assert sum(f.stat().st_size for f in (tmp_path / "segments").iterdir()) < 12 * 4 * 9000 / 3
+    before = contents(it.ledger), store.read_events(0, 10_000)
+    for index in ("as it is", "made again"):
+        it.store.close()
+        if index == "made again":
+            (tmp_path / "index.sqlite").unlink()
+        it.store = SegmentStore(tmp_path, segment_bytes=1 << 16)
+        it.restart()
+        assert (contents(it.ledger), it.store.read_events(0, 10_000)) == before
+        records = [r for g in it.ledger.book("train").groups.values() for r in g.records]
+        assert [len(p) for p in it.store.read_payloads(records)] == [r.payload_bytes for r in records]
+
+
+def test_headrace_buffer_rebuild_makes_the_index_from_the_segments_and_names_what_is_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    it = busy_ledger(SegmentStore(tmp_path))
+    record = next(r for g in it.ledger.book("train").groups.values() for r in g.records)
+    payload = it.store.read_payloads([record])[0]
+    it.store.close()
+    (tmp_path / "index.sqlite").write_bytes(b"not a database")
+    assert main(["buffer", "rebuild", str(tmp_path)]) == 0
+    assert "12 groups" in capsys.readouterr().out
+    segment = next(path for path in (tmp_path / "segments").iterdir() if payload in path.read_bytes())
+    segment.write_bytes(segment.read_bytes().replace(payload, payload[::-1]))
+    assert main(["buffer", "rebuild", str(tmp_path)]) == 1
+    assert f"damaged: payloads/{record.key}" in capsys.readouterr().out
+    with pytest.raises(DataLoss, match=record.sample_id):
+        SegmentStore(tmp_path).read_payloads([record])

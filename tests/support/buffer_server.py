@@ -23,10 +23,15 @@ ROOT = Path(__file__).parents[2]
 
 @asynccontextmanager
 async def served_buffer(
-    store: Store, *, address: str = "127.0.0.1:0", max_watch_lag: int = 100_000, grace_seconds: float = 0.0
+    store: Store,
+    *,
+    address: str = "127.0.0.1:0",
+    max_watch_lag: int = 100_000,
+    min_free_disk_bytes: int = 0,
+    grace_seconds: float = 0.0,
 ) -> AsyncIterator[tuple[Buffer, RpcServer]]:
     """A buffer on a free port of this process."""
-    buffer = await Buffer.open(store, max_watch_lag=max_watch_lag)
+    buffer = await Buffer.open(store, max_watch_lag=max_watch_lag, min_free_disk_bytes=min_free_disk_bytes)
     name = buffer_pb2.DESCRIPTOR.services_by_name["BufferService"].full_name
     add = buffer_pb2_grpc.add_BufferServiceServicer_to_server
     server = RpcServer("buffer", address, [Service(BufferServicer(buffer), add, name)])
@@ -48,12 +53,16 @@ class BufferProcess:
         self._config.write_text(_job(prompts, **sections).model_dump_json())
         self._process: asyncio.subprocess.Process | None = None
 
-    async def start(self) -> None:
-        """Returns at once; clients wait for it."""
+    async def start(self, failpoint: str | None = None, segment_bytes: int = 1 << 20) -> None:
+        """Returns at once; clients wait for it. With a failpoint (see `faulty_files`) its disk fails there."""
+        module = "tests.support.faulty_buffer" if failpoint else "services.buffer"
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        if failpoint:
+            environment |= {"HEADRACE_FAILPOINT": failpoint, "HEADRACE_SEGMENT_BYTES": str(segment_bytes)}
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "services.buffer", "--config", str(self._config), "--address", self.address,
+            sys.executable, "-m", module, "--config", str(self._config), "--address", self.address,
             "--data-dir", str(self.folder / "ledger"),
-            cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=(self.folder / "log").open("a"),
+            cwd=ROOT, env=environment, stderr=(self.folder / "log").open("a"),
         )  # fmt: skip
 
     async def kill(self) -> None:

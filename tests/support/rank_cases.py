@@ -135,21 +135,22 @@ def _train_and_resume(case: Case) -> None:
     if layout.is_last_stage and layout.tp_rank == 0 and layout.dp_rank == 0:
         (case.out / "log_probs.json").write_text(json.dumps([row.tolist() for row in log_probs]))
     checkpoints = Checkpoints(job, case.out, layout)
-    metrics = [_train(policy, 0)]
+    metrics = [train_once(policy, 0)]
     policy.export(case.out / "trained")
     checkpoints.save(policy, step=1, policy_version=1, epoch=1)
-    metrics.append(_train(policy, 1))
+    metrics.append(train_once(policy, 1))
     policy.export(case.out / "twice_trained")
     resumed = Policy.build(job, layout)
     assert checkpoints.restore_latest(resumed) == 1
-    metrics.append(_train(resumed, 1))
+    metrics.append(train_once(resumed, 1))
     resumed.export(case.out / "resumed")
     if layout.rank == 0:
         (case.out / "metrics.json").write_text(json.dumps(metrics))
     dist.barrier()
 
 
-def _train(policy: Any, step: int) -> dict[str, float]:
+def train_once(policy: Any, step: int) -> dict[str, float]:
+    """One rollout step on the samples of that seed."""
     from services.trainer.batch import SampleFacts
 
     by_id = {sample.sample_id: sample for sample in samples(step)}

@@ -12,19 +12,27 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-
-from tests.support.rank_cases import Case
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def run_cases(folder: Path, world_size: int, cases: Sequence[Case], timeout_seconds: float = 240.0) -> None:
-    """Every rank runs the cases one after the other. Raises AssertionError with a rank's last lines when one fails."""
+def run_cases(
+    folder: Path,
+    world_size: int,
+    cases: Sequence[Any],
+    timeout_seconds: float = 240.0,
+    module: str = "tests.support.rank_cases",
+) -> None:
+    """Every rank runs the cases (dataclasses of the module) one after the other.
+
+    Raises AssertionError with a rank's last lines when one fails.
+    """
     script = folder / f"cases-{world_size}.json"
     ports = _quiet_ports()
     script.write_text(json.dumps([asdict(case) | {"port": next(ports)} for case in cases]))
     logs = [folder / f"rank-{world_size}-{rank}.log" for rank in range(world_size)]
-    processes = [_start(rank, world_size, script, log) for rank, log in enumerate(logs)]
+    processes = [_start(module, rank, world_size, script, log) for rank, log in enumerate(logs)]
     deadline = time.monotonic() + timeout_seconds
     try:
         codes = _wait(processes, deadline)
@@ -42,7 +50,7 @@ def _quiet_ports() -> Iterator[int]:
                 yield port
 
 
-def _start(rank: int, world_size: int, script: Path, log: Path) -> subprocess.Popen[bytes]:
+def _start(module: str, rank: int, world_size: int, script: Path, log: Path) -> subprocess.Popen[bytes]:
     env = os.environ | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -53,7 +61,7 @@ def _start(rank: int, world_size: int, script: Path, log: Path) -> subprocess.Po
         "PYTHONPATH": str(REPOSITORY),
     }
     with log.open("wb") as output:
-        command = [sys.executable, "-m", "tests.support.rank_cases", str(script)]
+        command = [sys.executable, "-m", module, str(script)]
         return subprocess.Popen(command, env=env, cwd=REPOSITORY, stdout=output, stderr=subprocess.STDOUT)
 
 

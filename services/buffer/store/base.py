@@ -28,6 +28,8 @@ class Snapshot:
     """Records whose checksum is wrong, by table and key: left where they are, not loaded."""
     torn_bytes: int = 0
     """Cut off the end: what was being written, and was never answered, when the process before this one ended."""
+    num_damaged: int = 0
+    """Damaged stretches that were passed over; what was in them is in `quarantined`."""
 
 
 class Store(Protocol):
@@ -51,6 +53,9 @@ class Store(Protocol):
 
     def copy(self) -> AbstractContextManager[Sequence[CopiedFile]]:
         """Files of a consistent copy as of now, there while the context is. Raises FailedPrecondition without files."""
+
+    def free_bytes(self) -> int | None:
+        """What is left on its disk; None where nobody can say."""
 
     def close(self) -> None:
         """No call comes after it."""

@@ -53,5 +53,8 @@ class MemoryStore:
             "a ledger in memory has no files to copy: start the buffer with another --buffer-store"
         )
 
+    def free_bytes(self) -> int | None:
+        return None
+
     def close(self) -> None:
         pass

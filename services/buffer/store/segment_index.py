@@ -12,13 +12,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from crc32c import crc32c
 
 from headrace.errors import DataLoss
 from services.buffer.group import Group, Prompt, SampleRecord
 from services.buffer.store import segment_rows as codec
+from services.buffer.store.places import Place
 from services.buffer.store.segment_log import Location
 from services.buffer.store.segment_rows import Rows
 from services.buffer.stream import StreamState
@@ -50,6 +51,7 @@ _INSERTS = {
     "quarantined": "REPLACE INTO quarantined VALUES {}",
 }
 _ROWS_PER_STATEMENT = 250
+_KEYS_PER_QUERY = 1_000
 
 
 class Damaged(Exception):
@@ -74,14 +76,6 @@ class Applied(NamedTuple):
     location: Location
     num_bytes: int
     payloads: Sequence[Location]
-
-
-class Place(NamedTuple):
-    """A payload in its segment."""
-
-    segment: int
-    offset: int
-    payload_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +188,19 @@ class SegmentIndex:
         for *values, crc in rows:
             _checked("events", 0, str(values).encode(), crc)
         return [(Location(segment, offset), num_bytes) for _, _, segment, offset, num_bytes, _ in rows]
+
+    def positions(self, table: Literal["groups", "samples"], keys: Sequence[str]) -> dict[str, int]:
+        """Of the rows there are."""
+        key = {"groups": "group_id", "samples": "key"}[table]
+        found: dict[str, int] = {}
+        with self._reading:
+            for first in range(0, len(keys), _KEYS_PER_QUERY):
+                some = keys[first : first + _KEYS_PER_QUERY]
+                holes = ", ".join("?" * len(some))
+                found.update(
+                    self._reader.execute(f"SELECT {key}, position FROM {table} WHERE {key} IN ({holes})", some)
+                )
+        return found
 
     def close(self) -> None:
         """No call comes after it."""

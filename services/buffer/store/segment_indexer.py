@@ -25,10 +25,14 @@ class Indexer:
         self._queued: list[Applied] = []
         self._queued_bytes = 0
         self._mark: Mark | None = None
+        """Of what was added last; None when all of it is in the index."""
+        self._num_added = 0
+        self._num_applied = 0
         self._events: list[LedgerEvent] = []
         """Not in the index yet, the latest last."""
         self._error: Exception | None = None
-        self._closing = threading.Event()
+        self._closing = False
+        self._hurry = threading.Event()
         self._thread = threading.Thread(target=self._run, name="indexer", daemon=True)
         self._thread.start()
 
@@ -47,6 +51,7 @@ class Indexer:
             self._queued_bytes += sum(a.num_bytes for a in applied)
             self._events += events
             self._mark = mark
+            self._num_added += 1
             self._changed.notify_all()
 
     def recent(self, from_position: int, count: int) -> list[LedgerEvent] | None:
@@ -60,8 +65,9 @@ class Indexer:
     def flush(self) -> None:
         """Returns when everything added so far is in the index."""
         with self._changed:
-            mark = self._mark
-            while self._mark is not None and self._mark is mark and self._error is None:
+            wanted = self._num_added
+            self._hurry.set()
+            while self._num_applied < wanted and self._error is None:
                 self._changed.wait()
             if self._error:
                 raise self._error
@@ -69,7 +75,8 @@ class Indexer:
     def close(self) -> None:
         """Writes what is queued and ends the thread."""
         with self._changed:
-            self._closing.set()
+            self._closing = True
+            self._hurry.set()
             self._changed.notify_all()
         self._thread.join()
         if self._error:
@@ -78,7 +85,8 @@ class Indexer:
     def _run(self) -> None:
         try:
             while self._step():
-                self._closing.wait(_PAUSE_SECONDS)  # what comes meanwhile goes into one transaction
+                self._hurry.wait(_PAUSE_SECONDS)  # what comes meanwhile goes into one transaction
+                self._hurry.clear()
         except Exception as error:  # handed to the writer, which ends the process
             with self._changed:
                 self._error = error
@@ -87,16 +95,17 @@ class Indexer:
     def _step(self) -> bool:
         """False after the last."""
         with self._changed:
-            while self._mark is None and not self._closing.is_set():
+            while self._mark is None and not self._closing:
                 self._changed.wait()
             batch, mark, num_events = self._queued, self._mark, len(self._events)
-            num_bytes = self._queued_bytes
+            num_bytes, num_added = self._queued_bytes, self._num_added
             self._queued = []
         if mark is None:
             return False
         self._index.apply(batch, mark)
         with self._changed:
             self._queued_bytes -= num_bytes
+            self._num_applied = num_added
             del self._events[:num_events]
             if self._mark is mark:
                 self._mark = None

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from services.buffer.store.files import Buffer, Files
-from services.buffer.store.segment_record import HEADER_BYTES, Record, RecordType, header, read_record
+from services.buffer.store.segment_record import HEADER_BYTES, RecordType, header, read_record
 
 _NAME = re.compile(r"(\d{8})-([0-9a-f]{8})\.segment")
 
@@ -66,8 +66,8 @@ class SegmentLog:
         """Its size on the disk."""
         return self._files.size(self._names[segment])
 
-    def read(self, location: Location, body_bytes: int) -> Record | None:
-        """None when the segment is gone or no whole record with such a body lies there."""
+    def read(self, location: Location, body_bytes: int) -> memoryview | None:
+        """A record's body; None when the segment is gone or no whole record of that length lies there."""
         name = self._names.get(location.segment)
         if name is None:
             return None
@@ -76,7 +76,7 @@ class SegmentLog:
         except FileNotFoundError:
             return None
         record = read_record(memoryview(data), 0, self.salt(location.segment))
-        return record if record and len(record.body) == body_bytes else None
+        return record.body if record and len(record.body) == body_bytes else None
 
     def append(self, bodies: Sequence[tuple[RecordType, Buffer]]) -> list[Location]:
         """Durable when it returns. Raises OSError, after which nobody knows what is on the disk."""

@@ -6,7 +6,7 @@ keys of the samples: those are rows of their own, written once, when their paylo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any
@@ -114,7 +114,7 @@ def to_rows(transaction: Transaction) -> Rows:
     for group in transaction.groups.values():
         records.update((r.key, (group.position, r)) for r in (*group.samples, *group.partials))
     return Rows(
-        streams=[StreamRow(name, _raw(state)) for name, state in transaction.streams.items()],
+        streams=list(to_stream_rows(transaction.streams.values()).values()),
         groups=[GroupRow(g.group_id, g.position, _group_body(g)) for g in transaction.groups.values()],
         prompts=[PromptRow(g, _raw(transaction.groups[g].prompt)) for g in transaction.new_groups],
         samples=[
@@ -128,6 +128,11 @@ def to_rows(transaction: Transaction) -> Rows:
         ],
         forgotten=[group.group_id for group in transaction.forgotten],
     )
+
+
+def to_stream_rows(streams: Iterable[StreamState]) -> dict[str, StreamRow]:
+    """By name."""
+    return {state.name: StreamRow(state.name, _raw(state)) for state in streams}
 
 
 def to_touched(number: int, rows: Rows) -> Touched:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import secrets
+import shutil
 import sqlite3
 import threading
 import zlib
@@ -141,6 +142,9 @@ class SqliteStore:
                 source.close()
                 target.close()
             yield files_of(folder)
+
+    def free_bytes(self) -> int | None:
+        return shutil.disk_usage(self._folder).free
 
     def close(self) -> None:
         self._reader.close()

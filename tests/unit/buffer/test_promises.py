@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from headrace.errors import AlreadyExists, FailedPrecondition, Fenced, InvalidArgument, NotFound, ResourceExhausted
-from services.buffer.group import GroupState
+from services.buffer.group import GroupState, Prompt
 from services.buffer.producing import GroupPut, NoLeaseReason, PutOutcome, Release
 from services.buffer.stream import ExpiryAction, Selection
+from services.buffer.training import Batch
 from tests.support.ledger_under_test import LedgerUnderTest, complete, sample, without_samples
 
 
@@ -185,6 +186,35 @@ def test_promise_4_only_the_next_step_can_be_asked_for(it: LedgerUnderTest) -> N
     epoch = it.rewind()
     with pytest.raises(FailedPrecondition, match="the next is 0"):
         it.ledger.lease_batch(it.now, "train", epoch, 1)
+
+
+def test_promise_4_the_step_after_the_next_may_be_had_ahead_once_the_next_has_its_batch(it: LedgerUnderTest) -> None:
+    it.create("async", max_staleness=1)
+    it.do(it.ledger.submit(it.now, "async", [Prompt(name, b"?") for name in "abcdefgh"]))
+    epoch = it.do(it.ledger.rewind(it.now, "async", 0, "first"))[0]
+    leased = it.do(it.ledger.lease(it.now, "async", "producer", "all", 4))
+    it.put(leased)
+
+    def batch(step: int) -> Batch:
+        return it.do(it.ledger.lease_batch(it.now, "async", epoch, step))  # type: ignore[return-value]
+
+    with pytest.raises(FailedPrecondition, match="the next is 0"):
+        batch(1)
+    first, ahead = batch(0), batch(1)
+    assert [g.group_id for g in (*first.groups, *ahead.groups)] == [g.group_id for g in leased]
+    with pytest.raises(FailedPrecondition, match="the next is 0"):
+        it.ledger.consume(it.now, "async", epoch, 1, ahead.digest)
+    it.restart()
+    it.do(it.ledger.consume(it.now, "async", epoch, 0, first.digest))
+    assert batch(1).digest == ahead.digest
+    assert batch(2) is None
+
+
+def test_promise_7_nothing_is_had_ahead_that_would_be_too_stale_by_then(it: LedgerUnderTest) -> None:
+    epoch = it.rewind()
+    it.put(it.lease())
+    assert it.batch(epoch, 0) is not None
+    assert it.batch(epoch, 1) is None
 
 
 # 5. The trainer's checkpoint decides.

@@ -19,6 +19,7 @@ class Everything:
     restored: int = 0
     stop_at: int | None = None
     empty_leases: int = 0
+    ready_to: int = -1
     served: bool = True
     diary: list[str] = field(default_factory=list)
 
@@ -32,6 +33,12 @@ class Everything:
             self.empty_leases -= 1
             return None
         return Batch((), f"digest {step}".encode())
+
+    async def batch_ahead(self, epoch: int, step: int) -> Batch | None:
+        return Batch((), b"") if step <= self.ready_to else None
+
+    async def prefetch(self, batch: Batch) -> None:
+        self.diary.append("prefetch")
 
     async def consume(self, epoch: int, step: int, digest: bytes) -> None:
         assert digest == f"digest {step}".encode()
@@ -95,6 +102,12 @@ async def test_a_step_is_leased_trained_consumed_published_and_saved_in_this_ord
         "lease 7/0", "train 0", "consume 7/0", "publish 1", "version 7/1", "save 1", "commit 7/1", "report 1",
         "export",
     ]  # fmt: skip
+
+
+async def test_what_is_ready_for_the_next_step_is_fetched_while_this_one_is_trained() -> None:
+    diary = await run(Everything(num_steps=3, ready_to=3))
+    around = [line for line in diary if line.startswith(("lease", "prefetch", "train"))]
+    assert around == ["lease 7/0", "prefetch", "train 0", "lease 7/1", "prefetch", "train 1", "lease 7/2", "train 2"]
 
 
 async def test_a_resumed_run_begins_at_its_checkpoint_and_publishes_it_first() -> None:

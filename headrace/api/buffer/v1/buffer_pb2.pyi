@@ -971,8 +971,9 @@ class LeaseBatchRequest(_message.Message):
     epoch: _builtins.int
     """The trainer's epoch, from Rewind."""
     step: _builtins.int
-    """Must be the next step to consume, or one already given in this epoch. FAILED_PRECONDITION otherwise, and with
-    reason EXHAUSTED when the file's epochs are walked and too few groups are left for a batch.
+    """Must be the next step to consume, or one already given in this epoch, or, once the next one has its batch, the one
+    after it. FAILED_PRECONDITION otherwise, and with reason EXHAUSTED when the file's epochs are walked and too few
+    groups are left for a batch.
     """
     wait_seconds: _builtins.float
     """Seconds to wait for a full batch. Cut to the call's deadline."""

@@ -1,0 +1,104 @@
+"""Opens the index beside the segments and brings it up to their end; makes it again where it is missing or damaged."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.rpc.log import log
+from services.buffer.store.segment_index import Damaged, Mark, SegmentIndex, State
+from services.buffer.store.segment_log import Location, SegmentLog
+from services.buffer.store.segment_replay import SegmentReading, read_segment, require_joint
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What a store goes on from."""
+
+    index: SegmentIndex
+    state: State
+    ledger_id: str
+    torn_bytes: int
+    num_damaged: int
+    """Damaged stretches of segments that were read; older ones are found when they are."""
+
+
+def open_index(path: Path, segment_log: SegmentLog) -> Opened:
+    """Raises DataLoss when the segments have lost something that nobody can name."""
+    try:
+        return _open(path, segment_log)
+    except Damaged as damage:
+        log.warning("index_rebuilt", path=str(path), message=str(damage))
+    return rebuild_index(path, segment_log)
+
+
+def rebuild_index(path: Path, segment_log: SegmentLog) -> Opened:
+    """From the segments alone."""
+    for file in path.parent.glob(f"{path.name}*"):
+        file.unlink()
+    return _open(path, segment_log)
+
+
+def _open(path: Path, segment_log: SegmentLog) -> Opened:
+    index = SegmentIndex(path)
+    try:
+        replay = _Replay(index, segment_log)
+        replay.run()
+        return Opened(index, index.load(), replay.ledger_id, replay.torn_bytes, replay.num_damaged)
+    except Damaged:
+        index.close()
+        raise
+
+
+class _Replay:
+    """From the index's mark to the end, segment by segment."""
+
+    def __init__(self, index: SegmentIndex, segment_log: SegmentLog) -> None:
+        mark = index.mark()
+        self.torn_bytes = 0
+        self.num_damaged = 0
+        self.ledger_id = mark.ledger_id if mark else secrets.token_hex(4)
+        self._index = index
+        self._log = segment_log
+        self._start = mark.location if mark else Location(0, 0)
+        self._position = mark.position if mark else 0
+        self._log.next_number = mark.number if mark else 1
+        self._lost: dict[str, int] = {}
+        self._segments = [segment for segment in segment_log.segments if segment >= self._start.segment]
+        if mark and mark.location.segment not in self._segments:
+            raise Damaged(f"the index ends in segment {mark.location.segment}, which is not there")
+
+    def run(self) -> None:
+        """Ends with everything durable: the torn tail is cut off the youngest segment."""
+        before: SegmentReading | None = None
+        for segment in self._segments:
+            reading = self._read(segment)
+            if before and before.segment + 1 == segment:
+                require_joint(before, reading)
+            self._index.apply(reading.applied)
+            self._lose(reading)
+            before = reading
+        if before:
+            self.torn_bytes = before.torn_bytes
+            self._log.cut(before.segment, before.end)
+            mark = Mark(Location(before.segment, before.end), self._log.next_number, self._position, self.ledger_id)
+            self._index.apply([], mark, list(self._lost.items()))
+
+    def _read(self, segment: int) -> SegmentReading:
+        reading = SegmentReading(segment, 0)
+        if segment == self._start.segment and self._start.offset:
+            reading = SegmentReading(segment, self._start.offset, self._log.next_number)
+        is_last = segment == self._segments[-1]
+        read_segment(self._log.contents(segment), reading, self._log.salt(segment), is_last=is_last)
+        self._position = max(self._position, reading.position)
+        self.num_damaged += reading.num_damaged
+        self.ledger_id = reading.ledger_id or self.ledger_id
+        self._log.next_number = reading.next_number or self._log.next_number
+        return reading
+
+    def _lose(self, reading: SegmentReading) -> None:
+        for applied in reading.applied:
+            for row in applied.rows.streams:
+                self._lost.pop(f"streams/{row.name}", None)
+        self._lost.update(reading.lost)

@@ -1,0 +1,86 @@
+"""A disk that fails or fills up: the buffer ends with one line or refuses puts, and nothing answered is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.client.buffer import BufferClient
+from headrace.config.job import BufferSection
+from headrace.errors import ResourceExhausted
+from services.buffer.store.segments import SegmentStore
+from tests.support.buffer_samples import complete_put, text_prompts
+from tests.support.buffer_server import BufferProcess, served_buffer
+
+
+def process(folder: Path) -> BufferProcess:
+    return BufferProcess(folder, None, buffer=BufferSection(max_staleness=9, buffer_store="segments"))
+
+
+@pytest.mark.parametrize("failpoint", ["sync:EIO:9", "half-written:ENOSPC:9", "written:kill:9"])
+async def test_a_disk_that_fails_ends_the_process_and_clients_go_on_after_its_restart(
+    tmp_path: Path, failpoint: str
+) -> None:
+    buffer = process(tmp_path)
+    await buffer.start(failpoint)
+    try:
+        async with BufferClient(buffer.address) as client, asyncio.timeout(60):
+            working = asyncio.create_task(work(client))
+            assert await buffer.wait() == (-9 if "kill" in failpoint else 1)
+            if "kill" not in failpoint:
+                assert "Errno" in json.loads(buffer.log.splitlines()[-1])["message"]
+            await buffer.start()
+            acknowledged = await working
+            samples = await client.fetch_samples("train", sorted(acknowledged))
+            assert {s.envelope.sample_id: s.envelope.digest for s in samples} == acknowledged
+    finally:
+        await buffer.kill()
+
+
+async def work(client: BufferClient) -> dict[str, bytes]:
+    """Digests of what was answered OK, by sample."""
+    acknowledged: dict[str, bytes] = {}
+    for number in range(6):
+        await client.submit_prompts("train", text_prompts(f"q{number}"))
+        for lease in (await client.lease_groups("train", "p", 1)).leases:
+            put = complete_put(lease)
+            (result,) = await client.put_groups([put])
+            assert result.state == pb.GROUP_STATE_READY
+            acknowledged.update((s.envelope.sample_id, s.envelope.digest) for s in put.samples)
+    assert len(acknowledged) == 12
+    return acknowledged
+
+
+class NearlyFull(SegmentStore):
+    """A store on a disk with so many bytes left."""
+
+    free = 1 << 30
+
+    def free_bytes(self) -> int:
+        return self.free
+
+
+async def test_below_the_disk_reserve_puts_are_refused_and_consume_and_commit_go_on(tmp_path: Path) -> None:
+    store = NearlyFull(tmp_path)
+    async with (
+        served_buffer(store, min_free_disk_bytes=1 << 20) as (_, server),
+        BufferClient(server.address) as client,
+    ):
+        await client.create_stream(pb.StreamConfig(name="train", n_samples_per_prompt=2, groups_per_step=1))
+        await client.submit_prompts("train", text_prompts("a", "b"))
+        first, second = (await client.lease_groups("train", "p", 2)).leases
+        epoch = (await client.rewind("train", 0)).epoch
+        await client.put_groups([complete_put(first)])
+        store.free = 1000
+        with pytest.raises(ResourceExhausted, match="1000 bytes left, min_free_disk_bytes is 1048576") as refused:
+            await client.put_groups([complete_put(second)])
+        assert refused.value.retry_after_seconds == 5.0
+        batch = await client.lease_batch("train", epoch, 0)
+        assert await client.consume("train", epoch, 0, batch.digest) == 1
+        assert await client.commit("train", epoch, 1) == 1
+        store.free = 1 << 30
+        await client.put_groups([complete_put(second)])

@@ -1,0 +1,77 @@
+"""Files that fail at a named point: `NAME:ACTION:N` acts at the N-th time the point is passed.
+
+Points: create, created, write, half-written, written, synced, sync, sync-folder, truncate, delete.
+Actions: kill (as kill -9 does), EIO, ENOSPC, pause (half a second, once).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from services.buffer.store.files import Buffer, DiskFiles
+
+POINTS = (
+    "create", "created", "write", "half-written", "written", "sync", "synced", "sync-folder", "truncate", "delete",
+)  # fmt: skip
+ACTIONS = ("kill", "EIO", "ENOSPC", "pause")
+
+
+class FaultyFiles(DiskFiles):
+    """Real files, and one fault."""
+
+    def __init__(self, folder: Path, failpoint: str) -> None:
+        super().__init__(folder)
+        self._point, self._action, count = failpoint.split(":")
+        assert self._point in POINTS, failpoint
+        assert self._action in ACTIONS, failpoint
+        self._left = int(count)
+
+    def create(self, name: str, num_bytes: int) -> None:
+        self._pass("create")
+        super().create(name, num_bytes)
+        self._pass("created")
+
+    def write(self, name: str, offset: int, parts: Sequence[Buffer]) -> None:
+        self._pass("write")
+        whole = b"".join(parts)
+        super().write(name, offset, [whole[: len(whole) // 2]])
+        self._pass("half-written")
+        super().write(name, offset, parts)
+        self._pass("written")
+
+    def sync(self, name: str) -> None:
+        self._pass("sync")
+        super().sync(name)
+        self._pass("synced")
+
+    def sync_folder(self) -> None:
+        self._pass("sync-folder")
+        super().sync_folder()
+
+    def truncate(self, name: str, num_bytes: int) -> None:
+        self._pass("truncate")
+        super().truncate(name, num_bytes)
+
+    def delete(self, name: str) -> None:
+        self._pass("delete")
+        super().delete(name)
+
+    def _pass(self, point: str) -> None:
+        if point != self._point:
+            return
+        self._left -= 1
+        if self._left:
+            return
+        match self._action:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "pause":
+                time.sleep(0.5)
+            case name:
+                number = getattr(errno, name)
+                raise OSError(number, os.strerror(number))

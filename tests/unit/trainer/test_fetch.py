@@ -1,0 +1,63 @@
+"""A rank's samples: asked for when they are needed, or begun before and only waited for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from headrace.api.sample.v1 import sample_pb2
+from headrace.client.buffer import BufferClient
+from headrace.trajectory import Sample
+from services.trainer.fetch import Fetch
+from tests.support.rank_cases import samples
+
+
+class Buffer(BufferClient):
+    """Notes what is asked, and answers once it may."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[str]] = []
+        self.may_answer = asyncio.Event()
+        self.known: dict[str, Sample] = {sample.sample_id: sample for sample in samples(0)}
+
+    async def fetch_samples(
+        self, stream: str, sample_ids: Sequence[str], *, deadline_seconds: float | None = None
+    ) -> list[sample_pb2.Sample]:
+        self.asked.append(list(sample_ids))
+        await self.may_answer.wait()
+        return [self.known[sample_id].pack() for sample_id in sample_ids]
+
+
+@pytest.fixture
+async def buffer() -> Buffer:
+    return Buffer()
+
+
+async def test_samples_come_in_the_order_asked(buffer: Buffer) -> None:
+    buffer.may_answer.set()
+    fetch = Fetch(buffer, "train", asyncio.get_running_loop())
+    found = await asyncio.to_thread(fetch, ["g1-0", "g0-2"])
+    assert [sample.sample_id for sample in found] == ["g1-0", "g0-2"]
+
+
+async def test_what_was_begun_is_not_asked_for_again(buffer: Buffer) -> None:
+    fetch = Fetch(buffer, "train", asyncio.get_running_loop())
+    await asyncio.to_thread(fetch.begin, ["g0-0"])
+    await asyncio.to_thread(fetch.begin, ["g0-0"])
+    buffer.may_answer.set()
+    assert [sample.sample_id for sample in await asyncio.to_thread(fetch, ["g0-0"])] == ["g0-0"]
+    assert buffer.asked == [["g0-0"]]
+
+
+async def test_other_samples_than_those_begun_are_fetched_all_the_same(buffer: Buffer) -> None:
+    fetch = Fetch(buffer, "train", asyncio.get_running_loop())
+    await asyncio.to_thread(fetch.begin, ["g0-0"])
+    buffer.may_answer.set()
+    assert [sample.sample_id for sample in await asyncio.to_thread(fetch, ["g3-1"])] == ["g3-1"]
+
+
+async def test_nothing_is_asked_for_nobody(buffer: Buffer) -> None:
+    assert await asyncio.to_thread(Fetch(buffer, "train", asyncio.get_running_loop()), []) == []
+    assert buffer.asked == []
