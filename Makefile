@@ -4,12 +4,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 PROTOS := .venv-protos
+TRL    := .venv-trl
 MODEL  := models/SmolLM2-135M-Instruct
 DATA   := models/quickstart
 NODE   := tests/contract/node
 PIP     = $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 
-.PHONY: quickstart test lint format protos check-protos bench chaos clean
+.PHONY: quickstart test lint format protos check-protos bench bench-trl chaos clean
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMPS)/headrace $(MODEL)/model.safetensors $(DATA)/train.jsonl
@@ -34,13 +35,18 @@ check-protos: $(PROTOS)/.stamp
 
 bench: $(STAMPS)/headrace $(STAMPS)/dev
 	@$(BIN)/python -m tests.bench.publication
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.training_step
+	@$(BIN)/python -m tests.bench.log_probs
+
+bench-trl: $(STAMPS)/headrace $(STAMPS)/dev $(TRL)/.stamp $(MODEL)/model.safetensors
+	@$(BIN)/python -m tests.bench.against_trl $(TRL)/bin/python $(MODEL)
 
 chaos: $(STAMPS)/headrace $(STAMPS)/dev
 	@HEADRACE_KILLS=100 $(BIN)/python -m pytest tests/chaos
 	@$(BIN)/python -m pytest tests/e2e/test_training.py -k kill_9
 
 clean:
-	rm -rf $(VENV) $(PROTOS) $(NODE)/node_modules
+	rm -rf $(VENV) $(PROTOS) $(TRL) $(NODE)/node_modules
 
 # ── what they need ──
 
@@ -80,6 +86,13 @@ $(PROTOS)/.stamp: requirements/protos.txt
 	@echo "── the protobuf generator in $(PROTOS)"
 	@$(PYTHON) -m venv $(PROTOS)
 	@$(PROTOS)/bin/python -m pip install --disable-pip-version-check --quiet -r requirements/protos.txt
+	@touch $@
+
+$(TRL)/.stamp: requirements/trl.txt $(STAMPS)/cpu
+	@echo "── TRL in $(TRL), beside the packages of $(VENV)"
+	@$(PYTHON) -m venv $(TRL)
+	@$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$($(TRL)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/shared.pth
+	@$(TRL)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps -r requirements/trl.txt
 	@touch $@
 
 $(MODEL)/model.safetensors: examples/quickstart/prepare.py | $(STAMPS)/quickstart $(STAMPS)/headrace

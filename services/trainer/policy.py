@@ -25,9 +25,10 @@ from services.trainer.cost import cost_of
 from services.trainer.inputs import StepInputs, step_inputs
 from services.trainer.models.convert import Converter
 from services.trainer.models.export import export
-from services.trainer.models.gpt import build_model, packing_of, transformer_config
+from services.trainer.models.gpt import build_model, transformer_config
 from services.trainer.objective import Objective
 from services.trainer.optimizer import Optimizer, wrap_for_data_parallel
+from services.trainer.packing import packing_of
 from services.trainer.parallel import Layout
 from services.trainer.pipeline import Pipeline
 from services.trainer.planning import Planner, StepPlan
@@ -49,7 +50,8 @@ class Policy:
         self._layout = layout
         self._vocab_size = architecture.vocab_size
         self._objective = Objective(job.train)
-        self._packing = packing_of(job, layout)
+        config = transformer_config(architecture, args, layout)
+        self._packing = packing_of(job, config, layout)
         self._planner = Planner(
             dp_size=layout.dp_size,
             packing=self._packing,
@@ -57,7 +59,6 @@ class Policy:
             max_tokens=job.train.max_tokens_per_gpu,
             cost=cost_of(job, architecture),
         )
-        config = transformer_config(architecture, args, layout)
         model = build_model(architecture, config, layout, self._packing)
         self._converter = Converter(architecture, layout, model)
         self._converter.load(job.model.hf_checkpoint)

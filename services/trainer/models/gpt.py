@@ -14,7 +14,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from headrace.config.architecture import Architecture, Llama3Rope
-from headrace.config.job import Job
 from headrace.config.megatron import MegatronArgs
 from headrace.errors import ConfigError
 from services.trainer.megatron import made
@@ -106,11 +105,6 @@ def layer_spec(architecture: Architecture, layout: Layout) -> ModuleSpec:
 def has_transformer_engine(layout: Layout) -> bool:
     """On GPUs, where it is installed."""
     return layout.device.type == "cuda" and find_spec("transformer_engine") is not None
-
-
-def packing_of(job: Job, layout: Layout) -> Packing:
-    """The job's; unsaid, a group's prompt is trained once, unless that would cost Transformer Engine's attention."""
-    return job.train.packing or ("packed" if has_transformer_engine(layout) else "shared_prompts")
 
 
 def uses_segment_attention(layout: Layout, packing: Packing) -> bool:

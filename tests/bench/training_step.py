@@ -1,0 +1,214 @@
+"""`make bench`: a training step against a bare Megatron loop on the same batch, and rows laid out in three ways.
+
+The bare loop is Megatron-core alone: its GPTModel with its own attention and cross-entropy, its DDP, its schedule and
+its Adam on padded micro-batches that are in memory already. Ours is `Policy.train` with GRPO, from samples to updated
+weights. All of it in one process, rounds taken in turn, medians.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from headrace.config.architecture import Architecture
+from headrace.config.job import Job
+from headrace.config.megatron import MegatronArgs
+from headrace.trajectory import Sample, Status
+from services.trainer.batch import SampleFacts
+from services.trainer.models.convert import Converter
+from services.trainer.models.gpt import transformer_config
+from services.trainer.optimizer import Optimizer, wrap_for_data_parallel
+from services.trainer.parallel import Layout, initialize
+from services.trainer.policy import Policy
+from tests.support.tiny_model import make_tiny_tokenizer
+
+ROUNDS = 5
+VOCAB_SIZE = 16384
+MICRO_BATCH = 4
+
+Step = Callable[[], object]
+
+
+def make_model(folder: Path) -> Path:
+    """A random Llama of 23 million parameters."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6,
+        num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    make_tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def samples(lengths: Sequence[tuple[int, int]], group_size: int) -> list[Sample]:
+    """Random tokens; `group_size` samples in a row have one prompt, of the first one's length."""
+    random = np.random.default_rng(0)
+    found = []
+    for number, (_, response) in enumerate(lengths):
+        if number % group_size == 0:
+            prompt = random.integers(0, VOCAB_SIZE, lengths[number][0])
+        tokens = np.concatenate([prompt, random.integers(0, VOCAB_SIZE, response)]).astype(np.int32)
+        found.append(
+            Sample(
+                sample_id=f"s{number}",
+                group_id=f"g{number // group_size}",
+                index=number % group_size,
+                prompt="",
+                response="",
+                tokens=tokens,
+                loss_mask=np.ones(response, dtype=np.uint8),
+                rollout_log_probs=np.full(response, -9.0, dtype=np.float32),
+                status=Status.COMPLETED,
+                reward=float(random.normal()),
+            )
+        )
+    return found
+
+
+def job(model: Path, **train: Any) -> Job:
+    return Job.model_validate(
+        {"model": {"hf_checkpoint": model}, "rollout": {"num_rollout": 100}, "train": train, "megatron": {"lr": 1e-6}}
+    )
+
+
+def policy_step(model: Path, layout: Layout, batch: Sequence[Sample], train: Mapping[str, Any]) -> Step:
+    """Ours: from samples to updated weights."""
+    policy = Policy.build(job(model, **train), layout)
+    by_id = {sample.sample_id: sample for sample in batch}
+    facts = [SampleFacts.of(sample.pack().envelope) for sample in batch]
+    return lambda: policy.train(0, facts, lambda ids: [by_id[i] for i in ids])
+
+
+def bare_step(model: Path, layout: Layout, batch: Sequence[Sample]) -> Step:
+    """Megatron's: padded tensors in memory, cross-entropy of the responses."""
+    args = MegatronArgs.model_validate(job(model).megatron)
+    architecture = Architecture.read(model)
+    config = transformer_config(architecture, args, layout)
+    config.finalize_model_grads_func = finalize_model_grads
+    network = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(normalization=architecture.normalization),
+        vocab_size=architecture.vocab_size,
+        max_sequence_length=architecture.max_position_embeddings,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=True,
+    )
+    Converter(architecture, layout, network).load(model)
+    wrapped = wrap_for_data_parallel(config, args, network)
+    optimizer = Optimizer(args, wrapped, 100)
+    schedule = get_forward_backward_func()
+    micros = [padded(batch[i : i + MICRO_BATCH]) for i in range(0, len(batch), MICRO_BATCH)]
+
+    def forward(feed: Any, network: Any) -> tuple[torch.Tensor, Any]:
+        tokens, positions, labels, mask = next(feed)
+        losses = network(tokens, positions, None, labels=labels)
+        return losses, lambda found: ((found * mask).sum() / mask.sum(), {})
+
+    def step() -> None:
+        wrapped.zero_grad_buffer()
+        optimizer.zero_grad()
+        schedule(
+            forward_step_func=forward,
+            data_iterator=iter(micros),
+            model=[wrapped],
+            num_microbatches=len(micros),
+            seq_length=max(micro[0].shape[1] for micro in micros),
+            micro_batch_size=MICRO_BATCH,
+            forward_only=False,
+        )
+        optimizer.step()
+
+    return step
+
+
+def padded(batch: Sequence[Sample]) -> tuple[torch.Tensor, ...]:
+    size = max(len(s.tokens) for s in batch) - 1
+    tokens, labels = (torch.zeros(len(batch), size, dtype=torch.int64) for _ in range(2))
+    mask = torch.zeros(len(batch), size)
+    for row, sample in enumerate(batch):
+        end = len(sample.tokens) - 1
+        tokens[row, :end] = torch.from_numpy(sample.tokens[:-1].astype(np.int64))
+        labels[row, :end] = torch.from_numpy(sample.tokens[1:].astype(np.int64))
+        mask[row, end - sample.response_length : end] = 1
+    return tokens, torch.arange(size).expand(len(batch), size).contiguous(), labels, mask
+
+
+def measured(steps: Mapping[str, Step]) -> dict[str, float]:
+    """Medians in seconds; one round to warm up."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(ROUNDS + 1):
+        for name, step in steps.items():
+            started = time.perf_counter()
+            step()
+            seconds[name].append(time.perf_counter() - started)
+    return {name: statistics.median(found[1:]) for name, found in seconds.items()}
+
+
+def show(title: str, figures: Mapping[str, float], baseline: str) -> None:
+    print(f"{title}, median of {ROUNDS}")
+    for name, seconds in figures.items():
+        print(f"  {name:32} {seconds:8.3f} s   {seconds / figures[baseline]:.2f}×")
+
+
+def against_bare(model: Path, layout: Layout) -> None:
+    """16 samples of 128 + 128 tokens; groups of 4."""
+    batch = samples([(128, 128)] * 16, 4)
+    ways = {packing: {"micro_batch_size": MICRO_BATCH, "packing": packing} for packing in PACKINGS}
+    steps = {f"ours, {name}": policy_step(model, layout, batch, way) for name, way in ways.items()}
+    figures = measured({"bare Megatron": bare_step(model, layout, batch)} | steps)
+    show("a step of 16 × (128 + 128) tokens", figures, "bare Megatron")
+
+
+def long_tail(model: Path, layout: Layout) -> None:
+    """Log-normal responses behind prompts of 64 tokens: most are short, one is very long; groups of 8."""
+    lengths = np.random.default_rng(1).lognormal(3.6, 1.0, 48).clip(4, 900).astype(int)
+    batch = samples([(64, int(n)) for n in lengths], 8)
+    longest = max(len(s.tokens) for s in batch)
+    dynamic = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 2 * longest}
+    ways: dict[str, Mapping[str, Any]] = {
+        "padded, as they come": {"micro_batch_size": 8, "packing": "padded", "balance_data": False},
+        "padded, dynamic": dynamic | {"packing": "padded"},
+        "packed, dynamic": dynamic | {"packing": "packed"},
+        "shared prompts, dynamic": dynamic | {"packing": "shared_prompts"},
+    }
+    figures = measured({name: policy_step(model, layout, batch, way) for name, way in ways.items()})
+    median = int(np.median(lengths))
+    show(
+        f"48 responses of {lengths.min()} to {lengths.max()} tokens (median {median})", figures, "padded, as they come"
+    )
+
+
+def shared_prompts(model: Path, layout: Layout) -> None:
+    """Long prompts, short answers, groups of 8."""
+    batch = samples([(256, 16)] * 32, 8)
+    ways = {packing: {"micro_batch_size": 8, "packing": packing} for packing in PACKINGS}
+    figures = measured({name: policy_step(model, layout, batch, way) for name, way in ways.items()})
+    show("4 prompts of 256 tokens, 8 answers of 16 each", figures, "padded")
+
+
+PACKINGS = ("padded", "packed", "shared_prompts")
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder) / "model")
+        layout = initialize(job(model))
+        for bench in (against_bare, long_tail, shared_prompts):
+            bench(model, layout)
+
+
+if __name__ == "__main__":
+    main()
