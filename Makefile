@@ -16,7 +16,7 @@ PIP     = $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 quickstart: $(STAMPS)/headrace $(MODEL)/model.safetensors $(DATA)/train.jsonl
 	@examples/quickstart/run.sh $(BIN) $(MODEL)
 
-test: lint $(STAMPS)/node
+test: lint $(STAMPS)/node $(STAMPS)/extras
 	@$(BIN)/python -m pytest
 
 lint: $(STAMPS)/headrace $(STAMPS)/dev check-protos
@@ -44,6 +44,7 @@ bench-trl: $(STAMPS)/headrace $(STAMPS)/dev $(TRL)/.stamp $(MODEL)/model.safeten
 chaos: $(STAMPS)/headrace $(STAMPS)/dev
 	@HEADRACE_KILLS=100 $(BIN)/python -m pytest tests/chaos
 	@$(BIN)/python -m pytest tests/e2e/test_training.py -k kill_9
+	@HEADRACE_RANK_KILLS=20 $(BIN)/python -m pytest tests/chaos/test_rank_kill.py
 
 clean:
 	rm -rf $(VENV) $(PROTOS) $(TRL) $(NODE)/node_modules
@@ -69,6 +70,11 @@ $(STAMPS)/dev: requirements/dev.txt | $(BIN)/python
 	@echo "── packages for tests"
 	@mkdir -p $(STAMPS)
 	@$(PIP) --quiet -r requirements/dev.txt
+	@touch $@
+
+$(STAMPS)/extras: requirements/ray.txt requirements/wandb.txt $(STAMPS)/cpu
+	@echo "── packages of extras: ray, wandb"
+	@$(PIP) --quiet -r requirements/ray.txt -r requirements/wandb.txt
 	@touch $@
 
 $(STAMPS)/quickstart: requirements/quickstart.txt $(STAMPS)/cpu

@@ -221,6 +221,13 @@ class PlacementSection(Section):
     rollout_num_gpus: Positive = Field(1, description="GPUs of all engines (processes, on a CPU machine).")
     rollout_num_gpus_per_engine: Positive = Field(1, description="Tensor-parallel size of an engine.")
     colocate: bool = Field(False, description="Trainer and engines share the GPUs.")
+    placement: Literal["local", "torchrun", "slurm", "ray"] = Field(
+        "local", description="Who starts the trainer's ranks: headrace, torchrun, srun in an allocation, or Ray actors."
+    )
+    use_fault_tolerance: bool = Field(
+        False, description="A trainer that dies starts again from its last checkpoint, and the ledger rewinds with it."
+    )
+    max_trainer_restarts: NonNegative = Field(5, description="Such restarts within ten minutes.")
 
 
 class TrackingSection(Section):

@@ -38,6 +38,7 @@ _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "samples_per_insert": ("min_size_to_sample", lambda job: job.buffer.min_size_to_sample is not None),
     "samples_per_insert_error_buffer": ("samples_per_insert", lambda job: job.buffer.samples_per_insert is not None),
     "skip_bad_lines": ("prompt_data", lambda job: bool(job.data.prompt_data)),
+    "max_trainer_restarts": ("use_fault_tolerance", lambda job: job.placement.use_fault_tolerance),
 }
 """A leaf that has no effect without another one."""
 

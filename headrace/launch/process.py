@@ -28,6 +28,10 @@ class ServiceSpec:
     log_file: Path
     environment: Mapping[str, str] = field(default_factory=dict)
     start_seconds: float = 300.0
+    max_restarts: int | None = None
+    """Within the window of the launcher's RestartPolicy; None: as many as it says."""
+    no_restart: str | None = None
+    """Why it is not started again when it ends badly, and what to do about it; None: it is."""
 
 
 class ServiceProcess:
@@ -77,6 +81,11 @@ class ServiceProcess:
         except TimeoutError:
             os.killpg(self._guard.pid, signal.SIGKILL)
             await self._guard.wait()
+
+
+def meaning(code: int) -> str:
+    """Of an exit code, for people."""
+    return f"signal {code - 128}" if code > 128 else f"exit code {code}"
 
 
 def tail(file: Path, lines: int = 20) -> str:

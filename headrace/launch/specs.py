@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from headrace.config.job import Job
 from headrace.config.rules import ranks
 from headrace.errors import ConfigError, Unavailable
+from headrace.launch.placement import starter
 from headrace.launch.process import ServiceSpec
 from headrace.launch.run_folder import RunFolder, ServiceEntry
 from headrace.rpc.net import Address, free_port, require_free
@@ -84,25 +86,27 @@ def spec(job: Job, service: str, folder: RunFolder) -> ServiceSpec:
     }
     return ServiceSpec(
         name=service,
-        command=[*_program(job, service), *arguments, *extra[service]],
+        command=[*_program(job, service, folder), *arguments, *extra[service]],
         address=address,
         metrics_address=metrics_address,
         log_file=folder.logs / f"{service}.log",
         environment=_environment(job, service),
+        **_restarts(job, service),
     )
 
 
-def _program(job: Job, service: str) -> list[str]:
+def _restarts(job: Job, service: str) -> dict[str, Any]:
+    """A trainer is started again only where the job says so: what a rank died of may come back with every restart."""
     if service != "trainer":
-        return [sys.executable, "-m", f"services.{service}"]
-    if job.placement.actor_num_nodes > 1:
-        raise ConfigError(
-            f"actor_num_nodes {job.placement.actor_num_nodes}: headrace starts the trainer on one machine only. Start "
-            "the other services with headrace up, and torchrun … -m services.trainer on each of the trainer's machines",
-            field="actor_num_nodes",
-        )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"]
-    return [*torchrun, "--nproc-per-node", str(ranks(job)), "-m", "services.trainer"]
+        return {}
+    if job.placement.use_fault_tolerance:
+        return {"max_restarts": job.placement.max_trainer_restarts}
+    return {"no_restart": "--use-fault-tolerance would go on from its last checkpoint, as the same command will"}
+
+
+def _program(job: Job, service: str, folder: RunFolder) -> list[str]:
+    program = [sys.executable, "-m", f"services.{service}"]
+    return program if service != "trainer" else [*starter(job, folder), *program]
 
 
 def _environment(job: Job, service: str) -> Mapping[str, str]:

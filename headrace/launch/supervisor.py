@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from headrace.errors import HeadraceError, Unavailable
 from headrace.launch.health import is_serving
-from headrace.launch.process import ServiceProcess, ServiceSpec, tail
+from headrace.launch.process import ServiceProcess, ServiceSpec, meaning, tail
 from headrace.rpc.net import Address, require_free
 
 NOT_WORTH_RESTARTING = 2
@@ -89,7 +89,12 @@ class Supervisor:
             if code == NOT_WORTH_RESTARTING or not ever_healthy:
                 when = "" if ever_healthy else " before it was ready"
                 raise ServiceFailed(
-                    f"{spec.name} ended with {_meaning(code)}{when}; the end of {spec.log_file}:\n{tail(spec.log_file)}"
+                    f"{spec.name} ended with {meaning(code)}{when}; the end of {spec.log_file}:\n{tail(spec.log_file)}"
+                )
+            if spec.no_restart is not None:
+                raise ServiceFailed(
+                    f"{spec.name} ended with {meaning(code)}: {spec.no_restart}; the end of {spec.log_file}:\n"
+                    f"{tail(spec.log_file)}"
                 )
             await self._before_restart(spec, code)
 
@@ -123,13 +128,13 @@ class Supervisor:
         while started_at and time.monotonic() - started_at[0] > self._policy.window_seconds:
             started_at.popleft()
         restarts = len(started_at)
-        if restarts > self._policy.max_restarts:
+        if restarts > (self._policy.max_restarts if spec.max_restarts is None else spec.max_restarts):
             raise ServiceFailed(
                 f"{spec.name} ended {restarts} times in {self._policy.window_seconds:.0f} s, last with "
-                f"{_meaning(code)}; the end of {spec.log_file}:\n{tail(spec.log_file)}"
+                f"{meaning(code)}; the end of {spec.log_file}:\n{tail(spec.log_file)}"
             )
         pause = self._policy.backoff_seconds(max(restarts - 1, 0))
-        self._tell(f"{spec.name} ended with {_meaning(code)}: restart {restarts} in {pause:g} s")
+        self._tell(f"{spec.name} ended with {meaning(code)}: restart {restarts} in {pause:g} s")
         await asyncio.sleep(pause)
 
     async def _stop_all(self) -> None:
@@ -147,7 +152,3 @@ def _require_free(spec: ServiceSpec) -> None:
             f"{spec.name} cannot be started: {spec.address} is taken: end the process that listens there, or choose "
             "another address"
         ) from error
-
-
-def _meaning(code: int) -> str:
-    return f"signal {code - 128}" if code > 128 else f"exit code {code}"

@@ -1,7 +1,7 @@
-"""`torchrun … -m services.trainer --config RUN/job.json --address HOST:PORT --run-dir RUN`: one rank of the trainer.
+"""`python -m services.trainer --config RUN/job.json --address HOST:PORT --run-dir RUN`: one rank of the trainer.
 
 Every rank has an event loop (main thread) and a compute thread. Rank 0's loop serves gRPC and runs the training loop;
-the others follow its commands.
+the others follow its commands. When one is gone, all end within seconds (`lifeline`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from headrace.client.port import Buffer
 from headrace.client.rollout import RolloutClient
 from headrace.config.job import Job
 from headrace.errors import ConfigError, HeadraceError
+from headrace.launch.ranks import PEER_LOST
 from headrace.rpc.log import configure_logging, log
 from headrace.rpc.net import Address
 from headrace.rpc.server import RpcServer, Service
@@ -33,6 +34,7 @@ from services.trainer.crew import Crew, follow
 from services.trainer.evaluation import Evaluator
 from services.trainer.fetch import Fetch
 from services.trainer.ledger import StreamLedger
+from services.trainer.lifeline import Lifeline, PeerLost
 from services.trainer.parallel import Layout, initialize
 from services.trainer.policy import Policy
 from services.trainer.publication import Publisher
@@ -44,6 +46,16 @@ from services.trainer.servicer import TrainerServicer
 from services.trainer.worker import Worker
 
 STREAM = "train"
+LIFELINE = "lifeline"
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """What a rank has once it has met the others."""
+
+    layout: Layout
+    control: Control
+    lifeline: Lifeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +69,7 @@ class Built:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0: the run is finished, or was stopped by request. 1: an error, said in one line."""
+    """0: the run is finished, or was stopped by request. 1: an error, said in one line. PEER_LOST: another rank's."""
     parser = argparse.ArgumentParser(prog="python -m services.trainer", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="the resolved job (JSON)")
     parser.add_argument("--address", default="127.0.0.1:0", help="where rank 0 serves")
@@ -71,6 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         job = Job.model_validate_json(args.config.read_text())
         configure_logging(name, run=job.run.run_name)
         asyncio.run(run_rank(job, args))
+    except PeerLost as error:
+        log.error("trainer_failed", reason=error.reason, error=error.message)
+        os._exit(PEER_LOST)  # the compute thread may wait for the lost rank in a collective, for minutes
     except HeadraceError as error:
         log.error("trainer_failed", reason=error.reason, error=error.message)
         print(f"trainer: {error.message}", file=sys.stderr)
@@ -87,9 +102,30 @@ async def run_rank(job: Job, args: argparse.Namespace) -> None:
     if int(os.environ.get("RANK", "0")) == 0:
         await lead(job, args, buffer, fetch, compute)
     else:
-        built = await loop.run_in_executor(compute, build, job, args.run_dir, fetch)
-        await loop.run_in_executor(compute, follow, built.control, built.worker)
+        met = await meet(job, compute)
+        await met.lifeline.guard(_follow(job, args, fetch, compute, met))
+        await met.lifeline.close()
     await buffer.close()
+
+
+async def meet(job: Job, compute: ThreadPoolExecutor) -> Met:
+    """Joins the other ranks and watches over them from here on."""
+    loop = asyncio.get_running_loop()
+    layout = await loop.run_in_executor(compute, initialize, job)
+    control = await loop.run_in_executor(compute, Control, layout.rank, layout.device)
+    lifeline = Lifeline(layout.rank)
+    if layout.rank == 0:
+        control.put(LIFELINE, str(await lifeline.listen(control.host)))
+    else:
+        port = int(await loop.run_in_executor(compute, control.wait_for, LIFELINE))
+        await lifeline.connect(control.host, port)
+    return Met(layout, control, lifeline)
+
+
+async def _follow(job: Job, args: argparse.Namespace, fetch: Fetch, compute: ThreadPoolExecutor, met: Met) -> None:
+    loop = asyncio.get_running_loop()
+    built = await loop.run_in_executor(compute, build, job, args.run_dir, fetch, met)
+    await loop.run_in_executor(compute, follow, built.control, built.worker)
 
 
 async def lead(job: Job, args: argparse.Namespace, buffer: Buffer, fetch: Fetch, compute: ThreadPoolExecutor) -> None:
@@ -116,22 +152,28 @@ async def lead(job: Job, args: argparse.Namespace, buffer: Buffer, fetch: Fetch,
     )
     await server.start(ready=False)
     try:
-        built = await asyncio.get_running_loop().run_in_executor(compute, build, job, args.run_dir, fetch)
-        crew = Crew(built.control, built.worker, compute)
-        publisher = Publisher(
-            crew,
-            built.control,
-            rollout,
-            job.publish,
-            stages=built.layout.pp_size,
-            backend="nccl" if built.layout.device.type == "cuda" else "gloo",
-        )
-        ranks = TrainerRanks(job, crew, publisher, console, args.run_dir, built.restored_step)
-        report.resume(built.restored_step)
-        console.open(ranks, built.layout.world_size)
-        await server.set_ready()
-        await training.train(StreamLedger(buffer, STREAM, console), ranks, console, schedule)
-        await crew.leave()
+        met = await meet(job, compute)
+
+        async def work() -> None:
+            built = await asyncio.get_running_loop().run_in_executor(compute, build, job, args.run_dir, fetch, met)
+            crew = Crew(built.control, built.worker, compute)
+            publisher = Publisher(
+                crew,
+                built.control,
+                rollout,
+                job.publish,
+                stages=built.layout.pp_size,
+                backend="nccl" if built.layout.device.type == "cuda" else "gloo",
+            )
+            ranks = TrainerRanks(job, crew, publisher, console, args.run_dir, built.restored_step)
+            report.resume(built.restored_step)
+            console.open(ranks, built.layout.world_size)
+            await server.set_ready()
+            await training.train(StreamLedger(buffer, STREAM, console), ranks, console, schedule)
+            await crew.leave()
+
+        await met.lifeline.guard(work())
+        await met.lifeline.close()
         console.finished()
     except BaseException as error:
         console.finished(str(error) or type(error).__name__)
@@ -141,10 +183,9 @@ async def lead(job: Job, args: argparse.Namespace, buffer: Buffer, fetch: Fetch,
         await rollout.close()
 
 
-def build(job: Job, run_dir: Path, fetch: Fetch) -> Built:
-    """In the compute thread of every rank at once: process groups, the policy, its latest checkpoint."""
-    layout = initialize(job)
-    control = Control(layout.rank, layout.device)
+def build(job: Job, run_dir: Path, fetch: Fetch, met: Met) -> Built:
+    """In the compute thread of every rank at once: the policy, its latest checkpoint."""
+    layout, control = met.layout, met.control
     policy = Policy.build(job, layout)
     checkpoints = Checkpoints(job, run_dir, layout)
     restored_step = checkpoints.restore_latest(policy)

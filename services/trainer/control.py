@@ -8,7 +8,6 @@ store is gone, the asking raises, and the follower ends.
 from __future__ import annotations
 
 import datetime
-import os
 import time
 from collections.abc import Iterator
 
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from services.trainer import commands
 from services.trainer.commands import Command, Leave
+from services.trainer.rendezvous import own_host
 
 _ASK_AGAIN_SECONDS = 0.005
 _CONNECT = datetime.timedelta(seconds=120)
@@ -26,15 +26,14 @@ class Control:
     """The ordered commands of one run. Built on every rank at once, after torch.distributed is up."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
-        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
         self._next = 0
-        port = torch.zeros(1, dtype=torch.int64, device=device)
         if rank == 0:
-            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_CONNECT)
-            port += self._store.port
-        dist.broadcast(port, src=0)
-        if rank != 0:
-            self._store = dist.TCPStore(host, int(port.item()), is_master=False, timeout=_CONNECT)
+            self.host = own_host()
+            self._store = dist.TCPStore(self.host, 0, is_master=True, wait_for_workers=False, timeout=_CONNECT)
+            _tell_all(f"{self.host} {self._store.port}", device)
+        else:
+            self.host, port = _tell_all("", device).split()
+            self._store = dist.TCPStore(self.host, int(port), is_master=False, timeout=_CONNECT)
 
     def send(self, command: Command) -> None:
         """From rank 0 to all others."""
@@ -57,6 +56,10 @@ class Control:
         value: bytes = self._store.get(key)
         return value
 
+    def wait_for(self, key: str) -> str:
+        """A fact that will be there soon."""
+        return self._wait_for(key).decode()
+
     def put(self, key: str, value: str) -> None:
         """A fact for the other ranks, e.g. where a sender listens."""
         self._store.set(key, value)
@@ -69,3 +72,12 @@ class Control:
     def has(self, key: str) -> bool:
         """True once the fact is there."""
         return bool(self._store.check([key]))
+
+
+def _tell_all(text: str, device: torch.device) -> str:
+    """Rank 0's text, on every rank; up to 255 bytes."""
+    data = torch.zeros(256, dtype=torch.uint8, device=device)
+    encoded = text.encode()
+    data[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8, device=device)
+    dist.broadcast(data, src=0)
+    return bytes(data.tolist()).rstrip(b"\0").decode()

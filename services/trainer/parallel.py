@@ -12,7 +12,7 @@ import torch.distributed as dist
 from headrace.config.job import Job
 from headrace.config.megatron import MegatronArgs
 from headrace.errors import ConfigError
-from services.trainer import cpu_adapter
+from services.trainer import cpu_adapter, rendezvous
 
 # A collective that takes longer has lost a peer.
 _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
@@ -52,14 +52,15 @@ class Layout:
 
 
 def initialize(job: Job) -> Layout:
-    """Joins the other ranks (torchrun's environment; alone without it). In the thread that will compute."""
+    """Joins the other ranks, or is alone. In the thread that will compute."""
     from megatron.core import parallel_state
 
     args = MegatronArgs.model_validate(job.megatron)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     has_cuda = torch.cuda.is_available()
     if has_cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        # Where each process sees only its own GPU (Ray, Slurm with --gpus-per-task), it is number 0.
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     else:
         refuse_gpu_only(args)
         cpu_adapter.install()
@@ -69,7 +70,7 @@ def initialize(job: Job) -> Layout:
             f"{world_size} ranks cannot be divided into tensor_model_parallel_size {args.tensor_model_parallel_size} × "
             f"pipeline_model_parallel_size {args.pipeline_model_parallel_size}: use a multiple of {model_parallel}"
         )
-    _join(rank, world_size, "nccl" if has_cuda else "gloo")
+    rendezvous.join(rank, world_size, "nccl" if has_cuda else "gloo", _COLLECTIVE_TIMEOUT)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -95,11 +96,3 @@ def refuse_gpu_only(args: MegatronArgs) -> None:
     """Raises ConfigError for what Megatron-core does only on a GPU."""
     if flags := args.needs_gpu():
         raise ConfigError(f"{', '.join(flags)} needs a GPU, most of it Transformer Engine too: leave it out on a CPU")
-
-
-def _join(rank: int, world_size: int, backend: str) -> None:
-    if "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=_COLLECTIVE_TIMEOUT)
-        return
-    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
-    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=_COLLECTIVE_TIMEOUT)

@@ -130,6 +130,7 @@ async def test_two_tensor_ranks_survive_kill_9_of_every_service(tmp_path: Path) 
     run = TrainingRun(
         tmp_path, checkpoint, "--custom-rm-path", f"{tmp_path}/vowels.py:vowels", "--num-rollout", "16",
         "--tensor-model-parallel-size", "2", "--max-staleness", "1", "--save-interval", "3", "--lr", "1e-3",
+        "--use-fault-tolerance",
     )  # fmt: skip
     async with run.started():
         for step, service in ((2, "buffer"), (4, "reward"), (6, "trainer"), (8, "rollout")):

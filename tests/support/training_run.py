@@ -39,6 +39,7 @@ class TrainingRun:
             "--micro-batch-size", "8", "--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "2",
             *flags,
         ]  # fmt: skip
+        self.export = folder / "export"
         self.log = folder / "launcher.log"
         self._process: asyncio.subprocess.Process | None = None
 
@@ -71,6 +72,14 @@ class TrainingRun:
         while max((row["step"] for row in self.metrics()), default=0) < step:
             assert self._process.returncode is None, self.last_words()
             await asyncio.sleep(0.1)
+
+    async def address_of(self, service: str) -> str:
+        """Waits until it is known."""
+        assert self._process is not None
+        while not self.folder.services_file.is_file():
+            assert self._process.returncode is None, self.last_words()
+            await asyncio.sleep(0.1)
+        return self.folder.services()[service].address
 
     def kill(self, service: str) -> int:
         """`kill -9` of one service; returns the pid that is gone."""

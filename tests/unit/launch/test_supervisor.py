@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -128,6 +128,20 @@ async def test_a_service_that_keeps_dying_ends_the_run_with_its_last_lines(stage
         await stage.supervisor(stage.spec("--exit-after", "0.5", "--exit-code", "7")).run()
     assert "serving" in error.value.message
     assert sum("restart" in line for line in stage.told) == 2
+
+
+async def test_a_service_that_is_not_to_be_restarted_ends_the_run_and_says_what_to_do(stage: Stage) -> None:
+    spec = replace(stage.spec("--exit-after", "0.5", "--exit-code", "7"), no_restart="--use-fault-tolerance would")
+    with pytest.raises(ServiceFailed, match="fake ended with exit code 7: --use-fault-tolerance would; the end") as error:
+        await stage.supervisor(spec).run()
+    assert "serving" in error.value.message
+    assert not any("restart" in line for line in stage.told)
+
+
+async def test_a_service_may_have_a_limit_of_its_own(stage: Stage) -> None:
+    spec = replace(stage.spec("--exit-after", "0.5", "--exit-code", "7"), max_restarts=1)
+    with pytest.raises(ServiceFailed, match="fake ended 2 times"):
+        await stage.supervisor(spec).run()
 
 
 async def test_a_service_that_cannot_start_is_not_tried_again(stage: Stage) -> None:

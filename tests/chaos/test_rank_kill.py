@@ -1,0 +1,104 @@
+"""kill -9 of a rank at random points of a run: the same batches, the same weights, bit for bit.
+
+Real launcher, buffer, Megatron ranks (two, data-parallel) and weight publication; only the samples are made without a
+model, so that they follow from prompt and policy version. `make chaos` kills twenty times (HEADRACE_RANK_KILLS).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from headrace.launch.linux import descendants
+from tests.support.certain_rollout import CertainRollout, certain_rollout, produce
+from tests.support.tiny_model import make_tiny_qwen3
+from tests.support.training_run import TrainingRun, consumed_by_step
+
+NUM_KILLS = int(os.environ.get("HEADRACE_RANK_KILLS", "2"))
+STEPS_PER_KILL = 4
+NUM_STEPS = STEPS_PER_KILL * NUM_KILLS + 2
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240 + 60 * NUM_KILLS)]
+
+
+async def test_a_run_whose_ranks_are_killed_ends_with_the_undisturbed_runs_weights(tmp_path: Path) -> None:
+    checkpoint = make_tiny_qwen3(tmp_path / "model")
+    chance = random.Random(int(os.environ.get("HEADRACE_CHAOS_SEED", "11")))
+    kills: list[int] = []
+    async with running(tmp_path / "calm", checkpoint) as (calm, _):
+        await calm.finished()
+    async with running(tmp_path / "killed", checkpoint) as (killed, rollout):
+        for kill in range(NUM_KILLS):
+            await killed.until_step(STEPS_PER_KILL * kill + chance.randint(1, STEPS_PER_KILL))
+            await asyncio.sleep(chance.uniform(0.0, 0.5))  # anywhere in a step
+            kills.append(kill_a_rank(killed, chance))
+        await killed.finished()
+        served = dict(rollout.engine.tensors)
+
+    assert len(kills) == NUM_KILLS
+    restarts = [line for line in killed.log.read_text().splitlines() if "trainer ended with" in line]
+    assert len(restarts) == NUM_KILLS, "\n".join(restarts)
+    weights, expected = ((load_file(run.export / "model.safetensors")) for run in (killed, calm))
+    assert weights.keys() == expected.keys()
+    assert all(weights[name].equal(expected[name]) for name in expected)
+    assert all(weights[name].equal(served[name]) for name in weights)  # and they are what the engine got
+    assert killed.trained() == calm.trained()
+    await the_ledger_agrees(killed)
+
+
+async def the_ledger_agrees(run: TrainingRun) -> None:
+    """Its history, after all rewinds, is what the trainer's own record says; every sample was used once."""
+    groups = {group.group_id: group for group in await run.groups()}
+    consumed, trained = consumed_by_step(await run.history()), run.trained()
+    assert sorted(consumed) == sorted(trained) == list(range(NUM_STEPS))
+    for step, group_ids in consumed.items():
+        assert {s.sample_id for group_id in group_ids for s in groups[group_id].samples} == set(trained[step])
+    fed = [sample_id for sample_ids in trained.values() for sample_id in sample_ids]
+    assert len(fed) == len(set(fed)) == NUM_STEPS * 4 * 8
+
+
+def kill_a_rank(run: TrainingRun, chance: random.Random) -> int:
+    """`kill -9`; returns the rank that is gone."""
+    starter = run.folder.services()["trainer"].pid
+    assert starter is not None
+    ranks = {int(rank): pid for pid in descendants(starter) if (rank := environment(pid).get("RANK")) is not None}
+    rank = chance.choice(sorted(ranks))
+    os.kill(ranks[rank], signal.SIGKILL)
+    return rank
+
+
+def environment(pid: int) -> dict[str, str]:
+    """Of another process; empty when it is gone."""
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    except OSError:
+        return {}
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+@asynccontextmanager
+async def running(folder: Path, checkpoint: Path) -> AsyncIterator[tuple[TrainingRun, CertainRollout]]:
+    """A run that restarts its trainer, beside a rollout service of certain samples."""
+    folder.mkdir()
+    async with certain_rollout() as rollout:
+        run = TrainingRun(
+            folder, checkpoint,
+            "--rollout-address", rollout.address, "--reward-address", "127.0.0.1:9",
+            "--num-rollout", str(NUM_STEPS), "--save-interval", "3", "--lr", "1e-3",
+            "--save-hf", str(folder / "export"), "--use-distributed-optimizer",
+            "--use-fault-tolerance", "--max-trainer-restarts", str(NUM_KILLS),
+        )  # fmt: skip
+        async with run.started():
+            producing = asyncio.create_task(produce(await run.address_of("buffer")))
+            try:
+                yield run, rollout
+            finally:
+                producing.cancel()

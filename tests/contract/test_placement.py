@@ -1,0 +1,117 @@
+"""Whoever starts the ranks: they meet, they know their places, and when one dies all end within seconds."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.config.job import Job, ModelSection, PlacementSection
+from headrace.errors import ConfigError
+from headrace.launch.placement import starter
+from headrace.launch.run_folder import RunFolder
+from headrace.launch.slurm_rank import first_host
+
+ROOT = Path(__file__).parents[2]
+PLACEMENTS = [
+    ("local", 1, 3),
+    ("torchrun", 1, 2),
+    ("slurm", 1, 2),
+    ("slurm", 2, 1),
+    pytest.param(
+        *("ray", 2, 1),
+        marks=pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed"),
+    ),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """A run's folder, on a machine with an srun."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "srun").symlink_to(ROOT / "tests" / "support" / "srun.py")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    found = RunFolder(tmp_path / "run")
+    found.logs.mkdir(parents=True)
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("placement", "nodes", "per_node"), PLACEMENTS)
+def test_ranks_meet_and_end_together(folder: RunFolder, placement: str, nodes: int, per_node: int) -> None:
+    program = [sys.executable, str(ROOT / "tests" / "support" / "rank_program.py"), str(folder.path)]
+    ended = subprocess.run(
+        [*starter(job(placement, nodes, per_node), folder), *program],
+        cwd=ROOT, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+
+    world_size = nodes * per_node
+    told = ended.stdout + ended.stderr + "".join(log.read_text() for log in folder.logs.glob("*.log"))
+    total = world_size * (world_size + 1) / 2
+    for rank in range(world_size):
+        place = [f"{total:g}", rank, rank % per_node, world_size, per_node]
+        assert (folder.path / f"rank-{rank}").read_text() == " ".join(map(str, place)), told
+    assert ended.returncode == (1 if placement == "torchrun" else 137), told
+    assert "rank 1 says its last words" in told
+    if placement in ("local", "ray"):
+        assert "rank 1 ended with signal 9" in ended.stderr
+        assert "rank 1 says its last words" in ended.stderr
+    assert not list(folder.logs.glob(".rendezvous*.part"))
+
+
+def test_ranks_that_end_well_end_well(folder: RunFolder) -> None:
+    program = [sys.executable, "-c", "import os; print('rank', os.environ['RANK'])"]
+    ended = subprocess.run([*starter(job("local", 1, 3), folder), *program], cwd=ROOT, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, "rank 0\n")
+    assert (folder.logs / "trainer-rank-2.log").read_text() == "rank 2\n"
+
+
+def test_an_exit_code_is_passed_on_with_the_ranks_last_lines(folder: RunFolder) -> None:
+    code = "import os, sys; print('no such model'); sys.exit(2 if os.environ['RANK'] == '1' else 75)"
+    command = [*starter(job("local", 1, 2), folder), sys.executable, "-c", code]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert "rank 1 ended with exit code 2" in ended.stderr
+    assert "no such model" in ended.stderr
+
+
+@pytest.mark.parametrize("placement", ["local", "torchrun"])
+def test_several_machines_need_slurm_or_ray(folder: RunFolder, placement: str) -> None:
+    with pytest.raises(ConfigError, match=f"actor_num_nodes 2: placement {placement} is one machine"):
+        starter(job(placement, 2, 1), folder)
+
+
+def test_slurm_outside_of_an_allocation_is_refused(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID")
+    with pytest.raises(ConfigError, match="this process is in none: see deploy/slurm/train.sbatch"):
+        starter(job("slurm", 1, 1), folder)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match="needs srun, which this machine does not have"):
+        starter(job("slurm", 1, 1), folder)
+
+
+@pytest.mark.parametrize(
+    ("node_list", "first"),
+    [
+        ("gpu7", "gpu7"),
+        ("gpu[03-05,9],cpu1", "gpu03"),
+        ("a,b", "a"),
+        ("r1-n[11,12]", "r1-n11"),
+        ("x.y.z[1-2]", "x.y.z1"),
+    ],
+)
+def test_the_first_host_of_a_node_list(node_list: str, first: str) -> None:
+    assert first_host(node_list) == first
+
+
+def job(placement: str, nodes: int, per_node: int) -> Job:
+    place = PlacementSection.model_validate(
+        {"placement": placement, "actor_num_nodes": nodes, "actor_num_gpus_per_node": per_node}
+    )
+    return Job(model=ModelSection(hf_checkpoint=Path("/none")), placement=place)
