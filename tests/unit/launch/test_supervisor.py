@@ -132,7 +132,7 @@ async def test_a_service_that_keeps_dying_ends_the_run_with_its_last_lines(stage
 
 async def test_a_service_that_is_not_to_be_restarted_ends_the_run_and_says_what_to_do(stage: Stage) -> None:
     spec = replace(stage.spec("--exit-after", "0.5", "--exit-code", "7"), no_restart="--use-fault-tolerance would")
-    with pytest.raises(ServiceFailed, match="fake ended with exit code 7: --use-fault-tolerance would; the end") as error:
+    with pytest.raises(ServiceFailed, match="exit code 7: --use-fault-tolerance would; the end") as error:
         await stage.supervisor(spec).run()
     assert "serving" in error.value.message
     assert not any("restart" in line for line in stage.told)
