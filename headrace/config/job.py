@@ -232,6 +232,14 @@ class PlacementSection(Section):
 
 class TrackingSection(Section):
     use_tensorboard: bool = Field(True, description="Write TensorBoard events into the run's folder.")
+    use_wandb: bool = Field(False, description="Report to Weights & Biases; its key is in WANDB_API_KEY or ~/.netrc.")
+    wandb_project: str = Field("headrace", description="W&B's project.")
+    wandb_mode: Literal["online", "offline"] = Field(
+        "online", description="Offline: into the run's folder, for wandb sync."
+    )
+    peak_tflops: Above | None = Field(
+        None, description="Peak of one rank's device in TFLOP/s, for mfu; absent: a GPU's from a table."
+    )
 
 
 class Job(Section):

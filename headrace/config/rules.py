@@ -9,6 +9,7 @@ from headrace.config.files import check_files
 from headrace.config.job import Job
 from headrace.config.leaf import leaves
 from headrace.config.megatron import MegatronArgs
+from headrace.config.secrets import passwords
 from headrace.config.megatron_rules import check_megatron
 from headrace.errors import ConfigError
 
@@ -37,6 +38,8 @@ _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "num_data_workers": ("streaming_data", lambda job: job.data.streaming_data),
     "samples_per_insert": ("min_size_to_sample", lambda job: job.buffer.min_size_to_sample is not None),
     "samples_per_insert_error_buffer": ("samples_per_insert", lambda job: job.buffer.samples_per_insert is not None),
+    "wandb_project": ("use_wandb", lambda job: job.tracking.use_wandb),
+    "wandb_mode": ("use_wandb", lambda job: job.tracking.use_wandb),
     "skip_bad_lines": ("prompt_data", lambda job: bool(job.data.prompt_data)),
     "max_trainer_restarts": ("use_fault_tolerance", lambda job: job.placement.use_fault_tolerance),
 }
@@ -214,6 +217,15 @@ def _no_secrets(job: Job) -> None:
             )
 
 
+def _no_passwords(job: Job) -> None:
+    if found := passwords(job.model_dump(mode="json")):
+        raise ConfigError(
+            f"{found[0]} holds a URL with a password, and a run's folder keeps its job in clear: take the password out "
+            "and let the service read it from its environment or a file of its own",
+            field=found[0],
+        )
+
+
 def _export_folder_is_new(job: Job) -> None:
     folder = job.checkpoint.save_hf
     if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -244,6 +256,7 @@ _RULES: Sequence[Callable[[Job], None]] = (
     _engines,
     _context_length,
     _no_secrets,
+    _no_passwords,
     check_files,
     _export_folder_is_new,
     _architecture,

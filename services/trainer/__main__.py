@@ -43,6 +43,7 @@ from services.trainer.report import Report
 from services.trainer.schedule import JobSchedule
 from services.trainer.sender import WeightSender
 from services.trainer.servicer import TrainerServicer
+from services.trainer.trackers import trackers
 from services.trainer.worker import Worker
 
 STREAM = "train"
@@ -133,7 +134,7 @@ async def lead(job: Job, args: argparse.Namespace, buffer: Buffer, fetch: Fetch,
     rollout = RolloutClient(_required(job.services.rollout_address, "rollout_address"))
     schedule = JobSchedule(job)
     assert job.rollout.rollout_batch_size is not None  # the rules derived it
-    report = Report(args.run_dir, use_tensorboard=job.tracking.use_tensorboard)
+    report = Report(args.run_dir, trackers(job, args.run_dir))
     console = TrainerConsole(
         report,
         Evaluator(job, rollout, schedule),

@@ -6,6 +6,8 @@ Requests (pause, save, export, stop) are served between two steps, when no rank 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,6 +56,8 @@ class TrainerConsole:
         self._stopping = False
         self._ended = False
         self._ranks: Steered | None = None
+        self._seconds: dict[int, float] = defaultdict(float)
+        self._reported_at = time.monotonic()
         self._status = pb.GetStatusResponse(
             run=run, phase=pb.PHASE_STARTING, num_steps=num_steps, groups_per_step=groups_per_step
         )
@@ -67,14 +71,17 @@ class TrainerConsole:
     def phase(self, phase: pb.Phase.ValueType) -> Iterator[None]:
         """Shows the phase while the block runs, and the one before it afterwards."""
         before, self._status.phase = self._status.phase, phase
+        started = time.monotonic()
         try:
             yield
         finally:
             self._status.phase = before
+            self._seconds[phase] += time.monotonic() - started
 
     def open(self, ranks: Steered, world_size: int) -> None:
         """The ranks are up; requests go to them."""
         self._ranks = ranks
+        self._reported_at = time.monotonic()
         self._status.world_size = world_size
 
     def finished(self, error: str | None = None) -> None:
@@ -113,7 +120,8 @@ class TrainerConsole:
     def report(self, state: TrainState, metrics: dict[str, float]) -> None:
         """A step is done; `state.step` counts it."""
         self._show(state)
-        self._report.write(state.step, metrics | {"policy_version": float(state.policy_version)})
+        metrics = metrics | self._times() | {"policy_version": float(state.policy_version)}
+        self._report.write(state.step, metrics)
         log.info("step", step=state.step, **{k: round(v, 6) for k, v in metrics.items() if k in _LOGGED})
 
     async def ask(self, action: Action) -> TrainState:
@@ -151,6 +159,14 @@ class TrainerConsole:
             else:
                 request.done.set_result(state)
 
+    def _times(self) -> dict[str, float]:
+        """Where the time went since the step before."""
+        now = time.monotonic()
+        found = {name: self._seconds[phase] for phase, name in _TIMES.items()}
+        found["time/step_seconds"], self._reported_at = now - self._reported_at, now
+        self._seconds.clear()
+        return found
+
     def _show(self, state: TrainState) -> None:
         self._status.step = state.step
         self._status.policy_version = state.policy_version
@@ -161,6 +177,14 @@ class TrainerConsole:
 def _ended() -> FailedPrecondition:
     return FailedPrecondition("the run has ended: its last checkpoint and export are in its folder")
 
+
+_TIMES = {
+    pb.PHASE_WAITING: "time/wait_seconds",
+    pb.PHASE_TRAINING: "time/train_seconds",
+    pb.PHASE_PUBLISHING: "time/publish_seconds",
+    pb.PHASE_SAVING: "time/save_seconds",
+    pb.PHASE_EVALUATING: "time/evaluate_seconds",
+}
 
 _LOGGED = frozenset(
     {

@@ -59,7 +59,6 @@ class Publisher:
 
     async def publish(self, state: TrainState) -> dict[str, float]:
         """Returns once every engine in routing serves `state.step`. Raises the last try's error."""
-        started = time.monotonic()
         for tries_left in reversed(range(_TRIES)):
             publication_id = f"v{state.step}-{uuid.uuid4().hex[:8]}"
             try:
@@ -72,7 +71,6 @@ class Publisher:
             else:
                 log.info("published", policy_version=state.step, engines=len(reply.engine_ids))
                 return {
-                    "time/publish_seconds": time.monotonic() - started,
                     "publish/paused_seconds": reply.paused_seconds,
                     "publish/engines": float(len(reply.engine_ids)),
                     "publish/engines_lost": float(len(reply.lost_engine_ids)),

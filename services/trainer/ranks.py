@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 
 from headrace.api.trainer.v1 import trainer_pb2 as pb
@@ -44,11 +43,10 @@ class TrainerRanks:
 
     async def train(self, step: int, batch: Batch) -> dict[str, float]:
         """One rollout step's optimizer steps."""
-        started = time.monotonic()
         with self._console.phase(pb.PHASE_TRAINING):
             metrics = await self._crew.run(Train(step, batch.samples))
         self._record.append(step, batch)
-        return statistics(batch, step) | metrics | {"time/train_seconds": time.monotonic() - started}
+        return statistics(batch, step) | metrics
 
     async def prefetch(self, batch: Batch) -> None:
         """Every rank begins to fetch its samples of the next step."""

@@ -1,18 +1,18 @@
-"""What a run leaves to look at: metrics.jsonl, TensorBoard events, curves.png, and a live stream for watchers."""
+"""What a run leaves to look at: metrics.jsonl, curves.png, timeline.png, its trackers, and a live stream for watchers."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.utils.tensorboard import SummaryWriter
-
 from services.trainer.curves import draw_curves
+from services.trainer.timeline import draw_timeline
+from services.trainer.trackers import OpenTrackers, Tracker
 
 _REDRAW_SECONDS = 30.0
 
@@ -29,13 +29,12 @@ class Row:
 class Report:
     """Appends rows. `resume` first: a run that starts again keeps the rows up to its checkpoint."""
 
-    def __init__(self, folder: Path, *, use_tensorboard: bool) -> None:
+    def __init__(self, folder: Path, open_trackers: OpenTrackers = lambda step: ()) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._path = folder / "metrics.jsonl"
-        self._picture = folder / "curves.png"
-        self._use_tensorboard = use_tensorboard
-        self._tensorboard: SummaryWriter | None = None
+        self._open_trackers = open_trackers
+        self._trackers: Sequence[Tracker] = ()
         self.rows: list[Row] = []
         self._drawing = ThreadPoolExecutor(1, thread_name_prefix="curves")
         self._drawn = time.monotonic()
@@ -48,30 +47,27 @@ class Report:
         self._path.write_text("")
         for row in self.rows:
             self._append(row)
-        if self._use_tensorboard:
-            self._tensorboard = SummaryWriter(str(self._folder / "tensorboard"), purge_step=step + 1)
+        self._trackers = self._open_trackers(step)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """One more row."""
         row = Row(step, time.time(), dict(metrics))
         self.rows.append(row)
         self._append(row)
-        if self._tensorboard:
-            for name, value in metrics.items():
-                self._tensorboard.add_scalar(name, value, step)
-            self._tensorboard.flush()
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
         if time.monotonic() - self._drawn > _REDRAW_SECONDS:
             self._draw()
         self._wake()
 
     def close(self) -> None:
-        """Draws the last picture; watchers end."""
+        """Draws the last pictures; watchers end."""
         self._closed = True
         if self.rows:
             self._draw()
         self._drawing.shutdown(wait=True)
-        if self._tensorboard:
-            self._tensorboard.close()
+        for tracker in self._trackers:
+            tracker.close()
         self._wake()
 
     async def watch(self, from_step: int) -> AsyncIterator[Row]:
@@ -97,7 +93,9 @@ class Report:
 
     def _draw(self) -> None:
         self._drawn = time.monotonic()
-        self._drawing.submit(draw_curves, list(self.rows), self._picture)
+        rows = list(self.rows)
+        self._drawing.submit(draw_curves, rows, self._folder / "curves.png")
+        self._drawing.submit(draw_timeline, rows, self._folder / "timeline.png")
 
 
 def _read(path: Path) -> list[Row]:

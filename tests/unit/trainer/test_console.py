@@ -56,7 +56,7 @@ async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
         return {}
 
     everything = SteeredEverything(num_steps=4)
-    report = Report(tmp_path, use_tensorboard=False)
+    report = Report(tmp_path)
     report.resume(0)
     console = TrainerConsole(report, no_evaluation, run="r", num_steps=4, groups_per_step=2)
     console.open(everything, 1)
@@ -142,11 +142,11 @@ async def test_a_request_to_a_run_that_ends_is_told_so(desk: Desk) -> None:
 
 
 async def test_rows_after_the_checkpoint_are_let_go_when_a_run_resumes(tmp_path: Path) -> None:
-    report = Report(tmp_path, use_tensorboard=False)
+    report = Report(tmp_path)
     report.resume(0)
     for step in (1, 2, 3):
         report.write(step, {"reward/mean": 0.5})
-    again = Report(tmp_path, use_tensorboard=False)
+    again = Report(tmp_path)
     again.resume(2)
     assert [row.step for row in again.rows] == [1, 2]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2

@@ -1,0 +1,44 @@
+"""Seconds by part of a rank's work, on the device that does it."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Stopwatch:
+    """Parts may come many times; `read` adds them up. On a GPU its own events are read, so nothing waits meanwhile."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """What runs, or is given to the GPU, inside the block."""
+        if self._on_gpu:
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            yield
+            last.record()
+            self._events.append((name, first, last))
+        else:
+            started = time.perf_counter()
+            yield
+            self._seconds[name] += time.perf_counter() - started
+
+    def read(self) -> dict[str, float]:
+        """Seconds by part since the last read. Waits for the GPU."""
+        if self._events:
+            torch.cuda.synchronize()
+        for name, first, last in self._events:
+            self._seconds[name] += first.elapsed_time(last) / 1000
+        found = dict(self._seconds)
+        self._events.clear()
+        self._seconds.clear()
+        return found
