@@ -9,8 +9,8 @@ from headrace.config.files import check_files
 from headrace.config.job import Job
 from headrace.config.leaf import leaves
 from headrace.config.megatron import MegatronArgs
-from headrace.config.secrets import passwords
 from headrace.config.megatron_rules import check_megatron
+from headrace.config.secrets import passwords
 from headrace.errors import ConfigError
 
 _SECRET_ARGUMENTS = ("api_key", "admin_api_key", "ssl_keyfile_password")

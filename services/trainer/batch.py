@@ -74,4 +74,5 @@ def statistics(batch: Batch, step: int) -> dict[str, float]:
         found |= {"reward/mean": float(np.mean(judged)), "reward/std": float(np.std(judged))}
     if staleness:
         found |= {"staleness/mean": float(np.mean(staleness)), "staleness/max": float(max(staleness))}
+        found |= {f"staleness/lag_{lag}": staleness.count(lag) / len(staleness) for lag in sorted(set(staleness))}
     return found

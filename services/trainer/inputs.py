@@ -39,6 +39,8 @@ class MicroInputs:
     """float32 [B, 1]"""
     rollout_log_probs: Tensor
     """float32 [B, S]"""
+    lags: Tensor
+    """float32 [B, 1], how many steps behind the sample's oldest token is"""
 
 
 StepInputs = Sequence[MicroInputs]
@@ -46,6 +48,7 @@ StepInputs = Sequence[MicroInputs]
 
 def step_inputs(
     plan: StepPlan,
+    step: int,
     samples: Sequence[SampleFacts],
     fetched: Mapping[str, Sample],
     config: TrainSection,
@@ -63,6 +66,7 @@ def step_inputs(
     )
     of_step = [s for s in samples if s.sample_id in plan.all_sample_ids]
     reduction = Reduction.of(of_step, per_token=config.calculate_per_token_loss)
+    lags = {s.sample_id: float(step - s.min_policy_version) for s in of_step if s.min_policy_version is not None}
     weights = {s.sample_id: reduction.weight(s.sample_id) for s in of_step}
     micro_batches = [
         collate([fetched[i] for i in ids], packing) if ids else empty_micro_batch()
@@ -73,6 +77,7 @@ def step_inputs(
             micro,
             micro.loss_mask * _column(micro, weights),
             _column(micro, advantages),
+            _column(micro, lags),
             layout.device,
         )
         for micro in micro_batches
@@ -81,10 +86,18 @@ def step_inputs(
 
 def inference_inputs(micro: MicroBatch, device: torch.device) -> MicroInputs:
     """For log-probs alone: no advantages, no weights."""
-    return _on_device(micro, torch.zeros(micro.targets.shape), torch.zeros(len(micro.targets), 1), device)
+    return _on_device(
+        micro,
+        torch.zeros(micro.targets.shape),
+        torch.zeros(len(micro.targets), 1),
+        torch.zeros(len(micro.targets), 1),
+        device,
+    )
 
 
-def _on_device(micro: MicroBatch, weights: Tensor, advantages: Tensor, device: torch.device) -> MicroInputs:
+def _on_device(
+    micro: MicroBatch, weights: Tensor, advantages: Tensor, lags: Tensor, device: torch.device
+) -> MicroInputs:
     return MicroInputs(
         rows=micro.rows.to(device),
         sources=micro.sources.to(device),
@@ -94,6 +107,7 @@ def _on_device(micro: MicroBatch, weights: Tensor, advantages: Tensor, device: t
         weights=weights.to(device),
         advantages=advantages.to(device),
         rollout_log_probs=micro.rollout_log_probs.to(device),
+        lags=lags.to(device),
     )
 
 

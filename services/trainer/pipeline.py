@@ -17,11 +17,13 @@ from headrace.trajectory import Sample
 from services.trainer.batching import collate
 from services.trainer.head import TokenHead
 from services.trainer.inputs import MicroInputs, StepInputs, inference_inputs
+from services.trainer.lag import LogProbDistance
 from services.trainer.models.gpt import uses_segment_attention
 from services.trainer.models.segment_attention import SegmentedRow, transformer_engine_row
 from services.trainer.objective import SUMS, Objective, Outcome, Terms
 from services.trainer.parallel import Layout
 from services.trainer.rows import Packing, Rows
+from services.trainer.stopwatch import Stopwatch
 
 LossFunction = Callable[[Tensor], tuple[Tensor, Any]]
 
@@ -37,6 +39,7 @@ class Pipeline:
         layout: Layout,
         temperature: float,
         packing: Packing,
+        stopwatch: Stopwatch,
     ) -> None:
         config.finalize_model_grads_func = finalize_model_grads
         config.no_sync_func = model.no_sync
@@ -44,6 +47,8 @@ class Pipeline:
         self._objective = objective
         self._layout = layout
         self._packing = packing
+        self._stopwatch = stopwatch
+        self.distance = LogProbDistance(layout.device)
         # Greedy rollouts have no temperature to divide by.
         self._temperature = temperature or 1.0
         own = uses_segment_attention(layout, packing)
@@ -96,6 +101,10 @@ class Pipeline:
         micro, old, reference = next(feed)
 
         def loss(hidden: Tensor) -> tuple[Tensor, Outcome]:
+            with self._stopwatch.part("forward"):
+                return measured_loss(hidden)
+
+        def measured_loss(hidden: Tensor) -> tuple[Tensor, Outcome]:
             log_probs, entropy = self._head(hidden, micro, self._temperature)
             outcome = self._objective(
                 Terms(
@@ -109,10 +118,14 @@ class Pipeline:
                     reference_log_probs=reference,
                 )
             )
+            if self._layout.tp_rank == 0:
+                before = log_probs.detach() if old is None else old
+                self.distance.add(before, micro.rollout_log_probs, micro.mask, micro.lags)
             # Megatron divides by the number of micro-batches and averages over data ranks; our weights did both.
             return outcome.loss * (num_micro_batches * self._layout.dp_size), outcome
 
-        return self._hidden(model, micro.rows), loss
+        with self._stopwatch.part("forward"):
+            return self._hidden(model, micro.rows), loss
 
     def _log_prob_step(
         self, feed: Iterator[Any], model: Any, num_micro_batches: int, temperature: float

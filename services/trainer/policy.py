@@ -5,7 +5,6 @@ Everything here runs in the rank's compute thread. All ranks call the same metho
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from services.trainer.batch import SampleFacts
 from services.trainer.buckets import TensorSpec
 from services.trainer.canary import Canary, canary_sample
 from services.trainer.cost import cost_of
+from services.trainer.flops import ModelFlops
 from services.trainer.inputs import StepInputs, step_inputs
 from services.trainer.models.convert import Converter
 from services.trainer.models.export import export
@@ -33,6 +33,8 @@ from services.trainer.parallel import Layout
 from services.trainer.pipeline import Pipeline
 from services.trainer.planning import Planner, StepPlan
 from services.trainer.reference import ReferencePolicy
+from services.trainer.speed import Speed, peak_tflops
+from services.trainer.stopwatch import Stopwatch
 from services.trainer.weights_file import load_state, save_state
 
 FetchSamples = Callable[[Sequence[str]], list[Sample]]
@@ -65,8 +67,13 @@ class Policy:
         self._model = wrap_for_data_parallel(config, args, model)
         self._steps_per_rollout = job.train.num_steps_per_rollout or 1
         self._optimizer = Optimizer(args, self._model, job.rollout.num_rollout * self._steps_per_rollout)
+        self._stopwatch = Stopwatch(layout.device)
+        self._speed = Speed(
+            ModelFlops.of(architecture), layout.world_size, peak_tflops(job.tracking.peak_tflops, layout.device)
+        )
         self._pipeline = Pipeline(
-            config, self._model, self._objective, layout, job.rollout.rollout_temperature, self._packing
+            *(config, self._model, self._objective, layout),
+            *(job.rollout.rollout_temperature, self._packing, self._stopwatch),
         )
         self._reference = (
             ReferencePolicy(self._model, self._converter, job) if self._objective.needs_reference else None
@@ -78,28 +85,20 @@ class Policy:
         return cls(job, layout)
 
     def train(self, step: int, samples: Sequence[SampleFacts], fetch: FetchSamples) -> dict[str, float]:
-        """The optimizer steps of one rollout step; metrics are equal on all ranks."""
-        started = time.monotonic()
+        """The optimizer steps of one rollout step; metrics are equal on all ranks, but for times."""
         plans = self._planner.plan(samples, self._steps_per_rollout)
-        inputs = self._inputs(plans, samples, fetch)
-        fetched = time.monotonic()
-        olds, references = self._frozen_log_probs(inputs)
-        recomputed = time.monotonic()
+        with self._stopwatch.host_part("fetch"):
+            inputs = self._inputs(step, plans, samples, fetch)
+        with self._stopwatch.part("log_probs"):
+            olds, references = self._frozen_log_probs(inputs)
         rows = [
             self._optimizer_step(inputs_of_step, old, reference)
             for inputs_of_step, old, reference in zip(inputs, olds, references, strict=True)
         ]
-        done = time.monotonic()
         metrics = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
         metrics["log_prob_diff/max"] = max(row["log_prob_diff/max"] for row in rows)
         metrics["tokens"] = sum(row["tokens"] for row in rows)
-        total_tokens = sum(s.prompt_length + s.response_length for s in samples)
-        return metrics | {
-            "tokens_per_second": total_tokens / max(done - fetched, 1e-9),
-            "time/fetch_seconds": fetched - started,
-            "time/log_probs_seconds": recomputed - fetched,
-            "time/optimizer_steps_seconds": done - recomputed,
-        }
+        return metrics | self._pipeline.distance.read() | self._speed.metrics(samples, self._stopwatch.read())
 
     def own_sample_ids(self, samples: Sequence[SampleFacts]) -> list[str]:
         """What `train` will fetch here of these samples, in that order."""
@@ -148,11 +147,11 @@ class Policy:
         export(self.hf_tensors(), self.hf_tensor_specs(), self._job.model.hf_checkpoint, folder, self._layout)
 
     def _inputs(
-        self, plans: Sequence[StepPlan], samples: Sequence[SampleFacts], fetch: FetchSamples
+        self, step: int, plans: Sequence[StepPlan], samples: Sequence[SampleFacts], fetch: FetchSamples
     ) -> list[StepInputs]:
         mine = [sample_id for plan in plans for sample_id in plan.sample_ids(self._layout.dp_rank)]
         by_id = {sample.sample_id: sample for sample in fetch(mine)}
-        return [step_inputs(plan, samples, by_id, self._job.train, self._layout, self._packing) for plan in plans]
+        return [step_inputs(plan, step, samples, by_id, self._job.train, self._layout, self._packing) for plan in plans]
 
     def _frozen_log_probs(self, inputs: Sequence[StepInputs]) -> tuple[list[Any], list[Any]]:
         """Of the old and the reference policy, for each step; None where they are not needed."""
@@ -169,5 +168,7 @@ class Policy:
     def _optimizer_step(self, inputs: StepInputs, old: Any, reference: Any) -> dict[str, float]:
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
-        metrics = self._pipeline.forward_backward(inputs, old, reference)
-        return metrics | self._optimizer.step()
+        with self._stopwatch.part("forward_backward"):
+            metrics = self._pipeline.forward_backward(inputs, old, reference)
+        with self._stopwatch.part("optimizer"):
+            return metrics | self._optimizer.step()

@@ -1,4 +1,4 @@
-"""What a run leaves to look at: metrics.jsonl, curves.png, timeline.png, its trackers, and a live stream for watchers."""
+"""What a run leaves to look at: metrics.jsonl, curves.png, timeline.png, trackers, a live stream for watchers."""
 
 from __future__ import annotations
 

@@ -22,15 +22,21 @@ class Stopwatch:
     def part(self, name: str) -> Iterator[None]:
         """What runs, or is given to the GPU, inside the block."""
         if self._on_gpu:
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first, last = _event(), _event()
             first.record()
             yield
             last.record()
             self._events.append((name, first, last))
         else:
-            started = time.perf_counter()
-            yield
-            self._seconds[name] += time.perf_counter() - started
+            with self.host_part(name):
+                yield
+
+    @contextmanager
+    def host_part(self, name: str) -> Iterator[None]:
+        """What the CPU does or waits for inside the block, on any device."""
+        started = time.perf_counter()
+        yield
+        self._seconds[name] += time.perf_counter() - started
 
     def read(self) -> dict[str, float]:
         """Seconds by part since the last read. Waits for the GPU."""
@@ -42,3 +48,8 @@ class Stopwatch:
         self._events.clear()
         self._seconds.clear()
         return found
+
+
+def _event() -> torch.cuda.Event:
+    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return event

@@ -94,6 +94,7 @@ async def running(folder: Path, checkpoint: Path) -> AsyncIterator[tuple[Trainin
             "--rollout-address", rollout.address, "--reward-address", "127.0.0.1:9",
             "--num-rollout", str(NUM_STEPS), "--save-interval", "3", "--lr", "1e-3",
             "--save-hf", str(folder / "export"), "--use-distributed-optimizer",
+            "--update-weight-canary-tolerance", "1e9",  # the engine has no model to compare with
             "--use-fault-tolerance", "--max-trainer-restarts", str(NUM_KILLS),
         )  # fmt: skip
         async with run.started():
