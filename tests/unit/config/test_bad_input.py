@@ -45,6 +45,8 @@ from headrace.launch.specs import address_in
         ("--update-weights-interval 3", "makes tokens up to 2 steps old, and max_staleness is 0"),
         ("--kl-loss-coef 0.1", "kl_loss_coef has no effect without use_kl_loss: add --use-kl-loss or leave"),
         ("--tis-threshold 3", "tis_clip has no effect without use_tis"),
+        ("--wandb-project x", "wandb_project has no effect without use_wandb"),
+        ("--custom-rm-path http://me:secret@host/judge", "custom_rm_path holds a URL with a password"),
         ("--max-trainer-restarts 3", "max_trainer_restarts has no effect without use_fault_tolerance"),
         ("--max-tokens-per-gpu 4096", "max_tokens_per_gpu has no effect without use_dynamic_batch_size"),
         ("--use-dynamic-batch-size", "fills micro-batches up to max_tokens_per_gpu: pass --max-tokens-per-gpu"),
