@@ -35,7 +35,8 @@ class TokenHead:
         """[N, H], with a gradient that is summed over tensor ranks, for each of them has a share of the vocabulary."""
         if self._model.config.sequence_parallel:
             whole = gather_from_sequence_parallel_region(hidden.transpose(0, 1), tensor_parallel_output_grad=True)
-            return whole.transpose(0, 1).flatten(0, 1)[micro.sources]  # type: ignore[no-any-return]
+            rows = whole.transpose(0, 1)[:, : micro.rows.tokens.shape[1]]
+            return rows.flatten(0, 1)[micro.sources]  # type: ignore[no-any-return]
         wanted: Tensor = copy_to_tensor_model_parallel_region(hidden.flatten(0, 1)[micro.sources])
         return wanted
 

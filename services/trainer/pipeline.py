@@ -53,6 +53,7 @@ class Pipeline:
         self._temperature = temperature or 1.0
         own = uses_segment_attention(layout, packing)
         self._packed_row = SegmentedRow.of if own else transformer_engine_row
+        self._multiple = layout.tp_size if config.sequence_parallel else 1
         self._head = TokenHead(model.module, layout)
         self._schedule = get_forward_backward_func()
 
@@ -139,6 +140,7 @@ class Pipeline:
         return self._hidden(model, micro.rows), keep
 
     def _hidden(self, model: Any, rows: Rows) -> Any:
+        rows = rows.aligned(self._multiple)
         packed = None if rows.segments is None else self._packed_row(rows)
         return model(rows.tokens, rows.positions, None, packed_seq_params=packed)
 

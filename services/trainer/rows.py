@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from headrace.trajectory import Sample
 
@@ -46,6 +47,16 @@ class Rows:
     def to(self, device: torch.device) -> Rows:
         """On a device."""
         return Rows(self.tokens.to(device), self.positions.to(device), self.segments)
+
+    def aligned(self, multiple: int) -> Rows:
+        """S made a multiple of it, with tokens that nothing sees behind the others: sequence parallelism divides S."""
+        size = self.tokens.shape[1]
+        missing = -size % multiple
+        if not missing:
+            return self
+        tokens, positions = (pad(each, (0, missing)) for each in (self.tokens, self.positions))
+        filler = () if self.segments is None else (*self.segments, Segment(size, size + missing))
+        return Rows(tokens, positions, filler or None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,5 +84,16 @@ def test_the_cost_of_a_micro_batch_is_known_from_lengths_alone(shapes: list[tupl
         assert row_tokens(lengths, packing) >= collate(samples, packing).rows.tokens.numel()
 
 
+@pytest.mark.parametrize("packing", get_args(Packing))
+def test_rows_are_filled_up_to_a_multiple_behind_what_they_hold(packing: Packing) -> None:
+    rows = collate([sample(3, 2), sample(2, 4)], packing).rows
+    aligned, size = rows.aligned(4), rows.tokens.shape[1]
+    assert aligned.tokens.shape[1] == aligned.positions.shape[1] == size + -size % 4
+    assert aligned.tokens[:, :size].equal(rows.tokens)
+    if rows.segments is not None:
+        assert aligned.segments == (*rows.segments, Segment(size, aligned.tokens.shape[1]))
+    assert aligned.aligned(4) is aligned
+
+
 def test_an_empty_micro_batch_trains_nothing() -> None:
     assert empty_micro_batch().loss_mask.sum() == 0
