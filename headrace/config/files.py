@@ -30,6 +30,12 @@ def check_files(job: Job) -> None:
         _hook("dynamic_sampling_filter_path", job.rollout.dynamic_sampling_filter_path)
     if job.services.reward_address is None:
         _hook("custom_rm_path", job.reward.custom_rm_path)
+    initial = job.checkpoint.initial_megatron_checkpoint
+    if initial and not (initial / "manifest.json").is_file():
+        raise ConfigError(
+            f"initial_megatron_checkpoint {initial} has no manifest.json: name a step-… folder of a headrace run",
+            field="initial_megatron_checkpoint",
+        )
     if job.checkpoint.load and not job.checkpoint.load.is_dir():
         raise ConfigError(f"load {job.checkpoint.load} is not a folder: name the folder of checkpoints", field="load")
 

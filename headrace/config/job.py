@@ -205,6 +205,13 @@ class CheckpointSection(Section):
     save_interval: Positive | None = Field(
         None, description="Rollout steps between checkpoints; absent: only the last."
     )
+    async_save: bool = Field(False, description="Write checkpoints while the next step trains.")
+    keep_last: Positive = Field(2, description="Newest checkpoints that stay.")
+    keep_best: NonNegative = Field(0, description="Checkpoints that stay for their step's metric.")
+    keep_best_metric: str = Field("reward/mean", description="That metric, e.g. of an evaluation; more is better.")
+    initial_megatron_checkpoint: Path | None = Field(
+        None, description="A step-… folder of another run, whose weights this one starts with."
+    )
     save_hf: Path | None = Field(None, description="Export the final weights as a Hugging Face folder.")
 
 

@@ -24,6 +24,7 @@ _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "max_tokens_per_gpu": ("use_dynamic_batch_size", lambda job: job.train.use_dynamic_batch_size),
     "balance_by": ("balance_data", lambda job: job.train.balance_data),
     "buffer_shard": ("buffer_addresses", lambda job: bool(job.buffer.buffer_addresses)),
+    "keep_best_metric": ("keep_best", lambda job: job.checkpoint.keep_best > 0),
     "group_rm": ("custom_rm_path", lambda job: job.reward.custom_rm_path is not None),
     "max_turns": ("custom_generate_function_path", lambda job: job.rollout.custom_generate_function_path is not None),
     "eval_interval": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -66,6 +67,7 @@ class Built:
     layout: Layout
     control: Control
     worker: Worker
+    checkpoints: Checkpoints
     restored_step: int
 
 
@@ -103,6 +105,7 @@ async def run_rank(job: Job, args: argparse.Namespace) -> None:
     if int(os.environ.get("RANK", "0")) == 0:
         await lead(job, args, buffer, fetch, compute)
     else:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 is asked too, saves with all ranks, and lets them go
         met = await meet(job, compute)
         await met.lifeline.guard(_follow(job, args, fetch, compute, met))
         await met.lifeline.close()
@@ -142,6 +145,7 @@ async def lead(job: Job, args: argparse.Namespace, buffer: Buffer, fetch: Fetch,
         num_steps=schedule.num_steps,
         groups_per_step=job.rollout.rollout_batch_size,
     )
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, console.leave)
     desk = TrainerServicer(console, report)
     name = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
     server = RpcServer(
@@ -166,7 +170,7 @@ async def lead(job: Job, args: argparse.Namespace, buffer: Buffer, fetch: Fetch,
                 stages=built.layout.pp_size,
                 backend="nccl" if built.layout.device.type == "cuda" else "gloo",
             )
-            ranks = TrainerRanks(job, crew, publisher, console, args.run_dir, built.restored_step)
+            ranks = TrainerRanks(job, crew, publisher, console, args.run_dir, built.checkpoints, built.restored_step)
             report.resume(built.restored_step)
             console.open(ranks, built.layout.world_size)
             await server.set_ready()
@@ -199,7 +203,7 @@ def build(job: Job, run_dir: Path, fetch: Fetch, met: Met) -> Built:
         timeout_seconds=job.publish.update_weight_timeout_seconds,
     )
     log.info("built", rank=layout.rank, world_size=layout.world_size, restored_step=restored_step)
-    return Built(layout, control, Worker(policy, sender, fetch, checkpoints), restored_step)
+    return Built(layout, control, Worker(policy, sender, fetch, checkpoints), checkpoints, restored_step)
 
 
 def _sender_host(job: Job) -> str:

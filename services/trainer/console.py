@@ -25,7 +25,10 @@ class Steered(Protocol):
     """What a request may ask of the ranks."""
 
     async def save(self, state: TrainState) -> None:
-        """Returns when the checkpoint is safe."""
+        """Takes a checkpoint."""
+
+    async def flush(self) -> None:
+        """Returns when it is safe."""
 
     def checkpoint_path(self, step: int) -> Path:
         """Where that checkpoint is."""
@@ -54,6 +57,7 @@ class TrainerConsole:
         self._running = asyncio.Event()
         self._running.set()
         self._stopping = False
+        self._leaving = False
         self._ended = False
         self._ranks: Steered | None = None
         self._seconds: dict[int, float] = defaultdict(float)
@@ -66,6 +70,16 @@ class TrainerConsole:
     def status(self) -> pb.GetStatusResponse:
         """Where the loop is now."""
         return self._status
+
+    @property
+    def stopping(self) -> bool:
+        """True once the run is to end."""
+        return self._stopping
+
+    @property
+    def leaving(self) -> bool:
+        """True once the run is to be left, to be gone on with by another start."""
+        return self._leaving
 
     @contextmanager
     def phase(self, phase: pb.Phase.ValueType) -> Iterator[None]:
@@ -147,6 +161,11 @@ class TrainerConsole:
         """Ends the run before the next step."""
         self._stopping = True
         self._running.set()
+
+    def leave(self) -> None:
+        """SIGTERM: a checkpoint, and nothing that a finished run does."""
+        self._leaving = True
+        self.stop()
 
     async def _serve(self, state: TrainState) -> None:
         assert self._ranks is not None  # the loop runs only after open()

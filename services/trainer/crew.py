@@ -35,3 +35,4 @@ def follow(control: Control, worker: Worker) -> None:
     """What every other rank does until rank 0 says Leave."""
     for command in control.receive():
         worker.execute(command)
+    worker.execute(Leave())

@@ -56,7 +56,13 @@ class Ranks(Protocol):
         """Engines that started again get the served weights, while the others go on."""
 
     async def save(self, state: TrainState) -> None:
-        """Returns when the checkpoint is safe."""
+        """Takes a checkpoint; writing it may go on in the background."""
+
+    async def flush(self) -> None:
+        """Waits until what was taken is safe."""
+
+    def take_safe(self) -> TrainState | None:
+        """The newest state whose checkpoint became safe since this was asked last."""
 
     async def export(self) -> None:
         """Writes the Hugging Face folder the job asks for, if it asks."""
@@ -64,6 +70,10 @@ class Ranks(Protocol):
 
 class Console(Protocol):
     """Whoever watches and steers."""
+
+    @property
+    def stopping(self) -> bool:
+        """True once the run is to end; also asked while a batch is awaited."""
 
     async def before_step(self, state: TrainState) -> bool:
         """Holds while paused, serves what was asked for; False ends the run."""
@@ -96,10 +106,12 @@ async def train(ledger: Ledger, ranks: Ranks, console: Console, schedule: Schedu
     await console.evaluate(state)
 
     while state.step < schedule.num_steps and await console.before_step(state):
-        while (batch := await ledger.lease_batch(state.epoch, state.step)) is None:
+        while (batch := await ledger.lease_batch(state.epoch, state.step)) is None and not console.stopping:
             if not await ranks.is_served(state):
                 state, _ = await publish(ledger, ranks, state)
             await ranks.rejoin(state)
+        if batch is None:
+            break
         if state.step + 1 < schedule.num_steps:
             await look_ahead(ledger, ranks, state)
         metrics = await ranks.train(state.step, batch)
@@ -110,14 +122,15 @@ async def train(ledger: Ledger, ranks: Ranks, console: Console, schedule: Schedu
             metrics |= figures
         if schedule.saves(state):
             await ranks.save(state)
-            await ledger.commit(state.epoch, state.step)
             saved = state
+        await commit(ledger, ranks)
         console.report(state, metrics)
         await console.evaluate(state)
 
     if saved.step != state.step:
         await ranks.save(state)
-        await ledger.commit(state.epoch, state.step)
+    await ranks.flush()
+    await commit(ledger, ranks)
     await ranks.export()
     return state
 
@@ -126,6 +139,12 @@ async def look_ahead(ledger: Ledger, ranks: Ranks, state: TrainState) -> None:
     """In asynchronous training the next batch is often there: it is fetched while this one is trained and published."""
     if (upcoming := await ledger.batch_ahead(state.epoch, state.step + 1)) is not None:
         await ranks.prefetch(upcoming)
+
+
+async def commit(ledger: Ledger, ranks: Ranks) -> None:
+    """Once a checkpoint is safe, the ledger lets go what it covers."""
+    if (safe := ranks.take_safe()) is not None:
+        await ledger.commit(safe.epoch, safe.step)
 
 
 async def publish(ledger: Ledger, ranks: Ranks, state: TrainState) -> tuple[TrainState, dict[str, float]]:

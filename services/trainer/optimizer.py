@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,11 +11,11 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
 
 from headrace.config.megatron import MegatronArgs
 from headrace.errors import DataLoss
 from services.trainer.megatron import made
+from services.trainer.optimizer_slots import Slot, group_step, set_group_step, slots
 
 
 def wrap_for_data_parallel(config: TransformerConfig, args: MegatronArgs, model: GPTModel) -> DistributedDataParallel:
@@ -75,8 +75,7 @@ class Optimizer:
             fixed={"lr": args.lr, "min_lr": min(args.min_lr, args.lr)},
         )
         self._optimizer: Any = get_megatron_optimizer(config, [model])
-        # In float32 Adam works on the model's own parameters.
-        self._has_master_weights = args.bf16
+        self._kind = args.optimizer
         self._schedule = _schedule(self._optimizer, args, num_steps)
 
     def step(self) -> dict[str, float]:
@@ -90,51 +89,33 @@ class Optimizer:
         """Before the first backward of a step."""
         self._optimizer.zero_grad()
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Every state tensor of this rank by name: moments, step counts, fp32 master weights."""
-        return dict(self._named_tensors())
+    def slots(self) -> Iterator[Slot]:
+        """Where the state of every parameter is that this rank updates."""
+        return slots(self._optimizer)
 
     def scalars(self) -> dict[str, Any]:
-        """The schedule's place, as JSON."""
-        return {"schedule_steps": self._schedule.num_steps}
+        """As JSON: the schedule's place, and whose states these are."""
+        return {
+            "optimizer": self._kind,
+            "schedule_steps": self._schedule.num_steps,
+            "group_step": group_step(self._optimizer),
+        }
 
-    def restore(self, tensors: dict[str, Tensor], scalars: dict[str, Any]) -> None:
-        """The other way; raises DataLoss when the tensors are of another model or layout."""
-        self._materialize()
-        expected = dict(self._named_tensors())
-        if expected.keys() != tensors.keys():
-            raise DataLoss(f"optimizer states do not fit: {sorted(expected.keys() ^ tensors.keys())[:5]}")
-        for name, tensor in expected.items():
-            tensor.copy_(tensors[name])
+    def require_same_kind(self, scalars: Mapping[str, Any]) -> None:
+        """Raises DataLoss when the states of a checkpoint are another optimizer's."""
+        if scalars["optimizer"] != self._kind:
+            raise DataLoss(
+                f"the checkpoint has states of {scalars['optimizer']}, and this job's optimizer is {self._kind}: "
+                f"pass --optimizer {scalars['optimizer']}, or take its weights with --initial-megatron-checkpoint"
+            )
+
+    def restore_scalars(self, scalars: Mapping[str, Any]) -> None:
+        """The schedule goes on where it was."""
+        if scalars["group_step"] is not None:
+            set_group_step(self._optimizer, scalars["group_step"])
         self._schedule.num_steps = 0
         self._schedule.step(increment=scalars["schedule_steps"])
 
     def reload_master_weights(self) -> None:
         """After the model's weights were replaced from outside."""
         self._optimizer.reload_model_params()
-
-    def _inner(self) -> Iterator[tuple[str, Any]]:
-        chained = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
-        for number, optimizer in enumerate(chained):
-            yield f"optimizer.{number}", optimizer.optimizer
-
-    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for prefix, inner in self._inner():
-            for g, group in enumerate(inner.param_groups):
-                for p, parameter in enumerate(group["params"]):
-                    if self._has_master_weights:
-                        yield f"{prefix}.{g}.{p}.main", parameter.data
-                    for name, value in sorted(inner.state[parameter].items()):
-                        yield f"{prefix}.{g}.{p}.{name}", value
-
-    def _materialize(self) -> None:
-        """Adam makes its states at the first step; a restored run needs them before it."""
-        for _, inner in self._inner():
-            for group in inner.param_groups:
-                for parameter in group["params"]:
-                    if not inner.state[parameter]:
-                        inner.state[parameter] = {
-                            "step": torch.tensor(0.0),
-                            "exp_avg": torch.zeros_like(parameter.data),
-                            "exp_avg_sq": torch.zeros_like(parameter.data),
-                        }

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from headrace.config.architecture import Architecture
@@ -20,9 +19,11 @@ from headrace.trajectory import Sample
 from services.trainer.batch import SampleFacts
 from services.trainer.buckets import TensorSpec
 from services.trainer.canary import Canary, canary_sample
+from services.trainer.checkpoint_reader import CheckpointReader, opened
 from services.trainer.cost import cost_of
 from services.trainer.flops import ModelFlops
 from services.trainer.inputs import StepInputs, step_inputs
+from services.trainer.model_state import ModelState
 from services.trainer.models.convert import Converter
 from services.trainer.models.export import export
 from services.trainer.models.gpt import build_model, transformer_config
@@ -30,12 +31,13 @@ from services.trainer.objective import Objective
 from services.trainer.optimizer import Optimizer, wrap_for_data_parallel
 from services.trainer.packing import packing_of
 from services.trainer.parallel import Layout
+from services.trainer.piece import Piece
 from services.trainer.pipeline import Pipeline
 from services.trainer.planning import Planner, StepPlan
+from services.trainer.random_state import RandomState
 from services.trainer.reference import ReferencePolicy
 from services.trainer.speed import Speed, peak_tflops
 from services.trainer.stopwatch import Stopwatch
-from services.trainer.weights_file import load_state, save_state
 
 FetchSamples = Callable[[Sequence[str]], list[Sample]]
 
@@ -64,6 +66,8 @@ class Policy:
         model = build_model(architecture, config, layout, self._packing)
         self._converter = Converter(architecture, layout, model)
         self._converter.load(job.model.hf_checkpoint)
+        if (initial := job.checkpoint.initial_megatron_checkpoint) is not None:
+            ModelState("policy", self._converter.shards(), None).restore_weights(opened(initial, layout))
         self._model = wrap_for_data_parallel(config, args, model)
         self._steps_per_rollout = job.train.num_steps_per_rollout or 1
         self._optimizer = Optimizer(args, self._model, job.rollout.num_rollout * self._steps_per_rollout)
@@ -71,6 +75,8 @@ class Policy:
         self._speed = Speed(
             ModelFlops.of(architecture), layout.world_size, peak_tflops(job.tracking.peak_tflops, layout.device)
         )
+        self._state = ModelState("policy", self._converter.shards(), self._optimizer)
+        self._parts = (self._state, RandomState(layout.rank))
         self._pipeline = Pipeline(
             *(config, self._model, self._objective, layout),
             *(job.rollout.rollout_temperature, self._packing, self._stopwatch),
@@ -127,20 +133,19 @@ class Policy:
         """What this stage's sender yields, in order."""
         return self._converter.hf_tensor_specs()
 
-    def save(self, folder: Path) -> None:
-        """This rank's weights, optimizer, schedule and random state, as safetensors and JSON."""
-        weights = {f"model.{name}": p.detach() for name, p in self._model.module.named_parameters()}
-        tensors = weights | self._optimizer.tensors() | {"random.cpu": torch.get_rng_state()}
-        save_state(folder / f"rank-{self._layout.rank:05d}", tensors, self._optimizer.scalars())
+    def pieces(self) -> Iterator[Piece]:
+        """This rank's share of a checkpoint: weights, optimizer, random states."""
+        for part in self._parts:
+            yield from part.pieces()
 
-    def restore(self, folder: Path) -> None:
-        """The other way, bit for bit."""
-        tensors, scalars = load_state(folder / f"rank-{self._layout.rank:05d}")
-        with torch.no_grad():
-            for name, parameter in self._model.module.named_parameters():
-                parameter.copy_(tensors.pop(f"model.{name}"))
-            torch.set_rng_state(tensors.pop("random.cpu"))
-            self._optimizer.restore(tensors, scalars)
+    def scalars(self) -> dict[str, Any]:
+        """The numbers of a checkpoint, equal on all ranks."""
+        return dict(self._state.scalars())
+
+    def restore(self, reader: CheckpointReader) -> None:
+        """The other way, bit for bit, whatever layout wrote it."""
+        for part in self._parts:
+            part.restore(reader)
 
     def export(self, folder: Path) -> None:
         """Collective: a complete Hugging Face folder of the current weights."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from headrace.api.trainer.v1 import trainer_pb2 as pb
 from headrace.config.job import Job
 from services.trainer.batch import Batch, statistics
-from services.trainer.checkpoint import checkpoint_folder, step_name
+from services.trainer.checkpoint import Checkpoints, checkpoint_folder, step_name
 from services.trainer.commands import Export, Prefetch, Save, Train
 from services.trainer.console import TrainerConsole
 from services.trainer.crew import Crew
@@ -27,6 +27,7 @@ class TrainerRanks:
         publisher: Publisher,
         console: TrainerConsole,
         run_dir: Path,
+        checkpoints: Checkpoints,
         restored_step: int,
     ) -> None:
         self._job = job
@@ -34,7 +35,8 @@ class TrainerRanks:
         self._publisher = publisher
         self._console = console
         self._record = TrainingRecord(run_dir / "trained.jsonl")
-        self._checkpoints = checkpoint_folder(job, run_dir)
+        self._checkpoints = checkpoints
+        self._checkpoint_folder = checkpoint_folder(job, run_dir)
         self._restored_step = restored_step
 
     async def restore(self) -> int:
@@ -65,17 +67,28 @@ class TrainerRanks:
         """Engines that started again get the served weights, while the others go on."""
         await self._publisher.rejoin(state)
 
+    async def flush(self) -> None:
+        """Waits until the checkpoint that was taken last is safe."""
+        with self._console.phase(pb.PHASE_SAVING):
+            await asyncio.to_thread(self._checkpoints.flush)
+
+    def take_safe(self) -> TrainState | None:
+        """The newest state whose checkpoint became safe since this was asked last."""
+        return self._checkpoints.take_safe()
+
     async def save(self, state: TrainState) -> None:
-        """Returns when the checkpoint is safe."""
+        """Returns when the checkpoint is safe, or with async_save when its copies are taken."""
         with self._console.phase(pb.PHASE_SAVING):
             await self._crew.run(Save(state.step, state.policy_version, state.epoch))
 
     def checkpoint_path(self, step: int) -> Path:
         """Where `save` puts the checkpoint of a step."""
-        return self._checkpoints / step_name(step)
+        return self._checkpoint_folder / step_name(step)
 
     async def export(self) -> None:
         """Writes save_hf, if the job has it and a trainer that died at the very end has not written it yet."""
+        if self._console.leaving:
+            return
         folder = self._job.checkpoint.save_hf
         was_finished = self._restored_step == self._job.rollout.num_rollout
         if folder is None or (was_finished and await asyncio.to_thread(folder.exists)):

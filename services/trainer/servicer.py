@@ -75,6 +75,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
         async def save(ranks: Steered, state: TrainState) -> None:
             await ranks.save(state)
+            await ranks.flush()
             paths.append(ranks.checkpoint_path(state.step))
 
         state = await self._console.ask(save)

@@ -38,5 +38,5 @@ class Worker:
             case Export(path):
                 self._policy.export(Path(path))
             case Leave():
-                pass
+                self._checkpoints.flush()
         return {}

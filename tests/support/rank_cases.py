@@ -36,6 +36,9 @@ class Case:
     megatron: Mapping[str, Any]
     train: Mapping[str, Any] = field(default_factory=dict)
     ref_load: str | None = None
+    ranks: int | None = None
+    """Only the first ranks take part, and they only train a step, or restore `load`, and save."""
+    load: str | None = None
     refused: bool = False
     """It is expected to end with an error before it trains; error.txt has the message."""
 
@@ -58,7 +61,7 @@ class Case:
                 "rollout": {"num_rollout": 4, "rollout_temperature": 0.8},
                 "train": train | {"entropy_coef": 0.01, "use_tis": True, "eps_clip_high": 0.28} | dict(self.train),
                 "megatron": megatron | dict(self.megatron),
-                "checkpoint": {"save": str(self.out / "checkpoints")},
+                "checkpoint": {"save": str(self.out / "checkpoints"), "load": self.load},
             }
         )
 
@@ -101,9 +104,18 @@ def run_case(case: Case) -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
+    if case.ranks is not None:
+        os.environ["WORLD_SIZE"] = str(case.ranks)
+        if int(os.environ["RANK"]) >= case.ranks:
+            return
     case.out.mkdir(parents=True, exist_ok=True)
     try:
-        _expect_refusal(case) if case.refused else _train_and_resume(case)
+        if case.refused:
+            _expect_refusal(case)
+        elif case.ranks is not None:
+            _save(case)
+        else:
+            _train_and_resume(case)
     finally:
         parallel_state.destroy_model_parallel()
         if dist.is_initialized():
@@ -118,6 +130,25 @@ def _expect_refusal(case: Case) -> None:
         Policy.build(case.job(), initialize(case.job()))
     except ConfigError as error:
         (case.out / "error.txt").write_text(error.message)
+
+
+def _save(case: Case) -> None:
+    import torch.distributed as dist
+
+    from services.trainer.checkpoint import Checkpoints
+    from services.trainer.parallel import initialize
+    from services.trainer.policy import Policy
+
+    job = case.job()
+    layout = initialize(job)
+    policy = Policy.build(job, layout)
+    checkpoints = Checkpoints(job, case.out, layout)
+    if case.load is None:
+        train_once(policy, 0)
+    else:
+        assert checkpoints.restore_latest(policy) == 1
+    checkpoints.save(policy, step=1, policy_version=1, epoch=1)
+    dist.barrier()
 
 
 def _train_and_resume(case: Case) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from headrace.config.architecture import Architecture
 from headrace.errors import ConfigError, InvalidArgument
 from services.trainer.buckets import TensorSpec
+from services.trainer.models.model_shard import ModelShard
 from services.trainer.models.shards import Replicated
 from services.trainer.models.table import Row, stage_rows, table
 from services.trainer.models.transformer_engine import fused_name
@@ -90,6 +92,28 @@ class Converter:
             for name, whole in zip(row.hf, row.sharding.merge(shards), strict=True):
                 specs.append(TensorSpec(name, tuple(whole.shape), str(whole.dtype).removeprefix("torch.")))
         return specs
+
+    def shards(self) -> list[ModelShard]:
+        """Every parameter of this rank with its place in the whole model, in the table's order."""
+        found = [self._shard(row, row.hf[0]) for row in self._rows]
+        if self._has_tied_copy:
+            head = next(row for row in table(self._architecture) if row.megatron.startswith("embedding"))
+            copy = self._shard(Row("output_layer.weight", head.hf, head.sharding), head.hf[0])
+            found.append(replace(copy, replica=0, num_replicas=0, speaks=False))
+        return found
+
+    def _shard(self, row: Row, key: str) -> ModelShard:
+        layout, is_replicated = self._layout, isinstance(row.sharding, Replicated)
+        return ModelShard(
+            key=key,
+            parameter=self._parameters[row.megatron],
+            sharding=row.sharding,
+            shard=0 if is_replicated else layout.tp_rank,
+            num_shards=1 if is_replicated else layout.tp_size,
+            replica=layout.dp_rank * layout.tp_size + layout.tp_rank if is_replicated else layout.dp_rank,
+            num_replicas=layout.dp_size * layout.tp_size if is_replicated else layout.dp_size,
+            speaks=layout.tp_rank == 0 or not is_replicated,
+        )
 
     @property
     def _has_tied_copy(self) -> bool:

@@ -92,7 +92,14 @@ def build_model(architecture: Architecture, config: TransformerConfig, layout: L
         rope_scaling=architecture.rope_scaling is not None,
         rope_scaling_factor=_rope_factor(architecture.rope_scaling),
     )
-    return give_hidden_states(model).to(layout.device)
+    return in_dtype(give_hidden_states(model), config.params_dtype).to(layout.device)
+
+
+def in_dtype(model: GPTModel, dtype: torch.dtype) -> GPTModel:
+    """All parameters in one dtype: Megatron makes norms in float32 unless its trainer's wrapper casts them too."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def layer_spec(architecture: Architecture, layout: Layout) -> ModuleSpec:

@@ -96,6 +96,8 @@ from headrace.launch.specs import address_in
         ),
         ("--end-wd 0.1", "goes from 0.01 to 0.1, and wd_incr_style is constant"),
         ("--lr-decay-style WSD", "lr_decay_style is WSD and wsd_decay_steps is None: the two belong together"),
+        ("--keep-best-metric eval/gsm8k", "keep_best_metric has no effect without keep_best"),
+        ("--initial-megatron-checkpoint /nowhere", "/nowhere has no manifest.json: name a step-… folder"),
         ("stray", "unexpected argument 'stray'"),
     ],
 )

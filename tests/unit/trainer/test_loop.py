@@ -21,7 +21,16 @@ class Everything:
     empty_leases: int = 0
     ready_to: int = -1
     served: bool = True
+    background_steps: int = 0
+    """So many steps after it was taken, a checkpoint is safe."""
+    stop_after_leases: int | None = None
+    taken: list[TrainState] = field(default_factory=list)
     diary: list[str] = field(default_factory=list)
+
+    @property
+    def stopping(self) -> bool:
+        leases = [line for line in self.diary if line.startswith("lease")]
+        return self.stop_after_leases is not None and len(leases) >= self.stop_after_leases
 
     async def rewind(self, step: int) -> int:
         self.diary.append(f"rewind {step}")
@@ -69,7 +78,17 @@ class Everything:
         return {}
 
     async def save(self, state: TrainState) -> None:
+        self.taken.append(state)
         self.diary.append(f"save {state.step}")
+
+    async def flush(self) -> None:
+        self.background_steps = 0
+
+    def take_safe(self) -> TrainState | None:
+        consumed = sum(line.startswith("consume") for line in self.diary) + self.restored
+        safe = [state for state in self.taken if state.step + self.background_steps <= consumed]
+        self.taken = self.taken[len(safe) :]
+        return safe[-1] if safe else None
 
     async def export(self) -> None:
         self.diary.append("export")
@@ -121,6 +140,18 @@ async def test_nothing_is_committed_that_no_checkpoint_holds() -> None:
         step = line.rpartition("/")[2]
         assert diary.index(f"save {step}") < diary.index(line)
     assert diary[-3:] == ["save 5", "commit 7/5", "export"]
+
+
+async def test_a_checkpoint_in_the_background_is_committed_when_it_is_safe() -> None:
+    diary = await run(Everything(num_steps=5, save_every=2, background_steps=1))
+    assert diary.index("train 2") < diary.index("commit 7/2") < diary.index("train 3")
+    assert [line for line in diary if line.startswith("commit")] == ["commit 7/2", "commit 7/4", "commit 7/5"]
+    assert diary[-2:] == ["commit 7/5", "export"]
+
+
+async def test_a_stop_ends_the_wait_for_a_batch_and_saves_what_is_trained() -> None:
+    diary = await run(Everything(num_steps=9, restored=3, empty_leases=99, stop_after_leases=2))
+    assert diary == ["rewind 3", "publish 3", "version 7/3", "lease 7/3", "rejoin 3", "lease 7/3", "export"]
 
 
 async def test_versions_skip_numbers_with_an_update_interval() -> None:

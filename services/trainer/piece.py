@@ -1,0 +1,72 @@
+"""What a checkpoint is made of: runs of elements of tensors that all ranks together hold.
+
+A tensor of the whole model is cut into `num_shards` by tensor parallelism, in the way its `Sharding` says; a shard is
+laid flat, and a rank of the distributed optimizer holds a run of it. So a piece has whole-tensor coordinates: the
+tensor's name, which shard of how many, and where in it the run begins. Any layout can be put together from them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements `start` and on of one shard of a tensor."""
+
+    tensor: str
+    values: Tensor
+    """[n], flat"""
+    shape: tuple[int, ...]
+    """Of the whole shard."""
+    shard: int = 0
+    num_shards: int = 1
+    start: int = 0
+
+    @classmethod
+    def whole(cls, tensor: str, values: Tensor, *, shard: int = 0, num_shards: int = 1) -> Piece:
+        """All of a shard."""
+        return cls(tensor, values.detach().reshape(-1), tuple(values.shape), shard, num_shards)
+
+    @property
+    def key(self) -> str:
+        """Its name in a file; unique over all ranks."""
+        return f"{self.tensor}@{self.shard}.{self.start}"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a piece is: in the manifest."""
+
+    tensor: str
+    file: str
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    shard: int
+    num_shards: int
+    start: int
+    end: int
+
+    @classmethod
+    def of(cls, piece: Piece, file: str) -> Place:
+        """Of a piece that is written to `file`."""
+        return cls(
+            tensor=piece.tensor,
+            file=file,
+            key=piece.key,
+            dtype=str(piece.values.dtype).removeprefix("torch."),
+            shape=piece.shape,
+            shard=piece.shard,
+            num_shards=piece.num_shards,
+            start=piece.start,
+            end=piece.start + piece.values.numel(),
+        )
+
+    @property
+    def shard_elements(self) -> int:
+        """Of the whole shard."""
+        return math.prod(self.shape)

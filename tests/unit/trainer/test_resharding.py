@@ -1,0 +1,104 @@
+"""A checkpoint of any layout restored under any other: the same weights and optimizer states, bit for bit.
+
+One launch of four ranks; a case of fewer ranks runs on the first of them.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.config.architecture import Architecture
+from services.trainer.checkpoint import newest
+from services.trainer.checkpoint_reader import CheckpointReader
+from services.trainer.models.table import table
+from tests.support.rank_cases import Case
+from tests.support.ranks import run_cases
+from tests.support.tiny_families import make_tiny
+
+pytestmark = pytest.mark.ranks
+
+TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+DISTRIBUTED = {"use_distributed_optimizer": True}
+LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
+    "alone": (1, {}),
+    "dp2-distributed": (2, DISTRIBUTED),
+    "tp2": (2, TP2),
+    "pp2": (2, PP2),
+    "tp2-pp2": (4, TP2 | PP2),
+}
+PAIRS = [(a, b) for a in LAYOUTS for b in LAYOUTS]
+# In bfloat16 a chain that comes through every layout: master weights are one more state that is cut.
+CHAIN = [*LAYOUTS, "alone"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resharding")
+    make_tiny(folder / "model", "qwen3", tied=True)
+    cases = [_case(folder, f"float32@{name}", name, {}) for name in LAYOUTS]
+    cases += [_case(folder, f"float32@{a}@{b}", b, {}, restores=f"float32@{a}") for a, b in PAIRS]
+    cases.append(_case(folder, "bf16@0", CHAIN[0], {"bf16": True}))
+    cases += [
+        _case(folder, f"bf16@{n}", name, {"bf16": True}, restores=f"bf16@{n - 1}")
+        for n, name in enumerate(CHAIN[1:], start=1)
+    ]
+    run_cases(folder, 4, cases)
+    return folder
+
+
+@pytest.mark.parametrize(("written", "read"), PAIRS)
+def test_a_checkpoint_of_one_layout_is_the_same_under_another(runs: Path, written: str, read: str) -> None:
+    original, resaved = _tensors(runs, f"float32@{written}"), _tensors(runs, f"float32@{written}@{read}")
+    _assert_equal(original, resaved)
+    assert {name.rpartition("/")[2] for name in original} == {"weight", "exp_avg", "exp_avg_sq", "step"}
+
+
+@pytest.mark.parametrize(("before", "after"), pairwise(range(len(CHAIN))))
+def test_master_weights_of_bfloat16_come_through_every_layout(runs: Path, before: int, after: int) -> None:
+    original, resaved = _tensors(runs, f"bf16@{before}"), _tensors(runs, f"bf16@{after}")
+    _assert_equal(original, resaved)
+    weights = {name: tensor for name, tensor in original.items() if name.endswith("/weight")}
+    for name, weight in weights.items():
+        main = original[name.removesuffix("weight") + "main"]
+        assert (weight.dtype, main.dtype) == (torch.bfloat16, torch.float32), name
+        assert torch.equal(main.bfloat16(), weight), name
+
+
+def _assert_equal(original: dict[str, Tensor], resaved: dict[str, Tensor]) -> None:
+    assert original.keys() == resaved.keys()
+    for name, tensor in original.items():
+        assert tensor.dtype == resaved[name].dtype, name
+        assert torch.equal(tensor, resaved[name]), name
+
+
+def _tensors(runs: Path, run: str) -> dict[str, Tensor]:
+    """Whole tensors of the run's checkpoint, cut nowhere."""
+    found = newest(runs / run / "checkpoints")
+    assert found is not None
+    reader = CheckpointReader(*found)
+    shardings = {
+        row.hf[0].format(layer=layer): row.sharding for row in table(_architecture(runs)) for layer in range(9)
+    }
+    tensors = {}
+    for name in reader.names:
+        if name.endswith("/step"):
+            tensors[name] = reader.whole(name)
+        elif name.startswith("policy/"):
+            elements = sum(place.end - place.start for place in found[1].places if place.tensor == name)
+            tensors[name] = reader.run(name, shardings[name.split("/")[1]], 0, 1, 0, elements)
+    return tensors
+
+
+def _architecture(runs: Path) -> Architecture:
+    return Architecture.read(runs / "model")
+
+
+def _case(folder: Path, name: str, layout: str, megatron: dict[str, object], *, restores: str | None = None) -> Case:
+    ranks, parallel = LAYOUTS[layout]
+    source = None if restores is None else str(folder / restores / "checkpoints")
+    return Case(name, str(folder), str(folder / "model"), parallel | megatron, ranks=ranks, load=source)
