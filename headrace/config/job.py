@@ -148,7 +148,7 @@ class BufferSection(Section):
     lease_seconds: Seconds = Field(60.0, description="A producer that is silent for so long loses its groups.")
     max_attempts: Positive = Field(3, description="Leases of a group before it is FAILED.")
     buffer_store: Literal["memory", "sqlite", "segments"] = Field(
-        "sqlite", description="Where the ledger lives: memory loses it with the process."
+        "segments", description="Where the ledger lives: memory loses it with the process."
     )
     min_free_disk_bytes: NonNegative = Field(256 << 20, description="Puts are refused when the disk has less left.")
     buffer_addresses: tuple[str, ...] = Field(

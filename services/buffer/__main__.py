@@ -41,6 +41,14 @@ def main(open_store: Callable[[BufferSection, Path], Store] = open_store) -> int
 async def serve(job: Job, arguments: argparse.Namespace, store: Store) -> None:
     """Until a signal. Raises what its disk raised."""
     buffer = await Buffer.open(store, min_free_disk_bytes=job.buffer.min_free_disk_bytes)
+    try:
+        await _serve(job, arguments, buffer)
+    finally:
+        if not buffer.journal.failed.done():
+            await buffer.close()
+
+
+async def _serve(job: Job, arguments: argparse.Namespace, buffer: Buffer) -> None:
     wanted = train_stream(job)
     await buffer.set_limits(wanted)
     config, created = await buffer.create_stream(wanted)
@@ -61,7 +69,6 @@ async def serve(job: Job, arguments: argparse.Namespace, store: Store) -> None:
         # gRPC's threads must not outlive the interpreter they call into.
         await server.stop(_FAILED_GRACE_SECONDS)
         buffer.journal.failed.result()
-    await buffer.close()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple
 
 from crc32c import crc32c
 
-from headrace.errors import DataLoss
 from services.buffer.group import Group, Prompt, SampleRecord
 from services.buffer.store import segment_rows as codec
 from services.buffer.store.places import Place
@@ -137,7 +136,7 @@ class SegmentIndex:
         self._writer.execute("COMMIT")
 
     def load(self) -> State:
-        """Raises Damaged, or DataLoss when the record of a stream is lost."""
+        """Raises Damaged."""
         try:
             return self._load()
         except (sqlite3.DatabaseError, KeyError, ValueError) as error:
@@ -150,7 +149,6 @@ class SegmentIndex:
             for name, body, crc in read("SELECT name, body, crc FROM streams")
         ]
         lost = dict(read("SELECT name, position FROM quarantined"))
-        self._require_streams(lost)
         prompts: dict[str, Prompt] = {
             group_id: codec.load_prompt(_checked(group_id, 0, body, crc))
             for group_id, body, crc in read("SELECT group_id, body, crc FROM prompts")
@@ -162,22 +160,24 @@ class SegmentIndex:
             if num_bytes is not None:
                 places[key] = Place(segment, offset, num_bytes)
         groups = []
+        quarantined = {name for name in lost if name.startswith("groups/")}
         for group_id, position, body, crc in read("SELECT group_id, position, body, crc FROM groups"):
-            row = _checked(group_id, position, body, crc)
-            if lost.get(f"groups/{group_id}", 0) <= position:
+            row, name = _checked(group_id, position, body, crc), f"groups/{group_id}"
+            if lost.get(name, 0) > position:
+                continue
+            try:
                 groups.append(codec.load_group(row, prompts[group_id], records))
+                quarantined.discard(name)
+            except KeyError as error:
+                if not lost.keys() & {name, f"prompts/{error.args[0]}", f"samples/{error.args[0]}"}:
+                    raise
+                quarantined.add(name)  # its prompt or a sample was in a record that is damaged
         held = {r.key for group in groups for r in group.records}
         kept = {key: place for key, place in places.items() if key in held}
-        whole = {f"groups/{group.group_id}" for group in groups}
-        quarantined = {n for n in lost if n not in whole and (n[9:] in kept or not n.startswith("payloads/"))}
+        quarantined |= {f"payloads/{key}" for key in kept if f"payloads/{key}" in lost}
         mark = self.mark()
         position = mark.position if mark else 0
         return State(tuple(streams), tuple(groups), kept, position, tuple(sorted(quarantined)))
-
-    def _require_streams(self, lost: dict[str, int]) -> None:
-        damaged = [name for name in lost if name.startswith("streams/")]
-        if damaged:
-            raise DataLoss(f"the records {damaged} are damaged, nothing can go on without: restore a backup")
 
     def find_events(self, from_position: int, count: int) -> list[tuple[Location, int]]:
         """Transactions (where, length of the record's body) with events at or after a position, in order."""
@@ -201,6 +201,13 @@ class SegmentIndex:
                     self._reader.execute(f"SELECT {key}, position FROM {table} WHERE {key} IN ({holes})", some)
                 )
         return found
+
+    def sync(self) -> None:
+        """What was applied survives power loss, which it need not: without it the segments are read again."""
+        with self._reading:
+            is_busy, _, _ = self._reader.execute("PRAGMA wal_checkpoint(FULL)").fetchone()
+        if is_busy:
+            raise OSError("the index could not be synced: another process reads it")
 
     def close(self) -> None:
         """No call comes after it."""

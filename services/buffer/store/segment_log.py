@@ -53,9 +53,7 @@ class SegmentLog:
 
     def salt(self, segment: int) -> int:
         """What its checksums start from."""
-        match = _NAME.fullmatch(self._names[segment])
-        assert match
-        return int(match[2], 16)
+        return _salt(self._names[segment])
 
     def contents(self, segment: int) -> bytes:
         """All of it."""
@@ -75,7 +73,7 @@ class SegmentLog:
             data = self._files.read(name, location.offset, HEADER_BYTES + body_bytes)
         except FileNotFoundError:
             return None
-        record = read_record(memoryview(data), 0, self.salt(location.segment))
+        record = read_record(memoryview(data), 0, _salt(name))
         return record.body if record and len(record.body) == body_bytes else None
 
     def append(self, bodies: Sequence[tuple[RecordType, Buffer]]) -> list[Location]:
@@ -123,7 +121,7 @@ class SegmentLog:
         self._active = max(self._names, default=0) + 1
         name = f"{self._active:08d}-{secrets.token_hex(4)}.segment"
         body = self._ledger_id.encode()
-        first = header(self.next_number, RecordType.OPENED, body, int(name[9:17], 16))
+        first = header(self.next_number, RecordType.OPENED, body, _salt(name))
         self._offset = len(first) + len(body)
         self._capacity = max(self._segment_bytes, self._offset + num_bytes)
         self._files.create(name, self._capacity)
@@ -131,3 +129,7 @@ class SegmentLog:
         self._files.sync(name)
         self._files.sync_folder()
         self._names[self._active] = name
+
+
+def _salt(name: str) -> int:
+    return int(name[9:17], 16)

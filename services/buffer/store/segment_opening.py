@@ -77,7 +77,7 @@ class _Replay:
             if before and before.segment + 1 == segment:
                 require_joint(before, reading)
             self._index.apply(reading.applied)
-            self._lose(reading)
+            self._lost.update(reading.lost)
             before = reading
         if before:
             self.torn_bytes = before.torn_bytes
@@ -86,19 +86,14 @@ class _Replay:
             self._index.apply([], mark, list(self._lost.items()))
 
     def _read(self, segment: int) -> SegmentReading:
+        data = self._log.contents(segment)
         reading = SegmentReading(segment, 0)
         if segment == self._start.segment and self._start.offset:
-            reading = SegmentReading(segment, self._start.offset, self._log.next_number)
-        is_last = segment == self._segments[-1]
-        read_segment(self._log.contents(segment), reading, self._log.salt(segment), is_last=is_last)
+            reading = SegmentReading(segment, min(self._start.offset, len(data)), self._log.next_number)
+            self.num_damaged += self._start.offset > len(data)  # its end is gone; the index knows what was there
+        read_segment(data, reading, self._log.salt(segment), is_last=segment == self._segments[-1])
         self._position = max(self._position, reading.position)
         self.num_damaged += reading.num_damaged
         self.ledger_id = reading.ledger_id or self.ledger_id
         self._log.next_number = reading.next_number or self._log.next_number
         return reading
-
-    def _lose(self, reading: SegmentReading) -> None:
-        for applied in reading.applied:
-            for row in applied.rows.streams:
-                self._lost.pop(f"streams/{row.name}", None)
-        self._lost.update(reading.lost)

@@ -113,16 +113,21 @@ def _apply(reading: SegmentReading, batch: _Batch) -> None:
         reading.next_number = batch.following_number or known_end
     else:
         reading.next_number = batch.following_number
-        _lose(reading, batch.records, codec.load_end(batch.end.body))
+        _lose(reading, batch, codec.load_end(batch.end.body))
     reading.num_batches += 1
     reading.end = batch.end_offset
 
 
-def _lose(reading: SegmentReading, records: dict[int, Record], end: codec.End) -> None:
-    for lost in (touched for touched in end.touched if touched.number not in records):
-        reading.lost.update((f"groups/{group_id}", position) for group_id, position in lost.groups)
-        reading.lost.update((f"streams/{name}", lost.number) for name in lost.streams)
-        reading.position = max(reading.position, lost.position or 0)
+def _lose(reading: SegmentReading, batch: _Batch, end: codec.End) -> None:
+    lost = [touched for touched in end.touched if touched.number not in batch.records]
+    for transaction in lost:
+        reading.lost.update((f"groups/{group_id}", position) for group_id, position in transaction.groups)
+        reading.lost.update((f"prompts/{group_id}", 0) for group_id in transaction.prompts)
+        reading.lost.update((f"samples/{key}", 0) for key in transaction.samples)
+        reading.position = max(reading.position, transaction.position or 0)
+    if lost:
+        streams = codec.Rows(end.streams, [], [], [], [], [], [])
+        reading.applied.append(Applied(streams, Location(reading.segment, batch.end_offset), 0, []))
 
 
 def _apply_transaction(reading: SegmentReading, batch: _Batch, number: int, record: Record) -> set[int]:
@@ -139,8 +144,6 @@ def _apply_transaction(reading: SegmentReading, batch: _Batch, number: int, reco
         if following not in batch.records:
             reading.lost[f"payloads/{sample.key}"] = sample.position
     reading.applied.append(Applied(rows, Location(reading.segment, record.offset), len(record.body), payloads))
-    for row in rows.streams:
-        reading.lost.pop(f"streams/{row.name}", None)
     if rows.events:
         reading.position = max(reading.position, rows.events[-1].position)
     return set(range(number, following + 1))

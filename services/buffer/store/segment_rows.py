@@ -81,7 +81,8 @@ class Touched(msgspec.Struct, array_like=True, frozen=True):
     number: int
     groups: list[tuple[str, int]]
     """With the position of each."""
-    streams: list[str]
+    prompts: list[str]
+    samples: list[str]
     position: int | None
     """Of its last event."""
 
@@ -91,6 +92,8 @@ class End(msgspec.Struct, array_like=True, frozen=True):
 
     first_number: int
     touched: list[Touched]
+    streams: list[StreamRow]
+    """Once more: nothing can go on without."""
 
 
 class _GroupBody(msgspec.Struct, array_like=True, frozen=True):
@@ -138,7 +141,8 @@ def to_stream_rows(streams: Iterable[StreamState]) -> dict[str, StreamRow]:
 def to_touched(number: int, rows: Rows) -> Touched:
     """Of the TRANSACTION record with that number."""
     position = rows.events[-1].position if rows.events else None
-    return Touched(number, [(g.group_id, g.position) for g in rows.groups], [s.name for s in rows.streams], position)
+    groups = [(g.group_id, g.position) for g in rows.groups]
+    return Touched(number, groups, [p.group_id for p in rows.prompts], [s.key for s in rows.samples], position)
 
 
 def dump(rows: Rows | End) -> bytes:

@@ -106,6 +106,9 @@ class SegmentStore:
         events: list[LedgerEvent] = []
         for location, num_bytes in self._index.find_events(max(from_position, 1), count):
             body = self._log.read(location, num_bytes)
+            if body is None and location.segment not in self._log.segments:  # cleaned meanwhile: it is elsewhere now
+                following = events[-1].position + 1 if events else from_position
+                return events + self.read_events(following, count - len(events))
             if body is None:
                 raise DataLoss(
                     f"the history after position {from_position + len(events)} is damaged in segment "
@@ -137,7 +140,7 @@ class SegmentStore:
         self._cleaner.close()
         with self._writing:
             # Nothing but an END: what is damaged before it was once whole.
-            self._log.append([(RecordType.END, codec.dump(codec.End(self._log.next_number, [])))])
+            self._log.append([(RecordType.END, codec.dump(codec.End(self._log.next_number, [], [])))])
             self._indexer.add([], [], self._mark())
         self._indexer.close()
         self._log.seal()
@@ -165,6 +168,7 @@ class SegmentStore:
 
     def delete(self, segment: int) -> None:
         """Everything in it is dead or elsewhere."""
+        self._index.sync()  # what only this segment could tell an older index is in it for good
         with self._writing:
             self._log.delete(segment)
 
@@ -200,7 +204,8 @@ class SegmentStore:
             bodies += [(RecordType.PAYLOAD, payload) for payload in parts]
             touched.append(codec.to_touched(number, transaction))
             number += 1 + len(parts)
-        bodies.append((RecordType.END, codec.dump(codec.End(first, touched))))
+        streams = {row.name: row for transaction in rows for row in transaction.streams}
+        bodies.append((RecordType.END, codec.dump(codec.End(first, touched, list(streams.values())))))
         locations = self._log.append(bodies)
         applied: list[Applied] = []
         at = 0
