@@ -142,8 +142,9 @@ class Workload:
             kept = await read_kept(client, "train", history)
             verdict = judge(history, kept, read_record(self.record_file))
             assert verdict.is_clean, verdict
-            held = {sample_id for sample_ids in kept.values() for sample_id in sample_ids}
-            assert self.told.acknowledged.keys() <= held | history.given_up
+            committed = [history.held[group_id] for group_id in history.committed]  # which the ledger may forget
+            known = {sample_id for sample_ids in (*kept.values(), *committed) for sample_id in sample_ids}
+            assert self.told.acknowledged.keys() <= known | history.given_up
             await self._check_payloads(client)
             consumed = history.consumed()
             assert sorted(consumed) == list(range(len(consumed)))

@@ -1,0 +1,58 @@
+"""A disk that kills, fails, is full or stalls at every point where the store touches it, under the whole workload.
+
+`make chaos` tries every action at every point, `make test` each action at one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from headrace.config.job import BufferSection
+from tests.chaos.workload import working
+from tests.support.buffer_server import BufferProcess
+from tests.support.faulty_files import ACTIONS, POINTS
+
+_FIRST_STEPS = 2
+# How often a point is passed before it acts: beyond the start of the buffer, in the middle of the work.
+_PASSES = {"create": 3, "created": 3, "truncate": 3, "sync-folder": 3, "delete": 1}
+_MANY_PASSES = 30
+_SEGMENT_BYTES = 16_384
+
+
+_FEW = (("half-written", "kill"), ("synced", "EIO"), ("delete", "ENOSPC"), ("sync-folder", "pause"))
+
+
+def failpoints() -> Sequence[str]:
+    """point:action:pass"""
+    every = os.environ.get("HEADRACE_FAILPOINTS") == "all"
+    pairs = product(POINTS, ACTIONS) if every else _FEW
+    return [f"{point}:{action}:{_PASSES.get(point, _MANY_PASSES)}" for point, action in pairs]
+
+
+@pytest.mark.parametrize("failpoint", failpoints())
+@pytest.mark.timeout(180)
+async def test_nothing_is_lost_or_doubled_by_a_disk_that_fails_at(failpoint: str, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"q{i}"}) + "\n" for i in range(50)))
+    section = BufferSection(max_staleness=1, buffer_store="segments", retain_steps=2)
+    buffer = BufferProcess(tmp_path, prompts, buffer=section)
+    await buffer.start(failpoint, _SEGMENT_BYTES)
+    try:
+        async with working(buffer, tmp_path) as workload:
+            if ":pause:" in failpoint:
+                await workload.steps(4 * _FIRST_STEPS)
+            else:
+                code = await buffer.wait()
+                assert code == (-9 if ":kill:" in failpoint else 1), buffer.log[-2000:]
+                await buffer.start()
+            await workload.steps(_FIRST_STEPS)
+            workload.hand_over()
+            await workload.steps(_FIRST_STEPS)
+    finally:
+        await buffer.kill()
