@@ -15,6 +15,7 @@ from headrace.rpc.log import configure_logging, log
 from headrace.rpc.server import RpcServer, Service
 from services.buffer.application import Buffer
 from services.buffer.from_job import train_stream
+from services.buffer.long_lived import long_lived
 from services.buffer.metrics import LedgerCollector
 from services.buffer.servicer import BufferServicer
 from services.buffer.store.base import Store
@@ -31,7 +32,9 @@ def main(open_store: Callable[[BufferSection, Path], Store] = open_store) -> int
     try:
         job = Job.model_validate_json(arguments.config.read_text())
         configure_logging("buffer", run=job.run.run_name)
-        asyncio.run(serve(job, arguments, open_store(job.buffer, arguments.data_dir)))
+        with long_lived():
+            store = open_store(job.buffer, arguments.data_dir)
+        asyncio.run(serve(job, arguments, store))
     except (HeadraceError, OSError, ValueError) as error:
         log.error("buffer_failed", message=str(error))
         return 1
@@ -40,7 +43,8 @@ def main(open_store: Callable[[BufferSection, Path], Store] = open_store) -> int
 
 async def serve(job: Job, arguments: argparse.Namespace, store: Store) -> None:
     """Until a signal. Raises what its disk raised."""
-    buffer = await Buffer.open(store, min_free_disk_bytes=job.buffer.min_free_disk_bytes)
+    with long_lived():
+        buffer = await Buffer.open(store, min_free_disk_bytes=job.buffer.min_free_disk_bytes)
     try:
         await _serve(job, arguments, buffer)
     finally:
