@@ -36,6 +36,12 @@ def check_files(job: Job) -> None:
             f"initial_megatron_checkpoint {initial} has no manifest.json: name a step-… folder of a headrace run",
             field="initial_megatron_checkpoint",
         )
+    for name, path in job.hooks:
+        _hook(name, path)
+    if job.critic.critic_load:
+        _checkpoint("critic_load", job.critic.critic_load)
+    if job.distillation.opd_teacher_load:
+        _checkpoint("opd_teacher_load", job.distillation.opd_teacher_load)
     if job.checkpoint.load and not job.checkpoint.load.is_dir():
         raise ConfigError(f"load {job.checkpoint.load} is not a folder: name the folder of checkpoints", field="load")
 

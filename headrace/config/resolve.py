@@ -8,10 +8,15 @@ from typing import Any
 from pydantic import BaseModel
 
 from headrace.config.batch import derive
-from headrace.config.job import Job
+from headrace.config.job import HooksSection, Job
 from headrace.config.prompt_path import PromptPath
 
-_HOOKS = ("custom_generate_function_path", "custom_rm_path", "dynamic_sampling_filter_path")
+_HOOKS = (
+    "custom_generate_function_path",
+    "custom_rm_path",
+    "dynamic_sampling_filter_path",
+    *HooksSection.model_fields,
+)
 
 
 def resolve(job: Job) -> Job:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from headrace.config.algorithm_rules import ALGORITHM_NEEDS, check_algorithm
 from headrace.config.architecture import Architecture
 from headrace.config.files import check_files
 from headrace.config.job import Job
@@ -16,11 +17,7 @@ from headrace.errors import ConfigError
 _SECRET_ARGUMENTS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 
 _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
-    "kl_loss_coef": ("use_kl_loss", lambda job: job.train.use_kl_loss),
-    "kl_loss_type": ("use_kl_loss", lambda job: job.train.use_kl_loss),
-    "ref_load": ("use_kl_loss", lambda job: job.train.use_kl_loss),
-    "tis_clip": ("use_tis", lambda job: job.train.use_tis),
-    "tis_clip_low": ("use_tis", lambda job: job.train.use_tis),
+    **ALGORITHM_NEEDS,
     "max_tokens_per_gpu": ("use_dynamic_batch_size", lambda job: job.train.use_dynamic_batch_size),
     "balance_by": ("balance_data", lambda job: job.train.balance_data),
     "buffer_shard": ("buffer_addresses", lambda job: bool(job.buffer.buffer_addresses)),
@@ -259,6 +256,7 @@ _RULES: Sequence[Callable[[Job], None]] = (
     _no_secrets,
     _no_passwords,
     check_files,
+    check_algorithm,
     _export_folder_is_new,
     _architecture,
 )

@@ -19,6 +19,8 @@ class MicroBatch:
     """Rows for the model, and n answers beside them: column t speaks of a response's token t. On the CPU."""
 
     sample_ids: Ids
+    samples: Sequence[Sample]
+    """One a row of what follows; none where there is nothing to train"""
     rows: Rows
     sources: Tensor
     """int64 [N]: positions of the flattened rows that predict a token of an answer"""
@@ -50,6 +52,7 @@ def collate(samples: Sequence[Sample], packing: Packing) -> MicroBatch:
         places.append(np.arange(first, size) + row * shape[1])
     return MicroBatch(
         sample_ids=tuple(s.sample_id for s in samples),
+        samples=tuple(samples),
         rows=laid.rows,
         sources=torch.from_numpy(np.concatenate(laid.sources)),
         places=torch.from_numpy(np.concatenate(places)),
@@ -64,6 +67,7 @@ def empty_micro_batch() -> MicroBatch:
     one = torch.zeros((1, 1), dtype=torch.int64)
     return MicroBatch(
         sample_ids=("",),
+        samples=(),
         rows=Rows(one, one, None),
         sources=one[0],
         places=one[0],

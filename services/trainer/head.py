@@ -28,8 +28,16 @@ class TokenHead:
         predicting = self._wanted(hidden, micro).to(weight.dtype)
         targets = micro.targets.flatten()[micro.places]
         values = log_probs_and_entropy(predicting, weight, targets, temperature, self._layout.tp_group)
-        log_probs, entropy = (_placed(each, micro) for each in values)
+        log_probs, entropy = (placed(each, micro) for each in values)
         return log_probs, entropy
+
+    def logits(self, hidden: Tensor, micro: MicroInputs) -> Tensor:
+        """[samples, R, V / tp], 0 where nothing predicts a token: for losses that want them whole."""
+        weight = output_weight(self._model)
+        wanted = self._wanted(hidden, micro).to(weight.dtype) @ weight.T
+        shape = (*micro.targets.shape, wanted.shape[-1])
+        flat = wanted.new_zeros(micro.targets.numel(), wanted.shape[-1])
+        return flat.index_copy(0, micro.places, wanted).view(shape)
 
     def _wanted(self, hidden: Tensor, micro: MicroInputs) -> Tensor:
         """[N, H], with a gradient that is summed over tensor ranks, for each of them has a share of the vocabulary."""
@@ -41,6 +49,7 @@ class TokenHead:
         return wanted
 
 
-def _placed(values: Tensor, micro: MicroInputs) -> Tensor:
+def placed(values: Tensor, micro: MicroInputs) -> Tensor:
+    """[N], one a predicting position, to [samples, R]."""
     shape = micro.targets.shape
     return values.new_zeros(shape.numel()).index_copy(0, micro.places, values).view(shape)

@@ -1,4 +1,4 @@
-"""What a rank feeds its model in one optimizer step: micro-batches on the device, with advantages and loss weights."""
+"""What a rank feeds its model in one optimizer step: micro-batches on the device, with rewards and loss weights."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from torch import Tensor
 
 from headrace.config.job import TrainSection
 from headrace.trajectory import Sample
-from services.trainer.algorithms.groups import raw_rewards
-from services.trainer.algorithms.grpo import grpo_rewards
 from services.trainer.algorithms.reduction import Reduction
 from services.trainer.batch import SampleFacts
 from services.trainer.batching import MicroBatch, collate, empty_micro_batch
@@ -20,7 +18,7 @@ from services.trainer.planning import StepPlan
 from services.trainer.rows import Packing, Rows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class MicroInputs:
     """Rows for the model, and B answers of at most S tokens: column t speaks of a response's token t."""
 
@@ -35,12 +33,31 @@ class MicroInputs:
     """float32 [B, S], 1 where the target is trained"""
     weights: Tensor
     """float32 [B, S], the target's share of the global loss"""
-    advantages: Tensor
-    """float32 [B, 1]"""
+    loss_scale: float
+    """How many rollouts (or tokens, for a loss per token) of the step the weights are an average over"""
     rollout_log_probs: Tensor
     """float32 [B, S]"""
     lags: Tensor
     """float32 [B, 1], how many steps behind the sample's oldest token is"""
+    advantages: Tensor
+    """float32 [B, S]; zeros until services/trainer/advantages.py fills it in"""
+    returns: Tensor
+    """float32 [B, S]: what a critic learns; likewise"""
+    rewards: Sequence[float]
+    """Of each sample, as the estimator wants it: raw, or against its group"""
+    samples: Sequence[Sample]
+    """Of the first rows of all this; an empty micro-batch has a row and no sample"""
+
+    def cut(self, values: Tensor) -> list[Tensor]:
+        """Each sample's part of [B, S], [R] each: views, differentiable."""
+        return [row[: sample.response_length] for row, sample in zip(values, self.samples, strict=False)]
+
+    def put(self, parts: Sequence[Tensor]) -> Tensor:
+        """The other way: float32 [B, S], 0 where there is no token."""
+        whole = torch.zeros_like(self.mask)
+        for row, part in enumerate(parts):
+            whole[row, : len(part)] = part
+        return whole
 
 
 StepInputs = Sequence[MicroInputs]
@@ -50,6 +67,7 @@ def step_inputs(
     plan: StepPlan,
     step: int,
     samples: Sequence[SampleFacts],
+    rewards: Mapping[str, float],
     fetched: Mapping[str, Sample],
     config: TrainSection,
     layout: Layout,
@@ -57,17 +75,13 @@ def step_inputs(
 ) -> list[MicroInputs]:
     """This data rank's micro-batches of one optimizer step; every data rank has the same number of them.
 
-    Advantages come from the groups of the whole rollout batch, weights from the samples of this step.
+    `rewards` come from the groups of the whole rollout batch, weights from the samples of this step.
     """
-    advantages = (
-        raw_rewards(samples)
-        if config.disable_rewards_normalization
-        else grpo_rewards(samples, divide_by_std=not config.disable_grpo_std_normalization)
-    )
     of_step = [s for s in samples if s.sample_id in plan.all_sample_ids]
-    reduction = Reduction.of(of_step, per_token=config.calculate_per_token_loss)
+    reduction = Reduction.of(of_step, per_token=config.calculate_per_token_loss, constant=config.loss_constant_length)
     lags = {s.sample_id: float(step - s.min_policy_version) for s in of_step if s.min_policy_version is not None}
     weights = {s.sample_id: reduction.weight(s.sample_id) for s in of_step}
+    scale = reduction.num_tokens if config.calculate_per_token_loss else reduction.num_rollouts
     micro_batches = [
         collate([fetched[i] for i in ids], packing) if ids else empty_micro_batch()
         for ids in plan.micro_batches(layout.dp_rank)
@@ -76,8 +90,9 @@ def step_inputs(
         _on_device(
             micro,
             micro.loss_mask * _column(micro, weights),
-            _column(micro, advantages),
+            scale,
             _column(micro, lags),
+            rewards,
             layout.device,
         )
         for micro in micro_batches
@@ -85,19 +100,15 @@ def step_inputs(
 
 
 def inference_inputs(micro: MicroBatch, device: torch.device) -> MicroInputs:
-    """For log-probs alone: no advantages, no weights."""
-    return _on_device(
-        micro,
-        torch.zeros(micro.targets.shape),
-        torch.zeros(len(micro.targets), 1),
-        torch.zeros(len(micro.targets), 1),
-        device,
-    )
+    """For log-probs alone: no rewards, no weights."""
+    lags = torch.zeros(len(micro.targets), 1)
+    return _on_device(micro, torch.zeros(micro.targets.shape), 1, lags, {}, device)
 
 
 def _on_device(
-    micro: MicroBatch, weights: Tensor, advantages: Tensor, lags: Tensor, device: torch.device
+    micro: MicroBatch, weights: Tensor, scale: int, lags: Tensor, rewards: Mapping[str, float], device: torch.device
 ) -> MicroInputs:
+    zeros = torch.zeros(micro.targets.shape, dtype=torch.float32, device=device)
     return MicroInputs(
         rows=micro.rows.to(device),
         sources=micro.sources.to(device),
@@ -105,9 +116,13 @@ def _on_device(
         targets=micro.targets.to(device),
         mask=micro.loss_mask.to(device, torch.float32),
         weights=weights.to(device),
-        advantages=advantages.to(device),
+        loss_scale=float(max(scale, 1)),
         rollout_log_probs=micro.rollout_log_probs.to(device),
         lags=lags.to(device),
+        advantages=zeros,
+        returns=zeros,
+        rewards=tuple(rewards.get(sample.sample_id, 0.0) for sample in micro.samples),
+        samples=micro.samples,
     )
 
 

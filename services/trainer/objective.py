@@ -1,33 +1,35 @@
-"""What one micro-batch contributes to the loss, put together from the algorithms by the job's choice.
-
-Shapes: B samples, S positions; every array is aligned with the logits: position t speaks of token t + 1.
-"""
+"""What one micro-batch contributes to the loss, put together from the algorithms by the job's choice."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from headrace.config.job import TrainSection
-from services.trainer.algorithms.kl import kl_estimate
-from services.trainer.algorithms.policy_loss import policy_loss
+from headrace.config.job import Job
+from services.trainer.algorithms.kl import kl_estimate, unbiased_kl_estimate
 from services.trainer.algorithms.reduction import weighted_sum
 from services.trainer.algorithms.sft import sft_loss
-from services.trainer.algorithms.tis import importance_weights
+from services.trainer.corrections import choose_corrections
+from services.trainer.custom_loss import CustomLoss, PolicyReducer
+from services.trainer.policy_losses import choose_policy_loss
+from services.trainer.terms import Disagreement, Outcome, Terms, masked_sum
 
 SUMS = (
     "loss/policy",
     "loss/sft",
+    "loss/custom",
     "loss/kl",
     "loss/entropy",
     "tokens",
     "entropy",
     "ratio",
+    "ppo_kl",
     "clip_fraction",
     "tis_weight",
     "tis_truncated",
+    "opsm_masked",
     "log_prob_diff",
 )
 
@@ -36,54 +38,38 @@ SUMS = (
 MEANS = {
     "entropy": "entropy",
     "ratio": "ratio/mean",
+    "ppo_kl": "ppo_kl",
     "clip_fraction": "clip_fraction",
     "tis_weight": "tis_weight/mean",
     "tis_truncated": "tis_weight/truncated",
+    "opsm_masked": "opsm/masked",
     "log_prob_diff": "log_prob_diff/mean",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What the objective is computed from. All float32, [B, S] unless said."""
-
-    log_probs: Tensor
-    """Of the tokens, under the weights being trained; has a gradient."""
-    entropy: Tensor
-    mask: Tensor
-    """1 where a token is trained."""
-    weights: Tensor
-    """Each token's share of the global loss; sums to 1 over the whole optimizer step."""
-    advantages: Tensor
-    rollout_log_probs: Tensor
-    old_log_probs: Tensor | None
-    """None: this is the first step on these samples, so the old policy is this one."""
-    reference_log_probs: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The micro-batch's part of the loss, and of the sums and maxima that are reported."""
-
-    loss: Tensor
-    sums: Tensor
-    """[len(SUMS)], float64"""
-    max_log_prob_diff: Tensor
+_OPTIONAL = {"tis_weight": "use_tis", "tis_truncated": "use_tis", "opsm_masked": "use_opsm"}
 
 
 class Objective:
     """The job's loss."""
 
-    def __init__(self, config: TrainSection) -> None:
-        self._config = config
+    def __init__(self, job: Job) -> None:
+        self._config = job.train
+        self._policy_loss = choose_policy_loss(job.train)
+        self._corrections = choose_corrections(job)
+        self._custom_loss = CustomLoss(job) if job.train.loss_type == "custom_loss" else None
+        path = job.hooks.custom_pg_loss_reducer_function_path
+        self._reducer = PolicyReducer(path, job.train) if path else None
+        self.needs_logits = job.train.loss_type == "custom_loss"
 
     @property
     def losses(self) -> frozenset[str]:
         """The parts that this loss has."""
-        if self._config.loss_type == "sft_loss":
-            return frozenset({"loss/sft"})
+        match self._config.loss_type:
+            case "sft_loss":
+                return frozenset({"loss/sft"})
+            case "custom_loss":
+                return frozenset({"loss/custom"})
         parts = {"loss/policy"}
-        if self.needs_reference:
+        if self.has_kl:
             parts.add("loss/kl")
         if self._config.entropy_coef:
             parts.add("loss/entropy")
@@ -92,73 +78,69 @@ class Objective:
     @property
     def means(self) -> dict[str, str]:
         """Which sums are reported as means over the trained tokens, and under which names."""
-        if self._config.loss_type == "sft_loss":
-            return {"entropy": "entropy"}
-        return {sums: name for sums, name in MEANS.items() if self._config.use_tis or not sums.startswith("tis_")}
+        match self._config.loss_type:
+            case "sft_loss":
+                return {"entropy": "entropy"}
+            case "custom_loss":
+                return {"entropy": "entropy", "log_prob_diff": "log_prob_diff/mean"}
+        wanted = {"use_tis": self._config.use_tis, "use_opsm": self._config.use_opsm}
+        return {s: name for s, name in MEANS.items() if s not in _OPTIONAL or wanted[_OPTIONAL[s]]}
 
     @property
-    def needs_reference(self) -> bool:
+    def has_kl(self) -> bool:
         """True when the loss has a KL to the reference policy."""
         return self._config.use_kl_loss and self._config.kl_loss_coef > 0 and self._config.loss_type == "policy_loss"
 
     def __call__(self, terms: Terms) -> Outcome:
-        if self._config.loss_type == "sft_loss":
-            return self._sft(terms)
-        return self._policy(terms)
-
-    def _sft(self, terms: Terms) -> Outcome:
-        loss = weighted_sum(sft_loss(terms.log_probs), terms.weights)
-        return self._outcome(terms, loss, {"loss/sft": loss})
+        match self._config.loss_type:
+            case "sft_loss":
+                loss = weighted_sum(sft_loss(terms.log_probs), terms.micro.weights)
+                return _outcome(terms, loss, {"loss/sft": loss})
+            case "custom_loss":
+                assert self._custom_loss is not None
+                loss = self._custom_loss(terms)
+                return _outcome(terms, loss, {"loss/custom": loss})
+            case "policy_loss":
+                return self._policy(terms)
 
     def _policy(self, terms: Terms) -> Outcome:
-        config = self._config
-        current = terms.log_probs.detach()
-        old = self._old(terms, current)
-        per_token, clipped = policy_loss(
-            terms.log_probs,
-            old,
-            terms.advantages,
-            eps_clip=config.eps_clip,
-            eps_clip_high=config.eps_clip_high if config.eps_clip_high is not None else config.eps_clip,
-            eps_clip_c=config.eps_clip_c,
-        )
-        sums: dict[str, Tensor] = {
-            "clip_fraction": _masked_sum(clipped, terms.mask),
-            "ratio": _masked_sum(torch.exp(current - old), terms.mask),
+        config, micro = self._config, terms.micro
+        old = micro.rollout_log_probs if config.use_rollout_logprobs else terms.trainer_log_probs
+        found = self._policy_loss(terms, old)
+        sums = {
+            "clip_fraction": masked_sum(found.clipped, micro.mask),
+            "ratio": masked_sum(found.log_ratio.exp(), micro.mask),
+            "ppo_kl": masked_sum(-found.log_ratio, micro.mask),
         }
-        if config.use_tis:
-            trainer = terms.old_log_probs if terms.old_log_probs is not None else current
-            tis = importance_weights(trainer, terms.rollout_log_probs, config.tis_clip_low, config.tis_clip)
-            per_token = per_token * tis.weights
-            sums["tis_weight"] = _masked_sum(tis.weights, terms.mask)
-            sums["tis_truncated"] = _masked_sum(tis.truncated, terms.mask)
-        loss = sums["loss/policy"] = weighted_sum(per_token, terms.weights)
-        if terms.reference_log_probs is not None:
-            kl = kl_estimate(terms.log_probs, terms.reference_log_probs, config.kl_loss_type)
-            sums["loss/kl"] = weighted_sum(kl, terms.weights)
+        per_token = found.loss
+        for correct in self._corrections:
+            corrected = correct(terms, old, per_token)
+            per_token = corrected.loss
+            sums |= corrected.sums
+        reduce = weighted_sum if self._reducer is None else self._reducer.of(micro)
+        loss = sums["loss/policy"] = reduce(per_token, micro.weights)
+        if self.has_kl and terms.reference_log_probs is not None:
+            sums["loss/kl"] = weighted_sum(self._kl(terms, old, terms.reference_log_probs), micro.weights)
             loss = loss + config.kl_loss_coef * sums["loss/kl"]
         if config.entropy_coef:
-            sums["loss/entropy"] = weighted_sum(terms.entropy, terms.weights)
+            sums["loss/entropy"] = weighted_sum(terms.entropy, micro.weights)
             loss = loss - config.entropy_coef * sums["loss/entropy"]
-        return self._outcome(terms, loss, sums)
+        return _outcome(terms, loss, sums)
 
-    def _old(self, terms: Terms, current: Tensor) -> Tensor:
-        if self._config.use_rollout_logprobs:
-            return terms.rollout_log_probs
-        return current if terms.old_log_probs is None else terms.old_log_probs
-
-    def _outcome(self, terms: Terms, loss: Tensor, sums: dict[str, Tensor]) -> Outcome:
-        before = terms.old_log_probs if terms.old_log_probs is not None else terms.log_probs.detach()
-        difference = (before - terms.rollout_log_probs).abs() * terms.mask
-        sums = sums | {
-            "tokens": terms.mask.sum(),
-            "entropy": _masked_sum(terms.entropy.detach(), terms.mask),
-            "log_prob_diff": difference.sum(),
-        }
-        zero = torch.zeros((), device=loss.device)
-        vector = torch.stack([sums.get(name, zero).detach().double() for name in SUMS])
-        return Outcome(loss, vector, difference.max() if difference.numel() else zero)
+    def _kl(self, terms: Terms, old: Tensor, reference: Tensor) -> Tensor:
+        if self._config.use_unbiased_kl:
+            return unbiased_kl_estimate(terms.log_probs, old, reference, self._config.kl_loss_type)
+        return kl_estimate(terms.log_probs, reference, self._config.kl_loss_type)
 
 
-def _masked_sum(values: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask > 0, values, 0.0).sum()
+def _outcome(terms: Terms, loss: Tensor, sums: Mapping[str, Tensor]) -> Outcome:
+    micro = terms.micro
+    everything = {
+        "tokens": micro.mask.sum(),
+        "entropy": masked_sum(terms.entropy.detach(), micro.mask),
+        "log_prob_diff": masked_sum((terms.trainer_log_probs - micro.rollout_log_probs).abs(), micro.mask),
+        **sums,
+    }
+    zero = torch.zeros((), device=loss.device)
+    vector = torch.stack([everything.get(name, zero).detach().double() for name in SUMS])
+    return Outcome(loss, vector, Disagreement.worst(terms))

@@ -85,6 +85,11 @@ class Optimizer:
         self._schedule.step(increment=1)
         return {"grad_norm": float(grad_norm or 0.0), "lr": lr, "updated": float(updated)}
 
+    @property
+    def megatron(self) -> tuple[Any, Any]:
+        """Megatron's optimizer and scheduler, for a user's hook."""
+        return self._optimizer, self._schedule
+
     def zero_grad(self) -> None:
         """Before the first backward of a step."""
         self._optimizer.zero_grad()

@@ -5,12 +5,13 @@ Everything here runs in the rank's compute thread. All ranks call the same metho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from headrace.config.algorithm_rules import uses_critic, uses_reference
 from headrace.config.architecture import Architecture
 from headrace.config.job import Job
 from headrace.config.megatron import MegatronArgs
@@ -21,7 +22,10 @@ from services.trainer.buckets import TensorSpec
 from services.trainer.canary import Canary, canary_sample
 from services.trainer.checkpoint_reader import CheckpointReader, opened
 from services.trainer.cost import cost_of
+from services.trainer.critic import Critic
 from services.trainer.flops import ModelFlops
+from services.trainer.head import TokenHead
+from services.trainer.hooks import BeforeTrainStep
 from services.trainer.inputs import StepInputs, step_inputs
 from services.trainer.model_state import ModelState
 from services.trainer.models.convert import Converter
@@ -34,8 +38,11 @@ from services.trainer.parallel import Layout
 from services.trainer.piece import Piece
 from services.trainer.pipeline import Pipeline
 from services.trainer.planning import Planner, StepPlan
+from services.trainer.preparation import Preparation, PreparedStep
 from services.trainer.random_state import RandomState
 from services.trainer.reference import ReferencePolicy
+from services.trainer.rewards import RewardPostProcess, shaped_rewards
+from services.trainer.runner import Runner
 from services.trainer.speed import Speed, peak_tflops
 from services.trainer.stopwatch import Stopwatch
 
@@ -53,7 +60,7 @@ class Policy:
         self._job = job
         self._layout = layout
         self._vocab_size = architecture.vocab_size
-        self._objective = Objective(job.train)
+        objective = Objective(job)
         config = transformer_config(architecture, args, layout)
         self._packing = packing_of(job, config, layout)
         self._planner = Planner(
@@ -70,20 +77,35 @@ class Policy:
             ModelState("policy", self._converter.shards(), None).restore_weights(opened(initial, layout))
         self._model = wrap_for_data_parallel(config, args, model)
         self._steps_per_rollout = job.train.num_steps_per_rollout or 1
-        self._optimizer = Optimizer(args, self._model, job.rollout.num_rollout * self._steps_per_rollout)
+        own_rollouts = max(1, job.rollout.num_rollout - job.critic.num_critic_only_steps)
+        self._optimizer = Optimizer(args, self._model, own_rollouts * self._steps_per_rollout)
         self._stopwatch = Stopwatch(layout.device)
         self._speed = Speed(
             ModelFlops.of(architecture), layout.world_size, peak_tflops(job.tracking.peak_tflops, layout.device)
         )
-        self._state = ModelState("policy", self._converter.shards(), self._optimizer)
-        self._parts = (self._state, RandomState(layout.rank))
         self._pipeline = Pipeline(
-            *(config, self._model, self._objective, layout),
-            *(job.rollout.rollout_temperature, self._packing, self._stopwatch),
+            Runner(config, self._model, layout, self._packing, self._stopwatch),
+            TokenHead(model, layout),
+            objective,
+            layout,
+            job.rollout.rollout_temperature,
+            self._packing,
+            self._stopwatch,
+            agreement_bound=job.train.true_on_policy_bound if job.train.true_on_policy_mode else None,
         )
-        self._reference = (
-            ReferencePolicy(self._model, self._converter, job) if self._objective.needs_reference else None
+        self._critic = Critic(job, layout, self._stopwatch) if uses_critic(job) else None
+        policy = ModelState("policy", self._converter.shards(), self._optimizer)
+        self._states = [policy] + ([self._critic.state] if self._critic else [])
+        self._parts: Sequence[ModelState | RandomState] = [*self._states, RandomState(layout.rank)]
+        self._prepare = Preparation(job, layout, self._pipeline, self._frozen(job), self._teacher(job), self._critic)
+        hooks = job.hooks
+        self._rewards = (
+            RewardPostProcess(job, hooks.custom_reward_post_process_path, layout)
+            if hooks.custom_reward_post_process_path
+            else None
         )
+        before = hooks.custom_megatron_before_train_step_hook_path
+        self._before_train_step = BeforeTrainStep(job, before) if before else None
 
     @classmethod
     def build(cls, job: Job, layout: Layout) -> Policy:
@@ -96,14 +118,9 @@ class Policy:
         with self._stopwatch.host_part("fetch"):
             inputs = self._inputs(step, plans, samples, fetch)
         with self._stopwatch.part("log_probs"):
-            olds, references = self._frozen_log_probs(inputs)
-        rows = [
-            self._optimizer_step(inputs_of_step, old, reference)
-            for inputs_of_step, old, reference in zip(inputs, olds, references, strict=True)
-        ]
-        metrics = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
-        metrics["log_prob_diff/max"] = max(row["log_prob_diff/max"] for row in rows)
-        metrics["tokens"] = sum(row["tokens"] for row in rows)
+            prepared = self._prepare(step, inputs)
+        rows = [self._optimizer_step(step, step_id, one) for step_id, one in enumerate(prepared)]
+        metrics = {name: _COMBINED.get(name, _mean)([row[name] for row in rows]) for name in rows[0]}
         return metrics | self._pipeline.distance.read() | self._speed.metrics(samples, self._stopwatch.read())
 
     def own_sample_ids(self, samples: Sequence[SampleFacts]) -> list[str]:
@@ -140,7 +157,7 @@ class Policy:
 
     def scalars(self) -> dict[str, Any]:
         """The numbers of a checkpoint, equal on all ranks."""
-        return dict(self._state.scalars())
+        return {name: value for state in self._states for name, value in state.scalars().items()}
 
     def restore(self, reader: CheckpointReader) -> None:
         """The other way, bit for bit, whatever layout wrote it."""
@@ -156,24 +173,43 @@ class Policy:
     ) -> list[StepInputs]:
         mine = [sample_id for plan in plans for sample_id in plan.sample_ids(self._layout.dp_rank)]
         by_id = {sample.sample_id: sample for sample in fetch(mine)}
-        return [step_inputs(plan, step, samples, by_id, self._job.train, self._layout, self._packing) for plan in plans]
+        train = self._job.train
+        rewards = shaped_rewards(samples, train) if self._rewards is None else self._rewards(samples, fetch)
+        return [step_inputs(plan, step, samples, rewards, by_id, train, self._layout, self._packing) for plan in plans]
 
-    def _frozen_log_probs(self, inputs: Sequence[StepInputs]) -> tuple[list[Any], list[Any]]:
-        """Of the old and the reference policy, for each step; None where they are not needed."""
-        none: list[Any] = [None] * len(inputs)
-        # With one optimizer step the old policy is the current one; and the engine's log-probs may stand in for it.
-        config = self._job.train
-        needs_old = len(inputs) > 1 and (config.use_tis or not config.use_rollout_logprobs)
-        olds = [self._pipeline.log_probs(i) for i in inputs] if needs_old else none
-        if self._reference is None:
-            return olds, none
-        with self._reference.in_place():
-            return olds, [self._pipeline.log_probs(i) for i in inputs]
-
-    def _optimizer_step(self, inputs: StepInputs, old: Any, reference: Any) -> dict[str, float]:
+    def _optimizer_step(self, step: int, step_id: int, prepared: PreparedStep) -> dict[str, float]:
+        metrics = self._train_critic(prepared)
+        if step < self._job.critic.num_critic_only_steps:
+            return metrics
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
+        if self._before_train_step is not None:
+            self._before_train_step(step, step_id, [self._model], *self._optimizer.megatron)
         with self._stopwatch.part("forward_backward"):
-            metrics = self._pipeline.forward_backward(inputs, old, reference)
+            metrics |= self._pipeline.forward_backward(prepared.inputs, prepared.old, prepared.reference)
         with self._stopwatch.part("optimizer"):
             return metrics | self._optimizer.step()
+
+    def _train_critic(self, prepared: PreparedStep) -> dict[str, float]:
+        if self._critic is None:
+            return {}
+        with self._stopwatch.part("critic"):
+            return self._critic.train(prepared.inputs, prepared.values)
+
+    def _frozen(self, job: Job) -> ReferencePolicy | None:
+        if not uses_reference(job):
+            return None
+        return ReferencePolicy(self._model, self._converter, job.model.ref_load)
+
+    def _teacher(self, job: Job) -> ReferencePolicy | None:
+        if not job.distillation.use_opd or job.distillation.opd_type != "megatron":
+            return None
+        return ReferencePolicy(self._model, self._converter, job.distillation.opd_teacher_load)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+_COMBINED: Mapping[str, Callable[[Sequence[float]], float]] = {"log_prob_diff/max": max, "tokens": sum}
+"""How a metric of several optimizer steps becomes the rollout step's, where that is not its mean."""

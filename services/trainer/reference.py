@@ -1,25 +1,26 @@
-"""The reference policy: a second set of weights that takes the model's place for a forward pass."""
+"""A frozen policy (the reference, a teacher): a second set of weights that takes the model's place for a forward
+pass."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
-from headrace.config.job import Job
 from services.trainer.models.convert import Converter
 
 
 class ReferencePolicy:
-    """Host copies of job.model.ref_load, or of the initial weights."""
+    """Host copies of a Hugging Face folder's weights, or of the initial ones."""
 
-    def __init__(self, model: DistributedDataParallel, converter: Converter, job: Job) -> None:
+    def __init__(self, model: DistributedDataParallel, converter: Converter, folder: Path | None) -> None:
         self._parameters = dict(model.module.named_parameters())
-        if job.model.ref_load is not None:
+        if folder is not None:
             current = self._copies()
-            converter.load(job.model.ref_load)
+            converter.load(folder)
             self._reference = self._copies()
             self._put(current)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -53,7 +54,8 @@ class Speed:
         self._peak = peak
 
     def metrics(self, samples: Sequence[SampleFacts], seconds: Mapping[str, float]) -> dict[str, float]:
-        """From this rank's seconds by part: fetch, log_probs, forward, forward_backward, optimizer."""
+        """From this rank's seconds by part: fetch, log_probs, forward, forward_backward, optimizer, critic."""
+        seconds = defaultdict(float, seconds)
         steps = seconds["forward_backward"] + seconds["optimizer"]
         lengths = [(s.prompt_length + s.response_length, s.response_length) for s in samples]
         tflops = self._flops.training(lengths) / max(steps, 1e-9) / self._world_size / 1e12
@@ -66,4 +68,6 @@ class Speed:
             "time/backward_seconds": seconds["forward_backward"] - seconds["forward"],
             "time/optimizer_seconds": seconds["optimizer"],
         }
+        if "critic" in seconds:
+            found["time/critic_seconds"] = seconds["critic"]
         return found if self._peak is None else found | {"mfu": tflops / self._peak}

@@ -39,6 +39,8 @@ class Case:
     ranks: int | None = None
     """Only the first ranks take part, and they only train a step, or restore `load`, and save."""
     load: str | None = None
+    sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Further sections of the job."""
     refused: bool = False
     """It is expected to end with an error before it trains; error.txt has the message."""
 
@@ -62,6 +64,7 @@ class Case:
                 "train": train | {"entropy_coef": 0.01, "use_tis": True, "eps_clip_high": 0.28} | dict(self.train),
                 "megatron": megatron | dict(self.megatron),
                 "checkpoint": {"save": str(self.out / "checkpoints"), "load": self.load},
+                **self.sections,
             }
         )
 

@@ -25,7 +25,7 @@ from headrace.launch.specs import address_in
         ("--eps-clip 0.1 0.2", "--eps-clip takes one value, got 2: 0.1 0.2"),
         ("--eps-clip=-1", "--eps-clip: should be greater than 0, got '-1'"),
         ("--num-rollout many", "--num-rollout: should be a valid integer"),
-        ("--advantage-estimator magic", "--advantage-estimator: should be 'grpo', got 'magic'"),
+        ("--advantage-estimator magic", "--advantage-estimator: should be 'grpo', 'gspo', .*, got 'magic'"),
         ("--eval-prompt-data gsm8k", "--eval-prompt-data takes NAME PATH pairs, got 1: gsm8k"),
         ("--seed 1 --seed 2", "seed is given twice: --seed 1 and --seed 2"),
         ("--max-staleness 1 --async-buffer-size 2", "max_staleness is given twice"),

@@ -1,0 +1,105 @@
+"""Corrections of the loss per token for samples that are not the current policy's: TIS, IcePop, MIS, OPSM, a user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.config.job import Job, TrainSection
+from headrace.errors import InvalidArgument
+from headrace.hooks import hook_args
+from headrace.hooks.load import load_hook
+from services.trainer.algorithms.icepop import icepop_weights
+from services.trainer.algorithms.mis import mis_weights
+from services.trainer.algorithms.opsm import opsm_mask
+from services.trainer.algorithms.tis import ImportanceWeights, importance_weights
+from services.trainer.hooks import of_samples
+from services.trainer.terms import Terms, masked_sum
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Corrected:
+    """The loss per token, and sums over the trained tokens to be reported."""
+
+    loss: Tensor
+    sums: Mapping[str, Tensor]
+
+
+Correction = Callable[[Terms, Tensor, Tensor], Corrected]
+"""Takes the terms, the old policy's log-probs and the loss per token."""
+
+
+def choose_corrections(job: Job) -> list[Correction]:
+    """Those of the job, in the order in which they apply."""
+    found: list[Correction] = []
+    if job.train.use_opsm:
+        found.append(_opsm(job.train.opsm_delta))
+    if job.train.use_tis:
+        path = job.hooks.custom_tis_function_path
+        found.append(_weighted(job.train) if path is None else _custom(path, job))
+    return found
+
+
+def _opsm(delta: float) -> Correction:
+    def correct(terms: Terms, old: Tensor, loss: Tensor) -> Corrected:
+        micro = terms.micro
+        kept = opsm_mask(terms.log_probs, old, micro.advantages, micro.mask, delta)
+        return Corrected(loss * kept, {"opsm_masked": masked_sum(1.0 - kept, micro.mask)})
+
+    return correct
+
+
+def _weighted(config: TrainSection) -> Correction:
+    def correct(terms: Terms, old: Tensor, loss: Tensor) -> Corrected:
+        found = _weights(config, terms)
+        sums = {
+            "tis_weight": masked_sum(found.weights, terms.micro.mask),
+            "tis_truncated": masked_sum(found.truncated, terms.micro.mask),
+        }
+        # Where the weight is 0 the token is out, even when its loss is infinite.
+        return Corrected(torch.where(found.weights > 0, loss, 0.0) * found.weights, sums)
+
+    return correct
+
+
+def _weights(config: TrainSection, terms: Terms) -> ImportanceWeights:
+    trainer, engine = terms.trainer_log_probs, terms.micro.rollout_log_probs
+    low, high = config.tis_clip_low, config.tis_clip
+    match config.tis_mode:
+        case "truncate":
+            return importance_weights(trainer, engine, low, high)
+        case "icepop":
+            return icepop_weights(trainer, engine, low, high)
+        case "mis":
+            return mis_weights(trainer, engine, terms.micro.mask, config.mis_level, low, high)
+
+
+def _custom(path: str, job: Job) -> Correction:
+    hook, args = load_hook(path).target, hook_args(job)
+
+    def correct(terms: Terms, old: Tensor, loss: Tensor) -> Corrected:
+        micro = terms.micro
+        if not micro.samples:
+            return Corrected(loss, {})
+        masks = micro.cut(micro.mask)
+        facts = of_samples(micro.samples)
+        corrected, kept, _ = hook(
+            args,
+            pg_loss=torch.cat(micro.cut(loss)),
+            train_log_probs=micro.cut(terms.trainer_log_probs),
+            rollout_log_probs=micro.cut(micro.rollout_log_probs),
+            loss_masks=masks,
+            total_lengths=facts["total_lengths"],
+            response_lengths=[len(mask) for mask in masks],
+            metadata=facts["metadata"],
+        )
+        lengths = [len(mask) for mask in masks]
+        if not isinstance(corrected, Tensor) or corrected.shape != (sum(lengths),):
+            raise InvalidArgument(f"hook {path} must return pg_loss as a tensor [{sum(lengths)}], one loss a token")
+        parts = [part * mask for part, mask in zip(torch.split(corrected, lengths), kept, strict=True)]
+        return Corrected(micro.put(parts), {})
+
+    return correct

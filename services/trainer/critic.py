@@ -1,0 +1,153 @@
+"""PPO's critic: the policy's architecture with one output, an optimizer and a schedule of its own.
+
+Lives on the same ranks under the same layout. Values are of positions: V at the position that predicts a token is the
+worth of the state before that token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from headrace.config.architecture import Architecture
+from headrace.config.job import Job
+from headrace.config.megatron import MegatronArgs
+from services.trainer.algorithms.reduction import weighted_sum
+from services.trainer.algorithms.value_loss import value_loss
+from services.trainer.head import placed
+from services.trainer.inputs import MicroInputs, StepInputs
+from services.trainer.model_state import ModelState
+from services.trainer.models.convert import Converter
+from services.trainer.models.gpt import build_model, transformer_config
+from services.trainer.models.model_shard import ModelShard
+from services.trainer.models.shards import Replicated
+from services.trainer.optimizer import Optimizer, wrap_for_data_parallel
+from services.trainer.packing import packing_of
+from services.trainer.parallel import Layout
+from services.trainer.runner import Runner
+from services.trainer.stopwatch import Stopwatch
+from services.trainer.terms import masked_sum
+
+
+class ValueHead(torch.nn.Module):
+    """One number a position, from hidden states. Begins at 0, alike on all tensor ranks."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self._sequence_parallel = config.sequence_parallel
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype))
+        for parameter in (self.weight, self.bias):
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # Megatron's mark
+
+    def forward(self, hidden: Tensor, **_: object) -> tuple[Tensor, None]:
+        """Float32 [S, B, 1], in the place of Megatron's output layer, whose arguments speak of a vocabulary."""
+        values = torch.nn.functional.linear(hidden, self.weight, self.bias).float()
+        if self._sequence_parallel:
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
+
+
+class Critic:
+    """One rank's share of it."""
+
+    def __init__(self, job: Job, layout: Layout, stopwatch: Stopwatch) -> None:
+        args = MegatronArgs.model_validate(job.megatron).model_copy(
+            update={"lr": job.critic.critic_lr, "lr_warmup_iters": job.critic.critic_lr_warmup_iters}
+        )
+        architecture = Architecture.read(job.model.hf_checkpoint)
+        config = transformer_config(architecture, args, layout)
+        packing = packing_of(job, config, layout)
+        model = build_model(architecture, config, layout, packing)
+        converter = Converter(architecture, layout, model)
+        converter.load(job.critic.critic_load or job.model.hf_checkpoint)
+        if layout.is_last_stage:
+            model.output_layer = ValueHead(config).to(layout.device)
+        model.share_embeddings_and_output_weights = False
+        self._layout = layout
+        self._value_clip = job.critic.value_clip
+        self._model = wrap_for_data_parallel(config, args, model)
+        steps_per_rollout = job.train.num_steps_per_rollout or 1
+        self._optimizer = Optimizer(args, self._model, job.rollout.num_rollout * steps_per_rollout)
+        self.state = ModelState("critic", _shards(converter, model, layout), self._optimizer)
+        self._runner = Runner(config, self._model, layout, packing, stopwatch, part="critic_forward")
+
+    def values(self, inputs: StepInputs) -> list[Tensor] | None:
+        """[B, S] for each micro-batch; None except on last-stage ranks."""
+        return self._runner.infer(inputs, _at_responses)
+
+    def train(self, inputs: StepInputs, old_values: Sequence[Tensor] | None) -> dict[str, float]:
+        """One optimizer step towards the returns; metrics are equal on all ranks."""
+
+        def loss(number: int, output: Tensor) -> tuple[Tensor, Tensor]:
+            assert old_values is not None  # this is the last stage
+            micro = inputs[number]
+            values = _at_responses(micro, output)
+            per_token, clipped = value_loss(values, old_values[number], micro.returns, self._value_clip)
+            found = weighted_sum(per_token, micro.weights)
+            return found, _sums(micro, values, clipped, found)
+
+        self._model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        total, tokens, clipped, values, returns = self._summed(self._runner.train(inputs, loss))
+        found = self._optimizer.step()
+        tokens = max(tokens, 1.0)
+        return {
+            "critic/loss": total,
+            "critic/clip_fraction": clipped / tokens,
+            "critic/value": values / tokens,
+            "critic/return": returns / tokens,
+            "critic/grad_norm": found["grad_norm"],
+            "critic/lr": found["lr"],
+        }
+
+    def _summed(self, parts: Sequence[Tensor]) -> list[float]:
+        sums = torch.zeros(5, dtype=torch.float64, device=self._layout.device)
+        if self._layout.is_last_stage and self._layout.tp_rank == 0:
+            for part in parts:
+                sums += part
+        dist.all_reduce(sums)
+        return [float(x) for x in sums.tolist()]
+
+
+def _at_responses(micro: MicroInputs, output: Tensor) -> Tensor:
+    """[B, S, 1] of the rows to the responses' tokens: V where a token is predicted, before it is known."""
+    return placed(output.flatten()[micro.sources], micro)
+
+
+def _sums(micro: MicroInputs, values: Tensor, clipped: Tensor, loss: Tensor) -> Tensor:
+    parts = (
+        loss,
+        micro.mask.sum(),
+        masked_sum(clipped, micro.mask),
+        masked_sum(values, micro.mask),
+        masked_sum(micro.returns, micro.mask),
+    )
+    return torch.stack([part.detach().double() for part in parts])
+
+
+def _shards(converter: Converter, model: GPTModel, layout: Layout) -> list[ModelShard]:
+    """The policy's, less its output layer, and the head: one copy on every rank of the last stage."""
+    parameters = dict(model.named_parameters())
+    living = {id(parameter) for parameter in parameters.values()}
+    head = [
+        ModelShard(
+            key=name,
+            parameter=parameter,
+            sharding=Replicated(),
+            shard=0,
+            num_shards=1,
+            replica=layout.dp_rank * layout.tp_size + layout.tp_rank,
+            num_replicas=layout.dp_size * layout.tp_size,
+            speaks=layout.tp_rank == 0,
+        )
+        for name, parameter in parameters.items()
+        if name.startswith("output_layer.")
+    ]
+    return [shard for shard in converter.shards() if id(shard.parameter) in living] + head

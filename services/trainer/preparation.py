@@ -1,0 +1,133 @@
+"""What has to be known before the optimizer steps of a rollout step: frozen log-probs, values, advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.config.job import Job
+from headrace.errors import InvalidArgument
+from headrace.trajectory import Sample
+from services.trainer.advantages import Advantages, Evidence
+from services.trainer.critic import Critic
+from services.trainer.hooks import RolloutDataHook
+from services.trainer.inputs import MicroInputs, StepInputs
+from services.trainer.parallel import Layout
+from services.trainer.pipeline import Pipeline
+from services.trainer.reference import ReferencePolicy
+
+Known = Sequence[Tensor] | None
+"""[B, S] for each micro-batch of a step; None where it is not needed, or not on this rank."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedStep:
+    """One optimizer step, ready to run."""
+
+    inputs: StepInputs
+    old: Known
+    reference: Known
+    values: Known
+
+
+class Preparation:
+    """Asks the frozen policies and the critic, once for all optimizer steps of a rollout step."""
+
+    def __init__(
+        self,
+        job: Job,
+        layout: Layout,
+        pipeline: Pipeline,
+        reference: ReferencePolicy | None,
+        teacher: ReferencePolicy | None,
+        critic: Critic | None,
+    ) -> None:
+        self._job = job
+        self._layout = layout
+        self._pipeline = pipeline
+        self._reference = reference
+        self._teacher = teacher
+        self._critic = critic
+        self._advantages = Advantages(job, layout.dp_group)
+        path = job.hooks.rollout_data_postprocess_path
+        self._data_hook = RolloutDataHook(job, path) if path else None
+
+    def __call__(self, step: int, steps: Sequence[StepInputs]) -> list[PreparedStep]:
+        """Collective over all ranks."""
+        olds = self._of_each(steps, self._needs_own(steps), None)
+        references = self._of_each(steps, self._reference is not None, self._reference)
+        teachers = self._of_each(steps, self._teacher is not None, self._teacher)
+        values: list[Known] = [self._critic.values(inputs) if self._critic else None for inputs in steps]
+        filled = list(steps)
+        if self._layout.is_last_stage and self._job.train.loss_type != "sft_loss":
+            filled = self._with_advantages(step, steps, olds, references, teachers, values)
+        # With one optimizer step the old policy is the current one.
+        kept = olds if self._trains_on_old(steps) else [None] * len(steps)
+        rows = zip(filled, kept, references, values, strict=True)
+        return [PreparedStep(*row) for row in rows]
+
+    def _trains_on_old(self, steps: Sequence[StepInputs]) -> bool:
+        config = self._job.train
+        return len(steps) > 1 and (config.use_tis or not config.use_rollout_logprobs) and config.loss_type != "sft_loss"
+
+    def _needs_own(self, steps: Sequence[StepInputs]) -> bool:
+        by_advantages = self._advantages.needs_log_probs and not self._job.train.use_rollout_logprobs
+        return by_advantages or self._trains_on_old(steps)
+
+    def _of_each(self, steps: Sequence[StepInputs], needed: bool, policy: ReferencePolicy | None) -> list[Known]:
+        if not needed:
+            return [None] * len(steps)
+        if policy is None:
+            return [self._pipeline.log_probs(inputs) for inputs in steps]
+        with policy.in_place():
+            return [self._pipeline.log_probs(inputs) for inputs in steps]
+
+    def _with_advantages(
+        self,
+        step: int,
+        steps: Sequence[StepInputs],
+        olds: Sequence[Known],
+        references: Sequence[Known],
+        teachers: Sequence[Known],
+        values: Sequence[Known],
+    ) -> list[StepInputs]:
+        evidence = [
+            Evidence(
+                micro,
+                log_probs=micro.rollout_log_probs if self._job.train.use_rollout_logprobs else _at(old, number),
+                reference_log_probs=_at(reference, number),
+                teacher_log_probs=self._teacher_log_probs(micro, _at(teacher, number)),
+                values=_at(value, number),
+            )
+            for inputs, old, reference, teacher, value in zip(steps, olds, references, teachers, values, strict=True)
+            for number, micro in enumerate(inputs)
+        ]
+        found = self._advantages(evidence)
+        if self._data_hook is not None:
+            found = self._data_hook(step, found)
+        ends = [sum(len(inputs) for inputs in steps[: n + 1]) for n in range(len(steps))]
+        return [found[end - len(inputs) : end] for inputs, end in zip(steps, ends, strict=True)]
+
+    def _teacher_log_probs(self, micro: MicroInputs, held: Tensor | None) -> Tensor | None:
+        """Held by these ranks, or travelled with the samples."""
+        if held is not None or not self._job.distillation.use_opd:
+            return held
+        return micro.put([_travelled(sample) for sample in micro.samples])
+
+
+def _at(known: Known, number: int) -> Tensor | None:
+    return None if known is None else known[number]
+
+
+def _travelled(sample: Sample) -> Tensor:
+    column = sample.columns.get("teacher_log_probs")
+    if column is None or column.shape != (sample.response_length,):
+        found = "none" if column is None else str(list(column.shape))
+        raise InvalidArgument(
+            f"sample {sample.sample_id} has no teacher_log_probs for its {sample.response_length} response tokens "
+            f"(found {found}): set --opd-teacher-url, or sample.teacher_log_probs in the generate function"
+        )
+    return torch.from_numpy(column.astype("float32"))

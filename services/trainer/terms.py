@@ -1,0 +1,68 @@
+"""What a loss is computed from, and what comes of it, for one micro-batch.
+
+Every array is [B, S]: one response a row, column t speaks of its token t.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.trainer.inputs import MicroInputs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Terms:
+    """What the objective is computed from. All float32, [B, S] unless said."""
+
+    micro: MicroInputs
+    log_probs: Tensor
+    """Of the tokens, under the weights being trained; has a gradient."""
+    entropy: Tensor
+    old_log_probs: Tensor | None
+    """None: this is the first step on these samples, so the old policy is this one."""
+    reference_log_probs: Tensor | None
+    logits: Tensor | None = None
+    """[B, S, V / tp], where the objective asks for them."""
+
+    @property
+    def trainer_log_probs(self) -> Tensor:
+        """Of the policy that this rollout step started from, by the trainer's own computation; no gradient."""
+        return self.log_probs.detach() if self.old_log_probs is None else self.old_log_probs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Disagreement:
+    """Where trainer and engine differ most: both log-probs, and how far they are apart."""
+
+    gap: Tensor
+    trainer: Tensor
+    engine: Tensor
+
+    @classmethod
+    def worst(cls, terms: Terms) -> Disagreement:
+        """Over the trained tokens; zeros without one."""
+        micro = terms.micro
+        gaps = ((terms.trainer_log_probs - micro.rollout_log_probs).abs() * micro.mask).flatten()
+        if not gaps.numel():
+            zero = torch.zeros((), device=gaps.device)
+            return cls(zero, zero, zero)
+        place = gaps.argmax()
+        return cls(gaps[place], terms.trainer_log_probs.flatten()[place], micro.rollout_log_probs.flatten()[place])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """The micro-batch's part of the loss, and of what is reported."""
+
+    loss: Tensor
+    sums: Tensor
+    """[len(SUMS)], float64"""
+    worst: Disagreement
+
+
+def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
+    """Σ over masked-in tokens; what is not finite elsewhere does not count."""
+    return torch.where(mask > 0, values, 0.0).sum()
