@@ -23,6 +23,9 @@ def check_files(job: Job) -> None:
     if job.data.prompt_data and job.services.buffer_address is None:
         for text in job.data.prompt_data:
             _prompts("prompt_data", PromptPath.parse(text), job)
+    if job.services.buffer_address is None:
+        _hook("buffer_filter_path", job.buffer.buffer_filter_path)
+        _hook("data_source_path", job.data.data_source_path)
     if job.services.rollout_address is None:
         for name, path in job.eval.eval_prompt_data:
             _prompts(f"eval_prompt_data {name}", PromptPath(path), job)

@@ -52,6 +52,9 @@ class DataSection(Section):
     )
     streaming_data: bool = Field(False, description="Read prompt_data in blocks and keep none of it in memory.")
     num_data_workers: Positive = Field(1, description="Processes that parse a streamed file's blocks ahead.")
+    data_source_path: str | None = Field(
+        None, description="pkg.mod.Class or file.py:Class with get_samples(n), instead of prompt_data."
+    )
     input_key: str = Field("prompt", description="Key of the prompt: text, or an array of chat messages.")
     label_key: str | None = Field(None, description="Key of the reference answer.")
     metadata_key: str | None = Field("metadata", description="Key of an object for rewards and hooks.")
@@ -241,6 +244,10 @@ class BufferSection(Section):
     selection: Literal["fifo", "lifo", "priority", "freshest", "reward", "surprise"] = Field(
         "fifo", description="Which ready groups become the next batch."
     )
+    buffer_filter_path: str | None = Field(
+        None, description="pkg.mod.fn or file.py:fn that chooses the next batch, instead of selection."
+    )
+    buffer_hook_timeout_seconds: Seconds = Field(60.0, description="Limit of a call of it, or of data_source_path.")
     expiry_action: Literal["requeue", "drop"] = Field("requeue", description="What becomes of a group too stale.")
     min_size_to_sample: Positive | None = Field(None, description="Ready groups before a step gets its batch.")
     samples_per_insert: Share | None = Field(

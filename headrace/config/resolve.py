@@ -16,6 +16,8 @@ _HOOKS = (
     "custom_rm_path",
     "dynamic_sampling_filter_path",
     *HooksSection.model_fields,
+    "buffer_filter_path",
+    "data_source_path",
 )
 
 

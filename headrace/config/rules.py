@@ -34,6 +34,10 @@ _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "streaming_data": ("prompt_data", lambda job: bool(job.data.prompt_data)),
     "mask_offpolicy_in_partial_rollout": ("partial_rollout", lambda job: job.rollout.partial_rollout),
     "num_data_workers": ("streaming_data", lambda job: job.data.streaming_data),
+    "buffer_hook_timeout_seconds": (
+        "buffer_filter_path",
+        lambda job: bool(job.buffer.buffer_filter_path or job.data.data_source_path),
+    ),
     "samples_per_insert": ("min_size_to_sample", lambda job: job.buffer.min_size_to_sample is not None),
     "samples_per_insert_error_buffer": ("samples_per_insert", lambda job: job.buffer.samples_per_insert is not None),
     "wandb_project": ("use_wandb", lambda job: job.tracking.use_wandb),
@@ -131,6 +135,20 @@ def _mixed_prompts(job: Job) -> None:
         raise ConfigError(
             f"prompt_data_weights has {len(weights)} numbers for {len(files)} files of prompt_data: give one for each",
             field="prompt_data_weights",
+        )
+
+
+def _hooks_of_the_buffer(job: Job) -> None:
+    if job.data.data_source_path and job.data.prompt_data:
+        raise ConfigError(
+            f"data_source_path {job.data.data_source_path} gives the prompts, and so does prompt_data "
+            f"{', '.join(job.data.prompt_data)}: leave one out",
+            field="data_source_path",
+        )
+    if job.buffer.buffer_filter_path and job.buffer.selection != "fifo":
+        raise ConfigError(
+            f"buffer_filter_path chooses the batches, selection {job.buffer.selection} has no effect: leave one out",
+            field="selection",
         )
 
 
@@ -246,6 +264,7 @@ _RULES: Sequence[Callable[[Job], None]] = (
     _micro_batches,
     _interval_within_staleness,
     _mixed_prompts,
+    _hooks_of_the_buffer,
     _limiter,
     _over_sampling,
     _partial_rollout,

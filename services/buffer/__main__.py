@@ -20,6 +20,7 @@ from services.buffer.metrics import LedgerCollector
 from services.buffer.servicer import BufferServicer
 from services.buffer.store.base import Store
 from services.buffer.store.kinds import open_store
+from services.buffer.user_code import UserCode
 
 # After a disk failed: long enough for UNAVAILABLE to reach those who wait.
 _FAILED_GRACE_SECONDS = 0.5
@@ -43,8 +44,9 @@ def main(open_store: Callable[[BufferSection, Path], Store] = open_store) -> int
 
 async def serve(job: Job, arguments: argparse.Namespace, store: Store) -> None:
     """Until a signal. Raises what its disk raised."""
+    reserve = job.buffer.min_free_disk_bytes
     with long_lived():
-        buffer = await Buffer.open(store, min_free_disk_bytes=job.buffer.min_free_disk_bytes)
+        buffer = await Buffer.open(store, user_code=UserCode.of(job), min_free_disk_bytes=reserve)
     try:
         await _serve(job, arguments, buffer)
     finally:

@@ -8,50 +8,67 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from headrace.errors import FailedPrecondition, OutOfRange, ResourceExhausted
+from headrace.errors import ResourceExhausted
 from headrace.rpc.log import log
+from services.buffer import wire
 from services.buffer.backup import Chunk, Digest, stream_copy
+from services.buffer.chooser import GroupChooser
 from services.buffer.group import Group, GroupState, Prompt, SampleRecord
 from services.buffer.journal import Journal
 from services.buffer.ledger import Ledger, Result
+from services.buffer.portions import portions
 from services.buffer.producing import GroupPut, NoLeaseReason, PutResult, Release
-from services.buffer.prompts.mix import PromptMix
-from services.buffer.prompts.open import open_prompts
 from services.buffer.signal import Signal, wait_for
 from services.buffer.store.base import Store
 from services.buffer.stream import StreamConfig, StreamState
+from services.buffer.supply import PromptSupply
 from services.buffer.training import Batch
 from services.buffer.transaction import Instant, LedgerEvent, Transaction
+from services.buffer.user_code import UserCode
+from services.buffer.watching import Watching
 
 _Answer = TypeVar("_Answer")
 
-_EVENTS_PER_PAGE = 1_000
-_FETCH_BYTES = 3 << 20
+NO_USER_CODE = UserCode()
 
 
 class Buffer:
     """One ledger, alive. Made by `open`."""
 
     def __init__(
-        self, store: Store, ledger: Ledger, journal: Journal, *, max_watch_lag: int, min_free_disk_bytes: int
+        self,
+        store: Store,
+        ledger: Ledger,
+        journal: Journal,
+        supply: PromptSupply,
+        *,
+        max_watch_lag: int,
+        min_free_disk_bytes: int,
     ) -> None:
         self.ledger = ledger
         self.journal = journal
         self._store = store
-        self._max_watch_lag = max_watch_lag
         self._min_free_disk_bytes = min_free_disk_bytes
+        self._supply = supply
+        self._watching = Watching(journal, store, max_watch_lag)
+        self._chooser: GroupChooser | None = None
+        self._choosing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._changed: defaultdict[str, Signal] = defaultdict(Signal)
         self._leased = Signal()
-        self._sources: dict[str, PromptMix] = {}
-        self._reading: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._timer: asyncio.Task[None] | None = None
 
     @classmethod
-    async def open(cls, store: Store, *, max_watch_lag: int = 100_000, min_free_disk_bytes: int = 0) -> Buffer:
+    async def open(
+        cls,
+        store: Store,
+        *,
+        user_code: UserCode = NO_USER_CODE,
+        max_watch_lag: int = 100_000,
+        min_free_disk_bytes: int = 0,
+    ) -> Buffer:
         """Loads what the store kept and starts the lease timer. Raises when a prompt file is gone or another one."""
         snapshot = await asyncio.to_thread(store.load)
         for record in snapshot.quarantined:
@@ -60,16 +77,18 @@ class Buffer:
             log.warning("torn_tail_cut", num_bytes=snapshot.torn_bytes)
         ledger = Ledger(snapshot.ledger_id)
         ledger.restore(_now(), snapshot.streams, snapshot.groups, snapshot.position)
+        supply = PromptSupply(user_code)
         buffer = cls(
             store,
             ledger,
             Journal(store, snapshot.position),
+            supply,
             max_watch_lag=max_watch_lag,
             min_free_disk_bytes=min_free_disk_bytes,
         )
+        buffer._chooser = await user_code.chooser()
         for state in snapshot.streams:
-            if state.config.has_source:
-                buffer._sources[state.name] = await _reopen(state)
+            await supply.resume(state)
         buffer._timer = asyncio.create_task(buffer._expire_leases())
         return buffer
 
@@ -78,19 +97,16 @@ class Buffer:
         if self._timer:
             self._timer.cancel()
         await self.journal.close()
-        for source in self._sources.values():
-            await source.close()
+        await self._supply.close()
+        if self._chooser:
+            await self._chooser.close()
         await asyncio.to_thread(self._store.close)
 
     async def create_stream(self, config: StreamConfig) -> tuple[StreamConfig, bool]:
         """(config, created)."""
-        async with self._reading[config.name]:
-            state = StreamState(config)
-            if config.has_source and config.name not in self.ledger.books:
-                mix = await asyncio.to_thread(open_prompts, config)
-                digests, cursors = mix.digests, mix.start()
-                state = replace(state, bad_lines=mix.bad_lines, file_digests=digests, cursors=cursors)
-                self._sources[config.name] = mix
+        async with self._supply.locks[config.name]:
+            is_new = config.name not in self.ledger.books
+            state = await self._supply.begin(config) if is_new else StreamState(config)
             return config, await self._commit(self.ledger.create_stream(_now(), state))
 
     async def set_limits(self, limits: StreamConfig) -> None:
@@ -119,12 +135,11 @@ class Buffer:
         return groups, None if groups else self.ledger.no_lease_reason(stream)
 
     async def _read_prompts(self, stream: str, max_groups: int) -> None:
-        async with self._reading[stream]:
+        async with self._supply.locks[stream]:
             count = self.ledger.prompts_wanted(stream, max_groups)
             if not count:
                 return
-            cursors = self.ledger.book(stream).state.cursors
-            reading = await self._sources[stream].read(cursors, count)
+            reading = await self._supply.read(self.ledger.book(stream).state, count)
             result = self.ledger.read(_now(), stream, reading.prompts, reading.cursors, reading.exhausted)
             # Not waited for: the lease that follows is behind it in the journal.
             _ = self.journal.append(result[1])
@@ -153,11 +168,29 @@ class Buffer:
         """The batch, and how many groups are READY."""
 
         async def attempt() -> Batch | None:
-            return await self._commit(self.ledger.lease_batch(_now(), stream, epoch, step))
+            batch = await self._commit(self.ledger.lease_batch(_now(), stream, epoch, step))
+            return await self._choose(stream, epoch, step) if batch is None and self._chooser else batch
 
         self.ledger.book(stream)
         batch = await self._wait(stream, attempt, wait_seconds)
         return batch, self.ledger.book(stream).counts[GroupState.READY]
+
+    async def _choose(self, stream: str, epoch: int, step: int) -> Batch | None:
+        assert self._chooser is not None
+        async with self._choosing[stream]:
+            book = self.ledger.book(stream)
+            groups = self.ledger.candidates(stream, step)
+            if not groups:
+                return None
+            packed = [await self._packed(group) for group in groups]
+            chosen, dropped = await self._chooser.choose(step, packed, book.state.config.groups_per_step)
+            ids = [[groups[place].group_id for place in places] for places in (chosen, dropped)]
+            return await self._commit(self.ledger.choose(_now(), stream, epoch, step, *ids))
+
+    async def _packed(self, group: Group) -> list[bytes]:
+        payloads = await self.payloads(group.samples)
+        samples = zip(group.samples, payloads, strict=True)
+        return [wire.from_sample(record, payload).SerializeToString() for record, payload in samples]
 
     async def consume(self, stream: str, epoch: int, step: int, digest: bytes) -> int:
         """The step after it."""
@@ -183,7 +216,7 @@ class Buffer:
         self, stream: str, sample_ids: Sequence[str], *, skip_unknown: bool
     ) -> AsyncIterator[list[tuple[SampleRecord, bytes]]]:
         """Samples in the order asked, some at a time."""
-        for records in _portions(self.ledger.sample_records(stream, sample_ids, skip_unknown=skip_unknown)):
+        for records in portions(self.ledger.sample_records(stream, sample_ids, skip_unknown=skip_unknown)):
             yield list(zip(records, await self.payloads(records), strict=True))
 
     async def list_groups(
@@ -208,31 +241,9 @@ class Buffer:
         """Everything that memory shows is durable."""
         await self.journal.append(Transaction())
 
-    async def watch(self, from_position: int) -> AsyncIterator[list[LedgerEvent]]:
+    def watch(self, from_position: int) -> AsyncIterator[list[LedgerEvent]]:
         """The history from a position on, then live. Raises OutOfRange beyond its end, or for a reader left behind."""
-        position = max(from_position, 1)
-        if position > self.journal.durable_position + 1:
-            raise OutOfRange(
-                f"position {position} is not written yet: the latest is {self.journal.durable_position}",
-                latest_position=str(self.journal.durable_position),
-            )
-        is_live = False
-        while True:
-            ticket = self.journal.advanced.ticket()
-            lag = self.journal.durable_position + 1 - position
-            if is_live and lag > self._max_watch_lag:
-                raise OutOfRange(
-                    f"this watcher is {lag} events behind, more than {self._max_watch_lag}: "
-                    f"read faster, and watch again from position {position}",
-                    position=str(position),
-                )
-            if lag == 0:
-                is_live = True
-                await ticket.wait()
-                continue
-            events = await asyncio.to_thread(self._store.read_events, position, _EVENTS_PER_PAGE)
-            position = events[-1].position + 1
-            yield events
+        return self._watching.watch(from_position)
 
     def _require_disk(self) -> None:
         free = self._store.free_bytes()
@@ -250,7 +261,17 @@ class Buffer:
         for name in {e.stream for e in transaction.events}:
             self._changed[name].set()
         await durable
+        await self._give_back(transaction)
         return answer
+
+    async def _give_back(self, transaction: Transaction) -> None:
+        """Groups dropped by age, to the data sources they came from."""
+        dropped: defaultdict[str, list[Prompt]] = defaultdict(list)
+        for event in transaction.events:
+            if event.kind == "expired" and event.state is GroupState.DROPPED and event.group_id:
+                dropped[event.stream].append(transaction.groups[event.group_id].prompt)
+        for stream, prompts in dropped.items():
+            await self._supply.give_back(self.ledger.book(stream).state, prompts)
 
     async def _wait(
         self, stream: str, attempt: Callable[[], Awaitable[_Answer | None]], seconds: float
@@ -279,32 +300,3 @@ class Buffer:
 
 def _now() -> Instant:
     return Instant(time.monotonic(), time.time())
-
-
-def _portions(records: Sequence[SampleRecord]) -> Iterator[list[SampleRecord]]:
-    """Cuts where a message would grow beyond gRPC's usual 4 MiB; a larger record is alone."""
-    portion: list[SampleRecord] = []
-    num_bytes = 0
-    for record in records:
-        size = record.payload_bytes + len(record.envelope)
-        if portion and num_bytes + size > _FETCH_BYTES:
-            yield portion
-            portion, num_bytes = [], 0
-        portion.append(record)
-        num_bytes += size
-    if portion:
-        yield portion
-
-
-async def _reopen(state: StreamState) -> PromptMix:
-    mix = await asyncio.to_thread(open_prompts, state.config)
-    pairs = zip(state.config.files, state.cursors, state.file_digests, mix.digests, strict=True)
-    for file, cursor, known, digest in pairs:
-        if digest != known:
-            raise FailedPrecondition(
-                f"prompt file {file.path} has changed since stream {state.name} began to walk it, its position in it "
-                f"(epoch {cursor.epoch}, row {cursor.row}) means nothing now: put the old file back, or begin "
-                "with another --data-dir",
-                reason="PROMPT_FILE_CHANGED",
-            )
-    return mix

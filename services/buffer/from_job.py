@@ -32,8 +32,9 @@ def train_stream(job: Job) -> StreamConfig:
         lease_seconds=job.buffer.lease_seconds,
         max_attempts=job.buffer.max_attempts,
         expiry_action=ExpiryAction(job.buffer.expiry_action.upper()),
-        selection=Selection(job.buffer.selection.upper()),
+        selection=_selection(job.buffer),
         files=_files(job.data),
+        data_source=job.data.data_source_path,
         max_payload_bytes=job.buffer.max_payload_bytes,
         max_groups=job.buffer.max_groups,
         max_leases=job.buffer.max_leases,
@@ -60,6 +61,10 @@ def _shard(buffer: BufferSection) -> tuple[int, int]:
 
 def _surplus(over_sampling_batch_size: int | None, groups_per_step: int) -> int:
     return 0 if over_sampling_batch_size is None else over_sampling_batch_size - groups_per_step
+
+
+def _selection(buffer: BufferSection) -> Selection:
+    return Selection.HOOK if buffer.buffer_filter_path else Selection(buffer.selection.upper())
 
 
 def _limiter(buffer: BufferSection) -> Limiter | None:

@@ -14,6 +14,7 @@ from headrace.errors import Unavailable
 from headrace.rpc.log import log
 from services.buffer.signal import Signal
 from services.buffer.store.base import Store
+from services.buffer.tail import Tail
 from services.buffer.transaction import Transaction
 
 
@@ -23,6 +24,7 @@ class Journal:
     def __init__(self, store: Store, position: int) -> None:
         self.durable_position = position
         self.advanced = Signal()
+        self.tail = Tail()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._store = store
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
@@ -69,6 +71,7 @@ class Journal:
     def _advance(self, transactions: Sequence[Transaction]) -> None:
         positions = [t.events[-1].position for t in transactions if t.events]
         if positions:
+            self.tail.add([event for t in transactions for event in t.events])
             self.durable_position = positions[-1]
             self.advanced.set()
 

@@ -190,6 +190,17 @@ class Ledger:
         work = self._work(now)
         return self._done(work, training.lease_batch(work, self.book(stream), epoch, step))
 
+    def candidates(self, stream: str, step: int) -> list[Group]:
+        """READY groups, by admission, from which a user's function has to choose the batch now."""
+        return training.candidates(self.book(stream), step)
+
+    def choose(
+        self, now: Instant, stream: str, epoch: int, step: int, chosen: Sequence[str], dropped: Sequence[str]
+    ) -> Result[Batch | None]:
+        """The step's batch, None when the choice does not fill it."""
+        work = self._work(now)
+        return self._done(work, training.choose(work, self.book(stream), epoch, step, chosen, dropped))
+
     def consume(self, now: Instant, stream: str, epoch: int, step: int, digest: bytes) -> Result[int]:
         """The step to ask for next."""
         work = self._work(now)

@@ -230,7 +230,7 @@ def put(work: Work, book: StreamBook, put: GroupPut) -> PutResult:
         case PutOutcome.COMPLETE:
             done = _complete(work, book, ended, put, leased_version)
         case PutOutcome.DROPPED:
-            done = _drop(work, book, ended, put.failure or Failure("DROPPED", "no reason was given"))
+            done = work.drop(book, ended, put.failure or Failure("DROPPED", "no reason was given"))
         case PutOutcome.FAILED:
             failure = put.failure or Failure("FAILED", "no reason was given")
             done = work.requeue_or_fail(book, ended, "failed", failure)
@@ -249,13 +249,6 @@ def _complete(work: Work, book: StreamBook, group: Group, put: GroupPut, leased_
     work.keep(put.samples)
     work.set_state(book, replace(book.state, num_inserted=book.state.num_inserted + 1))
     return ready
-
-
-def _drop(work: Work, book: StreamBook, group: Group, failure: Failure) -> Group:
-    work.forget(group.partials)
-    step = book.state.step
-    dropped = replace(group, state=GroupState.DROPPED, failure=failure, partials=(), ended_step=step)
-    return work.change(book, dropped, "dropped", detail=f"{failure.reason}: {failure.message}")
 
 
 def _find(book: StreamBook, group_id: str) -> Group:

@@ -31,6 +31,9 @@ class ReadyPool:
     def __len__(self) -> int:
         return len(self._live)
 
+    def __contains__(self, group_id: str) -> bool:
+        return group_id in self._live
+
     def add(self, group: Group) -> None:
         """Puts it in its place."""
         key = self._key(group)

@@ -7,11 +7,14 @@ committed, across consumption and rewinds: step s trains on the same groups in t
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from headrace.errors import FailedPrecondition, Fenced
+from headrace.trajectory import Failure
 from services.buffer.book import StreamBook, batch_digest
 from services.buffer.group import Group, GroupState
+from services.buffer.stream import Selection
 from services.buffer.work import Work
 
 _MAX_REMEMBERED_REWINDS = 256
@@ -31,8 +34,7 @@ def lease_batch(work: Work, book: StreamBook, epoch: int, step: int) -> Batch | 
     Once the next step has its batch, the one after it may be asked for: to be fetched while the next is trained.
     """
     _check_epoch(book, epoch)
-    if step != book.state.step + 1 or book.batch(book.state.step) is None:
-        _check_known(book, step)
+    _check_leasable(book, step)
     groups = book.batch(step) or _choose(work, book, step)
     return Batch(tuple(groups), batch_digest(groups)) if groups else None
 
@@ -45,12 +47,45 @@ def _choose(work: Work, book: StreamBook, step: int) -> list[Group]:
     # The next step has its batch when the one after it is asked for: nothing else will be trained before `step`.
     work.expire_stale(book, step)
     count = state.config.groups_per_step
+    if state.config.selection is Selection.HOOK and book.may_take(count):
+        return []  # `choose` is its way to a batch
     if not book.may_take(count):
         if not is_ahead:
             _check_not_starved(work, book)
         return []
     chosen = [book.groups[group_id] for group_id in book.ready.first(count)]
     return _give(work, book, step, chosen)
+
+
+def candidates(book: StreamBook, step: int) -> list[Group]:
+    """What a user's function may choose from for a step; none while it has a batch, or too few are READY."""
+    config = book.state.config
+    if config.selection is not Selection.HOOK or book.members(step) or not book.may_take(config.groups_per_step):
+        return []
+    if step > book.state.step and config.max_staleness == 0:
+        return []
+    return [book.groups[group_id] for group_id in book.ready.by_admission()]
+
+
+def choose(
+    work: Work, book: StreamBook, epoch: int, step: int, chosen: Sequence[str], dropped: Sequence[str]
+) -> Batch | None:
+    """The batch of the chosen groups, when they fill it and all are still there; `dropped` ones are never trained."""
+    _check_epoch(book, epoch)
+    _check_leasable(book, step)
+    known = book.batch(step)
+    if known:
+        return Batch(tuple(known), batch_digest(known))
+    for group_id in dropped:
+        if group_id in book.ready:
+            book.ready.discard(group_id)
+            work.drop(book, book.groups[group_id], Failure("BUFFER_FILTER", "buffer_filter took it out"))
+    if len(chosen) < book.state.config.groups_per_step or not all(group_id in book.ready for group_id in chosen):
+        return None
+    for group_id in chosen:
+        book.ready.discard(group_id)
+    groups = _give(work, book, step, [book.groups[group_id] for group_id in chosen])
+    return Batch(tuple(groups), batch_digest(groups))
 
 
 def _give(work: Work, book: StreamBook, step: int, chosen: list[Group]) -> list[Group]:
@@ -200,6 +235,11 @@ def _check_epoch(book: StreamBook, epoch: int) -> None:
         raise FailedPrecondition(
             f"stream {book.state.name} has no trainer yet: call Rewind first", reason="EPOCH_UNKNOWN"
         )
+
+
+def _check_leasable(book: StreamBook, step: int) -> None:
+    if step != book.state.step + 1 or book.batch(book.state.step) is None:
+        _check_known(book, step)
 
 
 def _check_known(book: StreamBook, step: int) -> None:

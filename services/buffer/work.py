@@ -115,6 +115,20 @@ class Work:
         failed = replace(group, state=GroupState.FAILED, failure=failure, partials=())
         return self.change(book, failed, "failed", detail=f"{failure.reason}: {failure.message}")
 
+    def drop(self, book: StreamBook, group: Group, failure: Failure) -> Group:
+        """A group that is never trained; its payloads go."""
+        self.forget((*group.samples, *group.partials))
+        dropped = replace(
+            group,
+            state=GroupState.DROPPED,
+            failure=failure,
+            samples=(),
+            partials=(),
+            oldest_version=None,
+            ended_step=book.state.step,
+        )
+        return self.change(book, dropped, "dropped", detail=f"{failure.reason}: {failure.message}")
+
     def expire_stale(self, book: StreamBook, step: int) -> int:
         """Takes every READY group that may not be trained at `step` or later out of the pool."""
         oldest = oldest_trainable(book.state, step)

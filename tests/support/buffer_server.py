@@ -14,9 +14,10 @@ from headrace.api.buffer.v1 import buffer_pb2, buffer_pb2_grpc
 from headrace.config.job import BufferSection, DataSection, Job, ModelSection, RolloutSection
 from headrace.rpc.net import free_port
 from headrace.rpc.server import RpcServer, Service
-from services.buffer.application import Buffer
+from services.buffer.application import NO_USER_CODE, Buffer
 from services.buffer.servicer import BufferServicer
 from services.buffer.store.base import Store
+from services.buffer.user_code import UserCode
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,12 +27,15 @@ async def served_buffer(
     store: Store,
     *,
     address: str = "127.0.0.1:0",
+    user_code: UserCode = NO_USER_CODE,
     max_watch_lag: int = 100_000,
     min_free_disk_bytes: int = 0,
     grace_seconds: float = 0.0,
 ) -> AsyncIterator[tuple[Buffer, RpcServer]]:
     """A buffer on a free port of this process."""
-    buffer = await Buffer.open(store, max_watch_lag=max_watch_lag, min_free_disk_bytes=min_free_disk_bytes)
+    buffer = await Buffer.open(
+        store, user_code=user_code, max_watch_lag=max_watch_lag, min_free_disk_bytes=min_free_disk_bytes
+    )
     name = buffer_pb2.DESCRIPTOR.services_by_name["BufferService"].full_name
     add = buffer_pb2_grpc.add_BufferServiceServicer_to_server
     server = RpcServer("buffer", address, [Service(BufferServicer(buffer), add, name)])

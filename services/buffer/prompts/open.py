@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from services.buffer.prompts.data_source import DataSourceWalk
 from services.buffer.prompts.indexed import IndexedFile
 from services.buffer.prompts.jsonl import JsonlBlocks, JsonlRows, read_jsonl_block
 from services.buffer.prompts.mix import PromptMix
@@ -27,9 +28,9 @@ def open_files(files: Sequence[FileSource]) -> PromptMix:
     return PromptMix([_walk(reader) for reader in readers], [file.weight for file in files])
 
 
-def open_prompts(config: StreamConfig) -> PromptMix:
+def open_prompts(config: StreamConfig, data_source: DataSourceWalk | None = None) -> PromptMix:
     """A stream's prompts; of a shard, its part of them."""
-    whole = open_files(config.files)
+    whole = PromptMix([data_source], [1.0]) if data_source else open_files(config.files)
     return PromptShard(whole, config.shard, config.num_shards) if config.num_shards > 1 else whole
 
 

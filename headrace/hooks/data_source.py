@@ -1,0 +1,98 @@
+"""Data sources: a user's class that gives prompts. It lives in one worker process and is made anew wherever that ends.
+
+A class with `save` and `load` is asked to save after every answer and to load what belongs to the number of groups that
+the ledger has taken. One without them has to answer the same whenever it is made: it is wound forward by asking again.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from headrace.errors import ConfigError, InvalidArgument
+from headrace.hooks.args import HookArgs
+from headrace.hooks.load import load_hook
+from headrace.hooks.sample import Sample
+
+_AT_ONCE = 256
+
+
+@dataclass
+class _Alive:
+    source: Any
+    position: int
+    keeps_state: bool
+
+
+@dataclass
+class _Holder:
+    alive: _Alive | None = None
+
+
+@cache
+def _holder(path: str) -> _Holder:
+    """Of this worker process: user code keeps its state between calls here and nowhere else."""
+    return _Holder()
+
+
+def load_data_source(path: str) -> tuple[bool, bool]:
+    """Runs in a worker: (keeps its own state, takes groups back). Raises ConfigError for what is no data source."""
+    hook = load_hook(path)
+    if not inspect.isclass(hook.target):
+        raise ConfigError(f"hook {path} is no class: a data source is a class with get_samples(n)")
+    names = {name for name, _ in inspect.getmembers(hook.target, inspect.isfunction)}
+    if "get_samples" not in names:
+        raise ConfigError(f"hook {path} has no get_samples(n): a data source gives prompts by it")
+    if ("save" in names) != ("load" in names):
+        raise ConfigError(f"hook {path} has one of save(id) and load(id): both, or neither")
+    return "save" in names, "add_samples" in names
+
+
+def read_data_source(path: str, args: HookArgs, position: int, count: int) -> list[Sample]:
+    """At most `count` groups after the first `position`, each by its first sample. Runs in a worker."""
+    alive = _at(path, args, position)
+    prompts = _groups(path, alive, count)
+    if alive.keeps_state and prompts:
+        alive.source.save(alive.position)
+    return prompts
+
+
+def add_to_data_source(path: str, args: HookArgs, position: int, groups: Sequence[list[Sample]]) -> None:
+    """Groups that the ledger gave up come back, to a class that keeps its state. Runs in a worker."""
+    alive = _at(path, args, position)
+    alive.source.add_samples([list(group) for group in groups])
+    alive.source.save(alive.position)
+
+
+def _at(path: str, args: HookArgs, position: int) -> _Alive:
+    alive = _holder(path).alive
+    if alive is None or alive.position != position:
+        alive = _holder(path).alive = _Alive(load_hook(path).target(args), 0, load_data_source(path)[0])
+        if alive.keeps_state and position:
+            alive.source.load(position)
+            alive.position = position
+    while alive.position < position:
+        if not _groups(path, alive, min(position - alive.position, _AT_ONCE)):
+            raise InvalidArgument(
+                f"hook {path} gave {position} groups before and now only {alive.position}: it must answer the same "
+                "whenever it is made, or have save and load"
+            )
+    return alive
+
+
+def _groups(path: str, alive: _Alive, count: int) -> list[Sample]:
+    groups = alive.source.get_samples(count)
+    if not isinstance(groups, list) or len(groups) > count:
+        found = f"{len(groups)} groups" if isinstance(groups, list) else type(groups).__name__
+        raise InvalidArgument(
+            f"hook {path} returned {found} for get_samples({count}); it must return a list of as many"
+        )
+    firsts = [group[0] if isinstance(group, list) and group else group for group in groups]
+    strangers = {type(first).__name__ for first in firsts if not isinstance(first, Sample)}
+    if strangers:
+        raise InvalidArgument(f"hook {path} returned a list of {sorted(strangers)}; it must hold groups of Sample")
+    alive.position += len(firsts)
+    return firsts

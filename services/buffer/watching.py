@@ -1,0 +1,54 @@
+"""Watchers: the history from any position, then live. Each reads at its own pace, and nobody waits for them.
+
+Live ones are served from memory. One that stays behind by more than `max_lag` events is cut off with the position at
+which it may go on: the ledger keeps no queue for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from headrace.errors import OutOfRange
+from services.buffer.journal import Journal
+from services.buffer.store.base import Store
+from services.buffer.transaction import LedgerEvent
+
+_EVENTS_PER_PAGE = 1_000
+
+
+class Watching:
+    """Unblocked by the journal."""
+
+    def __init__(self, journal: Journal, store: Store, max_lag: int) -> None:
+        self._journal = journal
+        self._store = store
+        self._max_lag = max_lag
+
+    async def watch(self, from_position: int) -> AsyncIterator[list[LedgerEvent]]:
+        """Raises OutOfRange for a position beyond the end, or for a reader left behind."""
+        position = max(from_position, 1)
+        if position > self._journal.durable_position + 1:
+            raise OutOfRange(
+                f"position {position} is not written yet: the latest is {self._journal.durable_position}",
+                latest_position=str(self._journal.durable_position),
+            )
+        is_live = False
+        while True:
+            ticket = self._journal.advanced.ticket()
+            lag = self._journal.durable_position + 1 - position
+            if is_live and lag > self._max_lag:
+                raise OutOfRange(
+                    f"this watcher is {lag} events behind, more than {self._max_lag}: "
+                    f"read faster, and watch again from position {position}",
+                    position=str(position),
+                )
+            if lag == 0:
+                is_live = True
+                await ticket.wait()
+                continue
+            events = self._journal.tail.read(position, _EVENTS_PER_PAGE)
+            if events is None:
+                events = await asyncio.to_thread(self._store.read_events, position, _EVENTS_PER_PAGE)
+            position = events[-1].position + 1
+            yield events
