@@ -302,6 +302,9 @@ class ServicesSection(Section):
     rollout_address: str | None = Field(None, description="host:port; absent: started here.")
     reward_address: str | None = Field(None, description="host:port; absent: started here.")
     trainer_address: str | None = Field(None, description="host:port to listen on; absent: a free port.")
+    start_timeout_seconds: Seconds = Field(
+        1800.0, description="A service or an engine that does not serve by then is given up."
+    )
 
 
 class PlacementSection(Section):

@@ -26,8 +26,8 @@ class ServiceSpec:
     address: str
     metrics_address: str
     log_file: Path
+    start_seconds: float
     environment: Mapping[str, str] = field(default_factory=dict)
-    start_seconds: float = 300.0
     max_restarts: int | None = None
     """Within the window of the launcher's RestartPolicy; None: as many as it says."""
     no_restart: str | None = None

@@ -91,6 +91,7 @@ def spec(job: Job, service: str, folder: RunFolder) -> ServiceSpec:
         metrics_address=metrics_address,
         log_file=folder.logs / f"{service}.log",
         environment=_environment(job, service),
+        start_seconds=job.services.start_timeout_seconds,
         **_restarts(job, service),
     )
 

@@ -18,8 +18,8 @@ from headrace.rpc.net import free_port
 from services.rollout.child import ChildProcess
 
 _CALL_SECONDS = 10.0
-_READY_SECONDS = 60.0
-_JOIN_SECONDS = 60.0
+_READY_SECONDS = 180.0
+_JOIN_SECONDS = 120.0
 _POLL_SECONDS = 0.1
 
 

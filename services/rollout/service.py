@@ -81,7 +81,7 @@ class RolloutService:
             job.placement.rollout_num_gpus_per_engine,
             factory,
             self._router,
-            FleetTiming(),
+            FleetTiming(start_seconds=job.services.start_timeout_seconds),
         )
         generator = Generator(self._router_client, lambda: fleet.policy_version)
         hook = job.rollout.custom_generate_function_path

@@ -23,7 +23,7 @@ from tests.support.malformed import MALFORMED, call_raw, methods
 from tests.support.tiny_model import make_tiny_qwen3
 from tests.support.training_run import ROOT, TrainingRun, consumed_by_step
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 SERVICES = {
     "reward": reward_pb2.DESCRIPTOR.services_by_name["RewardService"],

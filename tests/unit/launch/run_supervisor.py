@@ -22,6 +22,7 @@ spec = ServiceSpec(
     address=address,
     metrics_address="127.0.0.1:0",
     log_file=folder / "fake.log",
+    start_seconds=120.0,
 )
 asyncio.run(
     Supervisor(

