@@ -35,7 +35,7 @@ check-protos: $(PROTOS)/.stamp
 
 bench: $(STAMPS)/headrace $(STAMPS)/dev
 	@$(BIN)/python -m tests.bench.publication
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.training_step
+	@$(BIN)/python -m tests.bench.training_step
 	@$(BIN)/python -m tests.bench.log_probs
 
 bench-trl: $(STAMPS)/headrace $(STAMPS)/dev $(TRL)/.stamp $(MODEL)/model.safetensors

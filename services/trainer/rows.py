@@ -25,12 +25,17 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Positions [start, end) of a packed row: they see [prefix_start, prefix_end), then themselves, causally."""
+    """Positions [start, end) of a packed row: they see those of another segment, if there is one, and themselves."""
 
     start: int
     end: int
-    prefix_start: int = 0
-    prefix_end: int = 0
+    prefix: int | None = None
+    """Its number in the row"""
+
+    @property
+    def size(self) -> int:
+        """In positions."""
+        return self.end - self.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +147,9 @@ class _Row:
         if len(family) == 1:
             return [_sources(self._append(family[0].tokens[:-1], 0), family[0])]
         prompt = family[0].prompt_length
-        start = self._append(family[0].tokens[:prompt], 0)
-        return [self._behind(start, start + prompt, sample) for sample in family]
+        end = self._append(family[0].tokens[:prompt], 0) + prompt
+        prefix = len(self._segments) - 1
+        return [self._behind(end, prefix, sample) for sample in family]
 
     def rows(self) -> Rows:
         """Never empty: a row of nothing but one-token samples gets a position that predicts nothing."""
@@ -153,18 +159,18 @@ class _Row:
         positions = torch.from_numpy(np.concatenate(self._positions))
         return Rows(tokens[None], positions[None], tuple(self._segments))
 
-    def _behind(self, start: int, end: int, sample: Sample) -> Indices:
+    def _behind(self, end: int, prefix: int, sample: Sample) -> Indices:
         if sample.response_length == 0:
             return np.zeros(0, dtype=np.int64)
-        own = self._append(sample.tokens[end - start : -1], end - start, start, end)
+        own = self._append(sample.tokens[sample.prompt_length : -1], sample.prompt_length, prefix)
         return np.concatenate([[end - 1], np.arange(own, own + sample.response_length - 1)])
 
-    def _append(self, tokens: NDArray[np.int32], first: int, prefix_start: int = 0, prefix_end: int = 0) -> int:
+    def _append(self, tokens: NDArray[np.int32], first: int, prefix: int | None = None) -> int:
         start, self._size = self._size, self._size + len(tokens)
         if len(tokens):
             self._tokens.append(tokens)
             self._positions.append(np.arange(first, first + len(tokens)))
-            self._segments.append(Segment(start, self._size, prefix_start, prefix_end))
+            self._segments.append(Segment(start, self._size, prefix))
         return start
 
 

@@ -52,7 +52,7 @@ def transformer_engine_row(rows: Rows) -> PackedSeqParams:
     """The same for Transformer Engine's attention (THD); its segments have no prefixes."""
     assert rows.segments is not None
     ends = [0, *(segment.end for segment in rows.segments)]
-    longest = max(segment.end - segment.start for segment in rows.segments)
+    longest = max(segment.size for segment in rows.segments)
     bounds = torch.tensor(ends, dtype=torch.int32, device=rows.tokens.device)
     return PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
@@ -88,26 +88,26 @@ class SegmentAttention(MegatronModule):  # type: ignore[misc]  # untyped base
         key, value = (_repeated(each, query.shape[-2]) for each in (key, value))
         if packed_seq_params is None:
             queries, keys, values = (each.permute(1, 2, 0, 3) for each in (query, key, value))
-            return self._attend(queries, keys, values, causal=True).permute(2, 0, 1, 3).flatten(2)
-        # [1, heads, T, d]
-        queries, keys, values = (each.transpose(0, 1)[None] for each in (query, key, value))
-        outputs = [self._of_segment(queries, keys, values, segment) for segment in packed_seq_params.segments]
+            return self._attend(queries, keys, values).permute(2, 0, 1, 3).flatten(2)
+        return self._of_segments(query, key, value, packed_seq_params.segments)
+
+    def _of_segments(self, query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment]) -> Tensor:
+        # Split, not sliced: the gradient of a slice is a tensor as long as the row, for every one of them.
+        sizes = [segment.size for segment in segments]
+        queries, keys, values = (torch.split(each.transpose(0, 1)[None], sizes, dim=2) for each in (query, key, value))
+        outputs = []
+        for number, segment in enumerate(segments):
+            seen, sources = None, [number]
+            if segment.prefix is not None:
+                sources, before = [segment.prefix, number], sizes[segment.prefix]
+                seen = query.new_ones(segment.size, before + segment.size, dtype=torch.bool).tril(before)
+            key, value = (torch.cat([each[source] for source in sources], dim=2) for each in (keys, values))
+            outputs.append(self._attend(queries[number], key, value, seen))
         return torch.cat(outputs, dim=2)[0].transpose(0, 1).flatten(1)
 
-    def _of_segment(self, queries: Tensor, keys: Tensor, values: Tensor, segment: Segment) -> Tensor:
-        own, prefix = slice(segment.start, segment.end), slice(segment.prefix_start, segment.prefix_end)
-        size, before = segment.end - segment.start, segment.prefix_end - segment.prefix_start
-        query = queries[:, :, own]
-        if not before:
-            return self._attend(query, keys[:, :, own], values[:, :, own], causal=True)
-        key, value = (torch.cat((each[:, :, prefix], each[:, :, own]), dim=2) for each in (keys, values))
-        seen = torch.ones(size, before + size, dtype=torch.bool, device=query.device).tril(before)
-        return self._attend(query, key, value, seen)
-
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None = None, *, causal: bool = False
-    ) -> Tensor:
-        return scaled_dot_product_attention(query, key, value, seen, is_causal=causal, scale=self._scale)
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None = None) -> Tensor:
+        """[B, heads, S, d]; causal where nothing says what is seen."""
+        return scaled_dot_product_attention(query, key, value, seen, is_causal=seen is None, scale=self._scale)
 
 
 def _repeated(tensor: Tensor, heads: int) -> Tensor:

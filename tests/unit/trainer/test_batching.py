@@ -53,7 +53,7 @@ def test_samples_of_a_group_follow_one_copy_of_their_prompt() -> None:
     batch = collate([sample(3, 2), sample(2, 2), sample(3, 3), sample(3, 1)], "shared_prompts")
     assert batch.rows.tokens.tolist() == [[10, 11, 12, 13, 13, 14, 10, 11, 12]]
     assert batch.rows.positions.tolist() == [[0, 1, 2, 3, 3, 4, 0, 1, 2]]
-    assert batch.rows.segments == (Segment(0, 3), Segment(3, 4, 0, 3), Segment(4, 6, 0, 3), Segment(6, 9))
+    assert batch.rows.segments == (Segment(0, 3), Segment(3, 4, 0), Segment(4, 6, 0), Segment(6, 9))
     assert batch.sources.tolist() == [2, 3, 7, 8, 2, 4, 5, 2]
     assert batch.targets.tolist() == [[13, 14, 0], [12, 13, 0], [13, 14, 15], [13, 0, 0]]
 
