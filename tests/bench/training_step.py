@@ -2,8 +2,8 @@
 
 The bare loop is Megatron-core alone: its GPTModel with its own attention and cross-entropy, its DDP, its schedule and
 its Adam on padded micro-batches that are in memory already. Ours is `Policy.train` with GRPO, from samples to updated
-weights. All of it in one process with one thread, rounds taken in turn, medians of CPU seconds: they say the same on a machine
-that has other work.
+weights. All in one process with one thread, rounds taken in turn, medians of CPU seconds, which
+say the same on a machine that has other work.
 """
 
 from __future__ import annotations
