@@ -1,13 +1,14 @@
 """`make bench-trl`: GRPO end to end against TRL's GRPOTrainer, on the same model, prompts and lengths, on this CPU.
 
 `against_trl.py TRL_PYTHON MODEL`. Both generate 4 samples for each of 8 prompts, at most 16 tokens, judge them and take
-one optimizer step, on-policy, one after the other with the whole machine to itself. The median step counts; the first,
-which warms up, and the last, which saves, do not. headrace runs whole: buffer, engine, reward and trainer, with weights
-published after every step.
+one optimizer step, one after the other with the whole machine to itself. The median step counts; the first, which
+warms up, and a last one that saves do not. headrace runs whole: buffer, engine, reward and trainer, with weights
+published after every step. CPU seconds are those of all its processes: they say the same on a busy machine.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -15,15 +16,18 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import reasoning_gym
 from transformers import AutoTokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-STEPS = 7
+STEPS = 5
 SAMPLES_PER_STEP = 32
 INSTRUCTION = (
     "You are a careful calculator. Read the sum below, work it out, and answer with the result alone: one integer, no "
@@ -72,35 +76,76 @@ def write_prompts(path: Path, model: Path) -> float:
     return statistics.mean(len(tokenizer.encode(row["prompt"])) for row in rows)
 
 
-def trl(python: Path, model: Path, prompts: Path) -> tuple[list[float], float]:
-    """Seconds of the steps that count, and the mean length of the responses."""
+@dataclass(frozen=True)
+class Figures:
+    """Of the steps that count, medians in seconds; a step's CPU seconds are those of all processes."""
+
+    wall: float
+    cpu: float
+    new_tokens: float
+
+    @classmethod
+    def of(cls, ends: Sequence[tuple[float, float]], lengths: Sequence[float]) -> Figures:
+        """From when each step ended, on the wall's clock and on the processors'."""
+        steps = [(after[0] - before[0], after[1] - before[1]) for before, after in itertools.pairwise(ends)]
+        wall, cpu = (statistics.median(each) for each in zip(*steps, strict=True))
+        return cls(wall, cpu, statistics.mean(lengths))
+
+
+def trl(python: Path, model: Path, prompts: Path) -> Figures:
+    """TRL alone in its process."""
     command = [str(python), str(REPOSITORY / "tests/bench/trl_grpo.py"), str(model), str(prompts), str(STEPS)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(done.stdout.strip().splitlines()[-1])
-    return found["seconds"][1:-1], statistics.mean(found["lengths"])
+    return Figures.of(found["ends"], found["lengths"])
 
 
-def headrace(folder: Path, model: Path, prompts: Path, staleness: int) -> tuple[list[float], float]:
-    """The same of a whole run."""
+def headrace(folder: Path, model: Path, prompts: Path, staleness: int) -> Figures:
+    """A whole run, whose metrics are read as they come."""
     folder.mkdir()
     job = folder / "job.toml"
-    values = {"folder": folder, "model": model, "prompts": prompts, "steps": STEPS, "staleness": staleness}
+    values = {"folder": folder, "model": model, "prompts": prompts, "steps": STEPS + 1, "staleness": staleness}
     job.write_text(JOB.format(**values, repository=REPOSITORY))
     command = [sys.executable, "-m", "headrace.cli.main", "train", str(job)]
-    subprocess.run(command, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, cwd=REPOSITORY, check=True)
-    rows: list[dict[str, Any]] = [
-        json.loads(line) for line in (folder / "bench/metrics.jsonl").read_text().splitlines()
-    ]
-    ends = [row["time"] for row in rows if "grad_norm" in row["metrics"]]
-    seconds = [after - before for before, after in itertools.pairwise(ends)]
-    return seconds[:-1], statistics.mean(row["metrics"]["response_length/mean"] for row in rows)
+    run = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, cwd=REPOSITORY)
+    metrics = folder / "bench/metrics.jsonl"
+    seen: list[tuple[float, float]] = []
+    while run.poll() is None:
+        rows = steps_of(metrics)
+        if len(rows) > len(seen):
+            seen.append((rows[len(seen)]["time"], cpu_seconds(run.pid)))
+        time.sleep(0.1)
+    if run.returncode:
+        raise SystemExit(f"headrace ended with {run.returncode}: see above")
+    # The last step saves a checkpoint before it reports.
+    rows = steps_of(metrics)
+    return Figures.of(seen[:STEPS], [row["metrics"]["response_length/mean"] for row in rows[:STEPS]])
 
 
-def show(name: str, seconds: Sequence[float], length: float, baseline: float) -> None:
-    median = statistics.median(seconds)
+def steps_of(metrics: Path) -> list[dict[str, Any]]:
+    """The rows of training steps so far."""
+    if not metrics.exists():
+        return []
+    lines = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [row for row in map(json.loads, lines) if "grad_norm" in row["metrics"]]
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of a process and all below it, those that ended included."""
+    total = 0.0
+    process = psutil.Process(pid)
+    for each in (process, *process.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = each.cpu_times()
+            total += times.user + times.system + times.children_user + times.children_system
+    return total
+
+
+def show(name: str, figures: Figures, baseline: Figures) -> None:
+    samples = SAMPLES_PER_STEP / figures.wall
     print(
-        f"{name:28} {median:6.2f} s a step   {SAMPLES_PER_STEP / median:5.2f} samples/s   {baseline / median:.2f}×"
-        f"   ({length:.1f} new tokens)"
+        f"{name:26} {figures.wall:6.2f} s a step  {samples:5.2f} samples/s  {baseline.wall / figures.wall:5.2f}×"
+        f"   {figures.cpu:6.2f} CPU s  {baseline.cpu / figures.cpu:5.2f}×   {figures.new_tokens:4.1f} new tokens"
     )
 
 
@@ -109,16 +154,15 @@ def main(python: Path, model: Path) -> None:
         folder = Path(name)
         prompts = folder / "prompts.jsonl"
         prompt_tokens = write_prompts(prompts, model)
-        theirs, their_length = trl(python, model, prompts)
-        ours, our_length = headrace(folder / "on-policy", model, prompts, 0)
-        behind, behind_length = headrace(folder / "one-step-off", model, prompts, 1)
-    baseline = statistics.median(theirs)
+        theirs = trl(python, model, prompts)
+        ours = headrace(folder / "on-policy", model, prompts, 0)
+        behind = headrace(folder / "one-step-off", model, prompts, 1)
     load = os.getloadavg()
-    print(f"{model.name}, 8 prompts × 4 samples, {prompt_tokens:.0f} prompt tokens, {len(theirs)} steps")
+    print(f"{model.name}, 8 prompts × 4 samples, {prompt_tokens:.0f} prompt tokens, median of {STEPS - 1} steps")
     print(f"load of the machine: {load[0]:.1f} over the last minute, {load[2]:.1f} over fifteen")
-    show("TRL GRPO", theirs, their_length, baseline)
-    show("headrace, on-policy", ours, our_length, baseline)
-    show("headrace, max_staleness 1", behind, behind_length, baseline)
+    show("TRL GRPO", theirs, theirs)
+    show("headrace, on-policy", ours, theirs)
+    show("headrace, max_staleness 1", behind, theirs)
 
 
 if __name__ == "__main__":
