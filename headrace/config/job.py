@@ -225,10 +225,13 @@ class BufferSection(Section):
     )
     lease_seconds: Seconds = Field(60.0, description="A producer that is silent for so long loses its groups.")
     max_attempts: Positive = Field(3, description="Leases of a group before it is FAILED.")
-    buffer_store: Literal["memory", "sqlite", "segments"] = Field(
+    buffer_store: Literal["memory", "sqlite", "segments", "postgres"] = Field(
         "segments", description="Where the ledger lives: memory loses it with the process."
     )
     min_free_disk_bytes: NonNegative = Field(256 << 20, description="Puts are refused when the disk has less left.")
+    buffer_postgres: str | None = Field(
+        None, description="URL of the database of buffer_store postgres; its password comes from ~/.pgpass."
+    )
     buffer_addresses: tuple[str, ...] = Field(
         (), description="host:port of every shard of the ledger, in an order that stays; instead of buffer_address."
     )
@@ -298,7 +301,9 @@ class CheckpointSection(Section):
 
 
 class ServicesSection(Section):
-    buffer_address: str | None = Field(None, description="host:port; absent: started here.")
+    buffer_address: str | None = Field(
+        None, description="host:port, or host:port|host:port of a server and its standby; absent: started here."
+    )
     rollout_address: str | None = Field(None, description="host:port; absent: started here.")
     reward_address: str | None = Field(None, description="host:port; absent: started here.")
     trainer_address: str | None = Field(None, description="host:port to listen on; absent: a free port.")

@@ -20,6 +20,7 @@ _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     **ALGORITHM_NEEDS,
     "max_tokens_per_gpu": ("use_dynamic_batch_size", lambda job: job.train.use_dynamic_batch_size),
     "balance_by": ("balance_data", lambda job: job.train.balance_data),
+    "buffer_postgres": ("buffer_store", lambda job: job.buffer.buffer_store == "postgres"),
     "buffer_shard": ("buffer_addresses", lambda job: bool(job.buffer.buffer_addresses)),
     "keep_best_metric": ("keep_best", lambda job: job.checkpoint.keep_best > 0),
     "group_rm": ("custom_rm_path", lambda job: job.reward.custom_rm_path is not None),
@@ -63,6 +64,14 @@ def _no_ignored_leaves(job: Job) -> None:
                 f"{name} has no effect without {needed}: add {known[needed].flag} or leave {known[name].flag} out",
                 field=name,
             )
+
+
+def _postgres_has_a_database(job: Job) -> None:
+    if job.buffer.buffer_store == "postgres" and job.buffer.buffer_postgres is None:
+        raise ConfigError(
+            "buffer_store postgres needs a database: pass --buffer-postgres postgresql://USER@HOST/NAME",
+            field="buffer_postgres",
+        )
 
 
 def _shards_add_up(job: Job) -> None:
@@ -259,6 +268,7 @@ def _architecture(job: Job) -> None:
 
 _RULES: Sequence[Callable[[Job], None]] = (
     _synchronous_when_colocated,
+    _postgres_has_a_database,
     _shards_add_up,
     _no_ignored_leaves,
     _micro_batches,

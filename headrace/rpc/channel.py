@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import grpc
 
 from headrace.rpc.net import Address
@@ -9,8 +11,11 @@ from headrace.rpc.server import MAX_MESSAGE_BYTES
 
 
 def connect(address: str) -> grpc.aio.Channel:
-    """A lazy channel to `host:port`. Retries are `headrace.rpc.call`'s: gRPC's own end after five tries."""
-    Address.parse(address)
+    """A lazy channel to `host:port`, or to whichever of `host:port|host:port` answers.
+
+    Retries are `headrace.rpc.call`'s: gRPC's own end after five tries.
+    """
+    target = _target(address)
     options: list[tuple[str, str | int]] = [
         ("grpc.enable_retries", 0),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -25,4 +30,13 @@ def connect(address: str) -> grpc.aio.Channel:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.use_local_subchannel_pool", 1),
     ]
-    return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.insecure_channel(target, options=options)
+
+
+def _target(address: str) -> str:
+    """Of several, gRPC wants numbers; it tries them in order and stays with the first that answers."""
+    places = [Address.parse(place) for place in address.split("|")]
+    if len(places) == 1:
+        return address
+    numbers = [Address(socket.gethostbyname(place.host), place.port) for place in places]
+    return "ipv4:" + ",".join(map(str, numbers))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headrace.api.buffer.v1 import buffer_pb2, buffer_pb2_grpc
-from headrace.config.job import BufferSection, Job
+from headrace.config.job import Job
 from headrace.errors import HeadraceError
 from headrace.rpc.log import configure_logging, log
 from headrace.rpc.server import RpcServer, Service
@@ -19,14 +19,14 @@ from services.buffer.long_lived import long_lived
 from services.buffer.metrics import LedgerCollector
 from services.buffer.servicer import BufferServicer
 from services.buffer.store.base import Store
-from services.buffer.store.kinds import open_store
+from services.buffer.store.kinds import store_of_job
 from services.buffer.user_code import UserCode
 
 # After a disk failed: long enough for UNAVAILABLE to reach those who wait.
 _FAILED_GRACE_SECONDS = 0.5
 
 
-def main(open_store: Callable[[BufferSection, Path], Store] = open_store) -> int:
+def main(open_store: Callable[[Job, Path], Store] = store_of_job) -> int:
     """0 after a signal, 1 with one line when it cannot start or its disk fails."""
     arguments = _parser().parse_args()
     configure_logging("buffer")
@@ -34,7 +34,7 @@ def main(open_store: Callable[[BufferSection, Path], Store] = open_store) -> int
         job = Job.model_validate_json(arguments.config.read_text())
         configure_logging("buffer", run=job.run.run_name)
         with long_lived():
-            store = open_store(job.buffer, arguments.data_dir)
+            store = open_store(job, arguments.data_dir)
         asyncio.run(serve(job, arguments, store))
     except (HeadraceError, OSError, ValueError) as error:
         log.error("buffer_failed", message=str(error))

@@ -69,7 +69,7 @@ def main() -> int:
     configure_logging("buffer")
     kind, folder = sys.argv[1], Path(sys.argv[2])
     try:
-        store = open_store(BufferSection.model_validate({"buffer_store": kind}), folder)
+        store = open_store(BufferSection.model_validate({"buffer_store": kind}), folder, "run")
         contents = verify(store)
         store.close()
     except (HeadraceError, OSError, ValueError) as error:

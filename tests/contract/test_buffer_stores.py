@@ -21,12 +21,13 @@ from services.buffer.store.segments import SegmentStore
 from services.buffer.store.sqlite import SqliteStore
 from services.buffer.stream import Selection
 from tests.support.ledger_under_test import LedgerUnderTest, complete, sample, without_samples
+from tests.support.postgres import needs_postgres
 from tests.support.stores import STORES, reopened
 
 Reopen = Callable[[Store], Store]
 
 
-@pytest.fixture(params=list(STORES))
+@pytest.fixture(params=[pytest.param(kind, marks=needs_postgres if kind == "postgres" else ()) for kind in STORES])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
