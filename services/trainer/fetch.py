@@ -10,12 +10,13 @@ from headrace.client.port import Buffer
 from headrace.trajectory import Sample
 
 _SECONDS = 600.0
+_AT_ONCE = 2
 
 
 class Fetch:
     """`fetch(sample_ids)` gives the samples in that order. Call it from any thread but the loop's own.
 
-    What was begun before is only waited for. A beginning that nobody asks for is replaced by the next.
+    What was begun before is only waited for. Two may be under way, a step's and the next one's; a third ends the first.
     """
 
     def __init__(self, buffer: Buffer, stream: str, loop: asyncio.AbstractEventLoop) -> None:
@@ -27,10 +28,11 @@ class Fetch:
     def begin(self, sample_ids: Sequence[str]) -> None:
         """In the background: the compute thread goes on."""
         wanted = tuple(sample_ids)
-        if wanted not in self._begun:
-            for other in self._begun.values():
-                other.cancel()
-            self._begun = {wanted: asyncio.run_coroutine_threadsafe(self._fetch(wanted), self._loop)}
+        if not wanted or wanted in self._begun:
+            return
+        self._begun[wanted] = asyncio.run_coroutine_threadsafe(self._fetch(wanted), self._loop)
+        if len(self._begun) > _AT_ONCE:
+            self._begun.pop(next(iter(self._begun))).cancel()
 
     def __call__(self, sample_ids: Sequence[str]) -> list[Sample]:
         if not sample_ids:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -49,6 +50,18 @@ async def test_what_was_begun_is_not_asked_for_again(buffer: Buffer) -> None:
     buffer.may_answer.set()
     assert [sample.sample_id for sample in await asyncio.to_thread(fetch, ["g0-0"])] == ["g0-0"]
     assert buffer.asked == [["g0-0"]]
+
+
+async def test_a_step_and_the_next_are_under_way_together(buffer: Buffer) -> None:
+    """As the loop does it: each step's samples are begun before those of the step before are asked for."""
+    buffer.may_answer.set()
+    fetch = Fetch(buffer, "train", asyncio.get_running_loop())
+    steps = [["g0-0"], ["g0-1"], ["g0-2"], ["g1-0"]]
+    await asyncio.to_thread(fetch.begin, steps[0])
+    for step, upcoming in itertools.pairwise(steps):
+        await asyncio.to_thread(fetch.begin, upcoming)
+        assert [sample.sample_id for sample in await asyncio.to_thread(fetch, step)] == step
+    assert buffer.asked == steps
 
 
 async def test_other_samples_than_those_begun_are_fetched_all_the_same(buffer: Buffer) -> None:
