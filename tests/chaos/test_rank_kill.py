@@ -17,16 +17,17 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from headrace.cli.main import main
 from headrace.launch.linux import descendants
 from tests.support.certain_rollout import CertainRollout, certain_rollout, produce
 from tests.support.tiny_model import make_tiny_qwen3
-from tests.support.training_run import TrainingRun, consumed_by_step
+from tests.support.training_run import TrainingRun
 
 NUM_KILLS = int(os.environ.get("HEADRACE_RANK_KILLS", "2"))
 STEPS_PER_KILL = 4
 NUM_STEPS = STEPS_PER_KILL * NUM_KILLS + 2
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240 + 60 * NUM_KILLS)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300 + 90 * NUM_KILLS)]
 
 
 async def test_a_run_whose_ranks_are_killed_ends_with_the_undisturbed_runs_weights(tmp_path: Path) -> None:
@@ -51,18 +52,8 @@ async def test_a_run_whose_ranks_are_killed_ends_with_the_undisturbed_runs_weigh
     assert all(weights[name].equal(expected[name]) for name in expected)
     assert all(weights[name].equal(served[name]) for name in weights)  # and they are what the engine got
     assert killed.trained() == calm.trained()
-    await the_ledger_agrees(killed)
-
-
-async def the_ledger_agrees(run: TrainingRun) -> None:
-    """Its history, after all rewinds, is what the trainer's own record says; every sample was used once."""
-    groups = {group.group_id: group for group in await run.groups()}
-    consumed, trained = consumed_by_step(await run.history()), run.trained()
-    assert sorted(consumed) == sorted(trained) == list(range(NUM_STEPS))
-    for step, group_ids in consumed.items():
-        assert {s.sample_id for group_id in group_ids for s in groups[group_id].samples} == set(trained[step])
-    fed = [sample_id for sample_ids in trained.values() for sample_id in sample_ids]
-    assert len(fed) == len(set(fed)) == NUM_STEPS * 4 * 8
+    assert sorted(killed.trained()) == list(range(NUM_STEPS))
+    assert await asyncio.to_thread(main, ["audit", str(killed.folder.path)]) == 0
 
 
 def kill_a_rank(run: TrainingRun, chance: random.Random) -> int:
