@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from headrace.cli.main import main
 from headrace.launch.linux import descendants
 from tests.support.certain_rollout import CertainRollout, certain_rollout, produce
+from tests.support.metric_docs import documented_metrics, undocumented
 from tests.support.tiny_model import make_tiny_qwen3
 from tests.support.training_run import TrainingRun
 
@@ -51,6 +52,11 @@ async def test_a_run_whose_ranks_are_killed_ends_with_the_undisturbed_runs_weigh
     assert weights.keys() == expected.keys()
     assert all(weights[name].equal(expected[name]) for name in expected)
     assert all(weights[name].equal(served[name]) for name in weights)  # and they are what the engine got
+    emitted = [set(row) - {"step", "time"} for row in calm.metrics()]
+    assert not undocumented(set().union(*emitted))
+    for row in emitted:
+        assert {metric.name for metric in documented_metrics() if metric.always} <= row
+    assert (calm.folder.path / "timeline.png").stat().st_size > 1000
     assert killed.trained() == calm.trained()
     assert sorted(killed.trained()) == list(range(NUM_STEPS))
     assert await asyncio.to_thread(main, ["audit", str(killed.folder.path)]) == 0
@@ -86,6 +92,7 @@ async def running(folder: Path, checkpoint: Path) -> AsyncIterator[tuple[Trainin
             "--num-rollout", str(NUM_STEPS), "--save-interval", "3", "--lr", "1e-3",
             "--save-hf", str(folder / "export"), "--use-distributed-optimizer",
             "--update-weight-canary-tolerance", "1e9",  # the engine has no model to compare with
+            "--peak-tflops", "0.1",
             "--use-fault-tolerance", "--max-trainer-restarts", str(NUM_KILLS),
         )  # fmt: skip
         async with run.started():

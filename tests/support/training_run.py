@@ -48,7 +48,7 @@ class TrainingRun:
         """Ended by SIGTERM when the block is left, by SIGKILL when that does not help."""
         with self.log.open("wb") as output:
             self._process = await asyncio.create_subprocess_exec(
-                *self.command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=output, stderr=output
+                *self.command, cwd=ROOT, env=_environment(), stdout=output, stderr=output
             )
         try:
             yield self
@@ -147,6 +147,12 @@ def consumed_by_step(events: list[buffer_pb2.LedgerEvent]) -> Mapping[int, list[
 def unpacked(samples: list[Any]) -> list[Sample]:
     """Samples with payload, opened."""
     return [Sample.unpack(sample) for sample in samples]
+
+
+def _environment() -> dict[str, str]:
+    """Without the tests' own variables, which would be unknown ones of the job."""
+    mine = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
+    return mine | {"PYTHONPATH": str(ROOT)}
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
