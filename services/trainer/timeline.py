@@ -20,6 +20,7 @@ PARTS: Mapping[str, str] = {
     "time/forward_seconds": "#80b1d3",
     "time/backward_seconds": "#1f78b4",
     "time/optimizer_seconds": "#b3de69",
+    "time/critic_seconds": "#cab2d6",
     "time/publish_seconds": "#fdb462",
     "time/save_seconds": "#fb8072",
     "time/evaluate_seconds": "#ffed6f",
