@@ -67,6 +67,10 @@ class MegatronArgs(ArchitectureArgs):
 
     tensor_model_parallel_size: Positive = Field(1, description="Ranks that share every layer.")
     pipeline_model_parallel_size: Positive = Field(1, description="Stages of consecutive layers.")
+    expert_model_parallel_size: Positive = Field(1, description="Ranks that share out the experts of a layer.")
+    expert_tensor_parallel_size: Positive | None = Field(
+        None, description="Ranks that share each expert; absent: tensor_model_parallel_size."
+    )
     context_parallel_size: Positive = Field(1, description="Ranks that share a sequence; Transformer Engine only.")
     sequence_parallel: bool = Field(False, description="Share activations over tensor ranks; Transformer Engine only.")
     use_distributed_optimizer: bool = Field(False, description="Optimizer states are shared out over data ranks.")

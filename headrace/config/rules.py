@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from headrace.config.algorithm_rules import ALGORITHM_NEEDS, check_algorithm
-from headrace.config.architecture import Architecture
 from headrace.config.files import check_files
 from headrace.config.job import Job
 from headrace.config.leaf import leaves
@@ -13,6 +12,8 @@ from headrace.config.megatron import MegatronArgs
 from headrace.config.megatron_rules import check_megatron
 from headrace.config.secrets import passwords
 from headrace.errors import ConfigError
+from headrace.models.megatron import contradictions
+from headrace.models.registry import read_architecture
 
 _SECRET_ARGUMENTS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 
@@ -261,9 +262,9 @@ def _export_folder_is_new(job: Job) -> None:
 
 
 def _architecture(job: Job) -> None:
-    contradictions = Architecture.read(job.model.hf_checkpoint).contradictions(megatron(job))
-    if contradictions:
-        raise ConfigError("; ".join(contradictions))
+    wrong = contradictions(read_architecture(job.model.hf_checkpoint), megatron(job))
+    if wrong:
+        raise ConfigError("; ".join(wrong))
 
 
 _RULES: Sequence[Callable[[Job], None]] = (

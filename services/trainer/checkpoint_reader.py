@@ -14,9 +14,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from headrace.errors import DataLoss
+from headrace.models.rows import Sharding
 from headrace.rpc.log import log
 from services.trainer.manifest import Manifest
-from services.trainer.models.shards import Sharding
+from services.trainer.models.shards import cut, merge
 from services.trainer.parallel import Layout
 from services.trainer.piece import Place
 
@@ -67,7 +68,7 @@ class CheckpointReader:
         if first.num_shards == num_shards:
             return self._run(name, shard, start, end)
         shards = [self._shard(name, number) for number in range(first.num_shards)]
-        mine = sharding.shard(sharding.merge(shards), shard, num_shards)
+        mine = cut(sharding, merge(sharding, shards), shard, num_shards)
         return mine.reshape(-1)[start:end].clone()
 
     def _shard(self, name: str, shard: int) -> Tensor:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from megatron.core.fusions import fused_softmax
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 _CPU = torch.device("cpu")
@@ -32,7 +34,8 @@ class _Stream:
 
     def wait_event(self, _: object) -> None: ...
 
-    def record_event(self, *_: object) -> None: ...
+    def record_event(self, *_: object) -> _Stream:
+        return self
 
     def synchronize(self) -> None: ...
 
@@ -79,6 +82,11 @@ def _causal_mask(size: int) -> torch.Tensor:
     return torch.ones(size, size, dtype=torch.bool).triu(diagonal=1)
 
 
+def _maybe_as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """The sizes of an all-to-all, which Megatron turns into numpy only on their way from a GPU."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
 def install() -> None:
     """For the calling thread, for good. Harmless when called again."""
     cuda: Any = torch.cuda
@@ -94,6 +102,10 @@ def install() -> None:
         megatron_random._get_cuda_rng_state = lambda *_, **__: torch.empty(0)
         megatron_random._set_cuda_rng_state = lambda *_, **__: None
         fused_softmax.get_default_causal_mask = _causal_mask
+        token_dispatcher.maybe_move_tensor_to_cpu = _maybe_as_numpy
+        # Both speak of Transformer Engine's classes without asking whether they are there.
+        moe_utils.te_general_gemm = None
+        multi_latent_attention.HAVE_TE = False
         megatron_random._CUDA_RNG_STATE_TRACKER = _RngTracker()
         megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
     if not any(isinstance(mode, _CudaMeansCpu) for mode in _get_current_function_mode_stack()):  # type: ignore[no-untyped-call]

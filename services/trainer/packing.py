@@ -6,7 +6,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from headrace.config.job import Job
 from headrace.errors import ConfigError
-from services.trainer.models.gpt import has_transformer_engine
+from services.trainer.models.layer_specs import has_transformer_engine
 from services.trainer.parallel import Layout
 from services.trainer.rows import Packing
 

@@ -31,9 +31,20 @@ class Layout:
     pp_size: int
     dp_rank: int
     dp_size: int
+    ep_rank: int
+    ep_size: int
+    etp_rank: int
+    etp_size: int
+    edp_rank: int
+    """Counts the ranks that hold the same expert."""
+    edp_size: int
     tp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
     pp_group: dist.ProcessGroup
+    ep_group: dist.ProcessGroup
+    """Ranks that hold different experts of the same layers."""
+    etp_group: dist.ProcessGroup
+    """Ranks that share each expert; the tensor ranks, unless expert_tensor_parallel_size says otherwise."""
 
     @property
     def is_first_stage(self) -> bool:
@@ -46,9 +57,15 @@ class Layout:
         return self.pp_rank == self.pp_size - 1
 
     @property
+    def gathers(self) -> bool:
+        """Takes part in putting whole tensors together. Experts are spread over data ranks: then all do."""
+        return self.ep_size > 1 or self.dp_rank == 0
+
+    @property
     def name(self) -> str:
-        """For checkpoints: tp2-pp1-dp2."""
-        return f"tp{self.tp_size}-pp{self.pp_size}-dp{self.dp_size}"
+        """For checkpoints: tp2-pp1-dp2, with experts divided tp2-pp1-dp2-ep2."""
+        experts = f"-ep{self.ep_size}" if self.ep_size > 1 else ""
+        return f"tp{self.tp_size}-pp{self.pp_size}-dp{self.dp_size}{experts}"
 
 
 def initialize(job: Job) -> Layout:
@@ -70,10 +87,13 @@ def initialize(job: Job) -> Layout:
             f"{world_size} ranks cannot be divided into tensor_model_parallel_size {args.tensor_model_parallel_size} × "
             f"pipeline_model_parallel_size {args.pipeline_model_parallel_size}: use a multiple of {model_parallel}"
         )
+    _require_room_for_experts(args, world_size)
     rendezvous.join(rank, world_size, "nccl" if has_cuda else "gloo", _COLLECTIVE_TIMEOUT)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
     )
     device = torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
     return Layout(
@@ -86,10 +106,29 @@ def initialize(job: Job) -> Layout:
         pp_size=args.pipeline_model_parallel_size,
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        ep_size=args.expert_model_parallel_size,
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
+        edp_rank=parallel_state.get_expert_data_parallel_rank(),
+        edp_size=parallel_state.get_expert_data_parallel_world_size(),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
+        ep_group=parallel_state.get_expert_model_parallel_group(),
+        etp_group=parallel_state.get_expert_tensor_parallel_group(),
     )
+
+
+def _require_room_for_experts(args: MegatronArgs, world_size: int) -> None:
+    within = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    needed = within * args.expert_model_parallel_size * args.pipeline_model_parallel_size
+    if world_size % needed:
+        raise ConfigError(
+            f"{world_size} ranks cannot be divided into expert_model_parallel_size {args.expert_model_parallel_size} × "
+            f"{within} tensor ranks × pipeline_model_parallel_size {args.pipeline_model_parallel_size}: use a multiple "
+            f"of {needed}"
+        )
 
 
 def refuse_gpu_only(args: MegatronArgs) -> None:

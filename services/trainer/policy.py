@@ -12,10 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from headrace.config.algorithm_rules import uses_critic, uses_reference
-from headrace.config.architecture import Architecture
 from headrace.config.job import Job
 from headrace.config.megatron import MegatronArgs
 from headrace.errors import ConfigError
+from headrace.models.megatron import contradictions
+from headrace.models.registry import read_architecture
 from headrace.trajectory import Sample
 from services.trainer.batch import SampleFacts
 from services.trainer.buckets import TensorSpec
@@ -54,8 +55,8 @@ class Policy:
 
     def __init__(self, job: Job, layout: Layout) -> None:
         args = MegatronArgs.model_validate(job.megatron)
-        architecture = Architecture.read(job.model.hf_checkpoint)
-        if wrong := architecture.contradictions(args):
+        architecture = read_architecture(job.model.hf_checkpoint)
+        if wrong := contradictions(architecture, args):
             raise ConfigError("; ".join(wrong))
         self._job = job
         self._layout = layout
@@ -143,7 +144,7 @@ class Policy:
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Collective: (Hugging Face name, whole tensor) on senders, nothing elsewhere."""
-        if self._layout.dp_rank == 0:
+        if self._layout.gathers:
             yield from self._converter.hf_tensors()
 
     def hf_tensor_specs(self) -> list[TensorSpec]:

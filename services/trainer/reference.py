@@ -11,13 +11,14 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from services.trainer.models.convert import Converter
+from services.trainer.models.weights import weights_of
 
 
 class ReferencePolicy:
     """Host copies of a Hugging Face folder's weights, or of the initial ones."""
 
     def __init__(self, model: DistributedDataParallel, converter: Converter, folder: Path | None) -> None:
-        self._parameters = dict(model.module.named_parameters())
+        self._weights = weights_of(model.module)
         if folder is not None:
             current = self._copies()
             converter.load(folder)
@@ -37,9 +38,9 @@ class ReferencePolicy:
             self._put(current)
 
     def _copies(self) -> dict[str, torch.Tensor]:
-        return {name: parameter.detach().cpu().clone() for name, parameter in self._parameters.items()}
+        return {name: weight.detach().cpu().clone() for name, weight in self._weights.items()}
 
     def _put(self, values: dict[str, torch.Tensor]) -> None:
         with torch.no_grad():
             for name, value in values.items():
-                self._parameters[name].copy_(value)
+                self._weights[name].copy_(value)

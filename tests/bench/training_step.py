@@ -23,9 +23,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headrace.config.architecture import Architecture
 from headrace.config.job import Job
 from headrace.config.megatron import MegatronArgs
+from headrace.models.registry import read_architecture
 from headrace.trajectory import Sample, Status
 from services.trainer.batch import SampleFacts
 from services.trainer.models.convert import Converter
@@ -96,7 +96,7 @@ def policy_step(model: Path, layout: Layout, batch: Sequence[Sample], train: Map
 def bare_step(model: Path, layout: Layout, batch: Sequence[Sample]) -> Step:
     """Megatron's: padded tensors in memory, cross-entropy of the responses."""
     args = MegatronArgs.model_validate(job(model).megatron)
-    architecture = Architecture.read(model)
+    architecture = read_architecture(model)
     config = transformer_config(architecture, args, layout)
     config.finalize_model_grads_func = finalize_model_grads
     network = GPTModel(

@@ -2,55 +2,30 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
-from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace.config.architecture import Architecture
 from headrace.errors import ConfigError, InvalidArgument
+from headrace.models.registry import table
+from headrace.models.rows import Replicated, Sharding
 from services.trainer.buckets import TensorSpec
+from services.trainer.models.hf_folder import HfFolder
 from services.trainer.models.model_shard import ModelShard
-from services.trainer.models.shards import Replicated
-from services.trainer.models.table import Row, stage_rows, table
+from services.trainer.models.names import check_names
+from services.trainer.models.placement import Placed, placed_rows
+from services.trainer.models.shards import cut, merge
 from services.trainer.models.transformer_engine import fused_name
+from services.trainer.models.weights import weights_of
 from services.trainer.parallel import Layout
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-_TIED_HEAD = "lm_head.weight"
-
-
-class HfFolder:
-    """The tensors of a Hugging Face folder, read one at a time."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.files = self._weight_map()
-
-    def tensor(self, name: str) -> Tensor:
-        """One tensor, on the CPU."""
-        with safe_open(str(self._folder / self.files[name]), framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
-
-    def _weight_map(self) -> Mapping[str, str]:
-        if (self._folder / _INDEX).is_file():
-            index: dict[str, str] = json.loads((self._folder / _INDEX).read_text())["weight_map"]
-            return index
-        if not (self._folder / _SINGLE).is_file():
-            raise ConfigError(
-                f"hf_checkpoint {self._folder} has neither {_SINGLE} nor {_INDEX}: export it as safetensors"
-            )
-        with safe_open(str(self._folder / _SINGLE), framework="pt") as file:
-            return dict.fromkeys(file.keys(), _SINGLE)
+_TIED_COPY = "output_layer.weight"
 
 
 class Converter:
@@ -59,111 +34,137 @@ class Converter:
     def __init__(self, architecture: Architecture, layout: Layout, model: GPTModel) -> None:
         self._architecture = architecture
         self._layout = layout
-        self._parameters: dict[str, Any] = dict(model.named_parameters())
-        self._rows = [Row(self._name(row.megatron), row.hf, row.sharding) for row in stage_rows(architecture, layout)]
-        self._check_covered(model)
+        self._weights = weights_of(model)
+        self._has_tied_copy = (
+            not architecture.untie_embeddings_and_output_weights and model.post_process and not model.pre_process
+        )
+        self._placed = [
+            Placed(placed.row, self._name(placed.name), placed.owner)
+            for placed in placed_rows(architecture, layout, model)
+        ]
+        self._check_covered()
         self._mark_sharded()
 
     def load(self, folder: Path) -> None:
-        """Fills this rank's parameters. Raises ConfigError that lists missing and extra tensors of the folder."""
+        """Fills this rank's weights. Raises ConfigError that lists missing and extra tensors of the folder."""
         source = HfFolder(folder)
-        self._check_names(source, folder)
-        for row in self._rows:
-            parameter = self._parameters[row.megatron]
-            parts = [source.tensor(name) for name in row.hf]
-            self._fill(parameter, row, parts)
+        check_names(source, self._architecture)
+        for placed in self._placed:
+            if self._is_here(placed):
+                self._fill(self._weights[placed.name], placed, [source.tensor(t.name) for t in placed.row.hf])
         if self._has_tied_copy:
-            head = next(row for row in table(self._architecture) if row.megatron.startswith("embedding"))
-            self._fill(self._parameters["output_layer.weight"], head, [source.tensor(head.hf[0])])
+            embedding = self._tied_embedding()
+            self._fill(self._weights[_TIED_COPY], embedding, [source.tensor(embedding.row.hf[0].name)])
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Collective over tensor ranks: yields (name, whole tensor) on tensor rank 0 of each stage, else nothing."""
-        for row in self._rows:
-            shards = self._gather(self._parameters[row.megatron].detach())
-            if self._layout.tp_rank == 0:
-                yield from zip(row.hf, row.sharding.merge(shards), strict=True)
+        """Collective over a stage: yields (name, whole tensor) on its first rank, nothing elsewhere."""
+        for placed in self._placed:
+            wholes = self._shared_by_experts(placed) if placed.row.expert is not None else self._merged(placed)
+            if self._layout.tp_rank == 0 and self._layout.dp_rank == 0:
+                yield from zip((t.name for t in placed.row.hf), wholes, strict=True)
 
     def hf_tensor_specs(self) -> list[TensorSpec]:
-        """What hf_tensors yields on tensor rank 0, in that order, without moving anything."""
-        specs = []
-        for row in self._rows:
-            parameter = self._parameters[row.megatron]
-            shards = [torch.empty_like(parameter, device="meta") for _ in range(self._layout.tp_size)]
-            for name, whole in zip(row.hf, row.sharding.merge(shards), strict=True):
-                specs.append(TensorSpec(name, tuple(whole.shape), str(whole.dtype).removeprefix("torch.")))
-        return specs
+        """What hf_tensors yields on the first rank of a stage, in that order, without moving anything."""
+        return [
+            TensorSpec(tensor.name, tensor.shape, str(self._weights[placed.name].dtype).removeprefix("torch."))
+            for placed in self._placed
+            for tensor in placed.row.hf
+        ]
 
     def shards(self) -> list[ModelShard]:
-        """Every parameter of this rank with its place in the whole model, in the table's order."""
-        found = [self._shard(row, row.hf[0]) for row in self._rows]
+        """Every weight of this rank with its place in the whole model, in the table's order."""
+        found = [self._shard(placed) for placed in self._placed if self._is_here(placed)]
         if self._has_tied_copy:
-            head = next(row for row in table(self._architecture) if row.megatron.startswith("embedding"))
-            copy = self._shard(Row("output_layer.weight", head.hf, head.sharding), head.hf[0])
+            copy = self._shard(self._tied_embedding())
             found.append(replace(copy, replica=0, num_replicas=0, speaks=False))
         return found
 
-    def _shard(self, row: Row, key: str) -> ModelShard:
-        layout, is_replicated = self._layout, isinstance(row.sharding, Replicated)
+    def _shard(self, placed: Placed) -> ModelShard:
+        layout, sharding, shared = self._layout, self._sharding(placed), placed.row.expert is None
+        rank, size = self._rank(placed), self._size(placed)
+        data_rank, data_size = (layout.dp_rank, layout.dp_size) if shared else (layout.edp_rank, layout.edp_size)
+        is_replicated = isinstance(sharding, Replicated)
         return ModelShard(
-            key=key,
-            parameter=self._parameters[row.megatron],
-            sharding=row.sharding,
-            shard=0 if is_replicated else layout.tp_rank,
-            num_shards=1 if is_replicated else layout.tp_size,
-            replica=layout.dp_rank * layout.tp_size + layout.tp_rank if is_replicated else layout.dp_rank,
-            num_replicas=layout.dp_size * layout.tp_size if is_replicated else layout.dp_size,
-            speaks=layout.tp_rank == 0 or not is_replicated,
+            key=placed.row.hf[0].name,
+            parameter=self._weights[placed.name],
+            sharding=sharding,
+            shard=0 if is_replicated else rank,
+            num_shards=1 if is_replicated else size,
+            replica=data_rank * size + rank if is_replicated else data_rank,
+            num_replicas=data_size * size if is_replicated else data_size,
+            speaks=rank == 0 or not is_replicated,
         )
 
-    @property
-    def _has_tied_copy(self) -> bool:
-        tied = not self._architecture.untie_embeddings_and_output_weights
-        return tied and self._layout.is_last_stage and not self._layout.is_first_stage
+    def _tied_embedding(self) -> Placed:
+        return Placed(table(self._architecture).first[0], _TIED_COPY, 0)
 
     def _name(self, megatron: str) -> str:
-        return megatron if megatron in self._parameters else fused_name(megatron)
+        return megatron if megatron in self._weights else fused_name(megatron)
+
+    def _is_here(self, placed: Placed) -> bool:
+        return placed.row.expert is None or placed.owner == self._layout.ep_rank
 
     def _mark_sharded(self) -> None:
         """Megatron marks shards while it initializes them, which is skipped here; the gradient norm needs them."""
-        for row in self._rows:
-            self._parameters[row.megatron].tensor_model_parallel = not isinstance(row.sharding, Replicated)
+        for placed in self._placed:
+            weight = self._weights[placed.name]
+            if isinstance(weight, nn.Parameter):
+                weight.tensor_model_parallel = not isinstance(self._sharding(placed), Replicated)  # type: ignore[attr-defined]
         if self._has_tied_copy:
-            self._parameters["output_layer.weight"].tensor_model_parallel = True
+            self._weights[_TIED_COPY].tensor_model_parallel = True  # type: ignore[attr-defined]
 
-    def _fill(self, parameter: Tensor, row: Row, parts: list[Tensor]) -> None:
-        shard = row.sharding.shard(parts, self._layout.tp_rank, self._layout.tp_size)
-        if shard.shape != parameter.shape:
+    def _sharding(self, placed: Placed) -> Sharding:
+        """The table's, or Replicated for what this build keeps whole: Transformer Engine's latent projections."""
+        tensors = placed.row.hf
+        is_whole = len(tensors) == 1 and tensors[0].shape == tuple(self._weights[placed.name].shape)
+        return Replicated() if is_whole and self._size(placed) > 1 else placed.row.sharding
+
+    def _rank(self, placed: Placed) -> int:
+        return self._layout.tp_rank if placed.row.expert is None else self._layout.etp_rank
+
+    def _size(self, placed: Placed) -> int:
+        return self._layout.tp_size if placed.row.expert is None else self._layout.etp_size
+
+    def _fill(self, weight: Tensor, placed: Placed, parts: list[Tensor]) -> None:
+        found = [tuple(part.shape) for part in parts]
+        if found != [tensor.shape for tensor in placed.row.hf]:
             raise ConfigError(
-                f"{', '.join(row.hf)}: shapes {[list(p.shape) for p in parts]} do not make {row.megatron} "
-                f"of shape {list(parameter.shape)}: the weights and config.json are of different models"
+                f"{', '.join(t.name for t in placed.row.hf)}: shapes {[list(s) for s in found]} are not "
+                f"{[list(t.shape) for t in placed.row.hf]}: the weights and config.json are of different models"
             )
         with torch.no_grad():
-            parameter.copy_(shard)
+            weight.copy_(cut(self._sharding(placed), parts, self._rank(placed), self._size(placed)))
 
-    def _gather(self, shard: Tensor) -> list[Tensor]:
-        if self._layout.tp_size == 1:
-            return [shard]
-        shards = [torch.empty_like(shard) for _ in range(self._layout.tp_size)]
-        dist.all_gather(shards, shard.contiguous(), group=self._layout.tp_group)
-        return shards
+    def _merged(self, placed: Placed) -> list[Tensor]:
+        group = self._layout.tp_group if placed.row.expert is None else self._layout.etp_group
+        shards = _gathered(self._weights[placed.name].detach(), group, self._size(placed))
+        return merge(self._sharding(placed), shards)
 
-    def _check_covered(self, model: GPTModel) -> None:
-        covered = {row.megatron for row in self._rows} | ({"output_layer.weight"} if self._has_tied_copy else set())
-        uncovered = self._parameters.keys() ^ covered
-        if uncovered:
+    def _shared_by_experts(self, placed: Placed) -> Sequence[Tensor]:
+        """An expert's whole tensors, from the expert rank that holds them to all."""
+        layout = self._layout
+        if layout.ep_size == 1:
+            return self._merged(placed)
+        if placed.owner == layout.ep_rank:
+            wholes = [whole.contiguous() for whole in self._merged(placed)]
+        else:
+            like = self._weights[placed.name]
+            wholes = [torch.empty(t.shape, dtype=like.dtype, device=like.device) for t in placed.row.hf]
+        for whole in wholes:
+            dist.broadcast(whole, dist.get_global_rank(layout.ep_group, placed.owner), group=layout.ep_group)
+        return wholes
+
+    def _check_covered(self) -> None:
+        covered = {placed.name for placed in self._placed} | ({_TIED_COPY} if self._has_tied_copy else set())
+        if uncovered := self._weights.keys() ^ covered:
             raise InvalidArgument(
                 f"the table of {self._architecture.family} does not fit the model: {sorted(uncovered)}"
             )
 
-    def _check_names(self, source: HfFolder, folder: Path) -> None:
-        layers = range(self._architecture.num_layers)
-        expected = {
-            name.format(layer=layer) for row in table(self._architecture) for name in row.hf for layer in layers
-        }
-        found = {name for name in source.files if not name.endswith("rotary_emb.inv_freq")}
-        if not self._architecture.untie_embeddings_and_output_weights:
-            found.discard(_TIED_HEAD)  # some exporters write the tied head too
-        if missing := sorted(expected - found):
-            raise ConfigError(f"{folder} lacks {len(missing)} tensors that its config.json asks for: {missing[:5]}")
-        if extra := sorted(found - expected):
-            raise ConfigError(f"{folder} holds {len(extra)} tensors that its config.json does not name: {extra[:5]}")
+
+def _gathered(one: Tensor, group: dist.ProcessGroup, size: int) -> list[Tensor]:
+    if size == 1:
+        return [one]
+    shards = [torch.empty_like(one) for _ in range(size)]
+    dist.all_gather(shards, one.contiguous(), group=group)
+    return shards

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from headrace.config.architecture import Architecture, Llama3Rope
 from headrace.config.megatron import MegatronArgs
 from headrace.errors import ConfigError
+from headrace.models.megatron import megatron_fields
 from services.trainer.megatron import made
 from services.trainer.models.hidden_states import give_hidden_states
+from services.trainer.models.layer_specs import has_transformer_engine, layer_specs
 from services.trainer.models.segment_attention import with_segment_attention
 from services.trainer.parallel import Layout
 from services.trainer.rows import Packing
@@ -31,28 +26,20 @@ def transformer_config(architecture: Architecture, args: MegatronArgs, layout: L
     on_cpu = layout.device.type == "cpu"
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     values = {
-        "num_layers": architecture.num_layers,
-        "hidden_size": architecture.hidden_size,
-        "ffn_hidden_size": architecture.ffn_hidden_size,
-        "num_attention_heads": architecture.num_attention_heads,
-        "num_query_groups": architecture.num_query_groups,
-        "kv_channels": architecture.kv_channels,
-        "layernorm_epsilon": architecture.norm_epsilon,
-        "normalization": architecture.normalization,
-        "gated_linear_unit": architecture.swiglu,
+        **megatron_fields(architecture),
         "activation_func": torch.nn.functional.silu,
-        "qk_layernorm": architecture.qk_layernorm,
-        "add_bias_linear": False,
-        "add_qkv_bias": architecture.add_qkv_bias,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": layout.tp_size,
         "pipeline_model_parallel_size": layout.pp_size,
+        "expert_model_parallel_size": layout.ep_size,
+        "expert_tensor_parallel_size": layout.etp_size,
         "pipeline_dtype": dtype,
         "params_dtype": dtype,
         "bf16": args.bf16,
         "variable_seq_lengths": layout.pp_size > 1,
-        "moe_token_dispatcher_type": "alltoall",  # no experts here, but the default refuses variable lengths
+        "moe_token_dispatcher_type": "alltoall",  # the default refuses variable lengths
+        "moe_router_bias_update_rate": 0.0,  # the checkpoint balances its experts already
         "batch_p2p_comm": not on_cpu,
         "use_cpu_initialization": on_cpu,
         "perform_initialization": False,
@@ -65,7 +52,8 @@ def transformer_config(architecture: Architecture, args: MegatronArgs, layout: L
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
     }
-    return made(TransformerConfig, args, values)
+    kind = MLATransformerConfig if architecture.latent_attention else TransformerConfig
+    return made(kind, args, values)
 
 
 def build_model(architecture: Architecture, config: TransformerConfig, layout: Layout, packing: Packing) -> GPTModel:
@@ -74,7 +62,8 @@ def build_model(architecture: Architecture, config: TransformerConfig, layout: L
     The last stage answers with hidden states; log-probs are services/trainer/head.py's.
     """
     _require_divisible(architecture, layout)
-    spec = layer_spec(architecture, layout)
+    _require_sequence_parallel_with_experts(architecture, config)
+    spec = layer_specs(architecture, config, layout)
     if uses_segment_attention(layout, packing):
         spec = with_segment_attention(spec)
     model = GPTModel(
@@ -89,8 +78,8 @@ def build_model(architecture: Architecture, config: TransformerConfig, layout: L
         position_embedding_type="rope",
         rotary_percent=architecture.rotary_percent,
         rotary_base=architecture.rotary_base,
-        rope_scaling=architecture.rope_scaling is not None,
-        rope_scaling_factor=_rope_factor(architecture.rope_scaling),
+        rope_scaling=isinstance(architecture.rope_scaling, Llama3Rope),
+        rope_scaling_factor=_rope_factor(architecture),
     )
     return in_dtype(give_hidden_states(model), config.params_dtype).to(layout.device)
 
@@ -102,25 +91,14 @@ def in_dtype(model: GPTModel, dtype: torch.dtype) -> GPTModel:
     return model
 
 
-def layer_spec(architecture: Architecture, layout: Layout) -> ModuleSpec:
-    """Transformer Engine's layers where it is installed, Megatron's own elsewhere."""
-    if has_transformer_engine(layout):
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=architecture.qk_layernorm)
-    return get_gpt_layer_local_spec(qk_layernorm=architecture.qk_layernorm, normalization=architecture.normalization)
-
-
-def has_transformer_engine(layout: Layout) -> bool:
-    """On GPUs, where it is installed."""
-    return layout.device.type == "cuda" and find_spec("transformer_engine") is not None
-
-
 def uses_segment_attention(layout: Layout, packing: Packing) -> bool:
     """Transformer Engine packs samples by itself, but knows no shared prompts."""
     return not has_transformer_engine(layout) or packing == "shared_prompts"
 
 
-def _rope_factor(scaling: Llama3Rope | None) -> float:
-    if scaling is None:
+def _rope_factor(architecture: Architecture) -> float:
+    scaling = architecture.rope_scaling
+    if not isinstance(scaling, Llama3Rope):
         return 1.0
     for name, fixed in _MEGATRON_ROPE.items():
         if getattr(scaling, name) != fixed:
@@ -135,8 +113,26 @@ def _require_divisible(architecture: Architecture, layout: Layout) -> None:
             raise ConfigError(
                 f"tensor_model_parallel_size {layout.tp_size} does not divide {name} {size}: choose a divisor of it"
             )
+    if architecture.experts and architecture.experts.count % layout.ep_size:
+        raise ConfigError(
+            f"expert_model_parallel_size {layout.ep_size} does not divide the {architecture.experts.count} experts: "
+            "choose a divisor of it"
+        )
+    if layout.ep_size > 1 and not architecture.experts:
+        raise ConfigError(
+            f"expert_model_parallel_size {layout.ep_size}: this {architecture.family} has no experts: leave it out"
+        )
     if architecture.num_layers % layout.pp_size:
         raise ConfigError(
             f"pipeline_model_parallel_size {layout.pp_size} does not divide num_layers {architecture.num_layers}: "
             "choose a divisor of it"
+        )
+
+
+def _require_sequence_parallel_with_experts(architecture: Architecture, config: TransformerConfig) -> None:
+    if architecture.experts and config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+        raise ConfigError(
+            f"tensor_model_parallel_size {config.tensor_model_parallel_size} with experts: Megatron-core trains them "
+            "only with --sequence-parallel, which needs Transformer Engine on a GPU. Divide the experts instead: "
+            f"--expert-model-parallel-size {config.tensor_model_parallel_size}"
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from services.trainer.models.shards import Sharding
+from headrace.models.rows import Sharding
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config.architecture import Architecture
 from headrace.config.job import Job
+from headrace.models.registry import read_architecture
 from services.trainer.batch import SampleFacts
 from services.trainer.cost import cost_of
 from services.trainer.flops import ModelFlops
@@ -21,7 +21,7 @@ def facts(prompt: int, response: int) -> SampleFacts:
 
 def cost(folder: Path, **train: object) -> Cost | None:
     job = Job.model_validate({"model": {"hf_checkpoint": folder}, "train": train})
-    return cost_of(job, Architecture.read(folder))
+    return cost_of(job, read_architecture(folder))
 
 
 @pytest.fixture(scope="module")

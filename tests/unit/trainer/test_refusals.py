@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace.config.architecture import Architecture
 from headrace.config.megatron import MegatronArgs
 from headrace.errors import ConfigError
+from headrace.models.megatron import contradictions
+from headrace.models.registry import read_architecture
 from tests.support.rank_cases import Case
 from tests.support.ranks import run_cases
 from tests.support.tiny_families import make_tiny
@@ -20,13 +21,16 @@ from tests.support.tiny_families import make_tiny
 REFUSED = {
     "lacks-a-tensor": r"lacks 1 tensors that its config.json asks for: \['model.layers.1.mlp.up_proj.weight'\]",
     "holds-a-stranger": r"holds 1 tensors that its config.json does not name: \['model.layers.2.stranger'\]",
-    "other-shape": r"model.norm.weight: shapes \[\[63\]\] do not make decoder.final_layernorm.weight of shape \[64\]",
+    "other-shape": r"model.norm.weight: shapes \[\[63\]\] are not \[\[64\]\]: the weights and config.json",
     "no-weights": r"has neither model.safetensors nor model.safetensors.index.json",
     "contradiction": r"--num-layers 3 contradicts the checkpoint, whose config.json says 2: leave the flag out",
     "sequence-parallel": r"--sequence-parallel needs a GPU, .*Transformer Engine too: leave it out on a CPU",
     "context-parallel": r"--context-parallel-size 2 needs a GPU",
     "too-few-ranks": r"2 ranks cannot be divided into tensor_model_parallel_size 2 × .*: use a multiple of 4",
     "odd-vocabulary": r"tensor_model_parallel_size 2 does not divide vocab_size 321: choose a divisor of it",
+    "experts-with-tensor-ranks": r"tensor_model_parallel_size 2 with experts: .* only with --sequence-parallel",
+    "odd-experts": r"expert_model_parallel_size 2 does not divide the 3 experts: choose a divisor of it",
+    "no-experts": r"expert_model_parallel_size 2: this qwen3 has no experts: leave it out",
     "too-many-stages": r"pipeline_model_parallel_size 2 does not divide num_layers 3: choose a divisor of it",
 }
 
@@ -43,6 +47,8 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copyfile(good / "config.json", folder / "empty" / "config.json")
     make_tiny(folder / "odd", "qwen3", tied=True, vocab_size=321)
     make_tiny(folder / "three-layers", "qwen3", tied=True, num_layers=3)
+    make_tiny(folder / "experts", "qwen3_moe")
+    make_tiny(folder / "three-experts", "qwen3_moe", num_experts=3)
     cases = [
         _case(folder, "lacks-a-tensor", "lacks"),
         _case(folder, "holds-a-stranger", "extra"),
@@ -53,6 +59,9 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> Path:
         _case(folder, "context-parallel", "good", context_parallel_size=2),
         _case(folder, "too-few-ranks", "good", tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
         _case(folder, "odd-vocabulary", "odd", tensor_model_parallel_size=2),
+        _case(folder, "experts-with-tensor-ranks", "experts", tensor_model_parallel_size=2),
+        _case(folder, "odd-experts", "three-experts", expert_model_parallel_size=2),
+        _case(folder, "no-experts", "good", expert_model_parallel_size=2),
         _case(folder, "too-many-stages", "three-layers", pipeline_model_parallel_size=2),
     ]
     run_cases(folder, 2, cases)
@@ -68,13 +77,13 @@ def test_what_cannot_work_is_refused_before_training(refusals: Path, name: str) 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config.json: name a Hugging Face model folder"):
-        Architecture.read(tmp_path)
+        read_architecture(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"model_type": "mamba"}, r"model_type 'mamba' is not supported yet; supported: llama, qwen2, qwen3"),
+        ({"model_type": "mamba"}, r"model_type 'mamba' is not supported; supported: llama, qwen2, qwen3"),
         ({"hidden_act": "relu"}, r"hidden_act 'relu' is not supported"),
         ({"rope_scaling": {"type": "yarn"}}, r"rope_scaling of type 'yarn' is not supported"),
     ],
@@ -84,14 +93,14 @@ def test_an_architecture_that_is_not_known_is_refused(tmp_path: Path, changed: d
     config |= {"intermediate_size": 96, "max_position_embeddings": 512, "vocab_size": 320, "rms_norm_eps": 1e-6}
     (tmp_path / "config.json").write_text(json.dumps(config | changed))
     with pytest.raises(ConfigError, match=message):
-        Architecture.read(tmp_path)
+        read_architecture(tmp_path)
 
 
 def test_flags_that_agree_with_the_checkpoint_are_taken(tmp_path: Path) -> None:
     make_tiny(tmp_path / "model", "qwen3", tied=False)
-    architecture = Architecture.read(tmp_path / "model")
+    architecture = read_architecture(tmp_path / "model")
     agreeing = MegatronArgs(num_layers=2, hidden_size=64, num_query_groups=2, swiglu=True, rotary_base=10000)
-    assert architecture.contradictions(agreeing) == []
+    assert contradictions(architecture, agreeing) == []
 
 
 def _case(folder: Path, name: str, model: str, **megatron: object) -> Case:

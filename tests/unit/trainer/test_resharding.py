@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from headrace.config.architecture import Architecture
+from headrace.models.registry import read_architecture, table
 from services.trainer.checkpoint import newest
 from services.trainer.checkpoint_reader import CheckpointReader
-from services.trainer.models.table import table
 from tests.support.rank_cases import Case
 from tests.support.ranks import run_cases
 from tests.support.tiny_families import make_tiny
@@ -81,9 +81,7 @@ def _tensors(runs: Path, run: str) -> dict[str, Tensor]:
     found = newest(runs / run / "checkpoints")
     assert found is not None
     reader = CheckpointReader(*found)
-    shardings = {
-        row.hf[0].format(layer=layer): row.sharding for row in table(_architecture(runs)) for layer in range(9)
-    }
+    shardings = {row.hf[0].name: row.sharding for row in table(_architecture(runs)).rows()}
     tensors = {}
     for name in reader.names:
         if name.endswith("/step"):
@@ -95,7 +93,7 @@ def _tensors(runs: Path, run: str) -> dict[str, Tensor]:
 
 
 def _architecture(runs: Path) -> Architecture:
-    return Architecture.read(runs / "model")
+    return read_architecture(runs / "model")
 
 
 def _case(folder: Path, name: str, layout: str, megatron: dict[str, object], *, restores: str | None = None) -> Case:

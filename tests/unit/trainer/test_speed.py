@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from headrace.api.sample.v1 import sample_pb2
-from headrace.config.architecture import FAMILIES, Architecture
+from headrace.config.architecture import FAMILIES
+from headrace.models.registry import read_architecture
 from services.trainer.batch import SampleFacts
 from services.trainer.flops import ModelFlops
 from services.trainer.speed import Speed, peak_of, peak_tflops
@@ -27,7 +28,7 @@ def test_a_forward_pass_needs_what_pytorch_counts(family: str, tmp_path: Path) -
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.randint(3, VOCAB_SIZE, (1, LENGTH)))
     # transformers computes every pair of positions, also those that the causal mask hides.
-    formula = ModelFlops.of(Architecture.read(folder)).forward(LENGTH, LENGTH * LENGTH, LENGTH)
+    formula = ModelFlops.of(read_architecture(folder)).forward(LENGTH, LENGTH * LENGTH, LENGTH)
     assert formula == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 

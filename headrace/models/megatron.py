@@ -1,0 +1,102 @@
+"""An architecture as fields of Megatron-core's TransformerConfig, or of MLATransformerConfig for latent attention."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from headrace.config.architecture import Architecture, Experts, LatentAttention, YarnRope
+from headrace.config.megatron import MegatronArgs
+from headrace.config.megatron_owned import ARCHITECTURAL
+
+_ALWAYS = {
+    "position_embedding_type": "rope",
+    "no_position_embedding": True,
+    "disable_bias_linear": True,
+    "tokenizer_type": "HuggingFaceTokenizer",
+}
+
+
+def megatron_fields(a: Architecture) -> dict[str, Any]:
+    """All that follows from the checkpoint. The activation and dtypes, which are objects of torch, are not here."""
+    fields: dict[str, Any] = {
+        "num_layers": a.num_layers,
+        "hidden_size": a.hidden_size,
+        "ffn_hidden_size": a.ffn_hidden_size,
+        "num_attention_heads": a.num_attention_heads,
+        "num_query_groups": a.num_query_groups,
+        "kv_channels": a.kv_channels,
+        "layernorm_epsilon": a.norm_epsilon,
+        "normalization": a.normalization,
+        "gated_linear_unit": a.swiglu,
+        "add_bias_linear": False,
+        "add_qkv_bias": a.add_qkv_bias,
+        # Latent attention always has its norms.
+        "qk_layernorm": a.qk_layernorm or a.latent_attention is not None,
+        "rotary_interleaved": a.rotary_interleaved,
+    }
+    if a.experts:
+        fields |= _experts(a.experts, a.num_layers)
+    if a.latent_attention:
+        fields |= _latent_attention(a, a.latent_attention)
+    return fields
+
+
+def _experts(experts: Experts, num_layers: int) -> dict[str, Any]:
+    return {
+        "num_moe_experts": experts.count,
+        "moe_ffn_hidden_size": experts.ffn_hidden_size,
+        "moe_router_topk": experts.topk,
+        "moe_layer_freq": [int(experts.in_layer(layer)) for layer in range(num_layers)],
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden_size,
+        "moe_router_score_function": experts.score_function,
+        # Scores of all experts first, then the best: then they do not sum to one.
+        "moe_router_pre_softmax": experts.score_function == "softmax" and not experts.normalized,
+        "moe_router_topk_scaling_factor": experts.scaling_factor,
+        "moe_router_enable_expert_bias": experts.has_router_bias,
+        "moe_router_num_groups": experts.num_groups,
+        "moe_router_group_topk": experts.groups_per_token,
+        "moe_router_dtype": "fp32",
+    }
+
+
+def _latent_attention(a: Architecture, mla: LatentAttention) -> dict[str, Any]:
+    fields = {
+        "multi_latent_attention": True,
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_head_dim": mla.qk_head_dim,
+        "qk_pos_emb_head_dim": mla.qk_pos_emb_head_dim,
+        "v_head_dim": mla.v_head_dim,
+        "rotary_base": a.rotary_base,
+        "rotary_percent": a.rotary_percent,
+    }
+    if not isinstance(a.rope_scaling, YarnRope):
+        return fields | {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    rope = a.rope_scaling
+    return fields | {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": rope.factor,
+        "original_max_position_embeddings": rope.original_max_position_embeddings,
+        "beta_fast": rope.beta_fast,
+        "beta_slow": rope.beta_slow,
+        "mscale": rope.mscale,
+        "mscale_all_dim": rope.mscale_all_dim,
+    }
+
+
+def contradictions(a: Architecture, given: MegatronArgs) -> list[str]:
+    """A sentence for each architecture flag that says something else than the checkpoint."""
+    mine = asdict(a) | megatron_fields(a) | _ALWAYS
+    wrong = [
+        f"--{name.replace('_', '-')} {wanted} contradicts the checkpoint, whose config.json says "
+        f"{mine.get(name, 'nothing of it')}: leave the flag out"
+        for name, wanted in given.given(ARCHITECTURAL).items()
+        if name not in mine or wanted != mine[name]
+    ]
+    if given.seq_length is not None and given.seq_length > a.max_position_embeddings:
+        wrong.append(
+            f"--seq-length {given.seq_length} is longer than max_position_embeddings {a.max_position_embeddings} of "
+            "the checkpoint: leave the flag out"
+        )
+    return wrong

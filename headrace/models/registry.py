@@ -1,0 +1,61 @@
+"""All families and presets. A new family is a file of its own and a line here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace.config.architecture import Architecture
+from headrace.config.suggest import did_you_mean
+from headrace.errors import ConfigError
+from headrace.models import deepseek_v3, glm4, glm4_moe, llama, qwen2, qwen3, qwen3_moe
+from headrace.models.family import Family, Preset
+from headrace.models.rows import Table
+
+FAMILIES: Sequence[Family] = (
+    llama.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    qwen3_moe.FAMILY,
+    glm4.FAMILY,
+    glm4_moe.FAMILY,
+    deepseek_v3.FAMILY,
+)
+_BY_MODEL_TYPE: Mapping[str, Family] = {name: family for family in FAMILIES for name in family.model_types}
+PRESETS: Mapping[str, Preset] = {preset.name: preset for family in FAMILIES for preset in family.presets}
+
+
+def read_architecture(folder: Path) -> Architecture:
+    """Raises ConfigError when the folder is no checkpoint, or of a family that headrace does not know."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"hf_checkpoint {folder} has no config.json: name a Hugging Face model folder")
+    try:
+        return architecture(json.loads(path.read_text()))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}") from error
+    except KeyError as error:
+        raise ConfigError(f"{path} says nothing of {error}: it is no whole config.json of its model_type") from error
+
+
+def architecture(raw: Mapping[str, Any]) -> Architecture:
+    """Of a config.json's content."""
+    family = _BY_MODEL_TYPE.get(raw.get("model_type", ""))
+    if family is None:
+        known = ", ".join(_BY_MODEL_TYPE)
+        raise ConfigError(f"model_type {raw.get('model_type')!r} is not supported; supported: {known}")
+    return family.read(raw)
+
+
+def table(a: Architecture) -> Table:
+    """The table between the architecture's Hugging Face names and Megatron's."""
+    return _BY_MODEL_TYPE[a.family].table(a)
+
+
+def preset(name: str) -> Preset:
+    """Raises ConfigError for a name that is not listed."""
+    if name not in PRESETS:
+        raise ConfigError(f"model {name!r} is not known{did_you_mean(name, PRESETS)}: `headrace models` lists them")
+    return PRESETS[name]

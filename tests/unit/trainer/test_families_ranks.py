@@ -1,0 +1,80 @@
+"""Families with experts, latent attention or norms behind the layers, in real ranks over gloo: equal to transformers,
+through every layout and back bit for bit, and trained alike.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.rank_cases import Case
+from tests.support.rank_results import (
+    assert_log_probs_of_transformers,
+    assert_round_trip,
+    assert_same_training,
+    assert_trained_and_resumed,
+    weights,
+)
+from tests.support.ranks import run_cases
+from tests.support.tiny_families import make_tiny
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+
+FAMILIES = ("qwen3_moe", "glm4", "glm4_moe", "deepseek_v3", "moonlight", "kimi_k2")
+EP2 = {"expert_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+TP2 = {"tensor_model_parallel_size": 2}
+SHARDED = {"use_distributed_optimizer": True}
+RUNS: dict[str, tuple[int, dict[str, Any]]] = {
+    "qwen3_moe@dp2": (2, {}),
+    "qwen3_moe@ep2": (2, EP2),
+    "qwen3_moe@ep2-distributed-optimizer": (2, EP2 | SHARDED),
+    "glm4@tp2": (2, TP2),
+    "glm4_moe@ep2": (2, EP2),
+    "glm4_moe@pp2": (2, PP2),
+    "deepseek_v3@ep2": (2, EP2),
+    "deepseek_v3@pp2": (2, PP2),
+    "moonlight@ep2": (2, EP2),
+    "qwen3_moe@ep2-pp2": (4, EP2 | PP2),
+    "glm4_moe@ep2-dp2": (4, EP2 | SHARDED),
+    "glm4@tp2-pp2": (4, TP2 | PP2),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of all cases' results, and of the checkpoints they started from."""
+    folder = tmp_path_factory.mktemp("families")
+    for family in FAMILIES:
+        make_tiny(folder / family, family)
+    run_cases(folder, 1, [_case(folder, f"{family}@alone", {}) for family in FAMILIES])
+    for world_size in (2, 4):
+        cases = [_case(folder, run, megatron) for run, (ranks, megatron) in RUNS.items() if ranks == world_size]
+        run_cases(folder, world_size, cases)
+    return folder
+
+
+@pytest.mark.parametrize("run", [*(f"{family}@alone" for family in FAMILIES), *RUNS])
+def test_a_family_is_that_of_transformers_and_trains(runs: Path, run: str) -> None:
+    model = runs / run.split("@")[0]
+    assert_log_probs_of_transformers(runs / run, model)
+    assert_round_trip(runs / run, model)
+    assert_trained_and_resumed(runs / run)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_training_does_not_depend_on_the_layout(runs: Path, run: str) -> None:
+    assert_same_training(runs / run, runs / f"{run.split('@')[0]}@alone")
+
+
+def test_the_router_learns(runs: Path) -> None:
+    before, after = weights(runs / "qwen3_moe"), weights(runs / "qwen3_moe@ep2" / "trained")
+    router = "model.layers.1.mlp.gate.weight"
+    assert not torch.allclose(before[router], after[router], atol=1e-4)
+
+
+def _case(folder: Path, name: str, megatron: dict[str, Any]) -> Case:
+    return Case(name, str(folder), str(folder / name.split("@")[0]), megatron)
