@@ -15,9 +15,10 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from headrace.config.architecture import Architecture
 from headrace.config.job import Job
 from headrace.config.megatron import MegatronArgs
+from headrace.models.registry import read_architecture
+from headrace.models.rows import Replicated
 from services.trainer.algorithms.reduction import weighted_sum
 from services.trainer.algorithms.value_loss import value_loss
 from services.trainer.head import placed
@@ -26,7 +27,7 @@ from services.trainer.model_state import ModelState
 from services.trainer.models.convert import Converter
 from services.trainer.models.gpt import build_model, transformer_config
 from services.trainer.models.model_shard import ModelShard
-from services.trainer.models.shards import Replicated
+from services.trainer.models.weights import weights_of
 from services.trainer.optimizer import Optimizer, wrap_for_data_parallel
 from services.trainer.packing import packing_of
 from services.trainer.parallel import Layout
@@ -61,7 +62,7 @@ class Critic:
         args = MegatronArgs.model_validate(job.megatron).model_copy(
             update={"lr": job.critic.critic_lr, "lr_warmup_iters": job.critic.critic_lr_warmup_iters}
         )
-        architecture = Architecture.read(job.model.hf_checkpoint)
+        architecture = read_architecture(job.model.hf_checkpoint)
         config = transformer_config(architecture, args, layout)
         packing = packing_of(job, config, layout)
         model = build_model(architecture, config, layout, packing)
@@ -134,7 +135,7 @@ def _sums(micro: MicroInputs, values: Tensor, clipped: Tensor, loss: Tensor) -> 
 
 def _shards(converter: Converter, model: GPTModel, layout: Layout) -> list[ModelShard]:
     """The policy's, less its output layer, and the head: one copy on every rank of the last stage."""
-    parameters = dict(model.named_parameters())
+    parameters = weights_of(model)
     living = {id(parameter) for parameter in parameters.values()}
     head = [
         ModelShard(

@@ -6,10 +6,12 @@ rotations, softmax and routing are left out: they are less than a hundredth.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from headrace.config.architecture import Architecture
+from headrace.models.registry import table
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +28,11 @@ class ModelFlops:
     @classmethod
     def of(cls, architecture: Architecture) -> ModelFlops:
         """From the architecture alone."""
-        a = architecture
-        qkv_and_out = a.hidden_size * a.kv_channels * (2 * a.num_attention_heads + 2 * a.num_query_groups)
-        layer = qkv_and_out + 3 * a.hidden_size * a.ffn_hidden_size
+        a, mla = architecture, architecture.latent_attention
+        head = a.kv_channels * 2 if mla is None else mla.qk_head_dim + mla.qk_pos_emb_head_dim + mla.v_head_dim
         return cls(
-            per_token=2 * a.num_layers * layer,
-            per_pair=2 * a.num_layers * a.num_attention_heads * 2 * a.kv_channels,
+            per_token=2 * _multiplications(a),
+            per_pair=2 * a.num_layers * a.num_attention_heads * head,
             per_projection=2 * a.hidden_size * a.vocab_size,
         )
 
@@ -44,3 +45,17 @@ class ModelFlops:
         return 3 * sum(
             self.forward(tokens, tokens * (tokens + 1) // 2, response_tokens) for tokens, response_tokens in samples
         )
+
+
+def _multiplications(architecture: Architecture) -> int:
+    """Of a token with the matrices of all layers; of its experts' only."""
+    layers = table(architecture)
+    shared = of_experts = 0
+    for row in (row for layer in range(architecture.num_layers) for row in layers.layer(layer)):
+        size = sum(math.prod(tensor.shape) for tensor in row.hf if len(tensor.shape) > 1)
+        if row.expert is None:
+            shared += size
+        else:
+            of_experts += size
+    experts = architecture.experts
+    return shared + (of_experts * experts.topk // experts.count if experts else 0)

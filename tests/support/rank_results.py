@@ -33,8 +33,13 @@ def network(folder: Path) -> AutoModelForCausalLM:
     values = json.loads((folder / "config.json").read_text())
     values["model_type"] = {"kimi_k2": "deepseek_v3"}.get(values["model_type"], values["model_type"])
     config = AutoConfig.for_model(**values)
-    config._experts_implementation = "eager"
-    return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float64).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=config,
+        dtype=torch.float64,
+        attn_implementation="eager",
+        experts_implementation="eager",
+    ).eval()
 
 
 def assert_log_probs_of_transformers(case: Path, model: Path) -> None:

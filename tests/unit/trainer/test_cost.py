@@ -43,4 +43,4 @@ def test_flops_count_attention_so_one_long_sample_costs_more_than_two_of_half_it
     by_flops = cost(tiny, balance_by="flops")
     assert by_flops is not None
     assert by_flops(facts(1000, 1000)) > 2.2 * by_flops(facts(500, 500))
-    assert by_flops(facts(1000, 1000)) == ModelFlops.of(Architecture.read(tiny)).training([(2000, 1000)])
+    assert by_flops(facts(1000, 1000)) == ModelFlops.of(read_architecture(tiny)).training([(2000, 1000)])

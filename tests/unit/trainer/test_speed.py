@@ -7,24 +7,24 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM
 
 from headrace.api.sample.v1 import sample_pb2
-from headrace.config.architecture import FAMILIES
 from headrace.models.registry import read_architecture
 from services.trainer.batch import SampleFacts
 from services.trainer.flops import ModelFlops
 from services.trainer.speed import Speed, peak_of, peak_tflops
 from services.trainer.stopwatch import Stopwatch
+from tests.support.rank_results import network
 from tests.support.tiny_families import VOCAB_SIZE, make_tiny
 
 LENGTH = 48
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "deepseek_v3", "moonlight")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_forward_pass_needs_what_pytorch_counts(family: str, tmp_path: Path) -> None:
     folder = make_tiny(tmp_path, family, tied=True)
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    model = network(folder)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.randint(3, VOCAB_SIZE, (1, LENGTH)))
     # transformers computes every pair of positions, also those that the causal mask hides.
