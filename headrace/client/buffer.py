@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.buffer.v1 import buffer_pb2_grpc
 from headrace.api.sample.v1 import sample_pb2
+from headrace.client.columns import LargeColumn, download, put_back, taken_out, upload
 from headrace.client.port import DEFAULT_DEADLINE_SECONDS, PROGRESS_SECONDS, full_batch
 from headrace.errors import Unavailable
 from headrace.rpc import call as rpc
@@ -82,6 +83,10 @@ class BufferClient:
             wait_seconds=wait_seconds,
         )
         reply: pb.LeaseGroupsResponse = await self._call(self._stub.LeaseGroups, request, wait_seconds)
+        for lease in reply.leases:
+            for sample in lease.partial_samples:
+                if sample.envelope.out_of_line:
+                    sample.CopyFrom(await self._whole(sample, self._deadline_seconds))
         return reply
 
     async def renew_leases(self, lease_ids: Sequence[str]) -> pb.RenewLeasesResponse:
@@ -93,10 +98,12 @@ class BufferClient:
 
     async def release_leases(self, releases: Sequence[pb.LeaseRelease]) -> None:
         """Groups go back unfinished."""
+        releases = [await self._slim_release(release) for release in releases]
         await self._call(self._stub.ReleaseLeases, pb.ReleaseLeasesRequest(releases=releases))
 
     async def put_groups(self, puts: Sequence[pb.GroupPut]) -> Sequence[pb.PutResult]:
         """One result for each, in order; `refused` is set where the lease was lost."""
+        puts = [await self._slim_put(put) for put in puts]
         reply: pb.PutGroupsResponse = await self._call(self._stub.PutGroups, pb.PutGroupsRequest(groups=puts))
         return reply.results
 
@@ -141,14 +148,14 @@ class BufferClient:
         deadline_seconds: float | None = None,
         skip_unknown: bool = False,
     ) -> list[sample_pb2.Sample]:
-        """Envelopes and payloads in the order asked. `Sample.unpack` opens and checks one."""
+        """Envelopes and payloads in the order asked, large columns back in. `Sample.unpack` opens and checks one."""
         loop = asyncio.get_running_loop()
         end = loop.time() + (self._deadline_seconds if deadline_seconds is None else deadline_seconds)
         samples: list[sample_pb2.Sample] = []
         for first in range(0, len(sample_ids), _FETCH_AT_ONCE):
             wanted = sample_ids[first : first + _FETCH_AT_ONCE]
             samples += await self._fetch_some(stream, wanted, end, skip_unknown=skip_unknown)
-        return samples
+        return [await self._whole(sample, end - loop.time()) for sample in samples]
 
     async def _fetch_some(
         self, stream: str, sample_ids: Sequence[str], end: float, *, skip_unknown: bool
@@ -169,6 +176,63 @@ class BufferClient:
                 if len(found) == len(sample_ids):
                     return [found[sample_id] for sample_id in sample_ids]
                 await asyncio.sleep(_RETRY_SECONDS)
+
+    # Large columns
+
+    async def upload_column(self, column: LargeColumn) -> None:
+        """Durable when it returns. Puts do it for every column of a MiB or more."""
+
+        async def send(request: pb.UploadColumnRequest) -> pb.UploadColumnResponse:
+            reply: pb.UploadColumnResponse = await self._call(self._stub.UploadColumn, request)
+            return reply
+
+        await upload(send, column)
+
+    async def fetch_column(self, column: sample_pb2.OutOfLineColumn, *, deadline_seconds: float | None = None) -> bytes:
+        """Its bytes, checked. Raises NotFound when its samples are gone."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + (self._deadline_seconds if deadline_seconds is None else deadline_seconds)
+
+        def receive(request: pb.FetchColumnRequest) -> AsyncIterator[pb.FetchColumnResponse]:
+            return self.stream_column(request, deadline_seconds=max(end - loop.time(), 0.0))
+
+        async def may_retry() -> bool:
+            await asyncio.sleep(_RETRY_SECONDS)
+            return loop.time() < end
+
+        return await download(receive, column, may_retry)
+
+    def stream_column(
+        self, request: pb.FetchColumnRequest, *, deadline_seconds: float | None = None
+    ) -> AsyncIterator[pb.FetchColumnResponse]:
+        """A range, piece by piece, as it comes."""
+        return rpc.stream(self._stub.FetchColumn, request, deadline_seconds=deadline_seconds)
+
+    async def _slim_put(self, put: pb.GroupPut) -> pb.GroupPut:
+        samples = [await self._slim(sample) for sample in put.samples]
+        if all(slim is sample for slim, sample in zip(samples, put.samples, strict=True)):
+            return put
+        slim_put = pb.GroupPut(lease_id=put.lease_id, group_id=put.group_id, outcome=put.outcome, samples=samples)
+        if put.HasField("failure"):
+            slim_put.failure.CopyFrom(put.failure)
+        return slim_put
+
+    async def _slim_release(self, release: pb.LeaseRelease) -> pb.LeaseRelease:
+        samples = [await self._slim(sample) for sample in release.partial_samples]
+        return pb.LeaseRelease(lease_id=release.lease_id, partial_samples=samples, reason=release.reason)
+
+    async def _slim(self, sample: sample_pb2.Sample) -> sample_pb2.Sample:
+        slim, columns = taken_out(sample)
+        for column in columns:
+            await self.upload_column(column)
+        return slim
+
+    async def _whole(self, sample: sample_pb2.Sample, deadline_seconds: float) -> sample_pb2.Sample:
+        columns = sample.envelope.out_of_line
+        if not columns:
+            return sample
+        data = {c.sha256: await self.fetch_column(c, deadline_seconds=deadline_seconds) for c in columns}
+        return put_back(sample, data)
 
     async def consume(self, stream: str, epoch: int, step: int, digest: bytes) -> int:
         """The step has used its batch; returns the next step."""

@@ -46,7 +46,12 @@ async def serve(job: Job, arguments: argparse.Namespace, store: Store) -> None:
     """Until a signal. Raises what its disk raised."""
     reserve = job.buffer.min_free_disk_bytes
     with long_lived():
-        buffer = await Buffer.open(store, user_code=UserCode.of(job), min_free_disk_bytes=reserve)
+        buffer = await Buffer.open(
+            store,
+            columns_folder=arguments.data_dir / "columns",
+            user_code=UserCode.of(job),
+            min_free_disk_bytes=reserve,
+        )
     try:
         await _serve(job, arguments, buffer)
     finally:

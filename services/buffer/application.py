@@ -6,16 +6,19 @@ Unblocked by: a change of the stream (waiting leases and batches), the journal (
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
-from headrace.errors import ResourceExhausted
+from headrace.errors import ResourceExhausted, Unavailable
 from headrace.rpc.log import log
 from services.buffer import wire
 from services.buffer.backup import Chunk, Digest, stream_copy
 from services.buffer.chooser import GroupChooser
+from services.buffer.columns import Columns
 from services.buffer.group import Group, GroupState, Prompt, SampleRecord
 from services.buffer.journal import Journal
 from services.buffer.ledger import Ledger, Result
@@ -29,6 +32,7 @@ from services.buffer.training import Batch
 from services.buffer.transaction import Instant, LedgerEvent, Transaction
 from services.buffer.user_code import UserCode
 from services.buffer.watching import Watching
+from services.buffer.work import NewSample
 
 _Answer = TypeVar("_Answer")
 
@@ -44,6 +48,7 @@ class Buffer:
         ledger: Ledger,
         journal: Journal,
         supply: PromptSupply,
+        columns: Columns,
         *,
         max_watch_lag: int,
         min_free_disk_bytes: int,
@@ -53,6 +58,8 @@ class Buffer:
         self._store = store
         self._min_free_disk_bytes = min_free_disk_bytes
         self._supply = supply
+        self._columns = columns
+        self._releasing: set[asyncio.Task[None]] = set()
         self._watching = Watching(journal, store, max_watch_lag)
         self._chooser: GroupChooser | None = None
         self._choosing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -65,6 +72,7 @@ class Buffer:
         cls,
         store: Store,
         *,
+        columns_folder: Path | None = None,
         user_code: UserCode = NO_USER_CODE,
         max_watch_lag: int = 100_000,
         min_free_disk_bytes: int = 0,
@@ -77,12 +85,15 @@ class Buffer:
             log.warning("torn_tail_cut", num_bytes=snapshot.torn_bytes)
         ledger = Ledger(snapshot.ledger_id)
         ledger.restore(_now(), snapshot.streams, snapshot.groups, snapshot.position)
+        columns = Columns(columns_folder)
+        columns.restore(snapshot.groups)
         supply = PromptSupply(user_code)
         buffer = cls(
             store,
             ledger,
             Journal(store, snapshot.position),
             supply,
+            columns,
             max_watch_lag=max_watch_lag,
             min_free_disk_bytes=min_free_disk_bytes,
         )
@@ -156,13 +167,17 @@ class Buffer:
         """Groups go back to the queue."""
         if any(r.partials for r in releases):
             self._require_disk()
-        await self._commit(self.ledger.release(_now(), releases))
+        partials = [sample for release in releases for sample in release.partials]
+        self._columns.require(partials)
+        await self._commit_samples(partials, self.ledger.release(_now(), releases))
 
     async def put(self, puts: Sequence[GroupPut]) -> list[PutResult]:
         """Durable when it returns. Refused where it would fill the disk: consume and commit need what is left."""
         if any(p.samples for p in puts):
             self._require_disk()
-        return await self._commit(self.ledger.put(_now(), puts))
+        samples = [sample for put in puts for sample in put.samples]
+        self._columns.require(samples)
+        return await self._commit_samples(samples, self.ledger.put(_now(), puts))
 
     async def lease_batch(self, stream: str, epoch: int, step: int, wait_seconds: float) -> tuple[Batch | None, int]:
         """The batch, and how many groups are READY."""
@@ -229,8 +244,22 @@ class Buffer:
 
     async def backup(self) -> AsyncIterator[Chunk | Digest]:
         """A copy with at least everything up to the durable position."""
-        async for part in stream_copy(self._store):
-            yield part
+        self._columns.keep_all()
+        try:
+            async for part in stream_copy(self._store, self._columns.files):
+                yield part
+        finally:
+            self._columns.keep_no_more()
+
+    @property
+    def columns(self) -> Columns:
+        """Bytes that are too large for a message."""
+        return self._columns
+
+    async def upload_column(self, sha256: bytes, num_bytes: int, offset: int, data: bytes) -> tuple[int, bool]:
+        """(where to go on, whether it is whole and durable). Refused where it would fill the disk."""
+        self._require_disk()
+        return await self._columns.upload(sha256, num_bytes, offset, data)
 
     @property
     def store_name(self) -> str:
@@ -255,11 +284,28 @@ class Buffer:
                 retry_after_seconds=5.0,
             )
 
+    async def _commit_samples(self, samples: Sequence[NewSample], result: Result[_Answer]) -> _Answer:
+        """Columns of samples that are kept are held from now on."""
+        for sample in samples:
+            if sample.record.key in result[1].payloads:
+                self._columns.hold(sample.record.key, sample.columns)
+        return await self._commit(result)
+
+    async def _release_columns(self, keys: Sequence[str]) -> None:
+        """Also where the call that deleted the samples was cancelled."""
+        with contextlib.suppress(Unavailable):  # the disk failed: the process is ending
+            await self.settled()
+            self._columns.release(keys)
+
     async def _commit(self, result: Result[_Answer]) -> _Answer:
         answer, transaction = result
         durable = self.journal.append(transaction)
         for name in {e.stream for e in transaction.events}:
             self._changed[name].set()
+        if transaction.deleted_payloads:
+            releasing = asyncio.create_task(self._release_columns(transaction.deleted_payloads))
+            self._releasing.add(releasing)
+            releasing.add_done_callback(self._releasing.discard)
         await durable
         await self._give_back(transaction)
         return answer

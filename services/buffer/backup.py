@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 from services.buffer.store.base import Store
@@ -34,12 +34,15 @@ class Digest:
     sha256: bytes
 
 
-async def stream_copy(store: Store) -> AsyncIterator[Chunk | Digest]:
-    """Chunks of every file, each file's Digest behind them. Raises FailedPrecondition for a store without files."""
+async def stream_copy(store: Store, columns: Callable[[], Sequence[CopiedFile]]) -> AsyncIterator[Chunk | Digest]:
+    """Chunks of every file, each file's Digest behind them. Raises FailedPrecondition for a store without files.
+
+    `columns` is asked once the store's copy is made: it has at least those that the copy names.
+    """
     copy = store.copy()
     files = await asyncio.to_thread(copy.__enter__)
     try:
-        for file in files:
+        for file in (*files, *columns()):
             async for part in _stream_file(file):
                 yield part
     finally:

@@ -141,6 +141,18 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         streams = [_stats(book) for book in self._books(request.stream)]
         return pb.GetStatsResponse(streams=streams, position=self._buffer.journal.durable_position)
 
+    async def UploadColumn(self, request: pb.UploadColumnRequest, context: Context) -> pb.UploadColumnResponse:
+        next_offset, complete = await self._buffer.upload_column(
+            request.sha256, request.num_bytes, request.offset, request.data
+        )
+        return pb.UploadColumnResponse(next_offset=next_offset, complete=complete)
+
+    async def FetchColumn(
+        self, request: pb.FetchColumnRequest, context: Context
+    ) -> AsyncIterator[pb.FetchColumnResponse]:
+        async for offset, data in self._buffer.columns.read(request.sha256, request.offset, request.num_bytes or None):
+            yield pb.FetchColumnResponse(offset=offset, data=data)
+
     async def Backup(self, request: pb.BackupRequest, context: Context) -> AsyncIterator[pb.BackupResponse]:
         summary = pb.BackupSummary(store=self._buffer.store_name, position=self._buffer.journal.durable_position)
         async for part in self._buffer.backup():

@@ -92,6 +92,7 @@ def _to_sample(message: sample_pb2.Sample, group_id: str, key: str) -> NewSample
             reward=envelope.reward if envelope.HasField("reward") and not envelope.HasField("failure") else None,
         ),
         message.payload,
+        tuple(column.sha256 for column in envelope.out_of_line),
     )
 
 

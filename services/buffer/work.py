@@ -20,6 +20,8 @@ class NewSample:
 
     record: SampleRecord
     payload: bytes
+    columns: tuple[bytes, ...] = ()
+    """SHA-256 of its columns that lie out of line."""
 
 
 class Work:

@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.api.sample.v1.sample_pb2 import OutOfLineColumn
 from headrace.client.buffer import BufferClient
+from headrace.client.columns import LargeColumn
 from headrace.errors import DeadlineExceeded, Unavailable
 from services.buffer.store.segments import SegmentStore
 from tests.support.buffer_samples import complete_put, text_prompts
@@ -28,6 +30,8 @@ from tests.support.fault_proxy import Direction, Fault, fault_proxy
 
 SERVICE = pb.DESCRIPTOR.services_by_name["BufferService"]
 DEADLINE_SECONDS = 0.6
+COLUMN = LargeColumn(sha256(b"column" * 1000).digest(), b"column" * 1000)
+NAMED = OutOfLineColumn(name="column", sha256=COLUMN.sha256, num_bytes=len(COLUMN.data))
 PROMPTS = ("a", "b", "c", "d")
 
 
@@ -153,6 +157,18 @@ async def the_version_is_set(scene: Scene, _: int) -> bool:
     return (await scene.client.stats(scene.stream)).policy_version == 1
 
 
+async def uploaded(scene: Scene) -> None:
+    await scene.client.upload_column(COLUMN)
+
+
+async def the_column_is_whole(scene: Scene, _: Any) -> bool:
+    return await scene.client.fetch_column(NAMED) == COLUMN.data
+
+
+async def it_is_the_column(_: Scene, answer: bytes) -> bool:
+    return answer == COLUMN.data
+
+
 async def backed_up(client: BufferClient) -> list[pb.BackupResponse]:
     return [part async for part in client.backup(deadline_seconds=DEADLINE_SECONDS)]
 
@@ -208,6 +224,10 @@ CASES: Mapping[str, Case] = {
     ),
     "Watch": Case(Scene.consumed, lambda s, c: s.events(c, DEADLINE_SECONDS), history_is_whole),
     "ListGroups": Case(Scene.consumed, lambda s, c: c.list_groups(s.stream), it_says_what_is_there),
+    "UploadColumn": Case(Scene.created, lambda s, c: c.upload_column(COLUMN), the_column_is_whole),
+    "FetchColumn": Case(
+        uploaded, lambda s, c: c.fetch_column(NAMED, deadline_seconds=DEADLINE_SECONDS), it_is_the_column
+    ),
     "Backup": Case(Scene.consumed, lambda s, c: backed_up(c), the_copy_is_whole),
     "GetStats": Case(Scene.consumed, lambda s, c: c.stats(s.stream), lambda s, answer: _stats_are(s, answer)),
 }
@@ -224,7 +244,7 @@ async def _stats_are(scene: Scene, answer: pb.StreamStats) -> bool:
 
 @pytest.fixture
 async def address(tmp_path: Path) -> AsyncIterator[str]:
-    async with served_buffer(SegmentStore(tmp_path)) as (_, server):
+    async with served_buffer(SegmentStore(tmp_path), columns_folder=tmp_path / "columns") as (_, server):
         yield server.address
 
 

@@ -27,6 +27,7 @@ async def served_buffer(
     store: Store,
     *,
     address: str = "127.0.0.1:0",
+    columns_folder: Path | None = None,
     user_code: UserCode = NO_USER_CODE,
     max_watch_lag: int = 100_000,
     min_free_disk_bytes: int = 0,
@@ -34,7 +35,11 @@ async def served_buffer(
 ) -> AsyncIterator[tuple[Buffer, RpcServer]]:
     """A buffer on a free port of this process."""
     buffer = await Buffer.open(
-        store, user_code=user_code, max_watch_lag=max_watch_lag, min_free_disk_bytes=min_free_disk_bytes
+        store,
+        columns_folder=columns_folder,
+        user_code=user_code,
+        max_watch_lag=max_watch_lag,
+        min_free_disk_bytes=min_free_disk_bytes,
     )
     name = buffer_pb2.DESCRIPTOR.services_by_name["BufferService"].full_name
     add = buffer_pb2_grpc.add_BufferServiceServicer_to_server
@@ -81,6 +86,13 @@ class BufferProcess:
         """The exit status, once it ends by itself."""
         assert self._process
         return await self._process.wait()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that the process has had resident so far."""
+        assert self._process
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")) * 1024
 
     @property
     def log(self) -> str:

@@ -1866,3 +1866,119 @@ class BackupResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
 
 Global___BackupResponse: _TypeAlias = BackupResponse  # noqa: Y015
+
+@_typing.final
+class UploadColumnRequest(_message.Message):
+    """Brings a piece."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHA256_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    sha256: _builtins.bytes
+    """SHA-256 of the whole column (32 bytes); its name here."""
+    num_bytes: _builtins.int
+    """Length of the whole column."""
+    offset: _builtins.int
+    """Where `data` begins; at most where the answer before said to go on."""
+    data: _builtins.bytes
+    """The piece, some MiB; empty to ask where to go on."""
+    def __init__(
+        self,
+        *,
+        sha256: _builtins.bytes = ...,
+        num_bytes: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "num_bytes", b"num_bytes", "offset", b"offset", "sha256", b"sha256"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UploadColumnRequest: _TypeAlias = UploadColumnRequest  # noqa: Y015
+
+@_typing.final
+class UploadColumnResponse(_message.Message):
+    """How far it is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NEXT_OFFSET_FIELD_NUMBER: _builtins.int
+    COMPLETE_FIELD_NUMBER: _builtins.int
+    next_offset: _builtins.int
+    """Where the next piece begins."""
+    complete: _builtins.bool
+    """It is whole, checked and durable; a put may name it."""
+    def __init__(
+        self,
+        *,
+        next_offset: _builtins.int = ...,
+        complete: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "next_offset", b"next_offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UploadColumnResponse: _TypeAlias = UploadColumnResponse  # noqa: Y015
+
+@_typing.final
+class FetchColumnRequest(_message.Message):
+    """Asks for a range."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHA256_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    sha256: _builtins.bytes
+    """The column."""
+    offset: _builtins.int
+    """The first byte."""
+    num_bytes: _builtins.int
+    """Bytes at most. 0: to the end."""
+    def __init__(
+        self,
+        *,
+        sha256: _builtins.bytes = ...,
+        offset: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes", "offset", b"offset", "sha256", b"sha256"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchColumnRequest: _TypeAlias = FetchColumnRequest  # noqa: Y015
+
+@_typing.final
+class FetchColumnResponse(_message.Message):
+    """A piece."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSET_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    offset: _builtins.int
+    """Where it begins in the column."""
+    data: _builtins.bytes
+    """About 1 MiB."""
+    def __init__(
+        self,
+        *,
+        offset: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchColumnResponse: _TypeAlias = FetchColumnResponse  # noqa: Y015

@@ -115,6 +115,16 @@ class BufferServiceStub:
                 request_serializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.GetStatsRequest.SerializeToString,
                 response_deserializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.GetStatsResponse.FromString,
                 _registered_method=True)
+        self.UploadColumn = channel.unary_unary(
+                '/headrace.api.buffer.v1.BufferService/UploadColumn',
+                request_serializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.UploadColumnRequest.SerializeToString,
+                response_deserializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.UploadColumnResponse.FromString,
+                _registered_method=True)
+        self.FetchColumn = channel.unary_stream(
+                '/headrace.api.buffer.v1.BufferService/FetchColumn',
+                request_serializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.FetchColumnRequest.SerializeToString,
+                response_deserializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.FetchColumnResponse.FromString,
+                _registered_method=True)
         self.Backup = channel.unary_stream(
                 '/headrace.api.buffer.v1.BufferService/Backup',
                 request_serializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.BackupRequest.SerializeToString,
@@ -239,6 +249,21 @@ class BufferServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UploadColumn(self, request, context):
+        """Brings a large column piece by piece, before the put that names it. Idempotent by digest: every answer says where
+        to go on. DATA_LOSS: the bytes have another digest. It is deleted with the last sample that names it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FetchColumn(self, request, context):
+        """Streams a range of a column. NOT_FOUND: it was never brought, or deleted with its samples.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Backup(self, request, context):
         """A consistent copy of everything the ledger has kept, while it goes on serving. FAILED_PRECONDITION: this store
         keeps nothing on a disk, or is copied by its own tools.
@@ -329,6 +354,16 @@ def add_BufferServiceServicer_to_server(servicer, server):
                     servicer.GetStats,
                     request_deserializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.GetStatsRequest.FromString,
                     response_serializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.GetStatsResponse.SerializeToString,
+            ),
+            'UploadColumn': grpc.unary_unary_rpc_method_handler(
+                    servicer.UploadColumn,
+                    request_deserializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.UploadColumnRequest.FromString,
+                    response_serializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.UploadColumnResponse.SerializeToString,
+            ),
+            'FetchColumn': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchColumn,
+                    request_deserializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.FetchColumnRequest.FromString,
+                    response_serializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.FetchColumnResponse.SerializeToString,
             ),
             'Backup': grpc.unary_stream_rpc_method_handler(
                     servicer.Backup,
@@ -769,6 +804,60 @@ class BufferService:
             '/headrace.api.buffer.v1.BufferService/GetStats',
             headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.GetStatsRequest.SerializeToString,
             headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.GetStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UploadColumn(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.api.buffer.v1.BufferService/UploadColumn',
+            headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.UploadColumnRequest.SerializeToString,
+            headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.UploadColumnResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchColumn(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/headrace.api.buffer.v1.BufferService/FetchColumn',
+            headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.FetchColumnRequest.SerializeToString,
+            headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.FetchColumnResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -119,7 +119,7 @@ class Column(_message.Message):
     dtype: Global___Dtype.ValueType
     """Element type."""
     data: _builtins.bytes
-    """The elements; its length is checked against shape and dtype."""
+    """The elements; its length is checked against shape and dtype. Empty where the envelope names it out of line."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Length of every dimension; empty means a scalar."""
@@ -372,6 +372,7 @@ class SampleEnvelope(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
     TAGS_FIELD_NUMBER: _builtins.int
+    OUT_OF_LINE_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     """Chosen by the producer, unique in its stream; with `digest` the idempotency key of PutGroups."""
     group_id: _builtins.str
@@ -414,6 +415,10 @@ class SampleEnvelope(_message.Message):
     def tags(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Free labels, kept and shown by the ledger, never interpreted."""
 
+    @_builtins.property
+    def out_of_line(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutOfLineColumn]:
+        """Columns of the payload whose bytes lie out of line: UploadColumn brought them before the put."""
+
     def __init__(
         self,
         *,
@@ -434,16 +439,47 @@ class SampleEnvelope(_message.Message):
         digest: _builtins.bytes = ...,
         payload_bytes: _builtins.int = ...,
         tags: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        out_of_line: _abc.Iterable[Global___OutOfLineColumn] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "failure", b"failure", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "digest", b"digest", "failure", b"failure", "group_id", b"group_id", "index", b"index", "payload_bytes", b"payload_bytes", "policy_ranges", b"policy_ranges", "prompt_tokens", b"prompt_tokens", "response_tokens", b"response_tokens", "reward", b"reward", "reward_parts", b"reward_parts", "rollout_id", b"rollout_id", "sample_id", b"sample_id", "scorer", b"scorer", "scorer_version", b"scorer_version", "status", b"status", "tags", b"tags", "trained_tokens", b"trained_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "digest", b"digest", "failure", b"failure", "group_id", b"group_id", "index", b"index", "out_of_line", b"out_of_line", "payload_bytes", b"payload_bytes", "policy_ranges", b"policy_ranges", "prompt_tokens", b"prompt_tokens", "response_tokens", b"response_tokens", "reward", b"reward", "reward_parts", b"reward_parts", "rollout_id", b"rollout_id", "sample_id", b"sample_id", "scorer", b"scorer", "scorer_version", b"scorer_version", "status", b"status", "tags", b"tags", "trained_tokens", b"trained_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
 
 Global___SampleEnvelope: _TypeAlias = SampleEnvelope  # noqa: Y015
+
+@_typing.final
+class OutOfLineColumn(_message.Message):
+    """A column whose bytes are kept by their digest, once for all samples that have the same."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """As in the payload, where the column has its dtype and shape and no data."""
+    sha256: _builtins.bytes
+    """SHA-256 of the bytes (32 bytes)."""
+    num_bytes: _builtins.int
+    """How many they are."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        sha256: _builtins.bytes = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "num_bytes", b"num_bytes", "sha256", b"sha256"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OutOfLineColumn: _TypeAlias = OutOfLineColumn  # noqa: Y015
 
 @_typing.final
 class Sample(_message.Message):
