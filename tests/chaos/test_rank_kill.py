@@ -35,13 +35,18 @@ async def test_a_run_whose_ranks_are_killed_ends_with_the_undisturbed_runs_weigh
     checkpoint = make_tiny_qwen3(tmp_path / "model")
     chance = random.Random(int(os.environ.get("HEADRACE_CHAOS_SEED", "11")))
     kills: list[int] = []
+    starter = 0
     async with running(tmp_path / "calm", checkpoint) as (calm, _):
         await calm.finished()
     async with running(tmp_path / "killed", checkpoint) as (killed, rollout):
         for kill in range(NUM_KILLS):
-            await killed.until_step(STEPS_PER_KILL * kill + chance.randint(1, STEPS_PER_KILL))
-            await asyncio.sleep(chance.uniform(0.0, 0.5))  # anywhere in a step
-            kills.append(kill_a_rank(killed, chance))
+            starter = await a_new_starter(killed, starter)
+            in_a_start = kill % 4 == 3  # else in a step, a publication or a checkpoint
+            if not in_a_start:
+                await killed.until_serving("trainer")
+                await killed.until_step(STEPS_PER_KILL * kill + chance.randint(1, STEPS_PER_KILL))
+            await asyncio.sleep(chance.uniform(0.0, 10.0 if in_a_start else 0.5))
+            kills.append(kill_a_rank(starter, chance))
         await killed.finished()
         served = dict(rollout.engine.tensors)
 
@@ -62,11 +67,23 @@ async def test_a_run_whose_ranks_are_killed_ends_with_the_undisturbed_runs_weigh
     assert await asyncio.to_thread(main, ["audit", str(killed.folder.path)]) == 0
 
 
-def kill_a_rank(run: TrainingRun, chance: random.Random) -> int:
+async def a_new_starter(run: TrainingRun, old: int) -> int:
+    """Waits for the process that starts the ranks, another one than `old`, and for the ranks."""
+    await run.address_of("trainer")
+    while (pid := run.folder.services()["trainer"].pid or old) == old or len(ranks_of(pid)) < 2:
+        assert run.is_running, run.last_words()
+        await asyncio.sleep(0.05)
+    return pid
+
+
+def ranks_of(starter: int) -> dict[int, int]:
+    """Process ids by rank."""
+    return {int(rank): pid for pid in descendants(starter) if (rank := environment(pid).get("RANK")) is not None}
+
+
+def kill_a_rank(starter: int, chance: random.Random) -> int:
     """`kill -9`; returns the rank that is gone."""
-    starter = run.folder.services()["trainer"].pid
-    assert starter is not None
-    ranks = {int(rank): pid for pid in descendants(starter) if (rank := environment(pid).get("RANK")) is not None}
+    ranks = ranks_of(starter)
     rank = chance.choice(sorted(ranks))
     os.kill(ranks[rank], signal.SIGKILL)
     return rank

@@ -14,6 +14,7 @@ from typing import Any
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.client.buffer import BufferClient
+from headrace.launch.health import is_serving
 from headrace.launch.run_folder import RunFolder
 from headrace.trajectory import Sample
 from services.buffer.store.sqlite import SqliteStore
@@ -65,6 +66,17 @@ class TrainingRun:
         assert self._process is not None
         code = await self._process.wait()
         assert code == 0, self.last_words()
+
+    @property
+    def is_running(self) -> bool:
+        """False once it has ended."""
+        return self._process is not None and self._process.returncode is None
+
+    async def until_serving(self, service: str) -> None:
+        """Waits until it answers that it serves. Raises AssertionError when the run ends before it."""
+        while not await is_serving(self.folder.services()[service].address):
+            assert self.is_running, self.last_words()
+            await asyncio.sleep(0.1)
 
     async def until_step(self, step: int) -> None:
         """Waits until a step is reported. Raises AssertionError when the run ends before it."""
