@@ -22,7 +22,7 @@ from headrace.launch.linux import descendants
 from tests.support.certain_rollout import CertainRollout, certain_rollout, produce
 from tests.support.metric_docs import documented_metrics, undocumented
 from tests.support.tiny_model import make_tiny_qwen3
-from tests.support.training_run import TrainingRun
+from tests.support.training_run import ROOT, TrainingRun
 
 NUM_KILLS = int(os.environ.get("HEADRACE_RANK_KILLS", "2"))
 STEPS_PER_KILL = 4
@@ -67,6 +67,28 @@ async def test_a_run_whose_ranks_are_killed_ends_with_the_undisturbed_runs_weigh
     assert await asyncio.to_thread(main, ["audit", str(killed.folder.path)]) == 0
 
 
+@pytest.mark.skipif("HEADRACE_PLACEMENTS" not in os.environ, reason="long: make chaos sets HEADRACE_PLACEMENTS")
+async def test_torchrun_slurm_and_ray_survive_a_kill_and_train_to_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "srun").symlink_to(ROOT / "tests" / "support" / "srun.py")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    checkpoint = make_tiny_qwen3(tmp_path / "model")
+    weights = {}
+    for placement in ("local", "torchrun", "slurm", "ray"):
+        async with running(tmp_path / placement, checkpoint, "--placement", placement) as (run, _):
+            starter = await a_new_starter(run, 0)
+            await run.until_step(4)
+            kill_a_rank(starter, random.Random(placement))
+            await run.finished()
+        weights[placement] = load_file(run.export / "model.safetensors")
+        assert await asyncio.to_thread(main, ["audit", str(run.folder.path)]) == 0
+    for found in weights.values():
+        assert all(found[name].equal(expected) for name, expected in weights["local"].items())
+
+
 async def a_new_starter(run: TrainingRun, old: int) -> int:
     """Waits for the process that starts the ranks, another one than `old`, and for the ranks."""
     await run.address_of("trainer")
@@ -99,7 +121,7 @@ def environment(pid: int) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def running(folder: Path, checkpoint: Path) -> AsyncIterator[tuple[TrainingRun, CertainRollout]]:
+async def running(folder: Path, checkpoint: Path, *flags: str) -> AsyncIterator[tuple[TrainingRun, CertainRollout]]:
     """A run that restarts its trainer, beside a rollout service of certain samples."""
     folder.mkdir()
     async with certain_rollout() as rollout:
@@ -111,6 +133,7 @@ async def running(folder: Path, checkpoint: Path) -> AsyncIterator[tuple[Trainin
             "--update-weight-canary-tolerance", "1e9",  # the engine has no model to compare with
             "--peak-tflops", "0.1",
             "--use-fault-tolerance", "--max-trainer-restarts", str(NUM_KILLS),
+            *flags,
         )  # fmt: skip
         async with run.started():
             producing = asyncio.create_task(produce(await run.address_of("buffer")))

@@ -17,6 +17,7 @@ import pytest
 
 from headrace.launch.health import is_serving
 from headrace.launch.process import ServiceSpec
+from headrace.launch.ranks import PEER_LOST
 from headrace.launch.supervisor import RestartPolicy, ServiceFailed, Supervisor
 from headrace.rpc.net import free_port
 
@@ -136,6 +137,23 @@ async def test_a_service_that_is_not_to_be_restarted_ends_the_run_and_says_what_
         await stage.supervisor(spec).run()
     assert "serving" in error.value.message
     assert not any("restart" in line for line in stage.told)
+
+
+async def test_a_run_that_loses_a_rank_ends_with_the_ranks_last_lines(stage: Stage) -> None:
+    service = stage.spec("--exit-after", "1.5", "--exit-code", str(PEER_LOST))
+    code = (
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '0': os.execv(sys.executable, [sys.executable, *sys.argv[1:]])\n"
+        "time.sleep(1); print('step 7: out of memory soon', flush=True); os.kill(os.getpid(), 9)"
+    )
+    starter = [sys.executable, "-m", "headrace.launch.ranks", "2", str(stage.folder)]
+    ranks = replace(
+        service, command=[*starter, sys.executable, "-c", code, *service.command[1:]], no_restart="pass --a-flag"
+    )
+    with pytest.raises(ServiceFailed, match="fake ended with signal 9: pass --a-flag") as error:
+        await stage.supervisor(ranks).run()
+    assert "rank 1 ended with signal 9" in error.value.message
+    assert "step 7: out of memory soon" in error.value.message
 
 
 async def test_a_service_may_have_a_limit_of_its_own(stage: Stage) -> None:
