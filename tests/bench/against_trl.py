@@ -146,6 +146,8 @@ def show(name: str, figures: Figures, baseline: Figures) -> None:
     print(
         f"{name:26} {figures.wall:6.2f} s a step  {samples:5.2f} samples/s  {baseline.wall / figures.wall:5.2f}×"
         f"   {figures.cpu:6.2f} CPU s  {baseline.cpu / figures.cpu:5.2f}×   {figures.new_tokens:4.1f} new tokens"
+        f"   load {os.getloadavg()[1]:.1f}",
+        flush=True,
     )
 
 
@@ -154,15 +156,11 @@ def main(python: Path, model: Path) -> None:
         folder = Path(name)
         prompts = folder / "prompts.jsonl"
         prompt_tokens = write_prompts(prompts, model)
+        print(f"{model.name}, 8 prompts × 4 samples, {prompt_tokens:.0f} prompt tokens, median of {STEPS - 1} steps")
         theirs = trl(python, model, prompts)
-        ours = headrace(folder / "on-policy", model, prompts, 0)
-        behind = headrace(folder / "one-step-off", model, prompts, 1)
-    load = os.getloadavg()
-    print(f"{model.name}, 8 prompts × 4 samples, {prompt_tokens:.0f} prompt tokens, median of {STEPS - 1} steps")
-    print(f"load of the machine: {load[0]:.1f} over the last minute, {load[2]:.1f} over fifteen")
-    show("TRL GRPO", theirs, theirs)
-    show("headrace, on-policy", ours, theirs)
-    show("headrace, max_staleness 1", behind, theirs)
+        show("TRL GRPO", theirs, theirs)
+        show("headrace, on-policy", headrace(folder / "on-policy", model, prompts, 0), theirs)
+        show("headrace, max_staleness 1", headrace(folder / "one-step-off", model, prompts, 1), theirs)
 
 
 if __name__ == "__main__":
