@@ -15,6 +15,7 @@ from headrace.cli.check import check
 from headrace.cli.evaluate import evaluate
 from headrace.cli.export import export
 from headrace.cli.generate import generate
+from headrace.cli.models import models
 from headrace.cli.samples import samples
 from headrace.cli.status import status
 from headrace.cli.submit import submit
@@ -38,6 +39,7 @@ class Command:
 _COMMANDS: Mapping[str, Command] = {
     "train": Command(train, "train JOB.toml [flags]", "run a job to its end"),
     "check": Command(check, "check JOB.toml [flags] | check hook PATH", "show the plan of a job, or try a hook"),
+    "models": Command(models, "models", "the models that --model knows, their sizes and layouts"),
     "up": Command(up, "up SERVICE --config JOB.toml [flags]", "run one service here: buffer, reward, rollout, trainer"),
     "status": Command(status, "status [RUN]", "where a run and its services are"),
     "samples": Command(samples, "samples [RUN] [-n 5]", "the newest rollouts: prompt, response, reward, versions"),

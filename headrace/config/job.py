@@ -37,6 +37,11 @@ class RunSection(Section):
 
 
 class ModelSection(Section):
+    model: str | None = Field(
+        None,
+        description="A name of `headrace models`: hf_checkpoint must be that model, and its parallel sizes are taken "
+        "where the job gives none.",
+    )
     hf_checkpoint: Path = Field(description="Hugging Face folder: weights, config, tokenizer.")
     ref_load: Path | None = Field(
         None, description="Hugging Face folder of the reference policy; hf_checkpoint if absent."

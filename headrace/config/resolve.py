@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from headrace.config.batch import derive
 from headrace.config.job import HooksSection, Job
 from headrace.config.prompt_path import PromptPath
+from headrace.models.presets import find
 
 _HOOKS = (
     "custom_generate_function_path",
@@ -22,9 +23,19 @@ _HOOKS = (
 
 
 def resolve(job: Job) -> Job:
-    """Paths are taken from the working directory; one of the four batch sizes is derived. Raises ConfigError."""
+    """Paths are taken from the working directory, parallel sizes from the preset, and one of the four batch sizes is
+    derived. Raises ConfigError.
+    """
     sections = {name: value for name, value in job if isinstance(value, BaseModel)}
-    return derive(_shards(job.model_copy(update={name: _absolute(section) for name, section in sections.items()})))
+    absolute = job.model_copy(update={name: _absolute(section) for name, section in sections.items()})
+    return derive(_shards(_layout(absolute)))
+
+
+def _layout(job: Job) -> Job:
+    """A preset's parallel sizes, unless the job gives its own."""
+    if job.model.model is None:
+        return job
+    return job.model_copy(update={"megatron": {**find(job.model.model).layout, **job.megatron}})
 
 
 def _shards(job: Job) -> Job:

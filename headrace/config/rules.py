@@ -13,6 +13,7 @@ from headrace.config.megatron_rules import check_megatron
 from headrace.config.secrets import passwords
 from headrace.errors import ConfigError
 from headrace.models.megatron import contradictions
+from headrace.models.presets import differences, find
 from headrace.models.registry import read_architecture
 
 _SECRET_ARGUMENTS = ("api_key", "admin_api_key", "ssl_keyfile_password")
@@ -262,9 +263,16 @@ def _export_folder_is_new(job: Job) -> None:
 
 
 def _architecture(job: Job) -> None:
-    wrong = contradictions(read_architecture(job.model.hf_checkpoint), megatron(job))
+    architecture = read_architecture(job.model.hf_checkpoint)
+    wrong = contradictions(architecture, megatron(job))
     if wrong:
         raise ConfigError("; ".join(wrong))
+    if job.model.model is not None and (other := differences(find(job.model.model), architecture)):
+        raise ConfigError(
+            f"hf_checkpoint {job.model.hf_checkpoint} is not {job.model.model}: its config.json says "
+            f"{'; '.join(other)}. Name that model's folder, or leave --model out",
+            field="model",
+        )
 
 
 _RULES: Sequence[Callable[[Job], None]] = (

@@ -7,7 +7,7 @@ from typing import Any
 
 from headrace.config.architecture import Architecture, LatentAttention
 from headrace.errors import ConfigError
-from headrace.models.family import Family, Preset
+from headrace.models.family import SHARED_OPTIMIZER, Family, Preset
 from headrace.models.reading import read_decoder, yarn_rope
 from headrace.models.routing import read_sigmoid_experts
 
@@ -98,7 +98,13 @@ _MOONLIGHT = _DEEPSEEK_V3 | {
     "topk_group": 1,
     "vocab_size": 163840,
 }
-_LAYOUT = {"pipeline_model_parallel_size": 8, "expert_model_parallel_size": 32}
+# 61 layers: seven stages of eight and one of five.
+_LAYOUT = {
+    "pipeline_model_parallel_size": 8,
+    "num_layers_in_last_pipeline_stage": 5,
+    "expert_model_parallel_size": 64,
+    **SHARED_OPTIMIZER,
+}
 
 
 def read(raw: Mapping[str, Any]) -> Architecture:
@@ -133,8 +139,9 @@ FAMILY = Family(
     model_types=("deepseek_v3", "kimi_k2"),
     read=read,
     presets=(
-        Preset("moonlight-16B-A3B", _MOONLIGHT, 15.96e9, {"expert_model_parallel_size": 8}),
+        Preset("moonlight-16B-A3B", _MOONLIGHT, 15.96e9, {"expert_model_parallel_size": 8, **SHARED_OPTIMIZER}),
         Preset("deepseek-v3", _DEEPSEEK_V3, 671e9, _LAYOUT),
+        Preset("deepseek-v3.1", _DEEPSEEK_V3, 671e9, _LAYOUT),
         Preset("deepseek-r1", _DEEPSEEK_V3, 671e9, _LAYOUT),
         Preset("kimi-k2", _KIMI_K2, 1.04e12, _LAYOUT),
     ),

@@ -10,6 +10,9 @@ from headrace.config.architecture import Architecture
 from headrace.models.blocks import decoder
 from headrace.models.rows import Table
 
+SHARED_OPTIMIZER: Mapping[str, int] = {"use_distributed_optimizer": True}
+"""What is not an expert is on every expert rank, its optimizer states then only once."""
+
 
 @dataclass(frozen=True, slots=True)
 class Preset:
@@ -19,7 +22,7 @@ class Preset:
     config: Mapping[str, Any]
     published_parameters: float
     layout: Mapping[str, int]
-    """Megatron's parallel sizes. Arithmetic for GPUs with 80 GB, not run."""
+    """Megatron's arguments of that. Arithmetic for bfloat16 on GPUs with 80 GB, not run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ FAMILY = Family(
                 "vocab_size": 151552,
             },
             9.4e9,
-            {"tensor_model_parallel_size": 2},
+            {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
         ),
     ),
 )

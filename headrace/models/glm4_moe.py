@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.config.architecture import Architecture
-from headrace.models.family import Family, Preset
+from headrace.models.family import SHARED_OPTIMIZER, Family, Preset
 from headrace.models.reading import read_decoder, rotary_percent
 from headrace.models.routing import read_sigmoid_experts
 
@@ -48,7 +48,14 @@ _FULL = _AIR | {
     "routed_scaling_factor": 2.5,
     "use_qk_norm": True,
 }
-_LAYOUT = {"pipeline_model_parallel_size": 4, "expert_model_parallel_size": 16}
+# 92 layers: seven stages of twelve and one of eight.
+_LAYOUT = {
+    "pipeline_model_parallel_size": 8,
+    "num_layers_in_last_pipeline_stage": 8,
+    "expert_model_parallel_size": 32,
+    **SHARED_OPTIMIZER,
+}
+_AIR_LAYOUT = {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 32, **SHARED_OPTIMIZER}
 
 
 def read(raw: Mapping[str, Any]) -> Architecture:
@@ -66,7 +73,7 @@ FAMILY = Family(
     model_types=("glm4_moe",),
     read=read,
     presets=(
-        Preset("glm-4.5-Air", _AIR, 106e9, {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 8}),
+        Preset("glm-4.5-Air", _AIR, 106e9, _AIR_LAYOUT),
         Preset("glm-4.5", _FULL, 355e9, _LAYOUT),
         Preset("glm-4.6", _FULL | {"max_position_embeddings": 202752}, 355e9, _LAYOUT),
         Preset("glm-4.7", _FULL | {"max_position_embeddings": 202752}, 355e9, _LAYOUT),

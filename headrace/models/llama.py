@@ -35,14 +35,14 @@ FAMILY = Family(
             _SHARED
             | {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32},
             8.03e9,
-            {"tensor_model_parallel_size": 2},
+            {"tensor_model_parallel_size": 4},
         ),
         Preset(
             "llama3-70B",
             _SHARED
             | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 80},
             70.6e9,
-            {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 2},
+            {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 4},
         ),
     ),
 )

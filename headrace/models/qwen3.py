@@ -45,8 +45,8 @@ FAMILY = Family(
         Preset("qwen3-0.6B", _config(1024, 3072, 28, 16, True), 0.6e9, {}),
         Preset("qwen3-1.7B", _config(2048, 6144, 28, 16, True), 1.72e9, {}),
         Preset("qwen3-4B", _config(2560, 9728, 36, 32, True), 4.02e9, _TP2),
-        Preset("qwen3-8B", _config(4096, 12288, 36, 32, False), 8.2e9, _TP2),
-        Preset("qwen3-14B", _config(5120, 17408, 40, 40, False), 14.8e9, _TP4),
-        Preset("qwen3-32B", _config(5120, 25600, 64, 64, False), 32.8e9, _TP8),
+        Preset("qwen3-8B", _config(4096, 12288, 36, 32, False), 8.2e9, _TP4),
+        Preset("qwen3-14B", _config(5120, 17408, 40, 40, False), 14.8e9, _TP8),
+        Preset("qwen3-32B", _config(5120, 25600, 64, 64, False), 32.8e9, _TP8 | {"pipeline_model_parallel_size": 2}),
     ),
 )

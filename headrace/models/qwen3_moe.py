@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.config.architecture import Architecture, Experts
-from headrace.models.family import Family, Preset
+from headrace.models.family import SHARED_OPTIMIZER, Family, Preset
 from headrace.models.reading import read_decoder
 
 
@@ -59,16 +59,20 @@ def _config(hidden: int, mlp: int, expert: int, layers: int, heads: int) -> dict
     }
 
 
+def _layout(expert_ranks: int) -> dict[str, int]:
+    return {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": expert_ranks, **SHARED_OPTIMIZER}
+
+
 FAMILY = Family(
     model_types=("qwen3_moe",),
     read=read,
     presets=(
-        Preset("qwen3-30B-A3B", _config(2048, 6144, 768, 48, 32), 30.5e9, {"expert_model_parallel_size": 8}),
+        Preset("qwen3-30B-A3B", _config(2048, 6144, 768, 48, 32), 30.5e9, _layout(8)),
         Preset(
             "qwen3-235B-A22B",
             _config(4096, 12288, 1536, 94, 64),
             235e9,
-            {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 16},
+            _layout(64),
         ),
     ),
 )

@@ -1,4 +1,4 @@
-"""All families and presets. A new family is a file of its own and a line here."""
+"""All families. A new family is a file of its own and a line here."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config.architecture import Architecture
-from headrace.config.suggest import did_you_mean
 from headrace.errors import ConfigError
 from headrace.models import deepseek_v3, glm4, glm4_moe, llama, qwen2, qwen3, qwen3_moe
-from headrace.models.family import Family, Preset
+from headrace.models.family import Family
 from headrace.models.rows import Table
 
 FAMILIES: Sequence[Family] = (
@@ -24,7 +23,6 @@ FAMILIES: Sequence[Family] = (
     deepseek_v3.FAMILY,
 )
 _BY_MODEL_TYPE: Mapping[str, Family] = {name: family for family in FAMILIES for name in family.model_types}
-PRESETS: Mapping[str, Preset] = {preset.name: preset for family in FAMILIES for preset in family.presets}
 
 
 def read_architecture(folder: Path) -> Architecture:
@@ -52,10 +50,3 @@ def architecture(raw: Mapping[str, Any]) -> Architecture:
 def table(a: Architecture) -> Table:
     """The table between the architecture's Hugging Face names and Megatron's."""
     return _BY_MODEL_TYPE[a.family].table(a)
-
-
-def preset(name: str) -> Preset:
-    """Raises ConfigError for a name that is not listed."""
-    if name not in PRESETS:
-        raise ConfigError(f"model {name!r} is not known{did_you_mean(name, PRESETS)}: `headrace models` lists them")
-    return PRESETS[name]

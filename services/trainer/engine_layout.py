@@ -1,28 +1,36 @@
 """How an engine holds what a checkpoint holds apart, and the checksum it prints over it.
 
-SGLang fuses q/k/v and gate/up into one parameter each, by concatenation along the output dimension, so the bytes of
-the fused tensor are the parts' bytes end to end. Its /weights_checker prints, for a CPU tensor, the first eight bytes
-of the SHA-256 over the raw bytes, in hexadecimal (sglang/srt/managers/mm_utils.py: tensor_hash).
+SGLang fuses q/k/v and gate/up into one parameter each, by concatenation along the output dimension, and stacks a
+layer's experts, so the bytes of the fused tensor are the parts' bytes end to end. Its /weights_checker prints, for a
+CPU tensor, the first eight bytes of the SHA-256 over the raw bytes, in hexadecimal
+(sglang/srt/managers/mm_utils.py: tensor_hash).
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable
 
 import torch
 
+_EXPERT = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.weight$")
+_STACKED = {"gate": ".experts.w13_weight", "up": ".experts.w13_weight", "down": ".experts.w2_weight"}
 _FUSED = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",
     "v_proj": "qkv_proj",
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
+    "q_a_proj": "fused_qkv_a_proj_with_mqa",
+    "kv_a_proj_with_mqa": "fused_qkv_a_proj_with_mqa",
 }
 
 
 def engine_name(hf_name: str) -> str:
     """model.layers.0.self_attn.q_proj.weight → model.layers.0.self_attn.qkv_proj.weight; others as they are."""
+    if expert := _EXPERT.search(hf_name):
+        return hf_name[: expert.start()] + _STACKED[expert[1]]
     return ".".join(_FUSED.get(part, part) for part in hf_name.split("."))
 
 

@@ -37,6 +37,8 @@ def _counts_tokens(config: TransformerConfig) -> str | None:
         return f"the experts' {balancing}"
     if config.moe_z_loss_coeff:
         return "the experts' z-loss"
+    if config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate:
+        return "the update of the router biases"
     if config.moe_expert_capacity_factor is not None:
         return "the experts' capacity"
     return None

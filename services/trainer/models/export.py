@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headrace.errors import AlreadyExists
 from services.trainer.buckets import TensorSpec, cut
+from services.trainer.models.kept_layers import write_kept_layers
 from services.trainer.parallel import Layout
 
 FILE_BYTES = 4 << 30
@@ -55,6 +56,7 @@ def export(
     if layout.rank == 0:
         _copy_companions(hf_checkpoint, draft)
         _write_config(hf_checkpoint, draft, specs[0].dtype)
+        write_kept_layers(hf_checkpoint, draft, specs[0].dtype, file_bytes, draft / f"{layout.pp_size}{_PART}")
         _write_index(draft)
         if folder.exists():
             folder.rmdir()

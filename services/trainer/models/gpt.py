@@ -61,7 +61,7 @@ def build_model(architecture: Architecture, config: TransformerConfig, layout: L
 
     The last stage answers with hidden states; log-probs are services/trainer/head.py's.
     """
-    _require_divisible(architecture, layout)
+    _require_divisible(architecture, config, layout)
     _require_sequence_parallel_with_experts(architecture, config)
     spec = layer_specs(architecture, config, layout)
     if uses_segment_attention(layout, packing):
@@ -106,7 +106,7 @@ def _rope_factor(architecture: Architecture) -> float:
     return scaling.factor
 
 
-def _require_divisible(architecture: Architecture, layout: Layout) -> None:
+def _require_divisible(architecture: Architecture, config: TransformerConfig, layout: Layout) -> None:
     for name in ("vocab_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"):
         size = getattr(architecture, name)
         if size % layout.tp_size:
@@ -122,10 +122,12 @@ def _require_divisible(architecture: Architecture, layout: Layout) -> None:
         raise ConfigError(
             f"expert_model_parallel_size {layout.ep_size}: this {architecture.family} has no experts: leave it out"
         )
-    if architecture.num_layers % layout.pp_size:
+    ends = [config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage]
+    given = [layers for layers in ends if layers is not None]
+    if (architecture.num_layers - sum(given)) % max(1, layout.pp_size - len(given)):
         raise ConfigError(
             f"pipeline_model_parallel_size {layout.pp_size} does not divide num_layers {architecture.num_layers}: "
-            "choose a divisor of it"
+            "choose a divisor of it, or say --num-layers-in-last-pipeline-stage"
         )
 
 

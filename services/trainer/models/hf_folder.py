@@ -32,6 +32,11 @@ class HfFolder:
         """All weights; the scales of FP8 blocks are not weights."""
         return frozenset(name for name in self._files if not name.endswith(_SCALE))
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor, without reading it."""
+        with safe_open(str(self.folder / self._files[name]), framework="pt") as file:
+            return tuple(file.get_slice(name).get_shape())
+
     def tensor(self, name: str) -> Tensor:
         """One tensor, on the CPU; FP8 comes back as float32."""
         raw = self._raw(name)

@@ -4,6 +4,7 @@ through every layout and back bit for bit, and trained alike.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,13 @@ from tests.support.rank_results import (
 )
 from tests.support.ranks import run_cases
 from tests.support.tiny_families import make_tiny
+from tests.support.tiny_variants import add_mtp_layer, make_fp8
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 FAMILIES = ("qwen3_moe", "glm4", "glm4_moe", "deepseek_v3", "moonlight", "kimi_k2")
+# The layer behind the last is in the checkpoint and not in the model.
+SHAPES: dict[str, dict[str, Any]] = {"glm4_moe": {"num_nextn_predict_layers": 1}}
 EP2 = {"expert_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 TP2 = {"tensor_model_parallel_size": 2}
@@ -34,7 +38,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "qwen3_moe@ep2-distributed-optimizer": (2, EP2 | SHARDED),
     "glm4@tp2": (2, TP2),
     "glm4_moe@ep2": (2, EP2),
-    "glm4_moe@pp2": (2, PP2),
+    "glm4_moe@pp2": (2, PP2 | {"num_layers_in_first_pipeline_stage": 1}),
     "deepseek_v3@ep2": (2, EP2),
     "deepseek_v3@pp2": (2, PP2),
     "moonlight@ep2": (2, EP2),
@@ -49,8 +53,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of all cases' results, and of the checkpoints they started from."""
     folder = tmp_path_factory.mktemp("families")
     for family in FAMILIES:
-        make_tiny(folder / family, family)
-    run_cases(folder, 1, [_case(folder, f"{family}@alone", {}) for family in FAMILIES])
+        make_tiny(folder / family, family, num_layers=3 if family == "glm4_moe" else 2, **SHAPES.get(family, {}))
+    add_mtp_layer(folder / "glm4_moe", 3)
+    make_fp8(folder / "moonlight", folder / "fp8")
+    alone = [_case(folder, f"{family}@alone", {}) for family in FAMILIES]
+    balancing = {"moe_router_bias_update_rate": 0.01, "moe_aux_loss_coeff": 0.0}
+    alone += [_case(folder, "fp8@alone", {}), _case(folder, "moonlight@balancing", balancing)]
+    run_cases(folder, 1, alone)
     for world_size in (2, 4):
         cases = [_case(folder, run, megatron) for run, (ranks, megatron) in RUNS.items() if ranks == world_size]
         run_cases(folder, world_size, cases)
@@ -68,6 +77,20 @@ def test_a_family_is_that_of_transformers_and_trains(runs: Path, run: str) -> No
 @pytest.mark.parametrize("run", RUNS)
 def test_training_does_not_depend_on_the_layout(runs: Path, run: str) -> None:
     assert_same_training(runs / run, runs / f"{run.split('@')[0]}@alone")
+
+
+def test_an_fp8_checkpoint_is_multiplied_out_as_it_is_loaded(runs: Path) -> None:
+    assert_round_trip(runs / "fp8@alone", runs / "fp8-exact")
+    assert_log_probs_of_transformers(runs / "fp8@alone", runs / "fp8-exact")
+    assert "quantization_config" not in json.loads((runs / "fp8@alone" / "initial" / "config.json").read_text())
+
+
+def test_router_biases_move_towards_experts_that_have_less_to_do_where_the_job_says_so(runs: Path) -> None:
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    before, after = weights(runs / "moonlight")[bias], weights(runs / "moonlight@balancing" / "trained")[bias]
+    steps = ((after - before) / 0.01).round(decimals=3)
+    assert set(steps.tolist()) <= {-2.0, -1.0, 0.0, 1.0, 2.0}  # two optimizer steps
+    assert steps.any()
 
 
 def test_the_router_learns(runs: Path) -> None:

@@ -35,6 +35,20 @@ def test_fused_parts_hash_as_the_fused_tensor() -> None:
     assert checksums.result() == {"model.layers.0.self_attn.qkv_proj.weight": expected}
 
 
+def test_experts_hash_as_the_two_tensors_that_an_engine_stacks_them_into() -> None:
+    experts = [[torch.randn(6, 4), torch.randn(6, 4), torch.randn(4, 6)] for _ in range(3)]
+    checksums = EngineChecksums()
+    for number, parts in enumerate(experts):
+        names = [f"model.layers.1.mlp.experts.{number}.{part}_proj.weight" for part in ("gate", "up", "down")]
+        checksums.update(zip(names, parts, strict=True))
+    w13 = torch.stack([torch.cat([gate, up]) for gate, up, _ in experts])
+    w2 = torch.stack([down for _, _, down in experts])
+    assert checksums.result() == {
+        f"model.layers.1.mlp.experts.{name}_weight": hashlib.sha256(stacked.numpy().tobytes()).hexdigest()[:16]
+        for name, stacked in (("w13", w13), ("w2", w2))
+    }
+
+
 def test_unfused_names_stay() -> None:
     assert engine_name("model.norm.weight") == "model.norm.weight"
     assert engine_name("model.layers.3.mlp.up_proj.weight") == "model.layers.3.mlp.gate_up_proj.weight"
