@@ -27,6 +27,8 @@ SUMS = (
     "ratio",
     "ppo_kl",
     "clip_fraction",
+    "clipped_low",
+    "clipped_high",
     "tis_weight",
     "tis_truncated",
     "opsm_masked",
@@ -40,6 +42,8 @@ MEANS = {
     "ratio": "ratio/mean",
     "ppo_kl": "ppo_kl",
     "clip_fraction": "clip_fraction",
+    "clipped_low": "clip_fraction/low",
+    "clipped_high": "clip_fraction/high",
     "tis_weight": "tis_weight/mean",
     "tis_truncated": "tis_weight/truncated",
     "opsm_masked": "opsm/masked",
@@ -109,6 +113,8 @@ class Objective:
         found = self._policy_loss(terms, old)
         sums = {
             "clip_fraction": masked_sum(found.clipped, micro.mask),
+            "clipped_low": masked_sum(found.clipped * (micro.advantages < 0), micro.mask),
+            "clipped_high": masked_sum(found.clipped * (micro.advantages > 0), micro.mask),
             "ratio": masked_sum(found.log_ratio.exp(), micro.mask),
             "ppo_kl": masked_sum(-found.log_ratio, micro.mask),
         }
