@@ -162,6 +162,16 @@ def _teacher(job: Job) -> None:
             field="opd_teacher_url",
         )
 
+    url = job.distillation.opd_teacher_url
+    if url is not None and not url.startswith(("http://", "https://")):
+        raise ConfigError(f"opd_teacher_url {url} is no URL: write http://host:port", field="opd_teacher_url")
+    if url is not None and job.rollout.rollout_temperature != 1.0:
+        raise ConfigError(
+            f"a served teacher answers with log-probs at temperature 1, and rollout_temperature is "
+            f"{job.rollout.rollout_temperature:g}: set it to 1, or hold the teacher with --opd-type megatron",
+            field="rollout_temperature",
+        )
+
 
 def _true_on_policy(job: Job) -> None:
     if not job.train.true_on_policy_mode:

@@ -16,6 +16,7 @@ from services.rollout.judge import Judge
 from services.rollout.partial import PartialRollout
 from services.rollout.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.sampling import Maker, SampleRequest, seed_of
+from services.rollout.teacher import Teacher
 
 Made = buffer_pb2.GroupPut | buffer_pb2.LeaseRelease
 
@@ -35,6 +36,7 @@ class GroupMaker:
         max_context_tokens: int | None,
         group_filter: GroupFilter | None = None,
         partial_rollout: PartialRollout | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         self._encoder = encoder
         self._maker = maker
@@ -45,6 +47,7 @@ class GroupMaker:
         self._max_context_tokens = max_context_tokens
         self._filter = group_filter
         self._partial = partial_rollout
+        self._teacher = teacher
 
     @property
     def hands_back(self) -> bool:
@@ -81,6 +84,8 @@ class GroupMaker:
         return _put(lease, buffer_pb2.PUT_OUTCOME_FAILED, failure=failure)
 
     async def _judged(self, lease: buffer_pb2.GroupLease, samples: list[Sample]) -> buffer_pb2.GroupPut:
+        if self._teacher:
+            samples = await self._teacher.mark(samples)
         samples = await self._judge.judge(samples)
         if all(s.status is Status.FAILED for s in samples):
             return _put(lease, buffer_pb2.PUT_OUTCOME_FAILED, failure=samples[0].failure)

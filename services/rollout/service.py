@@ -34,6 +34,7 @@ from services.rollout.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.publication.receiver import Receiver
 from services.rollout.router import Router
 from services.rollout.sampling import Maker, SampleMaker, job_params, merged_params
+from services.rollout.teacher import Teacher
 
 _STREAM = "train"
 
@@ -88,6 +89,7 @@ class RolloutService:
         self._custom = CustomMaker(hook, custom_args(job, self._router.url), seconds=seconds) if hook else None
         maker: Maker = self._custom or SampleMaker(generator, encoder, seconds=seconds)
         self._filter = GroupFilter.of(job)
+        self._teacher = Teacher.of(job)
         judge = Judge(
             _required(job.services.reward_address, "reward_address"),
             item_seconds=job.reward.reward_timeout_seconds,
@@ -102,6 +104,7 @@ class RolloutService:
             max_context_tokens=job.rollout.rollout_max_context_len,
             group_filter=self._filter,
             partial_rollout=_partial_rollout(job),
+            teacher=self._teacher,
         )
         producer = Producer(
             BufferLedger(self._buffer, _STREAM),
@@ -153,6 +156,8 @@ class RolloutService:
             await self._custom.close()
         if self._filter:
             await self._filter.close()
+        if self._teacher:
+            await self._teacher.close()
         await asyncio.gather(self._router_client.close(), self._buffer.close(), self.parts.judge.close())
 
 
