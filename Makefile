@@ -35,6 +35,7 @@ check-protos: $(PROTOS)/.stamp
 
 bench: $(STAMPS)/headrace $(STAMPS)/dev
 	@$(BIN)/python -m tests.bench.publication
+	@$(BIN)/python -m tests.bench.ledger_state_machine
 	@$(BIN)/python -m tests.bench.training_step
 	@$(BIN)/python -m tests.bench.log_probs
 

@@ -7,12 +7,13 @@ from collections import Counter, defaultdict
 
 from headrace.errors import DataLoss
 from services.buffer.admission import places_left
-from services.buffer.group import Group, GroupState
+from services.buffer.group import Group, GroupState, SampleRecord
 from services.buffer.prompt_queue import PromptQueue
 from services.buffer.ready_pool import ReadyPool
 from services.buffer.recency import Recency
 from services.buffer.stream import StreamState
 
+_WITH_SAMPLES = frozenset((GroupState.READY, GroupState.CONSUMED))
 _UNENDED = (GroupState.QUEUED, GroupState.LEASED, GroupState.READY, GroupState.CONSUMED)
 
 
@@ -35,11 +36,17 @@ class StreamBook:
     def place(self, group: Group) -> None:
         """The group as it is now."""
         before = self.groups.get(group.group_id)
-        if before:
-            self._leave(before)
-        else:
-            self.prompts[group.prompt.prompt_id] = group.group_id
         self.groups[group.group_id] = group
+        if before is None:
+            self.prompts[group.prompt.prompt_id] = group.group_id
+            self._hold((), group.records)
+            self._know(group.group_id, (), group.samples)
+        else:
+            self._leave(before)
+            if before.samples is not group.samples:
+                self._know(group.group_id, before.samples, group.samples)
+            if before.state is not group.state:
+                self._hold(before.records, group.records)
         self._enter(group)
         if before:
             self.recency.left(before.state)
@@ -69,6 +76,8 @@ class StreamBook:
         """Takes an ended group out of memory."""
         group = self.groups.pop(group_id)
         self._leave(group)
+        self._hold(group.records, ())
+        self._know(group_id, group.samples, ())
         del self.prompts[group.prompt.prompt_id]
         self.recency.left(group.state)
         return group
@@ -121,13 +130,10 @@ class StreamBook:
 
     def _enter(self, group: Group) -> None:
         self.counts[group.state] += 1
-        self.payload_bytes += group.payload_bytes
         self.recency.entered(group)
-        for i, record in enumerate(group.samples):
-            self.samples[record.sample_id] = (group.group_id, i)
         if group.state is GroupState.QUEUED:
             self.queue.add(group)
-        elif group.state in (GroupState.READY, GroupState.CONSUMED):
+        elif group.state in _WITH_SAMPLES:
             if group.step is None or group.batch_index is None:
                 self.ready.add(group)
             else:
@@ -137,15 +143,25 @@ class StreamBook:
 
     def _leave(self, group: Group) -> None:
         self.counts[group.state] -= 1
-        self.payload_bytes -= group.payload_bytes
-        for record in group.samples:
+        if group.state not in _WITH_SAMPLES:
+            return
+        if group.step is None or group.batch_index is None:
+            self.ready.discard(group.group_id)
+            return
+        members = self._batches[group.step]
+        del members[group.batch_index]
+        if not members:
+            del self._batches[group.step]
+
+    def _hold(self, before: tuple[SampleRecord, ...], now: tuple[SampleRecord, ...]) -> None:
+        if now is not before:
+            self.payload_bytes += sum(r.payload_bytes for r in now) - sum(r.payload_bytes for r in before)
+
+    def _know(self, group_id: str, before: tuple[SampleRecord, ...], now: tuple[SampleRecord, ...]) -> None:
+        for record in before:
             del self.samples[record.sample_id]
-        self.ready.discard(group.group_id)
-        if group.step is not None and group.batch_index is not None and group.state is not GroupState.COMMITTED:
-            members = self._batches[group.step]
-            del members[group.batch_index]
-            if not members:
-                del self._batches[group.step]
+        for i, record in enumerate(now):
+            self.samples[record.sample_id] = (group_id, i)
 
 
 def batch_digest(groups: list[Group]) -> bytes:

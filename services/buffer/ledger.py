@@ -9,9 +9,10 @@ The states are in `group`, the staleness rule in `admission`, the commands in `p
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from headrace.errors import AlreadyExists, InvalidArgument, NotFound
 from services.buffer import producing, training

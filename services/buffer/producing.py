@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec.structs import replace
 
 from headrace.errors import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted
 from headrace.trajectory import Failure
@@ -50,10 +52,8 @@ class GroupPut:
     @property
     def fingerprint(self) -> bytes:
         """Equal for the same put made again."""
-        digest = hashlib.sha256(self.outcome.value.encode())
-        for sample in self.samples:
-            digest.update(sample.record.sample_id.encode() + b"\0" + sample.record.digest)
-        return digest.digest()[:16]
+        parts = [sample.record.sample_id.encode() + b"\0" + sample.record.digest for sample in self.samples]
+        return hashlib.sha256(self.outcome.value.encode() + b"".join(parts)).digest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,5 +293,4 @@ def _is_duplicate(book: StreamBook, group: Group, put: GroupPut) -> bool:
 
 
 def _was_answered(group: Group, put: GroupPut) -> bool:
-    fingerprint = put.fingerprint
-    return any(e.lease_id == put.lease_id and e.fingerprint == fingerprint for e in group.ended)
+    return any(e.lease_id == put.lease_id and e.fingerprint == put.fingerprint for e in group.ended)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
+
+import msgspec
 
 from headrace.errors import InvalidArgument
 from services.buffer.limiter import Limiter
@@ -113,8 +115,7 @@ class StreamConfig:
         return replace(self, **{name: getattr(other, name) for name in _LIMITS})
 
 
-@dataclass(frozen=True, slots=True)
-class StreamState:
+class StreamState(msgspec.Struct, frozen=True):
     """The durable state of a stream apart from its groups."""
 
     config: StreamConfig
@@ -137,7 +138,7 @@ class StreamState:
     """Found when the files were opened."""
     file_digests: tuple[str, ...] = ()
     """Of the files' contents: a cursor means nothing in another file."""
-    rewinds: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    rewinds: Mapping[str, tuple[int, int]] = msgspec.field(default_factory=dict)
     """request_id → (epoch, groups that came back)."""
     num_inserted: int = 0
     """Groups that became READY, ever; what the limiter counts."""
@@ -145,7 +146,7 @@ class StreamState:
     """Groups given to a batch, ever."""
     forgotten_step: int = 0
     """Ended groups of every step below it are forgotten."""
-    forgotten: Mapping[str, int] = field(default_factory=dict)
+    forgotten: Mapping[str, int] = msgspec.field(default_factory=dict)
     """State → groups of it that are not in the ledger any more."""
 
     @property

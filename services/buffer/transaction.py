@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from services.buffer.group import Group, GroupState
 from services.buffer.stream import StreamState
 
@@ -16,8 +18,7 @@ class Instant:
     unix: float
 
 
-@dataclass(frozen=True, slots=True)
-class LedgerEvent:
+class LedgerEvent(msgspec.Struct, frozen=True, gc=False):
     """One transition. Positions are 1, 2, 3, … without gaps over the whole ledger."""
 
     position: int

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from headrace.trajectory import Failure
 from services.buffer.admission import oldest_trainable
@@ -43,9 +45,8 @@ class Work:
     ) -> Group:
         """The group as it is now, and the event that says so."""
         self.position += 1
-        if kind == "leased":
-            group = replace(group, admitted_at=self.position)
-        group = replace(group, position=self.position)
+        admitted_at = self.position if kind == "leased" else group.admitted_at
+        group = replace(group, position=self.position, admitted_at=admitted_at)
         book.place(group)
         self.transaction.groups[group.group_id] = group
         self.transaction.events.append(

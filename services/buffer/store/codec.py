@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode, b64encode
-from dataclasses import asdict
 from typing import Any
+
+from msgspec import to_builtins
 
 from headrace.trajectory import Failure
 from services.buffer.group import EndedLease, Group, GroupState, Lease, Prompt, SampleRecord
@@ -24,7 +25,7 @@ def dump_group(group: Group) -> str:
             "state": group.state.value,
             "attempts": group.attempts,
             "num_leases": group.num_leases,
-            "lease": asdict(group.lease) if group.lease else None,
+            "lease": to_builtins(group.lease) if group.lease else None,
             "admitted_at": group.admitted_at,
             "samples": [_dump_record(r) for r in group.samples],
             "partials": [_dump_record(r) for r in group.partials],
@@ -53,7 +54,7 @@ def load_group(group_id: str, prompt: Prompt, text: str) -> Group:
 
 def dump_stream(state: StreamState) -> str:
     """A stream's config and state."""
-    return _dump(asdict(state))
+    return _dump(to_builtins(state))
 
 
 def load_stream(text: str) -> StreamState:
@@ -73,7 +74,7 @@ def load_stream(text: str) -> StreamState:
 
 def dump_event(event: LedgerEvent) -> str:
     """One line of the history."""
-    return _dump(asdict(event))
+    return _dump(to_builtins(event))
 
 
 def load_event(text: str) -> LedgerEvent:

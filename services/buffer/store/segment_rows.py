@@ -7,17 +7,17 @@ keys of the samples: those are rows of their own, written once, when their paylo
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from services.buffer.group import Group, Prompt, SampleRecord
 from services.buffer.stream import StreamState
 from services.buffer.transaction import LedgerEvent, Transaction
 
-_NAMES = tuple(f.name for f in fields(Group) if f.name not in ("prompt", "samples", "partials"))
+_NAMES = tuple(name for name in Group.__struct_fields__ if name not in ("prompt", "samples", "partials"))
 _values = attrgetter(*_NAMES)
 _encode = msgspec.msgpack.Encoder().encode
 _NO_PROMPT = Prompt("", b"")
