@@ -113,9 +113,9 @@ def shard_of_rank(rank: int, address: str, folder: str) -> None:
 def far_apart() -> tuple[Tensor, Tensor, Tensor]:
     """One rank's share of a row may be out of reach altogether."""
     hidden, weight, target = example()
-    hidden[0] = 0
-    hidden[0, 0] = 1
-    weight[:6, 0] = -1e6
+    hidden[:, 0] = 0
+    hidden[0] = torch.eye(WIDTH)[0]
+    weight[:6, 0] = -1e4
     target[0] = 7
     return hidden, weight, target
 
