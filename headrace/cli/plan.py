@@ -39,7 +39,7 @@ def _trainer(job: Job) -> str:
     args = megatron(job)
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     data = ranks(job) // (tensor * pipeline * args.context_parallel_size)
-    where = "GPUs" if num_gpus() else "CPU processes"
+    where = f"{'GPUs' if num_gpus() else 'CPU processes'}, placement {job.placement.placement}"
     layout = f"data {data} x tensor {tensor} x pipeline {pipeline}"
     return f"{ranks(job)} ranks ({where}): {layout}; lr {args.lr:g} {args.lr_decay_style}"
 

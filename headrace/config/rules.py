@@ -15,6 +15,7 @@ from headrace.errors import ConfigError
 from headrace.models.megatron import contradictions
 from headrace.models.presets import differences, find
 from headrace.models.registry import read_architecture
+from headrace.rpc.net import Address
 
 _SECRET_ARGUMENTS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 
@@ -253,6 +254,20 @@ def _no_passwords(job: Job) -> None:
         )
 
 
+def _several_machines(job: Job) -> None:
+    if job.placement.actor_num_nodes == 1:
+        return
+    services = {"buffer": job.services.buffer_address, "rollout": job.services.rollout_address}
+    for name, address in services.items():
+        if address is None or Address.parse(address).is_loopback:
+            where = "is started on this machine's loopback" if address is None else f"is at {address}"
+            raise ConfigError(
+                f"actor_num_nodes {job.placement.actor_num_nodes}: ranks on other machines cannot reach {name}, which "
+                f"{where}: start it at an address of its machine and pass --{name}-address",
+                field=f"{name}_address",
+            )
+
+
 def _export_folder_is_new(job: Job) -> None:
     folder = job.checkpoint.save_hf
     if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -293,6 +308,7 @@ _RULES: Sequence[Callable[[Job], None]] = (
     _context_length,
     _no_secrets,
     _no_passwords,
+    _several_machines,
     check_files,
     check_algorithm,
     _export_folder_is_new,

@@ -17,7 +17,7 @@ from headrace.errors import Unavailable
 from headrace.rpc.log import log
 
 BEAT_SECONDS = 1.0
-SILENT_SECONDS = 15.0
+SILENT_SECONDS = 30.0
 _CONNECT_SECONDS = 60.0
 _GOODBYE = b"."
 _BEAT = b"+"

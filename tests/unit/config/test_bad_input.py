@@ -45,6 +45,14 @@ from headrace.launch.specs import address_in
         ("--update-weights-interval 3", "makes tokens up to 2 steps old, and max_staleness is 0"),
         ("--kl-loss-coef 0.1", "kl_loss_coef has no effect without use_kl_loss: add --use-kl-loss or leave"),
         ("--tis-threshold 3", "tis_clip has no effect without use_tis"),
+        (
+            "--actor-num-nodes 2 --placement ray --buffer-address 10.0.0.1:7000",
+            "cannot reach rollout, which is started on this machine's loopback",
+        ),
+        (
+            "--actor-num-nodes 2 --placement ray --buffer-address 127.0.0.1:7000 --rollout-address 10.0.0.1:7001",
+            "actor_num_nodes 2: ranks on other machines cannot reach buffer, which is at 127.0.0.1:7000",
+        ),
         ("--wandb-project x", "wandb_project has no effect without use_wandb"),
         ("--custom-rm-path http://me:secret@host/judge", "custom_rm_path holds a URL with a password"),
         ("--max-trainer-restarts 3", "max_trainer_restarts has no effect without use_fault_tolerance"),
