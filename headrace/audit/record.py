@@ -1,6 +1,6 @@
-"""The trainer's record, read: which samples went into which step of the run that lives on.
+"""The trainer's record, read: which samples went into which step.
 
-A line for step s means that the trainer stood at s again: what it had trained at s or later went with its old weights.
+A step that was run again has a later line, which counts: the ledger gives a step the same batch however often it runs.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ def fed_steps(lines: Iterable[str]) -> Mapping[int, Sequence[str]]:
             row = json.loads(line)
         except ValueError:
             continue
-        step: int = row["step"]
-        fed = {earlier: ids for earlier, ids in fed.items() if earlier < step}
-        fed[step] = row["sample_ids"]
+        fed[row["step"]] = row["sample_ids"]
     return fed
 
 

@@ -26,7 +26,7 @@ MAX_MESSAGE_BYTES = 256 << 20
 DRAIN_SECONDS = 3.0
 
 # Without the pending limits gRPC cuts calls beyond about 3,000 waiting; with so_reuseport two servers share a port.
-_OPTIONS: Sequence[tuple[str, int]] = (
+OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.server.max_pending_requests", 50_000),
@@ -73,7 +73,7 @@ class RpcServer:
             )
         self._health = HealthServicer()
         interceptor = CallInterceptor(frozenset(s.full_name for s in services), self.metrics)
-        self._server = grpc.aio.server(interceptors=[interceptor], options=list(_OPTIONS))
+        self._server = grpc.aio.server(interceptors=[interceptor], options=list(OPTIONS))
 
     @property
     def address(self) -> str:

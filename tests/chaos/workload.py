@@ -17,7 +17,7 @@ from headrace.audit.ledger import read_history, read_kept
 from headrace.audit.record import read_record
 from headrace.audit.verdict import judge
 from headrace.client.buffer import BufferClient
-from headrace.errors import Fenced
+from headrace.errors import FailedPrecondition, Fenced, NotFound
 from headrace.trajectory import Sample
 from services.trainer.batch import Batch
 from services.trainer.record import TrainingRecord
@@ -38,14 +38,10 @@ class Told:
     acknowledged: dict[str, bytes] = field(default_factory=dict)
     prompts: dict[str, str] = field(default_factory=dict)
     batches: dict[int, list[str]] = field(default_factory=dict)
-    checkpoints: dict[int, int] = field(default_factory=dict)
-    """Epoch → the step of the checkpoint that its trainer wrote last; a fenced trainer's is taken away."""
+    checkpoint: int = 0
+    """The newest step that a trainer has saved; also one that was fenced and did not know."""
     fenced: list[str] = field(default_factory=list)
     """What older trainers were told."""
-
-    @property
-    def checkpoint(self) -> int:
-        return max(self.checkpoints.values(), default=0)
 
 
 @dataclass
@@ -100,8 +96,7 @@ class Workload:
     async def _train(self) -> None:
         record = TrainingRecord(self.record_file)
         async with self._client() as client:
-            step = self.told.checkpoint
-            epoch = (await client.rewind("train", step)).epoch
+            epoch, step = await self._begin(client)
             try:
                 while not self._stopping.is_set():
                     step += await self._try_step(client, record, epoch, step)
@@ -116,24 +111,28 @@ class Workload:
         assert self.told.batches.setdefault(step, group_ids) == group_ids
         batch = Batch.of(reply)
         ids = [sample.sample_id for sample in batch.samples]
-        assert len(await client.fetch_samples("train", ids)) == len(ids)
+        try:
+            assert len(await client.fetch_samples("train", ids)) == len(ids)
+        except NotFound:  # a newer trainer has committed them: the next call tells why
+            return 0
         record.append(step, batch)
         await client.consume("train", epoch, step, reply.digest)
         await client.set_policy_version("train", epoch, step + 1)
         if (step + 1) % STEPS_PER_COMMIT == 0:
-            await self._save(client, epoch, step + 1)
+            self.told.checkpoint = max(self.told.checkpoint, step + 1)  # it is safe before the ledger hears of it
+            await client.commit("train", epoch, step + 1)
         self._stepped.set()
         return 1
 
-    async def _save(self, client: BufferClient, epoch: int, step: int) -> None:
-        """The checkpoint is safe first, then the ledger hears of it."""
-        before = self.told.checkpoints.get(epoch, 0)
-        self.told.checkpoints[epoch] = step
-        try:
-            await client.commit("train", epoch, step)
-        except Fenced:
-            self.told.checkpoints[epoch] = before
-            raise
+    async def _begin(self, client: BufferClient) -> tuple[int, int]:
+        """(epoch, step) from the newest checkpoint; an older trainer may save another one meanwhile."""
+        while True:
+            step = self.told.checkpoint
+            try:
+                return (await client.rewind("train", step)).epoch, step
+            except FailedPrecondition as error:
+                if error.reason != "COMMITTED" or self.told.checkpoint == step:
+                    raise
 
     async def check(self) -> None:
         """0 acknowledged lost, 0 consumed twice, every prompt walked once and in order."""

@@ -88,6 +88,11 @@ class BufferProcess:
         return await self._process.wait()
 
     @property
+    def pid(self) -> int:
+        assert self._process
+        return self._process.pid
+
+    @property
     def peak_bytes(self) -> int:
         """The most memory that the process has had resident so far."""
         assert self._process

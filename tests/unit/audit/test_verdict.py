@@ -85,12 +85,12 @@ def test_samples_given_up_are_not_lost_and_a_rewound_step_is_not_doubled() -> No
     assert judge(made, {**KEPT, "g2": ()}, {0: ["a", "b"], 1: ["c", "d"]}).is_clean
 
 
-def test_a_step_that_is_trained_again_takes_the_place_of_everything_from_it_on() -> None:
+def test_the_last_whole_line_of_a_step_counts() -> None:
     lines = [
         '{"step": 0, "sample_ids": ["a"]}',
-        '{"step": 1, "sample_ids": ["b"]}',
+        '{"step": 1, "sample_ids": ["x"]}',
         '{"step": 2, "sample_ids": ["c"]}',
-        '{"step": 1, "sampl',
         '{"step": 1, "sample_ids": ["b"]}',
+        '{"step": 2, "sampl',
     ]
-    assert fed_steps(lines) == {0: ["a"], 1: ["b"]}
+    assert fed_steps(lines) == {0: ["a"], 1: ["b"], 2: ["c"]}
