@@ -51,4 +51,6 @@ def _mapped(error: grpc.aio.AioRpcError, deadline_seconds: float | None) -> Head
     mapped = from_rpc_error(error)
     if isinstance(mapped, DeadlineExceeded) and deadline_seconds is not None:
         return DeadlineExceeded(f"no answer within {deadline_seconds:g} s: {mapped.message}")
+    if error.code() is grpc.StatusCode.CANCELLED:  # not by us, which is no error of gRPC's: the server is ending
+        return Unavailable("the server ended before it had answered: try again when it is back")
     return mapped

@@ -160,3 +160,19 @@ def test_every_class_has_a_reason_of_its_own() -> None:
     reasons = [cls("").reason for cls in error_classes()]
     assert len(set(reasons)) == len(reasons)
     assert AlreadyExists("").reason == "ALREADY_EXISTS"
+
+
+async def test_a_call_that_a_stopping_server_cancels_is_answered_by_the_next_one(
+    servicer: Scripted, server: RpcServer, stub: reward_pb2_grpc.RewardServiceStub
+) -> None:
+    servicer.seconds = 60.0
+    request = reward_pb2.ListScorersRequest()
+    waiting = asyncio.create_task(call(stub.ListScorers, request, deadline_seconds=20))
+    await servicer.entered.wait()
+    servicer.seconds = 0.0
+    await server.stop(0)
+    service = Service(servicer, reward_pb2_grpc.add_RewardServiceServicer_to_server, NAME)
+    following = RpcServer("test", server.address, [service])
+    await following.start()
+    assert await waiting == reward_pb2.ListScorersResponse()
+    await following.stop(0)
