@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 PROTOS := .venv-protos
 TRL    := .venv-trl
+REVERB := .venv-reverb
 MODEL  := models/SmolLM2-135M-Instruct
 DATA   := models/quickstart
 NODE   := tests/contract/node
@@ -33,7 +34,8 @@ protos: $(PROTOS)/.stamp
 check-protos: $(PROTOS)/.stamp
 	@echo "── protos";       tools/check_protos.sh $(PROTOS)/bin
 
-bench: $(STAMPS)/headrace $(STAMPS)/dev
+bench: $(STAMPS)/headrace $(STAMPS)/dev $(REVERB)/.stamp
+	@$(BIN)/python -m tests.bench.ledger_throughput $(REVERB)/bin/python
 	@$(BIN)/python -m tests.bench.publication
 	@$(BIN)/python -m tests.bench.ledger_state_machine
 	@$(BIN)/python -m tests.bench.training_step
@@ -51,7 +53,7 @@ chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 	@$(BIN)/python -m pytest tests/e2e/test_training.py -k kill_9
 
 clean:
-	rm -rf $(VENV) $(PROTOS) $(TRL) $(NODE)/node_modules
+	rm -rf $(VENV) $(PROTOS) $(TRL) $(REVERB) $(NODE)/node_modules
 
 # ── what they need ──
 
@@ -96,6 +98,12 @@ $(PROTOS)/.stamp: requirements/protos.txt
 	@echo "── the protobuf generator in $(PROTOS)"
 	@$(PYTHON) -m venv $(PROTOS)
 	@$(PROTOS)/bin/python -m pip install --disable-pip-version-check --quiet -r requirements/protos.txt
+	@touch $@
+
+$(REVERB)/.stamp:
+	@echo "── DeepMind Reverb in $(REVERB) (once, some minutes)"
+	@$(PYTHON) -m venv $(REVERB)
+	@$(REVERB)/bin/python -m pip install --disable-pip-version-check --quiet "dm-reverb[tensorflow]==0.14.0"
 	@touch $@
 
 $(TRL)/.stamp: requirements/trl.txt $(STAMPS)/cpu

@@ -5,7 +5,6 @@ Lengths: T = len(tokens) = prompt + response, R = response_length = len(loss_mas
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from headrace.api.sample.v1 import sample_pb2 as pb
+from headrace.digest import digest_of, matches
 from headrace.errors import DataLoss, InvalidArgument
 
 _DTYPES: Mapping[pb.Dtype.ValueType, np.dtype[Any]] = {
@@ -163,7 +163,7 @@ class Sample:
                 pb.PolicyRange(policy_version=r.policy_version, start=r.start, end=r.end, masked=r.masked)
                 for r in self.policy_ranges
             ],
-            digest=hashlib.sha256(payload).digest(),
+            digest=digest_of(payload),
             payload_bytes=len(payload),
             tags=self.tags,
         )
@@ -173,7 +173,7 @@ class Sample:
     def unpack(cls, packed: pb.Sample) -> Sample:
         """Reads a sample from the wire. Raises DataLoss on a digest mismatch, InvalidArgument on contradictions."""
         envelope = packed.envelope
-        check_digest(packed)
+        check_payload(envelope, packed.payload)
         try:
             payload = pb.SamplePayload.FromString(packed.payload)
         except DecodeError as error:
@@ -230,12 +230,11 @@ class Group:
         return (s for s in self.samples if s.status is not Status.FAILED and s.reward is not None)
 
 
-def check_digest(packed: pb.Sample) -> None:
+def check_payload(envelope: pb.SampleEnvelope, payload: bytes | memoryview) -> None:
     """Raises DataLoss unless the envelope's digest and length are those of the payload."""
-    envelope = packed.envelope
-    if len(packed.payload) != envelope.payload_bytes or hashlib.sha256(packed.payload).digest() != envelope.digest:
+    if len(payload) != envelope.payload_bytes or not matches(envelope.digest, payload):
         raise DataLoss(
-            f"sample {envelope.sample_id}: payload of {len(packed.payload)} bytes does not match its digest "
+            f"sample {envelope.sample_id}: payload of {len(payload)} bytes does not match its digest "
             f"{envelope.digest.hex()[:16]}… over {envelope.payload_bytes} bytes: pack it again"
         )
 

@@ -8,11 +8,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from headrace.api.buffer.v1 import buffer_pb2, buffer_pb2_grpc
+import uvloop
+
+from headrace.api.buffer.v1 import buffer_pb2
 from headrace.config.job import Job
 from headrace.errors import HeadraceError
 from headrace.rpc.log import configure_logging, log
 from headrace.rpc.server import RpcServer, Service
+from services.buffer.allocator import keep_large_blocks
 from services.buffer.application import Buffer
 from services.buffer.from_job import train_stream
 from services.buffer.long_lived import long_lived
@@ -21,6 +24,7 @@ from services.buffer.servicer import BufferServicer
 from services.buffer.store.base import Store
 from services.buffer.store.kinds import store_of_job
 from services.buffer.user_code import UserCode
+from services.buffer.wire_bytes import add_to_server
 
 # After a disk failed: long enough for UNAVAILABLE to reach those who wait.
 _FAILED_GRACE_SECONDS = 0.5
@@ -30,12 +34,14 @@ def main(open_store: Callable[[Job, Path], Store] = store_of_job) -> int:
     """0 after a signal, 1 with one line when it cannot start or its disk fails."""
     arguments = _parser().parse_args()
     configure_logging("buffer")
+    keep_large_blocks()
     try:
         job = Job.model_validate_json(arguments.config.read_text())
         configure_logging("buffer", run=job.run.run_name)
         with long_lived():
             store = open_store(job, arguments.data_dir)
-        asyncio.run(serve(job, arguments, store))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(job, arguments, store))
     except (HeadraceError, OSError, ValueError) as error:
         log.error("buffer_failed", message=str(error))
         return 1
@@ -68,7 +74,7 @@ async def _serve(job: Job, arguments: argparse.Namespace, buffer: Buffer) -> Non
     server = RpcServer(
         "buffer",
         arguments.address,
-        [Service(BufferServicer(buffer), buffer_pb2_grpc.add_BufferServiceServicer_to_server, service)],
+        [Service(BufferServicer(buffer), add_to_server, service)],
         metrics_address=arguments.metrics_address,
         insecure=arguments.insecure,
     )

@@ -29,7 +29,7 @@ from services.buffer.store.base import Store
 from services.buffer.stream import StreamConfig, StreamState
 from services.buffer.supply import PromptSupply
 from services.buffer.training import Batch
-from services.buffer.transaction import Instant, LedgerEvent, Transaction
+from services.buffer.transaction import Instant, LedgerEvent, Payload, Transaction
 from services.buffer.user_code import UserCode
 from services.buffer.watching import Watching
 from services.buffer.work import NewSample
@@ -223,13 +223,13 @@ class Buffer:
         """Groups that expired by it."""
         return await self._commit(self.ledger.set_policy_version(_now(), stream, epoch, policy_version))
 
-    async def payloads(self, records: Sequence[SampleRecord]) -> list[bytes]:
+    async def payloads(self, records: Sequence[SampleRecord]) -> Sequence[Payload]:
         """Checked against their digests."""
         return await asyncio.to_thread(self._store.read_payloads, records)
 
     async def fetch(
         self, stream: str, sample_ids: Sequence[str], *, skip_unknown: bool
-    ) -> AsyncIterator[list[tuple[SampleRecord, bytes]]]:
+    ) -> AsyncIterator[list[tuple[SampleRecord, Payload]]]:
         """Samples in the order asked, some at a time."""
         for records in portions(self.ledger.sample_records(stream, sample_ids, skip_unknown=skip_unknown)):
             yield list(zip(records, await self.payloads(records), strict=True))

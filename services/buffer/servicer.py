@@ -15,6 +15,7 @@ from services.buffer.application import Buffer
 from services.buffer.backup import Digest
 from services.buffer.book import StreamBook
 from services.buffer.group import Group, GroupState
+from services.buffer.wire_bytes import RawPut, sample_bytes
 from services.buffer.wire_checks import require, require_not_negative, require_some
 
 MAX_GROUPS_PER_LEASE = 1_000
@@ -26,7 +27,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
-    """Every method's contract is in the proto."""
+    """Every method's contract is in the proto. Registered by `wire_bytes.add_to_server`."""
 
     def __init__(self, buffer: Buffer) -> None:
         self._buffer = buffer
@@ -73,9 +74,9 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         await self._buffer.release([wire.to_release(release) for release in request.releases])
         return pb.ReleaseLeasesResponse()
 
-    async def PutGroups(self, request: pb.PutGroupsRequest, context: Context) -> pb.PutGroupsResponse:
-        require_some(len(request.groups), "groups")
-        results = await self._buffer.put([wire.to_put(put) for put in request.groups])
+    async def PutGroups(self, request: Sequence[RawPut], context: Context) -> pb.PutGroupsResponse:
+        require_some(len(request), "groups")
+        results = await self._buffer.put([wire.to_put(put) for put in request])
         return pb.PutGroupsResponse(results=[wire.from_put_result(result) for result in results])
 
     async def LeaseBatch(self, request: pb.LeaseBatchRequest, context: Context) -> pb.LeaseBatchResponse:
@@ -89,12 +90,10 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         ]
         return pb.LeaseBatchResponse(ready=True, groups=groups, digest=batch.digest, groups_ready=num_ready)
 
-    async def FetchSamples(
-        self, request: pb.FetchSamplesRequest, context: Context
-    ) -> AsyncIterator[pb.FetchSamplesResponse]:
+    async def FetchSamples(self, request: pb.FetchSamplesRequest, context: Context) -> AsyncIterator[bytes]:
         require_some(len(request.sample_ids), "sample_ids")
         async for portion in self._buffer.fetch(request.stream, request.sample_ids, skip_unknown=request.skip_unknown):
-            yield pb.FetchSamplesResponse(samples=[wire.from_sample(record, payload) for record, payload in portion])
+            yield b"".join(part for record, payload in portion for part in sample_bytes(record, payload))
 
     async def ConsumeBatch(self, request: pb.ConsumeBatchRequest, context: Context) -> pb.ConsumeBatchResponse:
         next_step = await self._buffer.consume(request.stream, request.epoch, request.step, request.digest)

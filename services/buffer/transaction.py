@@ -9,6 +9,9 @@ import msgspec
 from services.buffer.group import Group, GroupState
 from services.buffer.stream import StreamState
 
+Payload = bytes | memoryview
+"""A memoryview is a slice of the request it came in, or of the record it was read from."""
+
 
 @dataclass(frozen=True, slots=True)
 class Instant:
@@ -43,7 +46,7 @@ class Transaction:
     new_groups: list[str] = field(default_factory=list)
     forgotten: list[Group] = field(default_factory=list)
     """Groups that are deleted, with their prompts; applied after `groups`."""
-    payloads: dict[str, bytes] = field(default_factory=dict)
+    payloads: dict[str, Payload] = field(default_factory=dict)
     """By SampleRecord.key; whose record is in `groups`."""
     deleted_payloads: list[str] = field(default_factory=list)
     events: list[LedgerEvent] = field(default_factory=list)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from google.protobuf.message import DecodeError
+
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
-from headrace.trajectory import Failure, check_digest, from_json
+from headrace.trajectory import Failure, check_payload, from_json
 from services.buffer.group import Group, GroupState, Prompt, SampleRecord
 from services.buffer.producing import GroupPut, NoLeaseReason, PutOutcome, PutResult, Release
-from services.buffer.transaction import LedgerEvent
+from services.buffer.transaction import LedgerEvent, Payload
+from services.buffer.wire_bytes import RawPut, RawSample
 from services.buffer.wire_checks import require, require_some
 from services.buffer.work import NewSample
 
@@ -39,59 +42,75 @@ def from_prompt(prompt: Prompt) -> sample_pb2.Prompt:
     return sample_pb2.Prompt.FromString(prompt.body)
 
 
-def to_put(message: pb.GroupPut) -> GroupPut:
+def to_put(put: RawPut) -> GroupPut:
     """Checked by itself; raises DataLoss for a payload that does not match its digest."""
+    message = put.rest
     group_id = require(message.group_id, "groups.group_id")
     if message.outcome not in _OUTCOMES:
         raise InvalidArgument(f"the put of {group_id} has no outcome known here", field="groups.outcome")
     outcome = _OUTCOMES[message.outcome]
     if outcome is PutOutcome.COMPLETE:
-        require_some(len(message.samples), "groups.samples")
+        require_some(len(put.samples), "groups.samples")
     elif not message.HasField("failure"):
         raise InvalidArgument(f"the put of {group_id} is {outcome.value} and does not say why", field="groups.failure")
-    samples = message.samples if outcome is PutOutcome.COMPLETE else ()
-    for sample in samples:
-        _check_finished(sample.envelope)
+    samples = put.samples if outcome is PutOutcome.COMPLETE else ()
     return GroupPut(
         lease_id=require(message.lease_id, "groups.lease_id"),
         group_id=group_id,
         outcome=outcome,
-        samples=tuple(_to_sample(s, group_id, f"sample/{group_id}/{s.envelope.sample_id}") for s in samples),
+        samples=tuple(_to_finished(sample, group_id) for sample in samples),
         failure=Failure(message.failure.reason, message.failure.message) if message.HasField("failure") else None,
     )
+
+
+def _to_finished(sample: RawSample, group_id: str) -> NewSample:
+    envelope = _parse_envelope(sample.envelope)
+    _check_finished(envelope)
+    return _to_sample(sample, envelope, group_id, f"sample/{group_id}/{envelope.sample_id}")
+
+
+def _parse_envelope(data: bytes) -> sample_pb2.SampleEnvelope:
+    try:
+        return sample_pb2.SampleEnvelope.FromString(data)
+    except DecodeError as error:
+        raise InvalidArgument(
+            f"the {len(data)} bytes of an envelope are none: {error}",
+            field="groups.samples.envelope",
+            reason="MALFORMED_REQUEST",
+        ) from error
 
 
 def to_release(message: pb.LeaseRelease) -> Release:
     """A lease given back."""
     lease_id = require(message.lease_id, "releases.lease_id")
     partials = tuple(
-        _to_sample(s, s.envelope.group_id, f"partial/{lease_id}/{i}") for i, s in enumerate(message.partial_samples)
+        _to_sample(RawSample(b"", s.payload), s.envelope, s.envelope.group_id, f"partial/{lease_id}/{i}")
+        for i, s in enumerate(message.partial_samples)
     )
     return Release(lease_id, partials, message.reason)
 
 
-def _to_sample(message: sample_pb2.Sample, group_id: str, key: str) -> NewSample:
-    envelope = message.envelope
-    require(envelope.sample_id, "samples.envelope.sample_id")
+def _to_sample(sample: RawSample, envelope: sample_pb2.SampleEnvelope, group_id: str, key: str) -> NewSample:
+    sample_id = require(envelope.sample_id, "samples.envelope.sample_id")
     if envelope.group_id != group_id:
         raise InvalidArgument(
             f"sample {envelope.sample_id} says group {envelope.group_id!r} and comes with group {group_id!r}",
             field="samples.envelope.group_id",
         )
     _check_status(envelope)
-    check_digest(message)
+    check_payload(envelope, sample.payload)
     return NewSample(
         SampleRecord(
             key=key,
-            sample_id=envelope.sample_id,
+            sample_id=sample_id,
             index=envelope.index,
             digest=envelope.digest,
             payload_bytes=envelope.payload_bytes,
             oldest_version=_oldest_trained(envelope),
-            envelope=envelope.SerializeToString(deterministic=True),
+            envelope=sample.envelope or envelope.SerializeToString(deterministic=True),
             reward=envelope.reward if envelope.HasField("reward") and not envelope.HasField("failure") else None,
         ),
-        message.payload,
+        sample.payload,
         tuple(column.sha256 for column in envelope.out_of_line),
     )
 
@@ -131,9 +150,9 @@ def from_put_result(result: PutResult) -> pb.PutResult:
     )
 
 
-def from_sample(record: SampleRecord, payload: bytes) -> sample_pb2.Sample:
+def from_sample(record: SampleRecord, payload: Payload) -> sample_pb2.Sample:
     """As it was put."""
-    return sample_pb2.Sample(envelope=from_record(record), payload=payload)
+    return sample_pb2.Sample(envelope=from_record(record), payload=bytes(payload))
 
 
 def from_record(record: SampleRecord) -> sample_pb2.SampleEnvelope:

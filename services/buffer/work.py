@@ -13,7 +13,7 @@ from services.buffer.book import StreamBook
 from services.buffer.group import EndedLease, Group, GroupState, SampleRecord
 from services.buffer.leases import LeaseTable
 from services.buffer.stream import ExpiryAction, StreamState
-from services.buffer.transaction import Instant, LedgerEvent, Transaction
+from services.buffer.transaction import Instant, LedgerEvent, Payload, Transaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class NewSample:
     """A sample as a producer brings it."""
 
     record: SampleRecord
-    payload: bytes
+    payload: Payload
     columns: tuple[bytes, ...] = ()
     """SHA-256 of its columns that lie out of line."""
 

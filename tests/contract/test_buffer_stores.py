@@ -225,7 +225,7 @@ def test_headrace_buffer_rebuild_makes_the_index_from_the_segments_and_names_wha
 ) -> None:
     it = busy_ledger(SegmentStore(tmp_path))
     record = next(r for g in it.ledger.book("train").groups.values() for r in g.records)
-    payload = it.store.read_payloads([record])[0]
+    payload = bytes(it.store.read_payloads([record])[0])
     it.store.close()
     (tmp_path / "index.sqlite").write_bytes(b"not a database")
     assert main(["buffer", "rebuild", str(tmp_path)]) == 0

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from headrace.api.buffer.v1 import buffer_pb2, buffer_pb2_grpc
+from headrace.api.buffer.v1 import buffer_pb2
 from headrace.config.job import BufferSection, DataSection, Job, ModelSection, RolloutSection
 from headrace.rpc.net import free_port
 from headrace.rpc.server import RpcServer, Service
@@ -18,6 +18,7 @@ from services.buffer.application import NO_USER_CODE, Buffer
 from services.buffer.servicer import BufferServicer
 from services.buffer.store.base import Store
 from services.buffer.user_code import UserCode
+from services.buffer.wire_bytes import add_to_server
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,8 +43,7 @@ async def served_buffer(
         min_free_disk_bytes=min_free_disk_bytes,
     )
     name = buffer_pb2.DESCRIPTOR.services_by_name["BufferService"].full_name
-    add = buffer_pb2_grpc.add_BufferServiceServicer_to_server
-    server = RpcServer("buffer", address, [Service(BufferServicer(buffer), add, name)])
+    server = RpcServer("buffer", address, [Service(BufferServicer(buffer), add_to_server, name)])
     await server.start()
     try:
         yield buffer, server

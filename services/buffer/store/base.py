@@ -13,7 +13,7 @@ from typing import Protocol
 from services.buffer.group import Group, SampleRecord
 from services.buffer.store.copy import CopiedFile
 from services.buffer.stream import StreamState
-from services.buffer.transaction import LedgerEvent, Transaction
+from services.buffer.transaction import LedgerEvent, Payload, Transaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Store(Protocol):
     def commit(self, transactions: Sequence[Transaction]) -> None:
         """Durable, all or nothing, when it returns."""
 
-    def read_payloads(self, records: Sequence[SampleRecord]) -> list[bytes]:
+    def read_payloads(self, records: Sequence[SampleRecord]) -> Sequence[Payload]:
         """In order. Raises NotFound for a payload that was deleted, DataLoss for one that does not match its digest."""
 
     def read_events(self, from_position: int, count: int) -> list[LedgerEvent]:

@@ -12,7 +12,7 @@ from services.buffer.store.base import Snapshot
 from services.buffer.store.copy import CopiedFile
 from services.buffer.store.payload import checked_payload
 from services.buffer.stream import StreamState
-from services.buffer.transaction import LedgerEvent, Transaction
+from services.buffer.transaction import LedgerEvent, Payload, Transaction
 
 
 class MemoryStore:
@@ -38,10 +38,10 @@ class MemoryStore:
                 del self._groups[group.group_id]
             for key in transaction.deleted_payloads:
                 self._payloads.pop(key, None)
-            self._payloads.update(transaction.payloads)
+            self._payloads.update((key, bytes(payload)) for key, payload in transaction.payloads.items())
             self._events.extend(transaction.events)
 
-    def read_payloads(self, records: Sequence[SampleRecord]) -> list[bytes]:
+    def read_payloads(self, records: Sequence[SampleRecord]) -> Sequence[Payload]:
         return [checked_payload(record, self._payloads.get(record.key)) for record in records]
 
     def read_events(self, from_position: int, count: int) -> list[LedgerEvent]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-
+from headrace.digest import matches
 from headrace.errors import DataLoss, NotFound
 from services.buffer.group import SampleRecord
 
@@ -14,7 +13,7 @@ def checked_payload(record: SampleRecord, payload: bytes | None) -> bytes:
         raise NotFound(
             f"the payload of sample {record.sample_id} is gone: its group was expired or committed meanwhile"
         )
-    if hashlib.sha256(payload).digest() != record.digest:
+    if not matches(record.digest, payload):
         raise DataLoss(
             f"the payload of sample {record.sample_id} does not match the digest it was put with: "
             "the disk has changed it; drop its group or rewind past it"

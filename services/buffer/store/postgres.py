@@ -25,7 +25,7 @@ from services.buffer.store import segment_rows as codec
 from services.buffer.store.base import Snapshot
 from services.buffer.store.copy import CopiedFile
 from services.buffer.store.payload import checked_payload
-from services.buffer.transaction import LedgerEvent, Transaction
+from services.buffer.transaction import LedgerEvent, Payload, Transaction
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS claim (id integer PRIMARY KEY);
@@ -92,7 +92,7 @@ class PostgresStore:
                 for transaction in transactions:
                     _write(cursor.executemany, transaction)
 
-    def read_payloads(self, records: Sequence[SampleRecord]) -> list[bytes]:
+    def read_payloads(self, records: Sequence[SampleRecord]) -> Sequence[Payload]:
         keys = [record.key for record in records]
         with self._reading:
             rows: dict[str, bytes] = dict(
@@ -188,7 +188,7 @@ def _write(executemany: Callable[[Any, Iterable[Sequence[Any]]], None], transact
         (_UPSERT.format("samples", "key"), [_row(r.key, r.body) for r in rows.samples]),
         (
             "INSERT INTO payloads VALUES (%s, %b) ON CONFLICT (key) DO UPDATE SET body = excluded.body",
-            list(transaction.payloads.items()),
+            [(key, bytes(payload)) for key, payload in transaction.payloads.items()],
         ),
         ("INSERT INTO events VALUES (%s, %b, %s)", [_event_row(r) for r in rows.events]),
     ):

@@ -27,7 +27,7 @@ from services.buffer.store.segment_indexer import Indexer
 from services.buffer.store.segment_log import Location, SegmentLog
 from services.buffer.store.segment_opening import open_index, rebuild_index
 from services.buffer.store.segment_record import RecordType
-from services.buffer.transaction import LedgerEvent, Transaction
+from services.buffer.transaction import LedgerEvent, Payload, Transaction
 
 SEGMENT_BYTES = 64 << 20
 
@@ -96,7 +96,7 @@ class SegmentStore:
         if any(t.deleted_payloads for t in transactions):
             self._cleaner.wake()
 
-    def read_payloads(self, records: Sequence[SampleRecord]) -> list[bytes]:
+    def read_payloads(self, records: Sequence[SampleRecord]) -> Sequence[Payload]:
         return [self._read_payload(record) for record in records]
 
     def read_events(self, from_position: int, count: int) -> list[LedgerEvent]:
@@ -178,12 +178,12 @@ class SegmentStore:
 
     # Inside
 
-    def _read_payload(self, record: SampleRecord) -> bytes:
+    def _read_payload(self, record: SampleRecord) -> Payload:
         place = self._places.get(record.key)
         while place is not None:
             body = self._log.read(Location(place.segment, place.offset), place.payload_bytes)
             if body is not None:
-                return bytes(body)
+                return body
             moved = self._places.get(record.key)
             if moved == place:
                 raise DataLoss(

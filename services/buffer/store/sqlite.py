@@ -23,7 +23,7 @@ from services.buffer.store.base import Snapshot
 from services.buffer.store.copy import CopiedFile, copy_folder, delete_leftovers, files_of
 from services.buffer.store.payload import checked_payload
 from services.buffer.stream import StreamState
-from services.buffer.transaction import LedgerEvent, Transaction
+from services.buffer.transaction import LedgerEvent, Payload, Transaction
 
 _FILE = "ledger.sqlite"
 _SCHEMA_VERSION = "2"
@@ -113,7 +113,7 @@ class SqliteStore:
         write("REPLACE INTO payloads VALUES (?, ?)", transaction.payloads.items())
         write("INSERT INTO events VALUES (?, ?, ?)", map(_event_row, transaction.events))
 
-    def read_payloads(self, records: Sequence[SampleRecord]) -> list[bytes]:
+    def read_payloads(self, records: Sequence[SampleRecord]) -> Sequence[Payload]:
         with self._reading:
             rows = [
                 self._reader.execute("SELECT body FROM payloads WHERE key = ?", (record.key,)).fetchone()

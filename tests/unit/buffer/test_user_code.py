@@ -22,6 +22,7 @@ from services.buffer.store.memory import MemoryStore
 from services.buffer.stream import ExpiryAction, Selection, StreamConfig
 from services.buffer.training import Batch
 from services.buffer.user_code import UserCode
+from services.buffer.wire_bytes import raw_put
 from tests.support.buffer_samples import completed_sample
 
 SEEN_BY_SLIME = """
@@ -75,7 +76,7 @@ async def put_all(buffer: Buffer, policy_version: int = 0) -> list[str]:
     """Leases and puts what there is; the prompts' texts."""
     groups, _ = await buffer.lease("train", "me", f"request-{buffer.ledger.position}", 100, 0.0)
     leases = [wire.from_lease(group, 1.0, 1, []) for group in groups]
-    await buffer.put([wire.to_put(labelled_put(lease, policy_version)) for lease in leases])
+    await buffer.put([wire.to_put(raw_put(labelled_put(lease, policy_version))) for lease in leases])
     return [lease.prompt.text for lease in leases]
 
 

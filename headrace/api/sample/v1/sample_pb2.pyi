@@ -396,7 +396,9 @@ class SampleEnvelope(_message.Message):
     trained_tokens: _builtins.int
     """Response tokens whose loss mask is 1."""
     digest: _builtins.bytes
-    """SHA-256 of `payload` (32 bytes)."""
+    """Digest of `payload`: a multihash, BLAKE3 (1e 20, then 32 bytes) or SHA-256 (12 20, then 32 bytes); 32 bytes without
+    a name are a SHA-256.
+    """
     payload_bytes: _builtins.int
     """Length of `payload` in bytes."""
     @_builtins.property

@@ -1,0 +1,188 @@
+"""Samples a second into and out of a durable buffer, beside Reverb in memory, a bare disk and a bare gRPC stream.
+
+`python -m tests.bench.ledger_throughput [PYTHON]`: PYTHON has dm-reverb; without it Reverb is left out. Random bytes,
+calls of 16 samples, four in flight; every server is a process of its own. One run, so that the ratios mean something.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.api.sample.v1 import sample_pb2
+from headrace.client.buffer import BufferClient
+from headrace.config.job import BufferSection
+from headrace.digest import digest_of
+from services.buffer.store.files import DiskFiles
+from tests.bench.raw_stream import raw_samples_per_second
+from tests.support.buffer_samples import text_prompts
+from tests.support.buffer_server import BufferProcess
+
+SIZES = (2_300, 18_000, 147_000)
+NUM_SAMPLES = {2_300: 8_192, 18_000: 4_096, 147_000: 1_024}
+PER_CALL = 16
+PER_GROUP = 8
+IN_FLIGHT = 4
+ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Samples a second, the median of the rounds."""
+
+    put: float
+    fetch: float
+
+
+async def together(count: int, act: Callable[[int], Awaitable[object]]) -> float:
+    """Seconds for `count` calls, IN_FLIGHT at a time."""
+    numbers = iter(range(count))
+
+    async def one() -> None:
+        for number in numbers:
+            await act(number)
+
+    started = time.perf_counter()
+    await asyncio.gather(*(one() for _ in range(IN_FLIGHT)))
+    return time.perf_counter() - started
+
+
+async def leased(client: BufferClient, stream: str, num_groups: int) -> list[pb.GroupLease]:
+    """So many groups of a stream of their own."""
+    await client.create_stream(pb.StreamConfig(name=stream, n_samples_per_prompt=PER_GROUP, groups_per_step=1))
+    leases: list[pb.GroupLease] = []
+    for first in range(0, num_groups, 500):
+        names = [f"q{i}" for i in range(first, min(first + 500, num_groups))]
+        await client.submit_prompts(stream, text_prompts(*names))
+        leases += (await client.lease_groups(stream, "bench", len(names))).leases
+    return leases
+
+
+def put_of(lease: pb.GroupLease, size: int) -> pb.GroupPut:
+    samples = [sample(lease, index, os.urandom(size)) for index in range(PER_GROUP)]
+    return pb.GroupPut(
+        lease_id=lease.lease_id, group_id=lease.group_id, outcome=pb.PUT_OUTCOME_COMPLETE, samples=samples
+    )
+
+
+def sample(lease: pb.GroupLease, index: int, payload: bytes) -> sample_pb2.Sample:
+    envelope = sample_pb2.SampleEnvelope(
+        sample_id=f"{lease.lease_id}/{index}",
+        group_id=lease.group_id,
+        index=index,
+        status=sample_pb2.SAMPLE_STATUS_COMPLETED,
+        reward=0.5,
+        prompt_tokens=64,
+        response_tokens=256,
+        trained_tokens=256,
+        policy_ranges=[sample_pb2.PolicyRange(policy_version=3, start=0, end=256)],
+        digest=digest_of(payload),
+        payload_bytes=len(payload),
+    )
+    return sample_pb2.Sample(envelope=envelope, payload=payload)
+
+
+async def ours(client: BufferClient, size: int) -> Rates:
+    puts_per_second, fetches_per_second = [], []
+    count = NUM_SAMPLES[size]
+    for number in range(ROUNDS):
+        stream = f"bench/{size}/{number}"
+        puts = [put_of(lease, size) for lease in await leased(client, stream, count // PER_GROUP)]
+        calls = [puts[i : i + PER_CALL // PER_GROUP] for i in range(0, len(puts), PER_CALL // PER_GROUP)]
+        seconds = await together(len(calls), lambda i, calls=calls: client.put_groups(calls[i]))  # type: ignore[misc]
+        puts_per_second.append(count / seconds)
+        ids = [[s.envelope.sample_id for put in call for s in put.samples] for call in calls]
+
+        async def fetch(i: int, ids: Sequence[Sequence[str]] = ids, stream: str = stream) -> None:
+            assert len(await client.fetch_samples(stream, ids[i])) == PER_CALL
+
+        fetches_per_second.append(count / await together(len(ids), fetch))
+    return Rates(statistics.median(puts_per_second), statistics.median(fetches_per_second))
+
+
+def raw_disk(folder: Path, size: int) -> float:
+    """Append and fdatasync, 16 samples at a time, preallocated."""
+    calls = NUM_SAMPLES[size] // PER_CALL
+    parts = [os.urandom(size) for _ in range(PER_CALL)]
+    rates = []
+    for number in range(ROUNDS):
+        files, name = DiskFiles(folder), f"raw-{size}-{number}"
+        files.create(name, calls * size * PER_CALL)
+        started = time.perf_counter()
+        for call in range(calls):
+            files.write(name, call * size * PER_CALL, parts)
+            files.sync(name)
+        rates.append(calls * PER_CALL / (time.perf_counter() - started))
+        files.delete(name)
+    return statistics.median(rates)
+
+
+def reverb(python: str | None, size: int) -> Rates | None:
+    if python is None:
+        return None
+    script = Path(__file__).with_name("reverb_rates.py")
+    command = [python, str(script), str(size), str(NUM_SAMPLES[size]), str(PER_CALL), str(ROUNDS)]
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    return Rates(**json.loads(done.stdout.splitlines()[-1]))
+
+
+async def lease_batch_seconds(client: BufferClient, num_steps: int = 6, asks: int = 10) -> list[float]:
+    """Of LeaseBatch for 1,024 groups of 8."""
+    stream, groups = "bench/batch", 1_024
+    await client.create_stream(pb.StreamConfig(name=stream, n_samples_per_prompt=PER_GROUP, groups_per_step=groups))
+    epoch = (await client.rewind(stream, 0)).epoch
+    seconds: list[float] = []
+    for step in range(num_steps):
+        for first in range(0, groups, 64):
+            await client.submit_prompts(stream, text_prompts(*(f"{step}/{i}" for i in range(first, first + 64))))
+            leases = (await client.lease_groups(stream, "bench", 64)).leases
+            await client.put_groups([put_of(lease, 2_300) for lease in leases])
+        for _ in range(asks):
+            started = time.perf_counter()
+            batch = await client.try_lease_batch(stream, epoch, step, wait_seconds=5.0)
+            seconds.append(time.perf_counter() - started)
+        await client.consume(stream, epoch, step, batch.digest)
+    return sorted(seconds)
+
+
+async def main(python: str | None) -> None:
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=Path.cwd()) as folder:
+        buffer = BufferProcess(Path(folder), None, buffer=BufferSection(max_staleness=0))
+        await buffer.start()
+        try:
+            async with BufferClient(buffer.address) as client:
+                for size in SIZES:
+                    report(size, await ours(client, size), reverb(python, size), raw_disk(Path(folder), size),
+                           await raw_samples_per_second(size, NUM_SAMPLES[size], PER_CALL, IN_FLIGHT))  # fmt: skip
+                seconds = await lease_batch_seconds(client)
+                p50, p99 = (1000 * seconds[int(len(seconds) * q)] for q in (0.5, 0.99))
+                print(f"LeaseBatch of 1,024 × 8 samples: p50 {p50:.0f} ms, p99 {p99:.0f} ms ({len(seconds)} calls)")
+        finally:
+            await buffer.kill()
+
+
+def report(size: int, own: Rates, peer: Rates | None, disk: float, wire: float) -> None:
+    print(f"{size / 1000:g} KB a sample, samples a second (median of {ROUNDS})")
+    print(f"  put    headrace {own.put:8.0f}   {ratio(own.put, disk, 'append + fdatasync')}   "
+          f"{ratio(own.put, wire, 'gRPC bytes')}   {ratio(own.put, peer and peer.put, 'Reverb')}")  # fmt: skip
+    print(f"  fetch  headrace {own.fetch:8.0f}   {ratio(own.fetch, wire, 'gRPC bytes')}   "
+          f"{ratio(own.fetch, peer and peer.fetch, 'Reverb')}", flush=True)  # fmt: skip
+
+
+def ratio(own: float, other: float | None, name: str) -> str:
+    return f"{name}: not measured" if other is None else f"{name} {other:.0f}: {own / other:.2f}×"
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else None))

@@ -1,0 +1,55 @@
+"""What gRPC alone carries here: unary calls of opaque bytes to a process that throws them away."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+
+import grpc
+
+from headrace.rpc.channel import connect
+from headrace.rpc.net import free_port
+from headrace.rpc.server import MAX_MESSAGE_BYTES
+
+_METHOD = "/raw.Raw/Take"
+
+
+async def raw_samples_per_second(size: int, num_samples: int, per_call: int, in_flight: int) -> float:
+    """Of `size` bytes each, `per_call` in a message."""
+    address = f"127.0.0.1:{free_port()}"
+    server = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.bench.raw_stream", address)
+    message = os.urandom(size * per_call)
+    calls = iter(range(num_samples // per_call))
+    try:
+        async with connect(address) as channel:
+            take = channel.unary_unary(_METHOD)
+            await take(b"", wait_for_ready=True, timeout=30)
+
+            async def one() -> None:
+                for _ in calls:
+                    await take(message, timeout=30)
+
+            started = time.perf_counter()
+            await asyncio.gather(*(one() for _ in range(in_flight)))
+            return num_samples / (time.perf_counter() - started)
+    finally:
+        server.kill()
+        await server.wait()
+
+
+async def serve(address: str) -> None:
+    async def take(request: bytes, context: object) -> bytes:
+        return b""
+
+    handler = grpc.method_handlers_generic_handler("raw.Raw", {"Take": grpc.unary_unary_rpc_method_handler(take)})
+    server = grpc.aio.server(options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)])
+    server.add_generic_rpc_handlers([handler])
+    server.add_insecure_port(address)
+    await server.start()
+    await server.wait_for_termination()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(sys.argv[1]))
