@@ -11,7 +11,7 @@ DATA   := models/quickstart
 NODE   := tests/contract/node
 PIP     = $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 
-.PHONY: quickstart test lint format protos check-protos bench bench-trl chaos clean
+.PHONY: quickstart test lint format protos check-protos bench bench-trl bench-learning chaos clean
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMPS)/headrace $(MODEL)/model.safetensors $(DATA)/train.jsonl
@@ -40,6 +40,9 @@ bench: $(STAMPS)/headrace $(STAMPS)/dev $(REVERB)/.stamp
 	@$(BIN)/python -m tests.bench.ledger_state_machine
 	@$(BIN)/python -m tests.bench.training_step
 	@$(BIN)/python -m tests.bench.log_probs
+
+bench-learning: $(STAMPS)/headrace $(STAMPS)/dev
+	@OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore $(BIN)/python -m tests.bench.learning
 
 bench-trl: $(STAMPS)/headrace $(STAMPS)/dev $(TRL)/.stamp $(MODEL)/model.safetensors
 	@$(BIN)/python -m tests.bench.against_trl $(TRL)/bin/python $(MODEL)

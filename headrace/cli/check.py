@@ -11,6 +11,7 @@ from rich.table import Table
 from headrace.cli.job_arguments import flags_help, load_job, wants_help
 from headrace.cli.plan import plan
 from headrace.hooks import check_hook
+from headrace.hooks.check import KINDS
 
 
 def check(argv: Sequence[str]) -> int:
@@ -18,7 +19,7 @@ def check(argv: Sequence[str]) -> int:
     if argv and argv[0] == "hook":
         return _hook(argv[1:])
     if not argv or wants_help(argv):
-        print("usage: headrace check [JOB.toml] [flags] | headrace check hook PATH\n", flags_help())
+        print("usage: headrace check [JOB.toml] [flags] | headrace check hook PATH [--kind KIND]\n", flags_help())
         return 0
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
@@ -32,7 +33,9 @@ def check(argv: Sequence[str]) -> int:
 def _hook(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="headrace check hook", description="Loads a hook and tries it on samples.")
     parser.add_argument("path", help="pkg.mod.fn or file.py:fn")
-    report = check_hook(parser.parse_args(argv).path)
+    parser.add_argument("--kind", choices=KINDS, help="what it is; absent: told from its arguments")
+    args = parser.parse_args(argv)
+    report = check_hook(args.path, args.kind)
     for line in report.passed:
         print(f"ok      {line}")
     for line in report.failed:

@@ -15,9 +15,11 @@ from headrace.hooks.generate import takes_group
 from headrace.hooks.load import load_hook
 from headrace.hooks.reward import RewardForm, reward_hook, run_reward
 from headrace.hooks.sample import Sample
+from headrace.hooks.trainer import TRAINER_FORMS, TrainerKind, trainer_hook, trainer_kind
 from headrace.workers import WorkerError, WorkerPool
 
-Kind = Literal["reward", "group_reward", "generate"]
+Kind = Literal["reward", "group_reward", "generate"] | TrainerKind
+KINDS: Sequence[Kind] = ("reward", "group_reward", "generate", *TRAINER_FORMS)
 _LOAD_SECONDS = 60.0
 _TRY_SECONDS = 30.0
 
@@ -41,7 +43,7 @@ class CheckReport:
 def check_hook(path: str, kind: Kind | None = None, args: HookArgs | None = None) -> CheckReport:
     """Loads the hook in a worker process, recognises its kind unless given, and calls rewards on sample answers.
 
-    A generate hook is loaded and its signature is checked; calling it needs a running engine.
+    Of a generate hook and of the trainer's hooks the signature is checked: calling them needs an engine or a model.
     """
     return asyncio.run(_check(path, kind, args or sample_args()))
 
@@ -52,7 +54,7 @@ async def _check(path: str, kind: Kind | None, args: HookArgs) -> CheckReport:
     try:
         report.kind, report.version = await pool.run(recognise, path, kind, timeout_seconds=_LOAD_SECONDS, name=name)
         report.passed.append(f"loads, and is a {report.kind} function")
-        if report.kind != "generate":
+        if report.kind in ("reward", "group_reward"):
             rewards = await pool.run(try_reward, path, report.kind, args, timeout_seconds=_TRY_SECONDS, name=name)
             report.passed.append(f"judges {len(rewards)} sample answers: {rewards}")
     except WorkerError as error:
@@ -65,14 +67,17 @@ async def _check(path: str, kind: Kind | None, args: HookArgs) -> CheckReport:
 def recognise(path: str, kind: Kind | None) -> tuple[Kind, str]:
     """(kind, version) of the hook. Raises ConfigError when it is of no kind, or not of the one named."""
     hook = load_hook(path)
+    kind = kind or trainer_kind(hook)
     kinds: Sequence[Kind] = (kind,) if kind else ("reward", "group_reward", "generate")
     reasons = []
     for candidate in kinds:
         try:
             if candidate == "generate":
                 takes_group(hook)
-            else:
+            elif candidate == "reward" or candidate == "group_reward":
                 reward_hook(path, group_rm=candidate == "group_reward")
+            else:
+                trainer_hook(path, candidate)
             return candidate, hook.version
         except ConfigError as error:
             reasons.append(error.message)

@@ -11,7 +11,7 @@ from torch import Tensor
 from headrace.config.job import Job, TrainSection
 from headrace.errors import InvalidArgument
 from headrace.hooks import hook_args
-from headrace.hooks.load import load_hook
+from headrace.hooks.trainer import trainer_hook
 from services.trainer.algorithms.icepop import icepop_weights
 from services.trainer.algorithms.mis import mis_weights
 from services.trainer.algorithms.opsm import opsm_mask
@@ -78,7 +78,7 @@ def _weights(config: TrainSection, terms: Terms) -> ImportanceWeights:
 
 
 def _custom(path: str, job: Job) -> Correction:
-    hook, args = load_hook(path).target, hook_args(job)
+    hook, args = trainer_hook(path, "tis").target, hook_args(job)
 
     def correct(terms: Terms, old: Tensor, loss: Tensor) -> Corrected:
         micro = terms.micro

@@ -11,7 +11,7 @@ from torch import Tensor
 from headrace.config.job import Job, TrainSection
 from headrace.errors import InvalidArgument
 from headrace.hooks import hook_args
-from headrace.hooks.load import load_hook
+from headrace.hooks.trainer import trainer_hook
 from services.trainer.algorithms.reduction import weighted_sum
 from services.trainer.hooks import of_samples
 from services.trainer.inputs import MicroInputs
@@ -28,7 +28,7 @@ class CustomLoss:
         path = job.hooks.custom_loss_function_path
         assert path is not None  # the rules saw to it
         self._path = path
-        self._hook = load_hook(path).target
+        self._hook = trainer_hook(path, "loss").target
         self._args = hook_args(job)
 
     def __call__(self, terms: Terms) -> Tensor:
@@ -54,7 +54,7 @@ class PolicyReducer:
 
     def __init__(self, path: str, config: TrainSection) -> None:
         self._path = path
-        self._hook = load_hook(path).target
+        self._hook = trainer_hook(path, "reducer").target
         self._per_token = config.calculate_per_token_loss
 
     def of(self, micro: MicroInputs) -> Callable[[Tensor, Tensor], Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from headrace.config.job import Job
 from headrace.errors import InvalidArgument
 from headrace.hooks import HookArgs, hook_args
-from headrace.hooks.load import load_hook
+from headrace.hooks.trainer import trainer_hook
 from headrace.trajectory import Sample, Status
 from services.trainer.inputs import MicroInputs
 
@@ -65,7 +65,7 @@ class RolloutDataHook:
     """`f(args, rollout_id, rollout_data)`: sees a rollout step's data, and may change advantages and returns."""
 
     def __init__(self, job: Job, path: str) -> None:
-        self._hook = load_hook(path).target
+        self._hook = trainer_hook(path, "rollout_data").target
         self._args = hook_args(job)
 
     def __call__(self, step: int, micros: Sequence[MicroInputs]) -> list[MicroInputs]:
@@ -83,7 +83,7 @@ class BeforeTrainStep:
     """
 
     def __init__(self, job: Job, path: str) -> None:
-        self._hook = load_hook(path).target
+        self._hook = trainer_hook(path, "before_train_step").target
         self._args = hook_args(job)
 
     def __call__(self, step: int, step_id: int, model: Any, optimizer: Any, schedule: Any) -> None:
@@ -105,7 +105,7 @@ def put_back(
 
 def load_advantage_hook(path: str) -> AdvantageHook:
     """f(args, rollout_data)."""
-    return load_hook(path).target
+    return trainer_hook(path, "advantage").target
 
 
 def _cut(micros: Sequence[MicroInputs], name: str) -> list[Tensor]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from headrace.config.job import Job, TrainSection
 from headrace.errors import InvalidArgument
 from headrace.hooks import hook_args, to_hook
-from headrace.hooks.load import load_hook
+from headrace.hooks.trainer import trainer_hook
 from headrace.trajectory import Sample, Status
 from services.trainer.algorithms.groups import raw_rewards
 from services.trainer.algorithms.grpo import grpo_rewards
@@ -43,7 +43,7 @@ class RewardPostProcess:
 
     def __init__(self, job: Job, path: str, layout: Layout) -> None:
         self._path = path
-        self._hook = load_hook(path).target
+        self._hook = trainer_hook(path, "reward_post_process").target
         self._args = hook_args(job)
         self._layout = layout
 

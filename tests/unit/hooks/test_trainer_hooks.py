@@ -1,0 +1,68 @@
+"""Hooks of the trainer: recognised by their arguments, and refused with the right form when they cannot be called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.check import check
+from headrace.errors import ConfigError
+from headrace.hooks import check_hook
+from headrace.hooks.trainer import TRAINER_FORMS, TrainerKind, trainer_hook
+
+SOURCE = """
+def advantage(args, rollout_data): pass
+def rollout_data(args, rollout_id, rollout_data): pass
+def loss(args, batch, logits, sum_of_sample_mean): pass
+def tis(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kwargs): pass
+def reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False, more=1): pass
+def before_train_step(args, rollout_id, step_id, model, optimizer, opt_param_scheduler): pass
+def reward_post_process(args, samples): pass
+
+def closed_tis(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks): pass
+def greedy_tis(args, *, pg_loss, temperature, **kwargs): pass
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    file = tmp_path / "mine.py"
+    file.write_text(SOURCE)
+    return str(file)
+
+
+@pytest.mark.parametrize("kind", ["advantage", "rollout_data", "loss", "tis", "before_train_step"])
+def test_check_tells_a_trainers_hook_by_its_arguments(source: str, kind: TrainerKind) -> None:
+    report = check_hook(f"{source}:{kind}")
+    assert report.ok, report.failed
+    assert report.kind == kind
+
+
+def test_check_is_told_what_arguments_do_not_tell(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(["hook", f"{source}:reward_post_process", "--kind", "reward_post_process"]) == 0
+    assert "is a reward_post_process function" in capsys.readouterr().out
+    assert check_hook(f"{source}:reducer").kind == "reducer"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "accepted"),
+    [
+        ("advantage", "loss", "def f(args, batch, logits, sum_of_sample_mean) -> tuple[Tensor, dict[str, Tensor]]"),
+        ("loss", "advantage", "def f(args, rollout_data) -> None"),
+        ("closed_tis", "tis", "def f(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kwargs)"),
+        ("greedy_tis", "tis", "cannot be called"),
+        ("advantage", "reducer", "def f(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)"),
+    ],
+)
+def test_a_hook_that_the_trainer_could_not_call_is_refused_with_the_right_form(
+    source: str, name: str, kind: TrainerKind, accepted: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        trainer_hook(f"{source}:{name}", kind)
+    assert accepted in refused.value.message
+    assert not check_hook(f"{source}:{name}", kind).ok
+
+
+def test_every_form_says_how_it_is_written() -> None:
+    assert all(form.accepted.startswith("def f(") for form in TRAINER_FORMS.values())
