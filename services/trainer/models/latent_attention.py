@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+from headrace.config.architecture import LatentAttention
 
 _EPSILON = 1e-6
 
@@ -17,8 +21,19 @@ class LatentNorm(WrappedTorchNorm):  # type: ignore[misc]  # untyped base
         return WrappedTorchNorm(config, hidden_size, _EPSILON)
 
 
-def with_latent_norms(layer: ModuleSpec) -> ModuleSpec:
-    """The spec of a local layer with these norms; Transformer Engine fuses its own into the projections."""
-    attention = layer.submodules.self_attention.submodules
-    attention.q_layernorm = attention.kv_layernorm = LatentNorm
+class PlainQueries(MLASelfAttention):  # type: ignore[misc]  # untyped base
+    """Queries without a latent have no norm, which Megatron-core 0.19 would fuse into their projection."""
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> Any:
+        return super()._resolve_qk_norm_config(submodules) | {"linear_q_proj": submodules.linear_q_proj}
+
+
+def with_latent_attention(layer: ModuleSpec, latent: LatentAttention, *, with_te: bool) -> ModuleSpec:
+    """The layer's spec with these parts; Transformer Engine's norms are fused into the projections."""
+    attention = layer.submodules.self_attention
+    if latent.q_lora_rank is None:
+        layer.submodules.self_attention = ModuleSpec(PlainQueries, attention.params, attention.submodules)
+    if not with_te:
+        attention.submodules.kv_layernorm = LatentNorm
+        attention.submodules.q_layernorm = IdentityOp if latent.q_lora_rank is None else LatentNorm
     return layer

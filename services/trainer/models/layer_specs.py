@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from headrace.config.architecture import Architecture
-from services.trainer.models.latent_attention import with_latent_norms
+from services.trainer.models.latent_attention import with_latent_attention
 from services.trainer.models.post_norms import with_post_norms
 from services.trainer.parallel import Layout
 
@@ -31,6 +31,6 @@ def layer_specs(
     for layer in {id(layer): layer for layer in block.layer_specs}.values():
         if architecture.post_norms:
             with_post_norms(layer, block.layer_norm if with_te else WrappedTorchNorm)
-        if architecture.latent_attention and not with_te:
-            with_latent_norms(layer)
+        if architecture.latent_attention:
+            with_latent_attention(layer, architecture.latent_attention, with_te=with_te)
     return block
