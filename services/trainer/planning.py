@@ -72,12 +72,11 @@ class Planner:
         return StepPlan(tuple(tuple(micros) + ((),) * (most - len(micros)) for micros in cut))
 
     def _shares(self, samples: Sequence[SampleFacts]) -> list[list[Unit]]:
-        """Each data rank's units, the longest first."""
+        """Each data rank's units; balanced ones come longest first, to be padded little."""
         units = list(self._units(samples))
         if self.cost is None:
-            parts = [list(part) for part in np.array_split(np.arange(len(units)), self.dp_size)]
-        else:
-            parts = partition([sum(map(self.cost, unit)) for unit in units], self.dp_size)
+            return [[units[i] for i in part] for part in np.array_split(np.arange(len(units)), self.dp_size)]
+        parts = partition([sum(map(self.cost, unit)) for unit in units], self.dp_size)
         return [sorted((units[i] for i in part), key=_longest, reverse=True) for part in parts]
 
     def _units(self, samples: Sequence[SampleFacts]) -> Iterator[Unit]:

@@ -181,6 +181,7 @@ def long_tail(model: Path, layout: Layout) -> None:
     dynamic = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 2 * longest}
     ways: dict[str, Mapping[str, Any]] = {
         "padded, as they come": {"micro_batch_size": 8, "packing": "padded", "balance_data": False},
+        "padded, by length": {"micro_batch_size": 8, "packing": "padded"},
         "padded, dynamic": dynamic | {"packing": "padded"},
         "packed, dynamic": dynamic | {"packing": "packed"},
         "shared prompts, dynamic": dynamic | {"packing": "shared_prompts"},
