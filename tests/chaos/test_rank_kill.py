@@ -24,7 +24,7 @@ from tests.support.metric_docs import documented_metrics, undocumented
 from tests.support.tiny_model import make_tiny_qwen3
 from tests.support.training_run import ROOT, TrainingRun
 
-NUM_KILLS = int(os.environ.get("HEADRACE_RANK_KILLS", "2"))
+NUM_KILLS = int(os.environ.get("HEADRACE_RANK_KILLS", "1"))
 STEPS_PER_KILL = 4
 NUM_STEPS = STEPS_PER_KILL * NUM_KILLS + 2
 
