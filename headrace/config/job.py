@@ -245,6 +245,7 @@ class BufferSection(Section):
     )
     max_payload_bytes: Positive = Field(8 << 30, description="Payload bytes held at most.")
     max_groups: Positive = Field(2_000_000, description="Groups queued, leased, ready and consumed at most.")
+    max_calls_per_peer: Positive = Field(40_000, description="Calls that one host may have in progress at the buffer.")
     max_leases: Positive = Field(100_000, description="Leases out at most.")
     retain_steps: NonNegative | None = Field(
         None, description="Committed and dropped groups are forgotten so many steps later; absent: never."

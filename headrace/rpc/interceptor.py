@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 from headrace.errors import DeadlineExceeded, HeadraceError, Internal, InvalidArgument
 from headrace.rpc.log import log
 from headrace.rpc.metrics import RpcMetrics
+from headrace.rpc.peers import PeerCalls
 from headrace.rpc.status import DETAILS_KEY, to_status
 
 # For callers that set no deadline (curl-like tools): nothing waits for ever.
@@ -28,9 +29,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
     """Wraps unary-unary and unary-stream handlers of the given services; all others pass untouched."""
 
-    def __init__(self, services: frozenset[str], metrics: RpcMetrics) -> None:
+    def __init__(self, services: frozenset[str], metrics: RpcMetrics, peers: PeerCalls) -> None:
         self._services = services
         self._metrics = metrics
+        self._peers = peers
 
     async def intercept_service(
         self, continuation: Callable[..., Awaitable[Any]], details: grpc.HandlerCallDetails
@@ -50,7 +52,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             with _Call(method, context, self._metrics) as call:
                 try:
                     async with asyncio.timeout(call.seconds_left()):
-                        return await handler.unary_unary(_decode(handler, data), context)
+                        with self._peers.one_of(context.peer()):
+                            return await handler.unary_unary(_decode(handler, data), context)
                 except Exception as error:  # the RPC boundary: everything becomes a status
                     await call.abort(error)
 
@@ -60,8 +63,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         async def behavior(data: bytes, context: Context) -> AsyncIterator[Any]:
             with _Call(method, context, self._metrics) as call:
                 try:
-                    async for reply in handler.unary_stream(_decode(handler, data), context):
-                        yield reply
+                    with self._peers.one_of(context.peer()):
+                        async for reply in handler.unary_stream(_decode(handler, data), context):
+                            yield reply
                 except Exception as error:  # the RPC boundary: everything becomes a status
                     await call.abort(error)
 

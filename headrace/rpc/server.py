@@ -21,6 +21,7 @@ from headrace.rpc.interceptor import CallInterceptor
 from headrace.rpc.log import log
 from headrace.rpc.metrics import RpcMetrics
 from headrace.rpc.net import Address, require_free
+from headrace.rpc.peers import DEFAULT_MAX_CALLS, PeerCalls
 
 MAX_MESSAGE_BYTES = 256 << 20
 DRAIN_SECONDS = 3.0
@@ -58,6 +59,7 @@ class RpcServer:
         *,
         metrics_address: str | None = None,
         insecure: bool = False,
+        max_calls_per_peer: int = DEFAULT_MAX_CALLS,
     ) -> None:
         self.name = name
         self.metrics = RpcMetrics()
@@ -72,7 +74,9 @@ class RpcServer:
                 "listen on 127.0.0.1, or pass --insecure on a private network"
             )
         self._health = HealthServicer()
-        interceptor = CallInterceptor(frozenset(s.full_name for s in services), self.metrics)
+        names = frozenset(s.full_name for s in services)
+        self.peers = PeerCalls(max_calls_per_peer)
+        interceptor = CallInterceptor(names, self.metrics, self.peers)
         self._server = grpc.aio.server(interceptors=[interceptor], options=list(OPTIONS))
 
     @property

@@ -77,6 +77,7 @@ async def _serve(job: Job, arguments: argparse.Namespace, buffer: Buffer) -> Non
         [Service(BufferServicer(buffer), add_to_server, service)],
         metrics_address=arguments.metrics_address,
         insecure=arguments.insecure,
+        max_calls_per_peer=job.buffer.max_calls_per_peer,
     )
     server.metrics.registry.register(LedgerCollector(buffer.ledger))
     await server.start()

@@ -16,9 +16,13 @@ from services.buffer.backup import Digest
 from services.buffer.book import StreamBook
 from services.buffer.group import Group, GroupState
 from services.buffer.wire_bytes import RawPut, sample_bytes
-from services.buffer.wire_checks import require, require_not_negative, require_some
+from services.buffer.wire_checks import require, require_at_most, require_not_negative, require_some
 
 MAX_GROUPS_PER_LEASE = 1_000
+MAX_LEASES_PER_CALL = 10_000
+MAX_PROMPTS_PER_CALL = 10_000
+MAX_PUTS_PER_CALL = 1_000
+MAX_SAMPLES_PER_CALL = 65_536
 MAX_PAGE_SIZE = 1_000
 DEFAULT_PAGE_SIZE = 100
 _ANSWER_MARGIN_SECONDS = 0.25
@@ -43,6 +47,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
 
     async def SubmitPrompts(self, request: pb.SubmitPromptsRequest, context: Context) -> pb.SubmitPromptsResponse:
         require_some(len(request.prompts), "prompts")
+        require_at_most(len(request.prompts), MAX_PROMPTS_PER_CALL, "prompts")
         prompts = [wire.to_prompt(prompt, i) for i, prompt in enumerate(request.prompts)]
         return pb.SubmitPromptsResponse(group_ids=await self._buffer.submit(request.stream, prompts))
 
@@ -66,16 +71,19 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         return wire.from_lease(group, seconds, self._n_samples(group.stream), partials)
 
     async def RenewLeases(self, request: pb.RenewLeasesRequest, context: Context) -> pb.RenewLeasesResponse:
+        require_at_most(len(request.lease_ids), MAX_LEASES_PER_CALL, "lease_ids")
         renewed, lost = self._buffer.renew(request.lease_ids)
         return pb.RenewLeasesResponse(renewed=renewed, lost=lost)
 
     async def ReleaseLeases(self, request: pb.ReleaseLeasesRequest, context: Context) -> pb.ReleaseLeasesResponse:
         require_some(len(request.releases), "releases")
+        require_at_most(len(request.releases), MAX_LEASES_PER_CALL, "releases")
         await self._buffer.release([wire.to_release(release) for release in request.releases])
         return pb.ReleaseLeasesResponse()
 
     async def PutGroups(self, request: Sequence[RawPut], context: Context) -> pb.PutGroupsResponse:
         require_some(len(request), "groups")
+        require_at_most(len(request), MAX_PUTS_PER_CALL, "groups")
         results = await self._buffer.put([wire.to_put(put) for put in request])
         return pb.PutGroupsResponse(results=[wire.from_put_result(result) for result in results])
 
@@ -92,6 +100,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
 
     async def FetchSamples(self, request: pb.FetchSamplesRequest, context: Context) -> AsyncIterator[bytes]:
         require_some(len(request.sample_ids), "sample_ids")
+        require_at_most(len(request.sample_ids), MAX_SAMPLES_PER_CALL, "sample_ids")
         async for portion in self._buffer.fetch(request.stream, request.sample_ids, skip_unknown=request.skip_unknown):
             yield b"".join(part for record, payload in portion for part in sample_bytes(record, payload))
 

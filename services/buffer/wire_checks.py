@@ -22,6 +22,17 @@ def require_some(count: int, field: str) -> None:
         raise InvalidArgument(f"{field} is empty, must have at least one", field=field)
 
 
+def require_at_most(count: int, most: int, field: str) -> None:
+    """Raises InvalidArgument when a call brings more than it may."""
+    if count > most:
+        raise InvalidArgument(
+            f"{field} has {count} entries, a call may have {most} at most: make several calls of it",
+            field=field,
+            reason="BATCH_TOO_LARGE",
+            limit=str(most),
+        )
+
+
 def require_not_negative(value: float, field: str) -> None:
     """Raises InvalidArgument for what cannot be counted."""
     if not (math.isfinite(value) and value >= 0):

@@ -25,6 +25,7 @@ from headrace.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from headrace.rpc import call as rpc
 from headrace.trajectory import Sample
 from services.buffer.application import Buffer
 from services.buffer.group import Prompt
@@ -130,6 +131,33 @@ async def test_limits_come_with_the_time_to_try_again(client: BufferClient) -> N
     with pytest.raises(ResourceExhausted, match="max_queued_groups 1") as refused:
         await client.submit_prompts("small", text_prompts("a", "b"))
     assert refused.value.retry_after_seconds == 1.0
+
+
+async def test_a_batch_over_the_limit_is_refused_with_the_limit(client: BufferClient) -> None:
+    with pytest.raises(InvalidArgument, match="prompts has 10001 entries, a call may have 10000") as refused:
+        await client.submit_prompts("train", text_prompts(*(str(i) for i in range(10_001))))
+    assert (refused.value.reason, refused.value.metadata["limit"]) == ("BATCH_TOO_LARGE", "10000")
+    with pytest.raises(InvalidArgument, match="groups has 1001 entries, a call may have 1000"):
+        await client.put_groups([pb.GroupPut()] * 1001)
+    request = pb.FetchSamplesRequest(stream="train", sample_ids=["x"] * 65_537)
+    with pytest.raises(InvalidArgument, match="sample_ids has 65537 entries"):
+        await anext(aiter(rpc.stream(client._stub.FetchSamples, request, deadline_seconds=5.0)))
+
+
+async def test_a_peer_with_too_many_calls_is_refused_and_told_when_to_come_back() -> None:
+    async with (
+        served_buffer(MemoryStore(), max_calls_per_peer=2) as (_, server),
+        BufferClient(server.address) as client,
+    ):
+        await client.create_stream(stream())
+        waiting = [asyncio.create_task(client.lease_groups("train", "me", 1, wait_seconds=20.0)) for _ in range(2)]
+        while server.peers.in_progress < 2:  # theirs, not ours to wake
+            await asyncio.sleep(0.01)
+        with pytest.raises(ResourceExhausted, match="has 2 calls in progress") as refused:
+            await client.stats("train")
+        assert refused.value.retry_after_seconds > 0
+        for call in waiting:
+            call.cancel()
 
 
 async def test_a_stream_has_one_config(client: BufferClient) -> None:

@@ -33,6 +33,7 @@ async def served_buffer(
     max_watch_lag: int = 100_000,
     min_free_disk_bytes: int = 0,
     grace_seconds: float = 0.0,
+    max_calls_per_peer: int = 40_000,
 ) -> AsyncIterator[tuple[Buffer, RpcServer]]:
     """A buffer on a free port of this process."""
     buffer = await Buffer.open(
@@ -43,7 +44,8 @@ async def served_buffer(
         min_free_disk_bytes=min_free_disk_bytes,
     )
     name = buffer_pb2.DESCRIPTOR.services_by_name["BufferService"].full_name
-    server = RpcServer("buffer", address, [Service(BufferServicer(buffer), add_to_server, name)])
+    service = Service(BufferServicer(buffer), add_to_server, name)
+    server = RpcServer("buffer", address, [service], max_calls_per_peer=max_calls_per_peer)
     await server.start()
     try:
         yield buffer, server

@@ -15,6 +15,7 @@ from headrace.config.job import Job, ModelSection, RolloutSection
 from headrace.hooks import HookArgs
 from headrace.rpc.net import free_port
 from headrace.trajectory import Sample, Status
+from services.rollout.custom import CustomMaker, custom_args
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fake import response_to
@@ -353,6 +354,48 @@ async def test_a_filter_that_raises_fails_the_group_and_not_the_run(tokenizer_fo
     await group_filter.close()
     assert (ledger.puts[0].outcome, ledger.puts[0].failure.reason) == (buffer_pb2.PUT_OUTCOME_FAILED, "FILTER_FAILED")
     assert "KeyError: 'oops'" in ledger.puts[0].failure.message
+
+
+ABORTED_FAN_OUT = """
+import copy
+async def f(args, sample, sampling_params):
+    sample.tokens, sample.response, sample.response_length = [1, 2, 3, 4], "hi", 2
+    sample.rollout_log_probs, sample.weight_versions = [-0.5, -0.25], ["0"]
+    sample.status = sample.Status.COMPLETED
+    other = copy.deepcopy(sample)
+    other.status = sample.Status.ABORTED
+    return [sample, other]
+"""
+
+
+@pytest.mark.parametrize("partial_rollout", [None, PartialRollout(mask_offpolicy=False, max_staleness=1)])
+async def test_an_aborted_group_that_fanned_out_is_not_trained(
+    tokenizer_folder: Path, tmp_path: Path, partial_rollout: PartialRollout | None
+) -> None:
+    (tmp_path / "hook.py").write_text(ABORTED_FAN_OUT)
+    job = Job(model=ModelSection(hf_checkpoint=tokenizer_folder))
+    maker = CustomMaker(f"{tmp_path}/hook.py:f", custom_args(job, "http://127.0.0.1:1"), seconds=20)
+    judge = Judge(f"127.0.0.1:{free_port()}", item_seconds=0.2)
+    groups = GroupMaker(
+        PromptEncoder(tokenizer_folder, apply_chat_template=False),
+        maker,
+        judge,
+        PARAMS,
+        rollout_seed=1,
+        max_prompt_tokens=None,
+        max_context_tokens=None,
+        partial_rollout=partial_rollout,
+    )
+    await maker.start()
+    made = await groups.make(lease(0))
+    await maker.close()
+    await judge.close()
+    if partial_rollout:
+        assert isinstance(made, buffer_pb2.LeaseRelease)
+        assert list(made.partial_samples) == []
+    else:
+        assert isinstance(made, buffer_pb2.GroupPut)
+        assert (made.outcome, made.failure.reason) == (buffer_pb2.PUT_OUTCOME_FAILED, "ABORTED")
 
 
 def test_seeds_differ_by_every_part_and_repeat() -> None:

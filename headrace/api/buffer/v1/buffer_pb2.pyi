@@ -12,6 +12,8 @@ The sample ledger: prompts in, groups leased, samples kept, batches given, steps
 
 Every mutating call is idempotent by the key named at its request, so every call may be retried. What was answered
 OK is durable. Every call needs a deadline; calls that wait answer empty shortly before it rather than fail.
+A call brings at most 10,000 prompts, 1,000 groups to put, 10,000 leases or 65,536 sample ids; more is refused with
+INVALID_ARGUMENT, reason BATCH_TOO_LARGE, and the limit. A host has a limited number of calls in progress.
 
 Errors common to all calls: INVALID_ARGUMENT (BadRequest names the field), NOT_FOUND (no such stream; create it),
 ABORTED with reason FENCED (an older trainer epoch: a newer trainer called Rewind; stop), RESOURCE_EXHAUSTED with
