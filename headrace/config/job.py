@@ -247,8 +247,8 @@ class BufferSection(Section):
     max_groups: Positive = Field(2_000_000, description="Groups queued, leased, ready and consumed at most.")
     max_calls_per_peer: Positive = Field(40_000, description="Calls that one host may have in progress at the buffer.")
     max_leases: Positive = Field(100_000, description="Leases out at most.")
-    retain_steps: NonNegative | None = Field(
-        None, description="Committed and dropped groups are forgotten so many steps later; absent: never."
+    retain_steps: NonNegative = Field(
+        100, description="Committed and dropped groups leave memory and store so many steps after their own."
     )
     selection: Literal["fifo", "lifo", "priority", "freshest", "reward", "surprise"] = Field(
         "fifo", description="Which ready groups become the next batch."
