@@ -176,6 +176,18 @@ class TrainSection(Section):
     true_on_policy_bound: Annotated[float, Field(gt=0)] = Field(
         1e-3, description="Largest difference of their log-probs that is no disagreement."
     )
+    only_train_params_name_list: tuple[str, ...] = Field(
+        (), description="Regular expressions: parameters whose names match are trained, the others frozen."
+    )
+    freeze_params_name_list: tuple[str, ...] = Field(
+        (), description="Regular expressions: parameters whose names match are frozen."
+    )
+    ref_update_interval: Positive | None = Field(
+        None, description="Rollout steps after which the reference becomes the current policy; absent: never."
+    )
+    keep_old_actor: bool = Field(
+        False, description="Old log-probs are those of the policy that the sample came from, kept by the trainer."
+    )
 
 
 class CriticSection(Section):

@@ -16,6 +16,8 @@ from headrace.config.megatron import MEGATRON_ALIASES, MegatronArgs
 ALIASES: Mapping[str, str] = {
     "tis_threshold": "tis_clip",
     "async_buffer_size": "max_staleness",
+    "train_params": "only_train_params_name_list",
+    "freeze_params": "freeze_params_name_list",
     **MEGATRON_ALIASES,
 }
 """Other names of leaves: slime's, Megatron's, and views."""

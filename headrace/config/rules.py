@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 
-from headrace.config.algorithm_rules import ALGORITHM_NEEDS, check_algorithm
+from headrace.config.algorithm_rules import ALGORITHM_NEEDS, check_algorithm, uses_reference
 from headrace.config.files import check_files
 from headrace.config.job import Job
 from headrace.config.leaf import leaves
@@ -25,6 +26,7 @@ _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "balance_by": ("balance_data", lambda job: job.train.balance_data),
     "buffer_postgres": ("buffer_store", lambda job: job.buffer.buffer_store == "postgres"),
     "buffer_shard": ("buffer_addresses", lambda job: bool(job.buffer.buffer_addresses)),
+    "ref_update_interval": ("use_kl_loss", uses_reference),
     "keep_best_metric": ("keep_best", lambda job: job.checkpoint.keep_best > 0),
     "group_rm": ("custom_rm_path", lambda job: job.reward.custom_rm_path is not None),
     "max_turns": ("custom_generate_function_path", lambda job: job.rollout.custom_generate_function_path is not None),
@@ -218,6 +220,38 @@ def _ranks(job: Job) -> None:
         )
 
 
+def _old_actor_is_used(job: Job) -> None:
+    train = job.train
+    if not train.keep_old_actor:
+        return
+    if train.loss_type == "sft_loss" or (train.use_rollout_logprobs and not train.use_tis):
+        raise ConfigError(
+            "keep_old_actor has no effect: nothing in this loss asks for the old policy's log-probs: leave it out",
+            field="keep_old_actor",
+        )
+    if job.buffer.max_staleness == 0:
+        raise ConfigError(
+            "keep_old_actor has no effect with max_staleness 0: every sample comes from the current policy: leave it out",
+            field="keep_old_actor",
+        )
+
+
+def _frozen_parameters(job: Job) -> None:
+    only, freeze = job.train.only_train_params_name_list, job.train.freeze_params_name_list
+    if only and freeze:
+        raise ConfigError(
+            "only_train_params_name_list and freeze_params_name_list say the same thing in two ways: give one",
+            field="freeze_params_name_list",
+        )
+    for pattern in (*only, *freeze):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(
+                f"{pattern!r} is no regular expression: {error}", field="freeze_params_name_list"
+            ) from error
+
+
 def _engines(job: Job) -> None:
     gpus, each = job.placement.rollout_num_gpus, job.placement.rollout_num_gpus_per_engine
     if gpus % each:
@@ -304,6 +338,8 @@ _RULES: Sequence[Callable[[Job], None]] = (
     _partial_rollout,
     _ranks,
     check_megatron,
+    _frozen_parameters,
+    _old_actor_is_used,
     _engines,
     _context_length,
     _no_secrets,

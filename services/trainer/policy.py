@@ -46,6 +46,7 @@ from services.trainer.rewards import RewardPostProcess, shaped_rewards
 from services.trainer.runner import Runner
 from services.trainer.speed import Speed, peak_tflops
 from services.trainer.stopwatch import Stopwatch
+from services.trainer.trainable import choose_trainable
 
 FetchSamples = Callable[[Sequence[str]], list[Sample]]
 
@@ -76,6 +77,7 @@ class Policy:
         self._converter.load(job.model.hf_checkpoint)
         if (initial := job.checkpoint.initial_megatron_checkpoint) is not None:
             ModelState("policy", self._converter.shards(), None).restore_weights(opened(initial, layout))
+        choose_trainable(model, job.train, layout)
         self._model = wrap_for_data_parallel(config, args, model)
         self._steps_per_rollout = job.train.num_steps_per_rollout or 1
         own_rollouts = max(1, job.rollout.num_rollout - job.critic.num_critic_only_steps)

@@ -106,6 +106,9 @@ from headrace.launch.specs import address_in
         ("--lr-decay-style WSD", "lr_decay_style is WSD and wsd_decay_steps is None: the two belong together"),
         ("--keep-best-metric eval/gsm8k", "keep_best_metric has no effect without keep_best"),
         ("--initial-megatron-checkpoint /nowhere", "/nowhere has no manifest.json: name a step-… folder"),
+        ("--freeze-params mlp --train-params attn", "say the same thing in two ways: give one"),
+        ("--freeze-params layers.[0", "'layers.\\[0' is no regular expression"),
+        ("--virtual-pipeline-model-parallel-size 2", "virtual stages are not built"),
         ("stray", "unexpected argument 'stray'"),
     ],
 )
