@@ -231,7 +231,7 @@ def _old_actor_is_used(job: Job) -> None:
         )
     if job.buffer.max_staleness == 0:
         raise ConfigError(
-            "keep_old_actor has no effect with max_staleness 0: every sample comes from the current policy: leave it out",
+            "keep_old_actor has no effect with max_staleness 0: every sample is of the current policy: leave it out",
             field="keep_old_actor",
         )
 

@@ -32,7 +32,9 @@ from services.trainer.model_state import ModelState
 from services.trainer.models.convert import Converter
 from services.trainer.models.export import export
 from services.trainer.models.gpt import build_model, transformer_config
+from services.trainer.models.weights import weights_of
 from services.trainer.objective import Objective
+from services.trainer.old_policies import OldPolicies
 from services.trainer.optimizer import Optimizer, wrap_for_data_parallel
 from services.trainer.packing import packing_of
 from services.trainer.parallel import Layout
@@ -98,9 +100,18 @@ class Policy:
         )
         self._critic = Critic(job, layout, self._stopwatch) if uses_critic(job) else None
         policy = ModelState("policy", self._converter.shards(), self._optimizer)
+        reference, old_policies = self._frozen(job), self._old_policies(job)
         self._states = [policy] + ([self._critic.state] if self._critic else [])
-        self._parts: Sequence[ModelState | RandomState] = [*self._states, RandomState(layout.rank)]
-        self._prepare = Preparation(job, layout, self._pipeline, self._frozen(job), self._teacher(job), self._critic)
+        if reference is not None and job.train.ref_update_interval is not None:
+            self._states.append(ModelState("reference", reference.shards(self._converter.shards()), None))
+        self._parts: Sequence[ModelState | RandomState | OldPolicies] = [
+            *self._states,
+            RandomState(layout.rank),
+            *([old_policies] if old_policies else []),
+        ]
+        self._prepare = Preparation(
+            job, layout, self._pipeline, reference, self._teacher(job), self._critic, old_policies
+        )
         hooks = job.hooks
         self._rewards = (
             RewardPostProcess(job, hooks.custom_reward_post_process_path, layout)
@@ -202,12 +213,24 @@ class Policy:
     def _frozen(self, job: Job) -> ReferencePolicy | None:
         if not uses_reference(job):
             return None
-        return ReferencePolicy(self._model, self._converter, job.model.ref_load)
+        return ReferencePolicy(self._weights, self._converter, job.model.ref_load)
+
+    def _old_policies(self, job: Job) -> OldPolicies | None:
+        if not job.train.keep_old_actor:
+            return None
+        interval = job.publish.update_weights_interval
+        # The oldest sample that is admitted, in publications, and the newest publication.
+        capacity = job.buffer.max_staleness // interval + 2
+        return OldPolicies(self._weights, self._converter.shards(), capacity=capacity, publish_interval=interval)
+
+    @property
+    def _weights(self) -> Mapping[str, Tensor]:
+        return weights_of(self._model.module)
 
     def _teacher(self, job: Job) -> ReferencePolicy | None:
         if not job.distillation.use_opd or job.distillation.opd_type != "megatron":
             return None
-        return ReferencePolicy(self._model, self._converter, job.distillation.opd_teacher_load)
+        return ReferencePolicy(self._weights, self._converter, job.distillation.opd_teacher_load)
 
 
 def _mean(values: Sequence[float]) -> float:

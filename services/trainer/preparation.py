@@ -15,12 +15,11 @@ from services.trainer.advantages import Advantages, Evidence
 from services.trainer.critic import Critic
 from services.trainer.hooks import RolloutDataHook
 from services.trainer.inputs import MicroInputs, StepInputs
+from services.trainer.old_log_probs import Known, OldLogProbs
+from services.trainer.old_policies import OldPolicies
 from services.trainer.parallel import Layout
 from services.trainer.pipeline import Pipeline
 from services.trainer.reference import ReferencePolicy
-
-Known = Sequence[Tensor] | None
-"""[B, S] for each micro-batch of a step; None where it is not needed, or not on this rank."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,10 +43,12 @@ class Preparation:
         reference: ReferencePolicy | None,
         teacher: ReferencePolicy | None,
         critic: Critic | None,
+        old_policies: OldPolicies | None,
     ) -> None:
         self._job = job
         self._layout = layout
         self._pipeline = pipeline
+        self._old = OldLogProbs(job.train, layout, pipeline, old_policies)
         self._reference = reference
         self._teacher = teacher
         self._critic = critic
@@ -57,25 +58,22 @@ class Preparation:
 
     def __call__(self, step: int, steps: Sequence[StepInputs]) -> list[PreparedStep]:
         """Collective over all ranks."""
-        olds = self._of_each(steps, self._needs_own(steps), None)
+        self._update_reference(step)
+        by_advantages = self._advantages.needs_log_probs and not self._job.train.use_rollout_logprobs
+        olds, kept = self._old(step, steps, for_advantages=by_advantages)
         references = self._of_each(steps, self._reference is not None, self._reference)
         teachers = self._of_each(steps, self._teacher is not None, self._teacher)
         values: list[Known] = [self._critic.values(inputs) if self._critic else None for inputs in steps]
         filled = list(steps)
         if self._layout.is_last_stage and self._job.train.loss_type != "sft_loss":
             filled = self._with_advantages(step, steps, olds, references, teachers, values)
-        # With one optimizer step the old policy is the current one.
-        kept = olds if self._trains_on_old(steps) else [None] * len(steps)
         rows = zip(filled, kept, references, values, strict=True)
         return [PreparedStep(*row) for row in rows]
 
-    def _trains_on_old(self, steps: Sequence[StepInputs]) -> bool:
-        config = self._job.train
-        return len(steps) > 1 and (config.use_tis or not config.use_rollout_logprobs) and config.loss_type != "sft_loss"
-
-    def _needs_own(self, steps: Sequence[StepInputs]) -> bool:
-        by_advantages = self._advantages.needs_log_probs and not self._job.train.use_rollout_logprobs
-        return by_advantages or self._trains_on_old(steps)
+    def _update_reference(self, step: int) -> None:
+        interval = self._job.train.ref_update_interval
+        if self._reference is not None and interval is not None and step and step % interval == 0:
+            self._reference.update()
 
     def _of_each(self, steps: Sequence[StepInputs], needed: bool, policy: ReferencePolicy | None) -> list[Known]:
         if not needed:

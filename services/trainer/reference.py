@@ -3,44 +3,37 @@ pass."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-import torch
-from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
 
+from services.trainer.host_copy import HostCopy
 from services.trainer.models.convert import Converter
-from services.trainer.models.weights import weights_of
+from services.trainer.models.model_shard import ModelShard
 
 
 class ReferencePolicy:
-    """Host copies of a Hugging Face folder's weights, or of the initial ones."""
+    """A host copy of a Hugging Face folder's weights, or of the initial ones."""
 
-    def __init__(self, model: DistributedDataParallel, converter: Converter, folder: Path | None) -> None:
-        self._weights = weights_of(model.module)
-        if folder is not None:
-            current = self._copies()
-            converter.load(folder)
-            self._reference = self._copies()
-            self._put(current)
-        else:
-            self._reference = self._copies()
+    def __init__(self, weights: Mapping[str, Tensor], converter: Converter, folder: Path | None) -> None:
+        if folder is None:
+            self._copy = HostCopy(weights)
+            return
+        current = HostCopy(weights)
+        converter.load(folder)
+        self._copy = HostCopy(weights)
+        current.put()
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def in_place(self) -> AbstractContextManager[None]:
         """The model is the reference policy inside the block, and itself again after it."""
-        current = self._copies()
-        self._put(self._reference)
-        try:
-            yield
-        finally:
-            self._put(current)
+        return self._copy.in_place()
 
-    def _copies(self) -> dict[str, torch.Tensor]:
-        return {name: weight.detach().cpu().clone() for name, weight in self._weights.items()}
+    def update(self) -> None:
+        """From here on the reference is the current policy."""
+        self._copy.take()
 
-    def _put(self, values: dict[str, torch.Tensor]) -> None:
-        with torch.no_grad():
-            for name, value in values.items():
-                self._weights[name].copy_(value)
+    def shards(self, shards: Sequence[ModelShard]) -> list[ModelShard]:
+        """Its weights in the model's places, for a checkpoint."""
+        return self._copy.shards(shards)
