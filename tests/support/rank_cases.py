@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from headrace.config.job import Job
 from headrace.errors import ConfigError
-from headrace.trajectory import Failure, Sample, Status
+from headrace.trajectory import Failure, PolicyRange, Sample, Status
 
 VOCAB_SIZE = 320
 Tokens = NDArray[np.int64]
@@ -41,6 +41,8 @@ class Case:
     load: str | None = None
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Further sections of the job."""
+    lag: int = 0
+    """So many steps behind the policy is that a step's samples come from."""
     refused: bool = False
     """It is expected to end with an error before it trains; error.txt has the message."""
 
@@ -102,6 +104,10 @@ def _sample(
     )
 
 
+def _of_version(sample: Sample, version: int) -> Sample:
+    return replace(sample, policy_ranges=(PolicyRange(version, 0, sample.response_length),))
+
+
 def run_case(case: Case) -> None:
     """In every rank at once."""
     import torch.distributed as dist
@@ -147,7 +153,7 @@ def _save(case: Case) -> None:
     policy = Policy.build(job, layout)
     checkpoints = Checkpoints(job, case.out, layout)
     if case.load is None:
-        train_once(policy, 0)
+        train_once(policy, 0, case.lag)
     else:
         assert checkpoints.restore_latest(policy) == 1
     checkpoints.save(policy, step=1, policy_version=1, epoch=1)
@@ -169,25 +175,26 @@ def _train_and_resume(case: Case) -> None:
     if layout.is_last_stage and layout.tp_rank == 0 and layout.dp_rank == 0:
         (case.out / "log_probs.json").write_text(json.dumps([row.tolist() for row in log_probs]))
     checkpoints = Checkpoints(job, case.out, layout)
-    metrics = [train_once(policy, 0)]
+    metrics = [train_once(policy, 0, case.lag)]
     policy.export(case.out / "trained")
     checkpoints.save(policy, step=1, policy_version=1, epoch=1)
-    metrics.append(train_once(policy, 1))
+    metrics.append(train_once(policy, 1, case.lag))
     policy.export(case.out / "twice_trained")
     resumed = Policy.build(job, layout)
     assert checkpoints.restore_latest(resumed) == 1
-    metrics.append(train_once(resumed, 1))
+    metrics.append(train_once(resumed, 1, case.lag))
     resumed.export(case.out / "resumed")
     if layout.rank == 0:
         (case.out / "metrics.json").write_text(json.dumps(metrics))
     dist.barrier()
 
 
-def train_once(policy: Any, step: int) -> dict[str, float]:
-    """One rollout step on the samples of that seed."""
+def train_once(policy: Any, step: int, lag: int = 0) -> dict[str, float]:
+    """One rollout step on the samples of that seed, which come from the policy of `lag` steps before."""
     from services.trainer.batch import SampleFacts
 
-    by_id = {sample.sample_id: sample for sample in samples(step)}
+    version = max(0, step - lag)
+    by_id = {sample.sample_id: _of_version(sample, version) for sample in samples(step)}
     facts = [SampleFacts.of(sample.pack().envelope) for sample in by_id.values()]
     found: dict[str, float] = policy.train(step, facts, lambda ids: [by_id[i] for i in ids])
     return found

@@ -124,11 +124,20 @@ def _require_divisible(architecture: Architecture, config: TransformerConfig, la
         )
     ends = [config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage]
     given = [layers for layers in ends if layers is not None]
-    if (architecture.num_layers - sum(given)) % max(1, layout.pp_size - len(given)):
+    rest = (architecture.num_layers - sum(given)) % max(1, layout.pp_size - len(given))
+    if rest and not _is_cut_otherwise(config):
         raise ConfigError(
             f"pipeline_model_parallel_size {layout.pp_size} does not divide num_layers {architecture.num_layers}: "
             "choose a divisor of it, or say --num-layers-in-last-pipeline-stage"
         )
+
+
+def _is_cut_otherwise(config: TransformerConfig) -> bool:
+    return bool(
+        config.pipeline_model_parallel_layout
+        or config.account_for_embedding_in_pipeline_split
+        or config.account_for_loss_in_pipeline_split
+    )
 
 
 def _require_sequence_parallel_with_experts(architecture: Architecture, config: TransformerConfig) -> None:

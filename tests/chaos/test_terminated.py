@@ -1,0 +1,63 @@
+"""SIGTERM, with checkpoints written in the background: the run saves, commits and leaves; nothing is trained twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from headrace.api.buffer.v1 import buffer_pb2
+from services.trainer.checkpoint import newest
+from tests.support.certain_rollout import certain_rollout, produce
+from tests.support.tiny_model import make_tiny_qwen3
+from tests.support.training_run import TrainingRun
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
+
+NUM_STEPS = 8
+
+
+async def test_a_terminated_run_saves_commits_and_goes_on_without_a_step_lost(tmp_path: Path) -> None:
+    checkpoint = make_tiny_qwen3(tmp_path / "model")
+    async with certain_rollout() as rollout:
+        run = TrainingRun(
+            tmp_path, checkpoint,
+            "--rollout-address", rollout.address, "--reward-address", "127.0.0.1:9",
+            "--num-rollout", str(NUM_STEPS), "--save-interval", "3", "--async-save", "--lr", "1e-3",
+            "--save-hf", str(tmp_path / "export"), "--update-weight-canary-tolerance", "1e9",
+        )  # fmt: skip
+        async with producing(run):
+            await run.until_step(4)
+        saved = newest(run.folder.checkpoints)
+        assert saved is not None, run.last_words()
+        assert not (tmp_path / "export").exists()
+        step = saved[1].step
+        assert step == len(lines(run)) >= 4, run.last_words()
+        groups = [group.state for group in await run.groups()]
+        assert groups.count(buffer_pb2.GROUP_STATE_COMMITTED) == 4 * step
+        async with producing(run):
+            await run.finished()
+
+    assert Counter(line["step"] for line in lines(run)) == dict.fromkeys(range(NUM_STEPS), 1)
+    assert (tmp_path / "export" / "model.safetensors").is_file()
+
+
+@asynccontextmanager
+async def producing(run: TrainingRun) -> AsyncIterator[None]:
+    """The run with somebody who makes its samples."""
+    async with run.started():
+        task = asyncio.create_task(produce(await run.address_of("buffer")))
+        try:
+            yield
+        finally:
+            task.cancel()
+
+
+def lines(run: TrainingRun) -> list[dict[str, int]]:
+    """What the trainer wrote down of each step that it trained."""
+    return [json.loads(line) for line in (run.folder.path / "trained.jsonl").read_text().splitlines()]
