@@ -17,6 +17,7 @@ def check_megatron(job: Job) -> None:
     _gpu_only(args)
     _installed(args)
     _recomputation(args)
+    _optimizer(args)
     _schedules(args)
 
 
@@ -48,6 +49,15 @@ def _recomputation(args: MegatronArgs) -> None:
         raise ConfigError(
             "recompute_activations means recompute_granularity selective, which is given as full: leave one out",
             field="recompute_granularity",
+        )
+
+
+def _optimizer(args: MegatronArgs) -> None:
+    if args.optimizer != "adam" and args.use_distributed_optimizer:
+        raise ConfigError(
+            f"optimizer {args.optimizer} with use_distributed_optimizer: Megatron-core distributes Adam alone: leave one "
+            "of them out",
+            field="optimizer",
         )
 
 

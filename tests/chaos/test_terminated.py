@@ -33,7 +33,7 @@ async def test_a_terminated_run_saves_commits_and_goes_on_without_a_step_lost(tm
         )  # fmt: skip
         async with producing(run):
             await run.until_step(4)
-        saved = newest(run.folder.checkpoints)
+        saved = newest(run.folder.path / "checkpoints")
         assert saved is not None, run.last_words()
         assert not (tmp_path / "export").exists()
         step = saved[1].step

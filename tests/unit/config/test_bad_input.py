@@ -109,6 +109,11 @@ from headrace.launch.specs import address_in
         ("--freeze-params mlp --train-params attn", "say the same thing in two ways: give one"),
         ("--freeze-params layers.[0", "'layers.\\[0' is no regular expression"),
         ("--virtual-pipeline-model-parallel-size 2", "virtual stages are not built"),
+        ("--optimizer sgd --use-distributed-optimizer", "Megatron-core distributes Adam alone"),
+        ("--optimizer muon", "--optimizer: should be 'adam' or 'sgd', got 'muon'"),
+        ("--keep-old-actor --use-rollout-logprobs", "keep_old_actor has no effect: nothing in this loss asks"),
+        ("--keep-old-actor", "keep_old_actor has no effect with max_staleness 0"),
+        ("--ref-update-interval 2", "ref_update_interval has no effect without use_kl_loss"),
         ("stray", "unexpected argument 'stray'"),
     ],
 )

@@ -40,7 +40,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "old-log-probs-skipped": (TP2 | {"lr": 0.0}, {}),
     "reference-follows": (TP2, ONE_STEP | {"ref_update_interval": 1}),
     "reference-stays": (TP2, ONE_STEP),
-    "sgd": (DISTRIBUTED | {"optimizer": "sgd", "lr": 0.1}, {}),
+    "sgd": (TP2 | {"optimizer": "sgd", "lr": 0.1}, {}),
     "bf16": (DISTRIBUTED | {"bf16": True}, {}),
 }
 UNEVEN = PP2 | {"num_layers_in_first_pipeline_stage": 1}

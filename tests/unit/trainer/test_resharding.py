@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.config.architecture import Architecture
 from headrace.models.registry import read_architecture, table
 from services.trainer.checkpoint import newest
 from services.trainer.checkpoint_reader import CheckpointReader
@@ -23,6 +22,7 @@ from tests.support.tiny_families import make_tiny
 pytestmark = pytest.mark.ranks
 
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
 DISTRIBUTED = {"use_distributed_optimizer": True}
 LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "alone": (1, {}),
@@ -31,9 +31,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "pp2": (2, PP2),
     "tp2-pp2": (4, TP2 | PP2),
 }
+EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
+    "ep2": (2, EP2),
+    "ep2-distributed": (2, EP2 | DISTRIBUTED),
+    "ep2-pp2": (4, EP2 | PP2),
+}
 PAIRS = [(a, b) for a in LAYOUTS for b in LAYOUTS]
-# In bfloat16 a chain that comes through every layout: master weights are one more state that is cut.
-CHAIN = [*LAYOUTS, "alone"]
+# Chains of layouts, each restored from the one before. In bfloat16 master weights are one more state that is cut.
+BF16 = [*LAYOUTS, "alone"]
+EXPERTS = ["alone", "ep2", "pp2", "ep2-distributed", "ep2-pp2", "dp2-distributed", "alone"]
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +48,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tiny(folder / "model", "qwen3", tied=True)
     cases = [_case(folder, f"float32@{name}", name, {}) for name in LAYOUTS]
     cases += [_case(folder, f"float32@{a}@{b}", b, {}, restores=f"float32@{a}") for a, b in PAIRS]
-    cases.append(_case(folder, "bf16@0", CHAIN[0], {"bf16": True}))
-    cases += [
-        _case(folder, f"bf16@{n}", name, {"bf16": True}, restores=f"bf16@{n - 1}")
-        for n, name in enumerate(CHAIN[1:], start=1)
-    ]
+    make_tiny(folder / "experts", "qwen3_moe", tied=False)
+    for name, chain, megatron in (("bf16", BF16, {"bf16": True}), ("experts", EXPERTS, {})):
+        for place, layout in enumerate(chain):
+            before = f"{name}@{place - 1}" if place else None
+            cases.append(_case(folder, f"{name}@{place}", layout, megatron, restores=before))
     run_cases(folder, 4, cases)
     return folder
 
@@ -58,7 +64,7 @@ def test_a_checkpoint_of_one_layout_is_the_same_under_another(runs: Path, writte
     assert {name.rpartition("/")[2] for name in original} == {"weight", "exp_avg", "exp_avg_sq", "step"}
 
 
-@pytest.mark.parametrize(("before", "after"), pairwise(range(len(CHAIN))))
+@pytest.mark.parametrize(("before", "after"), pairwise(range(len(BF16))))
 def test_master_weights_of_bfloat16_come_through_every_layout(runs: Path, before: int, after: int) -> None:
     original, resaved = _tensors(runs, f"bf16@{before}"), _tensors(runs, f"bf16@{after}")
     _assert_equal(original, resaved)
@@ -69,6 +75,13 @@ def test_master_weights_of_bfloat16_come_through_every_layout(runs: Path, before
         assert torch.equal(main.bfloat16(), weight), name
 
 
+@pytest.mark.parametrize(("before", "after"), pairwise(range(len(EXPERTS))))
+def test_experts_come_through_every_layout(runs: Path, before: int, after: int) -> None:
+    original = _tensors(runs, f"experts@{before}", "experts")
+    _assert_equal(original, _tensors(runs, f"experts@{after}", "experts"))
+    assert "policy/model.layers.1.mlp.experts.3.down_proj.weight/exp_avg_sq" in original
+
+
 def _assert_equal(original: dict[str, Tensor], resaved: dict[str, Tensor]) -> None:
     assert original.keys() == resaved.keys()
     for name, tensor in original.items():
@@ -76,12 +89,12 @@ def _assert_equal(original: dict[str, Tensor], resaved: dict[str, Tensor]) -> No
         assert torch.equal(tensor, resaved[name]), name
 
 
-def _tensors(runs: Path, run: str) -> dict[str, Tensor]:
+def _tensors(runs: Path, run: str, model: str = "model") -> dict[str, Tensor]:
     """Whole tensors of the run's checkpoint, cut nowhere."""
     found = newest(runs / run / "checkpoints")
     assert found is not None
     reader = CheckpointReader(*found)
-    shardings = {row.hf[0].name: row.sharding for row in table(_architecture(runs)).rows()}
+    shardings = {row.hf[0].name: row.sharding for row in table(read_architecture(runs / model)).rows()}
     tensors = {}
     for name in reader.names:
         if name.endswith("/step"):
@@ -92,11 +105,8 @@ def _tensors(runs: Path, run: str) -> dict[str, Tensor]:
     return tensors
 
 
-def _architecture(runs: Path) -> Architecture:
-    return read_architecture(runs / "model")
-
-
 def _case(folder: Path, name: str, layout: str, megatron: dict[str, object], *, restores: str | None = None) -> Case:
-    ranks, parallel = LAYOUTS[layout]
+    ranks, parallel = (LAYOUTS | EXPERT_LAYOUTS)[layout]
+    model = "experts" if name.startswith("experts") else "model"
     source = None if restores is None else str(folder / restores / "checkpoints")
-    return Case(name, str(folder), str(folder / "model"), parallel | megatron, ranks=ranks, load=source)
+    return Case(name, str(folder), str(folder / model), parallel | megatron, ranks=ranks, load=source)
