@@ -55,8 +55,8 @@ def _recomputation(args: MegatronArgs) -> None:
 def _optimizer(args: MegatronArgs) -> None:
     if args.optimizer != "adam" and args.use_distributed_optimizer:
         raise ConfigError(
-            f"optimizer {args.optimizer} with use_distributed_optimizer: Megatron-core distributes Adam alone: leave one "
-            "of them out",
+            f"optimizer {args.optimizer} with use_distributed_optimizer: Megatron-core distributes Adam alone: leave "
+            "one of them out",
             field="optimizer",
         )
 
