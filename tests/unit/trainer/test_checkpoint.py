@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,7 +62,9 @@ def layout() -> Iterator[Layout]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group = dist.group.WORLD
     assert group is not None
-    yield Layout(0, 1, torch.device("cpu"), 0, 1, 0, 1, 0, 1, group, group, group)
+    fields = {field.name for field in dataclasses.fields(Layout)}
+    alone = {name: group if name.endswith("_group") else int(name.endswith("_size")) for name in fields - {"device"}}
+    yield Layout(device=torch.device("cpu"), **alone)  # type: ignore[arg-type]  # by kind of field
     dist.destroy_process_group()
 
 
