@@ -45,7 +45,7 @@ FAMILY = Family(
             "glm-z1-9B",
             {
                 "model_type": "glm4",
-                "attention_bias": False,
+                "attention_bias": True,
                 "head_dim": 128,
                 "hidden_act": "silu",
                 "hidden_size": 4096,

@@ -85,6 +85,17 @@ def _latent_attention(a: Architecture, mla: LatentAttention) -> dict[str, Any]:
     }
 
 
+def _means_nothing(a: Architecture, name: str, wanted: Any) -> bool:
+    """What Megatron-core does not read for this architecture, and command lines give all the same."""
+    if a.latent_attention is not None and name in ("kv_channels", "num_query_groups"):
+        return True
+    if a.experts is None:
+        return False
+    if name in ("moe_router_num_groups", "moe_router_group_topk"):
+        return wanted == 1 and a.experts.num_groups is None
+    return name == "moe_router_pre_softmax" and a.experts.score_function == "sigmoid"
+
+
 def contradictions(a: Architecture, given: MegatronArgs) -> list[str]:
     """A sentence for each architecture flag that says something else than the checkpoint."""
     mine = asdict(a) | megatron_fields(a) | _ALWAYS
@@ -92,7 +103,7 @@ def contradictions(a: Architecture, given: MegatronArgs) -> list[str]:
         f"--{name.replace('_', '-')} {wanted} contradicts the checkpoint, whose config.json says "
         f"{mine.get(name, 'nothing of it')}: leave the flag out"
         for name, wanted in given.given(ARCHITECTURAL).items()
-        if name not in mine or wanted != mine[name]
+        if (name not in mine or wanted != mine[name]) and not _means_nothing(a, name, wanted)
     ]
     if given.seq_length is not None and given.seq_length > a.max_position_embeddings:
         wrong.append(

@@ -11,7 +11,9 @@ import pytest
 
 from headrace.cli.main import main
 from headrace.config.job import Job
+from headrace.config.megatron import MegatronArgs
 from headrace.errors import ConfigError
+from headrace.models.megatron import contradictions
 from headrace.models.presets import PRESETS
 from headrace.models.registry import FAMILIES, architecture, table
 
@@ -98,3 +100,14 @@ def test_headrace_models_lists_every_preset(capsys: pytest.CaptureFixture[str]) 
     assert main(["models"]) == 0
     printed = capsys.readouterr().out
     assert all(name in printed for name in PRESETS)
+
+
+def test_a_command_line_for_megatron_agrees_with_the_checkpoint_where_it_says_the_same() -> None:
+    kimi = architecture(PRESETS["kimi-k2"].config)
+    flags: dict[str, object] = {"num_layers": 61, "num_moe_experts": 384, "moe_router_topk": 8, "q_lora_rank": 1536}
+    without_effect = {"kv_channels": 64, "moe_router_num_groups": 1, "moe_router_pre_softmax": True}
+    assert contradictions(kimi, MegatronArgs.model_validate(flags | without_effect)) == []
+    wrong = contradictions(kimi, MegatronArgs.model_validate(flags | {"moe_router_num_groups": 8}))
+    assert wrong == [
+        "--moe-router-num-groups 8 contradicts the checkpoint, whose config.json says None: leave the flag out"
+    ]
