@@ -1,7 +1,7 @@
 """Samples a second into and out of a durable buffer, beside Reverb in memory, a bare disk and a bare gRPC stream.
 
 `python -m tests.bench.ledger_throughput [PYTHON]`: PYTHON has dm-reverb; without it Reverb is left out. Random bytes,
-calls of 16 samples, four in flight; every server is a process of its own. One run, so that the ratios mean something.
+calls of 16 samples, 16 in flight; every server is a process of its own. One run, so that the ratios mean something.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SIZES = (2_300, 18_000, 147_000)
 NUM_SAMPLES = {2_300: 8_192, 18_000: 4_096, 147_000: 1_024}
 PER_CALL = 16
 PER_GROUP = 8
-IN_FLIGHT = 4
+IN_FLIGHT = 16
 ROUNDS = 3
 
 
@@ -131,7 +131,7 @@ def reverb(python: str | None, size: int) -> Rates | None:
     if python is None:
         return None
     script = Path(__file__).with_name("reverb_rates.py")
-    command = [python, str(script), str(size), str(NUM_SAMPLES[size]), str(PER_CALL), str(ROUNDS)]
+    command = [python, str(script), str(size), str(NUM_SAMPLES[size]), str(PER_CALL), str(IN_FLIGHT), str(ROUNDS)]
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     return Rates(**json.loads(done.stdout.splitlines()[-1]))

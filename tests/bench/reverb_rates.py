@@ -1,4 +1,7 @@
-"""DeepMind Reverb on the same samples, in its own environment: `reverb_rates.py SIZE SAMPLES PER_CALL ROUNDS`."""
+"""DeepMind Reverb on the same samples, in its own environment.
+
+`reverb_rates.py SIZE SAMPLES PER_CALL IN_FLIGHT ROUNDS`
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import numpy as np
 import reverb
 
 
-def main(size: int, num_samples: int, per_call: int, rounds: int) -> None:
+def main(size: int, num_samples: int, per_call: int, in_flight: int, rounds: int) -> None:
     server = subprocess.Popen([sys.executable, __file__, "serve", str(num_samples)], stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout
@@ -20,21 +23,21 @@ def main(size: int, num_samples: int, per_call: int, rounds: int) -> None:
         data = [np.random.randint(0, 256, size, dtype=np.uint8) for _ in range(per_call)]
         puts, fetches = [], []
         for _ in range(rounds):
-            puts.append(num_samples / put(client, data, num_samples))
+            puts.append(num_samples / put(client, data, num_samples, in_flight))
             fetches.append(num_samples / fetch(client, num_samples, per_call))
         print(json.dumps({"put": statistics.median(puts), "fetch": statistics.median(fetches)}))
     finally:
         server.kill()
 
 
-def put(client: reverb.Client, data: list[np.ndarray], num_samples: int) -> float:
+def put(client: reverb.Client, data: list[np.ndarray], num_samples: int, in_flight: int) -> float:
     started = time.perf_counter()
     with client.trajectory_writer(num_keep_alive_refs=len(data)) as writer:
         for first in range(0, num_samples, len(data)):
             for array in data:
                 writer.append([array])
                 writer.create_item("table", 1.0, [writer.history[0][-1:]])
-            writer.flush(block_until_num_items=4 * len(data) if first + len(data) < num_samples else 0)
+            writer.flush(block_until_num_items=in_flight * len(data) if first + len(data) < num_samples else 0)
     return time.perf_counter() - started
 
 
@@ -55,4 +58,4 @@ def serve(max_size: int) -> None:
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[2])) if sys.argv[1] == "serve" else main(*map(int, sys.argv[1:5]))
+    serve(int(sys.argv[2])) if sys.argv[1] == "serve" else main(*map(int, sys.argv[1:6]))

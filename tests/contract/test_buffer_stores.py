@@ -75,6 +75,13 @@ def test_a_reopened_store_gives_the_ledger_back(store: Store, reopen: Reopen) ->
     it.store.close()
 
 
+def test_a_store_that_is_open_loads_what_was_committed_since(store: Store) -> None:
+    it = busy_ledger(store)
+    before = contents(it.ledger)
+    it.restart()
+    assert contents(it.ledger) == before
+
+
 def test_the_history_is_kept_in_order_and_read_from_any_position(store: Store, reopen: Reopen) -> None:
     it = busy_ledger(store)
     events = reopen(store).read_events(0, 1000)

@@ -22,7 +22,7 @@ from services.buffer.store.cleaner import Carried, Cleaner
 from services.buffer.store.copy import CopiedFile, copy_folder, delete_leftovers, files_of
 from services.buffer.store.files import Buffer, DiskFiles, Files
 from services.buffer.store.places import Place, Places
-from services.buffer.store.segment_index import Applied, Mark
+from services.buffer.store.segment_index import Applied, Mark, State
 from services.buffer.store.segment_indexer import Indexer
 from services.buffer.store.segment_log import Location, SegmentLog
 from services.buffer.store.segment_opening import open_index, rebuild_index
@@ -56,35 +56,43 @@ class SegmentStore:
         self._files = open_files(folder / "segments")
         self._log = SegmentLog(self._files, segment_bytes)
         open_it = open_index if keep_index else rebuild_index
-        self._opened = open_it(folder / "index.sqlite", self._log)
-        self._index = self._opened.index
-        self._position = self._opened.state.position
-        self._places = Places(self._opened.state.places)
+        opened = open_it(folder / "index.sqlite", self._log)
+        self._index, self._ledger_id = opened.index, opened.ledger_id
+        self._torn_bytes, self._num_damaged = opened.torn_bytes, opened.num_damaged
+        self._first_state: State | None = opened.state
+        """Until it is asked for, or changes."""
+        self._position = opened.state.position
+        self._places = Places(opened.state.places)
         self._forgotten: set[str] = set()
         """Groups forgotten since the index was flushed."""
-        self._streams = codec.to_stream_rows(self._opened.state.streams)
+        self._streams = codec.to_stream_rows(opened.state.streams)
         self._writing = threading.Lock()
-        self._log.open_segment(self._opened.ledger_id)
+        self._log.open_segment(self._ledger_id)
         self._indexer = Indexer(self._index)
         self._cleaner = Cleaner(self, self._log, self._index, self._places, segment_bytes)
         self._cleaner.wake()
 
     def load(self) -> Snapshot:
-        state = self._opened.state
+        with self._writing:
+            state, self._first_state = self._first_state, None
+            if state is None:
+                self._indexer.flush()
+                state = self._index.load()
         return Snapshot(
-            self._opened.ledger_id,
+            self._ledger_id,
             state.streams,
             state.groups,
             state.position,
             state.quarantined,
-            self._opened.torn_bytes,
-            self._opened.num_damaged,
+            self._torn_bytes,
+            self._num_damaged,
         )
 
     def commit(self, transactions: Sequence[Transaction]) -> None:
         self._indexer.check()
         self._cleaner.check()
         with self._writing:
+            self._first_state = None
             rows = [codec.to_rows(transaction) for transaction in transactions]
             applied = self._append(rows, [list(t.payloads.values()) for t in transactions])
             for transaction, written in zip(transactions, applied, strict=True):
@@ -224,4 +232,4 @@ class SegmentStore:
             self._position = max(self._position, applied.rows.events[-1].position)
 
     def _mark(self) -> Mark:
-        return Mark(self._log.end, self._log.next_number, self._position, self._opened.ledger_id)
+        return Mark(self._log.end, self._log.next_number, self._position, self._ledger_id)
