@@ -15,6 +15,7 @@ def check_megatron(job: Job) -> None:
     """Raises ConfigError for the first rule that is broken."""
     args = MegatronArgs.model_validate(job.megatron)
     _gpu_only(args)
+    _context_parallel(args)
     _installed(args)
     _recomputation(args)
     _optimizer(args)
@@ -26,6 +27,15 @@ def _gpu_only(args: MegatronArgs) -> None:
     if flags and not num_gpus():
         raise ConfigError(
             f"{', '.join(flags)}: Megatron-core does that only on a GPU, and this machine has none: leave it out"
+        )
+
+
+def _context_parallel(args: MegatronArgs) -> None:
+    if args.context_parallel_size > 1:
+        raise ConfigError(
+            f"context_parallel_size {args.context_parallel_size}: headrace does not divide a sequence over ranks: "
+            "leave it out; recompute_granularity full and tensor_model_parallel_size make room for long ones",
+            field="context_parallel_size",
         )
 
 

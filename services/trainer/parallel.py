@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
@@ -78,6 +79,7 @@ def initialize(job: Job) -> Layout:
     if has_cuda:
         # Where each process sees only its own GPU (Ray, Slurm with --gpus-per-task), it is number 0.
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        refuse_beyond(args, has_transformer_engine=find_spec("transformer_engine") is not None)
     else:
         refuse_gpu_only(args)
         cpu_adapter.install()
@@ -128,6 +130,19 @@ def _require_room_for_experts(args: MegatronArgs, world_size: int) -> None:
             f"{world_size} ranks cannot be divided into expert_model_parallel_size {args.expert_model_parallel_size} × "
             f"{within} tensor ranks × pipeline_model_parallel_size {args.pipeline_model_parallel_size}: use a multiple "
             f"of {needed}"
+        )
+
+
+def refuse_beyond(args: MegatronArgs, *, has_transformer_engine: bool) -> None:
+    """Raises ConfigError for what a GPU alone does not do."""
+    if args.sequence_parallel and not has_transformer_engine:
+        raise ConfigError(
+            "--sequence-parallel needs Transformer Engine, which is not installed here: install it or leave this out"
+        )
+    if args.context_parallel_size > 1:
+        raise ConfigError(
+            f"--context-parallel-size {args.context_parallel_size}: headrace does not divide a sequence over ranks: "
+            "leave it out; --recompute-granularity full and --tensor-model-parallel-size make room for long ones"
         )
 
 

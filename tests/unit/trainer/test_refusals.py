@@ -14,6 +14,7 @@ from headrace.config.megatron import MegatronArgs
 from headrace.errors import ConfigError
 from headrace.models.megatron import contradictions
 from headrace.models.registry import read_architecture
+from services.trainer.parallel import refuse_beyond
 from tests.support.rank_cases import Case
 from tests.support.ranks import run_cases
 from tests.support.tiny_families import make_tiny
@@ -66,6 +67,18 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     run_cases(folder, 2, cases)
     return folder
+
+
+def test_sequence_parallelism_is_refused_on_a_gpu_without_transformer_engine() -> None:
+    args = MegatronArgs(sequence_parallel=True)
+    refuse_beyond(args, has_transformer_engine=True)
+    with pytest.raises(ConfigError, match="needs Transformer Engine, which is not installed here"):
+        refuse_beyond(args, has_transformer_engine=False)
+
+
+def test_context_parallelism_is_refused_on_every_machine() -> None:
+    with pytest.raises(ConfigError, match="--context-parallel-size 2: headrace does not divide a sequence over ranks"):
+        refuse_beyond(MegatronArgs(context_parallel_size=2), has_transformer_engine=True)
 
 
 @pytest.mark.ranks
