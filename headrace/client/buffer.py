@@ -15,6 +15,7 @@ from headrace.api.buffer.v1 import buffer_pb2_grpc
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.columns import LargeColumn, download, put_back, taken_out, upload
 from headrace.client.port import DEFAULT_DEADLINE_SECONDS, PROGRESS_SECONDS, full_batch
+from headrace.client.put_request import put_request
 from headrace.errors import Unavailable
 from headrace.rpc import call as rpc
 from headrace.rpc.channel import connect
@@ -29,6 +30,11 @@ class BufferClient:
     def __init__(self, address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> None:
         self._channel = connect(address)
         self._stub = buffer_pb2_grpc.BufferServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
+        self._put_groups = self._channel.unary_unary(
+            "/headrace.api.buffer.v1.BufferService/PutGroups",
+            request_serializer=bytes,
+            response_deserializer=pb.PutGroupsResponse.FromString,
+        )
         self._deadline_seconds = deadline_seconds
 
     async def __aenter__(self) -> BufferClient:
@@ -104,7 +110,7 @@ class BufferClient:
     async def put_groups(self, puts: Sequence[pb.GroupPut]) -> Sequence[pb.PutResult]:
         """One result for each, in order; `refused` is set where the lease was lost."""
         puts = [await self._slim_put(put) for put in puts]
-        reply: pb.PutGroupsResponse = await self._call(self._stub.PutGroups, pb.PutGroupsRequest(groups=puts))
+        reply: pb.PutGroupsResponse = await self._call(self._put_groups, put_request(puts))
         return reply.results
 
     # The trainer
@@ -294,5 +300,5 @@ class BufferClient:
         reply: pb.GetStatsResponse = await self._call(self._stub.GetStats, pb.GetStatsRequest())
         return reply.position
 
-    async def _call(self, method: Callable[..., Any], request: Message, wait_seconds: float = 0.0) -> Any:
+    async def _call(self, method: Callable[..., Any], request: Message | bytes, wait_seconds: float = 0.0) -> Any:
         return await rpc.call(method, request, deadline_seconds=self._deadline_seconds + wait_seconds)

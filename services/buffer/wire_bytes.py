@@ -14,6 +14,7 @@ import grpc
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.buffer.v1 import buffer_pb2_grpc
+from headrace.client.put_request import varint
 from services.buffer.group import SampleRecord
 from services.buffer.transaction import Payload
 
@@ -60,9 +61,9 @@ def raw_put(message: pb.GroupPut) -> RawPut:
 def sample_bytes(record: SampleRecord, payload: Payload) -> Iterable[Payload]:
     """One sample of a FetchSamplesResponse, to be joined."""
     envelope = record.envelope
-    envelope_length, payload_length = _varint(len(envelope)), _varint(len(payload))
+    envelope_length, payload_length = varint(len(envelope)), varint(len(payload))
     length = 2 + len(envelope_length) + len(envelope) + len(payload_length) + len(payload)
-    return _SAMPLE_TAG, _varint(length), _ENVELOPE_TAG, envelope_length, envelope, _PAYLOAD_TAG, payload_length, payload
+    return _SAMPLE_TAG, varint(length), _ENVELOPE_TAG, envelope_length, envelope, _PAYLOAD_TAG, payload_length, payload
 
 
 def add_to_server(servicer: Any, server: Any) -> None:
@@ -136,12 +137,3 @@ def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
         shift += 7
         if shift > 63:
             raise ValueError("a number without end")
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)

@@ -141,6 +141,7 @@ class PostgresStore:
         """Its transaction stays open: the lock ends with the connection."""
         end = None if claim_seconds is None else time.monotonic() + claim_seconds
         is_told = False
+        self._claim.execute("SET idle_in_transaction_session_timeout = 0")
         while True:
             self._claim.execute("BEGIN")
             if self._claim.execute("SELECT id FROM claim FOR UPDATE SKIP LOCKED").fetchone():

@@ -89,7 +89,8 @@ class Indexer:
                 self._hurry.clear()
         except Exception as error:  # handed to the writer, which ends the process
             with self._changed:
-                self._error = error
+                self._error = OSError(f"the index could not be written: {error}")
+                self._error.__cause__ = error
                 self._changed.notify_all()
 
     def _step(self) -> bool:
