@@ -22,6 +22,7 @@ class History:
         self.held: dict[str, tuple[str, ...]] = {}
         self.batched: dict[str, int] = {}
         self.committed: set[str] = set()
+        self.put: set[str] = set()
         self.given_up: set[str] = set()
         self.consumed_twice: list[str] = []
         self._consumed: dict[str, tuple[int, tuple[str, ...]]] = {}
@@ -40,6 +41,7 @@ class History:
         match event.kind:
             case "put":
                 self.held[group_id] = tuple(event.sample_ids)
+                self.put.update(event.sample_ids)
             case "batched":
                 self.batched[group_id] = event.step
             case "consumed":

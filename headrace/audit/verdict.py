@@ -61,3 +61,27 @@ def _missing(history: History, kept: Mapping[str, Sequence[str]]) -> set[str]:
 def _batch(history: History, step: int) -> set[str]:
     groups = [group_id for group_id, of in history.batched.items() if of == step]
     return {sample_id for group_id in groups for sample_id in history.held.get(group_id, ())}
+
+
+def judge_shards(
+    shards: Sequence[tuple[History, Mapping[str, Sequence[str]]]], fed: Mapping[int, Sequence[str]]
+) -> Verdict:
+    """Each shard's history and what it keeps, against its own part of what the steps were fed.
+
+    Shards need not have come equally far: a kill may fall between their consumptions of one step.
+    """
+    own: list[dict[int, list[str]]] = [{step: [] for step in fed} for _ in shards]
+    strangers: set[str] = set()
+    for step, sample_ids in fed.items():
+        for sample_id in sample_ids:
+            homes = [part for (history, _), part in zip(shards, own, strict=True) if sample_id in history.put]
+            for part in homes:
+                part[step].append(sample_id)
+            if not homes:
+                strangers.add(sample_id)
+    verdicts = [judge(history, kept, part) for (history, kept), part in zip(shards, own, strict=True)]
+    return Verdict(
+        lost=sorted({sample_id for verdict in verdicts for sample_id in verdict.lost}),
+        doubled=sorted({sample_id for verdict in verdicts for sample_id in verdict.doubled}),
+        unaccounted=sorted({sample_id for verdict in verdicts for sample_id in verdict.unaccounted} | strangers),
+    )

@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from headrace.audit.ledger import read_history, read_kept
 from headrace.audit.record import read_record
-from headrace.audit.verdict import Verdict, judge
+from headrace.audit.verdict import Verdict, judge_shards
 from headrace.cli.runs import add_run_argument, find_run
 from headrace.client.buffer import BufferClient
 from headrace.launch.buffer_of_run import buffer_of_run
@@ -42,17 +43,22 @@ def audit(argv: Sequence[str]) -> int:
 
 async def audited(folder: RunFolder, stream: str) -> Audit:
     """The audit of a run, alive or ended."""
-    async with buffer_of_run(folder) as address, BufferClient(address) as buffer:
+    async with AsyncExitStack() as stack:
+        address = await stack.enter_async_context(buffer_of_run(folder))
+        shards = [await stack.enter_async_context(BufferClient(each)) for each in address.split(",")]
         while True:
             before = read_record(folder.training_record)
-            history = await read_history(buffer, stream)
-            kept = await read_kept(buffer, stream, history)
+            histories = [await read_history(shard, stream) for shard in shards]
+            kept = [await read_kept(shard, stream, h) for shard, h in zip(shards, histories, strict=True)]
             fed = read_record(folder.training_record)
-            if (await buffer.stats(stream)).epoch == history.epoch:  # no trainer has begun again meanwhile
+            epochs = [(await shard.stats(stream)).epoch for shard in shards]
+            if epochs == [history.epoch for history in histories]:  # no trainer has begun again meanwhile
                 break
-    fed = {step: ids for step, ids in fed.items() if step < history.next_step or step in before}
-    num_samples = sum(map(len, fed.values()))
-    return Audit(judge(history, kept, fed), history.position, len(fed), num_samples)
+    next_step = min(history.next_step for history in histories)
+    fed = {step: ids for step, ids in fed.items() if step < next_step or step in before}
+    verdict = judge_shards(list(zip(histories, kept, strict=True)), fed)
+    num_events, num_samples = sum(history.position for history in histories), sum(map(len, fed.values()))
+    return Audit(verdict, num_events, len(fed), num_samples)
 
 
 def described(found: Audit) -> str:

@@ -25,7 +25,7 @@ def main() -> int:
             print(f"{folder} has no segments: name the ledger's folder, e.g. runs/NAME/ledger", file=sys.stderr)
             return 1
         store = SegmentStore(folder, keep_index=False)
-        contents, snapshot = verify(store), store.load()
+        contents, snapshot = verify(store, folder / "columns"), store.load()
         store.close()
     except (HeadraceError, OSError, ValueError) as error:
         print(error, file=sys.stderr)

@@ -5,15 +5,18 @@ Prints one JSON line with what is there; ends with 1 when something is damaged.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from headrace.api.sample.v1 import sample_pb2
 from headrace.config.job import BufferSection
 from headrace.errors import DataLoss, HeadraceError
 from headrace.rpc.log import configure_logging
+from services.buffer.group import SampleRecord
 from services.buffer.store.base import Store
 from services.buffer.store.kinds import open_store
 
@@ -30,8 +33,8 @@ class Contents:
     damaged: tuple[str, ...]
 
 
-def verify(store: Store) -> Contents:
-    """Reads every record and every payload against its checksum."""
+def verify(store: Store, columns: Path) -> Contents:
+    """Reads every record, every payload and every column against its checksum."""
     snapshot = store.load()
     records = [record for group in snapshot.groups for record in group.records]
     damaged = list(snapshot.quarantined)
@@ -40,6 +43,7 @@ def verify(store: Store) -> Contents:
             store.read_payloads([record])
         except HeadraceError as error:
             damaged.append(f"{record.key}: {error.message}")
+    damaged += _damaged_columns(records, columns)
     return Contents(
         streams=len(snapshot.streams),
         groups=len(snapshot.groups),
@@ -64,13 +68,26 @@ def _events(store: Store, damaged: list[str]) -> Iterator[int]:
         position = events[-1].position + 1
 
 
+def _damaged_columns(records: Sequence[SampleRecord], folder: Path) -> Iterator[str]:
+    envelopes = (sample_pb2.SampleEnvelope.FromString(record.envelope) for record in records)
+    named = {column.sha256: envelope.sample_id for envelope in envelopes for column in envelope.out_of_line}
+    for sha256, sample_id in named.items():
+        path = folder / sha256.hex()
+        if not path.is_file():
+            yield f"columns/{path.name} of sample {sample_id} is not there"
+            continue
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").digest() != sha256:
+                yield f"columns/{path.name} of sample {sample_id} has other bytes than its name says"
+
+
 def main() -> int:
     """0: whole. 1: damaged, or it cannot be opened."""
     configure_logging("buffer")
     kind, folder = sys.argv[1], Path(sys.argv[2])
     try:
         store = open_store(BufferSection.model_validate({"buffer_store": kind}), folder, "run")
-        contents = verify(store)
+        contents = verify(store, folder / "columns")
         store.close()
     except (HeadraceError, OSError, ValueError) as error:
         print(error, file=sys.stderr)

@@ -20,6 +20,7 @@ from headrace.config.job import BufferSection
 from headrace.errors import DataLoss, FailedPrecondition, NotFound
 from headrace.trajectory import Sample
 from services.buffer.store.segments import SegmentStore
+from services.buffer.verify import verify
 from tests.support.buffer_samples import completed_sample, text_prompts
 from tests.support.buffer_server import BufferProcess, served_buffer
 
@@ -119,10 +120,19 @@ async def test_bytes_with_another_digest_are_refused(client: BufferClient, tmp_p
         _ = [piece async for piece in client.stream_column(unknown, deadline_seconds=5)]
 
 
+def damaged(ledger: Path, columns: Path) -> tuple[str, ...]:
+    store = SegmentStore(ledger)
+    found = verify(store, columns).damaged
+    store.close()
+    return found
+
+
 async def test_a_backup_has_the_columns(client: BufferClient, tmp_path: Path) -> None:
     put = await put_one(client, "a", (1, 2))
     await write_backup(client.backup(), tmp_path / "copy")
     restore_backup(tmp_path / "copy", tmp_path / "again")
+    assert not damaged(tmp_path / "again", tmp_path / "again" / "columns")
+    assert [line.endswith("is not there") for line in damaged(tmp_path / "again", tmp_path)] == [True, True]
     store = SegmentStore(tmp_path / "again")
     async with (
         served_buffer(store, columns_folder=tmp_path / "again" / "columns") as (_, server),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.audit.history import History
 from headrace.audit.record import fed_steps
-from headrace.audit.verdict import Verdict, judge
+from headrace.audit.verdict import Verdict, judge, judge_shards
 
 READY, CONSUMED, COMMITTED, QUEUED = (
     pb.GROUP_STATE_READY,
@@ -94,3 +94,16 @@ def test_the_last_whole_line_of_a_step_counts() -> None:
         '{"step": 2, "sampl',
     ]
     assert fed_steps(lines) == {0: ["a"], 1: ["b"], 2: ["c"]}
+
+
+def test_shards_are_judged_each_by_its_own_part_also_where_one_is_behind() -> None:
+    ahead = history(
+        ("put", "g0", READY, None, ("a", "b")),
+        ("batched", "g0", READY, 0, ()),
+        ("consumed", "g0", CONSUMED, 0, ("a", "b")),
+    )
+    behind = history(("put", "g1", READY, None, ("c", "d")), ("batched", "g1", READY, 0, ()))
+    shards = [(ahead, {"g0": ("a", "b")}), (behind, {"g1": ("c", "d")})]
+    assert judge_shards(shards, {0: ["a", "b", "c", "d"]}).is_clean
+    assert judge_shards(shards, {0: ["a", "c", "d", "x"]}) == Verdict(["b"], [], ["x"])
+    assert judge_shards(shards, {0: ["a", "b", "c", "d"], 1: ["d"]}).doubled == ["d"]
