@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
+from headrace.digest import digest_of
 from headrace.errors import DataLoss, Unavailable
 
 LARGE_COLUMN_BYTES = 1 << 20
@@ -56,7 +57,7 @@ def put_back(sample: sample_pb2.Sample, data: Mapping[bytes, bytes]) -> sample_p
 
 def _sealed(envelope: sample_pb2.SampleEnvelope, payload: sample_pb2.SamplePayload) -> sample_pb2.Sample:
     data = payload.SerializeToString(deterministic=True)
-    envelope.digest, envelope.payload_bytes = hashlib.sha256(data).digest(), len(data)
+    envelope.digest, envelope.payload_bytes = digest_of(data), len(data)
     return sample_pb2.Sample(envelope=envelope, payload=data)
 
 
