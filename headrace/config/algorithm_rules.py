@@ -80,6 +80,7 @@ _READ_BY: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "mis_level": ("use_tis with tis_mode mis", lambda job: job.train.use_tis and job.train.tis_mode == "mis"),
     "opd_teacher_url": ("opd_type sglang", lambda job: job.distillation.opd_type == "sglang"),
     "opd_teacher_load": ("opd_type megatron", lambda job: job.distillation.opd_type == "megatron"),
+    "loss_mask_type": ("loss_type sft_loss", lambda job: job.train.loss_type == "sft_loss"),
     "normalize_advantages": ("a policy loss", _policy),
     "use_tis": ("a policy loss", lambda job: job.train.loss_type == "policy_loss"),
     "use_opsm": ("a policy loss", lambda job: job.train.loss_type == "policy_loss"),
@@ -111,6 +112,7 @@ def check_algorithm(job: Job) -> None:
     _whitening(job)
     _teacher(job)
     _true_on_policy(job)
+    _conversations(job)
 
 
 def _losses(job: Job) -> None:
@@ -188,6 +190,27 @@ def _true_on_policy(job: Job) -> None:
             raise ConfigError(
                 f"true_on_policy_mode wants {name} {wanted}, and it is {value}: change it, or leave "
                 "--true-on-policy-mode out",
+                field=name,
+            )
+
+
+def _conversations(job: Job) -> None:
+    if job.train.loss_mask_type is None:
+        return
+    if job.rollout.n_samples_per_prompt != 1:
+        raise ConfigError(
+            f"loss_mask_type trains each conversation once, and n_samples_per_prompt is "
+            f"{job.rollout.n_samples_per_prompt}: set it to 1",
+            field="n_samples_per_prompt",
+        )
+    for name, value in (
+        ("custom_generate_function_path", job.rollout.custom_generate_function_path),
+        ("custom_rm_path", job.reward.custom_rm_path),
+        ("rm_type", job.reward.rm_type),
+    ):
+        if value is not None:
+            raise ConfigError(
+                f"{name} has no effect with loss_mask_type: conversations are given, nothing is generated or judged",
                 field=name,
             )
 

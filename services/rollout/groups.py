@@ -28,7 +28,7 @@ class GroupMaker:
         self,
         encoder: PromptEncoder,
         maker: Maker,
-        judge: Judge,
+        judge: Judge | None,
         params: SamplingParams,
         *,
         rollout_seed: int,
@@ -86,7 +86,8 @@ class GroupMaker:
     async def _judged(self, lease: buffer_pb2.GroupLease, samples: list[Sample]) -> buffer_pb2.GroupPut:
         if self._teacher:
             samples = await self._teacher.mark(samples)
-        samples = await self._judge.judge(samples)
+        if self._judge:
+            samples = await self._judge.judge(samples)
         if all(s.status is Status.FAILED for s in samples):
             return _put(lease, buffer_pb2.PUT_OUTCOME_FAILED, failure=samples[0].failure)
         try:

@@ -23,9 +23,9 @@ class EncodedPrompt:
 
 
 class PromptEncoder:
-    """The checkpoint's tokenizer and chat template."""
+    """The checkpoint's tokenizer and chat template. `answers_follow`: conversations are to be continued."""
 
-    def __init__(self, hf_checkpoint: Path, *, apply_chat_template: bool) -> None:
+    def __init__(self, hf_checkpoint: Path, *, apply_chat_template: bool, answers_follow: bool = True) -> None:
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(hf_checkpoint))
         except (OSError, ValueError) as error:
@@ -34,6 +34,7 @@ class PromptEncoder:
                 field="model.hf_checkpoint",
             ) from error
         self._apply_chat_template = apply_chat_template
+        self._answers_follow = answers_follow
 
     @property
     def tokenizer(self) -> Any:
@@ -68,7 +69,7 @@ class PromptEncoder:
         """A conversation in OpenAI's shape. Raises InvalidArgument when the chat template refuses it."""
         try:
             text = self._tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=True
+                messages, tools=tools, tokenize=False, add_generation_prompt=self._answers_follow
             )
         except Exception as error:  # a template is code of the checkpoint's author: it may raise anything
             raise InvalidArgument(f"the chat template refused it: {error}", field="prompt.messages") from error

@@ -34,6 +34,7 @@ from services.rollout.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.publication.receiver import Receiver
 from services.rollout.router import Router
 from services.rollout.sampling import Maker, SampleMaker, job_params, merged_params
+from services.rollout.supervised import supervised_parts
 from services.rollout.teacher import Teacher
 
 _STREAM = "train"
@@ -94,10 +95,11 @@ class RolloutService:
             _required(job.services.reward_address, "reward_address"),
             item_seconds=job.reward.reward_timeout_seconds,
         )
+        supervised = supervised_parts(job)
         groups = GroupMaker(
-            encoder,
-            maker,
-            judge,
+            supervised.encoder if supervised else encoder,
+            supervised.maker if supervised else maker,
+            None if supervised else judge,
             params,
             rollout_seed=seed,
             max_prompt_tokens=job.rollout.rollout_max_prompt_len,

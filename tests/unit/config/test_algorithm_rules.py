@@ -35,6 +35,8 @@ TEACHER = "--use-opd --opd-teacher-url http://127.0.0.1:1"
         ("--loss-type sft_loss --use-tis", r"use_tis is only read by a policy loss"),
         ("--loss-type sft_loss --entropy-coef 0.1", r"entropy_coef is only read by a policy loss"),
         ("--loss-type sft_loss --advantage-estimator ppo", r"ppo has no effect with loss_type sft_loss"),
+        ("--loss-mask-type qwen3", r"loss_mask_type is only read by loss_type sft_loss"),
+        ("--loss-type sft_loss --loss-mask-type qwen3", r"n_samples_per_prompt is 8: set it to 1"),
         ("--loss-type custom_loss", r"custom_loss has no loss: pass --custom-loss-function-path"),
         ("--calculate-per-token-loss --loss-constant-length 64", r"by a fixed length: choose one"),
         ("--use-tis --tis-clip 2 --tis-clip-low 2", r"tis_clip_low 2 is not below tis_clip 2"),
