@@ -30,7 +30,7 @@ class SampleFacts:
     @classmethod
     def of(cls, envelope: sample_pb2.SampleEnvelope) -> SampleFacts:
         """From the ledger's envelope."""
-        versions = [r.policy_version for r in envelope.policy_ranges]
+        versions = [r.policy_version for r in envelope.policy_ranges if not r.masked]
         return cls(
             sample_id=envelope.sample_id,
             group_id=envelope.group_id,
