@@ -370,5 +370,5 @@ def _case(store: str, max_examples: int) -> type:
 
 
 globals().update(
-    {f"TestOn{name.title().replace(' ', '')}": _case(name, 200 if name == "memory" else 12) for name in STORES}
+    {f"TestOn{name.title().replace(' ', '')}": _case(name, 200 if name == "memory" else 8) for name in STORES}
 )
