@@ -53,24 +53,26 @@ def latent_attention(a: Architecture, mla: LatentAttention, hf: str) -> list[Row
     """Multi-head latent attention: down to a latent, a norm, up to the heads."""
     mega, hf = "self_attention", f"{hf}.self_attn"
     heads, q_head = a.num_attention_heads, mla.qk_head_dim + mla.qk_pos_emb_head_dim
-    if mla.q_lora_rank is None:
-        query = [one(f"{mega}.linear_q_proj.weight", f"{hf}.q_proj.weight", (heads * q_head, a.hidden_size), Split(0))]
+    latent, rank = mla.kv_lora_rank, mla.q_lora_rank
+    down = (latent + mla.qk_pos_emb_head_dim, a.hidden_size)
+    up = (heads * (mla.qk_head_dim + mla.v_head_dim), latent)
+    output = (a.hidden_size, heads * mla.v_head_dim)
+    key_value_down = one(f"{mega}.linear_kv_down_proj.weight", f"{hf}.kv_a_proj_with_mqa.weight", down, Split(0))
+    if rank is None:
+        whole = (heads * q_head, a.hidden_size)
+        query = [one(f"{mega}.linear_q_proj.weight", f"{hf}.q_proj.weight", whole, Split(0)), key_value_down]
     else:
-        rank = mla.q_lora_rank
         query = [
             one(f"{mega}.linear_q_down_proj.weight", f"{hf}.q_a_proj.weight", (rank, a.hidden_size), Split(0)),
+            key_value_down,  # engines fuse the two
             norm(f"{mega}.q_layernorm", f"{hf}.q_a_layernorm", rank),
             one(f"{mega}.linear_q_up_proj.weight", f"{hf}.q_b_proj.weight", (heads * q_head, rank), Split(0)),
         ]
-    latent = mla.kv_lora_rank
-    down = (latent + mla.qk_pos_emb_head_dim, a.hidden_size)
-    up = (heads * (mla.qk_head_dim + mla.v_head_dim), latent)
     return [
         *query,
-        one(f"{mega}.linear_kv_down_proj.weight", f"{hf}.kv_a_proj_with_mqa.weight", down, Split(0)),
         norm(f"{mega}.kv_layernorm", f"{hf}.kv_a_layernorm", latent),
         one(f"{mega}.linear_kv_up_proj.weight", f"{hf}.kv_b_proj.weight", up, Split(0)),
-        one(f"{mega}.linear_proj.weight", f"{hf}.o_proj.weight", (a.hidden_size, heads * mla.v_head_dim), Split(1)),
+        one(f"{mega}.linear_proj.weight", f"{hf}.o_proj.weight", output, Split(1)),
     ]
 
 

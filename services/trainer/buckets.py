@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from services.trainer.engine_layout import travel_together
+
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -24,11 +26,14 @@ class TensorSpec:
 
 
 def cut(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[list[TensorSpec]]:
-    """Consecutive tensors, at most `bucket_bytes` to a bucket; a larger tensor travels alone."""
+    """Consecutive tensors, at most `bucket_bytes` to a bucket; a larger one travels alone, and what an engine fuses
+    only when it gets both at once travels together.
+    """
     buckets: list[list[TensorSpec]] = []
     filled = 0
     for spec in specs:
-        if not buckets or filled + spec.num_bytes > bucket_bytes:
+        is_full = not buckets or filled + spec.num_bytes > bucket_bytes
+        if is_full and not (buckets and travel_together(buckets[-1][-1].name, spec.name)):
             buckets.append([])
             filled = 0
         buckets[-1].append(spec)

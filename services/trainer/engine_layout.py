@@ -34,6 +34,12 @@ def engine_name(hf_name: str) -> str:
     return ".".join(_FUSED.get(part, part) for part in hf_name.split("."))
 
 
+def travel_together(first: str, second: str) -> bool:
+    """Two parts that SGLang fuses while it loads, keeping the first only until the end of that call."""
+    fused = engine_name(first)
+    return fused == engine_name(second) and fused.endswith(".fused_qkv_a_proj_with_mqa.weight")
+
+
 class EngineChecksums:
     """Checksums of an engine's tensors, from a checkpoint's in one pass; parts of a fused tensor come in order."""
 

@@ -26,6 +26,12 @@ def test_buckets_keep_the_order_and_the_limit() -> None:
     assert [len(b) for b in buckets] == [2, 1, 1, 1, 1]
 
 
+def test_what_an_engine_fuses_in_one_call_is_in_one_bucket() -> None:
+    names = [f"model.layers.0.self_attn.{part}.weight" for part in ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj")]
+    buckets = cut([TensorSpec(name, (10,), "float32") for name in names], bucket_bytes=50)
+    assert [[spec.name for spec in bucket] for bucket in buckets] == [names[:2], names[2:]]
+
+
 def test_fused_parts_hash_as_the_fused_tensor() -> None:
     q, k, v = torch.randn(8, 4), torch.randn(2, 4), torch.randn(2, 4)
     checksums = EngineChecksums()
