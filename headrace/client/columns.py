@@ -28,7 +28,7 @@ class LargeColumn:
 
 def taken_out(sample: sample_pb2.Sample) -> tuple[sample_pb2.Sample, Sequence[LargeColumn]]:
     """The sample without its large columns, and these; the sample itself when it has none."""
-    if len(sample.payload) < LARGE_COLUMN_BYTES:
+    if sample.envelope.payload_bytes < LARGE_COLUMN_BYTES:
         return sample, ()
     payload = sample_pb2.SamplePayload.FromString(sample.payload)
     envelope = sample_pb2.SampleEnvelope()
