@@ -110,16 +110,19 @@ def headrace(folder: Path, model: Path, prompts: Path, staleness: int) -> Figure
     run = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, cwd=REPOSITORY)
     metrics = folder / "bench/metrics.jsonl"
     seen: list[tuple[float, float]] = []
-    while run.poll() is None:
-        rows = steps_of(metrics)
-        if len(rows) > len(seen):
-            seen.append((rows[len(seen)]["time"], cpu_seconds(run.pid)))
-        time.sleep(0.1)
+    try:
+        while run.poll() is None:
+            rows = steps_of(metrics)
+            if len(rows) > len(seen):
+                seen.append((rows[len(seen)]["time"], cpu_seconds(run.pid)))
+            time.sleep(0.1)
+    finally:
+        run.terminate()
     if run.returncode:
         raise SystemExit(f"headrace ended with {run.returncode}: see above")
     # The last step saves a checkpoint before it reports.
     rows = steps_of(metrics)
-    return Figures.of(seen[:STEPS], [row["metrics"]["response_length/mean"] for row in rows[:STEPS]])
+    return Figures.of(seen[:STEPS], [row["response_length/mean"] for row in rows[:STEPS]])
 
 
 def steps_of(metrics: Path) -> list[dict[str, Any]]:
@@ -127,7 +130,7 @@ def steps_of(metrics: Path) -> list[dict[str, Any]]:
     if not metrics.exists():
         return []
     lines = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    return [row for row in map(json.loads, lines) if "grad_norm" in row["metrics"]]
+    return [row for row in map(json.loads, lines) if "grad_norm" in row]
 
 
 def cpu_seconds(pid: int) -> float:
