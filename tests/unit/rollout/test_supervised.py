@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken
 
+from headrace.api.buffer.v1 import buffer_pb2
+from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import ConfigError, InvalidArgument
-from headrace.trajectory import Status
+from headrace.trajectory import Sample, Status
 from services.rollout.chat_mask import FAMILIES, ChatMask
 from services.rollout.engine.api import SamplingParams
+from services.rollout.groups import GroupMaker
 from services.rollout.prompts import PromptEncoder
 from services.rollout.sampling import SampleRequest
 from services.rollout.supervised import SupervisedMaker
@@ -79,3 +82,18 @@ async def test_a_conversation_becomes_a_sample_and_one_without_an_assistant_a_fa
     assert encoder.tokenizer.decode(kept.tolist()) == "The answer is 3.<|im_end|>7<|im_end|>"
     assert without.status is Status.FAILED
     assert without.failure is not None
+
+
+async def test_a_leased_conversation_is_put_without_an_engine_and_without_a_judge(encoder: PromptEncoder) -> None:
+    maker = SupervisedMaker(ChatMask(encoder.tokenizer, "qwen3"))
+    groups = GroupMaker(
+        encoder, maker, None, SamplingParams(1), rollout_seed=1, max_prompt_tokens=None, max_context_tokens=None
+    )
+    messages = [sample_pb2.ChatMessage(role=turn["role"], content=turn["content"]) for turn in TURNS]
+    prompt = sample_pb2.Prompt(prompt_id="p", messages=sample_pb2.ChatMessages(messages=messages))
+    put = await groups.make(buffer_pb2.GroupLease(lease_id="l", group_id="g", n_samples=1, attempt=1, prompt=prompt))
+    assert isinstance(put, buffer_pb2.GroupPut)
+    assert put.outcome == buffer_pb2.PUT_OUTCOME_COMPLETE
+    (sample,) = [Sample.unpack(packed) for packed in put.samples]
+    assert sample.reward is None
+    assert int(sample.loss_mask.sum()) == put.samples[0].envelope.trained_tokens > 0
