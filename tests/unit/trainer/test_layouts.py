@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from services.trainer.checkpoint import step_name
 from tests.support.rank_cases import Case
 from tests.support.ranks import run_cases
 from tests.support.tiny_families import make_tiny
@@ -60,6 +61,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Case(name, str(folder), str(folder / "model"), megatron, train, sections=STALE, lag=1)
         for name, (megatron, train) in (FROZEN | OTHERS).items()
     ]
+    started = {
+        "save": str(folder / "started" / "checkpoints"),
+        "initial_megatron_checkpoint": str(folder / "plain" / "checkpoints" / step_name(1)),
+    }
+    cases.append(Case("started", str(folder), str(folder / "model"), TP2, sections={"checkpoint": started}))
     cases.append(Case("uneven", str(folder), str(folder / "three-layers"), UNEVEN))
     cases.append(Case("even", str(folder), str(folder / "three-layers"), DISTRIBUTED))
     cases += [
@@ -70,7 +76,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("run", [*FROZEN, *OTHERS, "uneven"])
+@pytest.mark.parametrize("run", [*FROZEN, *OTHERS, "started", "uneven"])
 def test_a_restored_run_goes_on_bit_for_bit(runs: Path, run: str) -> None:
     went_on, resumed = _weights(runs, run, "twice_trained"), _weights(runs, run, "resumed")
     assert all(torch.equal(went_on[name], resumed[name]) for name in went_on)
@@ -126,6 +132,12 @@ def test_a_reference_that_follows_is_the_policy_before_the_step(runs: Path) -> N
     assert follows[0]["loss/kl"] == stays[0]["loss/kl"] == 0.0
     assert [row["loss/kl"] for row in follows[1:]] == [0.0, 0.0]
     assert stays[1]["loss/kl"] > 0.0
+
+
+def test_a_run_may_start_with_the_weights_of_another_runs_checkpoint(runs: Path) -> None:
+    trained, initial = _weights(runs, "plain", "trained"), _weights(runs, "started", "initial")
+    assert all(torch.equal(initial[name], trained[name]) for name in trained)
+    assert _metrics(runs, "started")[0]["lr"] == _metrics(runs, "plain")[0]["lr"]  # optimizer and schedule are new
 
 
 def test_bfloat16_is_one_dtype_in_training_and_in_the_export(runs: Path) -> None:
