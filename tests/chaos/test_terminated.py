@@ -1,15 +1,17 @@
-"""SIGTERM, with checkpoints written in the background: the run saves what it has trained and leaves."""
+"""SIGTERM, with checkpoints written in the background: the run saves, commits and leaves; nothing is trained twice."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from headrace.api.buffer.v1 import buffer_pb2
 from services.trainer.checkpoint import newest
 from tests.support.certain_rollout import certain_rollout, produce
 from tests.support.tiny_model import make_tiny_qwen3
@@ -20,7 +22,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
 NUM_STEPS = 8
 
 
-async def test_a_terminated_run_saves_every_step_it_has_trained_and_exports_nothing(tmp_path: Path) -> None:
+async def test_a_terminated_run_saves_commits_and_goes_on_without_a_step_lost(tmp_path: Path) -> None:
     checkpoint = make_tiny_qwen3(tmp_path / "model")
     async with certain_rollout() as rollout:
         run = TrainingRun(
@@ -36,6 +38,13 @@ async def test_a_terminated_run_saves_every_step_it_has_trained_and_exports_noth
         assert not (tmp_path / "export").exists()
         step = saved[1].step
         assert step == len(lines(run)) >= 4, run.last_words()
+        groups = [group.state for group in await run.groups()]
+        assert groups.count(buffer_pb2.GROUP_STATE_COMMITTED) == 4 * step
+        async with producing(run):
+            await run.finished()
+
+    assert Counter(line["step"] for line in lines(run)) == dict.fromkeys(range(NUM_STEPS), 1)
+    assert (tmp_path / "export" / "model.safetensors").is_file()
 
 
 @asynccontextmanager

@@ -13,6 +13,7 @@ from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
 from headrace.config.job import BufferSection, RunSection
 from headrace.errors import ConfigError, Fenced
+from services.buffer.store.kinds import open_store
 from services.buffer.store.postgres import PostgresStore
 from tests.support.buffer_samples import complete_put, text_prompts
 from tests.support.buffer_server import BufferProcess
@@ -90,3 +91,13 @@ def test_an_owner_that_lost_its_claim_is_fenced_and_changes_nothing() -> None:
         it.submit("too late")
     assert heir.load().groups == ()
     heir.close()
+
+
+def test_runs_of_different_names_have_ledgers_of_their_own(tmp_path: Path) -> None:
+    section = BufferSection(buffer_store="postgres", buffer_postgres=cluster())
+    first, second = (open_store(section, tmp_path, name) for name in ("one-run", "another-run"))
+    try:
+        assert first.load().ledger_id != second.load().ledger_id
+    finally:
+        first.close()
+        second.close()

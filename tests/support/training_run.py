@@ -14,10 +14,12 @@ from typing import Any
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.client.buffer import BufferClient
+from headrace.config.job import Job
 from headrace.launch.health import is_serving
 from headrace.launch.run_folder import RunFolder
 from headrace.trajectory import Sample
-from services.buffer.store.sqlite import SqliteStore
+from services.buffer.store.base import Store
+from services.buffer.store.kinds import store_of_job
 from tests.support.buffer_server import served_buffer
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +59,7 @@ class TrainingRun:
             if self._process.returncode is None:
                 self._process.terminate()
                 try:
-                    await asyncio.wait_for(self._process.wait(), 30)
+                    await asyncio.wait_for(self._process.wait(), 90)
                 except TimeoutError:
                     self._process.kill()
 
@@ -113,10 +115,14 @@ class TrainingRun:
         logs = [self.log, *sorted(self.folder.logs.glob("*.log"))]
         return "\n".join(f"── {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs)
 
+    def _store(self) -> Store:
+        """The ledger's files, as the run's own job names them."""
+        return store_of_job(Job.model_validate_json(self.folder.job_file.read_text()), self.folder.ledger)
+
     async def history(self) -> list[buffer_pb2.LedgerEvent]:
         """All that the ledger wrote down, read from its files after the run."""
         async with (
-            served_buffer(SqliteStore(self.folder.ledger)) as (buffer, server),
+            served_buffer(self._store()) as (buffer, server),
             BufferClient(server.address) as client,
         ):
             events: list[buffer_pb2.LedgerEvent] = []
@@ -129,7 +135,7 @@ class TrainingRun:
     async def groups(self) -> list[buffer_pb2.Group]:
         """Every group that the ledger knows, read from its files after the run."""
         async with (
-            served_buffer(SqliteStore(self.folder.ledger)) as (_, server),
+            served_buffer(self._store()) as (_, server),
             BufferClient(server.address) as client,
         ):
             found: list[buffer_pb2.Group] = []

@@ -22,8 +22,8 @@ def store_of_job(job: Job, folder: Path) -> Store:
 
 def open_store(section: BufferSection, folder: Path, name: str) -> Store:
     """Raises ConfigError when the folder holds a ledger of another kind: it would be passed over in silence."""
-    for kind, name in _MARKS.items():
-        if kind != section.buffer_store and (folder / name).exists():
+    for kind, mark in _MARKS.items():
+        if kind != section.buffer_store and (folder / mark).exists():
             raise ConfigError(
                 f"{folder} holds a ledger of buffer_store {kind}, the job says {section.buffer_store}: "
                 f"set buffer_store to {kind}, or choose another run_name"
