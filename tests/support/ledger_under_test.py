@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from headrace.api.sample.v1 import sample_pb2
 from headrace.trajectory import Failure
 from services.buffer.group import Group, GroupState, Prompt, SampleRecord
 from services.buffer.ledger import Ledger, Result
@@ -111,7 +112,7 @@ def sample(
         hashlib.sha256(payload).digest(),
         len(payload),
         policy_version,
-        b"envelope",
+        sample_pb2.SampleEnvelope(sample_id=name).SerializeToString(),
         reward,
     )
     return NewSample(record, payload)

@@ -23,6 +23,7 @@ _MEGATRON_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max
 
 def transformer_config(architecture: Architecture, args: MegatronArgs, layout: Layout) -> TransformerConfig:
     """Megatron's config; fused paths that need a GPU are off on a CPU."""
+    _require_expert_shares(architecture, layout)
     on_cpu = layout.device.type == "cpu"
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     values = {
@@ -106,13 +107,7 @@ def _rope_factor(architecture: Architecture) -> float:
     return scaling.factor
 
 
-def _require_divisible(architecture: Architecture, config: TransformerConfig, layout: Layout) -> None:
-    for name in ("vocab_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"):
-        size = getattr(architecture, name)
-        if size % layout.tp_size:
-            raise ConfigError(
-                f"tensor_model_parallel_size {layout.tp_size} does not divide {name} {size}: choose a divisor of it"
-            )
+def _require_expert_shares(architecture: Architecture, layout: Layout) -> None:
     if architecture.experts and architecture.experts.count % layout.ep_size:
         raise ConfigError(
             f"expert_model_parallel_size {layout.ep_size} does not divide the {architecture.experts.count} experts: "
@@ -122,6 +117,15 @@ def _require_divisible(architecture: Architecture, config: TransformerConfig, la
         raise ConfigError(
             f"expert_model_parallel_size {layout.ep_size}: this {architecture.family} has no experts: leave it out"
         )
+
+
+def _require_divisible(architecture: Architecture, config: TransformerConfig, layout: Layout) -> None:
+    for name in ("vocab_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"):
+        size = getattr(architecture, name)
+        if size % layout.tp_size:
+            raise ConfigError(
+                f"tensor_model_parallel_size {layout.tp_size} does not divide {name} {size}: choose a divisor of it"
+            )
     ends = [config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage]
     given = [layers for layers in ends if layers is not None]
     rest = (architecture.num_layers - sum(given)) % max(1, layout.pp_size - len(given))
