@@ -273,8 +273,8 @@ async def under_fault(method: str, address: str, fault: Fault, direction: Direct
         await asyncio.gather(faulty.list_streams(), return_exceptions=True)
         proxy.arm(fault, direction)
         async with asyncio.timeout(DEADLINE_SECONDS + 20):  # a call that does not end fails the test here
-            with contextlib.suppress(DeadlineExceeded, Unavailable):
-                await case.call(scene, faulty)
-        assert proxy.times_met, what
+            while not proxy.times_met:  # on a slow machine the deadline can come before the fault
+                with contextlib.suppress(DeadlineExceeded, Unavailable):
+                    await case.call(scene, faulty)
         proxy.heal()
         assert await case.check(scene, await case.call(scene, patient)), what

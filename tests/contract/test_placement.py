@@ -27,6 +27,8 @@ PLACEMENTS = [
         marks=pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed"),
     ),
 ]
+EXIT_CODES = {"torchrun": {1}, "slurm": {137, 143}}
+"""Other than SIGKILL's. srun says the highest: 143 when it ended rank 0 before that had noticed."""
 
 
 @pytest.fixture
@@ -57,7 +59,7 @@ def test_ranks_meet_and_end_together(folder: RunFolder, placement: str, nodes: i
     for rank in range(world_size):
         place = [f"{total:g}", rank, rank % per_node, world_size, per_node]
         assert (folder.path / f"rank-{rank}").read_text() == " ".join(map(str, place)), told
-    assert ended.returncode == (1 if placement == "torchrun" else 137), told
+    assert ended.returncode in EXIT_CODES.get(placement, {137}), told
     assert "rank 1 says its last words" in told
     if placement in ("local", "ray"):
         assert "rank 1 ended with signal 9" in ended.stderr

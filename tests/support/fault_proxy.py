@@ -141,7 +141,8 @@ async def fault_proxy(target: str) -> AsyncIterator[FaultProxy]:
         task = asyncio.current_task()
         assert task
         connections.add(task)
-        await proxy.serve(reader, writer)
+        with contextlib.suppress(asyncio.CancelledError):  # by the end below; Python 3.11's streams log it as an error
+            await proxy.serve(reader, writer)
 
     server = await asyncio.start_server(accepted, "127.0.0.1", 0)
     proxy.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
