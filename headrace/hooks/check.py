@@ -11,15 +11,22 @@ from typing import Literal
 from headrace.config.job import Job, ModelSection
 from headrace.errors import ConfigError
 from headrace.hooks.args import HookArgs, hook_args
+from headrace.hooks.attempt import (
+    LEDGER_KINDS,
+    LedgerKind,
+    ledger_kind,
+    require_ledger_hook,
+    sample_answers,
+    try_ledger,
+)
 from headrace.hooks.generate import takes_group
 from headrace.hooks.load import load_hook
 from headrace.hooks.reward import RewardForm, reward_hook, run_reward
-from headrace.hooks.sample import Sample
 from headrace.hooks.trainer import TRAINER_FORMS, TrainerKind, trainer_hook, trainer_kind
 from headrace.workers import WorkerError, WorkerPool
 
-Kind = Literal["reward", "group_reward", "generate"] | TrainerKind
-KINDS: Sequence[Kind] = ("reward", "group_reward", "generate", *TRAINER_FORMS)
+Kind = Literal["reward", "group_reward", "generate"] | LedgerKind | TrainerKind
+KINDS: Sequence[Kind] = ("reward", "group_reward", "generate", *LEDGER_KINDS, *TRAINER_FORMS)
 _LOAD_SECONDS = 60.0
 _TRY_SECONDS = 30.0
 
@@ -41,9 +48,10 @@ class CheckReport:
 
 
 def check_hook(path: str, kind: Kind | None = None, args: HookArgs | None = None) -> CheckReport:
-    """Loads the hook in a worker process, recognises its kind unless given, and calls rewards on sample answers.
+    """Loads the hook in a worker process, recognises its kind unless given, and calls it on sample answers.
 
     Of a generate hook and of the trainer's hooks the signature is checked: calling them needs an engine or a model.
+    A filter takes what a group's reward takes, so it has to be named.
     """
     return asyncio.run(_check(path, kind, args or sample_args()))
 
@@ -53,10 +61,14 @@ async def _check(path: str, kind: Kind | None, args: HookArgs) -> CheckReport:
     pool, name = WorkerPool(1), f"hook {path}"
     try:
         report.kind, report.version = await pool.run(recognise, path, kind, timeout_seconds=_LOAD_SECONDS, name=name)
-        report.passed.append(f"loads, and is a {report.kind} function")
+        what = "class" if report.kind == "data_source" else "function"
+        report.passed.append(f"loads, and is a {report.kind} {what}")
         if report.kind in ("reward", "group_reward"):
             rewards = await pool.run(try_reward, path, report.kind, args, timeout_seconds=_TRY_SECONDS, name=name)
             report.passed.append(f"judges {len(rewards)} sample answers: {rewards}")
+        elif report.kind in LEDGER_KINDS:
+            told = await pool.run(try_ledger, path, report.kind, args, timeout_seconds=_TRY_SECONDS, name=name)
+            report.passed.append(told)
     except WorkerError as error:
         report.failed.append(error.message)
     finally:
@@ -67,7 +79,7 @@ async def _check(path: str, kind: Kind | None, args: HookArgs) -> CheckReport:
 def recognise(path: str, kind: Kind | None) -> tuple[Kind, str]:
     """(kind, version) of the hook. Raises ConfigError when it is of no kind, or not of the one named."""
     hook = load_hook(path)
-    kind = kind or trainer_kind(hook)
+    kind = kind or ledger_kind(hook) or trainer_kind(hook)
     kinds: Sequence[Kind] = (kind,) if kind else ("reward", "group_reward", "generate")
     reasons = []
     for candidate in kinds:
@@ -76,6 +88,8 @@ def recognise(path: str, kind: Kind | None) -> tuple[Kind, str]:
                 takes_group(hook)
             elif candidate == "reward" or candidate == "group_reward":
                 reward_hook(path, group_rm=candidate == "group_reward")
+            elif candidate == "filter" or candidate == "buffer_filter" or candidate == "data_source":
+                require_ledger_hook(path, candidate)
             else:
                 trainer_hook(path, candidate)
             return candidate, hook.version
@@ -94,25 +108,6 @@ async def try_reward(path: str, kind: Kind, args: HookArgs) -> list[float | dict
             sample.reward = reward
             sample.get_reward_value(args)
     return rewards
-
-
-def sample_answers() -> list[Sample]:
-    """Four answers to one prompt."""
-    answers = [("7", Sample.Status.COMPLETED), ("The answer is 8.", Sample.Status.COMPLETED)]
-    answers += [("", Sample.Status.COMPLETED), ("Let me think: 3 + 4", Sample.Status.TRUNCATED)]
-    return [
-        Sample(
-            group_index=0,
-            index=index,
-            prompt="What is 3 + 4?",
-            response=response,
-            response_length=len(response.split()),
-            label="7",
-            status=status,
-            metadata={},
-        )
-        for index, (response, status) in enumerate(answers)
-    ]
 
 
 def sample_args() -> HookArgs:

@@ -60,6 +60,12 @@ def read_data_source(path: str, args: HookArgs, position: int, count: int) -> li
     return prompts
 
 
+def try_data_source(path: str, args: HookArgs, count: int) -> list[Sample]:
+    """The first prompts of a new one, which saves nothing."""
+    keeps_state, _ = load_data_source(path)
+    return _groups(path, _Alive(load_hook(path).target(args), 0, keeps_state), count)
+
+
 def add_to_data_source(path: str, args: HookArgs, position: int, groups: Sequence[list[Sample]]) -> None:
     """Groups that the ledger gave up come back, to a class that keeps its state. Runs in a worker."""
     alive = _at(path, args, position)

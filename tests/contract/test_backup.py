@@ -18,10 +18,12 @@ from headrace.client.buffer import BufferClient
 from headrace.errors import DataLoss, FailedPrecondition
 from services.buffer.store.base import Store
 from services.buffer.store.memory import MemoryStore
+from services.buffer.store.postgres import PostgresStore
 from services.buffer.store.segments import SegmentStore
 from services.buffer.store.sqlite import SqliteStore
 from tests.support.buffer_samples import complete_put, text_prompts
 from tests.support.buffer_server import served_buffer
+from tests.support.postgres import cluster, needs_postgres, run_postgres
 
 STORES: dict[str, Callable[[Path], Store]] = {"sqlite": SqliteStore, "segments": SegmentStore}
 STREAM = pb.StreamConfig(name="train", n_samples_per_prompt=2, groups_per_step=2)
@@ -130,6 +132,28 @@ async def test_a_ledger_in_memory_says_that_it_cannot_be_copied(tmp_path: Path) 
     async with served_buffer(MemoryStore()) as (_, server), BufferClient(server.address) as client:
         with pytest.raises(FailedPrecondition, match="start the buffer with another --buffer-store"):
             await write_backup(client.backup(), tmp_path / "copy")
+
+
+@needs_postgres
+async def test_a_ledger_in_postgresql_says_how_it_is_copied_and_that_way_works(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = PostgresStore(cluster(), "backed_up")
+    async with served_buffer(store) as (_, server), BufferClient(server.address) as client:
+        await client.create_stream(STREAM)
+        sample_ids = await produce(client, 2)
+        assert await command("backup", server.address, str(tmp_path / "copy")) == 1
+        assert "pg_dump --schema headrace_backed_up DATABASE > FILE" in " ".join(capsys.readouterr().err.split())
+        dump = run_postgres("pg_dump", "--schema", "headrace_backed_up", cluster())
+    run_postgres("createdb", f"--maintenance-db={cluster()}", "restored")
+    restored = f"{cluster().removesuffix('/postgres')}/restored"
+    run_postgres("psql", "--quiet", restored, standard_input=dump)
+    async with (
+        served_buffer(PostgresStore(restored, "backed_up")) as (_, server),
+        BufferClient(server.address) as client,
+    ):
+        assert len(await client.fetch_samples("train", sample_ids)) == 4
+        await produce(client, 2, "goes on")
 
 
 async def test_samples_are_exported_as_a_table(served: Served, tmp_path: Path) -> None:

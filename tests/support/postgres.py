@@ -45,6 +45,14 @@ def cluster() -> str:
     return f"postgresql://{_USER}@127.0.0.1:{port}/postgres"
 
 
+def run_postgres(program: str, *arguments: str, standard_input: str = "") -> str:
+    """What one of its client programs prints."""
+    folder = binaries()
+    assert folder
+    command = [str(folder / program), *arguments]
+    return subprocess.run(command, check=True, input=standard_input, capture_output=True, text=True, timeout=60).stdout
+
+
 def _stop(folder: Path) -> None:
     _run("pg_ctl", "-D", folder / "data", "-m", "immediate", "stop")
     shutil.rmtree(folder)

@@ -112,7 +112,10 @@ class PostgresStore:
         return [codec.load_event(body) for _, body, _ in rows]
 
     def copy(self) -> AbstractContextManager[Sequence[CopiedFile]]:
-        raise FailedPrecondition(f"a ledger in PostgreSQL is copied by PostgreSQL: pg_dump --schema {self._schema}")
+        raise FailedPrecondition(
+            "a ledger in PostgreSQL is copied by PostgreSQL, while it serves: "
+            f"pg_dump --schema {self._schema} DATABASE > FILE; psql DATABASE < FILE brings it back"
+        )
 
     def free_bytes(self) -> int | None:
         return None

@@ -44,6 +44,23 @@ def text(args, sample): return "1.0"
 def short(args, samples): return [1.0]
 def three(a, b, c, d): pass
 constant = 7
+
+def keeps_differing(args, samples, **kwargs): return len({s.reward for s in samples}) > 1
+def keeps_maybe(args, samples): return "yes"
+def newest(args, buffer, num_samples): return [buffer.pop() for _ in range(num_samples)]
+def newest_of_step(args, rollout_id, buffer, num_samples): return buffer[-num_samples:]
+def too_many(args, buffer, num_samples): return buffer
+class Sums:
+    def __init__(self, args): self.next = 0
+    def get_samples(self, n): return [[Sample(prompt=f"{i} + 1?", label=str(i + 1))] for i in range(n)]
+    def save(self, number): raise AssertionError("a check saves nothing")
+    def load(self, number): pass
+class Texts:
+    def __init__(self, args): pass
+    def get_samples(self, n): return ["text"] * n
+class Endless:
+    def __init__(self, args): pass
+    def get_samples(self, n): return [Sample()] * (n + 1)
 '''
 
 
@@ -177,6 +194,42 @@ def test_check_recognises_and_tries_a_hook(source: str, name: str, kind: str) ->
     assert report.ok, report.failed
     assert report.kind == kind
     assert report.version.startswith("sha256:")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "told"),
+    [
+        ("keeps_differing", "filter", "different and with equal rewards: kept, dropped (no reason given)"),
+        ("newest", None, "chooses 2 of 3 groups for a batch of 2, and drops 0"),
+        ("newest_of_step", None, "chooses 2 of 3 groups"),
+        ("Sums", None, "gives 4 prompts when asked for 4"),
+    ],
+)
+def test_check_tries_the_ledgers_hooks(source: str, name: str, kind: str | None, told: str) -> None:
+    report = check_hook(f"{source}:{name}", kind)
+    assert report.ok, report.failed
+    assert told in report.passed[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("keeps_maybe", "filter", "returned str; it must return a bool"),
+        ("three", "filter", "cannot be called; accepted are:"),
+        ("too_many", None, "returned 3 groups; it must return a list of at most 2"),
+        ("three", "buffer_filter", "returned NoneType; it must return a list"),
+        ("Texts", None, "returned a list of ['str']; it must hold groups of Sample"),
+        ("Endless", None, "returned 5 groups for get_samples(4)"),
+        ("Judge", "data_source", "has no get_samples(n)"),
+        ("newest", "data_source", "is no class"),
+    ],
+)
+def test_check_finds_what_is_wrong_with_the_ledgers_hooks(
+    source: str, name: str, kind: str | None, message: str
+) -> None:
+    report = check_hook(f"{source}:{name}", kind)
+    assert not report.ok
+    assert message in report.failed[0]
 
 
 @pytest.mark.parametrize(
