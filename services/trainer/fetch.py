@@ -21,7 +21,7 @@ class Fetch:
 
     def __init__(self, buffer: Buffer, stream: str, loop: asyncio.AbstractEventLoop) -> None:
         self._buffer = buffer
-        self._stream = stream
+        self.stream = stream
         self._loop = loop
         self._begun: dict[tuple[str, ...], Future[list[Sample]]] = {}
 
@@ -41,5 +41,5 @@ class Fetch:
         return self._begun.pop(tuple(sample_ids)).result(_SECONDS + 5.0)
 
     async def _fetch(self, sample_ids: Sequence[str]) -> list[Sample]:
-        packed = await self._buffer.fetch_samples(self._stream, sample_ids, deadline_seconds=_SECONDS)
+        packed = await self._buffer.fetch_samples(self.stream, sample_ids, deadline_seconds=_SECONDS)
         return [Sample.unpack(sample) for sample in packed]

@@ -1,0 +1,93 @@
+"""How one rank starts: it joins the others, watches over them from then on, and builds its share of the model.
+
+The event loop is the main thread's; whatever may wait for other ranks happens in the compute thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.config.job import Job
+from headrace.errors import ConfigError
+from headrace.rpc.log import log
+from headrace.rpc.net import Address
+from services.trainer.checkpoint import Checkpoints
+from services.trainer.control import Control
+from services.trainer.fetch import Fetch
+from services.trainer.lifeline import Lifeline
+from services.trainer.parallel import Layout, initialize
+from services.trainer.policy import Policy
+from services.trainer.sender import WeightSender
+from services.trainer.worker import Worker
+
+_LIFELINE = "lifeline"
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """What a rank has once it has met the others."""
+
+    layout: Layout
+    control: Control
+    lifeline: Lifeline
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What the compute thread builds on every rank."""
+
+    layout: Layout
+    control: Control
+    worker: Worker
+    checkpoints: Checkpoints
+    restored_step: int
+
+
+async def meet(job: Job, compute: ThreadPoolExecutor) -> Met:
+    """Joins the other ranks and watches over them from here on."""
+    loop = asyncio.get_running_loop()
+    layout = await loop.run_in_executor(compute, initialize, job)
+    control = await loop.run_in_executor(compute, Control, layout.rank, layout.device)
+    lifeline = Lifeline(layout.rank)
+    if layout.rank == 0:
+        control.put(_LIFELINE, str(await lifeline.listen(control.host)))
+    else:
+        port = int(await loop.run_in_executor(compute, control.wait_for, _LIFELINE))
+        await lifeline.connect(control.host, port)
+    return Met(layout, control, lifeline)
+
+
+def build(job: Job, run_dir: Path, fetch: Fetch, met: Met) -> Built:
+    """In the compute thread of every rank at once: the policy, its latest checkpoint."""
+    layout, control = met.layout, met.control
+    policy = Policy.build(job, layout)
+    checkpoints = Checkpoints(job, run_dir, layout)
+    restored_step = checkpoints.restore_latest(policy)
+    sender = WeightSender(
+        policy,
+        layout,
+        control,
+        host=_sender_host(job),
+        bucket_bytes=job.publish.update_weight_buffer_size,
+        timeout_seconds=job.publish.update_weight_timeout_seconds,
+    )
+    log.info("built", rank=layout.rank, world_size=layout.world_size, restored_step=restored_step)
+    return Built(layout, control, Worker(policy, sender, fetch, checkpoints), checkpoints, restored_step)
+
+
+def _sender_host(job: Job) -> str:
+    """Where engines find this rank: loopback when the rollout service is on this machine, else the machine's name."""
+    rollout = Address.parse(required(job.services.rollout_address, "rollout_address"))
+    return "127.0.0.1" if rollout.is_loopback else socket.gethostbyname(socket.gethostname())
+
+
+def required(address: str | None, leaf: str) -> str:
+    if address is None:
+        raise ConfigError(
+            f"services.{leaf} is not set: start the service and pass --{leaf.replace('_', '-')} host:port"
+        )
+    return address
