@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 from google.protobuf.message import Message
@@ -14,7 +13,7 @@ from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.buffer.v1 import buffer_pb2_grpc
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.columns import LargeColumn, download, put_back, taken_out, upload
-from headrace.client.port import DEFAULT_DEADLINE_SECONDS, PROGRESS_SECONDS, full_batch
+from headrace.client.port import DEFAULT_DEADLINE_SECONDS, Buffer
 from headrace.client.put_request import put_request
 from headrace.errors import Unavailable
 from headrace.rpc import call as rpc
@@ -24,8 +23,8 @@ _FETCH_AT_ONCE = 512
 _RETRY_SECONDS = 0.2
 
 
-class BufferClient:
-    """Speaks to one buffer. Close it, or use it as a context."""
+class BufferClient(Buffer):
+    """Speaks to one buffer."""
 
     def __init__(self, address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> None:
         self._channel = connect(address)
@@ -36,14 +35,6 @@ class BufferClient:
             response_deserializer=pb.PutGroupsResponse.FromString,
         )
         self._deadline_seconds = deadline_seconds
-
-    async def __aenter__(self) -> BufferClient:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     async def close(self) -> None:
         """Ends its connections."""
@@ -132,19 +123,6 @@ class BufferClient:
         request = pb.LeaseBatchRequest(stream=stream, epoch=epoch, step=step, wait_seconds=wait_seconds)
         reply: pb.LeaseBatchResponse = await self._call(self._stub.LeaseBatch, request, wait_seconds)
         return reply
-
-    async def lease_batch(
-        self,
-        stream: str,
-        epoch: int,
-        step: int,
-        *,
-        timeout_seconds: float | None = None,
-        on_progress: Callable[[int], None] | None = None,
-        progress_seconds: float = PROGRESS_SECONDS,
-    ) -> pb.LeaseBatchResponse:
-        """The batch, once it is full. `on_progress` hears the number of groups READY every `progress_seconds`."""
-        return await full_batch(self, stream, epoch, step, timeout_seconds, on_progress, progress_seconds)
 
     async def fetch_samples(
         self,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
@@ -15,23 +16,33 @@ DEFAULT_DEADLINE_SECONDS = 60.0
 PROGRESS_SECONDS = 2.0
 
 
-class Buffer(Protocol):
-    """`BufferClient` says what each method does. Both implementations keep the same contract tests."""
+class Buffer(ABC):
+    """`BufferClient` says what each method does; both implementations keep the same contract tests.
 
-    async def __aenter__(self) -> Self: ...
+    Close it, or use it as a context.
+    """
+
+    async def __aenter__(self) -> Self:
+        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        await self.close()
 
+    @abstractmethod
     async def close(self) -> None: ...
 
+    @abstractmethod
     async def create_stream(self, config: pb.StreamConfig) -> pb.CreateStreamResponse: ...
 
+    @abstractmethod
     async def list_streams(self) -> Sequence[pb.StreamConfig]: ...
 
+    @abstractmethod
     async def submit_prompts(self, stream: str, prompts: Sequence[sample_pb2.Prompt]) -> Sequence[str]: ...
 
+    @abstractmethod
     async def lease_groups(
         self,
         stream: str,
@@ -42,43 +53,43 @@ class Buffer(Protocol):
         request_id: str | None = None,
     ) -> pb.LeaseGroupsResponse: ...
 
+    @abstractmethod
     async def renew_leases(self, lease_ids: Sequence[str]) -> pb.RenewLeasesResponse: ...
 
+    @abstractmethod
     async def release_leases(self, releases: Sequence[pb.LeaseRelease]) -> None: ...
 
+    @abstractmethod
     async def put_groups(self, puts: Sequence[pb.GroupPut]) -> Sequence[pb.PutResult]: ...
 
+    @abstractmethod
     async def rewind(self, stream: str, step: int, *, request_id: str | None = None) -> pb.RewindResponse: ...
 
+    @abstractmethod
     async def try_lease_batch(
         self, stream: str, epoch: int, step: int, *, wait_seconds: float = 0.0
     ) -> pb.LeaseBatchResponse: ...
 
-    async def lease_batch(
-        self,
-        stream: str,
-        epoch: int,
-        step: int,
-        *,
-        timeout_seconds: float | None = None,
-        on_progress: Callable[[int], None] | None = None,
-        progress_seconds: float = PROGRESS_SECONDS,
-    ) -> pb.LeaseBatchResponse: ...
-
+    @abstractmethod
     async def fetch_samples(
         self, stream: str, sample_ids: Sequence[str], *, deadline_seconds: float | None = None
     ) -> list[sample_pb2.Sample]: ...
 
+    @abstractmethod
     async def consume(self, stream: str, epoch: int, step: int, digest: bytes) -> int: ...
 
+    @abstractmethod
     async def commit(self, stream: str, epoch: int, step: int) -> int: ...
 
+    @abstractmethod
     async def set_policy_version(self, stream: str, epoch: int, policy_version: int) -> int: ...
 
+    @abstractmethod
     def watch(
         self, stream: str, from_position: int = 0, *, deadline_seconds: float | None = None
     ) -> AsyncIterator[pb.LedgerEvent]: ...
 
+    @abstractmethod
     async def list_groups(
         self,
         stream: str,
@@ -89,30 +100,31 @@ class Buffer(Protocol):
         group_ids: Sequence[str] = (),
     ) -> pb.ListGroupsResponse: ...
 
+    @abstractmethod
     async def stats(self, stream: str) -> pb.StreamStats: ...
 
-
-async def full_batch(
-    buffer: Buffer,
-    stream: str,
-    epoch: int,
-    step: int,
-    timeout_seconds: float | None,
-    on_progress: Callable[[int], None] | None,
-    progress_seconds: float,
-) -> pb.LeaseBatchResponse:
-    """The batch, once it is full. `on_progress` hears the number of groups READY every `progress_seconds`."""
-    loop = asyncio.get_running_loop()
-    end = None if timeout_seconds is None else loop.time() + timeout_seconds
-    while True:
-        left = progress_seconds if end is None else max(min(progress_seconds, end - loop.time()), 0.0)
-        reply = await buffer.try_lease_batch(stream, epoch, step, wait_seconds=left)
-        if reply.ready:
-            return reply
-        if on_progress:
-            on_progress(reply.groups_ready)
-        if end is not None and loop.time() >= end:
-            raise DeadlineExceeded(
-                f"step {step} of {stream} has {reply.groups_ready} groups ready after {timeout_seconds:g} s, "
-                "too few for a batch: see whether producers run"
-            )
+    async def lease_batch(
+        self,
+        stream: str,
+        epoch: int,
+        step: int,
+        *,
+        timeout_seconds: float | None = None,
+        on_progress: Callable[[int], None] | None = None,
+        progress_seconds: float = PROGRESS_SECONDS,
+    ) -> pb.LeaseBatchResponse:
+        """The batch, once it is full. `on_progress` hears the number of groups READY every `progress_seconds`."""
+        loop = asyncio.get_running_loop()
+        end = None if timeout_seconds is None else loop.time() + timeout_seconds
+        while True:
+            left = progress_seconds if end is None else max(min(progress_seconds, end - loop.time()), 0.0)
+            reply = await self.try_lease_batch(stream, epoch, step, wait_seconds=left)
+            if reply.ready:
+                return reply
+            if on_progress:
+                on_progress(reply.groups_ready)
+            if end is not None and loop.time() >= end:
+                raise DeadlineExceeded(
+                    f"step {step} of {stream} has {reply.groups_ready} groups ready after {timeout_seconds:g} s, "
+                    "too few for a batch: see whether producers run"
+                )

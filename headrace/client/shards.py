@@ -10,19 +10,25 @@ Positions of the history belong to a shard: `watch` can be read from the beginni
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from itertools import count
-from types import TracebackType
 from typing import Any, TypeVar
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.buffer import BufferClient
-from headrace.client.port import DEFAULT_DEADLINE_SECONDS, PROGRESS_SECONDS, full_batch
+from headrace.client.port import DEFAULT_DEADLINE_SECONDS, Buffer
 from headrace.client.shard_answers import batch_digest, merged_batch, merged_config, merged_stats, share_of
-from headrace.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from headrace.client.shard_routing import (
+    answers_that_came,
+    group_of_lease,
+    grouped,
+    shard_of_group,
+    shard_of_prompt,
+    soonest_reason,
+)
+from headrace.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 
 _Answer = TypeVar("_Answer")
 
@@ -31,7 +37,7 @@ _POLL_SECONDS = 0.25
 _MAX_REWINDS = 8
 
 
-class ShardedBuffer:
+class ShardedBuffer(Buffer):
     """`BufferClient`'s methods over all shards. The addresses' order is the shards' order, for ever."""
 
     def __init__(self, addresses: Sequence[str], *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> None:
@@ -42,14 +48,6 @@ class ShardedBuffer:
         self._unanswered: dict[tuple[str, int], str] = {}
         """(stream, shard) → the request that may have been granted without our hearing of it."""
         self._turn = 0
-
-    async def __aenter__(self) -> ShardedBuffer:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     async def close(self) -> None:
         """Ends its connections."""
@@ -77,7 +75,7 @@ class ShardedBuffer:
         async def submit(k: int, some: Sequence[sample_pb2.Prompt]) -> Sequence[str]:
             return await self.shards[k].submit_prompts(stream, some)
 
-        return await self._routed(prompts, lambda prompt: _shard_of_prompt(prompt, len(self.shards)), submit)
+        return await self._routed(prompts, lambda prompt: shard_of_prompt(prompt, len(self.shards)), submit)
 
     # Producers
 
@@ -99,7 +97,7 @@ class ShardedBuffer:
             left = end - asyncio.get_running_loop().time()
             if leases or left <= 0:
                 reasons = [reply.no_lease_reason for reply in replies if not leases]
-                return pb.LeaseGroupsResponse(leases=leases, no_lease_reason=_reason(reasons))
+                return pb.LeaseGroupsResponse(leases=leases, no_lease_reason=soonest_reason(reasons))
             await asyncio.sleep(min(left, _POLL_SECONDS * min(attempt + 1, 4)))
         raise AssertionError  # count() does not end
 
@@ -116,7 +114,7 @@ class ShardedBuffer:
             return await self._lease_from(k, stream, producer_id, share, f"{request_id}/{k}")
 
         found = await asyncio.gather(*(lease(k) for k in range(num_shards)), return_exceptions=True)
-        return _answers(found, least=1)
+        return answers_that_came(found, least=1)
 
     async def _lease_from(
         self, k: int, stream: str, producer_id: str, share: int, request_id: str
@@ -129,20 +127,20 @@ class ShardedBuffer:
 
     async def renew_leases(self, lease_ids: Sequence[str]) -> pb.RenewLeasesResponse:
         """Those of a shard that is down are in neither list: it gives them their full time when it is back."""
-        parts = self._parts(lease_ids, _group_of_lease)
+        parts = self._parts(lease_ids, group_of_lease)
         found = await asyncio.gather(
             *(self._leasing[k].renew_leases([lease_ids[i] for i in part]) for k, part in parts.items()),
             return_exceptions=True,
         )
         merged = pb.RenewLeasesResponse()
-        for reply in _answers(found, least=1):
+        for reply in answers_that_came(found, least=1):
             merged.renewed.extend(reply.renewed)
             merged.lost.extend(reply.lost)
         return merged
 
     async def release_leases(self, releases: Sequence[pb.LeaseRelease]) -> None:
         """Groups go back unfinished."""
-        parts = self._parts(releases, lambda release: _group_of_lease(release.lease_id))
+        parts = self._parts(releases, lambda release: group_of_lease(release.lease_id))
         await asyncio.gather(*(self.shards[k].release_leases([releases[i] for i in part]) for k, part in parts.items()))
 
     async def put_groups(self, puts: Sequence[pb.GroupPut]) -> Sequence[pb.PutResult]:
@@ -179,19 +177,6 @@ class ShardedBuffer:
         return merged_batch(
             await self._all(lambda _, shard: shard.try_lease_batch(stream, epoch, step, wait_seconds=wait_seconds))
         )
-
-    async def lease_batch(
-        self,
-        stream: str,
-        epoch: int,
-        step: int,
-        *,
-        timeout_seconds: float | None = None,
-        on_progress: Callable[[int], None] | None = None,
-        progress_seconds: float = PROGRESS_SECONDS,
-    ) -> pb.LeaseBatchResponse:
-        """The batch, once it is full."""
-        return await full_batch(self, stream, epoch, step, timeout_seconds, on_progress, progress_seconds)
 
     async def fetch_samples(
         self, stream: str, sample_ids: Sequence[str], *, deadline_seconds: float | None = None
@@ -296,14 +281,11 @@ class ShardedBuffer:
         return await asyncio.gather(*(ask(k, shard) for k, shard in enumerate(self.shards)))
 
     def _shard_of(self, group_id: str) -> int:
-        number = group_id.rpartition("/")[2]
-        if not number.isdecimal():
-            raise NotFound(f"there is no group {group_id}")
-        return int(number) % len(self.shards)
+        return shard_of_group(group_id, len(self.shards))
 
     def _parts(self, items: Sequence[Any], group_of: Callable[[Any], str]) -> Mapping[int, list[int]]:
         """Shard → indices of its items."""
-        return _grouped(self._shard_of(group_of(item)) for item in items)
+        return grouped(self._shard_of(group_of(item)) for item in items)
 
     async def _routed(
         self,
@@ -312,7 +294,7 @@ class ShardedBuffer:
         ask: Callable[[int, Sequence[Any]], Awaitable[Sequence[_Answer]]],
     ) -> Sequence[_Answer]:
         """Each item's answer, in order."""
-        parts = _grouped(map(shard_of, items))
+        parts = grouped(map(shard_of, items))
         replies = await asyncio.gather(*(ask(k, [items[i] for i in part]) for k, part in parts.items()))
         answers = {
             i: answer
@@ -320,40 +302,3 @@ class ShardedBuffer:
             for i, answer in zip(part, reply, strict=True)
         }
         return [answers[i] for i in range(len(items))]
-
-
-def _grouped(shards: Iterable[int]) -> dict[int, list[int]]:
-    parts: dict[int, list[int]] = {}
-    for i, k in enumerate(shards):
-        parts.setdefault(k, []).append(i)
-    return parts
-
-
-def _group_of_lease(lease_id: str) -> str:
-    return lease_id.partition("#")[0]
-
-
-def _shard_of_prompt(prompt: sample_pb2.Prompt, num_shards: int) -> int:
-    digest = hashlib.sha256(prompt.prompt_id.encode()).digest()
-    return int.from_bytes(digest[:8], "big") % num_shards
-
-
-def _answers(found: Sequence[_Answer | BaseException], *, least: int) -> list[_Answer]:
-    """Those that came. Raises what was raised when they are fewer than `least`, or when it is no sign of absence."""
-    answers: list[_Answer] = []
-    errors: list[BaseException] = []
-    for each in found:
-        if isinstance(each, BaseException):
-            errors.append(each)
-        else:
-            answers.append(each)
-    telling = [error for error in errors if not isinstance(error, Unavailable | DeadlineExceeded)]
-    if telling or (errors and len(answers) < least):
-        raise (telling or errors)[0]
-    return answers
-
-
-def _reason(reasons: Sequence[pb.NoLeaseReason.ValueType]) -> pb.NoLeaseReason.ValueType:
-    """What holds back the shard that would give soonest: EXHAUSTED only when all are. UNSPECIFIED for none."""
-    told = sorted(set(reasons) - {pb.NO_LEASE_REASON_UNSPECIFIED}, key=lambda r: r == pb.NO_LEASE_REASON_EXHAUSTED)
-    return told[0] if told else pb.NO_LEASE_REASON_UNSPECIFIED
