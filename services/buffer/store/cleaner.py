@@ -153,7 +153,7 @@ class Cleaner:
         rows = codec.load_rows(record.body)
         group_ids = [row.group_id for row in rows.groups] + [row.group_id for row in rows.prompts]
         groups = self._index.positions("groups", group_ids)
-        samples = self._index.positions("samples", [row.key for row in rows.samples])
+        brought = set(self._index.positions("samples", [row.key for row in rows.samples]).values())
         kept: list[codec.SampleRow] = []
         payloads: list[Buffer] = []
         places: list[Place] = []
@@ -163,12 +163,12 @@ class Cleaner:
             if payload_bytes is not None:
                 place, start = Place(segment, offset, payload_bytes), offset + HEADER_BYTES
                 offset = start + payload_bytes
-                if self._places.get(row.key) == place and samples.get(row.key) == row.position:
+                if self._places.get(row.key) == place and row.position in brought:
                     payloads.append(memoryview(data)[start:offset])
                     places.append(place)
                 else:
                     payload_bytes = None
-            if samples.get(row.key) == row.position:
+            if row.position in brought:
                 kept.append(codec.SampleRow(row.key, row.position, payload_bytes, row.body))
         return Carried(
             codec.Rows(

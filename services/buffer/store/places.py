@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import NamedTuple
+
+import msgspec
 
 
-class Place(NamedTuple):
+class Place(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A payload's record."""
 
     segment: int

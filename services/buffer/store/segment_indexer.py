@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from services.buffer.store.segment_index import Applied, Mark, SegmentIndex
+from services.buffer.store.index_rows import Applied
+from services.buffer.store.segment_index import Mark, SegmentIndex
 from services.buffer.transaction import LedgerEvent
 
 _PAUSE_SECONDS = 0.2

@@ -15,6 +15,9 @@ from services.buffer.store.files import Buffer, Files
 from services.buffer.store.segment_record import HEADER_BYTES, RecordType, header, read_record
 
 _NAME = re.compile(r"(\d{8})-([0-9a-f]{8})\.segment")
+_LOOK_BYTES_FRACTION = 1 / 64
+_LEAST_LOOK_BYTES = 64
+"""An END, the last record of a batch, has fewer zeros at its end: a dozen at most."""
 
 
 class Location(NamedTuple):
@@ -30,6 +33,7 @@ class SegmentLog:
     def __init__(self, files: Files, segment_bytes: int) -> None:
         self._files = files
         self._segment_bytes = segment_bytes
+        self._look_bytes = max(int(segment_bytes * _LOOK_BYTES_FRACTION), _LEAST_LOOK_BYTES)
         self._names = {int(m[1]): name for name in files.names() if (m := _NAME.fullmatch(name))}
         self._active = 0
         self._offset = 0
@@ -55,10 +59,13 @@ class SegmentLog:
         """What its checksums start from."""
         return _salt(self._names[segment])
 
-    def contents(self, segment: int) -> bytes:
-        """All of it."""
-        name = self._names[segment]
-        return self._files.read(name, 0, self._files.size(name))
+    def contents(self, segment: int, start: int = 0) -> bytes:
+        """From `start` on, without most of the zeros at the end: so many stay that no record ends in those left out."""
+        name, step = self._names[segment], self._look_bytes
+        size = end = self._files.size(name)
+        while end - step > start and _is_zeros(self._files.read(name, end - step, step)):
+            end -= step
+        return self._files.read(name, start, max(min(end + step, size) - start, 0))
 
     def num_bytes(self, segment: int) -> int:
         """Its size on the disk."""
@@ -129,6 +136,10 @@ class SegmentLog:
         self._files.sync(name)
         self._files.sync_folder()
         self._names[self._active] = name
+
+
+def _is_zeros(data: bytes) -> bool:
+    return data == bytes(len(data))
 
 
 def _salt(name: str) -> int:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.rpc.log import log
-from services.buffer.store.segment_index import Damaged, Mark, SegmentIndex, State
+from services.buffer.store.index_rows import Damaged
+from services.buffer.store.index_state import State
+from services.buffer.store.segment_index import Mark, SegmentIndex
 from services.buffer.store.segment_log import Location, SegmentLog
 from services.buffer.store.segment_replay import SegmentReading, read_segment, require_joint
 
@@ -86,11 +88,12 @@ class _Replay:
             self._index.apply([], mark, list(self._lost.items()))
 
     def _read(self, segment: int) -> SegmentReading:
-        data = self._log.contents(segment)
         reading = SegmentReading(segment, 0)
         if segment == self._start.segment and self._start.offset:
-            reading = SegmentReading(segment, min(self._start.offset, len(data)), self._log.next_number)
-            self.num_damaged += self._start.offset > len(data)  # its end is gone; the index knows what was there
+            size = self._log.num_bytes(segment)
+            reading = SegmentReading(segment, min(self._start.offset, size), self._log.next_number)
+            self.num_damaged += self._start.offset > size  # its end is gone; the index knows what was there
+        data = self._log.contents(segment, reading.end)
         read_segment(data, reading, self._log.salt(segment), is_last=segment == self._segments[-1])
         self._position = max(self._position, reading.position)
         self.num_damaged += reading.num_damaged

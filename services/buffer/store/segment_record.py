@@ -63,8 +63,8 @@ def header(number: int, record_type: RecordType, body: Buffer, salt: int) -> byt
     return _HEADER.pack(MAGIC, len(body), crc, record_type, number)
 
 
-def read_record(data: memoryview, offset: int, salt: int) -> Record | None:
-    """None unless a whole record starts there."""
+def read_record(data: memoryview, offset: int, salt: int, base: int = 0) -> Record | None:
+    """None unless a whole record starts there. `data` begins `base` bytes behind the segment's start."""
     if offset + HEADER_BYTES > len(data):
         return None
     magic, length, crc, record_type, number = _HEADER.unpack_from(data, offset)
@@ -74,29 +74,33 @@ def read_record(data: memoryview, offset: int, salt: int) -> Record | None:
     body = data[start : start + length]
     if crc32c(body, crc32c(_CHECKED.pack(length, record_type, number), salt)) != crc:
         return None
-    return Record(offset, number, RecordType(record_type), body)
+    return Record(base + offset, number, RecordType(record_type), body)
 
 
-def scan(data: bytes, salt: int, offset: int = 0) -> Iterator[Record | Damage]:
-    """Every record from `offset` on, and what lies between them; zeros at the end are passed over."""
+def scan(data: bytes, salt: int, base: int = 0) -> Iterator[Record | Damage]:
+    """Every record of a segment from its byte `base` on, where `data` begins, and what lies between them.
+
+    Zeros at the end are passed over.
+    """
     view = memoryview(data)
-    while offset < len(data):
-        record = read_record(view, offset, salt)
+    at = 0
+    while at < len(data):
+        record = read_record(view, at, salt, base)
         if record is None:
-            following = _next_record(data, view, offset + 1, salt)
-            end = following.offset if following else len(data.rstrip(b"\0"))
-            if end > offset:
-                yield Damage(offset, end - offset)
+            following = _next_record(data, view, at + 1, salt, base)
+            end = following.offset - base if following else len(data.rstrip(b"\0"))
+            if end > at:
+                yield Damage(base + at, end - at)
             if following is None:
                 return
             record = following
         yield record
-        offset = record.end
+        at = record.end - base
 
 
-def _next_record(data: bytes, view: memoryview, start: int, salt: int) -> Record | None:
+def _next_record(data: bytes, view: memoryview, start: int, salt: int, base: int) -> Record | None:
     while (start := data.find(MAGIC, start)) >= 0:
-        record = read_record(view, start, salt)
+        record = read_record(view, start, salt, base)
         if record:
             return record
         start += 1

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from headrace.errors import DataLoss
 from services.buffer.store import segment_rows as codec
-from services.buffer.store.segment_index import Applied
+from services.buffer.store.index_rows import Applied
 from services.buffer.store.segment_log import Location
 from services.buffer.store.segment_record import HEADER_BYTES, Damage, Record, RecordType, scan
 
@@ -51,14 +51,18 @@ class _Batch:
 
 
 def read_segment(data: bytes, reading: SegmentReading, salt: int, *, is_last: bool) -> None:
-    """From `reading.end` on. Raises DataLoss when records are lost and nobody can say what they changed."""
+    """From `reading.end` on, where `data` begins.
+
+    Raises DataLoss when records are lost and nobody can say what they changed.
+    """
     held: _Batch | None = None
-    for batch in _batches(scan(data, salt, reading.end), reading):
+    start = reading.end
+    for batch in _batches(scan(data, salt, start), reading):
         if held:
             _apply(reading, held)
         held = batch
     if held and is_last and not held.is_whole:
-        reading.torn_bytes = len(data.rstrip(b"\0")) - reading.end
+        reading.torn_bytes = start + len(data.rstrip(b"\0")) - reading.end
         reading.num_damaged = max(reading.num_damaged - 1, 0)
     elif held:
         _apply(reading, held)

@@ -21,8 +21,10 @@ from services.buffer.store.base import Snapshot
 from services.buffer.store.cleaner import Carried, Cleaner
 from services.buffer.store.copy import CopiedFile, copy_folder, delete_leftovers, files_of
 from services.buffer.store.files import Buffer, DiskFiles, Files
+from services.buffer.store.index_rows import Applied
+from services.buffer.store.index_state import State
 from services.buffer.store.places import Place, Places
-from services.buffer.store.segment_index import Applied, Mark, State
+from services.buffer.store.segment_index import Mark
 from services.buffer.store.segment_indexer import Indexer
 from services.buffer.store.segment_log import Location, SegmentLog
 from services.buffer.store.segment_opening import open_index, rebuild_index
