@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from headrace.config.algorithm_rules import ALGORITHM_NEEDS, check_algorithm, uses_reference
+from headrace.config.algorithm_rules import check_algorithm
+from headrace.config.buffer_rules import check_buffer
 from headrace.config.files import check_files
 from headrace.config.job import Job
-from headrace.config.leaf import leaves
 from headrace.config.megatron import MegatronArgs
 from headrace.config.megatron_rules import check_megatron
+from headrace.config.needs import check_needs
 from headrace.config.secrets import passwords
 from headrace.errors import ConfigError
 from headrace.models.megatron import contradictions
@@ -20,87 +21,11 @@ from headrace.rpc.net import Address
 
 _SECRET_ARGUMENTS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 
-_NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
-    **ALGORITHM_NEEDS,
-    "max_tokens_per_gpu": ("use_dynamic_batch_size", lambda job: job.train.use_dynamic_batch_size),
-    "balance_by": ("balance_data", lambda job: job.train.balance_data),
-    "buffer_postgres": ("buffer_store", lambda job: job.buffer.buffer_store == "postgres"),
-    "buffer_shard": ("buffer_addresses", lambda job: bool(job.buffer.buffer_addresses)),
-    "ref_update_interval": ("use_kl_loss", uses_reference),
-    "keep_best_metric": ("keep_best", lambda job: job.checkpoint.keep_best > 0),
-    "group_rm": ("custom_rm_path", lambda job: job.reward.custom_rm_path is not None),
-    "max_turns": ("custom_generate_function_path", lambda job: job.rollout.custom_generate_function_path is not None),
-    "eval_interval": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
-    "n_samples_per_eval_prompt": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
-    "eval_temperature": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
-    "eval_max_response_len": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
-    "rollout_shuffle": ("prompt_data", lambda job: bool(job.data.prompt_data)),
-    "num_epoch": ("prompt_data", lambda job: bool(job.data.prompt_data)),
-    "prompt_data_weights": ("prompt_data", lambda job: bool(job.data.prompt_data)),
-    "streaming_data": ("prompt_data", lambda job: bool(job.data.prompt_data)),
-    "mask_offpolicy_in_partial_rollout": ("partial_rollout", lambda job: job.rollout.partial_rollout),
-    "num_data_workers": ("streaming_data", lambda job: job.data.streaming_data),
-    "buffer_hook_timeout_seconds": (
-        "buffer_filter_path",
-        lambda job: bool(job.buffer.buffer_filter_path or job.data.data_source_path),
-    ),
-    "samples_per_insert": ("min_size_to_sample", lambda job: job.buffer.min_size_to_sample is not None),
-    "samples_per_insert_error_buffer": ("samples_per_insert", lambda job: job.buffer.samples_per_insert is not None),
-    "wandb_project": ("use_wandb", lambda job: job.tracking.use_wandb),
-    "wandb_mode": ("use_wandb", lambda job: job.tracking.use_wandb),
-    "skip_bad_lines": ("prompt_data", lambda job: bool(job.data.prompt_data)),
-    "max_trainer_restarts": ("use_fault_tolerance", lambda job: job.placement.use_fault_tolerance),
-}
-"""A leaf that has no effect without another one."""
-
 
 def check(job: Job) -> None:
     """Raises ConfigError for the first rule that a resolved job breaks."""
     for rule in _RULES:
         rule(job)
-
-
-def _no_ignored_leaves(job: Job) -> None:
-    known = leaves()
-    for name, (needed, has_it) in _NEEDS.items():
-        section = getattr(job, known[name].section)
-        if getattr(section, name) != known[name].default and not has_it(job):
-            raise ConfigError(
-                f"{name} has no effect without {needed}: add {known[needed].flag} or leave {known[name].flag} out",
-                field=name,
-            )
-
-
-def _postgres_has_a_database(job: Job) -> None:
-    if job.buffer.buffer_store == "postgres" and job.buffer.buffer_postgres is None:
-        raise ConfigError(
-            "buffer_store postgres needs a database: pass --buffer-postgres postgresql://USER@HOST/NAME",
-            field="buffer_postgres",
-        )
-
-
-def _shards_add_up(job: Job) -> None:
-    buffer, num_shards = job.buffer, len(job.buffer.buffer_addresses)
-    if not num_shards:
-        return
-    if len(set(buffer.buffer_addresses)) < num_shards:
-        raise ConfigError(f"buffer_addresses {list(buffer.buffer_addresses)} names one twice", field="buffer_addresses")
-    if job.services.buffer_address not in (None, ",".join(buffer.buffer_addresses)):
-        raise ConfigError(
-            f"buffer_address {job.services.buffer_address} is given, and buffer_addresses too: leave one of them out",
-            field="buffer_addresses",
-        )
-    if buffer.buffer_shard is not None and buffer.buffer_shard >= num_shards:
-        raise ConfigError(
-            f"buffer_shard {buffer.buffer_shard} is none of the {num_shards} buffer_addresses: they are counted from 0",
-            field="buffer_shard",
-        )
-    if (job.rollout.rollout_batch_size or num_shards) < num_shards:
-        raise ConfigError(
-            f"rollout_batch_size {job.rollout.rollout_batch_size} is less than the {num_shards} shards: "
-            "every shard needs a group in every step",
-            field="buffer_addresses",
-        )
 
 
 def _synchronous_when_colocated(job: Job) -> None:
@@ -130,73 +55,6 @@ def _micro_batches(job: Job) -> None:
             f"micro_batch_size {train.micro_batch_size} has no effect with use_dynamic_batch_size: leave it out, "
             f"max_tokens_per_gpu {train.max_tokens_per_gpu} decides",
             field="micro_batch_size",
-        )
-
-
-def _interval_within_staleness(job: Job) -> None:
-    behind = job.publish.update_weights_interval - 1
-    if behind > job.buffer.max_staleness:
-        raise ConfigError(
-            f"update_weights_interval {behind + 1} makes tokens up to {behind} steps old, and max_staleness is "
-            f"{job.buffer.max_staleness}: pass --max-staleness {behind} or a shorter interval",
-            field="update_weights_interval",
-        )
-
-
-def _mixed_prompts(job: Job) -> None:
-    files, weights = job.data.prompt_data, job.data.prompt_data_weights
-    if weights and len(weights) != len(files):
-        raise ConfigError(
-            f"prompt_data_weights has {len(weights)} numbers for {len(files)} files of prompt_data: give one for each",
-            field="prompt_data_weights",
-        )
-
-
-def _hooks_of_the_buffer(job: Job) -> None:
-    if job.data.data_source_path and job.data.prompt_data:
-        raise ConfigError(
-            f"data_source_path {job.data.data_source_path} gives the prompts, and so does prompt_data "
-            f"{', '.join(job.data.prompt_data)}: leave one out",
-            field="data_source_path",
-        )
-    if job.buffer.buffer_filter_path and job.buffer.selection != "fifo":
-        raise ConfigError(
-            f"buffer_filter_path chooses the batches, selection {job.buffer.selection} has no effect: leave one out",
-            field="selection",
-        )
-
-
-def _limiter(job: Job) -> None:
-    buffer, groups = job.buffer, job.rollout.rollout_batch_size
-    if buffer.samples_per_insert is None or groups is None:
-        return
-    least = (groups + buffer.samples_per_insert) / 2
-    if buffer.samples_per_insert_error_buffer is None or buffer.samples_per_insert_error_buffer < least:
-        raise ConfigError(
-            f"samples_per_insert needs a samples_per_insert_error_buffer of {least:g} or more, half of "
-            f"rollout_batch_size {groups} and one insert, not {buffer.samples_per_insert_error_buffer}: with less, "
-            "producers and trainer wait for each other",
-            field="samples_per_insert_error_buffer",
-        )
-
-
-def _partial_rollout(job: Job) -> None:
-    if not job.rollout.partial_rollout or job.rollout.mask_offpolicy_in_partial_rollout or job.buffer.max_staleness:
-        return
-    raise ConfigError(
-        "partial_rollout with max_staleness 0 keeps tokens of older policies that could never be trained: pass "
-        "--mask-offpolicy-in-partial-rollout, or --max-staleness 1 or more",
-        field="partial_rollout",
-    )
-
-
-def _over_sampling(job: Job) -> None:
-    asked, needed = job.rollout.over_sampling_batch_size, job.rollout.rollout_batch_size
-    if asked is not None and needed is not None and asked < needed:
-        raise ConfigError(
-            f"over_sampling_batch_size {asked} is below rollout_batch_size {needed}: a step could not fill; "
-            f"pass {needed} or more, or leave it out",
-            field="over_sampling_batch_size",
         )
 
 
@@ -326,16 +184,9 @@ def _architecture(job: Job) -> None:
 
 _RULES: Sequence[Callable[[Job], None]] = (
     _synchronous_when_colocated,
-    _postgres_has_a_database,
-    _shards_add_up,
-    _no_ignored_leaves,
+    check_needs,
+    check_buffer,
     _micro_batches,
-    _interval_within_staleness,
-    _mixed_prompts,
-    _hooks_of_the_buffer,
-    _limiter,
-    _over_sampling,
-    _partial_rollout,
     _ranks,
     check_megatron,
     _frozen_parameters,
