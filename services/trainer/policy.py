@@ -135,7 +135,8 @@ class Policy:
             prepared = self._prepare(step, inputs)
         rows = [self._optimizer_step(step, step_id, one) for step_id, one in enumerate(prepared)]
         metrics = {name: _COMBINED.get(name, _mean)([row[name] for row in rows]) for name in rows[0]}
-        return metrics | self._pipeline.distance.read() | self._speed.metrics(samples, self._stopwatch.read())
+        metrics |= self._pipeline.distance.read() | self._prepare.metrics()
+        return metrics | self._speed.metrics(samples, self._stopwatch.read())
 
     def own_sample_ids(self, samples: Sequence[SampleFacts]) -> list[str]:
         """What `train` will fetch here of these samples, in that order."""

@@ -20,6 +20,7 @@ from services.trainer.old_policies import OldPolicies
 from services.trainer.parallel import Layout
 from services.trainer.pipeline import Pipeline
 from services.trainer.reference import ReferencePolicy
+from services.trainer.teacher_distance import TeacherDistance
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +54,7 @@ class Preparation:
         self._teacher = teacher
         self._critic = critic
         self._advantages = Advantages(job, layout.dp_group)
+        self._distance = TeacherDistance(layout.device) if job.distillation.use_opd else None
         path = job.hooks.rollout_data_postprocess_path
         self._data_hook = RolloutDataHook(job, path) if path else None
 
@@ -69,6 +71,10 @@ class Preparation:
             filled = self._with_advantages(step, steps, olds, references, teachers, values)
         rows = zip(filled, kept, references, values, strict=True)
         return [PreparedStep(*row) for row in rows]
+
+    def metrics(self) -> dict[str, float]:
+        """Collective: what was seen since it was asked last."""
+        return {} if self._distance is None else self._distance.read()
 
     def _update_reference(self, step: int) -> None:
         interval = self._job.train.ref_update_interval
@@ -103,11 +109,21 @@ class Preparation:
             for inputs, old, reference, teacher, value in zip(steps, olds, references, teachers, values, strict=True)
             for number, micro in enumerate(inputs)
         ]
+        self._measure(evidence)
         found = self._advantages(evidence)
         if self._data_hook is not None:
             found = self._data_hook(step, found)
         ends = [sum(len(inputs) for inputs in steps[: n + 1]) for n in range(len(steps))]
         return [found[end - len(inputs) : end] for inputs, end in zip(steps, ends, strict=True)]
+
+    def _measure(self, evidence: Sequence[Evidence]) -> None:
+        """One tensor rank speaks for its data rank."""
+        if self._distance is None or self._layout.tp_rank != 0:
+            return
+        for one in evidence:
+            assert one.log_probs is not None
+            assert one.teacher_log_probs is not None
+            self._distance.add(one.log_probs, one.teacher_log_probs, one.micro.mask)
 
     def _teacher_log_probs(self, micro: MicroInputs, held: Tensor | None) -> Tensor | None:
         """Held by these ranks, or travelled with the samples."""

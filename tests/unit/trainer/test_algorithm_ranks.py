@@ -162,6 +162,16 @@ def test_the_first_step_has_the_loss_and_gradient_of_the_specification(runs: Pat
     assert found["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
 
 
+@pytest.mark.parametrize("name", ["opd_sglang", "opd_megatron"])
+def test_the_distance_to_the_teacher_is_the_mean_over_the_trained_tokens(runs: Path, name: str) -> None:
+    network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
+    reference = AutoModelForCausalLM.from_pretrained(runs / "reference").double()
+    answers = _trained([Answer(network, reference, sample) for sample in told(0) if sample.reward is not None])
+    teacher = {"opd_sglang": lambda a: a.teacher, "opd_megatron": lambda a: a.reference}[name]
+    gaps = torch.cat([(a.old - teacher(a))[a.mask > 0] for a in answers])
+    assert _metrics(runs, name)[0]["opd/kl"] == pytest.approx(gaps.mean().item(), rel=1e-4)
+
+
 def test_a_critic_that_knows_nothing_yet_has_the_mean_square_of_the_returns_as_its_loss(runs: Path) -> None:
     network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
     reference = AutoModelForCausalLM.from_pretrained(runs / "reference").double()
