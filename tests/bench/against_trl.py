@@ -27,7 +27,7 @@ import reasoning_gym
 from transformers import AutoTokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-STEPS = 5
+STEPS = 3
 SAMPLES_PER_STEP = 32
 INSTRUCTION = (
     "You are a careful calculator. Read the sum below, work it out, and answer with the result alone: one integer, no "
@@ -103,11 +103,14 @@ def trl(python: Path, model: Path, prompts: Path) -> Figures:
 def headrace(folder: Path, model: Path, prompts: Path, staleness: int) -> Figures:
     """A whole run, whose metrics are read as they come."""
     folder.mkdir()
+    name = folder.name
     job = folder / "job.toml"
     values = {"folder": folder, "model": model, "prompts": prompts, "steps": STEPS + 1, "staleness": staleness}
     job.write_text(JOB.format(**values, repository=REPOSITORY))
     command = [sys.executable, "-m", "headrace.cli.main", "train", str(job)]
-    run = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, cwd=REPOSITORY)
+    run = subprocess.Popen(
+        command, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, cwd=REPOSITORY, stdout=subprocess.DEVNULL
+    )
     metrics = folder / "bench/metrics.jsonl"
     seen: list[tuple[float, float]] = []
     try:
@@ -115,6 +118,7 @@ def headrace(folder: Path, model: Path, prompts: Path, staleness: int) -> Figure
             rows = steps_of(metrics)
             if len(rows) > len(seen):
                 seen.append((rows[len(seen)]["time"], cpu_seconds(run.pid)))
+                print(f"  {name}: step {len(seen)}", flush=True)
             time.sleep(0.1)
     finally:
         run.terminate()

@@ -26,6 +26,7 @@ class Stopwatch(TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.ends.append((time.time(), time.process_time()))
+        print(f"  TRL: step {len(self.ends)}", file=sys.stderr, flush=True)
 
 
 def bare_and_right(completions: list[str], label: list[str], **_: Any) -> list[float]:
