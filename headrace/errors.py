@@ -6,6 +6,7 @@ HeadraceError
 ├── NotFound               NOT_FOUND
 ├── AlreadyExists          ALREADY_EXISTS       same key, other content
 ├── FailedPrecondition     FAILED_PRECONDITION  right request, wrong moment
+│   └── GroupGone          reason GROUP_GONE    engines were started again since they joined it
 ├── Aborted                ABORTED
 │   ├── Fenced             reason FENCED        a newer trainer owns the ledger
 │   └── PublicationAborted reason PUBLICATION_ABORTED
@@ -71,6 +72,10 @@ class FailedPrecondition(HeadraceError):
     """The request is right, the moment is wrong."""
 
     status = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class GroupGone(FailedPrecondition):
+    """A weight group's engines are not the ones that joined it: begin with another group."""
 
 
 class Aborted(HeadraceError):

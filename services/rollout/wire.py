@@ -50,7 +50,7 @@ def plan_of(request: pb.BeginPublishRequest) -> Plan:
         backend=request.backend,
         deadline_seconds=request.deadline_seconds,
         buckets=buckets,
-        groups=[GroupPlan(g.name, g.master_address, g.master_port, tuple(g.buckets)) for g in request.groups],
+        groups=[GroupPlan(g.name, g.master_address, g.master_port, tuple(g.buckets), g.joined) for g in request.groups],
         engine_ids=tuple(request.engine_ids),
     )
 

@@ -37,7 +37,6 @@ class SendWeights:
 
     publication_id: str
     world_size: int
-    group_alive: Sequence[bool]
 
 
 @dataclass(frozen=True, slots=True)

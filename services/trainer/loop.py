@@ -6,9 +6,11 @@ committed: what a checkpoint does not cover comes back, in the same batches, whe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from services.trainer.batch import Batch
+from services.trainer.lacking import Lacking
 from services.trainer.state import TrainState
 
 
@@ -49,10 +51,10 @@ class Ranks(Protocol):
     async def publish(self, state: TrainState) -> dict[str, float]:
         """The current weights to all engines, as one transaction."""
 
-    async def is_served(self, state: TrainState) -> bool:
-        """False when the whole fleet serves something else: it started again, without these weights."""
+    async def lacking(self, state: TrainState) -> Lacking:
+        """The engines, or the whole fleet, that started again and lack these weights."""
 
-    async def rejoin(self, state: TrainState) -> None:
+    async def rejoin(self, state: TrainState, engine_ids: Sequence[str]) -> None:
         """Engines that started again get the served weights, while the others go on."""
 
     async def save(self, state: TrainState) -> None:
@@ -107,9 +109,11 @@ async def train(ledger: Ledger, ranks: Ranks, console: Console, schedule: Schedu
 
     while state.step < schedule.num_steps and await console.before_step(state):
         while (batch := await ledger.lease_batch(state.epoch, state.step)) is None and not console.stopping:
-            if not await ranks.is_served(state):
+            lacking = await ranks.lacking(state)
+            if lacking.everybody:
                 state, _ = await publish(ledger, ranks, state)
-            await ranks.rejoin(state)
+            elif lacking.engine_ids:
+                await ranks.rejoin(state, lacking.engine_ids)
         if batch is None:
             break
         if state.step + 1 < schedule.num_steps:

@@ -17,12 +17,13 @@ from typing import Any
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.client.rollout import RolloutClient
 from headrace.config.job import PublishSection
-from headrace.errors import DeadlineExceeded, Fenced, HeadraceError, PublicationAborted, Unavailable
+from headrace.errors import DeadlineExceeded, Fenced, GroupGone, HeadraceError, PublicationAborted, Unavailable
 from headrace.rpc.log import log
 from services.trainer.canary import Canary
 from services.trainer.commands import DropGroups, OpenGroups, SendWeights
 from services.trainer.control import Control
 from services.trainer.crew import Crew
+from services.trainer.lacking import EVERYBODY, NOBODY, Lacking
 from services.trainer.state import TrainState
 
 _TRIES = 3
@@ -60,14 +61,12 @@ class Publisher:
     async def publish(self, state: TrainState) -> dict[str, float]:
         """Returns once every engine in routing serves `state.step`. Raises the last try's error."""
         for tries_left in reversed(range(_TRIES)):
-            publication_id = f"v{state.step}-{uuid.uuid4().hex[:8]}"
             try:
-                reply = await self._attempt(publication_id, state)
+                reply = await self._attempt(state)
             except HeadraceError as error:
-                await self._give_up(publication_id, str(error))
                 if not tries_left or isinstance(error, Fenced):
                     raise
-                log.warning("publication_failed", publication_id=publication_id, reason=error.reason, error=str(error))
+                log.warning("publication_failed", policy_version=state.step, reason=error.reason, error=str(error))
             else:
                 log.info("published", policy_version=state.step, engines=len(reply.engine_ids))
                 return {
@@ -77,46 +76,53 @@ class Publisher:
                 }
         raise AssertionError("unreachable: the last try returns or raises")
 
-    async def is_served(self, policy_version: int) -> bool:
-        """False when the fleet answers with another version; one that does not answer is waited for elsewhere."""
+    async def lacking(self, state: TrainState) -> Lacking:
+        """Who does not serve its policy version.
+
+        A fleet that does not answer, or is in a publication, is waited for elsewhere. Between two publications of an
+        update interval the served weights are gone here: an engine without them waits for the next publication.
+        """
         try:
             fleet = await self._rollout.get_fleet(deadline_seconds=_FLEET_SECONDS)
         except (DeadlineExceeded, Unavailable):
-            return True
-        return fleet.policy_version == policy_version
+            return NOBODY
+        if fleet.policy_version != state.policy_version:
+            return EVERYBODY
+        if fleet.publication_id or state.step != state.policy_version:
+            return NOBODY
+        stale = [engine.engine_id for engine in fleet.engines if engine.state == pb.ENGINE_STATE_STALE]
+        return Lacking(engine_ids=tuple(stale))
 
-    async def rejoin(self, state: TrainState) -> None:
+    async def rejoin(self, state: TrainState, engine_ids: Sequence[str]) -> None:
         """Gives the served weights to the engines that came back without them; the others do not notice.
 
         One that fails again is left to the next time, or to the next publication.
         """
-        stale = await self._stale(state.step)
-        if not stale:
-            return
-        publication_id = f"v{state.step}-rejoin-{uuid.uuid4().hex[:8]}"
-        await self._crew.run(DropGroups())  # a group that lost a member is of no use to anybody
         try:
-            reply = await self._attempt(publication_id, state, stale)
-            log.info("engines_rejoined", policy_version=state.step, engines=list(reply.engine_ids))
+            reply = await self._attempt(state, engine_ids)
         except Fenced:
             raise
         except HeadraceError as error:
-            log.warning("rejoin_failed", engines=stale, reason=error.reason, error=str(error))
-            await self._give_up(publication_id, str(error))
-        await self._crew.run(DropGroups())
+            log.warning("rejoin_failed", engines=list(engine_ids), reason=error.reason, error=str(error))
+        else:
+            log.info("engines_rejoined", policy_version=state.step, engines=list(reply.engine_ids))
+            await self._crew.run(DropGroups())  # the group of a few engines serves once
 
-    async def _stale(self, policy_version: int) -> list[str]:
-        """Engines that wait for weights while others serve this version."""
+    async def _attempt(self, state: TrainState, engine_ids: Sequence[str] = ()) -> pb.CommitPublishResponse:
+        """Raises what ended it, once it is given up."""
+        publication_id = f"v{state.step}-{uuid.uuid4().hex[:8]}"
         try:
-            fleet = await self._rollout.get_fleet(deadline_seconds=_FLEET_SECONDS)
-        except (DeadlineExceeded, Unavailable):
-            return []
-        if fleet.policy_version != policy_version or fleet.publication_id:
-            return []
-        return [engine.engine_id for engine in fleet.engines if engine.state == pb.ENGINE_STATE_STALE]
+            return await self._exchange(publication_id, state, engine_ids)
+        except GroupGone as error:
+            log.info("groups_renewed", why=str(error))
+            await self._crew.run(DropGroups())
+        except HeadraceError as error:
+            await self._give_up(publication_id, str(error))
+            raise
+        return await self._attempt(state, engine_ids)  # with new groups, which cannot be gone
 
-    async def _attempt(
-        self, publication_id: str, state: TrainState, engine_ids: Sequence[str] = ()
+    async def _exchange(
+        self, publication_id: str, state: TrainState, engine_ids: Sequence[str]
     ) -> pb.CommitPublishResponse:
         plan = await self._plan(publication_id)
         canary = await self._canary(publication_id)
@@ -135,9 +141,7 @@ class Publisher:
             ),
             deadline_seconds=self._config.update_weight_timeout_seconds,
         )
-        sending = asyncio.create_task(
-            self._crew.run(SendWeights(publication_id, begun.world_size, tuple(begun.group_alive)))
-        )
+        sending = asyncio.create_task(self._crew.run(SendWeights(publication_id, begun.world_size)))
         offering = asyncio.create_task(self._offer(publication_id, plan.num_buckets))
         answers = asyncio.create_task(self._answers(publication_id))
         try:
@@ -181,7 +185,11 @@ class Publisher:
                 ]
             groups.append(
                 pb.PublishGroup(
-                    name=fact["name"], master_address=fact["host"], master_port=fact["port"], buckets=numbers
+                    name=fact["name"],
+                    master_address=fact["host"],
+                    master_port=fact["port"],
+                    buckets=numbers,
+                    joined=fact["joined"],
                 )
             )
         return Plan(pb.Manifest(tensors=tensors), groups, next_bucket)

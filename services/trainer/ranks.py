@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.api.trainer.v1 import trainer_pb2 as pb
@@ -12,6 +13,7 @@ from services.trainer.checkpoint import Checkpoints, checkpoint_folder, step_nam
 from services.trainer.commands import Export, Prefetch, Save, Train
 from services.trainer.console import TrainerConsole
 from services.trainer.crew import Crew
+from services.trainer.lacking import Lacking
 from services.trainer.publication import Publisher
 from services.trainer.record import TrainingRecord
 from services.trainer.state import TrainState
@@ -59,13 +61,13 @@ class TrainerRanks:
         with self._console.phase(pb.PHASE_PUBLISHING):
             return await self._publisher.publish(state)
 
-    async def is_served(self, state: TrainState) -> bool:
-        """False when the engines answer and serve another version."""
-        return await self._publisher.is_served(state.policy_version)
+    async def lacking(self, state: TrainState) -> Lacking:
+        """Engines that do not serve its policy version."""
+        return await self._publisher.lacking(state)
 
-    async def rejoin(self, state: TrainState) -> None:
+    async def rejoin(self, state: TrainState, engine_ids: Sequence[str]) -> None:
         """Engines that started again get the served weights, while the others go on."""
-        await self._publisher.rejoin(state)
+        await self._publisher.rejoin(state, engine_ids)
 
     async def flush(self) -> None:
         """Waits until the checkpoint that was taken last is safe."""

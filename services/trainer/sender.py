@@ -53,7 +53,13 @@ class WeightSender:
             name = f"headrace-{uuid.uuid4().hex[:12]}-stage{self._stage}"
             self._group = WeightGroup(name, self._host, self._backend, self._timeout_seconds)
         buckets = [[(spec.name, list(spec.shape), spec.dtype) for spec in bucket] for bucket in self._buckets]
-        fact = {"name": self._group.name, "host": self._host, "port": self._group.port, "buckets": buckets}
+        fact = {
+            "name": self._group.name,
+            "host": self._host,
+            "port": self._group.port,
+            "joined": self._group.joined,
+            "buckets": buckets,
+        }
         self._control.put(f"{publication_id}/stage/{self._stage}", json.dumps(fact))
 
     def send(self, command: SendWeights) -> None:
@@ -81,10 +87,8 @@ class WeightSender:
             self._group = None
 
     def _join(self, command: SendWeights) -> None:
-        if self._group is None or (self._group.joined and command.group_alive[self._stage]):
+        if self._group is None or self._group.joined:
             return
-        if self._group.joined:
-            raise PublicationAborted(f"group {self._group.name} is gone on the engines' side: open another")
         self._group.join(command.world_size, lambda: self._aborted(command.publication_id))
 
     def _send_bucket(

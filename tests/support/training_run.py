@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -26,24 +26,42 @@ ROOT = Path(__file__).parents[2]
 STREAM = "train"
 
 
-class TrainingRun:
-    """`headrace train` over a tiny model, with two engines and two ranks."""
+SUMS = tuple({"prompt": f"What is {i} + {i}?", "label": str(2 * i)} for i in range(64))
+_SHAPE = {
+    "--label-key": "label",
+    "--rollout-batch-size": "4",
+    "--n-samples-per-prompt": "8",
+    "--rollout-max-response-len": "12",
+    "--micro-batch-size": "8",
+    "--actor-num-gpus-per-node": "2",
+    "--rollout-num-gpus": "2",
+}
+"""Unless the flags say otherwise."""
 
-    def __init__(self, folder: Path, checkpoint: Path, *flags: str) -> None:
-        self.folder = RunFolder(folder / "runs" / "e2e")
-        prompts = folder / "prompts.jsonl"
-        lines = [json.dumps({"prompt": f"What is {i} + {i}?", "label": str(2 * i)}) for i in range(64)]
-        prompts.write_text("\n".join(lines) + "\n")
+
+class TrainingRun:
+    """`headrace train` over a tiny model, with two engines and two ranks, or as the flags say."""
+
+    def __init__(
+        self,
+        folder: Path,
+        checkpoint: Path,
+        *flags: str,
+        prompts: Sequence[Mapping[str, Any]] = SUMS,
+        program: Sequence[str] = ("train",),
+        name: str = "e2e",
+    ) -> None:
+        self.folder = RunFolder(folder / "runs" / name)
+        self.prompts = folder / "prompts.jsonl"
+        self.prompts.write_text("".join(json.dumps(row) + "\n" for row in prompts))
+        shape = [word for flag, value in _SHAPE.items() if flag not in flags for word in (flag, value)]
         self.command = [
-            sys.executable, "-m", "headrace.cli.main", "train",
-            "--run-name", "e2e", "--run-dir", str(folder / "runs"), "--hf-checkpoint", str(checkpoint),
-            "--prompt-data", str(prompts), "--label-key", "label",
-            "--rollout-batch-size", "4", "--n-samples-per-prompt", "8", "--rollout-max-response-len", "12",
-            "--micro-batch-size", "8", "--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "2",
-            *flags,
+            sys.executable, "-m", "headrace.cli.main", *program,
+            "--run-name", name, "--run-dir", str(folder / "runs"), "--hf-checkpoint", str(checkpoint),
+            "--prompt-data", str(self.prompts), *shape, *flags,
         ]  # fmt: skip
         self.export = folder / "export"
-        self.log = folder / "launcher.log"
+        self.log = folder / f"launcher-{name}.log"
         self._process: asyncio.subprocess.Process | None = None
 
     @asynccontextmanager
@@ -109,6 +127,11 @@ class TrainingRun:
     def trained(self) -> dict[int, list[str]]:
         """Step → the sample ids that it was fed, by the trainer's own record; the last run of a step counts."""
         return {row["step"]: row["sample_ids"] for row in _json_lines(self.folder.path / "trained.jsonl")}
+
+    def events(self, service: str) -> list[dict[str, Any]]:
+        """What a service logged, the lines of programs that it started left out."""
+        lines = (self.folder.logs / f"{service}.log").read_text(errors="replace").splitlines()
+        return [json.loads(line) for line in lines if line.startswith("{")]
 
     def last_words(self) -> str:
         """The end of every log, for a failed assertion."""

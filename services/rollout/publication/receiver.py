@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from headrace.errors import (
     ChecksumMismatch,
     FailedPrecondition,
+    GroupGone,
     HeadraceError,
     NotFound,
     PublicationAborted,
@@ -47,13 +48,17 @@ class Receiver:
         return next((i for i, p in self._publications.items() if p.transaction.phase is Phase.OPEN), "")
 
     async def begin(self, plan: Plan) -> Begun:
-        """Answers at once; engines join the groups meanwhile. Raises FailedPrecondition while another one is open."""
+        """Answers at once; engines join the groups meanwhile.
+
+        Raises FailedPrecondition while another one is open, and GroupGone for a joined group of other engines.
+        """
         self._fence.pass_(plan.epoch)
         if plan.publication_id in self._publications:
             return self._publications[plan.publication_id].begun
         await self._make_room(plan)
         engines = self._engines_for(plan)
         incarnations = tuple(engine.incarnation for engine in engines)
+        self._require_whole(plan.groups, incarnations)
         begun = Begun(
             world_size=1 + sum(engine.tensor_parallel_size for engine in engines),
             group_alive=tuple(self._groups.get(group.name) == incarnations for group in plan.groups),
@@ -116,6 +121,12 @@ class Receiver:
             raise FailedPrecondition(f"{sorted(missing)} do not wait for weights: ask GetFleet who does")
         return waiting
 
+    def _require_whole(self, groups: Sequence[GroupPlan], incarnations: tuple[str, ...]) -> None:
+        """A group that lost a member would hang or break; an engine must not be lost to it."""
+        gone = [group.name for group in groups if group.joined and self._groups.get(group.name) != incarnations]
+        if gone:
+            raise GroupGone(f"groups {gone} are of other engines than {list(incarnations)}: begin with new ones")
+
     async def _make_room(self, plan: Plan) -> None:
         if not self.open_id:
             return
@@ -137,6 +148,8 @@ class Receiver:
     async def _prepare(self, publication: Publication) -> None:
         """Groups first, while requests go on; then the pause and the update session."""
         plan = publication.transaction.plan
+        if not plan.engine_ids:
+            await self._leave_old_groups(publication)
         for group, alive in zip(plan.groups, publication.begun.group_alive, strict=True):
             if not alive:
                 await self._join(publication, group)
@@ -174,6 +187,18 @@ class Receiver:
             self._groups.pop(name, None)
             for engine in publication.remaining:
                 await _ignoring_refusal(engine.client.leave_group(name))
+
+    async def _leave_old_groups(self, publication: Publication) -> None:
+        """The trainer has given up groups that it does not name any more."""
+        gone = set(self._groups) - {group.name for group in publication.transaction.plan.groups}
+
+        async def leave(engine: Engine) -> None:
+            for name in gone:
+                await _ignoring_refusal(engine.client.leave_group(name))
+
+        if gone:
+            await self._on_all(publication, leave)
+            self._groups = {name: members for name, members in self._groups.items() if name not in gone}
 
     async def _open_session(self, publication: Publication, engine: Engine) -> None:
         await engine.client.begin_weight_update()

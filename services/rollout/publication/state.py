@@ -24,6 +24,8 @@ class GroupPlan:
     master_address: str
     master_port: int
     buckets: tuple[int, ...]
+    joined: bool = False
+    """The sender is in it from an earlier publication."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from headrace.errors import ChecksumMismatch, FailedPrecondition, Fenced, InvalidArgument, NotFound, PublicationAborted
+from headrace.errors import (
+    ChecksumMismatch,
+    FailedPrecondition,
+    Fenced,
+    GroupGone,
+    InvalidArgument,
+    NotFound,
+    PublicationAborted,
+)
 from services.rollout.engine.api import TensorSpec
 from services.rollout.engine.fake import fake_checksum
 from services.rollout.engine.fleet import EngineState
@@ -56,6 +64,24 @@ async def test_a_group_is_used_again_while_the_engines_are_the_same(fakes: FakeF
     fakes.fake(1).die()
     await fakes.until(lambda: fakes.fleet.engines[1].state is EngineState.STALE)
     assert (await receiver.begin(replace(PLAN, publication_id="p3", policy_version=5))).group_alive == (False,)
+
+
+async def test_a_joined_group_of_other_engines_is_refused_before_any_engine_notices(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    joined = replace(PLAN, publication_id="p2", policy_version=4, groups=[replace(PLAN.groups[0], joined=True)])
+    with pytest.raises(GroupGone, match=r"groups \['g'\] are of other engines"):
+        await receiver.begin(joined)  # a rollout service that started again knows no group
+    await publish(receiver, PLAN)
+    fakes.fake(1).die()
+    await fakes.until(lambda: fakes.fleet.engines[1].state is EngineState.STALE)
+    calls = list(fakes.fake(0).calls)
+    with pytest.raises(GroupGone, match=r"begin with new ones"):
+        await receiver.begin(joined)
+    assert receiver.open_id == ""
+    assert [call for call in fakes.fake(0).calls[len(calls) :] if call != "/model_info"] == []
+    renewed = replace(joined, groups=[GroupPlan("h", "127.0.0.1", 2, (0, 1))])
+    assert await publish(receiver, renewed) == ("engine-0", "engine-1")
+    assert fakes.fake(0).groups == {"h"}
 
 
 async def test_every_call_may_be_repeated(fakes: FakeFleet) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.trainer.batch import Batch
+from services.trainer.lacking import Lacking
 from services.trainer.loop import train
 from services.trainer.state import TrainState
 
@@ -20,7 +22,8 @@ class Everything:
     stop_at: int | None = None
     empty_leases: int = 0
     ready_to: int = -1
-    served: bool = True
+    everybody_lacks: bool = False
+    lack: tuple[str, ...] = ()
     background_steps: int = 0
     """So many steps after it was taken, a checkpoint is safe."""
     stop_after_leases: int | None = None
@@ -66,14 +69,15 @@ class Everything:
         self.diary.append(f"train {step}")
         return {}
 
-    async def is_served(self, state: TrainState) -> bool:
-        return self.served
+    async def lacking(self, state: TrainState) -> Lacking:
+        return Lacking(self.everybody_lacks, self.lack)
 
-    async def rejoin(self, state: TrainState) -> None:
-        self.diary.append(f"rejoin {state.step}")
+    async def rejoin(self, state: TrainState, engine_ids: Sequence[str]) -> None:
+        self.lack = ()
+        self.diary.append(f"rejoin {','.join(engine_ids)}/{state.step}")
 
     async def publish(self, state: TrainState) -> dict[str, float]:
-        self.served = True
+        self.everybody_lacks = False
         self.diary.append(f"publish {state.step}")
         return {}
 
@@ -151,7 +155,7 @@ async def test_a_checkpoint_in_the_background_is_committed_when_it_is_safe() -> 
 
 async def test_a_stop_ends_the_wait_for_a_batch_and_saves_what_is_trained() -> None:
     diary = await run(Everything(num_steps=9, restored=3, empty_leases=99, stop_after_leases=2))
-    assert diary == ["rewind 3", "publish 3", "version 7/3", "lease 7/3", "rejoin 3", "lease 7/3", "export"]
+    assert diary == ["rewind 3", "publish 3", "version 7/3", "lease 7/3", "lease 7/3", "export"]
 
 
 async def test_versions_skip_numbers_with_an_update_interval() -> None:
@@ -166,13 +170,18 @@ async def test_a_stopped_run_saves_what_it_has() -> None:
 
 async def test_engines_that_came_back_without_their_weights_get_them_while_the_batch_is_awaited() -> None:
     everything = Everything(num_steps=3, restored=2, empty_leases=2)
-    served = everything.publish
+    publish = everything.publish
 
     async def publish_then_lose(state: TrainState) -> dict[str, float]:
-        figures = await served(state)
-        everything.served = everything.diary.count("publish 2") > 1
+        figures = await publish(state)
+        everything.everybody_lacks = everything.diary.count("publish 2") == 1
         return figures
 
     everything.publish = publish_then_lose  # type: ignore[method-assign]
     diary = await run(everything)
-    assert diary[2:8] == ["version 7/2", "lease 7/2", "publish 2", "version 7/2", "rejoin 2", "lease 7/2"]
+    assert diary[2:8] == ["version 7/2", "lease 7/2", "publish 2", "version 7/2", "lease 7/2", "lease 7/2"]
+
+
+async def test_one_engine_that_came_back_gets_the_served_weights_alone_while_the_batch_is_awaited() -> None:
+    diary = await run(Everything(num_steps=3, restored=2, empty_leases=2, lack=("engine-1",)))
+    assert diary[1:7] == ["publish 2", "version 7/2", "lease 7/2", "rejoin engine-1/2", "lease 7/2", "lease 7/2"]

@@ -618,12 +618,17 @@ class PublishGroup(_message.Message):
     MASTER_ADDRESS_FIELD_NUMBER: _builtins.int
     MASTER_PORT_FIELD_NUMBER: _builtins.int
     BUCKETS_FIELD_NUMBER: _builtins.int
+    JOINED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Unique for each pair of trainer epoch and fleet; the same name means the same live group."""
     master_address: _builtins.str
     """Where its store listens: the sender's machine."""
     master_port: _builtins.int
     """Its port."""
+    joined: _builtins.bool
+    """True if the sender joined it in an earlier publication. FAILED_PRECONDITION with reason GROUP_GONE when the engines
+    that would take part are not the ones in it: nothing has begun, no engine noticed; begin with another group.
+    """
     @_builtins.property
     def buckets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The buckets sent in it."""
@@ -635,10 +640,11 @@ class PublishGroup(_message.Message):
         master_address: _builtins.str = ...,
         master_port: _builtins.int = ...,
         buckets: _abc.Iterable[_builtins.int] | None = ...,
+        joined: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "master_address", b"master_address", "master_port", b"master_port", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["buckets", b"buckets", "joined", b"joined", "master_address", b"master_address", "master_port", b"master_port", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
