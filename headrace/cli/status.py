@@ -74,4 +74,9 @@ async def _buffer(address: str) -> str:
     async with open_buffer(address, deadline_seconds=_PATIENCE_SECONDS) as buffer:
         stats = await buffer.stats("train")
     groups = ", ".join(f"{count} {name.lower()}" for name, count in sorted(stats.groups.items()) if count)
-    return f"step {stats.step} (committed {stats.committed_step}); groups: {groups or 'none'}"
+    mix = "".join(
+        f"\n{source.name} (weight {source.weight:g}): {source.prompts_read} prompts read, {source.ready} groups ready, "
+        f"{source.batched} in batches"
+        for source in stats.sources
+    )
+    return f"step {stats.step} (committed {stats.committed_step}); groups: {groups or 'none'}{mix}"

@@ -76,6 +76,22 @@ def merged_stats(parts: Sequence[pb.StreamStats]) -> pb.StreamStats:
     for part in parts:
         for state, number in part.groups.items():
             merged.groups[state] += number
+    merged.sources.extend(map(_merged_source, zip(*(part.sources for part in parts), strict=True)))
     if all(part.HasField("admissible_groups") for part in parts):
         merged.admissible_groups = sum(part.admissible_groups for part in parts)
     return merged
+
+
+def _merged_source(parts: Sequence[pb.SourceStats]) -> pb.SourceStats:
+    """Every shard walks the whole file: how far it is, is told by the one that is furthest."""
+    return pb.SourceStats(
+        name=parts[0].name,
+        weight=parts[0].weight,
+        prompts_read=max(part.prompts_read for part in parts),
+        data_epoch=min(part.data_epoch for part in parts),
+        ended=all(part.ended for part in parts),
+        queued=sum(part.queued for part in parts),
+        leased=sum(part.leased for part in parts),
+        ready=sum(part.ready for part in parts),
+        batched=sum(part.batched for part in parts),
+    )

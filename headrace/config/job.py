@@ -53,7 +53,7 @@ class DataSection(Section):
         (), description="JSONL or parquet of prompts, PATH or PATH@[a:b]; absent: they come by SubmitPrompts only."
     )
     prompt_data_weights: tuple[Above, ...] = Field(
-        (), description="Each file's share of the prompts, relative to the others; absent: equal shares."
+        (), description="Each file's share of every trained batch, relative to the others; absent: equal shares."
     )
     streaming_data: bool = Field(False, description="Read prompt_data in blocks and keep none of it in memory.")
     num_data_workers: Positive = Field(1, description="Processes that parse a streamed file's blocks ahead.")

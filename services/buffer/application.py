@@ -146,14 +146,13 @@ class Buffer:
         return groups, None if groups else self.ledger.no_lease_reason(stream)
 
     async def _read_prompts(self, stream: str, max_groups: int) -> None:
+        """Until nothing is wanted: while a file is read, others may change whose turn it is."""
         async with self._supply.locks[stream]:
-            count = self.ledger.prompts_wanted(stream, max_groups)
-            if not count:
-                return
-            reading = await self._supply.read(self.ledger.book(stream).state, count)
-            result = self.ledger.read(_now(), stream, reading.prompts, reading.cursors, reading.exhausted)
-            # Not waited for: the lease that follows is behind it in the journal.
-            _ = self.journal.append(result[1])
+            while any(counts := self.ledger.prompts_wanted(stream, max_groups)):
+                reading = await self._supply.read(self.ledger.book(stream).state, counts)
+                result = self.ledger.read(_now(), stream, reading.prompts, reading.cursors, reading.ended)
+                # Not waited for: the lease that follows is behind it in the journal.
+                _ = self.journal.append(result[1])
 
     def lease_seconds_left(self, lease_id: str) -> float:
         """Of a live lease."""

@@ -8,8 +8,7 @@ from collections import Counter, defaultdict
 from headrace.errors import DataLoss
 from services.buffer.admission import places_left
 from services.buffer.group import Group, GroupState, SampleRecord
-from services.buffer.prompt_queue import PromptQueue
-from services.buffer.ready_pool import ReadyPool
+from services.buffer.lanes import Lanes
 from services.buffer.recency import Recency
 from services.buffer.stream import StreamState
 
@@ -23,8 +22,7 @@ class StreamBook:
     def __init__(self, state: StreamState) -> None:
         self.state = state
         self.groups: dict[str, Group] = {}
-        self.queue = PromptQueue(state.config.selection)
-        self.ready = ReadyPool(state.config.selection)
+        self.lanes = Lanes(state.config)
         self.prompts: dict[str, str] = {}
         self.samples: dict[str, tuple[str, int]] = {}
         self.counts: Counter[GroupState] = Counter()
@@ -109,7 +107,7 @@ class StreamBook:
             num_inserted=self.state.num_inserted, num_taken=self.state.num_taken, num_leased=leased
         )
         needed = max(self.state.config.groups_per_step, limiter.min_size)
-        return None if left is None else max(left, needed - len(self.ready) - leased)
+        return None if left is None else max(left, needed - self.lanes.num_ready - leased)
 
     def places_left(self) -> int | None:
         """Groups that may be handed out now; None without admission control and limiter."""
@@ -118,24 +116,26 @@ class StreamBook:
 
     def may_take(self, count: int) -> bool:
         """Whether `count` groups are READY for a batch, and the limiter lets them go."""
-        if len(self.ready) < count:
+        if self.lanes.num_ready < count:
             return False
         limiter = self.state.config.limiter
         if limiter is None or (self.places_left() == 0 and not self.counts[GroupState.LEASED]):
             return True
         state = self.state
         return limiter.may_take(
-            count, num_inserted=state.num_inserted, num_taken=state.num_taken, num_ready=len(self.ready)
+            count, num_inserted=state.num_inserted, num_taken=state.num_taken, num_ready=self.lanes.num_ready
         )
 
     def _enter(self, group: Group) -> None:
         self.counts[group.state] += 1
         self.recency.entered(group)
         if group.state is GroupState.QUEUED:
-            self.queue.add(group)
+            self.lanes.enqueue(group)
+        elif group.state is GroupState.LEASED:
+            self.lanes.lease(group)
         elif group.state in _WITH_SAMPLES:
             if group.step is None or group.batch_index is None:
-                self.ready.add(group)
+                self.lanes.add_ready(group)
             else:
                 self._batches[group.step][group.batch_index] = group.group_id
         elif group.ended_step is not None:
@@ -143,10 +143,12 @@ class StreamBook:
 
     def _leave(self, group: Group) -> None:
         self.counts[group.state] -= 1
+        if group.state is GroupState.LEASED:
+            self.lanes.unlease(group)
         if group.state not in _WITH_SAMPLES:
             return
         if group.step is None or group.batch_index is None:
-            self.ready.discard(group.group_id)
+            self.lanes.discard_ready(group.group_id)
             return
         members = self._batches[group.step]
         del members[group.batch_index]

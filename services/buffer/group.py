@@ -95,6 +95,8 @@ class Group(msgspec.Struct, frozen=True, gc=False):
     ended: tuple[EndedLease, ...] = ()
     position: int = 0
     """Of its latest event."""
+    source: int | None = None
+    """Which of the stream's sources its prompt was read from; None: submitted."""
 
     @property
     def records(self) -> tuple[SampleRecord, ...]:

@@ -91,26 +91,26 @@ class Ledger:
         work = self._work(now)
         return self._done(work, producing.submit(work, self.book(stream), prompts))
 
-    def prompts_wanted(self, stream: str, max_groups: int) -> int:
-        """How many prompts should be read from the stream's sources so that `max_groups` may be leased."""
+    def prompts_wanted(self, stream: str, max_groups: int) -> Sequence[int]:
+        """How many prompts should be read from each of the stream's sources so that `max_groups` may be leased."""
         book = self.book(stream)
-        if not book.state.config.has_source or book.state.exhausted:
-            return 0
+        room = book.state.config.max_groups - book.num_groups
+        if not book.state.config.has_source or book.state.exhausted or room <= 0:
+            return ()
         places = book.places_left()
-        count = max_groups if places is None else min(max_groups, places)
-        return max(min(count - len(book.queue), book.state.config.max_groups - book.num_groups), 0)
+        return book.lanes.wanted(book.state, max_groups if places is None else min(max_groups, places), room)
 
     def read(
         self,
         now: Instant,
         stream: str,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Sequence[Prompt]],
         cursors: Sequence[Cursor],
-        exhausted: bool,
+        ended: Sequence[bool],
     ) -> Result[None]:
-        """Prompts of the stream's sources become groups; the cursors move in the same transaction."""
+        """Prompts of each source become groups; the cursors move in the same transaction."""
         work = self._work(now)
-        producing.read(work, self.book(stream), prompts, cursors, exhausted)
+        producing.read(work, self.book(stream), prompts, cursors, ended)
         return self._done(work, None)
 
     def lease(

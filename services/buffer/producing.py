@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 
 from msgspec.structs import replace
 
@@ -87,9 +88,9 @@ def submit(work: Work, book: StreamBook, prompts: Sequence[Prompt]) -> list[str]
                 "give it another prompt_id"
             )
     limit = book.state.config.max_queued_groups
-    if len(book.queue) + len(new) > limit:
+    if book.lanes.num_queued + len(new) > limit:
         raise ResourceExhausted(
-            f"stream {book.state.name} has {len(book.queue)} groups queued, {len(new)} more exceed "
+            f"stream {book.state.name} has {book.lanes.num_queued} groups queued, {len(new)} more exceed "
             f"max_queued_groups {limit}: submit again when producers have taken some",
             retry_after_seconds=1.0,
         )
@@ -104,19 +105,27 @@ def submit(work: Work, book: StreamBook, prompts: Sequence[Prompt]) -> list[str]
     return [book.prompts[prompt.prompt_id] for prompt in prompts]
 
 
-def read(work: Work, book: StreamBook, prompts: Sequence[Prompt], cursors: Sequence[Cursor], exhausted: bool) -> None:
-    """Prompts of the stream's sources become groups, and the cursors move with them."""
-    for prompt in prompts:
+def read(
+    work: Work,
+    book: StreamBook,
+    prompts: Sequence[Sequence[Prompt]],
+    cursors: Sequence[Cursor],
+    ended: Sequence[bool],
+) -> None:
+    """Prompts of each of the stream's sources become groups, and the cursors move with them."""
+    for prompt in chain.from_iterable(prompts):
         if prompt.prompt_id in book.prompts:
             raise AlreadyExists(
                 f"prompt {prompt.prompt_id} of {book.state.name}'s source was submitted before: "
                 "submitted prompts need ids of their own"
             )
-    _add_groups(work, book, prompts)
-    work.set_state(book, replace(book.state, cursors=tuple(cursors), exhausted=exhausted))
+    for source, those in enumerate(prompts):
+        _add_groups(work, book, those, source)
+    state = replace(book.state, cursors=tuple(cursors), ended=tuple(ended), exhausted=all(ended))
+    work.set_state(book, state)
 
 
-def _add_groups(work: Work, book: StreamBook, prompts: Sequence[Prompt]) -> None:
+def _add_groups(work: Work, book: StreamBook, prompts: Sequence[Prompt], source: int | None = None) -> None:
     if not prompts:
         return
     seq = book.state.next_seq
@@ -124,7 +133,7 @@ def _add_groups(work: Work, book: StreamBook, prompts: Sequence[Prompt]) -> None
     config = book.state.config
     for i, prompt in enumerate(prompts, seq):
         number = i * config.num_shards + config.shard
-        work.add(book, Group(f"{config.name}/{number}", config.name, i, prompt))
+        work.add(book, Group(f"{config.name}/{number}", config.name, i, prompt, source=source))
 
 
 def lease(
@@ -144,7 +153,7 @@ def lease(
     count = min(max_groups, room) if places is None else min(max_groups, room, places)
     return [
         _grant(work, book, book.groups[group_id], producer_id, request_id, ledger_id)
-        for group_id in book.queue.take(count)
+        for group_id in book.lanes.take_queued(book.state, count)
     ]
 
 
@@ -165,7 +174,7 @@ def no_lease_reason(book: StreamBook) -> NoLeaseReason | None:
         return NoLeaseReason.LIMITER
     if book.payload_bytes >= book.state.config.max_payload_bytes:
         return NoLeaseReason.BYTES
-    if len(book.queue):
+    if book.lanes.num_queued:
         return None
     return NoLeaseReason.EXHAUSTED if book.state.exhausted else NoLeaseReason.NO_PROMPTS
 

@@ -15,6 +15,7 @@ from services.buffer.application import Buffer
 from services.buffer.backup import Digest
 from services.buffer.book import StreamBook
 from services.buffer.group import Group, GroupState
+from services.buffer.source import source_names
 from services.buffer.wire_bytes import RawPut, sample_bytes
 from services.buffer.wire_checks import require, require_at_most, require_not_negative, require_some
 
@@ -208,4 +209,26 @@ def _stats(book: StreamBook) -> pb.StreamStats:
         data_epoch=state.data_epoch,
         bad_lines=state.num_bad_lines,
         forgotten_step=state.forgotten_step,
+        sources=_sources(book) if len(state.config.files) > 1 else (),
     )
+
+
+def _sources(book: StreamBook) -> list[pb.SourceStats]:
+    state, found = book.state, []
+    names = source_names(state.config.files)
+    for i, (name, file, cursor) in enumerate(zip(names, state.config.files, state.cursors, strict=True)):
+        queued, leased, ready = book.lanes.counts(i)
+        found.append(
+            pb.SourceStats(
+                name=name,
+                weight=file.weight,
+                prompts_read=cursor.prompts_read,
+                data_epoch=cursor.epoch,
+                ended=state.has_ended(i),
+                queued=queued,
+                leased=leased,
+                ready=ready,
+                batched=state.taken_of(i),
+            )
+        )
+    return found

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from headrace.errors import InvalidArgument
 
@@ -57,3 +60,10 @@ class Cursor:
     line: int = 0
     bad_lines: int = 0
     """Passed over so far, of a streamed file."""
+
+
+def source_names(files: Sequence[FileSource]) -> list[str]:
+    """What each is called, in the ids of its prompts and in statistics: the file's name, numbered where two have it."""
+    names = [Path(file.path).name for file in files]
+    times = Counter(names)
+    return [name if times[name] == 1 else f"{i}.{name}" for i, name in enumerate(names)]

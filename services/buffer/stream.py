@@ -134,6 +134,10 @@ class StreamState(msgspec.Struct, frozen=True):
     """One for each file (one for a data source)."""
     exhausted: bool = False
     """The sources' epochs are walked to the end."""
+    ended: tuple[bool, ...] = ()
+    """Of each source."""
+    taken: tuple[int, ...] = ()
+    """Groups of each source that were given to a batch, ever."""
     bad_lines: int = 0
     """Found when the files were opened."""
     file_digests: tuple[str, ...] = ()
@@ -152,6 +156,14 @@ class StreamState(msgspec.Struct, frozen=True):
     @property
     def name(self) -> str:
         return self.config.name
+
+    def has_ended(self, source: int) -> bool:
+        """Its epochs are walked to the end."""
+        return self.ended[source] if self.ended else self.exhausted
+
+    def taken_of(self, source: int) -> int:
+        """Its groups that were given to a batch, ever."""
+        return self.taken[source] if self.taken else 0
 
     @property
     def prompts_read(self) -> int:

@@ -49,9 +49,9 @@ class PromptSupply:
                     reason="PROMPT_FILE_CHANGED",
                 )
 
-    async def read(self, state: StreamState, count: int) -> MixReading:
-        """The next prompts of a stream."""
-        return await self._mixes[state.name].read(state.cursors, count)
+    async def read(self, state: StreamState, counts: Sequence[int]) -> MixReading:
+        """The next prompts of a stream, so many of each source."""
+        return await self._mixes[state.name].read(state.cursors, counts)
 
     async def give_back(self, state: StreamState, prompts: Sequence[Prompt]) -> None:
         """Groups that were dropped by age; only a data source has a use for them."""

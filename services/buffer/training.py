@@ -55,8 +55,8 @@ def _choose(work: Work, book: StreamBook, step: int) -> list[Group]:
         if not is_ahead:
             _check_not_starved(work, book)
         return []
-    chosen = [book.groups[group_id] for group_id in book.ready.first(count)]
-    return _give(work, book, step, chosen)
+    chosen = [book.groups[group_id] for group_id in book.lanes.take_batch(state, count)]
+    return _give(work, book, step, chosen) if chosen else []
 
 
 def candidates(book: StreamBook, step: int) -> list[Group]:
@@ -66,7 +66,7 @@ def candidates(book: StreamBook, step: int) -> list[Group]:
         return []
     if step > book.state.step and config.max_staleness == 0:
         return []
-    return [book.groups[group_id] for group_id in book.ready.by_admission()]
+    return [book.groups[group_id] for group_id in book.lanes.by_admission()]
 
 
 def choose(
@@ -79,25 +79,28 @@ def choose(
     if known:
         return Batch(tuple(known), batch_digest(known))
     for group_id in dropped:
-        if group_id in book.ready:
-            book.ready.discard(group_id)
+        if book.lanes.is_ready(group_id):
+            book.lanes.discard_ready(group_id)
             work.drop(book, book.groups[group_id], Failure("BUFFER_FILTER", "buffer_filter took it out"))
-    if len(chosen) < book.state.config.groups_per_step or not all(group_id in book.ready for group_id in chosen):
+    if len(chosen) < book.state.config.groups_per_step or not all(map(book.lanes.is_ready, chosen)):
         return None
     for group_id in chosen:
-        book.ready.discard(group_id)
+        book.lanes.discard_ready(group_id)
     groups = _give(work, book, step, [book.groups[group_id] for group_id in chosen])
     return Batch(tuple(groups), batch_digest(groups))
 
 
 def _give(work: Work, book: StreamBook, step: int, chosen: list[Group]) -> list[Group]:
-    work.set_state(book, replace(book.state, num_taken=book.state.num_taken + len(chosen)))
+    state = book.state
+    of_source = Counter(group.source for group in chosen)
+    taken = tuple(state.taken_of(i) + of_source[i] for i in range(len(state.cursors)))
+    work.set_state(book, replace(state, num_taken=state.num_taken + len(chosen), taken=taken))
     return [work.change(book, replace(group, step=step, batch_index=i), "batched") for i, group in enumerate(chosen)]
 
 
 def _check_not_starved(work: Work, book: StreamBook) -> None:
     state = book.state
-    left = len(book.queue) + book.counts[GroupState.LEASED] + len(book.ready)
+    left = book.lanes.num_queued + book.counts[GroupState.LEASED] + book.lanes.num_ready
     if work.transaction.events or not state.exhausted or left >= state.config.groups_per_step:
         return
     raise FailedPrecondition(

@@ -135,7 +135,7 @@ class Work:
     def expire_stale(self, book: StreamBook, step: int) -> int:
         """Takes every READY group that may not be trained at `step` or later out of the pool."""
         oldest = oldest_trainable(book.state, step)
-        stale = book.ready.older_than(oldest) if oldest is not None else []
+        stale = book.lanes.older_than(oldest) if oldest is not None else []
         for group_id in stale:
             self.expire(book, book.groups[group_id], step)
         return len(stale)

@@ -21,6 +21,7 @@ from services.buffer.store.segments import SegmentStore
 from services.buffer.store.sqlite import SqliteStore
 from services.buffer.stream import Selection
 from tests.support.ledger_under_test import LedgerUnderTest, complete, sample, without_samples
+from tests.support.mixed_ledger import Mixed
 from tests.support.postgres import needs_postgres
 from tests.support.stores import STORES, reopened
 
@@ -72,6 +73,22 @@ def test_a_reopened_store_gives_the_ledger_back(store: Store, reopen: Reopen) ->
     it.store = reopen(store)
     it.restart()
     assert contents(it.ledger) == before
+    it.store.close()
+
+
+def test_shares_and_sources_of_a_mix_are_kept(store: Store, reopen: Reopen) -> None:
+    it = Mixed(store, rows={"chat": 2})
+    it.create_mixed()
+    epoch = it.rewind()
+    for step in range(3):
+        it.train_step(epoch, step)
+    it.submit("outside")
+    before = contents(it.ledger)
+    assert it.ledger.book("train").state.taken == (16, 6, 2)
+    it.store = reopen(store)
+    it.restart()
+    assert contents(it.ledger) == before
+    assert {group.source for group in it.ledger.book("train").groups.values()} == {0, 1, 2, None}
     it.store.close()
 
 

@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 from services.buffer.prompts.data_source import DataSourceWalk
 from services.buffer.prompts.indexed import IndexedFile
 from services.buffer.prompts.jsonl import JsonlBlocks, JsonlRows, read_jsonl_block
 from services.buffer.prompts.mix import PromptMix
 from services.buffer.prompts.row import RowReader
-from services.buffer.prompts.shard import PromptShard
+from services.buffer.prompts.shard import WalkShard
 from services.buffer.prompts.streamed import StreamedFile
 from services.buffer.prompts.walk import PromptWalk
-from services.buffer.source import FileSource
+from services.buffer.source import FileSource, source_names
 from services.buffer.stream import StreamConfig
 
 
-def open_files(files: Sequence[FileSource]) -> PromptMix:
+def open_files(files: Sequence[FileSource]) -> list[PromptWalk]:
     """Reads what has to be read once. Raises InvalidArgument naming what cannot be read, by file and line."""
-    names = Counter(Path(file.path).name for file in files)
-    readers = []
-    for i, file in enumerate(files):
-        name = Path(file.path).name
-        readers.append(RowReader(file, name if names[name] == 1 else f"{i}.{name}"))
-    return PromptMix([_walk(reader) for reader in readers], [file.weight for file in files])
+    return [_walk(RowReader(file, name)) for file, name in zip(files, source_names(files), strict=True)]
 
 
 def open_prompts(config: StreamConfig, data_source: DataSourceWalk | None = None) -> PromptMix:
     """A stream's prompts; of a shard, its part of them."""
-    whole = PromptMix([data_source], [1.0]) if data_source else open_files(config.files)
-    return PromptShard(whole, config.shard, config.num_shards) if config.num_shards > 1 else whole
+    walks: list[PromptWalk] = [data_source] if data_source else open_files(config.files)
+    if config.num_shards > 1:
+        walks = [WalkShard(walk, config.shard, config.num_shards) for walk in walks]
+    return PromptMix(walks)
 
 
 def _walk(reader: RowReader) -> PromptWalk:

@@ -36,6 +36,7 @@ def dump_group(group: Group) -> str:
             "ended_step": group.ended_step,
             "ended": [[e.lease_id, _base64(e.fingerprint)] for e in group.ended],
             "position": group.position,
+            "source": group.source,
         }
     )
 
@@ -68,6 +69,8 @@ def load_stream(text: str) -> StreamState:
     row["config"] = StreamConfig(**config)
     row["cursors"] = tuple(Cursor(**cursor) for cursor in row["cursors"])
     row["file_digests"] = tuple(row["file_digests"])
+    for name in ("ended", "taken"):
+        row[name] = tuple(row.get(name, ()))
     row["rewinds"] = {request_id: tuple(answer) for request_id, answer in row["rewinds"].items()}
     return StreamState(**row)
 

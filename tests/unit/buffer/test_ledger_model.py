@@ -346,8 +346,8 @@ class LedgerModel(RuleBasedStateMachine):
         book, model = self.it.ledger.book("train"), self.model
         assert {s: book.counts[s] for s in GroupState} == {s: len(model.of(s)) for s in GroupState}
         assert sum(book.count(s) for s in GroupState) == len(model.groups) + model.forgotten
-        assert len(book.queue) == len(model.of(GroupState.QUEUED))
-        assert len(book.ready) == len(model.free())
+        assert book.lanes.num_queued == len(model.of(GroupState.QUEUED))
+        assert book.lanes.num_ready == len(model.free())
         assert book.payload_bytes == sum(g.payload_bytes for g in book.groups.values())
         assert set(book.samples) == {r.sample_id for g in book.groups.values() for r in g.samples}
 

@@ -36,7 +36,7 @@ def parsed(prompt: Prompt) -> sample_pb2.Prompt:
 
 @asynccontextmanager
 async def opened(*sources: FileSource) -> AsyncIterator[PromptMix]:
-    mix = open_files(sources)
+    mix = PromptMix(open_files(sources))
     try:
         yield mix
     finally:
@@ -47,9 +47,9 @@ async def walk(mix: PromptMix, portion: int) -> list[str]:
     """All prompt ids, read `portion` at a time until the end."""
     cursors, ids, exhausted = mix.start(), [], False
     while not exhausted:
-        reading = await mix.read(cursors, portion)
-        ids += [p.prompt_id for p in reading.prompts]
-        cursors, exhausted = reading.cursors, reading.exhausted
+        reading = await mix.read(cursors, [portion] * len(cursors))
+        ids += [p.prompt_id for prompts in reading.prompts for p in prompts]
+        cursors, exhausted = reading.cursors, all(reading.ended)
     assert sum(cursor.prompts_read for cursor in cursors) == len(ids)
     return ids
 
@@ -61,7 +61,7 @@ async def walk_of(*sources: FileSource, portion: int = 7) -> list[str]:
 
 async def first_prompt(source: FileSource) -> Prompt:
     async with opened(source) as mix:
-        return (await mix.read(mix.start(), 1)).prompts[0]
+        return (await mix.read(mix.start(), [1])).prompts[0][0]
 
 
 @pytest.fixture
@@ -99,8 +99,8 @@ ORDER_OF_SEED_42 = [8, 9, 3, 6, 1, 7, 4, 5, 10, 2]
 
 async def test_without_num_epochs_the_walk_has_no_end(ten: Path) -> None:
     async with opened(source(ten)) as mix:
-        reading = await mix.read(mix.start(), 25)
-    assert (len(reading.prompts), reading.exhausted) == (25, False)
+        reading = await mix.read(mix.start(), [25])
+    assert (len(reading.prompts[0]), reading.ended) == (25, (False,))
     assert reading.cursors == (Cursor(epoch=2, row=5, prompts_read=25),)
 
 
@@ -154,8 +154,10 @@ def test_a_bad_line_is_refused_with_its_file_and_line(tmp_path: Path, line: str,
 async def test_bad_lines_are_counted_and_passed_over_when_asked(tmp_path: Path, streaming: bool) -> None:
     path = write(tmp_path / "p.jsonl", {"prompt": "a"}, "{oops", {"prompt": "b"}, "7")
     async with opened(source(path, skip_bad_lines=True, num_epochs=2, streaming=streaming)) as mix:
-        reading = await mix.read(mix.start(), 10)
-    assert [p.prompt_id for p in reading.prompts] == [f"p.jsonl:{line}@{epoch}" for epoch in (0, 1) for line in (1, 3)]
+        reading = await mix.read(mix.start(), [10])
+    assert [p.prompt_id for p in reading.prompts[0]] == [
+        f"p.jsonl:{line}@{epoch}" for epoch in (0, 1) for line in (1, 3)
+    ]
     assert mix.bad_lines + reading.cursors[0].bad_lines == 2
 
 
@@ -163,9 +165,9 @@ async def test_a_bad_line_of_a_streamed_file_is_refused_when_its_block_is_met(tm
     rows = [{"prompt": f"q{i}"} for i in range(2000)]
     path = write(tmp_path / "p.jsonl", *rows, "{oops")
     async with opened(source(path, streaming=True)) as mix:
-        reading = await mix.read(mix.start(), 1000)
+        reading = await mix.read(mix.start(), [1000])
         with pytest.raises(InvalidArgument, match=r"p.jsonl, line 2001: Expecting property name"):
-            await mix.read(reading.cursors, 1000)
+            await mix.read(reading.cursors, [1000])
 
 
 def test_a_missing_or_empty_file_says_so(tmp_path: Path) -> None:
@@ -198,25 +200,12 @@ async def test_a_walk_that_is_resumed_at_every_cursor_is_the_walk(tmp_path: Path
         cursors, ids = mix.start(), []
         for portion in (1, 1022, 1, 1, 2000, 700, 5000):
             async with opened(one) as fresh:
-                reading = await fresh.read(cursors, portion)
-            ids += [p.prompt_id for p in reading.prompts]
+                reading = await fresh.read(cursors, [portion])
+            ids += [p.prompt_id for p in reading.prompts[0]]
             cursors = reading.cursors
     assert ids == whole
     assert set(Counter(whole).values()) == {1}
     assert len(whole) == 6000
-
-
-async def test_files_are_mixed_by_weight_at_every_moment_and_a_finished_one_leaves_its_share(tmp_path: Path) -> None:
-    a = write(tmp_path / "a.jsonl", *({"prompt": f"a{i}"} for i in range(30)))
-    b = write(tmp_path / "b.jsonl", *({"prompt": f"b{i}"} for i in range(20)))
-    sources = [source(a, weight=3, num_epochs=1), source(b, weight=1, num_epochs=1)]
-    ids = await walk_of(*sources, portion=7)
-    for n in range(1, 41):
-        share = sum(i.startswith("a.") for i in ids[:n])
-        assert abs(share - 0.75 * n) <= 1
-    assert [i.split(":")[0] for i in ids[40:]] == ["b.jsonl"] * 10
-    assert ids == await walk_of(*sources, portion=1)
-    assert len(set(ids)) == 50
 
 
 async def test_two_files_of_one_name_have_prompts_of_their_own(tmp_path: Path) -> None:
@@ -240,8 +229,8 @@ def parquet(tmp_path: Path) -> Path:
 async def test_parquet_rows_are_prompts(parquet: Path, streaming: bool) -> None:
     keys = {"label_key": "label", "metadata_key": "metadata", "priority_key": "first", "streaming": streaming}
     async with opened(source(parquet, first_row=3, end_row=9, num_epochs=1, **keys)) as mix:
-        reading = await mix.read(mix.start(), 100)
-    messages = [parsed(prompt) for prompt in reading.prompts]
+        reading = await mix.read(mix.start(), [100])
+    messages = [parsed(prompt) for prompt in reading.prompts[0]]
     assert [m.prompt_id for m in messages] == [f"p.parquet:{row}@0" for row in range(4, 10)]
     assert [(m.label, m.metadata_json, m.priority) for m in messages] == [
         (str(i), f'{{"n":{i}}}', i) for i in range(3, 9)

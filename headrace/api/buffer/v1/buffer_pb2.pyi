@@ -260,7 +260,7 @@ class FileSource(_message.Message):
     end_row: _builtins.int
     """Only lines before this one. Absent: to the end."""
     weight: _builtins.float
-    """Its share of the stream's prompts relative to the other files'. 0 means 1."""
+    """Its share of every batch relative to the other files'. 0 means 1."""
     streaming: _builtins.bool
     """Read in blocks, nothing of it kept in memory; then `shuffle` is inside of blocks. For files larger than memory."""
     num_workers: _builtins.int
@@ -396,7 +396,9 @@ class StreamConfig(_message.Message):
     """How many there are. 0 means 1."""
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___FileSource]:
-        """Where prompts come from besides SubmitPrompts, mixed by weight. Empty: only from there."""
+        """Where prompts come from besides SubmitPrompts. Of several each keeps its share of the trained batches by weight,
+        whatever is dropped or fails; submitted prompts come before and take no share. Empty: only from SubmitPrompts.
+        """
 
     @_builtins.property
     def limiter(self) -> Global___RateLimiter:
@@ -1648,6 +1650,7 @@ class StreamStats(_message.Message):
     DATA_EPOCH_FIELD_NUMBER: _builtins.int
     BAD_LINES_FIELD_NUMBER: _builtins.int
     FORGOTTEN_STEP_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
     stream: _builtins.str
     """The stream."""
     payload_bytes: _builtins.int
@@ -1674,6 +1677,10 @@ class StreamStats(_message.Message):
     def groups(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Groups in each state, by its name ("QUEUED", …); those forgotten included."""
 
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceStats]:
+        """Of a stream with several files, each of them, in the order of the config."""
+
     def __init__(
         self,
         *,
@@ -1689,16 +1696,71 @@ class StreamStats(_message.Message):
         data_epoch: _builtins.int = ...,
         bad_lines: _builtins.int = ...,
         forgotten_step: _builtins.int = ...,
+        sources: _abc.Iterable[Global___SourceStats] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_admissible_groups", b"_admissible_groups", "admissible_groups", b"admissible_groups"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_admissible_groups", b"_admissible_groups", "admissible_groups", b"admissible_groups", "bad_lines", b"bad_lines", "committed_step", b"committed_step", "data_epoch", b"data_epoch", "epoch", b"epoch", "forgotten_step", b"forgotten_step", "groups", b"groups", "payload_bytes", b"payload_bytes", "policy_version", b"policy_version", "prompts_read", b"prompts_read", "step", b"step", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_admissible_groups", b"_admissible_groups", "admissible_groups", b"admissible_groups", "bad_lines", b"bad_lines", "committed_step", b"committed_step", "data_epoch", b"data_epoch", "epoch", b"epoch", "forgotten_step", b"forgotten_step", "groups", b"groups", "payload_bytes", b"payload_bytes", "policy_version", b"policy_version", "prompts_read", b"prompts_read", "sources", b"sources", "step", b"step", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__admissible_groups: _TypeAlias = _typing.Literal["admissible_groups"]  # noqa: Y015
     _WhichOneofArgType__admissible_groups: _TypeAlias = _typing.Literal["_admissible_groups", b"_admissible_groups"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__admissible_groups) -> _WhichOneofReturnType__admissible_groups | None: ...
 
 Global___StreamStats: _TypeAlias = StreamStats  # noqa: Y015
+
+@_typing.final
+class SourceStats(_message.Message):
+    """One file's part of a stream. What is missing from prompts_read was dropped or failed (or is another shard's)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    PROMPTS_READ_FIELD_NUMBER: _builtins.int
+    DATA_EPOCH_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    QUEUED_FIELD_NUMBER: _builtins.int
+    LEASED_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    BATCHED_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The file's name, as in the ids of its prompts; numbered where two have it."""
+    weight: _builtins.float
+    """Its weight."""
+    prompts_read: _builtins.int
+    """Prompts read so far."""
+    data_epoch: _builtins.int
+    """The walk over the file, from 0."""
+    ended: _builtins.bool
+    """Its epochs are walked to the end: its share goes to the others."""
+    queued: _builtins.int
+    """Groups in the states of these names, without a batch."""
+    leased: _builtins.int
+    """As above."""
+    ready: _builtins.int
+    """As above."""
+    batched: _builtins.int
+    """Groups given to batches, ever: what the weights hold for."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        weight: _builtins.float = ...,
+        prompts_read: _builtins.int = ...,
+        data_epoch: _builtins.int = ...,
+        ended: _builtins.bool = ...,
+        queued: _builtins.int = ...,
+        leased: _builtins.int = ...,
+        ready: _builtins.int = ...,
+        batched: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batched", b"batched", "data_epoch", b"data_epoch", "ended", b"ended", "leased", b"leased", "name", b"name", "prompts_read", b"prompts_read", "queued", b"queued", "ready", b"ready", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SourceStats: _TypeAlias = SourceStats  # noqa: Y015
 
 @_typing.final
 class GetStatsResponse(_message.Message):
