@@ -24,7 +24,8 @@ class StreamBook:
         self.groups: dict[str, Group] = {}
         self.lanes = Lanes(state.config)
         self.prompts: dict[str, str] = {}
-        self.samples: dict[str, tuple[str, int]] = {}
+        self.samples: dict[str, str] = {}
+        """Sample id → the group that has it."""
         self.counts: Counter[GroupState] = Counter()
         self.payload_bytes = 0
         self.recency = Recency(self.groups)
@@ -43,7 +44,7 @@ class StreamBook:
             self._leave(before)
             if before.samples is not group.samples:
                 self._know(group.group_id, before.samples, group.samples)
-            if before.state is not group.state:
+            if before.state is not group.state and before.records is not group.records:
                 self._hold(before.records, group.records)
         self._enter(group)
         if before:
@@ -156,14 +157,16 @@ class StreamBook:
             del self._batches[group.step]
 
     def _hold(self, before: tuple[SampleRecord, ...], now: tuple[SampleRecord, ...]) -> None:
-        if now is not before:
-            self.payload_bytes += sum(r.payload_bytes for r in now) - sum(r.payload_bytes for r in before)
+        for record in before:
+            self.payload_bytes -= record.payload_bytes
+        for record in now:
+            self.payload_bytes += record.payload_bytes
 
     def _know(self, group_id: str, before: tuple[SampleRecord, ...], now: tuple[SampleRecord, ...]) -> None:
         for record in before:
             del self.samples[record.sample_id]
-        for i, record in enumerate(now):
-            self.samples[record.sample_id] = (group_id, i)
+        for record in now:
+            self.samples[record.sample_id] = group_id
 
 
 def batch_digest(groups: list[Group]) -> bytes:

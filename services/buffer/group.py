@@ -105,6 +105,10 @@ class Group(msgspec.Struct, frozen=True, gc=False):
             return (*self.samples, *self.partials) if self.partials else self.samples
         return self.partials
 
+    def digest_of(self, sample_id: str) -> bytes:
+        """Of one of its samples."""
+        return next(record.digest for record in self.samples if record.sample_id == sample_id)
+
     @property
     def rewards(self) -> list[float]:
         """Of the samples that were judged."""

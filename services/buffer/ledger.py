@@ -8,7 +8,7 @@ The states are in `group`, the staleness rule in `admission`, the commands in `p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import TypeVar
 
@@ -233,13 +233,15 @@ class Ledger:
         book = self.book(stream)
         found: list[SampleRecord] = []
         gone: list[str] = []
+        of_group: dict[str, Mapping[str, SampleRecord]] = {}
         for sample_id in sample_ids:
-            group_id, i = book.samples.get(sample_id, (None, 0))
-            group = book.groups[group_id] if group_id else None
-            if group is None or group.state is GroupState.COMMITTED:
+            group_id = book.samples.get(sample_id)
+            if group_id is None or book.groups[group_id].state is GroupState.COMMITTED:
                 gone.append(sample_id)
-            else:
-                found.append(group.samples[i])
+                continue
+            if group_id not in of_group:
+                of_group[group_id] = {record.sample_id: record for record in book.groups[group_id].samples}
+            found.append(of_group[group_id][sample_id])
         if gone and not skip_unknown:
             raise NotFound(f"stream {stream} has no payload of the samples {gone}: never put, expired or committed")
         return found

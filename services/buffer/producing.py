@@ -280,8 +280,8 @@ def _check_samples(book: StreamBook, put: GroupPut) -> None:
         record = sample.record
         if record.sample_id not in book.samples:
             continue
-        group_id, i = book.samples[record.sample_id]
-        if group_id != put.group_id or book.groups[group_id].samples[i].digest != record.digest:
+        group_id = book.samples[record.sample_id]
+        if group_id != put.group_id or book.groups[group_id].digest_of(record.sample_id) != record.digest:
             raise AlreadyExists(
                 f"sample {record.sample_id} was kept before, in group {group_id}, with another content: "
                 "a new sample needs a new sample_id"

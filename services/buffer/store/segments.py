@@ -72,7 +72,6 @@ class SegmentStore:
         self._log.open_segment(self._ledger_id)
         self._indexer = Indexer(self._index)
         self._cleaner = Cleaner(self, self._log, self._index, self._places, segment_bytes)
-        self._cleaner.wake()
 
     def load(self) -> Snapshot:
         with self._writing:
