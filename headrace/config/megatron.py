@@ -30,6 +30,7 @@ MEGATRON_ALIASES: Mapping[str, str] = {
     "lr_wsd_decay_iters": "wsd_decay_steps",
     "max_lr": "lr",
     "num_experts": "num_moe_experts",
+    "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
     "start_weight_decay": "start_wd",
     "weight_decay_incr_style": "wd_incr_style",
 }
@@ -67,6 +68,12 @@ class MegatronArgs(ArchitectureArgs):
 
     tensor_model_parallel_size: Positive = Field(1, description="Ranks that share every layer.")
     pipeline_model_parallel_size: Positive = Field(1, description="Stages of consecutive layers.")
+    virtual_pipeline_model_parallel_size: Positive | None = Field(
+        None, description="Virtual stages of a pipeline rank, which take turns; absent: its layers are one stage."
+    )
+    num_layers_per_virtual_pipeline_stage: Positive | None = Field(
+        None, description="The same by the number of layers in each."
+    )
     expert_model_parallel_size: Positive = Field(1, description="Ranks that share out the experts of a layer.")
     expert_tensor_parallel_size: Positive | None = Field(
         None, description="Ranks that share each expert; absent: tensor_model_parallel_size."

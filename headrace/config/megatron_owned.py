@@ -75,8 +75,8 @@ _REASONS: Mapping[str, Sequence[str]] = {
     "a policy's log-probs must be the same in every pass, so dropout is off": _names("""
         hidden_dropout attention_dropout
     """),
-    "a stage holds one stretch of layers here, virtual stages are not built": _names("""
-        virtual_pipeline_model_parallel_size microbatch_group_size_per_vp_stage overlap_p2p_comm_warmup_flush
+    "virtual stages take turns in rounds of one micro-batch for each pipeline rank": _names("""
+        microbatch_group_size_per_vp_stage overlap_p2p_comm_warmup_flush
     """),
     "it is a leaf of [train]": _names("""
         calculate_per_token_loss

@@ -17,6 +17,7 @@ from headrace.errors import ConfigError
 from headrace.models.megatron import contradictions
 from headrace.models.presets import differences, find
 from headrace.models.registry import read_architecture
+from headrace.models.virtual_stages import virtual_stages
 from headrace.rpc.net import Address
 
 _SECRET_ARGUMENTS = ("api_key", "admin_api_key", "ssl_keyfile_password")
@@ -174,6 +175,7 @@ def _architecture(job: Job) -> None:
     wrong = contradictions(architecture, megatron(job))
     if wrong:
         raise ConfigError("; ".join(wrong))
+    virtual_stages(architecture, megatron(job))
     if job.model.model is not None and (other := differences(find(job.model.model), architecture)):
         raise ConfigError(
             f"hf_checkpoint {job.model.hf_checkpoint} is not {job.model.model}: its config.json says "

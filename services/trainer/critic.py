@@ -25,7 +25,7 @@ from services.trainer.head import placed
 from services.trainer.inputs import MicroInputs, StepInputs
 from services.trainer.model_state import ModelState
 from services.trainer.models.convert import Converter
-from services.trainer.models.gpt import build_model, transformer_config
+from services.trainer.models.gpt import build_stages, transformer_config
 from services.trainer.models.model_shard import ModelShard
 from services.trainer.models.weights import weights_of
 from services.trainer.optimizer import Optimizer, wrap_for_data_parallel
@@ -65,19 +65,20 @@ class Critic:
         architecture = read_architecture(job.model.hf_checkpoint)
         config = transformer_config(architecture, args, layout)
         packing = packing_of(job, config, layout)
-        model = build_model(architecture, config, layout, packing)
-        converter = Converter(architecture, layout, model)
+        stages = build_stages(architecture, config, layout, packing)
+        converter = Converter(architecture, layout, stages)
         converter.load(job.critic.critic_load or job.model.hf_checkpoint)
         if layout.is_last_stage:
-            model.output_layer = ValueHead(config).to(layout.device)
-        model.share_embeddings_and_output_weights = False
+            stages[-1].output_layer = ValueHead(config).to(layout.device)
+        for stage in stages:
+            stage.share_embeddings_and_output_weights = False
         self._layout = layout
         self._value_clip = job.critic.value_clip
-        self._model = wrap_for_data_parallel(config, args, model)
+        self._chunks = wrap_for_data_parallel(config, args, stages)
         steps_per_rollout = job.train.num_steps_per_rollout or 1
-        self._optimizer = Optimizer(args, self._model, job.rollout.num_rollout * steps_per_rollout)
-        self.state = ModelState("critic", _shards(converter, model, layout), self._optimizer)
-        self._runner = Runner(config, self._model, layout, packing, stopwatch, part="critic_forward")
+        self._optimizer = Optimizer(args, self._chunks, job.rollout.num_rollout * steps_per_rollout)
+        self.state = ModelState("critic", _shards(converter, stages, layout), self._optimizer)
+        self._runner = Runner(config, self._chunks, layout, packing, stopwatch, part="critic_forward")
 
     def values(self, inputs: StepInputs) -> list[Tensor] | None:
         """[B, S] for each micro-batch; None except on last-stage ranks."""
@@ -94,7 +95,8 @@ class Critic:
             found = weighted_sum(per_token, micro.weights)
             return found, _sums(micro, values, clipped, found)
 
-        self._model.zero_grad_buffer()
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         total, tokens, clipped, values, returns = self._summed(self._runner.train(inputs, loss))
         found = self._optimizer.step()
@@ -133,10 +135,9 @@ def _sums(micro: MicroInputs, values: Tensor, clipped: Tensor, loss: Tensor) -> 
     return torch.stack([part.detach().double() for part in parts])
 
 
-def _shards(converter: Converter, model: GPTModel, layout: Layout) -> list[ModelShard]:
+def _shards(converter: Converter, stages: Sequence[GPTModel], layout: Layout) -> list[ModelShard]:
     """The policy's, less its output layer, and the head: one copy on every rank of the last stage."""
-    parameters = weights_of(model)
-    living = {id(parameter) for parameter in parameters.values()}
+    living = {id(parameter) for parameter in weights_of(stages).values()}
     head = [
         ModelShard(
             key=name,
@@ -148,7 +149,7 @@ def _shards(converter: Converter, model: GPTModel, layout: Layout) -> list[Model
             num_replicas=layout.dp_size * layout.tp_size,
             speaks=layout.tp_rank == 0,
         )
-        for name, parameter in parameters.items()
+        for name, parameter in stages[-1].named_parameters()
         if name.startswith("output_layer.")
     ]
     return [shard for shard in converter.shards() if id(shard.parameter) in living] + head

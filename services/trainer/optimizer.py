@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,21 +18,24 @@ from services.trainer.megatron import made
 from services.trainer.optimizer_slots import Slot, group_step, set_group_step, slots
 
 
-def wrap_for_data_parallel(config: TransformerConfig, args: MegatronArgs, model: GPTModel) -> DistributedDataParallel:
-    """The model with gradient buffers that data ranks reduce, in float32."""
-    return DistributedDataParallel(
-        config=config,
-        ddp_config=made(
-            DistributedDataParallelConfig,
-            args,
-            {
-                "grad_reduce_in_fp32": args.grad_reduce_in_fp32,
-                "use_distributed_optimizer": args.use_distributed_optimizer,
-                "check_for_nan_in_grad": args.check_for_nan_in_grad,
-            },
-        ),
-        module=model,
+def wrap_for_data_parallel(
+    config: TransformerConfig, args: MegatronArgs, chunks: Sequence[GPTModel]
+) -> list[DistributedDataParallel]:
+    """The rank's stages with gradient buffers that data ranks reduce, in float32."""
+    ddp_config = made(
+        DistributedDataParallelConfig,
+        args,
+        {
+            "grad_reduce_in_fp32": args.grad_reduce_in_fp32,
+            "use_distributed_optimizer": args.use_distributed_optimizer,
+            "check_for_nan_in_grad": args.check_for_nan_in_grad,
+        },
     )
+    # As Megatron's own trainer: only the gradients of the first stage are waited for, so only they come in buckets.
+    return [
+        DistributedDataParallel(config=config, ddp_config=ddp_config, module=chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
 
 
 def _schedule(optimizer: Any, args: MegatronArgs, num_steps: int) -> OptimizerParamScheduler:
@@ -57,7 +60,7 @@ def _schedule(optimizer: Any, args: MegatronArgs, num_steps: int) -> OptimizerPa
 class Optimizer:
     """One optimizer step at a time, the schedule with it."""
 
-    def __init__(self, args: MegatronArgs, model: DistributedDataParallel, num_steps: int) -> None:
+    def __init__(self, args: MegatronArgs, chunks: Sequence[DistributedDataParallel], num_steps: int) -> None:
         config = made(
             OptimizerConfig,
             args,
@@ -74,7 +77,7 @@ class Optimizer:
             },
             fixed={"lr": args.lr, "min_lr": min(args.min_lr, args.lr)},
         )
-        self._optimizer: Any = get_megatron_optimizer(config, [model])
+        self._optimizer: Any = get_megatron_optimizer(config, list(chunks))
         self._kind = args.optimizer
         self._schedule = _schedule(self._optimizer, args, num_steps)
 

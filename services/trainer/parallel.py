@@ -13,6 +13,8 @@ import torch.distributed as dist
 from headrace.config.job import Job
 from headrace.config.megatron import MegatronArgs
 from headrace.errors import ConfigError
+from headrace.models.registry import read_architecture
+from headrace.models.virtual_stages import virtual_stages
 from services.trainer import cpu_adapter, rendezvous
 
 # A collective that takes longer has lost a peer.
@@ -30,6 +32,8 @@ class Layout:
     tp_size: int
     pp_rank: int
     pp_size: int
+    vpp_size: int
+    """Virtual stages of each pipeline rank; 1: the rank's layers lie one behind the other."""
     dp_rank: int
     dp_size: int
     ep_rank: int
@@ -58,15 +62,20 @@ class Layout:
         return self.pp_rank == self.pp_size - 1
 
     @property
+    def micro_batch_multiple(self) -> int:
+        """What the number of micro-batches of a pass is a multiple of: Megatron interleaves whole rounds of ranks."""
+        return self.pp_size if self.vpp_size > 1 else 1
+
+    @property
     def gathers(self) -> bool:
         """Takes part in putting whole tensors together. Experts are spread over data ranks: then all do."""
         return self.ep_size > 1 or self.dp_rank == 0
 
     @property
     def name(self) -> str:
-        """For checkpoints: tp2-pp1-dp2, with experts divided tp2-pp1-dp2-ep2."""
-        experts = f"-ep{self.ep_size}" if self.ep_size > 1 else ""
-        return f"tp{self.tp_size}-pp{self.pp_size}-dp{self.dp_size}{experts}"
+        """For checkpoints: tp2-pp1-dp2, with experts divided tp2-pp1-dp2-ep2, with virtual stages tp1-pp2-dp1-vpp2."""
+        further = "".join(f"-{name}{size}" for name, size in (("ep", self.ep_size), ("vpp", self.vpp_size)) if size > 1)
+        return f"tp{self.tp_size}-pp{self.pp_size}-dp{self.dp_size}{further}"
 
 
 def initialize(job: Job) -> Layout:
@@ -90,10 +99,12 @@ def initialize(job: Job) -> Layout:
             f"pipeline_model_parallel_size {args.pipeline_model_parallel_size}: use a multiple of {model_parallel}"
         )
     _require_room_for_experts(args, world_size)
+    vpp_size = virtual_stages(read_architecture(job.model.hf_checkpoint), args)
     rendezvous.join(rank, world_size, "nccl" if has_cuda else "gloo", _COLLECTIVE_TIMEOUT)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=vpp_size if vpp_size > 1 else None,
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
     )
@@ -106,6 +117,7 @@ def initialize(job: Job) -> Layout:
         tp_size=args.tensor_model_parallel_size,
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pp_size=args.pipeline_model_parallel_size,
+        vpp_size=vpp_size,
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
         ep_rank=parallel_state.get_expert_model_parallel_rank(),

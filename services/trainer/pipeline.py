@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headrace.errors import FailedPrecondition
 from headrace.trajectory import Sample
-from services.trainer.batching import collate
+from services.trainer.batching import collate, empty_micro_batch
 from services.trainer.head import TokenHead
 from services.trainer.inputs import MicroInputs, StepInputs, inference_inputs
 from services.trainer.lag import LogProbDistance
@@ -75,8 +75,10 @@ class Pipeline:
 
     def response_log_probs(self, samples: Sequence[Sample], temperature: float | None = None) -> list[Tensor]:
         """Of each sample's response tokens, [R]."""
-        micro = inference_inputs(collate(samples, self._packing), self._layout.device)
-        found = self.log_probs([micro], temperature)
+        device = self._layout.device
+        micro = inference_inputs(collate(samples, self._packing), device)
+        fillers = [inference_inputs(empty_micro_batch(), device)] * (self._layout.micro_batch_multiple - 1)
+        found = self.log_probs([micro, *fillers], temperature)
         return [] if found is None else micro.cut(found[0])
 
     def _loss(

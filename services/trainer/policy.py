@@ -31,7 +31,7 @@ from services.trainer.inputs import StepInputs, step_inputs
 from services.trainer.model_state import ModelState
 from services.trainer.models.convert import Converter
 from services.trainer.models.export import export
-from services.trainer.models.gpt import build_model, transformer_config
+from services.trainer.models.gpt import build_stages, transformer_config
 from services.trainer.models.weights import weights_of
 from services.trainer.objective import Objective
 from services.trainer.old_policies import OldPolicies
@@ -73,24 +73,25 @@ class Policy:
             micro_batch_size=job.train.micro_batch_size,
             max_tokens=job.train.max_tokens_per_gpu,
             cost=cost_of(job, architecture),
+            multiple_of=layout.micro_batch_multiple,
         )
-        model = build_model(architecture, config, layout, self._packing)
-        self._converter = Converter(architecture, layout, model)
+        stages = build_stages(architecture, config, layout, self._packing)
+        self._converter = Converter(architecture, layout, stages)
         self._converter.load(job.model.hf_checkpoint)
         if (initial := job.checkpoint.initial_megatron_checkpoint) is not None:
             ModelState("policy", self._converter.shards(), None).restore_weights(opened(initial, layout))
-        choose_trainable(model, job.train, layout)
-        self._model = wrap_for_data_parallel(config, args, model)
+        choose_trainable(stages, job.train, layout)
+        self._chunks = wrap_for_data_parallel(config, args, stages)
         self._steps_per_rollout = job.train.num_steps_per_rollout or 1
         own_rollouts = max(1, job.rollout.num_rollout - job.critic.num_critic_only_steps)
-        self._optimizer = Optimizer(args, self._model, own_rollouts * self._steps_per_rollout)
+        self._optimizer = Optimizer(args, self._chunks, own_rollouts * self._steps_per_rollout)
         self._stopwatch = Stopwatch(layout.device)
         self._speed = Speed(
             ModelFlops.of(architecture), layout.world_size, peak_tflops(job.tracking.peak_tflops, layout.device)
         )
         self._pipeline = Pipeline(
-            Runner(config, self._model, layout, self._packing, self._stopwatch),
-            TokenHead(model, layout),
+            Runner(config, self._chunks, layout, self._packing, self._stopwatch),
+            TokenHead(stages[-1], layout),
             objective,
             layout,
             job.rollout.rollout_temperature,
@@ -196,10 +197,11 @@ class Policy:
         metrics = self._train_critic(prepared)
         if step < self._job.critic.num_critic_only_steps:
             return metrics
-        self._model.zero_grad_buffer()
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         if self._before_train_step is not None:
-            self._before_train_step(step, step_id, [self._model], *self._optimizer.megatron)
+            self._before_train_step(step, step_id, self._chunks, *self._optimizer.megatron)
         with self._stopwatch.part("forward_backward"):
             metrics |= self._pipeline.forward_backward(prepared.inputs, prepared.old, prepared.reference)
         with self._stopwatch.part("optimizer"):
@@ -226,7 +228,7 @@ class Policy:
 
     @property
     def _weights(self) -> Mapping[str, Tensor]:
-        return weights_of(self._model.module)
+        return weights_of([chunk.module for chunk in self._chunks])
 
     def _teacher(self, job: Job) -> ReferencePolicy | None:
         if not job.distillation.use_opd or job.distillation.opd_type != "megatron":

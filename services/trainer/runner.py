@@ -5,7 +5,8 @@ Policy and critic have one each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -31,15 +32,15 @@ class Runner:
     def __init__(
         self,
         config: TransformerConfig,
-        model: DistributedDataParallel,
+        chunks: Sequence[DistributedDataParallel],
         layout: Layout,
         packing: Packing,
         stopwatch: Stopwatch,
         part: str = "forward",
     ) -> None:
         config.finalize_model_grads_func = finalize_model_grads
-        config.no_sync_func = model.no_sync
-        self._model = model
+        config.no_sync_func = self._no_sync
+        self._chunks = list(chunks)
         self._layout = layout
         self._stopwatch = stopwatch
         self._part = part
@@ -79,17 +80,26 @@ class Runner:
             with self._stopwatch.part("inference" if forward_only else self._part):
                 return self._output(model, micro.rows), partial(finish, number)
 
-        self._model.train(not forward_only)
+        for chunk in self._chunks:
+            chunk.train(not forward_only)
         results: list[Any] = self._schedule(
             forward_step_func=step,
-            data_iterator=iter(list(enumerate(inputs))),
-            model=[self._model],
+            data_iterator=[iter(list(enumerate(inputs))) for _ in self._chunks],
+            model=self._chunks,
             num_microbatches=len(inputs),
             seq_length=max(micro.rows.tokens.shape[1] for micro in inputs),
             micro_batch_size=inputs[0].rows.tokens.shape[0],
             forward_only=forward_only,
         )
         return results
+
+    @contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        """Gradients are not reduced inside: not before the last micro-batch."""
+        with ExitStack() as stack:
+            for chunk in self._chunks:
+                stack.enter_context(chunk.no_sync())
+            yield
 
     def _output(self, model: Any, rows: Rows) -> Tensor:
         rows = rows.aligned(self._multiple)

@@ -22,7 +22,7 @@ from services.trainer.parallel import Layout
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
-def choose_trainable(model: GPTModel, config: TrainSection, layout: Layout) -> None:
+def choose_trainable(chunks: Sequence[GPTModel], config: TrainSection, layout: Layout) -> None:
     """Freezes what the job does not train; before gradients get their buffers. Collective.
 
     Raises ConfigError for a pattern that matches nothing in the whole model, or when nothing is left to train.
@@ -30,7 +30,7 @@ def choose_trainable(model: GPTModel, config: TrainSection, layout: Layout) -> N
     only, freeze = config.only_train_params_name_list, config.freeze_params_name_list
     if not only and not freeze:
         return
-    named = list(named_parameters(model))
+    named = [entry for chunk in chunks for entry in named_parameters(chunk)]
     _require_matches([*only, *freeze], [name for name, _ in named], layout)
     trained = 0
     for name, parameter in named:
@@ -45,7 +45,7 @@ def choose_trainable(model: GPTModel, config: TrainSection, layout: Layout) -> N
 
 
 def named_parameters(model: GPTModel) -> Iterator[tuple[str, nn.Parameter]]:
-    """This stage's parameters by their names in the whole model."""
+    """A stage's parameters by their names in the whole model."""
     numbers = {str(place): str(layer.layer_number - 1) for place, layer in enumerate(model.decoder.layers)}
     is_tied = model.share_embeddings_and_output_weights
     for name, parameter in model.named_parameters():

@@ -107,9 +107,9 @@ def bare_step(model: Path, layout: Layout, batch: Sequence[Sample]) -> Step:
         position_embedding_type="rope",
         share_embeddings_and_output_weights=True,
     )
-    Converter(architecture, layout, network).load(model)
-    wrapped = wrap_for_data_parallel(config, args, network)
-    optimizer = Optimizer(args, wrapped, 100)
+    Converter(architecture, layout, [network]).load(model)
+    wrapped = wrap_for_data_parallel(config, args, [network])[0]
+    optimizer = Optimizer(args, [wrapped], 100)
     schedule = get_forward_backward_func()
     micros = [padded(batch[i : i + MICRO_BATCH]) for i in range(0, len(batch), MICRO_BATCH)]
 

@@ -25,22 +25,20 @@ from services.trainer.models.transformer_engine import fused_name
 from services.trainer.models.weights import weights_of
 from services.trainer.parallel import Layout
 
-_TIED_COPY = "output_layer.weight"
-
 
 class Converter:
     """One rank's part of a model in both directions."""
 
-    def __init__(self, architecture: Architecture, layout: Layout, model: GPTModel) -> None:
+    def __init__(self, architecture: Architecture, layout: Layout, chunks: Sequence[GPTModel]) -> None:
         self._architecture = architecture
         self._layout = layout
-        self._weights = weights_of(model)
-        self._has_tied_copy = (
-            not architecture.untie_embeddings_and_output_weights and model.post_process and not model.pre_process
-        )
+        self._weights = weights_of(chunks)
+        is_tied = not architecture.untie_embeddings_and_output_weights
+        self._has_tied_copy = is_tied and chunks[-1].post_process and not chunks[0].pre_process
+        self._tied_copy = f"{len(chunks) - 1}.output_layer.weight"
         self._placed = [
             Placed(placed.row, self._name(placed.name), placed.owner)
-            for placed in placed_rows(architecture, layout, model)
+            for placed in placed_rows(architecture, layout, chunks)
         ]
         self._check_covered()
         self._mark_sharded()
@@ -54,7 +52,7 @@ class Converter:
                 self._fill(self._weights[placed.name], placed, [source.tensor(t.name) for t in placed.row.hf])
         if self._has_tied_copy:
             embedding = self._tied_embedding()
-            self._fill(self._weights[_TIED_COPY], embedding, [source.tensor(embedding.row.hf[0].name)])
+            self._fill(self._weights[self._tied_copy], embedding, [source.tensor(embedding.row.hf[0].name)])
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Collective over a stage: yields (name, whole tensor) on its first rank, nothing elsewhere."""
@@ -96,7 +94,7 @@ class Converter:
         )
 
     def _tied_embedding(self) -> Placed:
-        return Placed(table(self._architecture).first[0], _TIED_COPY, 0)
+        return Placed(table(self._architecture).first[0], self._tied_copy, 0)
 
     def _name(self, megatron: str) -> str:
         return megatron if megatron in self._weights else fused_name(megatron)
@@ -111,7 +109,7 @@ class Converter:
             if isinstance(weight, nn.Parameter):
                 weight.tensor_model_parallel = not isinstance(self._sharding(placed), Replicated)  # type: ignore[attr-defined]
         if self._has_tied_copy:
-            self._weights[_TIED_COPY].tensor_model_parallel = True  # type: ignore[attr-defined]
+            self._weights[self._tied_copy].tensor_model_parallel = True  # type: ignore[attr-defined]
 
     def _sharding(self, placed: Placed) -> Sharding:
         """The table's, or Replicated for what this build keeps whole: Transformer Engine's latent projections."""
@@ -155,7 +153,7 @@ class Converter:
         return wholes
 
     def _check_covered(self) -> None:
-        covered = {placed.name for placed in self._placed} | ({_TIED_COPY} if self._has_tied_copy else set())
+        covered = {placed.name for placed in self._placed} | ({self._tied_copy} if self._has_tied_copy else set())
         if uncovered := self._weights.keys() ^ covered:
             raise InvalidArgument(
                 f"the table of {self._architecture.family} does not fit the model: {sorted(uncovered)}"

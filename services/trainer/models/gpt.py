@@ -41,7 +41,10 @@ def transformer_config(architecture: Architecture, args: MegatronArgs, layout: L
         "variable_seq_lengths": layout.pp_size > 1,
         "moe_token_dispatcher_type": "alltoall",  # the default refuses variable lengths
         "moe_router_bias_update_rate": 0.0,  # the checkpoint balances its experts already
-        "batch_p2p_comm": not on_cpu,
+        # Sent in one batch, two stages' activations and gradients would meet the wrong buffers: each is the other's
+        # neighbour on both sides.
+        "overlap_p2p_comm": layout.vpp_size > 1,
+        "batch_p2p_comm": not on_cpu and layout.vpp_size == 1,
         "use_cpu_initialization": on_cpu,
         "perform_initialization": False,
         "recompute_granularity": "selective" if args.recompute_activations else None,
@@ -54,17 +57,34 @@ def transformer_config(architecture: Architecture, args: MegatronArgs, layout: L
         "persist_layer_norm": False,
     }
     kind = MLATransformerConfig if architecture.latent_attention else TransformerConfig
-    return made(kind, args, values)
+    virtual = layout.vpp_size if layout.vpp_size > 1 else None
+    config = made(kind, args, values, {"virtual_pipeline_model_parallel_size": virtual})
+    if (found := config.virtual_pipeline_model_parallel_size) != virtual:
+        raise ConfigError(
+            f"pipeline_model_parallel_layout has {found} stages for each pipeline rank: say so with "
+            "--num-virtual-stages-per-pipeline-rank"
+        )
+    return config
 
 
-def build_model(architecture: Architecture, config: TransformerConfig, layout: Layout, packing: Packing) -> GPTModel:
-    """This rank's stage and shard, with whatever weights torch gave it: load a checkpoint next.
+def build_stages(
+    architecture: Architecture, config: TransformerConfig, layout: Layout, packing: Packing
+) -> list[GPTModel]:
+    """This rank's share of its stage, or of each of its virtual stages, with whatever weights torch gave it: load a
+    checkpoint next.
 
     The last stage answers with hidden states; log-probs are services/trainer/head.py's.
     """
     _require_divisible(architecture, config, layout)
     _require_sequence_parallel_with_experts(architecture, config)
-    spec = layer_specs(architecture, config, layout)
+    return [_stage(architecture, config, layout, packing, number) for number in range(layout.vpp_size)]
+
+
+def _stage(
+    architecture: Architecture, config: TransformerConfig, layout: Layout, packing: Packing, number: int
+) -> GPTModel:
+    virtual = number if layout.vpp_size > 1 else None
+    spec = layer_specs(architecture, config, layout, virtual)
     if uses_segment_attention(layout, packing):
         spec = with_segment_attention(spec)
     model = GPTModel(
@@ -72,8 +92,8 @@ def build_model(architecture: Architecture, config: TransformerConfig, layout: L
         transformer_layer_spec=spec,
         vocab_size=architecture.vocab_size,
         max_sequence_length=architecture.max_position_embeddings,
-        pre_process=layout.is_first_stage,
-        post_process=layout.is_last_stage,
+        pre_process=layout.is_first_stage and number == 0,
+        post_process=layout.is_last_stage and number == layout.vpp_size - 1,
         parallel_output=True,
         share_embeddings_and_output_weights=not architecture.untie_embeddings_and_output_weights,
         position_embedding_type="rope",
@@ -81,6 +101,7 @@ def build_model(architecture: Architecture, config: TransformerConfig, layout: L
         rotary_base=architecture.rotary_base,
         rope_scaling=isinstance(architecture.rope_scaling, Llama3Rope),
         rope_scaling_factor=_rope_factor(architecture),
+        vp_stage=virtual,
     )
     return in_dtype(give_hidden_states(model), config.params_dtype).to(layout.device)
 

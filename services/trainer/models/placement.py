@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -15,25 +15,26 @@ from services.trainer.parallel import Layout
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A row of this pipeline stage."""
+    """A row of this pipeline rank."""
 
     row: Row
     name: str
-    """The Megatron parameter; of another rank's expert, the one in the same place here."""
+    """The parameter as weights.py names it; of another rank's expert, the one in the same place here."""
     owner: int
     """The expert rank that holds it; 0 for what all hold."""
 
 
-def placed_rows(architecture: Architecture, layout: Layout, model: GPTModel) -> Iterator[Placed]:
-    """This stage's rows. With tied embeddings the last stage's copy has none."""
+def placed_rows(architecture: Architecture, layout: Layout, chunks: Sequence[GPTModel]) -> Iterator[Placed]:
+    """This rank's rows, of one virtual stage after the other. With tied embeddings the last one's copy has none."""
     rows = table(architecture)
-    if model.pre_process:
-        yield from (Placed(row, row.megatron, 0) for row in rows.first)
-    for local, layer in enumerate(model.decoder.layers):
-        for row in rows.layer(layer.layer_number - 1):
-            yield _in_layer(row, f"decoder.layers.{local}.", architecture, layout)
-    if model.post_process:
-        yield from (Placed(row, row.megatron, 0) for row in rows.last)
+    for number, chunk in enumerate(chunks):
+        if chunk.pre_process:
+            yield from (Placed(row, f"{number}.{row.megatron}", 0) for row in rows.first)
+        for local, layer in enumerate(chunk.decoder.layers):
+            for row in rows.layer(layer.layer_number - 1):
+                yield _in_layer(row, f"{number}.decoder.layers.{local}.", architecture, layout)
+        if chunk.post_process:
+            yield from (Placed(row, f"{number}.{row.megatron}", 0) for row in rows.last)
 
 
 def _in_layer(row: Row, prefix: str, architecture: Architecture, layout: Layout) -> Placed:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 _ROUTER_BIAS = ".router.expert_bias"
 
 
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Everything that a checkpoint, an export or another policy holds of the model, by Megatron's names."""
-    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith(_ROUTER_BIAS)}
-    return dict(model.named_parameters()) | biases
+def weights_of(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Everything that a checkpoint, an export or another policy holds of a rank's stages, by Megatron's names behind
+    the number of the stage: `0.decoder.layers.3.mlp.linear_fc1.weight`.
+    """
+    return {
+        f"{number}.{name}": tensor for number, chunk in enumerate(chunks) for name, tensor in _of_one(chunk).items()
+    }
+
+
+def _of_one(chunk: nn.Module) -> dict[str, Tensor]:
+    biases = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith(_ROUTER_BIAS)}
+    return dict(chunk.named_parameters()) | biases

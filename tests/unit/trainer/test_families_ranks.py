@@ -26,10 +26,15 @@ from tests.support.tiny_variants import add_mtp_layer, make_fp8
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 FAMILIES = ("qwen3_moe", "glm4", "glm4_moe", "deepseek_v3", "moonlight", "kimi_k2")
-# The layer behind the last is in the checkpoint and not in the model.
-SHAPES: dict[str, dict[str, Any]] = {"glm4_moe": {"num_nextn_predict_layers": 1}}
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_layers": 4},  # enough for two virtual stages in each of two pipeline ranks
+    "glm4": {"num_layers": 4},
+    # The layer behind the last is in the checkpoint and not in the model.
+    "glm4_moe": {"num_layers": 3, "num_nextn_predict_layers": 1},
+}
 EP2 = {"expert_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
+VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
 TP2 = {"tensor_model_parallel_size": 2}
 SHARDED = {"use_distributed_optimizer": True}
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -37,14 +42,17 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "qwen3_moe@ep2": (2, EP2),
     "qwen3_moe@ep2-distributed-optimizer": (2, EP2 | SHARDED),
     "glm4@tp2": (2, TP2),
+    "qwen3_moe@vpp2": (2, VPP2),
     "glm4_moe@ep2": (2, EP2),
     "glm4_moe@pp2": (2, PP2 | {"num_layers_in_first_pipeline_stage": 1}),
     "deepseek_v3@ep2": (2, EP2),
     "deepseek_v3@pp2": (2, PP2),
     "moonlight@ep2": (2, EP2),
     "qwen3_moe@ep2-pp2": (4, EP2 | PP2),
+    "qwen3_moe@ep2-vpp2": (4, EP2 | VPP2 | SHARDED),
     "glm4_moe@ep2-dp2": (4, EP2 | SHARDED),
     "glm4@tp2-pp2": (4, TP2 | PP2),
+    "glm4@tp2-vpp2": (4, TP2 | PP2 | {"num_layers_per_virtual_pipeline_stage": 1}),
 }
 
 
@@ -53,7 +61,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of all cases' results, and of the checkpoints they started from."""
     folder = tmp_path_factory.mktemp("families")
     for family in FAMILIES:
-        make_tiny(folder / family, family, num_layers=3 if family == "glm4_moe" else 2, **SHAPES.get(family, {}))
+        make_tiny(folder / family, family, **SHAPES.get(family, {}))
     add_mtp_layer(folder / "glm4_moe", 3)
     make_fp8(folder / "moonlight", folder / "fp8")
     alone = [_case(folder, f"{family}@alone", {}) for family in FAMILIES]

@@ -22,6 +22,7 @@ from tests.support.tiny_families import make_tiny
 pytestmark = pytest.mark.ranks
 
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
 DISTRIBUTED = {"use_distributed_optimizer": True}
 LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
@@ -35,11 +36,17 @@ EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "ep2": (2, EP2),
     "ep2-distributed": (2, EP2 | DISTRIBUTED),
     "ep2-pp2": (4, EP2 | PP2),
+    "ep4": (4, {"expert_model_parallel_size": 4}),
+}
+VIRTUAL_LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
+    "vpp2": (2, VPP2),
+    "vpp2-distributed": (4, VPP2 | DISTRIBUTED),
 }
 PAIRS = [(a, b) for a in LAYOUTS for b in LAYOUTS]
 # Chains of layouts, each restored from the one before. In bfloat16 master weights are one more state that is cut.
 BF16 = [*LAYOUTS, "alone"]
-EXPERTS = ["alone", "ep2", "pp2", "ep2-distributed", "ep2-pp2", "dp2-distributed", "alone"]
+EXPERTS = ["alone", "ep2", "pp2", "ep4", "ep2-distributed", "ep2-pp2", "dp2-distributed", "alone"]
+VIRTUAL = ["alone", "vpp2", "pp2", "vpp2-distributed", "tp2", "vpp2", "alone"]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +56,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cases = [_case(folder, f"float32@{name}", name, {}) for name in LAYOUTS]
     cases += [_case(folder, f"float32@{a}@{b}", b, {}, restores=f"float32@{a}") for a, b in PAIRS]
     make_tiny(folder / "experts", "qwen3_moe", tied=False)
-    for name, chain, megatron in (("bf16", BF16, {"bf16": True}), ("experts", EXPERTS, {})):
+    make_tiny(folder / "virtual", "qwen3", tied=True, num_layers=4)
+    chains = (("bf16", BF16, {"bf16": True}), ("experts", EXPERTS, {}), ("virtual", VIRTUAL, {}))
+    for name, chain, megatron in chains:
         for place, layout in enumerate(chain):
             before = f"{name}@{place - 1}" if place else None
             cases.append(_case(folder, f"{name}@{place}", layout, megatron, restores=before))
@@ -82,6 +91,11 @@ def test_experts_come_through_every_layout(runs: Path, before: int, after: int) 
     assert "policy/model.layers.1.mlp.experts.3.down_proj.weight/exp_avg_sq" in original
 
 
+@pytest.mark.parametrize(("before", "after"), pairwise(range(len(VIRTUAL))))
+def test_virtual_stages_are_written_and_read_as_any_other(runs: Path, before: int, after: int) -> None:
+    _assert_equal(*(_tensors(runs, f"virtual@{place}", "virtual") for place in (before, after)))
+
+
 def _assert_equal(original: dict[str, Tensor], resaved: dict[str, Tensor]) -> None:
     assert original.keys() == resaved.keys()
     for name, tensor in original.items():
@@ -106,7 +120,8 @@ def _tensors(runs: Path, run: str, model: str = "model") -> dict[str, Tensor]:
 
 
 def _case(folder: Path, name: str, layout: str, megatron: dict[str, object], *, restores: str | None = None) -> Case:
-    ranks, parallel = (LAYOUTS | EXPERT_LAYOUTS)[layout]
-    model = "experts" if name.startswith("experts") else "model"
+    ranks, parallel = (LAYOUTS | EXPERT_LAYOUTS | VIRTUAL_LAYOUTS)[layout]
+    family = name.split("@")[0]
+    model = family if family in ("experts", "virtual") else "model"
     source = None if restores is None else str(folder / restores / "checkpoints")
     return Case(name, str(folder), str(folder / model), parallel | megatron, ranks=ranks, load=source)
