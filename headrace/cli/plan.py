@@ -35,6 +35,21 @@ def plan(job: Job) -> list[tuple[str, str]]:
     ]
 
 
+def in_short(job: Job) -> str:
+    """One line for the moment before it starts."""
+    rollout, parameters = job.rollout, _parameters(job.model.hf_checkpoint)
+    engines = job.placement.rollout_num_gpus // job.placement.rollout_num_gpus_per_engine
+    return (
+        f"{job.model.hf_checkpoint.name}, {parameters / 1e6:,.1f} M parameters: {rollout.num_rollout} steps of "
+        f"{rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt} samples, "
+        f"{_count(ranks(job), 'trainer rank')}, {_count(engines, 'engine')}, {_meaning(job.buffer.max_staleness)}"
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def _trainer(job: Job) -> str:
     args = megatron(job)
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
@@ -60,8 +75,11 @@ def _batch(job: Job) -> str:
 
 def _staleness(job: Job) -> str:
     staleness = job.buffer.max_staleness
-    meaning = {0: "synchronous, on-policy", 1: "one step off"}.get(staleness, "asynchronous")
-    return f"at most {staleness} steps ({meaning})"
+    return f"at most {staleness} steps ({_meaning(staleness)})"
+
+
+def _meaning(staleness: int) -> str:
+    return {0: "synchronous, on-policy", 1: "one step off"}.get(staleness, "asynchronous")
 
 
 def _prompts(job: Job) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -13,11 +14,13 @@ from rich.table import Table
 
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.trainer.v1 import trainer_pb2
+from headrace.cli.step_line import duration, evaluation_line, evaluations, step_line
 from headrace.config.job import Job
 
 _BARS = "▁▂▃▄▅▆▇█"
 _NOTES_SHOWN = 4
 _SPARKS_SHOWN = 48
+_STEPS_BEFORE_GUESSING = 2
 
 
 class RunView:
@@ -32,6 +35,7 @@ class RunView:
         self._fleet: rollout_pb2.GetFleetResponse | None = None
         self._tokens: deque[tuple[float, int]] = deque(maxlen=20)
         self._rewards: dict[int, float] = {}
+        self._step_seconds: deque[float] = deque(maxlen=20)
         self._evaluations: dict[str, dict[int, float]] = {}
         self._seen: set[tuple[int, int]] = set()
         self._latest: Mapping[str, float] = {}
@@ -70,12 +74,16 @@ class RunView:
         metrics = dict(row.metrics)
         if "reward/mean" in metrics:
             self._rewards[row.step] = metrics["reward/mean"]
-        for name, value in metrics.items():
-            if name.startswith("eval/") and name.count("/") == 1:
-                self._evaluations.setdefault(name, {})[row.step] = value
+        if "time/step_seconds" in metrics:
+            self._step_seconds.append(metrics["time/step_seconds"])
+        for name in evaluations(metrics):
+            self._evaluations.setdefault(name, {})[row.step] = metrics[name]
         self._latest = {**self._latest, **metrics}
-        if shown := _shown(metrics):
-            self._unread.append(f"step {row.step}/{self._job.rollout.num_rollout}  {shown}")
+        if shown := step_line(metrics):
+            steps = self._job.rollout.num_rollout
+            self._unread.append(f"step {row.step}/{steps}: {shown}{self._left(row.step)}")
+        if shown := evaluation_line(metrics):
+            self._unread.append(f"evaluation after step {row.step}: {shown}")
 
     def tokens_per_second(self) -> float:
         """Response tokens over the last twenty answers."""
@@ -86,8 +94,7 @@ class RunView:
 
     def summary(self) -> list[str]:
         """How the run went, in a few lines."""
-        minutes, seconds = divmod(int(time.monotonic() - self._started), 60)
-        lines = [f"finished {len(self._rewards)} steps in {minutes} min {seconds} s"]
+        lines = [f"finished {len(self._rewards)} steps in {duration(time.monotonic() - self._started)}"]
         rewards = [self._rewards[step] for step in sorted(self._rewards)]
         if len(rewards) >= 6:
             before, after = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3
@@ -107,7 +114,7 @@ class RunView:
         table.add_column()
         table.add_column()
         step, steps, phase = self._position()
-        table.add_row("step", _bar(step, steps), f"{step}/{steps}  {phase}")
+        table.add_row("step", _bar(step, steps), f"{step}/{steps}  {phase}{self._left(step)}")
         if self._status and self._status.groups_per_step:
             ready, wanted = self._status.groups_ready, self._status.groups_per_step
             table.add_row("groups", _bar(ready, wanted), f"{ready}/{wanted} ready")
@@ -116,7 +123,7 @@ class RunView:
         for name, values in sorted(self._evaluations.items()):
             shown = [values[step] for step in sorted(values)]
             table.add_row(name, sparkline(shown[-_SPARKS_SHOWN:]), f"{shown[-1]:.3f}")
-        table.add_row("training", _shown(self._latest, skip=("reward/mean",)) or "–", "")
+        table.add_row("training", step_line(self._latest, skip=("reward/mean",)) or "–", "")
         table.add_row("rollout", *self._rollout())
         return table
 
@@ -125,6 +132,13 @@ class RunView:
             return 0, self._job.rollout.num_rollout, "starting"
         phase = trainer_pb2.Phase.Name(self._status.phase).removeprefix("PHASE_").lower()
         return self._status.step, self._status.num_steps or self._job.rollout.num_rollout, phase
+
+    def _left(self, step: int) -> str:
+        """How long it will take from here; empty before it can be known, and at the end."""
+        steps_left = self._job.rollout.num_rollout - step
+        if len(self._step_seconds) < _STEPS_BEFORE_GUESSING or steps_left <= 0:
+            return ""
+        return f", about {duration(statistics.median(self._step_seconds) * steps_left)} left"
 
     def _rollout(self) -> tuple[str, str]:
         if self._fleet is None:
@@ -148,9 +162,3 @@ def sparkline(values: Sequence[float]) -> str:
 
 def _bar(done: int, total: int) -> ProgressBar:
     return ProgressBar(total=max(total, 1), completed=min(done, total), width=_SPARKS_SHOWN)
-
-
-def _shown(metrics: Mapping[str, float], skip: Sequence[str] = ()) -> str:
-    names = ("reward/mean", "loss/policy", "loss/sft", "grad_norm", "response_length/mean", "time/train_seconds")
-    wanted = [name for name in metrics if name in names or (name.startswith("eval/") and name.count("/") == 1)]
-    return "  ".join(f"{name} {metrics[name]:.4g}" for name in wanted if name not in skip)

@@ -10,6 +10,7 @@ from rich.console import Console
 from headrace.cli.follow import follow
 from headrace.cli.job_arguments import flags_help, load_job, wants_help
 from headrace.cli.live import show
+from headrace.cli.plan import in_short
 from headrace.cli.run_view import RunView
 from headrace.launch.launcher import Launcher, until_signal
 from headrace.launch.specs import without_address
@@ -24,6 +25,7 @@ def train(argv: Sequence[str]) -> int:
         return 0
     job = load_job(argv)
     view = RunView(job)
+    view.note(in_short(job))
     launcher = Launcher(job, without_address(job), view.note)
     return asyncio.run(_train(launcher, view))
 

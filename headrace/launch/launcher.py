@@ -48,7 +48,7 @@ class Launcher:
                 held.enter_context(_lock(self.folder.path, name))
             self.folder.create(self.job)
             self._write_services({})
-            self._tell(f"run {self.folder.path}: starting {', '.join(names)}")
+            self._tell(f"run {self.folder.path}: starting {', '.join(names)}; what they say is in its logs/")
             until = "trainer" if "trainer" in names else None
             await Supervisor(self._specs, until, self._tell, self._policy, self._write_services).run()
 

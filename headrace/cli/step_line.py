@@ -1,0 +1,40 @@
+"""A finished step or evaluation as one line of text, short enough to be read while it scrolls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+_PARTS: Mapping[str, tuple[str, str]] = {
+    "reward/mean": ("reward", ".3f"),
+    "loss/policy": ("loss", ".4f"),
+    "loss/sft": ("loss", ".4f"),
+    "critic/loss": ("critic's loss", ".4f"),
+    "grad_norm": ("gradient norm", ".3g"),
+    "response_length/mean": ("tokens a response", ".1f"),
+    "time/step_seconds": ("seconds", ".1f"),
+}
+"""What a person looks at, in this order: its label and format."""
+
+
+def step_line(metrics: Mapping[str, float], skip: Sequence[str] = ()) -> str:
+    """Empty when there is nothing of a step in it."""
+    wanted = [name for name in _PARTS if name in metrics and name not in skip]
+    return ", ".join(f"{_PARTS[name][0]} {metrics[name]:{_PARTS[name][1]}}" for name in wanted)
+
+
+def evaluation_line(metrics: Mapping[str, float]) -> str:
+    """Empty when nothing was evaluated."""
+    return ", ".join(f"{name.removeprefix('eval/')} {metrics[name]:.3f}" for name in evaluations(metrics))
+
+
+def evaluations(metrics: Mapping[str, float]) -> list[str]:
+    """The data sets' mean rewards among the metrics: `eval/NAME`."""
+    return [name for name in metrics if name.startswith("eval/") and name.count("/") == 1]
+
+
+def duration(seconds: float) -> str:
+    """As a person says it: 40 s, 6 min, 2 h 5 min."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    whole = round(seconds / 60)
+    return f"{whole} min" if whole < 90 else f"{whole // 60} h {whole % 60} min"
