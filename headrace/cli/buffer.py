@@ -1,4 +1,4 @@
-"""`headrace buffer backup | restore | rebuild | export`: the ledger as files."""
+"""`headrace buffer backup | restore | rebuild | export | retry`: the ledger as files, and its failed groups."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.backup import Backup, require_new, restore_backup, write_backup
+from headrace.cli import retry
 from headrace.cli.runs import find_run
 from headrace.client.buffer import BufferClient
 from headrace.errors import DataLoss
@@ -21,7 +22,7 @@ from headrace.launch.buffer_of_run import buffer_of_run
 def buffer(argv: Sequence[str]) -> int:
     """Does one of them."""
     parser = argparse.ArgumentParser(prog="headrace buffer")
-    commands = parser.add_subparsers(required=True, metavar="backup | restore | rebuild | export")
+    commands = parser.add_subparsers(required=True, metavar="backup | restore | rebuild | export | retry")
     backup = commands.add_parser("backup", help="a consistent copy of a ledger that goes on serving")
     backup.add_argument("address", help="host:port of the buffer")
     backup.add_argument("folder", type=Path, help="a new folder")
@@ -39,6 +40,7 @@ def buffer(argv: Sequence[str]) -> int:
     export.add_argument("--stream", default="train")
     export.add_argument("--parquet", type=Path, required=True, help="the file to write")
     export.set_defaults(run=_export)
+    retry.add_arguments(commands.add_parser("retry", help="FAILED groups go back to producers, their attempts anew"))
     args = parser.parse_args(argv)
     code: int = args.run(args)
     return code

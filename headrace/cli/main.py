@@ -45,7 +45,9 @@ _COMMANDS: Mapping[str, Command] = {
     "samples": Command(samples, "samples [RUN] [-n 5]", "the newest rollouts: prompt, response, reward, versions"),
     "audit": Command(audit, "audit [RUN]", "hold the ledger against what the trainer was fed: 0 0 0, or the ids"),
     "buffer": Command(
-        buffer, "buffer backup | restore | rebuild | export", "the ledger as files: a copy, a ledger of it, Parquet"
+        buffer,
+        "buffer backup | restore | rebuild | export | retry",
+        "the ledger as files: a copy, a ledger of it, Parquet; failed groups again",
     ),
     "submit": Command(submit, "submit --prompt TEXT | --file PATH", "bring prompts to a stream"),
     "generate": Command(generate, "generate TEXT [--run RUN]", "ask the current policy"),

@@ -27,6 +27,7 @@ class BufferClient(Buffer):
     """Speaks to one buffer."""
 
     def __init__(self, address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> None:
+        self.address = address
         self._channel = connect(address)
         self._stub = buffer_pb2_grpc.BufferServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
         self._put_groups = self._channel.unary_unary(
@@ -103,6 +104,14 @@ class BufferClient(Buffer):
         puts = [await self._slim_put(put) for put in puts]
         reply: pb.PutGroupsResponse = await self._call(self._put_groups, put_request(puts))
         return reply.results
+
+    async def retry_groups(
+        self, stream: str, group_ids: Sequence[str] = (), *, request_id: str | None = None
+    ) -> pb.RetryGroupsResponse:
+        """FAILED groups get all of their attempts again; without ids the latest 10,000. Repeats do nothing."""
+        request = pb.RetryGroupsRequest(stream=stream, request_id=request_id or uuid.uuid4().hex, group_ids=group_ids)
+        reply: pb.RetryGroupsResponse = await self._call(self._stub.RetryGroups, request)
+        return reply
 
     # The trainer
 

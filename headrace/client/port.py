@@ -63,6 +63,11 @@ class Buffer(ABC):
     async def put_groups(self, puts: Sequence[pb.GroupPut]) -> Sequence[pb.PutResult]: ...
 
     @abstractmethod
+    async def retry_groups(
+        self, stream: str, group_ids: Sequence[str] = (), *, request_id: str | None = None
+    ) -> pb.RetryGroupsResponse: ...
+
+    @abstractmethod
     async def rewind(self, stream: str, step: int, *, request_id: str | None = None) -> pb.RewindResponse: ...
 
     @abstractmethod

@@ -151,6 +151,22 @@ class ShardedBuffer(Buffer):
 
         return await self._routed(puts, lambda one: self._shard_of(one.group_id), put)
 
+    async def retry_groups(
+        self, stream: str, group_ids: Sequence[str] = (), *, request_id: str | None = None
+    ) -> pb.RetryGroupsResponse:
+        """Each shard's part is queued again whole or not at all; without ids every shard's."""
+        request, parts = request_id or uuid.uuid4().hex, self._parts(group_ids, lambda group_id: group_id)
+        asked = parts if group_ids else dict.fromkeys(range(len(self.shards)), ())
+        replies = await asyncio.gather(
+            *(
+                self.shards[k].retry_groups(stream, [group_ids[i] for i in part], request_id=request)
+                for k, part in asked.items()
+            )
+        )
+        return pb.RetryGroupsResponse(
+            num_groups=sum(reply.num_groups for reply in replies), num_failed=sum(reply.num_failed for reply in replies)
+        )
+
     # The trainer
 
     async def rewind(self, stream: str, step: int, *, request_id: str | None = None) -> pb.RewindResponse:

@@ -24,6 +24,7 @@ from services.buffer.journal import Journal
 from services.buffer.ledger import Ledger, Result
 from services.buffer.portions import portions
 from services.buffer.producing import GroupPut, NoLeaseReason, PutResult, Release
+from services.buffer.retrying import Retried
 from services.buffer.signal import Signal, wait_for
 from services.buffer.store.base import Store
 from services.buffer.stream import StreamConfig, StreamState
@@ -177,6 +178,10 @@ class Buffer:
         samples = [sample for put in puts for sample in put.samples]
         self._columns.require(samples)
         return await self._commit_samples(samples, self.ledger.put(_now(), puts))
+
+    async def retry(self, stream: str, request_id: str, group_ids: Sequence[str]) -> Retried:
+        """FAILED groups go back to the queue."""
+        return await self._commit(self.ledger.retry(_now(), stream, request_id, group_ids))
 
     async def lease_batch(self, stream: str, epoch: int, step: int, wait_seconds: float) -> tuple[Batch | None, int]:
         """The batch, and how many groups are READY."""

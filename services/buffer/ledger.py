@@ -20,6 +20,7 @@ from services.buffer.book import StreamBook
 from services.buffer.group import Group, GroupState, Prompt, SampleRecord
 from services.buffer.leases import LeaseTable
 from services.buffer.producing import GroupPut, NoLeaseReason, PutResult, Release
+from services.buffer.retrying import Retried, retry
 from services.buffer.source import Cursor
 from services.buffer.stream import StreamConfig, StreamState
 from services.buffer.training import Batch
@@ -157,6 +158,12 @@ class Ledger:
         for group, given in live:
             producing.release(work, self.books[group.stream], group, given)
         return self._done(work, None)
+
+    def retry(self, now: Instant, stream: str, request_id: str, group_ids: Sequence[str]) -> Result[Retried]:
+        """FAILED groups are queued again; without ids all of them, the latest first, as far as a call goes."""
+        _check_distinct("group_id", group_ids)
+        work = self._work(now)
+        return self._done(work, retry(work, self.book(stream), request_id, group_ids))
 
     def put(self, now: Instant, puts: Sequence[GroupPut]) -> Result[list[PutResult]]:
         """All are kept or none; a lost lease is refused in its result."""

@@ -87,22 +87,27 @@ def submit(work: Work, book: StreamBook, prompts: Sequence[Prompt]) -> list[str]
                 f"prompt {prompt.prompt_id} was submitted to {book.state.name} before with another content: "
                 "give it another prompt_id"
             )
+    check_room(book, len(new))
+    _add_groups(work, book, list(new.values()))
+    return [book.prompts[prompt.prompt_id] for prompt in prompts]
+
+
+def check_room(book: StreamBook, num_groups: int) -> None:
+    """Raises ResourceExhausted when so many more groups to be queued exceed the stream's limits."""
     limit = book.state.config.max_queued_groups
-    if book.lanes.num_queued + len(new) > limit:
+    if book.lanes.num_queued + num_groups > limit:
         raise ResourceExhausted(
-            f"stream {book.state.name} has {book.lanes.num_queued} groups queued, {len(new)} more exceed "
+            f"stream {book.state.name} has {book.lanes.num_queued} groups queued, {num_groups} more exceed "
             f"max_queued_groups {limit}: submit again when producers have taken some",
             retry_after_seconds=1.0,
         )
     room = book.state.config.max_groups - book.num_groups
-    if len(new) > room:
+    if num_groups > room:
         raise ResourceExhausted(
-            f"stream {book.state.name} holds {book.num_groups} groups, {len(new)} more exceed max_groups "
+            f"stream {book.state.name} holds {book.num_groups} groups, {num_groups} more exceed max_groups "
             f"{book.state.config.max_groups}: submit again when some were committed",
             retry_after_seconds=1.0,
         )
-    _add_groups(work, book, list(new.values()))
-    return [book.prompts[prompt.prompt_id] for prompt in prompts]
 
 
 def read(

@@ -15,6 +15,7 @@ from services.buffer.application import Buffer
 from services.buffer.backup import Digest
 from services.buffer.book import StreamBook
 from services.buffer.group import Group, GroupState
+from services.buffer.retrying import MOST_AT_ONCE
 from services.buffer.source import source_names
 from services.buffer.wire_bytes import RawPut, sample_bytes
 from services.buffer.wire_checks import require, require_at_most, require_not_negative, require_some
@@ -81,6 +82,12 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         require_at_most(len(request.releases), MAX_LEASES_PER_CALL, "releases")
         await self._buffer.release([wire.to_release(release) for release in request.releases])
         return pb.ReleaseLeasesResponse()
+
+    async def RetryGroups(self, request: pb.RetryGroupsRequest, context: Context) -> pb.RetryGroupsResponse:
+        require_at_most(len(request.group_ids), MOST_AT_ONCE, "group_ids")
+        request_id = require(request.request_id, "request_id")
+        retried = await self._buffer.retry(request.stream, request_id, request.group_ids)
+        return pb.RetryGroupsResponse(num_groups=retried.num_groups, num_failed=retried.num_failed)
 
     async def PutGroups(self, request: Sequence[RawPut], context: Context) -> pb.PutGroupsResponse:
         require_some(len(request), "groups")

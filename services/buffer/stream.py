@@ -144,6 +144,8 @@ class StreamState(msgspec.Struct, frozen=True):
     """Of the files' contents: a cursor means nothing in another file."""
     rewinds: Mapping[str, tuple[int, int]] = msgspec.field(default_factory=dict)
     """request_id → (epoch, groups that came back)."""
+    retries: Mapping[str, int] = msgspec.field(default_factory=dict)
+    """request_id → groups that were queued again."""
     num_inserted: int = 0
     """Groups that became READY, ever; what the limiter counts."""
     num_taken: int = 0

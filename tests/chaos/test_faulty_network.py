@@ -24,7 +24,7 @@ from headrace.client.buffer import BufferClient
 from headrace.client.columns import LargeColumn
 from headrace.errors import DeadlineExceeded, Unavailable
 from services.buffer.store.segments import SegmentStore
-from tests.support.buffer_samples import complete_put, text_prompts
+from tests.support.buffer_samples import complete_put, failed_put, text_prompts
 from tests.support.buffer_server import served_buffer
 from tests.support.fault_proxy import Direction, Fault, fault_proxy
 
@@ -59,6 +59,13 @@ class Scene:
     async def leased(self) -> None:
         await self.submitted()
         self.leases = list((await self.client.lease_groups(self.stream, "p", 2)).leases)
+
+    async def failed(self) -> None:
+        """All of their attempts."""
+        await self.submitted()
+        for _ in range(3):
+            self.leases = list((await self.client.lease_groups(self.stream, "p", 2)).leases)
+            await self.client.put_groups([failed_put(lease) for lease in self.leases])
 
     async def put(self) -> None:
         await self.leased()
@@ -125,6 +132,11 @@ async def both_live_on(scene: Scene, answer: pb.RenewLeasesResponse) -> bool:
 
 async def both_went_back_once(scene: Scene, _: Any) -> bool:
     return (await scene.kinds())["released"] == 2 and await scene.states() == {"QUEUED": 4}
+
+
+async def both_are_tried_again_once(scene: Scene, answer: pb.RetryGroupsResponse) -> bool:
+    is_once = (answer.num_groups, answer.num_failed) == (2, 0) and (await scene.kinds())["retried"] == 2
+    return is_once and await scene.states() == {"QUEUED": 4}
 
 
 async def both_are_kept_once(scene: Scene, answer: Any) -> bool:
@@ -208,6 +220,11 @@ CASES: Mapping[str, Case] = {
         Scene.leased,
         lambda s, c: c.release_leases([pb.LeaseRelease(lease_id=lease.lease_id) for lease in s.leases]),
         both_went_back_once,
+    ),
+    "RetryGroups": Case(
+        Scene.failed,
+        lambda s, c: c.retry_groups(s.stream, [lease.group_id for lease in s.leases], request_id="the one"),
+        both_are_tried_again_once,
     ),
     "PutGroups": Case(
         Scene.leased, lambda s, c: c.put_groups([complete_put(lease) for lease in s.leases]), both_are_kept_once

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.cli.main import main
 from headrace.client.open import open_buffer
 from headrace.client.port import Buffer
 from headrace.client.shards import ShardedBuffer
@@ -19,7 +20,7 @@ from headrace.config.job import BufferSection
 from headrace.errors import AlreadyExists, FailedPrecondition, Fenced, InvalidArgument, NotFound
 from headrace.trajectory import Sample
 from services.buffer.store.memory import MemoryStore
-from tests.support.buffer_samples import complete_put, text_prompts
+from tests.support.buffer_samples import complete_put, failed_put, text_prompts
 from tests.support.buffer_server import BufferProcess, served_buffer
 
 STREAM = pb.StreamConfig(name="train", n_samples_per_prompt=2, groups_per_step=6, max_staleness=1)
@@ -59,6 +60,32 @@ async def test_prompts_are_kept_once_and_ids_are_unique(buffer: Buffer) -> None:
     changed[0].text = "another"
     with pytest.raises(AlreadyExists):
         await buffer.submit_prompts("train", changed)
+
+
+async def test_failed_groups_are_tried_again_on_every_shard(buffer: Buffer, capsys: pytest.CaptureFixture[str]) -> None:
+    group_ids = list(await buffer.submit_prompts("train", text_prompts(*NAMES[:6])))
+    for _ in range(3):
+        leases: list[pb.GroupLease] = []
+        while len(leases) < 6:
+            leases += (await buffer.lease_groups("train", "p", 6 - len(leases), wait_seconds=5)).leases
+        await buffer.put_groups([failed_put(lease) for lease in leases])
+    assert await retried(buffer, "--dry-run") == 0
+    assert "6 FAILED  ENGINE_DOWN: nobody answered" in capsys.readouterr().out
+    chosen = group_ids[:2]
+    first = await buffer.retry_groups("train", chosen, request_id="mended")
+    assert (first.num_groups, first == await buffer.retry_groups("train", chosen, request_id="mended")) == (2, True)
+    assert (await buffer.stats("train")).groups["FAILED"] == 4
+    assert await retried(buffer) == 0
+    assert "4 groups queued again" in capsys.readouterr().out
+    assert len(await produce(buffer, 6)) == 6
+    with pytest.raises(FailedPrecondition, match="is READY, only FAILED ones are tried again"):
+        await buffer.retry_groups("train", chosen)
+
+
+async def retried(buffer: Buffer, *words: str) -> int:
+    shards = buffer.shards if isinstance(buffer, ShardedBuffer) else [buffer]
+    address = ",".join(shard.address for shard in shards)
+    return await asyncio.to_thread(main, ["buffer", "retry", "--buffer-address", address, *words])
 
 
 async def test_steps_over_all_shards(buffer: Buffer) -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import main
-from headrace.errors import ConfigError, DataLoss, NotFound
+from headrace.errors import ConfigError, DataLoss, FailedPrecondition, NotFound, ResourceExhausted
 from services.buffer.group import GroupState, Prompt
 from services.buffer.ledger import Ledger
 from services.buffer.producing import PutOutcome, Release
+from services.buffer.retrying import Retried
 from services.buffer.source import FileSource
 from services.buffer.store.base import Store
 from services.buffer.store.segments import SegmentStore
@@ -74,6 +75,43 @@ def test_a_reopened_store_gives_the_ledger_back(store: Store, reopen: Reopen) ->
     it.restart()
     assert contents(it.ledger) == before
     it.store.close()
+
+
+def test_failed_groups_are_tried_again_once_for_each_request_and_keep_their_story(store: Store, reopen: Reopen) -> None:
+    it = LedgerUnderTest(store)
+    it.create(max_staleness=None, max_attempts=2)
+    it.submit("a", "b", "c")
+    for _ in range(2):
+        it.do(it.ledger.put(it.now, [without_samples(group, PutOutcome.FAILED, "DOWN") for group in it.lease(2)]))
+    first, second, third = it.states()
+    assert it.do(it.ledger.retry(it.now, "train", "mended", [first])) == Retried(1, 1)
+    it.store = reopen(store)
+    it.restart()
+    assert it.do(it.ledger.retry(it.now, "train", "mended", [first])) == Retried(1, 1)
+    assert it.states() == {first: GroupState.QUEUED, second: GroupState.FAILED, third: GroupState.QUEUED}
+    with pytest.raises(FailedPrecondition, match="train/2 is QUEUED, only FAILED ones are tried again"):
+        it.ledger.retry(it.now, "train", "other", [second, third])
+    assert it.do(it.ledger.retry(it.now, "train", "all", [])) == Retried(1, 0)
+    leased = it.lease()
+    assert [(group.group_id, group.attempts, group.failure) for group in leased[:2]] == [
+        (first, 1, None),
+        (second, 1, None),
+    ]
+    assert {result.state for result in it.put(leased)} == {GroupState.READY}
+    told = [event.detail for event in it.store.read_events(1, 100) if event.kind == "retried"]
+    assert told == ["DOWN: for the test"] * 2
+    it.store.close()
+
+
+def test_a_retry_keeps_the_limits_of_the_queue(store: Store) -> None:
+    it = LedgerUnderTest(store)
+    it.create(max_staleness=None, max_attempts=1, max_queued_groups=2)
+    it.submit("a", "b")
+    it.do(it.ledger.put(it.now, [without_samples(group, PutOutcome.FAILED) for group in it.lease()]))
+    it.submit("c")
+    with pytest.raises(ResourceExhausted, match="max_queued_groups 2"):
+        it.ledger.retry(it.now, "train", "all", [])
+    store.close()
 
 
 def test_shares_and_sources_of_a_mix_are_kept(store: Store, reopen: Reopen) -> None:

@@ -38,3 +38,9 @@ def complete_put(lease: pb.GroupLease, policy_version: int | None = None) -> pb.
     return pb.GroupPut(
         lease_id=lease.lease_id, group_id=lease.group_id, outcome=pb.PUT_OUTCOME_COMPLETE, samples=samples
     )
+
+
+def failed_put(lease: pb.GroupLease, reason: str = "ENGINE_DOWN") -> pb.GroupPut:
+    """A group that could not be made."""
+    failure = sample_pb2.Failure(reason=reason, message="nobody answered")
+    return pb.GroupPut(lease_id=lease.lease_id, group_id=lease.group_id, outcome=pb.PUT_OUTCOME_FAILED, failure=failure)

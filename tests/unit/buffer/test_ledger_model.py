@@ -205,6 +205,20 @@ class LedgerModel(RuleBasedStateMachine):
         for group_id in due:
             self.fail(self.model.groups[group_id])
 
+    @precondition(lambda self: self.model.of(GroupState.FAILED))
+    @rule(data=st.data())
+    def retry(self, data: st.DataObject) -> None:
+        failed = self.model.of(GroupState.FAILED)
+        chosen = data.draw(st.lists(st.sampled_from(failed), unique=True))
+        again = chosen or failed
+        self.it.requests += 1
+        name = f"retry-{self.it.requests}"
+        answer = self.it.do(self.it.ledger.retry(self.it.now, "train", name, chosen))
+        assert (answer.num_groups, answer.num_failed) == (len(again), len(failed) - len(again))
+        for group_id in again:
+            self.model.groups[group_id].state, self.model.groups[group_id].attempts = GroupState.QUEUED, 0
+        assert self.it.do(self.it.ledger.retry(self.it.now, "train", name, chosen)) == answer
+
     # The trainer
 
     @rule()

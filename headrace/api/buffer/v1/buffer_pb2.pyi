@@ -12,7 +12,7 @@ The sample ledger: prompts in, groups leased, samples kept, batches given, steps
 
 Every mutating call is idempotent by the key named at its request, so every call may be retried. What was answered
 OK is durable. Every call needs a deadline; calls that wait answer empty shortly before it rather than fail.
-A call brings at most 10,000 prompts, 1,000 groups to put, 10,000 leases or 65,536 sample ids; more is refused with
+A call brings at most 10,000 prompts, groups to retry or leases, 1,000 groups to put, or 65,536 sample ids; more is refused with
 INVALID_ARGUMENT, reason BATCH_TOO_LARGE, and the limit. A host has a limited number of calls in progress.
 
 Errors common to all calls: INVALID_ARGUMENT (BadRequest names the field), NOT_FOUND (no such stream; create it),
@@ -127,7 +127,7 @@ class _GroupStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GroupState
     GROUP_STATE_DROPPED: _GroupState.ValueType  # 6
     """Filtered; never trained. `reason` says by what."""
     GROUP_STATE_FAILED: _GroupState.ValueType  # 7
-    """Out of attempts; kept and visible, never trained."""
+    """Out of attempts; kept and visible, never trained. RetryGroups gives it others."""
 
 class GroupState(_GroupState, metaclass=_GroupStateEnumTypeWrapper):
     """States of a group; see the picture at the top."""
@@ -147,7 +147,7 @@ GROUP_STATE_COMMITTED: GroupState.ValueType  # 5
 GROUP_STATE_DROPPED: GroupState.ValueType  # 6
 """Filtered; never trained. `reason` says by what."""
 GROUP_STATE_FAILED: GroupState.ValueType  # 7
-"""Out of attempts; kept and visible, never trained."""
+"""Out of attempts; kept and visible, never trained. RetryGroups gives it others."""
 Global___GroupState: _TypeAlias = GroupState  # noqa: Y015
 
 class _NoLeaseReason:
@@ -835,6 +835,64 @@ class ReleaseLeasesResponse(_message.Message):
 Global___ReleaseLeasesResponse: _TypeAlias = ReleaseLeasesResponse  # noqa: Y015
 
 @_typing.final
+class RetryGroupsRequest(_message.Message):
+    """Gives failed groups back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STREAM_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    GROUP_IDS_FIELD_NUMBER: _builtins.int
+    stream: _builtins.str
+    """The stream."""
+    request_id: _builtins.str
+    """Idempotency key, a new one for every wish: the same id answers what it answered and changes nothing more."""
+    @_builtins.property
+    def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Which, at most 10,000. Empty: the latest 10,000 that are FAILED."""
+
+    def __init__(
+        self,
+        *,
+        stream: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        group_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_ids", b"group_ids", "request_id", b"request_id", "stream", b"stream"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetryGroupsRequest: _TypeAlias = RetryGroupsRequest  # noqa: Y015
+
+@_typing.final
+class RetryGroupsResponse(_message.Message):
+    """The state after it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_GROUPS_FIELD_NUMBER: _builtins.int
+    NUM_FAILED_FIELD_NUMBER: _builtins.int
+    num_groups: _builtins.int
+    """Groups queued again by this request."""
+    num_failed: _builtins.int
+    """Groups that are FAILED now: ask again, with another request_id, where these are wanted, too."""
+    def __init__(
+        self,
+        *,
+        num_groups: _builtins.int = ...,
+        num_failed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_failed", b"num_failed", "num_groups", b"num_groups"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetryGroupsResponse: _TypeAlias = RetryGroupsResponse  # noqa: Y015
+
+@_typing.final
 class GroupPut(_message.Message):
     """One group's end."""
 
@@ -1387,8 +1445,8 @@ class LedgerEvent(_message.Message):
     group_id: _builtins.str
     """The group; empty for events of a stream."""
     kind: _builtins.str
-    """lower_snake_case: submitted, leased, released, lease_expired, put, dropped, failed, expired, batched,
-    consumed, committed, forgotten, rewound, policy_version, stream_created, limits_changed.
+    """lower_snake_case: submitted, leased, released, lease_expired, put, dropped, failed, retried, expired,
+    batched, consumed, committed, forgotten, rewound, policy_version, stream_created, limits_changed.
     """
     state: Global___GroupState.ValueType
     """The group's state after it."""

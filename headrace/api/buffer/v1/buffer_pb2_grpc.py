@@ -65,6 +65,11 @@ class BufferServiceStub:
                 request_serializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.ReleaseLeasesRequest.SerializeToString,
                 response_deserializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.ReleaseLeasesResponse.FromString,
                 _registered_method=True)
+        self.RetryGroups = channel.unary_unary(
+                '/headrace.api.buffer.v1.BufferService/RetryGroups',
+                request_serializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.RetryGroupsRequest.SerializeToString,
+                response_deserializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.RetryGroupsResponse.FromString,
+                _registered_method=True)
         self.PutGroups = channel.unary_unary(
                 '/headrace.api.buffer.v1.BufferService/PutGroups',
                 request_serializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.PutGroupsRequest.SerializeToString,
@@ -173,6 +178,14 @@ class BufferServiceServicer:
 
     def ReleaseLeases(self, request, context):
         """Gives leases back unfinished: the groups are queued again at the front. Idempotent by lease_id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RetryGroups(self, request, context):
+        """Gives FAILED groups back to producers, with all of their attempts before them. Idempotent by request_id.
+        NOT_FOUND: no such group. FAILED_PRECONDITION with reason NOT_FAILED: a group is in another state; nothing changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -304,6 +317,11 @@ def add_BufferServiceServicer_to_server(servicer, server):
                     servicer.ReleaseLeases,
                     request_deserializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.ReleaseLeasesRequest.FromString,
                     response_serializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.ReleaseLeasesResponse.SerializeToString,
+            ),
+            'RetryGroups': grpc.unary_unary_rpc_method_handler(
+                    servicer.RetryGroups,
+                    request_deserializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.RetryGroupsRequest.FromString,
+                    response_serializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.RetryGroupsResponse.SerializeToString,
             ),
             'PutGroups': grpc.unary_unary_rpc_method_handler(
                     servicer.PutGroups,
@@ -534,6 +552,33 @@ class BufferService:
             '/headrace.api.buffer.v1.BufferService/ReleaseLeases',
             headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.ReleaseLeasesRequest.SerializeToString,
             headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.ReleaseLeasesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RetryGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.api.buffer.v1.BufferService/RetryGroups',
+            headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.RetryGroupsRequest.SerializeToString,
+            headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.RetryGroupsResponse.FromString,
             options,
             channel_credentials,
             insecure,

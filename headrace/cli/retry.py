@@ -1,0 +1,67 @@
+"""`headrace buffer retry [RUN]`: what failed and why, and another try for it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections import Counter
+
+from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.cli.runs import find_run
+from headrace.client.open import open_buffer
+from headrace.client.port import Buffer
+from headrace.launch.buffer_of_run import buffer_of_run
+
+_PAGE = 1_000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of the subcommand."""
+    parser.add_argument("run_name", nargs="?", metavar="RUN", help="a run's folder or name; the newest if absent")
+    parser.add_argument("--buffer-address", help="instead of a run")
+    parser.add_argument("--stream", default="train")
+    parser.add_argument("--group", dest="groups", action="append", default=[], help="only this one; repeatable")
+    parser.add_argument("--dry-run", action="store_true", help="show what failed, and change nothing")
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    return asyncio.run(_retry(args))
+
+
+async def _retry(args: argparse.Namespace) -> int:
+    if args.buffer_address:
+        return await _at(args.buffer_address, args)
+    async with buffer_of_run(find_run(args.run_name)) as address:
+        return await _at(address, args)
+
+
+async def _at(address: str, args: argparse.Namespace) -> int:
+    async with open_buffer(address) as buffer:
+        for reason, number in (await _reasons(buffer, args.stream)).most_common():
+            print(f"{number:6} FAILED  {reason}")
+        if not args.dry_run:
+            print(f"{await _queued(buffer, args.stream, args.groups)} groups queued again")
+    return 0
+
+
+async def _reasons(buffer: Buffer, stream: str) -> Counter[str]:
+    """How many groups failed, by reason and message."""
+    reasons, token = Counter[str](), ""
+    while True:
+        page = await buffer.list_groups(stream, [pb.GROUP_STATE_FAILED], page_size=_PAGE, page_token=token)
+        reasons.update(f"{group.failure.reason}: {group.failure.message}" for group in page.groups)
+        token = page.next_page_token
+        if not token:
+            return reasons
+
+
+async def _queued(buffer: Buffer, stream: str, groups: list[str]) -> int:
+    if groups:
+        return (await buffer.retry_groups(stream, groups)).num_groups
+    queued = 0
+    while True:
+        reply = await buffer.retry_groups(stream)
+        queued += reply.num_groups
+        if not reply.num_groups or not reply.num_failed:
+            return queued
