@@ -78,7 +78,9 @@ class MegatronArgs(ArchitectureArgs):
     expert_tensor_parallel_size: Positive | None = Field(
         None, description="Ranks that share each expert; absent: tensor_model_parallel_size."
     )
-    context_parallel_size: Positive = Field(1, description="Ranks that share a sequence; Transformer Engine only.")
+    context_parallel_size: Positive = Field(
+        1, description="Ranks that share a sequence: each has a part of its positions."
+    )
     sequence_parallel: bool = Field(False, description="Share activations over tensor ranks; Transformer Engine only.")
     use_distributed_optimizer: bool = Field(False, description="Optimizer states are shared out over data ranks.")
     bf16: bool = Field(False, description="Weights and activations in bfloat16, fp32 master weights.")
@@ -122,7 +124,7 @@ class MegatronArgs(ArchitectureArgs):
         """The flags that only a GPU can follow, as they would be typed."""
         flags = []
         for name, value in self.given(GPU_ONLY).items():
-            if value and not (name == "context_parallel_size" and value == 1):
+            if value:
                 flag = f"--{name.replace('_', '-')}"
                 flags.append(flag if value is True else f"{flag} {value}")
         return flags

@@ -15,7 +15,7 @@ def check_megatron(job: Job) -> None:
     """Raises ConfigError for the first rule that is broken."""
     args = MegatronArgs.model_validate(job.megatron)
     _gpu_only(args)
-    _context_parallel(args)
+    _context_parallel(args, job)
     _installed(args)
     _recomputation(args)
     _optimizer(args)
@@ -30,12 +30,12 @@ def _gpu_only(args: MegatronArgs) -> None:
         )
 
 
-def _context_parallel(args: MegatronArgs) -> None:
-    if args.context_parallel_size > 1:
+def _context_parallel(args: MegatronArgs, job: Job) -> None:
+    if args.context_parallel_size > 1 and job.train.packing == "padded":
         raise ConfigError(
-            f"context_parallel_size {args.context_parallel_size}: headrace does not divide a sequence over ranks: "
-            "leave it out; recompute_granularity full and tensor_model_parallel_size make room for long ones",
-            field="context_parallel_size",
+            f"context_parallel_size {args.context_parallel_size} divides packed rows, and packing is padded: "
+            "leave one of them out",
+            field="packing",
         )
 
 

@@ -82,7 +82,7 @@ class Critic:
 
     def values(self, inputs: StepInputs) -> list[Tensor] | None:
         """[B, S] for each micro-batch; None except on last-stage ranks."""
-        return self._runner.infer(inputs, _at_responses)
+        return self._runner.infer(inputs, self._at_responses)
 
     def train(self, inputs: StepInputs, old_values: Sequence[Tensor] | None) -> dict[str, float]:
         """One optimizer step towards the returns; metrics are equal on all ranks."""
@@ -90,7 +90,7 @@ class Critic:
         def loss(number: int, output: Tensor) -> tuple[Tensor, Tensor]:
             assert old_values is not None  # this is the last stage
             micro = inputs[number]
-            values = _at_responses(micro, output)
+            values = self._at_responses(micro, output)
             per_token, clipped = value_loss(values, old_values[number], micro.returns, self._value_clip)
             found = weighted_sum(per_token, micro.weights)
             return found, _sums(micro, values, clipped, found)
@@ -110,18 +110,17 @@ class Critic:
             "critic/lr": found["lr"],
         }
 
+    def _at_responses(self, micro: MicroInputs, output: Tensor) -> Tensor:
+        """[B, S, 1] of the rows to the responses' tokens: V where a token is predicted, before it is known."""
+        return placed(output.flatten()[micro.sources], micro, self._layout.context)
+
     def _summed(self, parts: Sequence[Tensor]) -> list[float]:
         sums = torch.zeros(5, dtype=torch.float64, device=self._layout.device)
-        if self._layout.is_last_stage and self._layout.tp_rank == 0:
+        if self._layout.is_last_stage and self._layout.speaks:
             for part in parts:
                 sums += part
         dist.all_reduce(sums)
         return [float(x) for x in sums.tolist()]
-
-
-def _at_responses(micro: MicroInputs, output: Tensor) -> Tensor:
-    """[B, S, 1] of the rows to the responses' tokens: V where a token is predicted, before it is known."""
-    return placed(output.flatten()[micro.sources], micro)
 
 
 def _sums(micro: MicroInputs, values: Tensor, clipped: Tensor, loss: Tensor) -> Tensor:

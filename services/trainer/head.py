@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from services.trainer.algorithms.vocab_parallel import log_probs_and_entropy
+from services.trainer.context import Context
 from services.trainer.inputs import MicroInputs
 from services.trainer.models.hidden_states import output_weight
 from services.trainer.parallel import Layout
@@ -28,7 +29,7 @@ class TokenHead:
         predicting = self._wanted(hidden, micro).to(weight.dtype)
         targets = micro.targets.flatten()[micro.places]
         values = log_probs_and_entropy(predicting, weight, targets, temperature, self._layout.tp_group)
-        log_probs, entropy = (placed(each, micro) for each in values)
+        log_probs, entropy = (placed(each, micro, self._layout.context) for each in values)
         return log_probs, entropy
 
     def logits(self, hidden: Tensor, micro: MicroInputs) -> Tensor:
@@ -37,7 +38,7 @@ class TokenHead:
         wanted = self._wanted(hidden, micro).to(weight.dtype) @ weight.T
         shape = (*micro.targets.shape, wanted.shape[-1])
         flat = wanted.new_zeros(micro.targets.numel(), wanted.shape[-1])
-        return flat.index_copy(0, micro.places, wanted).view(shape)
+        return self._layout.context.total(flat.index_copy(0, micro.places, wanted).view(shape))
 
     def _wanted(self, hidden: Tensor, micro: MicroInputs) -> Tensor:
         """[N, H], with a gradient that is summed over tensor ranks, for each of them has a share of the vocabulary."""
@@ -49,7 +50,7 @@ class TokenHead:
         return wanted
 
 
-def placed(values: Tensor, micro: MicroInputs) -> Tensor:
-    """[N], one a predicting position, to [samples, R]."""
+def placed(values: Tensor, micro: MicroInputs, context: Context) -> Tensor:
+    """[N], one a predicting position of this rank, to [samples, R] of its context group."""
     shape = micro.targets.shape
-    return values.new_zeros(shape.numel()).index_copy(0, micro.places, values).view(shape)
+    return context.total(values.new_zeros(shape.numel()).index_copy(0, micro.places, values).view(shape))

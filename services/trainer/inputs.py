@@ -20,7 +20,10 @@ from services.trainer.rows import Packing, Rows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroInputs:
-    """Rows for the model, and B answers of at most S tokens: column t speaks of a response's token t."""
+    """Rows for the model, and B answers of at most S tokens: column t speaks of a response's token t.
+
+    Rows, sources and places are this rank's part in its context group, the rest is all of it.
+    """
 
     rows: Rows
     sources: Tensor
@@ -84,7 +87,7 @@ def step_inputs(
     scale = reduction.num_tokens if config.calculate_per_token_loss else reduction.num_rollouts
     micro_batches = [
         collate([fetched[i] for i in ids], packing) if ids else empty_micro_batch()
-        for ids in plan.micro_batches(layout.dp_rank)
+        for ids in plan.micro_batches(layout.data_rank)
     ]
     return [
         _on_device(
@@ -93,26 +96,30 @@ def step_inputs(
             scale,
             _column(micro, lags),
             rewards,
-            layout.device,
+            layout,
         )
         for micro in micro_batches
     ]
 
 
-def inference_inputs(micro: MicroBatch, device: torch.device) -> MicroInputs:
+def inference_inputs(micro: MicroBatch, layout: Layout) -> MicroInputs:
     """For log-probs alone: no rewards, no weights."""
     lags = torch.zeros(len(micro.targets), 1)
-    return _on_device(micro, torch.zeros(micro.targets.shape), 1, lags, {}, device)
+    return _on_device(micro, torch.zeros(micro.targets.shape), 1, lags, {}, layout)
 
 
 def _on_device(
-    micro: MicroBatch, weights: Tensor, scale: int, lags: Tensor, rewards: Mapping[str, float], device: torch.device
+    micro: MicroBatch, weights: Tensor, scale: int, lags: Tensor, rewards: Mapping[str, float], layout: Layout
 ) -> MicroInputs:
+    device = layout.device
     zeros = torch.zeros(micro.targets.shape, dtype=torch.float32, device=device)
+    rows, sources, places = layout.context.part(
+        micro.rows.to(device), micro.sources.to(device), micro.places.to(device)
+    )
     return MicroInputs(
-        rows=micro.rows.to(device),
-        sources=micro.sources.to(device),
-        places=micro.places.to(device),
+        rows=rows,
+        sources=sources,
+        places=places,
         targets=micro.targets.to(device),
         mask=micro.loss_mask.to(device, torch.float32),
         weights=weights.to(device),

@@ -16,6 +16,7 @@ from headrace.errors import ConfigError
 from headrace.models.registry import read_architecture
 from headrace.models.virtual_stages import virtual_stages
 from services.trainer import cpu_adapter, rendezvous
+from services.trainer.context import Context
 
 # A collective that takes longer has lost a peer.
 _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
@@ -35,7 +36,9 @@ class Layout:
     vpp_size: int
     """Virtual stages of each pipeline rank; 1: the rank's layers lie one behind the other."""
     dp_rank: int
+    """Counts Megatron's data-parallel ranks: those of a context group are neighbours among them."""
     dp_size: int
+    context: Context
     ep_rank: int
     ep_size: int
     etp_rank: int
@@ -45,6 +48,8 @@ class Layout:
     edp_size: int
     tp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
+    data_group: dist.ProcessGroup
+    """Ranks with different samples: one of each context group."""
     pp_group: dist.ProcessGroup
     ep_group: dist.ProcessGroup
     """Ranks that hold different experts of the same layers."""
@@ -65,6 +70,21 @@ class Layout:
     def micro_batch_multiple(self) -> int:
         """What the number of micro-batches of a pass is a multiple of: Megatron interleaves whole rounds of ranks."""
         return self.pp_size if self.vpp_size > 1 else 1
+
+    @property
+    def data_rank(self) -> int:
+        """Counts the shares of a batch."""
+        return self.dp_rank // self.context.size
+
+    @property
+    def data_size(self) -> int:
+        """In how many shares a batch is divided."""
+        return self.dp_size // self.context.size
+
+    @property
+    def speaks(self) -> bool:
+        """One of the ranks that know the same of the same samples."""
+        return self.tp_rank == 0 and self.context.rank == 0
 
     @property
     def gathers(self) -> bool:
@@ -92,11 +112,12 @@ def initialize(job: Job) -> Layout:
     else:
         refuse_gpu_only(args)
         cpu_adapter.install()
-    model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     if world_size % model_parallel:
         raise ConfigError(
             f"{world_size} ranks cannot be divided into tensor_model_parallel_size {args.tensor_model_parallel_size} × "
-            f"pipeline_model_parallel_size {args.pipeline_model_parallel_size}: use a multiple of {model_parallel}"
+            f"pipeline_model_parallel_size {args.pipeline_model_parallel_size} × context_parallel_size "
+            f"{args.context_parallel_size}: use a multiple of {model_parallel}"
         )
     _require_room_for_experts(args, world_size)
     vpp_size = virtual_stages(read_architecture(job.model.hf_checkpoint), args)
@@ -108,6 +129,7 @@ def initialize(job: Job) -> Layout:
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
     )
+    context, data_group = _contexts(args, parallel_state.get_data_parallel_group(), world_size)
     device = torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
     return Layout(
         rank=rank,
@@ -120,6 +142,7 @@ def initialize(job: Job) -> Layout:
         vpp_size=vpp_size,
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
+        context=context,
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
         ep_size=args.expert_model_parallel_size,
         etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
@@ -128,10 +151,27 @@ def initialize(job: Job) -> Layout:
         edp_size=parallel_state.get_expert_data_parallel_world_size(),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
+        data_group=data_group,
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         ep_group=parallel_state.get_expert_model_parallel_group(),
         etp_group=parallel_state.get_expert_tensor_parallel_group(),
     )
+
+
+def _contexts(args: MegatronArgs, dp_group: dist.ProcessGroup, world_size: int) -> tuple[Context, dist.ProcessGroup]:
+    """Collective: this rank's context group, and the group of those that hold other samples."""
+    size = args.context_parallel_size
+    own = dist.get_process_group_ranks(dp_group)
+    every: list[list[int]] = [[] for _ in range(world_size)]
+    dist.all_gather_object(every, own)
+    # Whoever is in a group or not: all make all groups, in one order.
+    data_parallel = sorted({tuple(ranks) for ranks in every})
+    contexts = [ranks[i : i + size] for ranks in data_parallel for i in range(0, len(ranks), size)]
+    others = [ranks[i::size] for ranks in data_parallel for i in range(size)]
+    context, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in contexts])  # type: ignore[no-untyped-call]
+    data, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in others])  # type: ignore[no-untyped-call]
+    multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    return Context(dist.get_rank(context), size, context, multiple), data
 
 
 def _require_room_for_experts(args: MegatronArgs, world_size: int) -> None:
@@ -150,11 +190,6 @@ def refuse_beyond(args: MegatronArgs, *, has_transformer_engine: bool) -> None:
     if args.sequence_parallel and not has_transformer_engine:
         raise ConfigError(
             "--sequence-parallel needs Transformer Engine, which is not installed here: install it or leave this out"
-        )
-    if args.context_parallel_size > 1:
-        raise ConfigError(
-            f"--context-parallel-size {args.context_parallel_size}: headrace does not divide a sequence over ranks: "
-            "leave it out; --recompute-granularity full and --tensor-model-parallel-size make room for long ones"
         )
 
 

@@ -75,10 +75,9 @@ class Pipeline:
 
     def response_log_probs(self, samples: Sequence[Sample], temperature: float | None = None) -> list[Tensor]:
         """Of each sample's response tokens, [R]."""
-        device = self._layout.device
-        micro = inference_inputs(collate(samples, self._packing), device)
-        fillers = [inference_inputs(empty_micro_batch(), device)] * (self._layout.micro_batch_multiple - 1)
-        found = self.log_probs([micro, *fillers], temperature)
+        micro = inference_inputs(collate(samples, self._packing), self._layout)
+        filler = inference_inputs(empty_micro_batch(), self._layout)
+        found = self.log_probs([micro, *[filler] * (self._layout.micro_batch_multiple - 1)], temperature)
         return [] if found is None else micro.cut(found[0])
 
     def _loss(
@@ -87,7 +86,7 @@ class Pipeline:
         log_probs, entropy = self._head(hidden, micro, self._temperature)
         logits = self._head.logits(hidden, micro) if self._objective.needs_logits else None
         terms = Terms(micro, log_probs, entropy, old, reference, logits)
-        if self._layout.tp_rank == 0:
+        if self._layout.speaks:
             self.distance.add(terms.trainer_log_probs, micro.rollout_log_probs, micro.mask, micro.lags)
         outcome = self._objective(terms)
         return outcome.loss, outcome
@@ -96,8 +95,8 @@ class Pipeline:
         device = self._layout.device
         sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
         worst = torch.zeros(3, dtype=torch.float64, device=device)
-        # One tensor rank of the last stage speaks for its data rank; all others add nothing.
-        if self._layout.is_last_stage and self._layout.tp_rank == 0:
+        # One rank of the last stage speaks for its data rank; all others add nothing.
+        if self._layout.is_last_stage and self._layout.speaks:
             for outcome in outcomes:
                 sums += outcome.sums
                 found = torch.stack((outcome.worst.gap, outcome.worst.trainer, outcome.worst.engine)).double()

@@ -68,10 +68,10 @@ class Policy:
         config = transformer_config(architecture, args, layout)
         self._packing = packing_of(job, config, layout)
         self._planner = Planner(
-            dp_size=layout.dp_size,
+            dp_size=layout.data_size,
             packing=self._packing,
             micro_batch_size=job.train.micro_batch_size,
-            max_tokens=job.train.max_tokens_per_gpu,
+            max_tokens=_max_tokens(job.train.max_tokens_per_gpu, layout),
             cost=cost_of(job, architecture),
             multiple_of=layout.micro_batch_multiple,
         )
@@ -142,7 +142,7 @@ class Policy:
     def own_sample_ids(self, samples: Sequence[SampleFacts]) -> list[str]:
         """What `train` will fetch here of these samples, in that order."""
         plans = self._planner.plan(samples, self._steps_per_rollout)
-        return [sample_id for plan in plans for sample_id in plan.sample_ids(self._layout.dp_rank)]
+        return [sample_id for plan in plans for sample_id in plan.sample_ids(self._layout.data_rank)]
 
     def log_probs(self, samples: Sequence[Sample], temperature: float | None = None) -> list[Tensor]:
         """Log-probs of each sample's response tokens [R] under the current weights; [] except on last-stage ranks.
@@ -187,7 +187,7 @@ class Policy:
     def _inputs(
         self, step: int, plans: Sequence[StepPlan], samples: Sequence[SampleFacts], fetch: FetchSamples
     ) -> list[StepInputs]:
-        mine = [sample_id for plan in plans for sample_id in plan.sample_ids(self._layout.dp_rank)]
+        mine = [sample_id for plan in plans for sample_id in plan.sample_ids(self._layout.data_rank)]
         by_id = {sample.sample_id: sample for sample in fetch(mine)}
         train = self._job.train
         rewards = shaped_rewards(samples, train) if self._rewards is None else self._rewards(samples, fetch)
@@ -234,6 +234,11 @@ class Policy:
         if not job.distillation.use_opd or job.distillation.opd_type != "megatron":
             return None
         return ReferencePolicy(self._weights, self._converter, job.distillation.opd_teacher_load)
+
+
+def _max_tokens(per_rank: int | None, layout: Layout) -> int | None:
+    """A micro-batch's: the ranks of a context group have a part of it each."""
+    return None if per_rank is None else per_rank * layout.context.size
 
 
 def _mean(values: Sequence[float]) -> float:

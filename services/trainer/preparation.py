@@ -53,7 +53,7 @@ class Preparation:
         self._reference = reference
         self._teacher = teacher
         self._critic = critic
-        self._advantages = Advantages(job, layout.dp_group)
+        self._advantages = Advantages(job, layout.data_group)
         self._distance = TeacherDistance(layout.device) if job.distillation.use_opd else None
         path = job.hooks.rollout_data_postprocess_path
         self._data_hook = RolloutDataHook(job, path) if path else None

@@ -13,6 +13,7 @@ from typing import Literal, assert_never
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
@@ -39,6 +40,17 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank has of a row that several hold together."""
+
+    spans: Sequence[tuple[int, int]]
+    """[start, end) in the whole row, in order and one behind the other here"""
+    order: Tensor
+    """int64 [T]: where each position of the row is when the ranks' shares lie one behind the other"""
+    group: dist.ProcessGroup
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
     """B rows of S positions."""
 
@@ -48,10 +60,12 @@ class Rows:
     """int64 [B, S]: each token's place in its own sample"""
     segments: Sequence[Segment] | None
     """Of the single row, in order and without gaps. None: padded, every row is one causal sequence."""
+    share: Share | None = None
+    """Which positions of the single row these tokens are; None: all. Segments are always the whole row's."""
 
     def to(self, device: torch.device) -> Rows:
         """On a device."""
-        return Rows(self.tokens.to(device), self.positions.to(device), self.segments)
+        return Rows(self.tokens.to(device), self.positions.to(device), self.segments, self.share)
 
     def aligned(self, multiple: int) -> Rows:
         """S made a multiple of it, with tokens that nothing sees behind the others: sequence parallelism divides S."""

@@ -25,6 +25,12 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+def ways_of(megatron: Mapping[str, Any]) -> list[str]:
+    """Those that a layout can train in: context parallelism divides packed rows only."""
+    is_whole = megatron.get("context_parallel_size", 1) == 1
+    return [way for way, chosen in WAYS.items() if is_whole or chosen["packing"] != "padded"]
+
+
 @dataclass(frozen=True)
 class LayoutCase:
     """One layout of one model."""
@@ -43,7 +49,8 @@ def run_layout(case: LayoutCase) -> None:
     from services.trainer.parallel import initialize
     from services.trainer.policy import Policy
 
-    ways = [Case(f"{case.name}/{way}", case.folder, case.hf_checkpoint, case.megatron, WAYS[way]) for way in WAYS]
+    names = ways_of(case.megatron)
+    ways = [Case(f"{case.name}/{way}", case.folder, case.hf_checkpoint, case.megatron, WAYS[way]) for way in names]
     layout = initialize(ways[0].job())
     for way in ways:
         policy = Policy.build(way.job(), layout)

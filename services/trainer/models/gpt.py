@@ -114,8 +114,8 @@ def in_dtype(model: GPTModel, dtype: torch.dtype) -> GPTModel:
 
 
 def uses_segment_attention(layout: Layout, packing: Packing) -> bool:
-    """Transformer Engine packs samples by itself, but knows no shared prompts."""
-    return not has_transformer_engine(layout) or packing == "shared_prompts"
+    """Transformer Engine packs samples by itself, but knows no shared prompts and none of our context groups."""
+    return not has_transformer_engine(layout) or packing == "shared_prompts" or layout.context.size > 1
 
 
 def _rope_factor(architecture: Architecture) -> float:

@@ -111,6 +111,10 @@ from headrace.launch.specs import address_in
         ("--num-virtual-stages-per-pipeline-rank 2", "2 virtual stages on one pipeline rank: .* or leave them out"),
         ("--microbatch-group-size-per-vp-stage 4", "is not for a job to set: virtual stages take turns in rounds"),
         ("--optimizer sgd --use-distributed-optimizer", "Megatron-core distributes Adam alone"),
+        (
+            "--actor-num-gpus-per-node 2 --context-parallel-size 2 --packing padded",
+            "context_parallel_size 2 divides packed rows, and packing is padded",
+        ),
         ("--optimizer muon", "--optimizer: should be 'adam' or 'sgd', got 'muon'"),
         ("--keep-old-actor --use-rollout-logprobs", "keep_old_actor has no effect: nothing in this loss asks"),
         ("--keep-old-actor", "keep_old_actor has no effect with max_staleness 0"),

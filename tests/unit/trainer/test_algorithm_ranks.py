@@ -117,6 +117,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
     "tp2": {"tensor_model_parallel_size": 2},
     "pp2": {"pipeline_model_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
 }
 
 
@@ -271,7 +272,7 @@ def test_a_custom_loss_is_what_is_minimised(runs: Path) -> None:
             )
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in network.parameters() if p.grad is not None]).norm()
-    for run in ("hook_loss", "hook_loss@dp2", "hook_loss@pp2"):
+    for run in ("hook_loss", "hook_loss@dp2", "hook_loss@pp2", "hook_loss@cp2"):
         found = _metrics(runs, run)[0]
         assert found["loss/custom"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
         assert found["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)

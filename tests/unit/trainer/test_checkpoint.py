@@ -15,6 +15,7 @@ from headrace.config.job import Job
 from headrace.errors import ConfigError, DataLoss
 from services.trainer.checkpoint import Checkpoints, newest, step_name
 from services.trainer.checkpoint_reader import CheckpointReader, opened
+from services.trainer.context import Context
 from services.trainer.parallel import Layout
 from services.trainer.piece import Piece
 from services.trainer.state import TrainState
@@ -63,8 +64,11 @@ def layout() -> Iterator[Layout]:
     group = dist.group.WORLD
     assert group is not None
     fields = {field.name for field in dataclasses.fields(Layout)}
-    alone = {name: group if name.endswith("_group") else int(name.endswith("_size")) for name in fields - {"device"}}
-    yield Layout(device=torch.device("cpu"), **alone)  # type: ignore[arg-type]  # by kind of field
+    alone = {
+        name: group if name.endswith("_group") else int(name.endswith("_size"))
+        for name in fields - {"device", "context"}
+    }
+    yield Layout(device=torch.device("cpu"), context=Context(0, 1, group), **alone)  # type: ignore[arg-type]  # by kind of field
     dist.destroy_process_group()
 
 

@@ -14,26 +14,32 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.support.invariance_cases import WAYS, LayoutCase
+from tests.support.invariance_cases import LayoutCase, ways_of
 from tests.support.ranks import run_cases
 from tests.support.tiny_families import make_tiny
 
 pytestmark = pytest.mark.ranks
 
 TOLERANCE = 1e-5
+CP2 = {"context_parallel_size": 2}
 TP2 = {"tensor_model_parallel_size": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "qwen3@alone": (1, {}),
     "qwen3@dp2": (2, {"use_distributed_optimizer": True}),
     "qwen3@tp2": (2, TP2),
     "qwen3@pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "qwen3@cp2": (2, CP2),
     "qwen3@dp2-tp2": (4, TP2),
+    "qwen3@cp2-tp2": (4, CP2 | TP2),
+    "qwen3@dp2-cp2": (4, CP2),
     "qwen3_moe@alone": (1, {}),
     "qwen3_moe@ep2": (2, {"expert_model_parallel_size": 2}),
+    "qwen3_moe@cp2-ep2": (2, CP2 | {"expert_model_parallel_size": 2}),
     "deepseek_v3@alone": (1, {}),
+    "deepseek_v3@cp2": (2, CP2),
 }
 """Dense, with experts, and with experts and latent attention."""
-RUNS = [f"{layout}/{way}" for layout in LAYOUTS for way in WAYS]
+RUNS = [f"{layout}/{way}" for layout, (_, megatron) in LAYOUTS.items() for way in ways_of(megatron)]
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,6 @@ REFUSED = {
     "no-weights": r"has neither model.safetensors nor model.safetensors.index.json",
     "contradiction": r"--num-layers 3 contradicts the checkpoint, whose config.json says 2: leave the flag out",
     "sequence-parallel": r"--sequence-parallel needs a GPU, .*Transformer Engine too: leave it out on a CPU",
-    "context-parallel": r"--context-parallel-size 2 needs a GPU",
     "too-few-ranks": r"2 ranks cannot be divided into tensor_model_parallel_size 2 × .*: use a multiple of 4",
     "odd-vocabulary": r"tensor_model_parallel_size 2 does not divide vocab_size 321: choose a divisor of it",
     "experts-with-tensor-ranks": r"tensor_model_parallel_size 2 with experts: .* only with --sequence-parallel",
@@ -57,7 +56,6 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> Path:
         _case(folder, "no-weights", "empty"),
         _case(folder, "contradiction", "good", num_layers=3),
         _case(folder, "sequence-parallel", "good", sequence_parallel=True),
-        _case(folder, "context-parallel", "good", context_parallel_size=2),
         _case(folder, "too-few-ranks", "good", tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
         _case(folder, "odd-vocabulary", "odd", tensor_model_parallel_size=2),
         _case(folder, "experts-with-tensor-ranks", "experts", tensor_model_parallel_size=2),
@@ -74,11 +72,6 @@ def test_sequence_parallelism_is_refused_on_a_gpu_without_transformer_engine() -
     refuse_beyond(args, has_transformer_engine=True)
     with pytest.raises(ConfigError, match="needs Transformer Engine, which is not installed here"):
         refuse_beyond(args, has_transformer_engine=False)
-
-
-def test_context_parallelism_is_refused_on_every_machine() -> None:
-    with pytest.raises(ConfigError, match="--context-parallel-size 2: headrace does not divide a sequence over ranks"):
-        refuse_beyond(MegatronArgs(context_parallel_size=2), has_transformer_engine=True)
 
 
 @pytest.mark.ranks
