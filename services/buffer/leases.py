@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 
 from services.buffer.group import Group
+from services.buffer.ordered import Ordered
 
 
 class LeaseTable:
@@ -15,7 +15,7 @@ class LeaseTable:
         self._groups: dict[str, Group] = {}
         self._deadlines: dict[str, float] = {}
         self._requests: defaultdict[tuple[str, str], dict[str, None]] = defaultdict(dict)
-        self._heap: list[tuple[float, str]] = []
+        self._ends: Ordered[float] = Ordered()
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -32,7 +32,7 @@ class LeaseTable:
         if self._deadlines.get(lease_id) == deadline:
             return
         self._deadlines[lease_id] = deadline
-        heapq.heappush(self._heap, (deadline, lease_id))
+        self._ends.add(deadline, lease_id)
 
     def end(self, lease_id: str) -> None:
         """The lease is over."""
@@ -61,12 +61,13 @@ class LeaseTable:
     def due(self, now: float) -> list[Group]:
         """Groups whose leases have reached their deadline."""
         found: list[Group] = []
-        while self._heap and self._heap[0][0] <= now:
-            deadline, lease_id = heapq.heappop(self._heap)
+        while (first := self._ends.first()) and first[0] <= now:
+            deadline, lease_id = self._ends.pop()
             if self._deadlines.get(lease_id) == deadline:
                 found.append(self._groups[lease_id])
         return found
 
     def next_deadline(self) -> float | None:
         """When `due` will next have something at the earliest."""
-        return self._heap[0][0] if self._heap else None
+        first = self._ends.first()
+        return first[0] if first else None

@@ -4,19 +4,20 @@ FIFO and LIFO go by admission, PRIORITY by the prompt's, FRESHEST by the oldest 
 mean reward (highest first), SURPRISE by the mean |R - mean of the group|, the size of what GRPO learns from: groups of
 equal rewards come last. Ties, and what nobody judged, go by admission.
 
-Both orders are heaps; entries of groups that left are skipped when they come up, so nothing looks at all groups.
+Entries of groups that left are skipped when they come up, and dropped once they are the half: no command looks at all.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 
 from services.buffer.group import Group
+from services.buffer.ordered import Ordered
 from services.buffer.stream import Selection
 
 _Key = tuple[float, int]
+_FEW = 64
 
 
 class ReadyPool:
@@ -25,8 +26,8 @@ class ReadyPool:
     def __init__(self, selection: Selection) -> None:
         self._selection = selection
         self._live: dict[str, _Key] = {}
-        self._chosen: list[tuple[_Key, str]] = []
-        self._oldest: list[tuple[int, _Key, str]] = []
+        self._chosen: Ordered[_Key] = Ordered()
+        self._oldest: Ordered[tuple[int, float, int]] = Ordered()
 
     def __len__(self) -> int:
         return len(self._live)
@@ -38,9 +39,10 @@ class ReadyPool:
         """Puts it in its place."""
         key = self._key(group)
         self._live[group.group_id] = key
-        heapq.heappush(self._chosen, (key, group.group_id))
+        self._chosen.add(key, group.group_id)
         if group.oldest_version is not None:
-            heapq.heappush(self._oldest, (group.oldest_version, key, group.group_id))
+            self._oldest.add((group.oldest_version, *key), group.group_id)
+        self._compact()
 
     def discard(self, group_id: str) -> None:
         """Takes it out, if it is there."""
@@ -54,7 +56,7 @@ class ReadyPool:
         """The first `count` ids, which leave the pool. There must be as many."""
         taken: list[str] = []
         while len(taken) < count:
-            key, group_id = heapq.heappop(self._chosen)
+            key, group_id = self._chosen.pop()
             if self._live.get(group_id) == key:
                 del self._live[group_id]
                 taken.append(group_id)
@@ -63,12 +65,19 @@ class ReadyPool:
     def older_than(self, version: int) -> list[str]:
         """Ids whose oldest token is older than `version`, which leave the pool."""
         taken: list[str] = []
-        while self._oldest and self._oldest[0][0] < version:
-            _, key, group_id = heapq.heappop(self._oldest)
-            if self._live.get(group_id) == key:
+        while (first := self._oldest.first()) and first[0][0] < version:
+            (_, *key), group_id = self._oldest.pop()
+            if self._live.get(group_id) == tuple(key):
                 del self._live[group_id]
                 taken.append(group_id)
         return taken
+
+    def _compact(self) -> None:
+        most = 2 * len(self._live) + _FEW
+        if len(self._chosen) > most:
+            self._chosen.keep(lambda key, group_id: self._live.get(group_id) == key)
+        if len(self._oldest) > most:
+            self._oldest.keep(lambda key, group_id: self._live.get(group_id) == key[1:])
 
     def _key(self, group: Group) -> _Key:
         match self._selection:
