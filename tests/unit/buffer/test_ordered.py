@@ -30,17 +30,11 @@ def test_the_smallest_key_comes_first_whatever_the_order_of_coming(actions: list
 
 def test_a_pool_that_is_never_asked_for_old_groups_does_not_grow() -> None:
     it = LedgerUnderTest()
-    it.create(max_staleness=None, selection=Selection.FIFO)
-    epoch = it.rewind()
-    sizes: list[int] = []
-    for step in range(200):
-        it.submit(f"a{step}", f"b{step}")
-        it.put(it.lease())
-        it.consume(epoch, step)
-        sizes.append(entries(it.ledger.book("train").ready))
-    assert max(sizes) < 100
-
-
-def entries(pool: ReadyPool) -> int:
-    """Those of groups that left included."""
-    return len(pool._chosen) + len(pool._oldest)
+    it.create(max_staleness=None)
+    it.submit(*(f"q{i}" for i in range(400)))
+    pool = ReadyPool(Selection.FIFO)
+    for group in it.lease(400):
+        it.put([group])
+        pool.add(it.ledger.book("train").groups[group.group_id])
+        assert pool.first(1) == [group.group_id]
+        assert len(pool._chosen) + len(pool._oldest) < 100
