@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,17 +15,24 @@ from headrace.hooks.trainer import trainer_hook
 from services.trainer.algorithms.icepop import icepop_weights
 from services.trainer.algorithms.mis import mis_weights
 from services.trainer.algorithms.opsm import opsm_mask
+from services.trainer.algorithms.reduction import weighted_sum
 from services.trainer.algorithms.tis import ImportanceWeights, importance_weights
 from services.trainer.hooks import of_samples
-from services.trainer.terms import Terms, masked_sum
+from services.trainer.inputs import MicroInputs
+from services.trainer.terms import Terms, masked_max, masked_sum
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Corrected:
-    """The loss per token, and sums over the trained tokens to be reported."""
+    """The loss per token, and what is to be reported."""
 
     loss: Tensor
-    sums: Mapping[str, Tensor]
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    """Over the trained tokens"""
+    largest: Mapping[str, Tensor] = field(default_factory=dict)
+    """Among the trained tokens"""
+    hooks: Mapping[str, Tensor] = field(default_factory=dict)
+    """By a user's function: shares of the step's value"""
 
 
 Correction = Callable[[Terms, Tensor, Tensor], Corrected]
@@ -57,10 +64,12 @@ def _weighted(config: TrainSection) -> Correction:
         found = _weights(config, terms)
         sums = {
             "tis_weight": masked_sum(found.weights, terms.micro.mask),
+            "tis_weight_squared": masked_sum((found.weights - 1.0).square(), terms.micro.mask),
             "tis_truncated": masked_sum(found.truncated, terms.micro.mask),
         }
         # Where the weight is 0 the token is out, even when its loss is infinite.
-        return Corrected(torch.where(found.weights > 0, loss, 0.0) * found.weights, sums)
+        weighted = torch.where(found.weights > 0, loss, 0.0) * found.weights
+        return Corrected(weighted, sums, {"tis_weight/max": masked_max(found.weights, terms.micro.mask)})
 
     return correct
 
@@ -83,10 +92,10 @@ def _custom(path: str, job: Job) -> Correction:
     def correct(terms: Terms, old: Tensor, loss: Tensor) -> Corrected:
         micro = terms.micro
         if not micro.samples:
-            return Corrected(loss, {})
+            return Corrected(loss)
         masks = micro.cut(micro.mask)
         facts = of_samples(micro.samples)
-        corrected, kept, _ = hook(
+        corrected, kept, metrics = hook(
             args,
             pg_loss=torch.cat(micro.cut(loss)),
             train_log_probs=micro.cut(terms.trainer_log_probs),
@@ -100,6 +109,20 @@ def _custom(path: str, job: Job) -> Correction:
         if not isinstance(corrected, Tensor) or corrected.shape != (sum(lengths),):
             raise InvalidArgument(f"hook {path} must return pg_loss as a tensor [{sum(lengths)}], one loss a token")
         parts = [part * mask for part, mask in zip(torch.split(corrected, lengths), kept, strict=True)]
-        return Corrected(micro.put(parts), {})
+        return Corrected(micro.put(parts), hooks=_reported(path, metrics, micro))
 
     return correct
+
+
+def _reported(path: str, metrics: object, micro: MicroInputs) -> dict[str, Tensor]:
+    """The means of what the hook returned for every token, reduced as the loss is."""
+    lengths = [sample.response_length for sample in micro.samples]
+    if not isinstance(metrics, dict):
+        raise InvalidArgument(f"hook {path} must return its metrics as a dict, not as {type(metrics).__name__}")
+    for name, values in metrics.items():
+        if not isinstance(values, Tensor) or values.shape != (sum(lengths),):
+            raise InvalidArgument(f"hook {path}: metric {name!r} must be a tensor [{sum(lengths)}], one number a token")
+    return {
+        f"tis/{name}": weighted_sum(micro.put(torch.split(values.detach().float(), lengths)), micro.weights)
+        for name, values in metrics.items()
+    }

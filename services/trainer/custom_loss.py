@@ -19,7 +19,8 @@ from services.trainer.terms import Terms
 
 
 class CustomLoss:
-    """`f(args, batch, logits, sum_of_sample_mean) -> (loss, log)`: the loss of the micro-batch, summed over samples.
+    """`f(args, batch, logits, sum_of_sample_mean) -> (loss, log)`: the loss of the micro-batch, summed over samples,
+    and so the numbers of the log, which are reported.
 
     Beyond slime's keys the batch has `current_log_probs` and `entropy`, computed from the logits, with their gradients.
     """
@@ -31,22 +32,32 @@ class CustomLoss:
         self._hook = trainer_hook(path, "loss").target
         self._args = hook_args(job)
 
-    def __call__(self, terms: Terms) -> Tensor:
-        """A share of the step's loss, as a scalar."""
+    def __call__(self, terms: Terms) -> tuple[Tensor, dict[str, Tensor]]:
+        """A share of the step's loss, and of each number of the log, as scalars."""
         micro = terms.micro
         if not micro.samples:
-            return weighted_sum(terms.log_probs, micro.weights)
+            return weighted_sum(terms.log_probs, micro.weights), {}
 
         def sum_of_sample_mean(flat: Tensor) -> Tensor:
             lengths = [sample.response_length for sample in micro.samples]
             return weighted_sum(micro.put(torch.split(flat, lengths)), micro.weights) * micro.loss_scale
 
         found = self._hook(self._args, _batch(terms), terms.logits, sum_of_sample_mean)
-        loss = found[0] if isinstance(found, tuple) and len(found) == 2 else None
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
+        loss, log = found if isinstance(found, tuple) and len(found) == 2 else (None, None)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(log, dict):
             raise InvalidArgument(f"hook {self._path} must return (loss, log): a tensor of one number, and a dict")
         # A loss that touches no logits still has to run backward with those of the other ranks.
-        return loss.squeeze() / micro.loss_scale + weighted_sum(terms.log_probs, torch.zeros_like(micro.weights))
+        share = loss.squeeze() / micro.loss_scale + weighted_sum(terms.log_probs, torch.zeros_like(micro.weights))
+        return share, {
+            f"loss/custom/{name}": self._number(name, value) / micro.loss_scale for name, value in log.items()
+        }
+
+    def _number(self, name: str, value: object) -> Tensor:
+        if isinstance(value, int | float):
+            return torch.tensor(float(value))
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise InvalidArgument(f"hook {self._path}: log[{name!r}] must be one number")
+        return value.detach().float().squeeze()
 
 
 class PolicyReducer:

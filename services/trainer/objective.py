@@ -14,42 +14,8 @@ from services.trainer.algorithms.sft import sft_loss
 from services.trainer.corrections import choose_corrections
 from services.trainer.custom_loss import CustomLoss, PolicyReducer
 from services.trainer.policy_losses import choose_policy_loss
-from services.trainer.terms import Disagreement, Outcome, Terms, masked_sum
-
-SUMS = (
-    "loss/policy",
-    "loss/sft",
-    "loss/custom",
-    "loss/kl",
-    "loss/entropy",
-    "tokens",
-    "entropy",
-    "ratio",
-    "ppo_kl",
-    "clip_fraction",
-    "clipped_low",
-    "clipped_high",
-    "tis_weight",
-    "tis_truncated",
-    "opsm_masked",
-    "log_prob_diff",
-)
-
-
-# Means over the trained tokens, by the sum they come from.
-MEANS = {
-    "entropy": "entropy",
-    "ratio": "ratio/mean",
-    "ppo_kl": "ppo_kl",
-    "clip_fraction": "clip_fraction",
-    "clipped_low": "clip_fraction/low",
-    "clipped_high": "clip_fraction/high",
-    "tis_weight": "tis_weight/mean",
-    "tis_truncated": "tis_weight/truncated",
-    "opsm_masked": "opsm/masked",
-    "log_prob_diff": "log_prob_diff/mean",
-}
-_OPTIONAL = {"tis_weight": "use_tis", "tis_truncated": "use_tis", "opsm_masked": "use_opsm"}
+from services.trainer.terms import Disagreement, Outcome, Terms, masked_max, masked_sum
+from services.trainer.token_statistics import MAXIMA, SUMS, reported
 
 
 class Objective:
@@ -62,6 +28,8 @@ class Objective:
         self._custom_loss = CustomLoss(job) if job.train.loss_type == "custom_loss" else None
         path = job.hooks.custom_pg_loss_reducer_function_path
         self._reducer = PolicyReducer(path, job.train) if path else None
+        self.reported = reported(job)
+        self.has_hooks = self._custom_loss is not None or job.hooks.custom_tis_function_path is not None
         self.needs_logits = job.train.loss_type == "custom_loss"
 
     @property
@@ -80,17 +48,6 @@ class Objective:
         return frozenset(parts)
 
     @property
-    def means(self) -> dict[str, str]:
-        """Which sums are reported as means over the trained tokens, and under which names."""
-        match self._config.loss_type:
-            case "sft_loss":
-                return {"entropy": "entropy"}
-            case "custom_loss":
-                return {"entropy": "entropy", "log_prob_diff": "log_prob_diff/mean"}
-        wanted = {"use_tis": self._config.use_tis, "use_opsm": self._config.use_opsm}
-        return {s: name for s, name in MEANS.items() if s not in _OPTIONAL or wanted[_OPTIONAL[s]]}
-
-    @property
     def has_kl(self) -> bool:
         """True when the loss has a KL to the reference policy."""
         return self._config.use_kl_loss and self._config.kl_loss_coef > 0 and self._config.loss_type == "policy_loss"
@@ -102,8 +59,8 @@ class Objective:
                 return _outcome(terms, loss, {"loss/sft": loss})
             case "custom_loss":
                 assert self._custom_loss is not None
-                loss = self._custom_loss(terms)
-                return _outcome(terms, loss, {"loss/custom": loss})
+                loss, log = self._custom_loss(terms)
+                return _outcome(terms, loss, {"loss/custom": loss}, hooks=log)
             case "policy_loss":
                 return self._policy(terms)
 
@@ -111,11 +68,15 @@ class Objective:
         config, micro = self._config, terms.micro
         old = micro.rollout_log_probs if config.use_rollout_logprobs else terms.trainer_log_probs
         found = self._policy_loss(terms, old)
+        ratio = found.log_ratio.exp()
+        largest = {"ratio/max": masked_max(ratio, micro.mask)}
+        hooks: dict[str, Tensor] = {}
         sums = {
             "clip_fraction": masked_sum(found.clipped, micro.mask),
             "clipped_low": masked_sum(found.clipped * (micro.advantages < 0), micro.mask),
             "clipped_high": masked_sum(found.clipped * (micro.advantages > 0), micro.mask),
-            "ratio": masked_sum(found.log_ratio.exp(), micro.mask),
+            "ratio": masked_sum(ratio, micro.mask),
+            "ratio_squared": masked_sum((ratio - 1.0).square(), micro.mask),
             "ppo_kl": masked_sum(-found.log_ratio, micro.mask),
         }
         per_token = found.loss
@@ -123,6 +84,8 @@ class Objective:
             corrected = correct(terms, old, per_token)
             per_token = corrected.loss
             sums |= corrected.sums
+            largest |= corrected.largest
+            hooks |= corrected.hooks
         reduce = weighted_sum if self._reducer is None else self._reducer.of(micro)
         loss = sums["loss/policy"] = reduce(per_token, micro.weights)
         if self.has_kl and terms.reference_log_probs is not None:
@@ -131,7 +94,7 @@ class Objective:
         if config.entropy_coef:
             sums["loss/entropy"] = weighted_sum(terms.entropy, micro.weights)
             loss = loss - config.entropy_coef * sums["loss/entropy"]
-        return _outcome(terms, loss, sums)
+        return _outcome(terms, loss, sums, largest, hooks)
 
     def _kl(self, terms: Terms, old: Tensor, reference: Tensor) -> Tensor:
         if self._config.use_unbiased_kl:
@@ -139,7 +102,13 @@ class Objective:
         return kl_estimate(terms.log_probs, reference, self._config.kl_loss_type)
 
 
-def _outcome(terms: Terms, loss: Tensor, sums: Mapping[str, Tensor]) -> Outcome:
+def _outcome(
+    terms: Terms,
+    loss: Tensor,
+    sums: Mapping[str, Tensor],
+    largest: Mapping[str, Tensor] | None = None,
+    hooks: Mapping[str, Tensor] | None = None,
+) -> Outcome:
     micro = terms.micro
     everything = {
         "tokens": micro.mask.sum(),
@@ -148,5 +117,8 @@ def _outcome(terms: Terms, loss: Tensor, sums: Mapping[str, Tensor]) -> Outcome:
         **sums,
     }
     zero = torch.zeros((), device=loss.device)
-    vector = torch.stack([everything.get(name, zero).detach().double() for name in SUMS])
-    return Outcome(loss, vector, Disagreement.worst(terms))
+    vector, maxima = (
+        torch.stack([values.get(name, zero).detach().double() for name in names])
+        for values, names in ((everything, SUMS), (largest or {}, MAXIMA))
+    )
+    return Outcome(loss, vector, maxima, Disagreement.worst(terms), hooks or {})

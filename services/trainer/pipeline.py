@@ -14,12 +14,14 @@ from services.trainer.batching import collate, empty_micro_batch
 from services.trainer.head import TokenHead
 from services.trainer.inputs import MicroInputs, StepInputs, inference_inputs
 from services.trainer.lag import LogProbDistance
-from services.trainer.objective import SUMS, Objective
+from services.trainer.named_sums import summed_by_name
+from services.trainer.objective import Objective
 from services.trainer.parallel import Layout
 from services.trainer.rows import Packing
 from services.trainer.runner import Runner
 from services.trainer.stopwatch import Stopwatch
 from services.trainer.terms import Outcome, Terms
+from services.trainer.token_statistics import MAXIMA, SUMS, statistics
 
 
 class Pipeline:
@@ -94,20 +96,26 @@ class Pipeline:
     def _metrics(self, outcomes: Sequence[Outcome]) -> dict[str, float]:
         device = self._layout.device
         sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
+        maxima = torch.zeros(len(MAXIMA), dtype=torch.float64, device=device)
         worst = torch.zeros(3, dtype=torch.float64, device=device)
+        hooks: dict[str, float] = {}
         # One rank of the last stage speaks for its data rank; all others add nothing.
         if self._layout.is_last_stage and self._layout.speaks:
             for outcome in outcomes:
                 sums += outcome.sums
+                maxima = torch.maximum(maxima, outcome.largest)
+                for name, share in outcome.hooks.items():
+                    hooks[name] = hooks.get(name, 0.0) + float(share)
                 found = torch.stack((outcome.worst.gap, outcome.worst.trainer, outcome.worst.engine)).double()
                 worst = torch.where(found[0] > worst[0], found, worst)
         dist.all_reduce(sums)
-        largest = self._agreement(worst)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
         by_name = dict(zip(SUMS, sums.tolist(), strict=True))
-        tokens = max(by_name["tokens"], 1.0)
+        largest = dict(zip(MAXIMA, maxima.tolist(), strict=True))
         metrics = {part: by_name[part] for part in self._objective.losses}
-        metrics |= {name: by_name[source] / tokens for source, name in self._objective.means.items()}
-        return metrics | {"log_prob_diff/max": largest, "tokens": by_name["tokens"]}
+        metrics |= statistics(self._objective.reported, by_name, largest)
+        metrics |= {"log_prob_diff/max": self._agreement(worst), "tokens": by_name["tokens"]}
+        return metrics | (summed_by_name(hooks, self._layout) if self._objective.has_hooks else {})
 
     def _agreement(self, worst: Tensor) -> float:
         """The largest gap of all ranks."""

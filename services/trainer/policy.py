@@ -245,5 +245,10 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-_COMBINED: Mapping[str, Callable[[Sequence[float]], float]] = {"log_prob_diff/max": max, "tokens": sum}
+_COMBINED: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "log_prob_diff/max": max,
+    "ratio/max": max,
+    "tis_weight/max": max,
+    "tokens": sum,
+}
 """How a metric of several optimizer steps becomes the rollout step's, where that is not its mean."""

@@ -5,7 +5,8 @@ Every array is [B, S]: one response a row, column t speaks of its token t.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -60,7 +61,17 @@ class Outcome:
     loss: Tensor
     sums: Tensor
     """[len(SUMS)], float64"""
+    largest: Tensor
+    """[len(MAXIMA)], float64"""
     worst: Disagreement
+    hooks: Mapping[str, Tensor] = field(default_factory=dict)
+    """What users' functions report, as shares of the step's value"""
+
+
+def masked_max(values: Tensor, mask: Tensor) -> Tensor:
+    """The largest over masked-in tokens, of what is not negative; 0 without a token."""
+    kept = torch.where(mask > 0, values, 0.0)
+    return kept.max() if kept.numel() else kept.new_zeros(())
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:

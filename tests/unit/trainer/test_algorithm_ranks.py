@@ -94,6 +94,10 @@ OTHERS: dict[str, Sections] = {
     "on_policy": {"train": {"use_rollout_logprobs": False}},
     "truncated": {"train": {"use_tis": True, **RECOMPUTED}},
     "hook_tis": {"train": {"use_tis": True, **RECOMPUTED}, "hooks": {"custom_tis_function_path": f"{HOOKS}.tis"}},
+    "hook_tis_once": {
+        "train": {"use_tis": True, "use_rollout_logprobs": False},
+        "hooks": {"custom_tis_function_path": f"{HOOKS}.tis"},
+    },
     "hook_advantage": {"hooks": {"custom_advantage_function_path": f"{HOOKS}.advantage"}},
     "hook_reducer": {
         "train": {"disable_grpo_std_normalization": True},
@@ -237,16 +241,41 @@ def test_off_policy_corrections_weigh_the_loss(runs: Path, name: str) -> None:
     """On one optimizer step the ratio is 1, so a token's loss is -A times its weight."""
     network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
     answers = [Answer(network, network, sample) for sample in told(0) if sample.reward is not None]
-    expected = 0.0
+    expected, weights = 0.0, []
     for answer, advantage in zip(answers, _advantages("grpo", answers), strict=True):
         if answer.mask.any():
             gap = (answer.log_probs - answer.old).detach()
             ratio = gap.exp() if name == "icepop" else (gap * answer.mask).sum().div(answer.mask.sum()).exp() + 0 * gap
             weight = torch.where((ratio >= (0.5 if name == "icepop" else MIS_LOW)) & (ratio <= 2.0), ratio, 0.0)
+            weights.append(weight[answer.mask > 0])
             expected += float((answer.mask * weight * -advantage).sum() / answer.mask.sum()) / len(_trained(answers))
     found = _metrics(runs, name)[0]
     assert found["loss/policy"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert 0 < found["tis_weight/truncated"] < 1
+    _assert_statistics(found, "tis_weight", torch.cat(weights))
+
+
+def test_the_ratio_is_reported_over_all_trained_tokens(runs: Path) -> None:
+    network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
+    answers = [Answer(network, network, sample) for sample in told(0) if sample.reward is not None]
+    ratios = torch.cat([answer.ratio[answer.mask > 0].detach() for answer in answers])
+    _assert_statistics(_metrics(runs, "grpo")[0], "ratio", ratios)
+
+
+def test_what_a_users_tis_reports_is_averaged_as_the_loss_is(runs: Path) -> None:
+    network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
+    answers = [Answer(network, network, sample) for sample in told(0) if sample.reward is not None]
+    trained = _trained(answers)
+    expected = sum(float((a.ratio.detach() * a.mask).sum() / a.mask.sum()) for a in trained) / len(trained)
+    found = _metrics(runs, "hook_tis_once")[0]
+    assert found["tis/tis"] == pytest.approx(expected, rel=1e-4)
+    assert not [name for name in found if name.startswith("tis_weight/")]
+
+
+def test_what_a_users_loss_reports_is_averaged_as_the_loss_is(runs: Path) -> None:
+    for run in ("hook_loss", "hook_loss@dp2", "hook_loss@pp2"):
+        for metrics in _metrics(runs, run):
+            assert metrics["loss/custom/loss"] == pytest.approx(metrics["loss/custom"], rel=1e-5)
 
 
 def test_opsm_leaves_out_bad_answers_that_the_policy_left(runs: Path) -> None:
@@ -401,6 +430,7 @@ def _discounted(answer: Answer, rewards: Tensor, factor: float) -> Tensor:
 
 
 _MODULE = "tests.support.algorithm_cases"
+_COMPARED = {"loss/policy", "loss/custom", "grad_norm", "critic/loss", "ratio/mean", "ratio/max", "ratio/std"}
 
 
 def _case(folder: Path, name: str, sections: Sections) -> AlgorithmCase:
@@ -411,9 +441,15 @@ def _case(folder: Path, name: str, sections: Sections) -> AlgorithmCase:
     return AlgorithmCase(name, str(folder), str(folder / "model"), placed)
 
 
+def _assert_statistics(found: dict[str, float], name: str, values: Tensor) -> None:
+    assert found[f"{name}/mean"] == pytest.approx(values.mean().item(), rel=1e-4)
+    assert found[f"{name}/max"] == pytest.approx(values.max().item(), rel=1e-4)
+    assert found[f"{name}/std"] == pytest.approx(values.std(correction=0).item(), rel=1e-4)
+
+
 def _assert_same(runs: Path, run: str, other: str) -> None:
     for mine, theirs in zip(_metrics(runs, run), _metrics(runs, other), strict=True):
-        for metric in set(mine) & {"loss/policy", "loss/custom", "grad_norm", "ratio/mean", "critic/loss"}:
+        for metric in set(mine) & _COMPARED:
             assert mine[metric] == pytest.approx(theirs[metric], rel=1e-5, abs=1e-6), metric
     expected = _weights(runs / other / "trained")
     for name, weight in _weights(runs / run / "trained").items():
