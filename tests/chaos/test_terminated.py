@@ -33,6 +33,7 @@ async def test_a_terminated_run_saves_commits_and_goes_on_without_a_step_lost(tm
         )  # fmt: skip
         async with producing(run):
             await run.until_step(4)
+        assert run.exit_code == 130, run.last_words()
         saved = newest(run.folder.path / "checkpoints")
         assert saved is not None, run.last_words()
         assert not (tmp_path / "export").exists()
@@ -42,6 +43,7 @@ async def test_a_terminated_run_saves_commits_and_goes_on_without_a_step_lost(tm
         assert groups.count(buffer_pb2.GROUP_STATE_COMMITTED) == 4 * step
         async with producing(run):
             await run.finished()
+        assert run.exit_code == 0
 
     assert Counter(line["step"] for line in lines(run)) == dict.fromkeys(range(NUM_STEPS), 1)
     assert (tmp_path / "export" / "model.safetensors").is_file()

@@ -88,6 +88,12 @@ class TrainingRun:
         assert code == 0, self.last_words()
 
     @property
+    def exit_code(self) -> int | None:
+        """Of the launcher; None while it runs."""
+        assert self._process is not None
+        return self._process.returncode
+
+    @property
     def is_running(self) -> bool:
         """False once it has ended."""
         return self._process is not None and self._process.returncode is None

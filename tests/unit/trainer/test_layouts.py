@@ -44,6 +44,7 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sgd": (TP2 | {"optimizer": "sgd", "lr": 0.1}, {}),
     "bf16": (DISTRIBUTED | {"bf16": True}, {}),
 }
+PPO, CRITIC = {"advantage_estimator": "ppo", "use_kl_loss": False}, {"critic": {"critic_lr": 1e-2}}
 UNEVEN = PP2 | {"num_layers_in_first_pipeline_stage": 1}
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no-such-parameter": (PP2, {"freeze_params_name_list": ["lora"]}, "'lora' matches no parameter's name"),
@@ -66,6 +67,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "initial_megatron_checkpoint": str(folder / "plain" / "checkpoints" / step_name(1)),
     }
     cases.append(Case("started", str(folder), str(folder / "model"), TP2, sections={"checkpoint": started}))
+    cases.append(Case("critic", str(folder), str(folder / "model"), PP2, ONE_STEP | PPO, sections=CRITIC))
     cases.append(Case("uneven", str(folder), str(folder / "three-layers"), UNEVEN))
     cases.append(Case("even", str(folder), str(folder / "three-layers"), DISTRIBUTED))
     cases += [
@@ -76,10 +78,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("run", [*FROZEN, *OTHERS, "started", "uneven"])
+@pytest.mark.parametrize("run", [*FROZEN, *OTHERS, "started", "critic", "uneven"])
 def test_a_restored_run_goes_on_bit_for_bit(runs: Path, run: str) -> None:
     went_on, resumed = _weights(runs, run, "twice_trained"), _weights(runs, run, "resumed")
     assert all(torch.equal(went_on[name], resumed[name]) for name in went_on)
+
+
+def test_a_restored_critic_goes_on_bit_for_bit(runs: Path) -> None:
+    _, went_on, resumed = _metrics(runs, "critic")
+    names = [name for name in went_on if name.startswith("critic/")]
+    assert len(names) == 6
+    assert [went_on[name] for name in names] == [resumed[name] for name in names]
+    assert went_on["critic/value"] != 0.0
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from headrace.models.registry import read_architecture, table
+from headrace.models.rows import Replicated
 from services.trainer.checkpoint import newest
 from services.trainer.checkpoint_reader import CheckpointReader
 from tests.support.rank_cases import Case
@@ -46,6 +48,8 @@ PAIRS = [(a, b) for a in LAYOUTS for b in LAYOUTS]
 # Chains of layouts, each restored from the one before. In bfloat16 master weights are one more state that is cut.
 BF16 = [*LAYOUTS, "alone"]
 EXPERTS = ["alone", "ep2", "pp2", "ep4", "ep2-distributed", "ep2-pp2", "dp2-distributed", "alone"]
+CRITIC = ["alone", "vpp2", "tp2-pp2", "dp2-distributed", "alone"]
+PPO = {"train": {"advantage_estimator": "ppo", "use_kl_loss": False}, "sections": {"critic": {"critic_lr": 1e-2}}}
 VIRTUAL = ["alone", "vpp2", "pp2", "vpp2-distributed", "tp2", "vpp2", "alone"]
 
 
@@ -57,7 +61,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cases += [_case(folder, f"float32@{a}@{b}", b, {}, restores=f"float32@{a}") for a, b in PAIRS]
     make_tiny(folder / "experts", "qwen3_moe", tied=False)
     make_tiny(folder / "virtual", "qwen3", tied=True, num_layers=4)
-    chains = (("bf16", BF16, {"bf16": True}), ("experts", EXPERTS, {}), ("virtual", VIRTUAL, {}))
+    chains = (
+        ("bf16", BF16, {"bf16": True}),
+        ("experts", EXPERTS, {}),
+        ("virtual", VIRTUAL, {}),
+        ("critic", CRITIC, {}),
+    )
     for name, chain, megatron in chains:
         for place, layout in enumerate(chain):
             before = f"{name}@{place - 1}" if place else None
@@ -96,6 +105,14 @@ def test_virtual_stages_are_written_and_read_as_any_other(runs: Path, before: in
     _assert_equal(*(_tensors(runs, f"virtual@{place}", "virtual") for place in (before, after)))
 
 
+@pytest.mark.parametrize(("before", "after"), pairwise(range(len(CRITIC))))
+def test_a_critic_and_its_optimizer_come_through_every_layout(runs: Path, before: int, after: int) -> None:
+    original = _tensors(runs, f"critic@{before}", "virtual", part="critic")
+    _assert_equal(original, _tensors(runs, f"critic@{after}", "virtual", part="critic"))
+    assert original["critic/output_layer.weight/exp_avg"].any()
+    assert original["critic/model.layers.3.mlp.down_proj.weight/exp_avg_sq"].any()
+
+
 def _assert_equal(original: dict[str, Tensor], resaved: dict[str, Tensor]) -> None:
     assert original.keys() == resaved.keys()
     for name, tensor in original.items():
@@ -103,7 +120,7 @@ def _assert_equal(original: dict[str, Tensor], resaved: dict[str, Tensor]) -> No
         assert torch.equal(tensor, resaved[name]), name
 
 
-def _tensors(runs: Path, run: str, model: str = "model") -> dict[str, Tensor]:
+def _tensors(runs: Path, run: str, model: str = "model", part: str = "policy") -> dict[str, Tensor]:
     """Whole tensors of the run's checkpoint, cut nowhere."""
     found = newest(runs / run / "checkpoints")
     assert found is not None
@@ -113,15 +130,17 @@ def _tensors(runs: Path, run: str, model: str = "model") -> dict[str, Tensor]:
     for name in reader.names:
         if name.endswith("/step"):
             tensors[name] = reader.whole(name)
-        elif name.startswith("policy/"):
+        elif name.startswith(f"{part}/"):
             elements = sum(place.end - place.start for place in found[1].places if place.tensor == name)
-            tensors[name] = reader.run(name, shardings[name.split("/")[1]], 0, 1, 0, elements)
+            sharding = shardings.get(name.split("/")[1], Replicated())  # a critic's head is whole everywhere
+            tensors[name] = reader.run(name, sharding, 0, 1, 0, elements)
     return tensors
 
 
 def _case(folder: Path, name: str, layout: str, megatron: dict[str, object], *, restores: str | None = None) -> Case:
     ranks, parallel = (LAYOUTS | EXPERT_LAYOUTS | VIRTUAL_LAYOUTS)[layout]
     family = name.split("@")[0]
-    model = family if family in ("experts", "virtual") else "model"
+    model = {"experts": "experts", "virtual": "virtual", "critic": "virtual"}.get(family, "model")
+    further: dict[str, Any] = PPO if family == "critic" else {}
     source = None if restores is None else str(folder / restores / "checkpoints")
-    return Case(name, str(folder), str(folder / model), parallel | megatron, ranks=ranks, load=source)
+    return Case(name, str(folder), str(folder / model), parallel | megatron, ranks=ranks, load=source, **further)
