@@ -19,6 +19,9 @@ from headrace.api.sample.v1 import sample_pb2 as pb
 from headrace.digest import digest_of, matches
 from headrace.errors import DataLoss, InvalidArgument
 
+ROUTED_EXPERTS = "rollout_routed_experts"
+"""Column int16 [T - 1, layers, experts of a token]: where engines sent each token but the last; -1 where unknown."""
+
 _DTYPES: Mapping[pb.Dtype.ValueType, np.dtype[Any]] = {
     pb.DTYPE_UINT8: np.dtype("<u1"),
     pb.DTYPE_INT16: np.dtype("<i2"),

@@ -191,6 +191,12 @@ class TrainSection(Section):
     keep_old_actor: bool = Field(
         False, description="Old log-probs are those of the policy that the sample came from, kept by the trainer."
     )
+    use_routing_replay: bool = Field(
+        False, description="Tokens go to the experts that they went to when old log-probs were computed."
+    )
+    use_rollout_routing_replay: bool = Field(
+        False, description="Tokens go to the experts that the engines chose, in old log-probs and in training."
+    )
 
 
 class CriticSection(Section):

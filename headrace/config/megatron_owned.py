@@ -81,6 +81,9 @@ _REASONS: Mapping[str, Sequence[str]] = {
     "it is a leaf of [train]": _names("""
         calculate_per_token_loss
     """),
+    "--use-routing-replay and --use-rollout-routing-replay do that": _names("""
+        moe_enable_routing_replay
+    """),
     "it is a Python object, which no flag can give": sorted(OBJECTS),
 }
 

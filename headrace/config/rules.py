@@ -12,6 +12,7 @@ from headrace.config.job import Job
 from headrace.config.megatron import MegatronArgs
 from headrace.config.megatron_rules import check_megatron
 from headrace.config.needs import check_needs
+from headrace.config.routing_rules import check_routing_replay
 from headrace.config.secrets import passwords
 from headrace.errors import ConfigError
 from headrace.models.megatron import contradictions
@@ -176,6 +177,7 @@ def _architecture(job: Job) -> None:
     if wrong:
         raise ConfigError("; ".join(wrong))
     virtual_stages(architecture, megatron(job))
+    check_routing_replay(job, architecture)
     if job.model.model is not None and (other := differences(find(job.model.model), architecture)):
         raise ConfigError(
             f"hf_checkpoint {job.model.hf_checkpoint} is not {job.model.model}: its config.json says "

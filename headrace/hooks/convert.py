@@ -9,7 +9,7 @@ import numpy as np
 
 from headrace.errors import InvalidArgument
 from headrace.hooks.sample import Sample
-from headrace.trajectory import Failure, PolicyRange, Status
+from headrace.trajectory import ROUTED_EXPERTS, Failure, PolicyRange, Status
 from headrace.trajectory import Sample as WireSample
 
 
@@ -28,7 +28,7 @@ def to_hook(sample: WireSample, group_index: int | None = None) -> Sample:
         loss_mask=sample.loss_mask.tolist(),
         weight_versions=[str(r.policy_version) for r in sample.policy_ranges],
         rollout_log_probs=sample.rollout_log_probs.tolist(),
-        rollout_routed_experts=sample.columns.get("rollout_routed_experts"),
+        rollout_routed_experts=sample.columns.get(ROUTED_EXPERTS),
         teacher_log_probs=None if teacher is None else teacher.tolist(),
         status=Sample.Status(sample.status.value),
         metadata=dict(sample.metadata),
@@ -107,7 +107,7 @@ def _columns(sample: Sample) -> dict[str, Any]:
     if sample.teacher_log_probs is not None:
         columns["teacher_log_probs"] = np.asarray(sample.teacher_log_probs, dtype=np.float32)
     if sample.rollout_routed_experts is not None:
-        columns["rollout_routed_experts"] = np.asarray(sample.rollout_routed_experts, dtype=np.int16)
+        columns[ROUTED_EXPERTS] = np.asarray(sample.rollout_routed_experts, dtype=np.int16)
     return columns
 
 

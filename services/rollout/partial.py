@@ -16,7 +16,7 @@ import numpy as np
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.errors import HeadraceError
 from headrace.rpc.log import log
-from headrace.trajectory import Sample, Status
+from headrace.trajectory import ROUTED_EXPERTS, Sample, Status
 from services.rollout.engine.api import Finish, Generation
 from services.rollout.prompts import EncodedPrompt
 
@@ -74,9 +74,11 @@ class PartialRollout:
 
 def generation_of(sample: Sample) -> Generation:
     """What the engines have said so far."""
+    experts = sample.columns.get(ROUTED_EXPERTS)
     return Generation(
         tokens=tuple(sample.tokens[sample.prompt_length :].tolist()),
         log_probs=tuple(np.asarray(sample.rollout_log_probs, dtype=np.float64).tolist()),
         finish=_FINISH[sample.status],
         policy_ranges=tuple(sample.policy_ranges),
+        routed_experts=None if experts is None else experts.astype("<i4").tobytes(),
     )

@@ -9,12 +9,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.api.sample.v1 import sample_pb2 as pb
 from headrace.config.job import Job
 from headrace.errors import HeadraceError, InvalidArgument
 from headrace.rpc.log import log
-from headrace.trajectory import Failure, Sample, Status
+from headrace.trajectory import ROUTED_EXPERTS, Failure, Sample, Status
 from services.rollout.engine.api import NOTHING_YET, Finish, Generation, SamplingParams
 from services.rollout.generator import Generator
 from services.rollout.partial import generation_of
@@ -94,12 +95,18 @@ class Maker(Protocol):
 
 
 class SampleMaker:
-    """Makes single samples. A failure is the sample's own: it comes back FAILED with its reason."""
+    """Makes single samples. A failure is the sample's own: it comes back FAILED with its reason.
 
-    def __init__(self, generator: Generator, encoder: PromptEncoder, *, seconds: float) -> None:
+    `num_layers` of the model, where engines are asked which experts its tokens went to.
+    """
+
+    def __init__(
+        self, generator: Generator, encoder: PromptEncoder, *, seconds: float, num_layers: int | None = None
+    ) -> None:
         self._generator = generator
         self._encoder = encoder
         self._seconds = seconds
+        self._num_layers = num_layers
         self.in_flight = 0
 
     async def make_all(
@@ -145,7 +152,15 @@ class SampleMaker:
             metadata=request.metadata,
             sampling_params=asdict(request.params),
             policy_ranges=generation.policy_ranges,
+            columns=self._columns(request, generation),
         )
+
+    def _columns(self, request: SampleRequest, generation: Generation) -> dict[str, NDArray[Any]]:
+        if self._num_layers is None or not generation.routed_experts:
+            return {}
+        num_tokens = len(request.prompt.tokens) + len(generation.tokens) - 1
+        chosen = np.frombuffer(generation.routed_experts, dtype="<i4").astype(np.int16)
+        return {ROUTED_EXPERTS: chosen.reshape(num_tokens, self._num_layers, -1)}
 
 
 def failed_sample(request: SampleRequest, failure: Failure) -> Sample:

@@ -14,6 +14,7 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.client.open import open_buffer
 from headrace.config.job import Job
 from headrace.errors import ConfigError, HeadraceError
+from headrace.models.registry import read_architecture
 from services.rollout.custom import CustomMaker, custom_args
 from services.rollout.engine import arguments
 from services.rollout.engine.api import Generation, SamplingParams
@@ -76,7 +77,8 @@ class RolloutService:
         encoder = PromptEncoder(job.model.hf_checkpoint, apply_chat_template=job.data.apply_chat_template)
         metrics = RolloutMetrics(registry)
         self._router = Router(job.rollout.router_policy, log_dir / "router.log", request_seconds=seconds)
-        self._router_client = EngineClient(self._router.url)
+        asks_for_experts = job.train.use_rollout_routing_replay
+        self._router_client = EngineClient(self._router.url, routed_experts=asks_for_experts)
         self._buffer = open_buffer(_required(job.services.buffer_address, "buffer_address"))
         fleet = Fleet(
             job.placement.rollout_num_gpus // job.placement.rollout_num_gpus_per_engine,
@@ -88,7 +90,8 @@ class RolloutService:
         generator = Generator(self._router_client, lambda: fleet.policy_version)
         hook = job.rollout.custom_generate_function_path
         self._custom = CustomMaker(hook, custom_args(job, self._router.url), seconds=seconds) if hook else None
-        maker: Maker = self._custom or SampleMaker(generator, encoder, seconds=seconds)
+        num_layers = read_architecture(job.model.hf_checkpoint).num_layers if asks_for_experts else None
+        maker: Maker = self._custom or SampleMaker(generator, encoder, seconds=seconds, num_layers=num_layers)
         self._filter = GroupFilter.of(job)
         self._teacher = Teacher.of(job)
         judge = Judge(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headrace.trajectory import Sample
 from services.trainer.planning import Ids
-from services.trainer.rows import Packing, Rows, lay
+from services.trainer.rows import NOBODY, Packing, Rows, lay
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,8 @@ class MicroBatch:
     """uint8 [n, R]: 1 where a token is trained"""
     rollout_log_probs: Tensor
     """float32 [n, R], 0 where there is none"""
+    owners: Tensor
+    """int64 [B, S]: whose token a position of the rows holds; -1: nobody's"""
 
 
 def collate(samples: Sequence[Sample], packing: Packing) -> MicroBatch:
@@ -59,6 +61,7 @@ def collate(samples: Sequence[Sample], packing: Packing) -> MicroBatch:
         targets=targets,
         loss_mask=mask,
         rollout_log_probs=log_probs,
+        owners=laid.owners,
     )
 
 
@@ -74,4 +77,5 @@ def empty_micro_batch() -> MicroBatch:
         targets=one,
         loss_mask=one.to(torch.uint8),
         rollout_log_probs=one.to(torch.float32),
+        owners=one + NOBODY,
     )

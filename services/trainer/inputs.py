@@ -13,6 +13,7 @@ from headrace.trajectory import Sample
 from services.trainer.algorithms.reduction import Reduction
 from services.trainer.batch import SampleFacts
 from services.trainer.batching import MicroBatch, collate, empty_micro_batch
+from services.trainer.experts import ExpertChoices, RolloutChoices
 from services.trainer.parallel import Layout
 from services.trainer.planning import StepPlan
 from services.trainer.rows import Packing, Rows
@@ -50,6 +51,8 @@ class MicroInputs:
     """Of each sample, as the estimator wants it: raw, or against its group"""
     samples: Sequence[Sample]
     """Of the first rows of all this; an empty micro-batch has a row and no sample"""
+    experts: ExpertChoices
+    """Where routing replay sends the tokens; a pass may write it down for later ones"""
 
     def cut(self, values: Tensor) -> list[Tensor]:
         """Each sample's part of [B, S], [R] each: views, differentiable."""
@@ -75,10 +78,12 @@ def step_inputs(
     config: TrainSection,
     layout: Layout,
     packing: Packing,
+    choices: RolloutChoices | None = None,
 ) -> list[MicroInputs]:
     """This data rank's micro-batches of one optimizer step; every data rank has the same number of them.
 
-    `rewards` come from the groups of the whole rollout batch, weights from the samples of this step.
+    `rewards` come from the groups of the whole rollout batch, weights from the samples of this step, `choices` of
+    experts from the samples, where they are replayed.
     """
     of_step = [s for s in samples if s.sample_id in plan.all_sample_ids]
     reduction = Reduction.of(of_step, per_token=config.calculate_per_token_loss, constant=config.loss_constant_length)
@@ -97,6 +102,7 @@ def step_inputs(
             _column(micro, lags),
             rewards,
             layout,
+            choices,
         )
         for micro in micro_batches
     ]
@@ -109,9 +115,16 @@ def inference_inputs(micro: MicroBatch, layout: Layout) -> MicroInputs:
 
 
 def _on_device(
-    micro: MicroBatch, weights: Tensor, scale: int, lags: Tensor, rewards: Mapping[str, float], layout: Layout
+    micro: MicroBatch,
+    weights: Tensor,
+    scale: int,
+    lags: Tensor,
+    rewards: Mapping[str, float],
+    layout: Layout,
+    choices: RolloutChoices | None = None,
 ) -> MicroInputs:
-    device = layout.device
+    device, positions = layout.device, micro.rows.positions
+    experts = choices.of(micro.samples, micro.owners, positions, device) if choices else ExpertChoices()
     zeros = torch.zeros(micro.targets.shape, dtype=torch.float32, device=device)
     rows, sources, places = layout.context.part(
         micro.rows.to(device), micro.sources.to(device), micro.places.to(device)
@@ -130,6 +143,7 @@ def _on_device(
         returns=zeros,
         rewards=tuple(rewards.get(sample.sample_id, 0.0) for sample in micro.samples),
         samples=micro.samples,
+        experts=experts,
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headrace.config.job import TrainSection
 from services.trainer.inputs import MicroInputs, StepInputs
+from services.trainer.models.routing_replay import Routing
 from services.trainer.old_policies import OldPolicies
 from services.trainer.parallel import Layout
 from services.trainer.pipeline import Pipeline
@@ -30,6 +31,9 @@ class OldLogProbs:
         self._layout = layout
         self._pipeline = pipeline
         self._policies = policies
+        self._routing: Routing = "free"
+        if config.use_routing_replay or config.use_rollout_routing_replay:
+            self._routing = "replay" if config.use_rollout_routing_replay else "record"
         self._trains_on_them = config.loss_type != "sft_loss" and (config.use_tis or not config.use_rollout_logprobs)
 
     def __call__(
@@ -45,11 +49,14 @@ class OldLogProbs:
                 return olds, olds
         trains_on_them = self._trains_on_them and len(steps) > 1
         if for_advantages:
-            own = [self._pipeline.log_probs(inputs) for inputs in steps]
+            own = [self._log_probs(inputs) for inputs in steps]
             return own, own if trains_on_them else nothing
         if trains_on_them:
-            return nothing, [None, *(self._pipeline.log_probs(inputs) for inputs in steps[1:])]
+            return nothing, [None, *(self._log_probs(inputs) for inputs in steps[1:])]
         return nothing, nothing
+
+    def _log_probs(self, inputs: StepInputs) -> list[Tensor] | None:
+        return self._pipeline.log_probs(inputs, routing=self._routing)
 
     def _versions(self, step: int, micros: Iterable[MicroInputs]) -> list[int]:
         """That samples of any rank are from: all ranks swap alike, for passes are collective."""
@@ -70,7 +77,7 @@ class OldLogProbs:
         for version in versions:
             with self._policies.in_place(version):
                 for inputs, olds in zip(steps, found, strict=True):
-                    for number, log_probs in enumerate(self._pipeline.log_probs(inputs) or []):
+                    for number, log_probs in enumerate(self._log_probs(inputs) or []):
                         is_from = torch.tensor([each == version for each in self._of(step, inputs[number])])
                         olds[number] = torch.where(is_from[:, None].to(log_probs.device), log_probs, olds[number])
         return list(found) if self._layout.is_last_stage else [None] * len(steps)

@@ -14,6 +14,7 @@ from services.trainer.batching import collate, empty_micro_batch
 from services.trainer.head import TokenHead
 from services.trainer.inputs import MicroInputs, StepInputs, inference_inputs
 from services.trainer.lag import LogProbDistance
+from services.trainer.models.routing_replay import Routing
 from services.trainer.named_sums import summed_by_name
 from services.trainer.objective import Objective
 from services.trainer.parallel import Layout
@@ -66,14 +67,16 @@ class Pipeline:
 
         return self._metrics(self._runner.train(inputs, loss))
 
-    def log_probs(self, inputs: StepInputs, temperature: float | None = None) -> list[Tensor] | None:
+    def log_probs(
+        self, inputs: StepInputs, temperature: float | None = None, routing: Routing = "free"
+    ) -> list[Tensor] | None:
         """Under the weights in place, [B, S] for each micro-batch; None except on last-stage ranks."""
         divisor = temperature or self._temperature
 
         def read(micro: MicroInputs, hidden: Tensor) -> Tensor:
             return self._head(hidden, micro, divisor)[0]
 
-        return self._runner.infer(inputs, read)
+        return self._runner.infer(inputs, read, routing)
 
     def response_log_probs(self, samples: Sequence[Sample], temperature: float | None = None) -> list[Tensor]:
         """Of each sample's response tokens, [R]."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from headrace.config.algorithm_rules import uses_critic, uses_reference
 from headrace.config.job import Job
 from headrace.config.megatron import MegatronArgs
+from headrace.config.routing_rules import replays_routing
 from headrace.errors import ConfigError
 from headrace.models.megatron import contradictions
 from headrace.models.registry import read_architecture
@@ -24,6 +25,7 @@ from services.trainer.canary import Canary, canary_sample
 from services.trainer.checkpoint_reader import CheckpointReader, opened
 from services.trainer.cost import cost_of
 from services.trainer.critic import Critic
+from services.trainer.experts import rollout_choices
 from services.trainer.flops import ModelFlops
 from services.trainer.head import TokenHead
 from services.trainer.hooks import BeforeTrainStep
@@ -32,6 +34,7 @@ from services.trainer.model_state import ModelState
 from services.trainer.models.convert import Converter
 from services.trainer.models.export import export
 from services.trainer.models.gpt import build_stages, transformer_config
+from services.trainer.models.routing_replay import RoutingReplay
 from services.trainer.models.weights import weights_of
 from services.trainer.objective import Objective
 from services.trainer.old_policies import OldPolicies
@@ -84,13 +87,15 @@ class Policy:
         self._chunks = wrap_for_data_parallel(config, args, stages)
         self._steps_per_rollout = job.train.num_steps_per_rollout or 1
         own_rollouts = max(1, job.rollout.num_rollout - job.critic.num_critic_only_steps)
+        replay = RoutingReplay(stages, layout.tp_rank) if replays_routing(job) else None
+        self._choices = rollout_choices(architecture) if job.train.use_rollout_routing_replay else None
         self._optimizer = Optimizer(args, self._chunks, own_rollouts * self._steps_per_rollout)
         self._stopwatch = Stopwatch(layout.device)
         self._speed = Speed(
             ModelFlops.of(architecture), layout.world_size, peak_tflops(job.tracking.peak_tflops, layout.device)
         )
         self._pipeline = Pipeline(
-            Runner(config, self._chunks, layout, self._packing, self._stopwatch),
+            Runner(config, self._chunks, layout, self._packing, self._stopwatch, replay=replay),
             TokenHead(stages[-1], layout),
             objective,
             layout,
@@ -191,7 +196,10 @@ class Policy:
         by_id = {sample.sample_id: sample for sample in fetch(mine)}
         train = self._job.train
         rewards = shaped_rewards(samples, train) if self._rewards is None else self._rewards(samples, fetch)
-        return [step_inputs(plan, step, samples, rewards, by_id, train, self._layout, self._packing) for plan in plans]
+        return [
+            step_inputs(plan, step, samples, rewards, by_id, train, self._layout, self._packing, self._choices)
+            for plan in plans
+        ]
 
     def _optimizer_step(self, step: int, step_id: int, prepared: PreparedStep) -> dict[str, float]:
         metrics = self._train_critic(prepared)

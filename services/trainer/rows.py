@@ -22,6 +22,7 @@ from headrace.trajectory import Sample
 
 Packing = Literal["padded", "packed", "shared_prompts"]
 Indices = NDArray[np.int64]
+NOBODY = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,9 @@ class Laid:
     rows: Rows
     sources: Sequence[Indices]
     """Per sample [R], or [R - 1] without a prompt: indices into the flattened rows."""
+    owners: Tensor
+    """int64 [B, S]: the number of the sample whose token a position holds; -1: nobody's. The first of those that share
+    a prompt owns it."""
 
 
 def lay(samples: Sequence[Sample], packing: Packing) -> Laid:
@@ -117,9 +121,11 @@ def _padded(samples: Sequence[Sample]) -> Laid:
     for row, sample in zip(tokens, samples, strict=True):
         row[: len(sample.tokens) - 1] = sample.tokens[:-1]
     positions = torch.arange(size).expand(len(samples), size).contiguous()
+    lengths = torch.tensor([[len(s.tokens) - 1] for s in samples])
+    owners = torch.arange(len(samples))[:, None].expand_as(positions).masked_fill(positions >= lengths, NOBODY)
     starts = [row * size for row in range(len(samples))]
     sources = [_sources(start, sample) for start, sample in zip(starts, samples, strict=True)]
-    return Laid(Rows(torch.from_numpy(tokens), positions, None), sources)
+    return Laid(Rows(torch.from_numpy(tokens), positions, None), sources, owners)
 
 
 def _families(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
@@ -135,16 +141,19 @@ def _families(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
 
 
 def _in_order(samples: Sequence[Sample], families: Sequence[Sequence[Sample]]) -> Laid:
-    """Lays families out, and gives the sources in the order of the samples."""
+    """Lays families out, and gives sources and owners in the order of the samples."""
     laid = _packed(families)
-    found = dict(zip((s.sample_id for family in families for s in family), laid.sources, strict=True))
-    return Laid(laid.rows, [found[sample.sample_id] for sample in samples])
+    as_laid = [s.sample_id for family in families for s in family]
+    found = dict(zip(as_laid, laid.sources, strict=True))
+    numbers = {sample.sample_id: number for number, sample in enumerate(samples)}
+    renumbered = torch.tensor([*(numbers[sample_id] for sample_id in as_laid), NOBODY])
+    return Laid(laid.rows, [found[sample.sample_id] for sample in samples], renumbered[laid.owners])
 
 
 def _packed(families: Sequence[Sequence[Sample]]) -> Laid:
     row = _Row()
     sources = [source for family in families for source in row.add(family)]
-    return Laid(row.rows(), sources)
+    return Laid(row.rows(), sources, row.owners())
 
 
 class _Row:
@@ -154,36 +163,49 @@ class _Row:
         self._tokens: list[NDArray[np.int32]] = []
         self._positions: list[Indices] = []
         self._segments: list[Segment] = []
+        self._owners: list[Indices] = []
+        self._num_samples = 0
         self._size = 0
 
     def add(self, family: Sequence[Sample]) -> list[Indices]:
         """One sample, or several behind the prompt they share; their sources."""
         if len(family) == 1:
-            return [_sources(self._append(family[0].tokens[:-1], 0), family[0])]
+            sources = [_sources(self._append(family[0].tokens[:-1], 0), family[0])]
+            self._num_samples += 1
+            return sources
         prompt = family[0].prompt_length
         end = self._append(family[0].tokens[:prompt], 0) + prompt
         prefix = len(self._segments) - 1
         return [self._behind(end, prefix, sample) for sample in family]
 
+    def owners(self) -> Tensor:
+        """[1, S], by the number of the sample as it was added."""
+        return torch.from_numpy(np.concatenate(self._owners))[None]
+
     def rows(self) -> Rows:
         """Never empty: a row of nothing but one-token samples gets a position that predicts nothing."""
         if not self._size:
             self._append(np.zeros(1, dtype=np.int32), 0)
+            self._owners[-1][:] = NOBODY
         tokens = torch.from_numpy(np.concatenate(self._tokens).astype(np.int64))
         positions = torch.from_numpy(np.concatenate(self._positions))
         return Rows(tokens[None], positions[None], tuple(self._segments))
 
     def _behind(self, end: int, prefix: int, sample: Sample) -> Indices:
+        number, self._num_samples = self._num_samples, self._num_samples + 1
         if sample.response_length == 0:
             return np.zeros(0, dtype=np.int64)
-        own = self._append(sample.tokens[sample.prompt_length : -1], sample.prompt_length, prefix)
+        own = self._append(sample.tokens[sample.prompt_length : -1], sample.prompt_length, prefix, number)
         return np.concatenate([[end - 1], np.arange(own, own + sample.response_length - 1)])
 
-    def _append(self, tokens: NDArray[np.int32], first: int, prefix: int | None = None) -> int:
+    def _append(
+        self, tokens: NDArray[np.int32], first: int, prefix: int | None = None, owner: int | None = None
+    ) -> int:
         start, self._size = self._size, self._size + len(tokens)
         if len(tokens):
             self._tokens.append(tokens)
             self._positions.append(np.arange(first, first + len(tokens)))
+            self._owners.append(np.full(len(tokens), self._num_samples if owner is None else owner, dtype=np.int64))
             self._segments.append(Segment(start, self._size, prefix))
         return start
 

@@ -6,7 +6,7 @@ Policy and critic have one each.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from services.trainer.inputs import MicroInputs, StepInputs
 from services.trainer.models.gpt import uses_segment_attention
+from services.trainer.models.routing_replay import Routing, RoutingReplay
 from services.trainer.models.segment_attention import SegmentedRow, transformer_engine_row
 from services.trainer.parallel import Layout
 from services.trainer.rows import Packing, Rows
@@ -37,6 +38,7 @@ class Runner:
         packing: Packing,
         stopwatch: Stopwatch,
         part: str = "forward",
+        replay: RoutingReplay | None = None,
     ) -> None:
         config.finalize_model_grads_func = finalize_model_grads
         config.no_sync_func = self._no_sync
@@ -44,6 +46,7 @@ class Runner:
         self._layout = layout
         self._stopwatch = stopwatch
         self._part = part
+        self._replay = replay
         self._multiple = layout.tp_size if config.sequence_parallel else 1
         own = uses_segment_attention(layout, packing)
         self._packed_row = SegmentedRow.of if own else transformer_engine_row
@@ -59,9 +62,11 @@ class Runner:
             value, extra = loss(number, output)
             return value * scale, extra
 
-        return self._run(inputs, scaled, forward_only=False)
+        return self._run(inputs, scaled, forward_only=False, routing="replay")
 
-    def infer(self, inputs: StepInputs, read: Callable[[MicroInputs, Tensor], Tensor]) -> list[Tensor] | None:
+    def infer(
+        self, inputs: StepInputs, read: Callable[[MicroInputs, Tensor], Tensor], routing: Routing = "free"
+    ) -> list[Tensor] | None:
         """`read(micro, output)` of every micro-batch, without gradients; None except on last-stage ranks."""
 
         def keep(number: int, output: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,28 +74,37 @@ class Runner:
             return found.sum(), found
 
         with torch.no_grad():
-            found = self._run(inputs, keep, forward_only=True)
+            found = self._run(inputs, keep, forward_only=True, routing=routing)
         return found if self._layout.is_last_stage else None
 
     def _run(
-        self, inputs: StepInputs, finish: Callable[[int, Tensor], tuple[Tensor, Any]], *, forward_only: bool
+        self,
+        inputs: StepInputs,
+        finish: Callable[[int, Tensor], tuple[Tensor, Any]],
+        *,
+        forward_only: bool,
+        routing: Routing,
     ) -> list[Any]:
         def step(feed: Iterator[tuple[int, MicroInputs]], model: Any) -> tuple[Tensor, LossFunction]:
             number, micro = next(feed)
+            if self._replay is not None:
+                self._replay.enter(micro.experts)
             with self._stopwatch.part("inference" if forward_only else self._part):
                 return self._output(model, micro.rows), partial(finish, number)
 
         for chunk in self._chunks:
             chunk.train(not forward_only)
-        results: list[Any] = self._schedule(
-            forward_step_func=step,
-            data_iterator=[iter(list(enumerate(inputs))) for _ in self._chunks],
-            model=self._chunks,
-            num_microbatches=len(inputs),
-            seq_length=max(micro.rows.tokens.shape[1] for micro in inputs),
-            micro_batch_size=inputs[0].rows.tokens.shape[0],
-            forward_only=forward_only,
-        )
+        following = nullcontext() if self._replay is None else self._replay.following(routing, trains=not forward_only)
+        with following:
+            results: list[Any] = self._schedule(
+                forward_step_func=step,
+                data_iterator=[iter(list(enumerate(inputs))) for _ in self._chunks],
+                model=self._chunks,
+                num_microbatches=len(inputs),
+                seq_length=max(micro.rows.tokens.shape[1] for micro in inputs),
+                micro_batch_size=inputs[0].rows.tokens.shape[0],
+                forward_only=forward_only,
+            )
         return results
 
     @contextmanager

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.config.job import Job
 from headrace.errors import FailedPrecondition
-from headrace.trajectory import Sample
+from headrace.trajectory import ROUTED_EXPERTS, Sample
 from tests.support.rank_cases import samples
 
 _PLAIN = {
@@ -59,10 +60,26 @@ def told(seed: int) -> list[Sample]:
             sample,
             metadata={"difficulty": number},
             train_metadata={"weight": 0.5 + number},
-            columns={"teacher_log_probs": rng.uniform(-6, -5, sample.response_length).astype(np.float32)},
+            columns={
+                "teacher_log_probs": rng.uniform(-6, -5, sample.response_length).astype(np.float32),
+                ROUTED_EXPERTS: _routed(sample, number),
+            },
         )
         for number, sample in enumerate(samples(seed))
     ]
+
+
+def _routed(sample: Sample, number: int) -> NDArray[np.int16]:
+    """Two of four experts in each of two layers, equal for a group's prompt; a token of each response is free."""
+    prompt, response = sample.prompt_length, sample.response_length - 1
+    seeds = (int(sample.group_id[1:]), 1000 + number)
+    parts = [
+        np.random.default_rng(seed).random((size, 2, 4)).argsort(-1)[..., :2]
+        for seed, size in zip(seeds, (prompt, response), strict=True)
+    ]
+    chosen = np.concatenate(parts).astype(np.int16)
+    chosen[prompt : prompt + 1] = -1
+    return chosen
 
 
 def run_case(case: AlgorithmCase) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -55,12 +56,17 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Response tokens, their log-probabilities and the weights that made them. `finish` is None in mid-stream."""
+    """Response tokens, their log-probabilities and the weights that made them. `finish` is None in mid-stream.
+
+    `routed_experts` are int32, little-endian, token by token from the prompt's first to the last but one, layer by
+    layer; None where the engine was not asked for them.
+    """
 
     tokens: tuple[int, ...]
     log_probs: tuple[float, ...]
     finish: Finish | None
     policy_ranges: tuple[PolicyRange, ...]
+    routed_experts: bytes | None = None
 
     @classmethod
     def from_engine(cls, reply: Mapping[str, Any]) -> Generation:
@@ -72,7 +78,8 @@ class Generation:
         spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
         ranges = tuple(PolicyRange(int(s["version"]), s["start"], min(s["end"], len(tokens))) for s in spans)
         log_probs = tuple(float(log_prob) for log_prob, _, _ in pairs)
-        return cls(tokens, log_probs, finish, tuple(r for r in ranges if r.end > r.start))
+        experts = b64decode(meta["routed_experts"]) if meta.get("routed_experts") else None
+        return cls(tokens, log_probs, finish, tuple(r for r in ranges if r.end > r.start), experts)
 
     def then(self, later: Generation) -> Generation:
         """This and what came when it was continued; neighbouring ranges of one version become one."""
@@ -82,7 +89,10 @@ class Generation:
             if ranges and ranges[-1].policy_version == moved.policy_version and ranges[-1].end == moved.start:
                 moved = PolicyRange(moved.policy_version, ranges.pop().start, moved.end)
             ranges.append(moved)
-        return Generation(self.tokens + later.tokens, self.log_probs + later.log_probs, later.finish, tuple(ranges))
+        known = self.routed_experts or b""  # what came before was made with these, whatever the prefill chose
+        experts = None if later.routed_experts is None else known + later.routed_experts[len(known) :]
+        log_probs = self.log_probs + later.log_probs
+        return Generation(self.tokens + later.tokens, log_probs, later.finish, tuple(ranges), experts)
 
 
 NOTHING_YET = Generation((), (), Finish.ABORT, ())

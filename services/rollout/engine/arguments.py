@@ -42,6 +42,7 @@ _OURS: Mapping[str, str] = {
     "weight_version": "it is the policy version",
     "random_seed": "set rollout_seed instead",
     "base_gpu_id": "engines are laid out over rollout_num_gpus",
+    "enable_return_routed_experts": "set use_rollout_routing_replay instead",
 }
 
 
@@ -69,6 +70,8 @@ def command(job: Job, machine: Machine, *, engine: int, port: int) -> list[str]:
         "weight_version": str(INITIAL_VERSION),
         "random_seed": job.data.rollout_seed + engine,
     }
+    if job.train.use_rollout_routing_replay:
+        arguments["enable_return_routed_experts"] = True
     if machine.has_accelerator:
         arguments["base_gpu_id"] = engine * tensor_parallel_size
     words = [sys.executable, "-m", "sglang.launch_server"]

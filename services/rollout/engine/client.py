@@ -17,10 +17,14 @@ _CONNECT_SECONDS = 5.0
 
 
 class EngineClient:
-    """One engine, or the router (which knows /generate only), at http://host:port."""
+    """One engine, or the router (which knows /generate only), at http://host:port.
 
-    def __init__(self, url: str) -> None:
+    With `routed_experts` it answers with the experts of every token too; the engine must have been started so.
+    """
+
+    def __init__(self, url: str, *, routed_experts: bool = False) -> None:
         self.url = url
+        self._further = {"return_routed_experts": True} if routed_experts else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         # Plain HTTP on a private address: without verify=False, loading certificates blocks the event loop for 50 ms.
         self._http = httpx.AsyncClient(base_url=url, trust_env=False, verify=False, limits=limits)
@@ -39,14 +43,14 @@ class EngineClient:
         self, tokens: Sequence[int], params: SamplingParams, *, request_id: str, cache_key: str, seconds: float
     ) -> Generation:
         """Response tokens with log-probs. `cache_key` keeps prefixes made by other weights apart."""
-        body = _generate_body(tokens, params, request_id, cache_key)
+        body = self._generate_body(tokens, params, request_id, cache_key)
         return Generation.from_engine(await self._post("/generate", body, seconds))
 
     async def stream(
         self, tokens: Sequence[int], params: SamplingParams, *, request_id: str, cache_key: str, seconds: float
     ) -> AsyncIterator[Generation]:
         """All tokens so far, again and again; the last one has `finish`."""
-        body = {**_generate_body(tokens, params, request_id, cache_key), "stream": True}
+        body = {**self._generate_body(tokens, params, request_id, cache_key), "stream": True}
         try:
             async with self._http.stream("POST", "/generate", json=body, timeout=_timeout(seconds)) as response:
                 if response.is_error:
@@ -146,6 +150,18 @@ class EngineClient:
         """Stamps the weights; requests in flight go on and carry both versions."""
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
+    def _generate_body(
+        self, tokens: Sequence[int], params: SamplingParams, request_id: str, cache_key: str
+    ) -> dict[str, Any]:
+        return {
+            "input_ids": list(tokens),
+            "sampling_params": params.for_engine(),
+            "return_logprob": True,
+            "rid": request_id,
+            "extra_key": cache_key,
+            **self._further,
+        }
+
     async def _post(self, path: str, body: dict[str, Any], seconds: float = _CONTROL_SECONDS) -> Any:
         return await self._request("POST", path, body, seconds)
 
@@ -163,16 +179,6 @@ class EngineClient:
         if isinstance(error, httpx.ReadTimeout):
             return DeadlineExceeded(f"{self.url}{path} did not answer within {seconds:g} s")
         return Unavailable(f"{self.url}{path}: {type(error).__name__} {error}", reason="ENGINE_UNREACHABLE")
-
-
-def _generate_body(tokens: Sequence[int], params: SamplingParams, request_id: str, cache_key: str) -> dict[str, Any]:
-    return {
-        "input_ids": list(tokens),
-        "sampling_params": params.for_engine(),
-        "return_logprob": True,
-        "rid": request_id,
-        "extra_key": cache_key,
-    }
 
 
 def _timeout(seconds: float) -> httpx.Timeout:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -165,6 +166,8 @@ class FakeEngine:
                 finish = "stop" if made[-1] in stops else "length" if len(made) == params["max_new_tokens"] else None
                 await asyncio.sleep(self._token_seconds)
             reply = _reply(self._score(body["input_ids"]), made, versions, finish)
+            if body.get("return_routed_experts"):
+                reply["meta_info"]["routed_experts"] = _routed([*body["input_ids"], *made], int(self._version))
             if stream is not None:
                 await stream.write(f"data: {json.dumps(reply)}\n\n".encode())
         return stream if stream is not None else web.json_response(reply)
@@ -206,6 +209,12 @@ def _reply(scores: Sequence[float], made: Sequence[int], versions: Sequence[str]
             "weight_versions": spans,
         },
     }
+
+
+def _routed(tokens: Sequence[int], version: int) -> str:
+    """As SGLang: two layers, one expert each, for every token but the last; they follow from token and weights."""
+    numbers = [number for token in tokens[:-1] for number in (token % 4, (token + version) % 4)]
+    return b64encode(b"".join(number.to_bytes(4, "little") for number in numbers)).decode()
 
 
 def _refusal(message: str) -> web.Response:

@@ -12,6 +12,8 @@ TEACHER = "--use-opd --opd-teacher-url http://127.0.0.1:1"
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        ("--use-routing-replay", r"use_routing_replay: this \w+ has no experts to choose: leave it out"),
+        ("--use-rollout-routing-replay", r"use_rollout_routing_replay: this \w+ has no experts to choose"),
         ("--kl-coef 0.1", r"kl_coef is only read by .*ppo.* --use-kl-loss; this job has advantage_estimator grpo"),
         ("--advantage-estimator rloo --kl-coef 0.1", r"kl_coef is only read by"),
         ("--gamma 0.9", r"gamma is only read by advantage_estimator ppo, reinforce_plus_plus"),

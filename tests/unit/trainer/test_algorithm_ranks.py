@@ -25,7 +25,7 @@ from tests.support.algorithm_cases import AlgorithmCase, told
 from tests.support.ranks import run_cases
 from tests.support.tiny_families import make_tiny
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 Sections = Mapping[str, Mapping[str, Any]]
 TEMPERATURE, LOW, HIGH, GAMMA, LAMBDA, KL_COEF, OPD_COEF, CONSTANT = 0.8, 0.8, 1.2, 0.9, 0.7, 0.2, 0.3, 16.0

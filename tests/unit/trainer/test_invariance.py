@@ -18,7 +18,7 @@ from tests.support.invariance_cases import LayoutCase, ways_of
 from tests.support.ranks import run_cases
 from tests.support.tiny_families import make_tiny
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 TOLERANCE = 1e-5
 CP2 = {"context_parallel_size": 2}

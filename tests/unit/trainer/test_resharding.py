@@ -21,7 +21,7 @@ from tests.support.rank_cases import Case
 from tests.support.ranks import run_cases
 from tests.support.tiny_families import make_tiny
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
