@@ -7,14 +7,12 @@ the publication's deadline, which aborts it from inside. Produces: engines that 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 
 from headrace.errors import (
     ChecksumMismatch,
     FailedPrecondition,
-    GroupGone,
     HeadraceError,
     NotFound,
     PublicationAborted,
@@ -25,6 +23,7 @@ from services.rollout.engine.api import GroupJoin
 from services.rollout.engine.fleet import Engine, EngineState, Fleet
 from services.rollout.publication.canary import Canary
 from services.rollout.publication.checksums import differences, digest
+from services.rollout.publication.groups import WeightGroups
 from services.rollout.publication.publication import Begun, Committed, Publication
 from services.rollout.publication.state import Fence, GroupPlan, Phase, Plan
 
@@ -40,7 +39,7 @@ class Receiver:
         self._fleet = fleet
         self._fence = Fence()
         self._publications: dict[str, Publication] = {}
-        self._groups: dict[str, tuple[str, ...]] = {}  # name → incarnations of the engines that are in it
+        self._groups = WeightGroups()
 
     @property
     def open_id(self) -> str:
@@ -57,11 +56,10 @@ class Receiver:
             return self._publications[plan.publication_id].begun
         await self._make_room(plan)
         engines = self._engines_for(plan)
-        incarnations = tuple(engine.incarnation for engine in engines)
-        self._require_whole(plan.groups, incarnations)
+        self._groups.require_whole(plan.groups, engines)
         begun = Begun(
             world_size=1 + sum(engine.tensor_parallel_size for engine in engines),
-            group_alive=tuple(self._groups.get(group.name) == incarnations for group in plan.groups),
+            group_alive=tuple(self._groups.is_whole(group.name, engines) for group in plan.groups),
             engine_ids=tuple(engine.engine_id for engine in engines),
         )
         publication = Publication(plan, engines, begun)
@@ -121,12 +119,6 @@ class Receiver:
             raise FailedPrecondition(f"{sorted(missing)} do not wait for weights: ask GetFleet who does")
         return waiting
 
-    def _require_whole(self, groups: Sequence[GroupPlan], incarnations: tuple[str, ...]) -> None:
-        """A group that lost a member would hang or break; an engine must not be lost to it."""
-        gone = [group.name for group in groups if group.joined and self._groups.get(group.name) != incarnations]
-        if gone:
-            raise GroupGone(f"groups {gone} are of other engines than {list(incarnations)}: begin with new ones")
-
     async def _make_room(self, plan: Plan) -> None:
         if not self.open_id:
             return
@@ -166,8 +158,6 @@ class Receiver:
             rank += engine.tensor_parallel_size
 
         async def join(engine: Engine) -> None:
-            if group.name in self._groups:
-                await _ignoring_refusal(engine.client.leave_group(group.name))
             place = GroupJoin(
                 name=group.name,
                 master_address=group.master_address,
@@ -176,29 +166,23 @@ class Receiver:
                 world_size=publication.begun.world_size,
                 backend=plan.backend,
             )
-            await engine.client.join_group(place, seconds=publication.seconds_left())
+            await self._groups.join(engine, place, seconds=publication.seconds_left())
 
         await self._on_all(publication, join)
-        self._groups[group.name] = tuple(e.incarnation for e in publication.engines.values())
+        self._groups.formed(group.name, list(publication.engines.values()))
 
     async def _leave_groups(self, publication: Publication) -> None:
         """The groups of a few engines serve once; the next publication is for all of them again."""
-        for name in [group.name for group in publication.transaction.plan.groups]:
-            self._groups.pop(name, None)
-            for engine in publication.remaining:
-                await _ignoring_refusal(engine.client.leave_group(name))
+        names = publication.transaction.plan.group_names
+        self._groups.forget(names)
+        for engine in publication.remaining:
+            await self._groups.leave(engine, names)
 
     async def _leave_old_groups(self, publication: Publication) -> None:
         """The trainer has given up groups that it does not name any more."""
-        gone = set(self._groups) - {group.name for group in publication.transaction.plan.groups}
-
-        async def leave(engine: Engine) -> None:
-            for name in gone:
-                await _ignoring_refusal(engine.client.leave_group(name))
-
-        if gone:
-            await self._on_all(publication, leave)
-            self._groups = {name: members for name, members in self._groups.items() if name not in gone}
+        if gone := self._groups.others(publication.transaction.plan.groups):
+            await self._on_all(publication, lambda engine: self._groups.leave(engine, gone))
+            self._groups.forget(gone)
 
     async def _open_session(self, publication: Publication, engine: Engine) -> None:
         await engine.client.begin_weight_update()
@@ -312,8 +296,7 @@ class Receiver:
         log.warning("publication_aborted", publication_id=transaction.plan.publication_id, why=transaction.why_aborted)
         self._end_timer(publication)
         hangs = await _still_runs(publication.preparing)
-        for group in transaction.plan.groups:
-            self._groups.pop(group.name, None)
+        self._groups.forget(transaction.plan.group_names)
         await asyncio.gather(*(self._settle(publication, e, hangs) for e in publication.engines.values()))
 
     async def _settle(self, publication: Publication, engine: Engine, hangs: bool) -> None:
@@ -324,8 +307,7 @@ class Receiver:
             await self._fleet.give_up(engine, f"publication aborted: {transaction.why_aborted}")
             return
         try:
-            for group in transaction.plan.groups:
-                await _ignoring_refusal(engine.client.leave_group(group.name))
+            await self._groups.leave(engine, transaction.plan.group_names)
             if engine.engine_id in publication.in_session:
                 await engine.client.end_weight_update()
             await engine.client.resume()
@@ -355,8 +337,3 @@ def _failure(task: asyncio.Future[object]) -> str | None:
     if error is None:
         return None
     return error.message if isinstance(error, HeadraceError) else f"{type(error).__name__}: {error}"
-
-
-async def _ignoring_refusal(call: Awaitable[None]) -> None:
-    with contextlib.suppress(FailedPrecondition):  # it is in no such group, which is what we want
-        await call

@@ -57,6 +57,11 @@ class Plan:
                 field="groups",
             )
 
+    @property
+    def group_names(self) -> list[str]:
+        """Of all its groups."""
+        return [group.name for group in self.groups]
+
     def group_of(self, bucket: int) -> GroupPlan:
         """Who sends it."""
         for group in self.groups:
