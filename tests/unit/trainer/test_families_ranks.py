@@ -49,6 +49,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "deepseek_v3@pp2": (2, PP2),
     "moonlight@ep2": (2, EP2),
     "qwen3_moe@ep2-pp2": (4, EP2 | PP2),
+    "qwen3_moe@ep4": (4, {"expert_model_parallel_size": 4}),
     "qwen3_moe@ep2-vpp2": (4, EP2 | VPP2 | SHARDED),
     "glm4_moe@ep2-dp2": (4, EP2 | SHARDED),
     "glm4@tp2-pp2": (4, TP2 | PP2),
