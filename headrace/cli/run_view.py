@@ -34,6 +34,7 @@ class RunView:
         self._status: trainer_pb2.GetStatusResponse | None = None
         self._fleet: rollout_pb2.GetFleetResponse | None = None
         self._tokens: deque[tuple[float, int]] = deque(maxlen=20)
+        self._trained: set[int] = set()
         self._rewards: dict[int, float] = {}
         self._step_seconds: deque[float] = deque(maxlen=20)
         self._evaluations: dict[str, dict[int, float]] = {}
@@ -80,6 +81,7 @@ class RunView:
             self._evaluations.setdefault(name, {})[row.step] = metrics[name]
         self._latest = {**self._latest, **metrics}
         if shown := step_line(metrics):
+            self._trained.add(row.step)
             steps = self._job.rollout.num_rollout
             self._unread.append(f"step {row.step}/{steps}: {shown}{self._left(row.step)}")
         if shown := evaluation_line(metrics):
@@ -94,7 +96,7 @@ class RunView:
 
     def summary(self) -> list[str]:
         """How the run went, in a few lines."""
-        lines = [f"finished {len(self._rewards)} steps in {duration(time.monotonic() - self._started)}"]
+        lines = [f"finished {len(self._trained)} steps in {duration(time.monotonic() - self._started)}"]
         rewards = [self._rewards[step] for step in sorted(self._rewards)]
         if len(rewards) >= 6:
             before, after = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3

@@ -156,6 +156,13 @@ def test_a_step_is_a_line_in_one_order_with_what_is_left(load_with) -> None:
     ]
 
 
+def test_steps_without_a_reward_are_counted_too(load_with) -> None:
+    view = RunView(load_with())
+    for step in (1, 2):
+        view.on_progress(_row(step, step, {"loss/sft": 4.0 / step, "time/step_seconds": 1.0}))
+    assert [line.partition(" in ")[0] for line in view.summary()] == ["finished 2 steps"]
+
+
 def test_the_view_renders_from_the_first_moment_on(load_with) -> None:
 
     console = Console(width=140, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
