@@ -54,6 +54,7 @@ chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 	@HEADRACE_COLUMN_MIB=80 $(BIN)/python -m pytest -s tests/contract/test_columns.py -k large
 	@$(BIN)/python -m tests.chaos.recovery
 	@$(BIN)/python -m pytest tests/e2e/test_training.py -k kill_9
+	@HEADRACE_WHOLE_RUNS=all $(BIN)/python -m pytest -s tests/e2e/test_whole_runs.py
 
 clean:
 	rm -rf $(VENV) $(PROTOS) $(TRL) $(REVERB) $(NODE)/node_modules

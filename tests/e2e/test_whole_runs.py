@@ -1,0 +1,183 @@
+"""Short runs of what a job can be, each whole: real services, a real SGLang engine, a real Megatron rank.
+
+`HEADRACE_WHOLE_RUNS=all` runs every one; by default the two that hold most together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.cli.main import main
+from headrace.client.buffer import BufferClient
+from headrace.config.job import Job
+from headrace.rpc.net import free_port
+from services.rollout.engine.machine import probe
+from services.rollout.engine.process import SglangProcess
+from tests.support.tiny_families import make_tiny
+from tests.support.tiny_model import make_tiny_qwen3
+from tests.support.training_run import STREAM, SUMS, TrainingRun
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+ALL = os.environ.get("HEADRACE_WHOLE_RUNS") == "all"
+long = pytest.mark.skipif(not ALL, reason="HEADRACE_WHOLE_RUNS=all runs it")
+
+VOWELS = '''
+async def vowels(args, sample, **kwargs):
+    """Share of the response's characters that are vowels."""
+    return sum(character in "aeiou" for character in sample.response) / max(len(sample.response), 1)
+'''
+SMALL = ("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1", "--rollout-batch-size", "2", "--lr", "3e-3")
+ENGINE_BOUND = 1e-3
+"""Nats by which trainer and engine may differ on a token of the same weights."""
+
+EXPERTS = {"moe_intermediate_size": 64}
+"""SGLang pads experts on a CPU to multiples of this, and its checksums are over what is padded."""
+
+Row = Mapping[str, Any]
+
+
+@asynccontextmanager
+async def started(tmp_path: Path, *flags: str, **parts: Any) -> AsyncIterator[TrainingRun]:
+    """A small run that is judged by its vowels."""
+    (tmp_path / "vowels.py").write_text(VOWELS)
+    checkpoint = parts.pop("checkpoint", None) or make_tiny_qwen3(tmp_path / "model")
+    judge = () if "--loss-mask-type" in flags else ("--custom-rm-path", f"{tmp_path}/vowels.py:vowels")
+    run = TrainingRun(tmp_path, checkpoint, *SMALL, *judge, *flags, **parts)
+    async with run.started():
+        yield run
+
+
+async def rows_of(run: TrainingRun, steps: int) -> Sequence[Row]:
+    """Of a run that ended well, with every step in it and a ledger that agrees with the trainer's record."""
+    await run.finished()
+    rows = [row for row in run.metrics() if "samples/count" in row]
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert all(math.isfinite(value) for row in rows for value in row.values() if isinstance(value, float))
+    assert await asyncio.to_thread(main, ["audit", str(run.folder.path)]) == 0
+    return rows
+
+
+async def test_ppo_with_a_critic_that_warms_up_alone(tmp_path: Path) -> None:
+    flags = ("--advantage-estimator", "ppo", "--critic-lr", "2e-3", "--num-critic-only-steps", "1")
+    async with started(tmp_path, "--num-rollout", "5", *flags) as run:
+        rows = await rows_of(run, 5)
+    first, *others = rows
+    assert "grad_norm" not in first, "the first step trained the critic alone"
+    assert [row["updated"] for row in others] == [1.0] * 4
+    misses = [abs(row["critic/value"] - row["critic/return"]) for row in rows]
+    assert min(misses[1:]) < misses[0], "the critic learns what returns are like"
+    assert max(row["log_prob_diff/max"] for row in others) < ENGINE_BOUND
+
+
+async def test_generations_that_a_publication_aborts_go_on_where_they_were(tmp_path: Path) -> None:
+    flags = (
+        "--partial-rollout", "--mask-offpolicy-in-partial-rollout", "--update-weight-pause-mode", "abort",
+        "--max-staleness", "2", "--rollout-max-response-len", "400", "--n-samples-per-prompt", "4",
+    )  # fmt: skip
+    async with started(tmp_path, "--num-rollout", "6", *flags) as run:
+        await rows_of(run, 6)
+    groups = [group for group in await run.groups() if group.samples]
+    ranges = [sample.policy_ranges for group in groups for sample in group.samples]
+    continued = [
+        [r.masked for r in of_sample] for of_sample in ranges if len({r.policy_version for r in of_sample}) > 1
+    ]
+    assert continued, "no generation went on under other weights"
+    assert all(masked == sorted(masked, reverse=True) for masked in continued), "what is masked is the oldest part"
+    assert not any(masked[-1] for masked in continued)
+    assert [event for event in run.events("rollout") if event["event"] == "group_interrupted"]
+
+
+@long
+async def test_supervised_fine_tuning_on_conversations(tmp_path: Path) -> None:
+    conversations = [
+        row | {"prompt": [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["label"]}]}
+        for row in SUMS
+    ]
+    flags = ("--loss-type", "sft_loss", "--loss-mask-type", "qwen3", "--n-samples-per-prompt", "1")
+    async with started(tmp_path, "--num-rollout", "8", *flags, prompts=conversations) as run:
+        rows = await rows_of(run, 8)
+    assert rows[-1]["loss/sft"] < rows[0]["loss/sft"] - 0.5
+
+
+@long
+async def test_distillation_from_a_teacher_that_is_served(tmp_path: Path) -> None:
+    teacher = make_tiny_qwen3(tmp_path / "teacher", seed=1)
+    served = Job.model_validate({"model": {"hf_checkpoint": teacher}})
+    engine = SglangProcess(served, await probe(), 0, tmp_path / "teacher.log")
+    await engine.start(seconds=600)
+    try:
+        flags = ("--use-opd", "--opd-teacher-url", engine.url, "--opd-kl-coef", "1.0")
+        async with started(tmp_path, "--num-rollout", "8", *flags) as run:
+            rows = await rows_of(run, 8)
+    finally:
+        await engine.stop()
+    kls = [row["opd/kl"] for row in rows]
+    assert kls[0] > 0
+    assert sum(kls[-2:]) < sum(kls[:2]), "the policy comes nearer to its teacher"
+
+
+@long
+async def test_true_on_policy_training_holds_with_a_real_engine(tmp_path: Path) -> None:
+    flags = ("--true-on-policy-mode", "--true-on-policy-bound", "1e-4")
+    async with started(tmp_path, "--num-rollout", "5", *flags) as run:
+        rows = await rows_of(run, 5)
+    assert [row["ratio/mean"] for row in rows] == [1.0] * 5
+    assert [row["clip_fraction"] for row in rows] == [0.0] * 5
+
+
+@long
+async def test_two_buffer_shards_behind_one_run(tmp_path: Path) -> None:
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    flags = ("--num-rollout", "5", "--buffer-addresses", *addresses)
+    async with shards(tmp_path, addresses), started(tmp_path, *flags) as run:
+        await rows_of(run, 5)
+        for address in addresses:
+            async with BufferClient(address) as shard:
+                committed = (await shard.stats(STREAM)).groups["COMMITTED"]
+            assert committed == 5, "a batch of two groups takes one from each shard"
+
+
+@asynccontextmanager
+async def shards(folder: Path, addresses: Sequence[str]) -> AsyncIterator[None]:
+    """`headrace up buffer` for each of them, as on a machine of its own."""
+    (folder / "shards").mkdir()
+    checkpoint = make_tiny_qwen3(folder / "model")
+    flags = (*SMALL, "--num-rollout", "5", "--custom-rm-path", f"{folder}/vowels.py:vowels", "--buffer-addresses")
+    async with AsyncExitStack() as stack:
+        for number in range(len(addresses)):
+            shard = TrainingRun(
+                folder / "shards", checkpoint, *flags, *addresses, "--buffer-shard", str(number),
+                program=("up", "buffer"), name=f"shard-{number}",
+            )  # fmt: skip
+            await stack.enter_async_context(shard.started())
+        yield
+
+
+@long
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        ("glm4", {}),
+        ("qwen3_moe", EXPERTS),
+        ("glm4_moe", EXPERTS),
+        ("deepseek_v3", EXPERTS),
+        ("moonlight", EXPERTS),
+    ],
+)
+async def test_a_family_is_served_trained_and_published(tmp_path: Path, family: str, shape: Mapping[str, int]) -> None:
+    checkpoint = make_tiny(tmp_path / "model", family, **shape)
+    async with started(tmp_path, "--num-rollout", "3", checkpoint=checkpoint) as run:
+        rows = await rows_of(run, 3)
+    largest = [row["log_prob_diff/max"] for row in rows]
+    print(f"{family}: trainer against engine, largest difference of a token's log-prob in each step: {largest}")
+    assert max(largest) < ENGINE_BOUND, "the last two steps' samples are of published weights"
+    assert [row["policy_version"] for row in rows] == [1, 2, 3]
