@@ -176,7 +176,7 @@ class Sample:
     def unpack(cls, packed: pb.Sample) -> Sample:
         """Reads a sample from the wire. Raises DataLoss on a digest mismatch, InvalidArgument on contradictions."""
         envelope = packed.envelope
-        check_payload(envelope, packed.payload)
+        check_payload(envelope.sample_id, envelope.digest, envelope.payload_bytes, packed.payload)
         try:
             payload = pb.SamplePayload.FromString(packed.payload)
         except DecodeError as error:
@@ -233,12 +233,12 @@ class Group:
         return (s for s in self.samples if s.status is not Status.FAILED and s.reward is not None)
 
 
-def check_payload(envelope: pb.SampleEnvelope, payload: bytes | memoryview) -> None:
-    """Raises DataLoss unless the envelope's digest and length are those of the payload."""
-    if len(payload) != envelope.payload_bytes or not matches(envelope.digest, payload):
+def check_payload(sample_id: str, digest: bytes, num_bytes: int, payload: bytes | memoryview) -> None:
+    """Raises DataLoss unless digest and length, which its envelope names, are those of the payload."""
+    if len(payload) != num_bytes or not matches(digest, payload):
         raise DataLoss(
-            f"sample {envelope.sample_id}: payload of {len(payload)} bytes does not match its digest "
-            f"{envelope.digest.hex()[:16]}… over {envelope.payload_bytes} bytes: pack it again"
+            f"sample {sample_id}: payload of {len(payload)} bytes does not match its digest "
+            f"{digest.hex()[:16]}… over {num_bytes} bytes: pack it again"
         )
 
 

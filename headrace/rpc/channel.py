@@ -20,6 +20,7 @@ def connect(address: str) -> grpc.aio.Channel:
         ("grpc.enable_retries", 0),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.http2.max_frame_size", 1 << 20),
         # A client is back 0.1 s to 0.3 s after its server instead of 5 s.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 100),

@@ -33,13 +33,21 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         self._services = services
         self._metrics = metrics
         self._peers = peers
+        self._wrapped: dict[str, Any] = {}
 
     async def intercept_service(
         self, continuation: Callable[..., Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
+        if details.method in self._wrapped:
+            return self._wrapped[details.method]
         handler = await continuation(details)
-        _, service, method = details.method.split("/")
-        if handler is None or service not in self._services or handler.request_streaming:
+        if handler is not None:
+            self._wrapped[details.method] = handler = self._wrap(handler, details.method)
+        return handler
+
+    def _wrap(self, handler: Any, path: str) -> Any:
+        _, service, method = path.split("/")
+        if service not in self._services or handler.request_streaming:
             return handler
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from headrace.errors import ResourceExhausted, Unavailable
 from headrace.rpc.log import log
+from headrace.trajectory import check_payload
 from services.buffer import wire
 from services.buffer.backup import Chunk, Digest, stream_copy
 from services.buffer.chooser import GroupChooser
@@ -165,17 +166,15 @@ class Buffer:
 
     async def release(self, releases: Sequence[Release]) -> None:
         """Groups go back to the queue."""
-        if any(r.partials for r in releases):
-            self._require_disk()
         partials = [sample for release in releases for sample in release.partials]
+        await self._check_payloads(partials)
         self._columns.require(partials)
         await self._commit_samples(partials, self.ledger.release(_now(), releases))
 
     async def put(self, puts: Sequence[GroupPut]) -> list[PutResult]:
         """Durable when it returns. Refused where it would fill the disk: consume and commit need what is left."""
-        if any(p.samples for p in puts):
-            self._require_disk()
         samples = [sample for put in puts for sample in put.samples]
+        await self._check_payloads(samples)
         self._columns.require(samples)
         return await self._commit_samples(samples, self.ledger.put(_now(), puts))
 
@@ -277,6 +276,17 @@ class Buffer:
     def watch(self, from_position: int) -> AsyncIterator[list[LedgerEvent]]:
         """The history from a position on, then live. Raises OutOfRange beyond its end, or for a reader left behind."""
         return self._watching.watch(from_position)
+
+    async def _check_payloads(self, samples: Sequence[NewSample]) -> None:
+        """In a thread: hashing and asking the disk let go of the interpreter, for which the event loop would queue."""
+        if samples:
+            await asyncio.to_thread(self._check_in_thread, samples)
+
+    def _check_in_thread(self, samples: Sequence[NewSample]) -> None:
+        self._require_disk()
+        for sample in samples:
+            record = sample.record
+            check_payload(record.sample_id, record.digest, record.payload_bytes, sample.payload)
 
     def _require_disk(self) -> None:
         free = self._store.free_bytes()

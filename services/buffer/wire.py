@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
-from headrace.trajectory import Failure, check_payload, from_json
+from headrace.trajectory import Failure, from_json
 from services.buffer.group import Group, GroupState, Prompt, SampleRecord
 from services.buffer.producing import GroupPut, NoLeaseReason, PutOutcome, PutResult, Release
 from services.buffer.transaction import LedgerEvent, Payload
@@ -43,7 +43,7 @@ def from_prompt(prompt: Prompt) -> sample_pb2.Prompt:
 
 
 def to_put(put: RawPut) -> GroupPut:
-    """Checked by itself; raises DataLoss for a payload that does not match its digest."""
+    """Checked by itself, but for its payloads' digests."""
     message = put.rest
     group_id = require(message.group_id, "groups.group_id")
     if message.outcome not in _OUTCOMES:
@@ -98,7 +98,6 @@ def _to_sample(sample: RawSample, envelope: sample_pb2.SampleEnvelope, group_id:
             field="samples.envelope.group_id",
         )
     _check_status(envelope)
-    check_payload(envelope, sample.payload)
     return NewSample(
         SampleRecord(
             key=key,

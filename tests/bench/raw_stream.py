@@ -8,10 +8,11 @@ import sys
 import time
 
 import grpc
+import uvloop
 
 from headrace.rpc.channel import connect
 from headrace.rpc.net import free_port
-from headrace.rpc.server import MAX_MESSAGE_BYTES
+from headrace.rpc.server import OPTIONS
 
 _METHOD = "/raw.Raw/Take"
 
@@ -44,7 +45,7 @@ async def serve(address: str) -> None:
         return b""
 
     handler = grpc.method_handlers_generic_handler("raw.Raw", {"Take": grpc.unary_unary_rpc_method_handler(take)})
-    server = grpc.aio.server(options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)])
+    server = grpc.aio.server(options=list(OPTIONS))
     server.add_generic_rpc_handlers([handler])
     server.add_insecure_port(address)
     await server.start()
@@ -52,4 +53,4 @@ async def serve(address: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(sys.argv[1]))
+    uvloop.run(serve(sys.argv[1]))
