@@ -1,7 +1,8 @@
 """Samples a second into and out of a durable buffer, beside Reverb in memory, a bare disk and a bare gRPC stream.
 
 `python -m tests.bench.ledger_throughput [PYTHON]`: PYTHON has dm-reverb; without it Reverb is left out. Random bytes,
-calls of 16 samples, 16 in flight; every server is a process of its own, ours and its clients on uvloop. One run, so that the ratios mean something.
+calls of 16 samples, 16 in flight; every server is a process of its own; our servers and clients run on uvloop. One run,
+so that the ratios mean something.
 """
 
 from __future__ import annotations

@@ -92,7 +92,8 @@ async def test_a_crowd_that_waits_costs_little_more_than_grpc_itself(tmp_path: P
                 ours = (resident - before) / (2 * NUM_EACH)
                 print(
                     f"{NUM_EACH:,} waiting leases and {NUM_EACH:,} open watches: {resident / 1e6:.0f} MB resident, "
-                    f"{ours / 1e3:.1f} KB a call; a bare grpc.aio server {bare_resident / 1e6:.0f} MB, {bare / 1e3:.1f} KB"
+                    f"{ours / 1e3:.1f} KB a call; "
+                    f"a bare grpc.aio server: {bare_resident / 1e6:.0f} MB, {bare / 1e3:.1f} KB"
                 )
                 assert ours < MOST_TIMES_BARE * bare
                 await client.submit_prompts("train", text_prompts("a"))
