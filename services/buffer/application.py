@@ -6,37 +6,33 @@ Unblocked by: a change of the stream (waiting leases and batches), the journal (
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import TypeVar
 
-from headrace.errors import ResourceExhausted, Unavailable
+from headrace.errors import ResourceExhausted
 from headrace.rpc.log import log
 from headrace.trajectory import check_payload
 from services.buffer import wire
 from services.buffer.backup import Chunk, Digest, stream_copy
+from services.buffer.changes import Changes
 from services.buffer.chooser import GroupChooser
+from services.buffer.clock import now
 from services.buffer.columns import Columns
 from services.buffer.group import Group, GroupState, Prompt, SampleRecord
 from services.buffer.journal import Journal
-from services.buffer.ledger import Ledger, Result
+from services.buffer.lease_timer import LeaseTimer
+from services.buffer.ledger import Ledger
 from services.buffer.portions import portions
 from services.buffer.producing import GroupPut, NoLeaseReason, PutResult, Release
 from services.buffer.retrying import Retried
-from services.buffer.signal import Signal, wait_for
 from services.buffer.store.base import Store
 from services.buffer.stream import StreamConfig, StreamState
 from services.buffer.supply import PromptSupply
 from services.buffer.training import Batch
-from services.buffer.transaction import Instant, LedgerEvent, Payload, Transaction
+from services.buffer.transaction import LedgerEvent, Payload
 from services.buffer.user_code import UserCode
 from services.buffer.watching import Watching
-from services.buffer.work import NewSample
-
-_Answer = TypeVar("_Answer")
 
 NO_USER_CODE = UserCode()
 
@@ -61,13 +57,11 @@ class Buffer:
         self._min_free_disk_bytes = min_free_disk_bytes
         self._supply = supply
         self._columns = columns
-        self._releasing: set[asyncio.Task[None]] = set()
+        self._changes = Changes(ledger, journal, columns, supply)
         self._watching = Watching(journal, store, max_watch_lag)
         self._chooser: GroupChooser | None = None
         self._choosing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._changed: defaultdict[str, Signal] = defaultdict(Signal)
-        self._leased = Signal()
-        self._timer: asyncio.Task[None] | None = None
+        self._timer = LeaseTimer(ledger, self._changes)
 
     @classmethod
     async def open(
@@ -86,7 +80,7 @@ class Buffer:
         if snapshot.torn_bytes:
             log.warning("torn_tail_cut", num_bytes=snapshot.torn_bytes)
         ledger = Ledger(snapshot.ledger_id)
-        ledger.restore(_now(), snapshot.streams, snapshot.groups, snapshot.position)
+        ledger.restore(now(), snapshot.streams, snapshot.groups, snapshot.position)
         columns = Columns(columns_folder)
         columns.restore(snapshot.groups)
         supply = PromptSupply(user_code)
@@ -102,13 +96,12 @@ class Buffer:
         buffer._chooser = await user_code.chooser()
         for state in snapshot.streams:
             await supply.resume(state)
-        buffer._timer = asyncio.create_task(buffer._expire_leases())
+        buffer._timer.start()
         return buffer
 
     async def close(self) -> None:
         """Waits for what is being written."""
-        if self._timer:
-            self._timer.cancel()
+        self._timer.stop()
         await self.journal.close()
         await self._supply.close()
         if self._chooser:
@@ -120,16 +113,16 @@ class Buffer:
         async with self._supply.locks[config.name]:
             is_new = config.name not in self.ledger.books
             state = await self._supply.begin(config) if is_new else StreamState(config)
-            return config, await self._commit(self.ledger.create_stream(_now(), state))
+            return config, await self._changes.commit(self.ledger.create_stream(now(), state))
 
     async def set_limits(self, limits: StreamConfig) -> None:
         """The operator's way to change a stream that is there: its limits, and nothing else."""
         if limits.name in self.ledger.books:
-            await self._commit(self.ledger.set_limits(_now(), limits))
+            await self._changes.commit(self.ledger.set_limits(now(), limits))
 
     async def submit(self, stream: str, prompts: Sequence[Prompt]) -> list[str]:
         """Group ids, one for each prompt."""
-        return await self._commit(self.ledger.submit(_now(), stream, prompts))
+        return await self._changes.commit(self.ledger.submit(now(), stream, prompts))
 
     async def lease(
         self, stream: str, producer_id: str, request_id: str, max_groups: int, wait_seconds: float
@@ -138,13 +131,13 @@ class Buffer:
 
         async def attempt() -> list[Group] | None:
             await self._read_prompts(stream, max_groups)
-            result = self.ledger.lease(_now(), stream, producer_id, request_id, max_groups)
+            result = self.ledger.lease(now(), stream, producer_id, request_id, max_groups)
             if result[0]:
-                self._leased.set()
-            return await self._commit(result) or None
+                self._timer.granted()
+            return await self._changes.commit(result) or None
 
         self.ledger.book(stream)
-        groups = await self._wait(stream, attempt, wait_seconds) or []
+        groups = await self._changes.wait(stream, attempt, wait_seconds) or []
         return groups, None if groups else self.ledger.no_lease_reason(stream)
 
     async def _read_prompts(self, stream: str, max_groups: int) -> None:
@@ -152,45 +145,45 @@ class Buffer:
         async with self._supply.locks[stream]:
             while any(counts := self.ledger.prompts_wanted(stream, max_groups)):
                 reading = await self._supply.read(self.ledger.book(stream).state, counts)
-                result = self.ledger.read(_now(), stream, reading.prompts, reading.cursors, reading.ended)
+                result = self.ledger.read(now(), stream, reading.prompts, reading.cursors, reading.ended)
                 # Not waited for: the lease that follows is behind it in the journal.
                 _ = self.journal.append(result[1])
 
     def lease_seconds_left(self, lease_id: str) -> float:
         """Of a live lease."""
-        return self.ledger.lease_seconds_left(_now(), lease_id)
+        return self.ledger.lease_seconds_left(now(), lease_id)
 
     def renew(self, lease_ids: Sequence[str]) -> tuple[list[str], list[str]]:
         """(renewed, lost)."""
-        return self.ledger.renew(_now(), lease_ids)
+        return self.ledger.renew(now(), lease_ids)
 
     async def release(self, releases: Sequence[Release]) -> None:
         """Groups go back to the queue."""
         partials = [sample for release in releases for sample in release.partials]
         await self._check_payloads(partials)
         self._columns.require(partials)
-        await self._commit_samples(partials, self.ledger.release(_now(), releases))
+        await self._changes.commit_samples(partials, self.ledger.release(now(), releases))
 
     async def put(self, puts: Sequence[GroupPut]) -> list[PutResult]:
         """Durable when it returns. Refused where it would fill the disk: consume and commit need what is left."""
         samples = [sample for put in puts for sample in put.samples]
         await self._check_payloads(samples)
         self._columns.require(samples)
-        return await self._commit_samples(samples, self.ledger.put(_now(), puts))
+        return await self._changes.commit_samples(samples, self.ledger.put(now(), puts))
 
     async def retry(self, stream: str, request_id: str, group_ids: Sequence[str]) -> Retried:
         """FAILED groups go back to the queue."""
-        return await self._commit(self.ledger.retry(_now(), stream, request_id, group_ids))
+        return await self._changes.commit(self.ledger.retry(now(), stream, request_id, group_ids))
 
     async def lease_batch(self, stream: str, epoch: int, step: int, wait_seconds: float) -> tuple[Batch | None, int]:
         """The batch, and how many groups are READY."""
 
         async def attempt() -> Batch | None:
-            batch = await self._commit(self.ledger.lease_batch(_now(), stream, epoch, step))
+            batch = await self._changes.commit(self.ledger.lease_batch(now(), stream, epoch, step))
             return await self._choose(stream, epoch, step) if batch is None and self._chooser else batch
 
         self.ledger.book(stream)
-        batch = await self._wait(stream, attempt, wait_seconds)
+        batch = await self._changes.wait(stream, attempt, wait_seconds)
         return batch, self.ledger.book(stream).counts[GroupState.READY]
 
     async def _choose(self, stream: str, epoch: int, step: int) -> Batch | None:
@@ -203,7 +196,7 @@ class Buffer:
             packed = [await self._packed(group) for group in groups]
             chosen, dropped = await self._chooser.choose(step, packed, book.state.config.groups_per_step)
             ids = [[groups[place].group_id for place in places] for places in (chosen, dropped)]
-            return await self._commit(self.ledger.choose(_now(), stream, epoch, step, *ids))
+            return await self._changes.commit(self.ledger.choose(now(), stream, epoch, step, *ids))
 
     async def _packed(self, group: Group) -> list[bytes]:
         payloads = await self.payloads(group.samples)
@@ -212,19 +205,19 @@ class Buffer:
 
     async def consume(self, stream: str, epoch: int, step: int, digest: bytes) -> int:
         """The step after it."""
-        return await self._commit(self.ledger.consume(_now(), stream, epoch, step, digest))
+        return await self._changes.commit(self.ledger.consume(now(), stream, epoch, step, digest))
 
     async def commit(self, stream: str, epoch: int, step: int) -> int:
         """Groups committed."""
-        return await self._commit(self.ledger.commit(_now(), stream, epoch, step))
+        return await self._changes.commit(self.ledger.commit(now(), stream, epoch, step))
 
     async def rewind(self, stream: str, step: int, request_id: str, least_epoch: int) -> tuple[int, int]:
         """(epoch, groups that came back)."""
-        return await self._commit(self.ledger.rewind(_now(), stream, step, request_id, least_epoch))
+        return await self._changes.commit(self.ledger.rewind(now(), stream, step, request_id, least_epoch))
 
     async def set_policy_version(self, stream: str, epoch: int, policy_version: int) -> int:
         """Groups that expired by it."""
-        return await self._commit(self.ledger.set_policy_version(_now(), stream, epoch, policy_version))
+        return await self._changes.commit(self.ledger.set_policy_version(now(), stream, epoch, policy_version))
 
     async def payloads(self, records: Sequence[SampleRecord]) -> Sequence[Payload]:
         """Checked against their digests."""
@@ -271,7 +264,7 @@ class Buffer:
 
     async def settled(self) -> None:
         """Everything that memory shows is durable."""
-        await self.journal.append(Transaction())
+        await self._changes.settled()
 
     def watch(self, from_position: int) -> AsyncIterator[list[LedgerEvent]]:
         """The history from a position on, then live. Raises OutOfRange beyond its end, or for a reader left behind."""
@@ -297,66 +290,3 @@ class Buffer:
                 reason="DISK_RESERVE",
                 retry_after_seconds=5.0,
             )
-
-    async def _commit_samples(self, samples: Sequence[NewSample], result: Result[_Answer]) -> _Answer:
-        """Columns of samples that are kept are held from now on."""
-        for sample in samples:
-            if sample.record.key in result[1].payloads:
-                self._columns.hold(sample.record.key, sample.columns)
-        return await self._commit(result)
-
-    async def _release_columns(self, keys: Sequence[str]) -> None:
-        """Also where the call that deleted the samples was cancelled."""
-        with contextlib.suppress(Unavailable):  # the disk failed: the process is ending
-            await self.settled()
-            self._columns.release(keys)
-
-    async def _commit(self, result: Result[_Answer]) -> _Answer:
-        answer, transaction = result
-        durable = self.journal.append(transaction)
-        for name in {e.stream for e in transaction.events}:
-            self._changed[name].set()
-        if transaction.deleted_payloads:
-            releasing = asyncio.create_task(self._release_columns(transaction.deleted_payloads))
-            self._releasing.add(releasing)
-            releasing.add_done_callback(self._releasing.discard)
-        await durable
-        await self._give_back(transaction)
-        return answer
-
-    async def _give_back(self, transaction: Transaction) -> None:
-        """Groups dropped by age, to the data sources they came from."""
-        dropped: defaultdict[str, list[Prompt]] = defaultdict(list)
-        for event in transaction.events:
-            if event.kind == "expired" and event.state is GroupState.DROPPED and event.group_id:
-                dropped[event.stream].append(transaction.groups[event.group_id].prompt)
-        for stream, prompts in dropped.items():
-            await self._supply.give_back(self.ledger.book(stream).state, prompts)
-
-    async def _wait(
-        self, stream: str, attempt: Callable[[], Awaitable[_Answer | None]], seconds: float
-    ) -> _Answer | None:
-        end = time.monotonic() + seconds
-        while True:
-            ticket = self._changed[stream].ticket()
-            answer = await attempt()
-            left = end - time.monotonic()
-            if answer is not None or left <= 0 or not await wait_for(ticket, left):
-                return answer
-
-    async def _expire_leases(self) -> None:
-        while True:
-            ticket = self._leased.ticket()
-            result = self.ledger.expire_leases(_now())
-            if result[0]:
-                await self._commit(result)
-                log.info("leases_expired", num_groups=result[0])
-            deadline = self.ledger.next_lease_deadline()
-            if deadline is None:
-                await ticket.wait()
-            else:
-                await wait_for(ticket, max(deadline - time.monotonic(), 0.0))
-
-
-def _now() -> Instant:
-    return Instant(time.monotonic(), time.time())

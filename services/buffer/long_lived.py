@@ -1,7 +1,7 @@
 """Python's cyclic collector, kept away from a ledger's rows.
 
-Loading makes a million objects that stay: the collector would walk them again and again while they are made (half of
-the time of a start), and later stop the server for as long at every full collection.
+Loading makes a million objects that stay: the collector would walk them again and again while they are made, and later
+stop the server at every full collection.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """A disk that kills, fails, is full or stalls at every point where the store touches it, under the whole workload.
 
+The same for the index beside the segments: killed before its transaction, inside of it and behind it, told by the
+system that the disk fails or is full. It is behind the segments always: nothing that was answered is in it alone.
+
 `make chaos` tries every action at every point, `make test` each action at one.
 """
 
@@ -17,21 +20,27 @@ from headrace.config.job import BufferSection
 from tests.chaos.workload import working
 from tests.support.buffer_server import BufferProcess
 from tests.support.faulty_files import ACTIONS, POINTS
+from tests.support.faulty_index import INDEX_FAILPOINTS
 
 _FIRST_STEPS = 2
 # How often a point is passed before it acts: beyond the start of the buffer, in the middle of the work.
-_PASSES = {"create": 3, "created": 3, "truncate": 3, "sync-folder": 3, "delete": 1}
+_PASSES = {"create": 3, "created": 3, "truncate": 3, "sync-folder": 3, "delete": 1} | dict.fromkeys(
+    ("index", "index-commit", "index-committed"), 8
+)
 _MANY_PASSES = 30
 _SEGMENT_BYTES = 16_384
 
 
-_FEW = (("half-written", "kill"), ("synced", "EIO"), ("delete", "ENOSPC"), ("sync-folder", "pause"))
+_FEW = (
+    ("half-written", "kill"), ("synced", "EIO"), ("delete", "ENOSPC"), ("sync-folder", "pause"),
+    ("index-commit", "kill"), ("index", "EIO"),
+)  # fmt: skip
 
 
 def failpoints() -> Sequence[str]:
     """point:action:pass"""
     every = os.environ.get("HEADRACE_FAILPOINTS") == "all"
-    pairs = product(POINTS, ACTIONS) if every else _FEW
+    pairs = (*product(POINTS, ACTIONS), *INDEX_FAILPOINTS) if every else _FEW
     return [f"{point}:{action}:{_PASSES.get(point, _MANY_PASSES)}" for point, action in pairs]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from services.buffer.store.index_state import State
 from services.buffer.store.segment_index import Mark, SegmentIndex
 from services.buffer.store.segment_log import Location, SegmentLog
 from services.buffer.store.segment_replay import SegmentReading, read_segment, require_joint
+
+IndexAt = Callable[[Path], SegmentIndex]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,24 +29,24 @@ class Opened:
     """Damaged stretches of segments that were read; older ones are found when they are."""
 
 
-def open_index(path: Path, segment_log: SegmentLog) -> Opened:
+def open_index(path: Path, segment_log: SegmentLog, index_at: IndexAt = SegmentIndex) -> Opened:
     """Raises DataLoss when the segments have lost something that nobody can name."""
     try:
-        return _open(path, segment_log)
+        return _open(path, segment_log, index_at)
     except Damaged as damage:
         log.warning("index_rebuilt", path=str(path), message=str(damage))
-    return rebuild_index(path, segment_log)
+    return rebuild_index(path, segment_log, index_at)
 
 
-def rebuild_index(path: Path, segment_log: SegmentLog) -> Opened:
+def rebuild_index(path: Path, segment_log: SegmentLog, index_at: IndexAt = SegmentIndex) -> Opened:
     """From the segments alone."""
     for file in path.parent.glob(f"{path.name}*"):
         file.unlink()
-    return _open(path, segment_log)
+    return _open(path, segment_log, index_at)
 
 
-def _open(path: Path, segment_log: SegmentLog) -> Opened:
-    index = SegmentIndex(path)
+def _open(path: Path, segment_log: SegmentLog, index_at: IndexAt) -> Opened:
+    index = index_at(path)
     try:
         replay = _Replay(index, segment_log)
         replay.run()

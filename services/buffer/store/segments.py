@@ -24,7 +24,7 @@ from services.buffer.store.files import Buffer, DiskFiles, Files
 from services.buffer.store.index_rows import Applied
 from services.buffer.store.index_state import State
 from services.buffer.store.places import Place, Places
-from services.buffer.store.segment_index import Mark
+from services.buffer.store.segment_index import Mark, SegmentIndex
 from services.buffer.store.segment_indexer import Indexer
 from services.buffer.store.segment_log import Location, SegmentLog
 from services.buffer.store.segment_opening import open_index, rebuild_index
@@ -46,6 +46,7 @@ class SegmentStore:
         segment_bytes: int = SEGMENT_BYTES,
         keep_index: bool = True,
         open_files: Callable[[Path], Files] = DiskFiles,
+        index_at: Callable[[Path], SegmentIndex] = SegmentIndex,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._lock_file = (folder / "lock").open("w")
@@ -58,7 +59,7 @@ class SegmentStore:
         self._files = open_files(folder / "segments")
         self._log = SegmentLog(self._files, segment_bytes)
         open_it = open_index if keep_index else rebuild_index
-        opened = open_it(folder / "index.sqlite", self._log)
+        opened = open_it(folder / "index.sqlite", self._log, index_at)
         self._index, self._ledger_id = opened.index, opened.ledger_id
         self._torn_bytes, self._num_damaged = opened.torn_bytes, opened.num_damaged
         self._first_state: State | None = opened.state

@@ -1,0 +1,90 @@
+"""What commands changed, on its way out: to the journal, and once it is durable to whom it concerns.
+
+Waits of a stream end when anything in it changes. Deleted samples give their columns back when the deletion is durable,
+groups dropped by age go back to the data source that they came from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from headrace.errors import Unavailable
+from services.buffer.columns import Columns
+from services.buffer.group import GroupState, Prompt
+from services.buffer.journal import Journal
+from services.buffer.ledger import Ledger, Result
+from services.buffer.signal import Signal, wait_for
+from services.buffer.supply import PromptSupply
+from services.buffer.transaction import Transaction
+from services.buffer.work import NewSample
+
+_Answer = TypeVar("_Answer")
+
+
+class Changes:
+    """Unblocked by the journal."""
+
+    def __init__(self, ledger: Ledger, journal: Journal, columns: Columns, supply: PromptSupply) -> None:
+        self._ledger = ledger
+        self._journal = journal
+        self._columns = columns
+        self._supply = supply
+        self._changed: defaultdict[str, Signal] = defaultdict(Signal)
+        self._releasing: set[asyncio.Task[None]] = set()
+
+    async def commit(self, result: Result[_Answer]) -> _Answer:
+        """The answer, once what goes with it is durable."""
+        answer, transaction = result
+        durable = self._journal.append(transaction)
+        for name in {e.stream for e in transaction.events}:
+            self._changed[name].set()
+        if transaction.deleted_payloads:
+            releasing = asyncio.create_task(self._release_columns(transaction.deleted_payloads))
+            self._releasing.add(releasing)
+            releasing.add_done_callback(self._releasing.discard)
+        await durable
+        await self._give_back(transaction)
+        return answer
+
+    async def commit_samples(self, samples: Sequence[NewSample], result: Result[_Answer]) -> _Answer:
+        """The same; columns of samples that are kept are held from now on."""
+        for sample in samples:
+            if sample.record.key in result[1].payloads:
+                self._columns.hold(sample.record.key, sample.columns)
+        return await self.commit(result)
+
+    async def settled(self) -> None:
+        """Everything that memory shows is durable."""
+        await self._journal.append(Transaction())
+
+    async def wait(
+        self, stream: str, attempt: Callable[[], Awaitable[_Answer | None]], seconds: float
+    ) -> _Answer | None:
+        """Attempts after every change of the stream until one has an answer; None when none had in time."""
+        end = time.monotonic() + seconds
+        while True:
+            ticket = self._changed[stream].ticket()
+            answer = await attempt()
+            left = end - time.monotonic()
+            if answer is not None or left <= 0 or not await wait_for(ticket, left):
+                return answer
+
+    async def _release_columns(self, keys: Sequence[str]) -> None:
+        """Also where the call that deleted the samples was cancelled."""
+        with contextlib.suppress(Unavailable):  # the disk failed: the process is ending
+            await self.settled()
+            self._columns.release(keys)
+
+    async def _give_back(self, transaction: Transaction) -> None:
+        """Groups dropped by age, to the data sources they came from."""
+        dropped: defaultdict[str, list[Prompt]] = defaultdict(list)
+        for event in transaction.events:
+            if event.kind == "expired" and event.state is GroupState.DROPPED and event.group_id:
+                dropped[event.stream].append(transaction.groups[event.group_id].prompt)
+        for stream, prompts in dropped.items():
+            await self._supply.give_back(self._ledger.book(stream).state, prompts)
