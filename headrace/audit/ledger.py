@@ -13,11 +13,11 @@ _PAGE = 1_000
 
 
 async def read_history(buffer: BufferClient, stream: str) -> History:
-    """Everything up to the position at which the ledger is now."""
+    """Everything up to the position at which the ledger is now. Raises OutOfRange when its beginning is deleted."""
     history, end = History(), await buffer.position()
     if end == 0:
         return history
-    async for event in buffer.watch(""):
+    async for event in buffer.watch("", 1):
         if event.stream == stream:
             history.add(event)
         if event.position >= end:

@@ -243,7 +243,7 @@ class ShardedBuffer(Buffer):
         events: asyncio.Queue[pb.LedgerEvent] = asyncio.Queue(maxsize=1_000)
 
         async def read(shard: BufferClient) -> None:
-            async for event in shard.watch(stream, deadline_seconds=deadline_seconds):
+            async for event in shard.watch(stream, from_position, deadline_seconds=deadline_seconds):
                 await events.put(event)
 
         readers = [asyncio.create_task(read(shard)) for shard in self.shards]

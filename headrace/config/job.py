@@ -271,6 +271,10 @@ class BufferSection(Section):
     retain_steps: NonNegative = Field(
         100, description="Committed and dropped groups leave memory and store so many steps after their own."
     )
+    retain_events: Positive | None = Field(
+        None,
+        description="Events of the ledger's history that are kept at least; absent: all, which `headrace audit` needs.",
+    )
     selection: Literal["fifo", "lifo", "priority", "freshest", "reward", "surprise"] = Field(
         "fifo", description="Which ready groups become the next batch."
     )

@@ -57,6 +57,7 @@ async def serve(job: Job, arguments: argparse.Namespace, store: Store) -> None:
             columns_folder=arguments.data_dir / "columns",
             user_code=UserCode.of(job),
             min_free_disk_bytes=reserve,
+            retain_events=job.buffer.retain_events,
         )
     try:
         await _serve(job, arguments, buffer)

@@ -33,6 +33,7 @@ from services.buffer.training import Batch
 from services.buffer.transaction import LedgerEvent, Payload
 from services.buffer.user_code import UserCode
 from services.buffer.watching import Watching
+from services.buffer.work import NewSample
 
 NO_USER_CODE = UserCode()
 
@@ -72,6 +73,7 @@ class Buffer:
         user_code: UserCode = NO_USER_CODE,
         max_watch_lag: int = 100_000,
         min_free_disk_bytes: int = 0,
+        retain_events: int | None = None,
     ) -> Buffer:
         """Loads what the store kept and starts the lease timer. Raises when a prompt file is gone or another one."""
         snapshot = await asyncio.to_thread(store.load)
@@ -79,15 +81,15 @@ class Buffer:
             log.error("record_quarantined", record=record)
         if snapshot.torn_bytes:
             log.warning("torn_tail_cut", num_bytes=snapshot.torn_bytes)
-        ledger = Ledger(snapshot.ledger_id)
-        ledger.restore(now(), snapshot.streams, snapshot.groups, snapshot.position)
+        ledger = Ledger(snapshot.ledger_id, retain_events=retain_events)
+        ledger.restore(now(), snapshot.streams, snapshot.groups, snapshot.position, snapshot.oldest_position)
         columns = Columns(columns_folder)
         columns.restore(snapshot.groups)
         supply = PromptSupply(user_code)
         buffer = cls(
             store,
             ledger,
-            Journal(store, snapshot.position),
+            Journal(store, snapshot.position, snapshot.oldest_position),
             supply,
             columns,
             max_watch_lag=max_watch_lag,
@@ -267,7 +269,7 @@ class Buffer:
         await self._changes.settled()
 
     def watch(self, from_position: int) -> AsyncIterator[list[LedgerEvent]]:
-        """The history from a position on, then live. Raises OutOfRange beyond its end, or for a reader left behind."""
+        """The history from a position on, then live. Raises OutOfRange outside of it, or for a reader left behind."""
         return self._watching.watch(from_position)
 
     async def _check_payloads(self, samples: Sequence[NewSample]) -> None:

@@ -21,8 +21,10 @@ from services.buffer.transaction import Transaction
 class Journal:
     """`failed` is set with the error that ended it."""
 
-    def __init__(self, store: Store, position: int) -> None:
+    def __init__(self, store: Store, position: int, oldest_position: int = 1) -> None:
         self.durable_position = position
+        self.oldest_position = oldest_position
+        """Of the history that the store keeps."""
         self.advanced = Signal()
         self.tail = Tail()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -57,8 +59,8 @@ class Journal:
             try:
                 await self._commit(transactions)
             except Exception as error:  # whatever it is, the disk does not have what memory has
+                self._fail(error, batch)  # first: the log may be on the same disk
                 log.critical("ledger_write_failed", exc_info=error)
-                self._fail(error, batch)
                 return
             self._advance(transactions)
             batch.set_result(None)
@@ -73,6 +75,7 @@ class Journal:
         if positions:
             self.tail.add([event for t in transactions for event in t.events])
             self.durable_position = positions[-1]
+            self.oldest_position = max(self.oldest_position, *(t.events_from or 0 for t in transactions))
             self.advanced.set()
 
     def _fail(self, error: Exception, batch: asyncio.Future[None]) -> None:

@@ -29,20 +29,34 @@ from services.buffer.work import Work
 
 _Answer = TypeVar("_Answer")
 Result = tuple[_Answer, Transaction]
+_EVENTS_FORGOTTEN_SHARE = 8
+"""They go an eighth of retain_events at a time."""
 
 
 class Ledger:
     """All streams of one server. `ledger_id` keeps lease ids apart from those of another ledger at the same address."""
 
-    def __init__(self, ledger_id: str) -> None:
+    def __init__(self, ledger_id: str, *, retain_events: int | None = None) -> None:
+        """`retain_events`: of the history at least so many are kept, an eighth more at most; None: all."""
         self.position = 0
+        self.oldest_position = 1
+        """Of the history; what is below was deleted."""
+        self._retain_events = retain_events
         self.books: dict[str, StreamBook] = {}
         self._ledger_id = ledger_id
         self._leases = LeaseTable()
 
-    def restore(self, now: Instant, streams: Iterable[StreamState], groups: Iterable[Group], position: int) -> None:
+    def restore(
+        self,
+        now: Instant,
+        streams: Iterable[StreamState],
+        groups: Iterable[Group],
+        position: int,
+        oldest_position: int = 1,
+    ) -> None:
         """Takes over what a store kept. Every lease gets its full time again."""
         self.position = position
+        self.oldest_position = oldest_position
         for state in streams:
             self.books[state.name] = StreamBook(state)
         for group in sorted(groups, key=lambda g: g.position):
@@ -267,7 +281,15 @@ class Ledger:
 
     def _done(self, work: Work, answer: _Answer) -> Result[_Answer]:
         self.position = work.position
+        self._forget_events(work.transaction)
         return answer, work.transaction
+
+    def _forget_events(self, transaction: Transaction) -> None:
+        if self._retain_events is None or not transaction.events:
+            return
+        oldest = self.position + 1 - self._retain_events
+        if oldest > self.oldest_position + self._retain_events // _EVENTS_FORGOTTEN_SHARE:
+            self.oldest_position = transaction.events_from = oldest
 
     def _stream_of(self, group_id: str) -> str:
         stream = group_id.rpartition("/")[0]

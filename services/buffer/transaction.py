@@ -50,3 +50,5 @@ class Transaction:
     """By SampleRecord.key; whose record is in `groups`."""
     deleted_payloads: list[str] = field(default_factory=list)
     events: list[LedgerEvent] = field(default_factory=list)
+    events_from: int | None = None
+    """Events below this position are deleted."""

@@ -26,8 +26,9 @@ class Watching:
         self._max_lag = max_lag
 
     async def watch(self, from_position: int) -> AsyncIterator[list[LedgerEvent]]:
-        """Raises OutOfRange for a position beyond the end, or for a reader left behind."""
-        position = max(from_position, 1)
+        """From 0: from the oldest kept. Raises OutOfRange outside of the history and for a reader left behind."""
+        position = from_position or self._journal.oldest_position
+        self._require_kept(position)
         if position > self._journal.durable_position + 1:
             raise OutOfRange(
                 f"position {position} is not written yet: the latest is {self._journal.durable_position}",
@@ -50,5 +51,16 @@ class Watching:
             events = self._journal.tail.read(position, _EVENTS_PER_PAGE)
             if events is None:
                 events = await asyncio.to_thread(self._store.read_events, position, _EVENTS_PER_PAGE)
+            if not events or events[0].position != position:
+                self._require_kept(position)
             position = events[-1].position + 1
             yield events
+
+    def _require_kept(self, position: int) -> None:
+        oldest = self._journal.oldest_position
+        if position < oldest:
+            raise OutOfRange(
+                f"events before position {oldest} are deleted (retain_events), {position} is one of them: "
+                f"watch from {oldest}, or from 0",
+                oldest_position=str(oldest),
+            )

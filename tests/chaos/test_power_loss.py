@@ -18,6 +18,7 @@ from tests.support.power_loss import Disk, Image, MemoryFiles
 NUM_COMMANDS = int(os.environ.get("HEADRACE_POWER_COMMANDS", "300"))
 CUTS = os.environ.get("HEADRACE_POWER_CUTS", "40")
 SEGMENT_BYTES = 16 << 10
+RETAIN_EVENTS = 200
 
 
 def open_store(image: Image, folder: Path) -> SegmentStore:
@@ -29,7 +30,7 @@ def test_whatever_was_answered_is_there_after_a_power_loss_at_any_operation(tmp_
     files = MemoryFiles({})
     store = SegmentStore(tmp_path / "run", segment_bytes=SEGMENT_BYTES, open_files=lambda _: files)
     answered: list[int] = []  # operations done when each moment was answered
-    history = History(store, on_answer=lambda: answered.append(len(files.operations)))
+    history = History(store, on_answer=lambda: answered.append(len(files.operations)), retain_events=RETAIN_EVENTS)
     stale: list[tuple[int, Path]] = []
     for number in range(NUM_COMMANDS):
         history.step()
@@ -84,7 +85,8 @@ def check(history: History, image: Image, folder: Path, num_answered: int, index
             records = list(group.records)
             assert store.read_payloads(records) == [history.payloads[r.key] for r in records]
     positions = [e.position for e in store.read_events(1, 1_000_000)]
-    assert positions == list(range(1, snapshot.position + 1))
+    assert positions == list(range(snapshot.oldest_position, snapshot.position + 1))
+    assert snapshot.oldest_position <= max(snapshot.position + 1 - RETAIN_EVENTS, 1)
     store.close()
     for path in folder.iterdir():
         path.unlink()

@@ -11,6 +11,7 @@ import pytest
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
+from headrace.audit.ledger import read_history
 from headrace.client.buffer import BufferClient
 from headrace.config.job import BufferSection, RolloutSection
 from headrace.errors import (
@@ -281,6 +282,23 @@ async def test_watch_gives_the_history_and_then_what_happens(client: BufferClien
 async def test_a_position_that_is_not_written_yet_is_out_of_range(client: BufferClient) -> None:
     with pytest.raises(OutOfRange, match="the latest is 1"):
         await anext(client.watch("train", 9))
+
+
+async def test_a_watch_from_a_deleted_position_is_refused_with_the_oldest_and_from_0_it_begins_there() -> None:
+    async with (
+        served_buffer(MemoryStore(), retain_events=16) as (_, server),
+        BufferClient(server.address) as client,
+    ):
+        await client.create_stream(stream(max_queued_groups=100))
+        for i in range(40):
+            await client.submit_prompts("train", text_prompts(f"p{i}"))
+        with pytest.raises(OutOfRange, match="watch from 25, or from 0") as refused:
+            await anext(client.watch("train", 1))
+        assert refused.value.metadata["oldest_position"] == "25"
+        for first in (0, 25):
+            assert (await anext(client.watch("train", first))).position == 25
+        with pytest.raises(OutOfRange, match="events before position 25 are deleted"):
+            await read_history(client, "train")
 
 
 async def test_a_watcher_left_behind_is_cut_off_and_the_ledger_goes_on() -> None:

@@ -152,6 +152,27 @@ def test_a_page_of_history_starts_where_it_was_asked(store: Store) -> None:
     assert store.read_events(10_000, 3) == []
 
 
+def test_old_events_are_deleted_and_the_ledger_goes_on_after_a_restart(store: Store, reopen: Reopen) -> None:
+    it = LedgerUnderTest(store, retain_events=40)
+    it.create(max_staleness=None)
+    for i in range(100):
+        it.submit(f"q{i}")
+    oldest = it.ledger.oldest_position
+    for _ in range(2):
+        assert 40 <= it.ledger.position + 1 - it.ledger.oldest_position <= 40 + 40 // 8
+        assert it.store.load().oldest_position == it.ledger.oldest_position == oldest
+        assert it.store.load().position == it.ledger.position
+        kept = list(range(oldest, it.ledger.position + 1))
+        for first in (0, 1, oldest):
+            assert [e.position for e in it.store.read_events(first, 1_000)] == kept
+        assert [e.position for e in it.store.read_events(oldest + 3, 5)] == kept[3:8]
+        it.store = reopen(it.store)
+        it.restart()
+    it.submit(*(f"later{i}" for i in range(10)))
+    assert it.store.load().oldest_position == it.ledger.oldest_position > oldest
+    it.store.close()
+
+
 def test_payloads_are_those_that_were_put_until_they_are_committed(store: Store, reopen: Reopen) -> None:
     it = busy_ledger(store)
     store = reopen(store)

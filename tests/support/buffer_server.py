@@ -32,6 +32,7 @@ async def served_buffer(
     user_code: UserCode = NO_USER_CODE,
     max_watch_lag: int = 100_000,
     min_free_disk_bytes: int = 0,
+    retain_events: int | None = None,
     grace_seconds: float = 0.0,
     max_calls_per_peer: int = 40_000,
 ) -> AsyncIterator[tuple[Buffer, RpcServer]]:
@@ -42,6 +43,7 @@ async def served_buffer(
         user_code=user_code,
         max_watch_lag=max_watch_lag,
         min_free_disk_bytes=min_free_disk_bytes,
+        retain_events=retain_events,
     )
     name = buffer_pb2.DESCRIPTOR.services_by_name["BufferService"].full_name
     service = Service(BufferServicer(buffer), add_to_server, name)

@@ -1,8 +1,8 @@
 """A segment index that fails at a named point, `NAME:ACTION:N`: the real SQLite, told by the system that it cannot.
 
 Points: index (before a transaction), index-commit (everything of it written, not committed), index-committed.
-Actions: kill and pause as in `faulty_files`; EIO (no file of the process may grow beyond the log's size, which SQLite
-reports as an I/O error) and ENOSPC (no page is left), both met in the middle of the transaction that follows.
+Actions: kill and pause as in `faulty_files`; EIO (no file of the process may grow beyond 20 KiB, which SQLite reports
+as an I/O error) and ENOSPC (no page is left), both met in the middle of the transaction that follows.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ INDEX_FAILPOINTS = (
 )  # fmt: skip
 
 
+_EIO_FILE_BYTES = 20 << 10
+"""Segments of 16 KiB are still written."""
+
+
 class FaultyIndex(SegmentIndex):
     """One fault."""
 
     def __init__(self, path: Path, failpoint: str) -> None:
         super().__init__(path)
-        self._path = path
         self._point, self._action, count = failpoint.split(":")
         assert (self._point, self._action) in INDEX_FAILPOINTS, failpoint
         self._left = int(count)
@@ -59,8 +62,7 @@ class FaultyIndex(SegmentIndex):
             case "pause":
                 time.sleep(0.5)
             case "EIO":
-                size = self._path.with_name(f"{self._path.name}-wal").stat().st_size
-                resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+                resource.setrlimit(resource.RLIMIT_FSIZE, (_EIO_FILE_BYTES, resource.RLIM_INFINITY))
             case "ENOSPC":
                 (num_pages,) = self._writer.execute("PRAGMA page_count").fetchone()
                 self._writer.execute(f"PRAGMA max_page_count = {num_pages}")

@@ -36,11 +36,12 @@ class History:
     store: Store
     seed: int = 1
     on_answer: Callable[[], None] = lambda: None
+    retain_events: int | None = None
     moments: list[Moment] = field(default_factory=list)
     payloads: dict[str, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.it = _Noting(self.store)
+        self.it = _Noting(self.store, retain_events=self.retain_events)
         self.it.note = self._note
         self._chance = random.Random(self.seed)
         self._epoch = 0

@@ -29,6 +29,7 @@ class LedgerUnderTest:
     store: Store = field(default_factory=MemoryStore)
     seconds: float = 1000.0
     requests: int = 0
+    retain_events: int | None = None
 
     def __post_init__(self) -> None:
         self.restart()
@@ -39,8 +40,8 @@ class LedgerUnderTest:
 
     def restart(self) -> None:
         snapshot = self.store.load()
-        self.ledger = Ledger(snapshot.ledger_id)
-        self.ledger.restore(self.now, snapshot.streams, snapshot.groups, snapshot.position)
+        self.ledger = Ledger(snapshot.ledger_id, retain_events=self.retain_events)
+        self.ledger.restore(self.now, snapshot.streams, snapshot.groups, snapshot.position, snapshot.oldest_position)
 
     def do(self, result: Result[_Answer]) -> _Answer:
         answer, transaction = result

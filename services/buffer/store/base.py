@@ -24,6 +24,8 @@ class Snapshot:
     streams: tuple[StreamState, ...]
     groups: tuple[Group, ...]
     position: int
+    oldest_position: int = 1
+    """Of the history: what was before it is deleted."""
     quarantined: tuple[str, ...] = ()
     """Records whose checksum is wrong, by table and key: left where they are, not loaded."""
     torn_bytes: int = 0

@@ -85,6 +85,7 @@ class Cleaner:
         self._small_bytes = segment_bytes * _SMALL_FRACTION
         self._not_worth: dict[int, int] = {}
         """Live payload bytes at which a segment was found to be mostly alive."""
+        self._oldest_position = index.oldest_position()
         self._cleaning = threading.Lock()
         self._wake = threading.Event()
         self._closing = False
@@ -110,6 +111,7 @@ class Cleaner:
     def clean(self) -> int:
         """Segments deleted."""
         with self._cleaning:
+            self._reconsider()
             return sum(self._clean(segment) for segment in self._candidates() if not self._closing)
 
     def _run(self) -> None:
@@ -120,6 +122,13 @@ class Cleaner:
                 self.clean()
         except Exception as error:  # handed to the writer, which ends the process
             self._error = error
+
+    def _reconsider(self) -> None:
+        """A segment that was kept for its part of the history may be worth it when that is deleted."""
+        if self._not_worth and self._index.oldest_position() > self._oldest_position:
+            self._oldest_position = self._index.oldest_position()
+            needed = self._index.segments_with_events()
+            self._not_worth = {segment: size for segment, size in self._not_worth.items() if segment in needed}
 
     def _candidates(self) -> list[int]:
         sealed = [segment for segment in self._log.segments if segment != self._log.active]
@@ -150,7 +159,7 @@ class Cleaner:
         return True
 
     def _alive(self, segment: int, record: Record, data: bytes) -> Carried:
-        rows = codec.load_rows(record.body)
+        rows, oldest_position = codec.load_rows(record.body), self._index.oldest_position()
         group_ids = [row.group_id for row in rows.groups] + [row.group_id for row in rows.prompts]
         groups = self._index.positions("groups", group_ids)
         brought = set(self._index.positions("samples", [row.key for row in rows.samples]).values())
@@ -176,7 +185,7 @@ class Cleaner:
                 groups=[row for row in rows.groups if groups.get(row.group_id) == row.position],
                 prompts=[row for row in rows.prompts if row.group_id in groups],
                 samples=kept,
-                events=rows.events,
+                events=[event for event in rows.events if event.position >= oldest_position],
                 deleted=[],
                 # Needed for as long as an older segment may tell of these groups.
                 forgotten=rows.forgotten if segment > min(self._log.segments) else [],

@@ -25,18 +25,20 @@ class State:
     places: dict[str, Place]
     """Of every payload that a group holds."""
     position: int
+    oldest_position: int
+    """Of the history that is kept."""
     quarantined: tuple[str, ...]
 
 
-def load_state(connection: sqlite3.Connection, position: int) -> State:
+def load_state(connection: sqlite3.Connection, position: int, oldest_position: int) -> State:
     """As of the event at `position`, the latest that was applied. Raises Damaged."""
     try:
-        return _load(connection, position)
+        return _load(connection, position, oldest_position)
     except (sqlite3.DatabaseError, KeyError, ValueError) as error:
         raise Damaged(str(error)) from error
 
 
-def _load(connection: sqlite3.Connection, position: int) -> State:
+def _load(connection: sqlite3.Connection, position: int, oldest_position: int) -> State:
     read = connection.execute
     streams = [
         codec.load_stream(checked(name, 0, body, crc))
@@ -51,7 +53,7 @@ def _load(connection: sqlite3.Connection, position: int) -> State:
     groups, quarantined = _load_groups(connection, prompts, records, lost)
     held = {r.key: places[r.key] for group in groups for r in group.records if r.key in places}
     quarantined |= {name for name in lost if name.startswith("payloads/") and name.removeprefix("payloads/") in held}
-    return State(tuple(streams), tuple(groups), held, position, tuple(sorted(quarantined)))
+    return State(tuple(streams), tuple(groups), held, position, oldest_position, tuple(sorted(quarantined)))
 
 
 def _load_samples(connection: sqlite3.Connection) -> tuple[dict[str, SampleRecord], dict[str, Place]]:

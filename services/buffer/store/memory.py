@@ -26,9 +26,12 @@ class MemoryStore:
         self._groups: dict[str, Group] = {}
         self._payloads: dict[str, bytes] = {}
         self._events: list[LedgerEvent] = []
+        self._oldest_position = 1
 
     def load(self) -> Snapshot:
-        return Snapshot(self._ledger_id, tuple(self._streams.values()), tuple(self._groups.values()), len(self._events))
+        position = self._oldest_position + len(self._events) - 1
+        streams, groups = tuple(self._streams.values()), tuple(self._groups.values())
+        return Snapshot(self._ledger_id, streams, groups, position, self._oldest_position)
 
     def commit(self, transactions: Sequence[Transaction]) -> None:
         for transaction in transactions:
@@ -40,12 +43,15 @@ class MemoryStore:
                 self._payloads.pop(key, None)
             self._payloads.update((key, bytes(payload)) for key, payload in transaction.payloads.items())
             self._events.extend(transaction.events)
+            if transaction.events_from:
+                del self._events[: transaction.events_from - self._oldest_position]
+                self._oldest_position = transaction.events_from
 
     def read_payloads(self, records: Sequence[SampleRecord]) -> Sequence[Payload]:
         return [checked_payload(record, self._payloads.get(record.key)) for record in records]
 
     def read_events(self, from_position: int, count: int) -> list[LedgerEvent]:
-        first = max(from_position, 1) - 1
+        first = max(from_position - self._oldest_position, 0)
         return self._events[first : first + count]
 
     def copy(self) -> AbstractContextManager[Sequence[CopiedFile]]:

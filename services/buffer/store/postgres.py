@@ -72,8 +72,10 @@ class PostgresStore:
             for group_id, body in self._rows("groups", "group_id", damaged)
             if (group := _group(group_id, body, prompts, records, damaged))
         ]
-        (position,) = _one(self._writer.execute("SELECT coalesce(max(position), 0) FROM events"))
-        return Snapshot(self._ledger_id, tuple(streams), tuple(groups), position, tuple(damaged))
+        (oldest, position) = _one(
+            self._writer.execute("SELECT coalesce(min(position), 1), coalesce(max(position), 0) FROM events")
+        )
+        return Snapshot(self._ledger_id, tuple(streams), tuple(groups), position, oldest, tuple(damaged))
 
     def commit(self, transactions: Sequence[Transaction]) -> None:
         try:
@@ -195,6 +197,7 @@ def _write(executemany: Callable[[Any, Iterable[Sequence[Any]]], None], transact
             [(key, bytes(payload)) for key, payload in transaction.payloads.items()],
         ),
         ("INSERT INTO events VALUES (%s, %b, %s)", [_event_row(r) for r in rows.events]),
+        ("DELETE FROM events WHERE position < %s", [(rows.events_from,)] if rows.events_from else []),
     ):
         if values:
             executemany(statement, values)

@@ -52,10 +52,10 @@ class SegmentIndex:
 
     def mark(self) -> Mark | None:
         """None when it is empty."""
-        row = self._writer.execute("SELECT value, crc FROM meta WHERE key = 'mark'").fetchone()
-        if row is None:
+        value = _meta(self._writer, "mark")
+        if value is None:
             return None
-        *numbers, ledger_id = checked("mark", 0, str(row[0]).encode(), row[1]).decode().split()
+        *numbers, ledger_id = value.split()
         segment, offset, number, position = map(int, numbers)
         return Mark(Location(segment, offset), number, position, ledger_id)
 
@@ -75,16 +75,27 @@ class SegmentIndex:
         self._writer.executemany("DELETE FROM samples WHERE key = ?", [(key,) for key in deleted])
         self._insert("samples", samples)
         self._insert("events", rows_of.event_rows(batch))
+        self._delete_events(max((applied.rows.events_from or 0 for applied in batch), default=0))
         self._insert("quarantined", lost)
         if mark:
             value = f"{mark.location.segment} {mark.location.offset} {mark.number} {mark.position} {mark.ledger_id}"
-            self._insert("meta", [("mark", value, crc_of("mark", 0, value.encode()))])
+            self._set_meta("mark", value)
         self._writer.execute("COMMIT")
 
     def load(self) -> State:
         """Raises Damaged."""
         mark = self.mark()
-        return load_state(self._writer, mark.position if mark else 0)
+        return load_state(self._writer, mark.position if mark else 0, self.oldest_position())
+
+    def oldest_position(self) -> int:
+        """Of the history that is kept."""
+        with self._reading:
+            return _oldest_position(self._reader)
+
+    def segments_with_events(self) -> set[int]:
+        """Segments that hold history which is kept."""
+        with self._reading:
+            return {segment for (segment,) in self._reader.execute("SELECT DISTINCT segment FROM events")}
 
     def find_events(self, from_position: int, count: int) -> list[tuple[Location, int]]:
         """Transactions (where, length of the record's body) with events at or after a position, in order."""
@@ -123,6 +134,14 @@ class SegmentIndex:
         self._reader.close()
         self._writer.close()
 
+    def _delete_events(self, events_from: int) -> None:
+        if events_from > _oldest_position(self._writer):
+            self._set_meta("events_from", str(events_from))
+            self._writer.execute("DELETE FROM events WHERE first < ? AND last < ?", (events_from, events_from))
+
+    def _set_meta(self, key: str, value: str) -> None:
+        self._insert("meta", [(key, value, crc_of(key, 0, value.encode()))])
+
     def _insert(self, table: str, rows: Iterable[tuple[Any, ...]]) -> None:
         listed = list(rows)
         for first in range(0, len(listed), _ROWS_PER_STATEMENT):
@@ -130,6 +149,15 @@ class SegmentIndex:
             row = "(" + ", ".join("?" * len(chunk[0])) + ")"
             statement = INSERTS[table].format(", ".join([row] * len(chunk)))
             self._writer.execute(statement, list(chain.from_iterable(chunk)))
+
+
+def _oldest_position(connection: sqlite3.Connection) -> int:
+    return int(_meta(connection, "events_from") or 1)
+
+
+def _meta(connection: sqlite3.Connection, key: str) -> str | None:
+    row = connection.execute("SELECT value, crc FROM meta WHERE key = ?", (key,)).fetchone()
+    return checked(key, 0, str(row[0]).encode(), row[1]).decode() if row else None
 
 
 def _require_layout(connection: sqlite3.Connection) -> None:

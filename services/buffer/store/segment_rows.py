@@ -73,6 +73,8 @@ class Rows(msgspec.Struct, array_like=True, frozen=True):
     """Keys of samples that no group has any more."""
     forgotten: list[str]
     """Groups that are no more, nor their prompts."""
+    events_from: int | None = None
+    """Events below this position are deleted. Segments of earlier releases end before it."""
 
 
 class Touched(msgspec.Struct, array_like=True, frozen=True):
@@ -130,6 +132,7 @@ def to_rows(transaction: Transaction) -> Rows:
             *(record.key for group in transaction.forgotten for record in group.samples),
         ],
         forgotten=[group.group_id for group in transaction.forgotten],
+        events_from=transaction.events_from,
     )
 
 

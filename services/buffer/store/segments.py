@@ -65,6 +65,7 @@ class SegmentStore:
         self._first_state: State | None = opened.state
         """Until it is asked for, or changes."""
         self._position = opened.state.position
+        self._oldest_position = opened.state.oldest_position
         self._places = Places(opened.state.places)
         self._forgotten: set[str] = set()
         """Groups forgotten since the index was flushed."""
@@ -85,6 +86,7 @@ class SegmentStore:
             state.streams,
             state.groups,
             state.position,
+            state.oldest_position,
             state.quarantined,
             self._torn_bytes,
             self._num_damaged,
@@ -103,31 +105,23 @@ class SegmentStore:
                 self._forgotten.update(written.rows.forgotten)
                 self._remember(written)
             self._indexer.add(applied, [e for t in transactions for e in t.events], self._mark())
-        if any(t.deleted_payloads for t in transactions):
+        if any(t.deleted_payloads or t.events_from for t in transactions):
             self._cleaner.wake()
 
     def read_payloads(self, records: Sequence[SampleRecord]) -> Sequence[Payload]:
         return [self._read_payload(record) for record in records]
 
     def read_events(self, from_position: int, count: int) -> list[LedgerEvent]:
-        recent = self._indexer.recent(from_position, count)
-        if recent is not None:
-            return recent
         events: list[LedgerEvent] = []
-        for location, num_bytes in self._index.find_events(max(from_position, 1), count):
-            body = self._log.read(location, num_bytes)
-            if body is None and location.segment not in self._log.segments:  # cleaned meanwhile: it is elsewhere now
-                following = events[-1].position + 1 if events else from_position
-                return events + self.read_events(following, count - len(events))
-            if body is None:
-                raise DataLoss(
-                    f"the history after position {from_position + len(events)} is damaged in segment "
-                    f"{location.segment}: watch from a later position"
-                )
-            events += [codec.load_event(e.body) for e in codec.load_rows(body).events if e.position >= from_position]
-            if len(events) >= count:
+        position = max(from_position, self._oldest_position)
+        while len(events) < count:
+            recent = self._indexer.recent(position, count - len(events))
+            found = self._indexed_events(position, count - len(events)) if recent is None else recent
+            if not found:
                 break
-        return events[:count]
+            events += found
+            position = events[-1].position + 1
+        return events
 
     @contextmanager
     def copy(self) -> Iterator[Sequence[CopiedFile]]:
@@ -169,7 +163,7 @@ class SegmentStore:
     def carry(self, carried: Sequence[Carried]) -> None:
         """Durable at its new place; what died meanwhile is left out."""
         with self._writing:
-            streams = codec.Rows(list(self._streams.values()), [], [], [], [], [], [])
+            streams = codec.Rows(list(self._streams.values()), [], [], [], [], [], [], self._oldest_position)
             alive = [c.without_dead(self._places, self._forgotten) for c in carried]
             applied = self._append([streams, *(c.rows for c in alive)], [(), *(c.payloads for c in alive)])
             for written in applied:
@@ -205,6 +199,23 @@ class SegmentStore:
             f"the payload of sample {record.sample_id} is gone: its group was expired or committed meanwhile"
         )
 
+    def _indexed_events(self, from_position: int, count: int) -> list[LedgerEvent]:
+        events: list[LedgerEvent] = []
+        for location, num_bytes in self._index.find_events(from_position, count):
+            body = self._log.read(location, num_bytes)
+            following = events[-1].position + 1 if events else from_position
+            if body is None and location.segment not in self._log.segments:  # cleaned meanwhile: it is elsewhere now
+                return events + self._indexed_events(following, count - len(events))
+            if body is None:
+                raise DataLoss(
+                    f"the history after position {following} is damaged in segment {location.segment}: "
+                    "watch from a later position"
+                )
+            events += [codec.load_event(e.body) for e in codec.load_rows(body).events if e.position >= from_position]
+            if len(events) >= count:
+                break
+        return events[:count]
+
     def _append(self, rows: Sequence[codec.Rows], payloads: Sequence[Sequence[Buffer]]) -> list[Applied]:
         first = number = self._log.next_number
         bodies: list[tuple[RecordType, Buffer]] = []
@@ -232,6 +243,7 @@ class SegmentStore:
         self._streams.update((row.name, row) for row in applied.rows.streams)
         if applied.rows.events:
             self._position = max(self._position, applied.rows.events[-1].position)
+        self._oldest_position = max(self._oldest_position, applied.rows.events_from or 0)
 
     def _mark(self) -> Mark:
         return Mark(self._log.end, self._log.next_number, self._position, self._ledger_id)

@@ -79,9 +79,10 @@ class SqliteStore:
         ]
         if damaged:
             raise DataLoss(f"the records {damaged} are damaged, nothing can go on without: restore the data directory")
+        (oldest,) = self._writer.execute("SELECT COALESCE(MIN(position), 1) FROM events").fetchone()
         (position,) = self._writer.execute("SELECT COALESCE(MAX(position), 0) FROM events").fetchone()
         groups = self._load_groups(damaged)
-        return Snapshot(self._ledger_id, tuple(streams), tuple(groups), position, tuple(damaged))
+        return Snapshot(self._ledger_id, tuple(streams), tuple(groups), position, oldest, tuple(damaged))
 
     def _load_groups(self, damaged: list[str]) -> list[Group]:
         rows = self._writer.execute(
@@ -112,6 +113,8 @@ class SqliteStore:
         write("DELETE FROM payloads WHERE key = ?", ((key,) for key in transaction.deleted_payloads))
         write("REPLACE INTO payloads VALUES (?, ?)", transaction.payloads.items())
         write("INSERT INTO events VALUES (?, ?, ?)", map(_event_row, transaction.events))
+        if transaction.events_from:
+            self._writer.execute("DELETE FROM events WHERE position < ?", (transaction.events_from,))
 
     def read_payloads(self, records: Sequence[SampleRecord]) -> Sequence[Payload]:
         with self._reading:

@@ -1406,7 +1406,7 @@ class WatchRequest(_message.Message):
     stream: _builtins.str
     """The stream. Empty: all."""
     from_position: _builtins.int
-    """The first position wanted; 0 is the beginning."""
+    """The first position wanted. 0: the oldest that is kept. 1: the beginning, refused when it is deleted."""
     def __init__(
         self,
         *,

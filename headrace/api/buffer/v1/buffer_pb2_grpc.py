@@ -242,7 +242,8 @@ class BufferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """The ledger's history from a position on, then live. OUT_OF_RANGE: the position is past retention, or too slow.
+        """The ledger's history from a position on, then live. OUT_OF_RANGE: the position is past retention (metadata
+        oldest_position has the first that is kept), not written yet, or the reader is too slow.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
