@@ -81,7 +81,7 @@ class MegatronArgs(ArchitectureArgs):
     context_parallel_size: Positive = Field(
         1, description="Ranks that share a sequence: each has a part of its positions."
     )
-    sequence_parallel: bool = Field(False, description="Share activations over tensor ranks; Transformer Engine only.")
+    sequence_parallel: bool = Field(False, description="Share activations over tensor ranks.")
     use_distributed_optimizer: bool = Field(False, description="Optimizer states are shared out over data ranks.")
     bf16: bool = Field(False, description="Weights and activations in bfloat16, fp32 master weights.")
     recompute_activations: bool = Field(False, description="Recompute attention in the backward pass.")

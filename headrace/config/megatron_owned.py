@@ -119,7 +119,7 @@ ARCHITECTURAL = frozenset(
 
 GPU_ONLY = frozenset(
     _names("""
-        sequence_parallel hierarchical_context_parallel_sizes hybrid_context_parallel
+        hierarchical_context_parallel_sizes hybrid_context_parallel
         max_seqlen_per_dp_cp_rank cp_comm_type tp_comm_overlap delay_wgrad_compute gradient_accumulation_fusion
         masked_softmax_fusion bias_activation_fusion bias_dropout_fusion apply_rope_fusion fused_single_qkv_rope
         use_fused_weighted_squared_relu persist_layer_norm memory_efficient_layer_norm batch_p2p_comm

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
@@ -108,9 +107,9 @@ def initialize(job: Job) -> Layout:
     if has_cuda:
         # Where each process sees only its own GPU (Ray, Slurm with --gpus-per-task), it is number 0.
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-        refuse_beyond(args, has_transformer_engine=find_spec("transformer_engine") is not None)
     else:
         refuse_gpu_only(args)
+        refuse_divided_experts(args)
         cpu_adapter.install()
     model_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     if world_size % model_parallel:
@@ -185,15 +184,17 @@ def _require_room_for_experts(args: MegatronArgs, world_size: int) -> None:
         )
 
 
-def refuse_beyond(args: MegatronArgs, *, has_transformer_engine: bool) -> None:
-    """Raises ConfigError for what a GPU alone does not do."""
-    if args.sequence_parallel and not has_transformer_engine:
-        raise ConfigError(
-            "--sequence-parallel needs Transformer Engine, which is not installed here: install it or leave this out"
-        )
-
-
 def refuse_gpu_only(args: MegatronArgs) -> None:
     """Raises ConfigError for what Megatron-core does only on a GPU."""
     if flags := args.needs_gpu():
         raise ConfigError(f"{', '.join(flags)} needs a GPU, most of it Transformer Engine too: leave it out on a CPU")
+
+
+def refuse_divided_experts(args: MegatronArgs) -> None:
+    """Raises ConfigError where tensor ranks of an expert would gather what gloo cannot: unequally many tokens."""
+    within = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    if args.expert_model_parallel_size > 1 and within > 1:
+        raise ConfigError(
+            f"expert_model_parallel_size {args.expert_model_parallel_size} with {within} tensor ranks in each expert "
+            "needs a GPU: gloo gathers only equal shares: pass --expert-tensor-parallel-size 1"
+        )

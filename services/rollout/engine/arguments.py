@@ -71,6 +71,12 @@ def command(job: Job, machine: Machine, *, engine: int, port: int) -> list[str]:
         "random_seed": job.data.rollout_seed + engine,
     }
     if job.train.use_rollout_routing_replay:
+        if not machine.has_accelerator:
+            raise ConfigError(
+                "use_rollout_routing_replay: SGLang keeps its experts' record in memory that it registers with CUDA, "
+                "and engines run on a CPU here: use a GPU, or pass --use-routing-replay",
+                field="use_rollout_routing_replay",
+            )
         arguments["enable_return_routed_experts"] = True
     if machine.has_accelerator:
         arguments["base_gpu_id"] = engine * tensor_parallel_size

@@ -77,6 +77,7 @@ def build_stages(
     """
     _require_divisible(architecture, config, layout)
     _require_sequence_parallel_with_experts(architecture, config)
+    _require_whole_latents(architecture, config, layout)
     return [_stage(architecture, config, layout, packing, number) for number in range(layout.vpp_size)]
 
 
@@ -165,10 +166,18 @@ def _is_cut_otherwise(config: TransformerConfig) -> bool:
     )
 
 
+def _require_whole_latents(architecture: Architecture, config: TransformerConfig, layout: Layout) -> None:
+    if architecture.latent_attention and config.sequence_parallel and not has_transformer_engine(layout):
+        raise ConfigError(
+            f"sequence_parallel with the latent attention of {architecture.family}: without Transformer Engine nothing "
+            "adds up the gradients of its down-projections: install it, or leave tensor_model_parallel_size at 1"
+        )
+
+
 def _require_sequence_parallel_with_experts(architecture: Architecture, config: TransformerConfig) -> None:
     if architecture.experts and config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         raise ConfigError(
             f"tensor_model_parallel_size {config.tensor_model_parallel_size} with experts: Megatron-core trains them "
-            "only with --sequence-parallel, which needs Transformer Engine on a GPU. Divide the experts instead: "
+            "only with --sequence-parallel: add it, or divide the experts alone: "
             f"--expert-model-parallel-size {config.tensor_model_parallel_size}"
         )

@@ -7,18 +7,18 @@ from typing import Any
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from headrace.config.architecture import LatentAttention
+from services.trainer.models.norms import MarkedNorm
 
 _EPSILON = 1e-6
 
 
-class LatentNorm(WrappedTorchNorm):  # type: ignore[misc]  # untyped base
+class LatentNorm(MarkedNorm):
     """The published models' norms of the latents have an epsilon of their own, whatever rms_norm_eps says."""
 
-    def __new__(cls, config: Any, hidden_size: int, eps: float) -> Any:
-        return WrappedTorchNorm(config, hidden_size, _EPSILON)
+    def __new__(cls, config: Any, hidden_size: int, eps: float = _EPSILON, **_: object) -> Any:
+        return MarkedNorm(config, hidden_size, _EPSILON)
 
 
 class PlainQueries(MLASelfAttention):  # type: ignore[misc]  # untyped base

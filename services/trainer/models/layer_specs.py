@@ -5,12 +5,12 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from headrace.config.architecture import Architecture
 from services.trainer.models.latent_attention import with_latent_attention
+from services.trainer.models.norms import MarkedNorm, with_marked_norms
 from services.trainer.models.post_norms import with_post_norms
 from services.trainer.parallel import Layout
 
@@ -28,9 +28,11 @@ def layer_specs(
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=with_te, normalization=architecture.normalization, vp_stage=vp_stage
     )
+    if not with_te:
+        block = with_marked_norms(block)
     for layer in {id(layer): layer for layer in block.layer_specs}.values():
         if architecture.post_norms:
-            with_post_norms(layer, block.layer_norm if with_te else WrappedTorchNorm)
+            with_post_norms(layer, block.layer_norm if with_te else MarkedNorm)
         if architecture.latent_attention:
             with_latent_attention(layer, architecture.latent_attention, with_te=with_te)
     return block

@@ -36,12 +36,15 @@ EP2 = {"expert_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
 TP2 = {"tensor_model_parallel_size": 2}
+SP2 = TP2 | {"sequence_parallel": True}
 SHARDED = {"use_distributed_optimizer": True}
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "qwen3_moe@dp2": (2, {}),
     "qwen3_moe@ep2": (2, EP2),
     "qwen3_moe@ep2-distributed-optimizer": (2, EP2 | SHARDED),
     "glm4@tp2": (2, TP2),
+    "glm4@sp2": (2, SP2),
+    "qwen3_moe@sp2": (2, SP2),
     "qwen3_moe@vpp2": (2, VPP2),
     "glm4_moe@ep2": (2, EP2),
     "glm4_moe@pp2": (2, PP2 | {"num_layers_in_first_pipeline_stage": 1}),
@@ -49,6 +52,8 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "deepseek_v3@pp2": (2, PP2),
     "moonlight@ep2": (2, EP2),
     "qwen3_moe@ep2-pp2": (4, EP2 | PP2),
+    "qwen3_moe@ep2-sp2": (4, EP2 | SP2 | {"expert_tensor_parallel_size": 1}),
+    "glm4@sp2-vpp2": (4, SP2 | VPP2),
     "qwen3_moe@ep4": (4, {"expert_model_parallel_size": 4}),
     "qwen3_moe@ep2-vpp2": (4, EP2 | VPP2 | SHARDED),
     "glm4_moe@ep2-dp2": (4, EP2 | SHARDED),

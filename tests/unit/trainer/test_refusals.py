@@ -14,7 +14,6 @@ from headrace.config.megatron import MegatronArgs
 from headrace.errors import ConfigError
 from headrace.models.megatron import contradictions
 from headrace.models.registry import read_architecture
-from services.trainer.parallel import refuse_beyond
 from tests.support.rank_cases import Case
 from tests.support.ranks import run_cases
 from tests.support.tiny_families import make_tiny
@@ -25,10 +24,12 @@ REFUSED = {
     "other-shape": r"model.norm.weight: shapes \[\[63\]\] are not \[\[64\]\]: the weights and config.json",
     "no-weights": r"has neither model.safetensors nor model.safetensors.index.json",
     "contradiction": r"--num-layers 3 contradicts the checkpoint, whose config.json says 2: leave the flag out",
-    "sequence-parallel": r"--sequence-parallel needs a GPU, .*Transformer Engine too: leave it out on a CPU",
+    "sequence-parallel": r"Megatron-core refuses this TransformerConfig: .* without tensor parallelism",
     "too-few-ranks": r"2 ranks cannot be divided into tensor_model_parallel_size 2 × .*: use a multiple of 4",
     "odd-vocabulary": r"tensor_model_parallel_size 2 does not divide vocab_size 321: choose a divisor of it",
-    "experts-with-tensor-ranks": r"tensor_model_parallel_size 2 with experts: .* only with --sequence-parallel",
+    "experts-with-tensor-ranks": r"tensor_model_parallel_size 2 with experts: .* only with --sequence-parallel: add it",
+    "latents": r"sequence_parallel with the latent attention of deepseek_v3: without Transformer Engine .* at 1",
+    "divided-experts": r"expert_model_parallel_size 2 with 2 tensor ranks in each expert needs a GPU: .*-size 1",
     "odd-experts": r"expert_model_parallel_size 2 does not divide the 3 experts: choose a divisor of it",
     "no-experts": r"expert_model_parallel_size 2: this qwen3 has no experts: leave it out",
     "too-many-stages": r"pipeline_model_parallel_size 2 does not divide num_layers 3: choose a divisor of it",
@@ -49,6 +50,8 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_tiny(folder / "three-layers", "qwen3", tied=True, num_layers=3)
     make_tiny(folder / "experts", "qwen3_moe")
     make_tiny(folder / "three-experts", "qwen3_moe", num_experts=3)
+    make_tiny(folder / "latents", "deepseek_v3")
+    sequence = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     cases = [
         _case(folder, "lacks-a-tensor", "lacks"),
         _case(folder, "holds-a-stranger", "extra"),
@@ -59,19 +62,14 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> Path:
         _case(folder, "too-few-ranks", "good", tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
         _case(folder, "odd-vocabulary", "odd", tensor_model_parallel_size=2),
         _case(folder, "experts-with-tensor-ranks", "experts", tensor_model_parallel_size=2),
+        _case(folder, "latents", "latents", **sequence),
+        _case(folder, "divided-experts", "experts", **sequence, expert_model_parallel_size=2),
         _case(folder, "odd-experts", "three-experts", expert_model_parallel_size=2),
         _case(folder, "no-experts", "good", expert_model_parallel_size=2),
         _case(folder, "too-many-stages", "three-layers", pipeline_model_parallel_size=2),
     ]
     run_cases(folder, 2, cases)
     return folder
-
-
-def test_sequence_parallelism_is_refused_on_a_gpu_without_transformer_engine() -> None:
-    args = MegatronArgs(sequence_parallel=True)
-    refuse_beyond(args, has_transformer_engine=True)
-    with pytest.raises(ConfigError, match="needs Transformer Engine, which is not installed here"):
-        refuse_beyond(args, has_transformer_engine=False)
 
 
 @pytest.mark.ranks
