@@ -62,7 +62,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_loss_and_gradient_norm_are_those_of_one_rank_and_padded_rows(runs: Path, run: str) -> None:
     found, expected = _metrics(runs, run), _metrics(runs, _baseline(run))
     for name in ("loss/policy", "loss/kl", "loss/entropy", "entropy", "ratio/mean", "grad_norm"):
-        assert found[name] == pytest.approx(expected[name], rel=TOLERANCE, abs=1e-7), name
+        # A loss is a sum of terms of either sign, of about 1 each: where little is left of them, so is of their digits.
+        assert found[name] == pytest.approx(expected[name], rel=TOLERANCE, abs=1e-6), name
     assert found["tokens"] == expected["tokens"]
 
 
