@@ -2,8 +2,9 @@
 
 `against_trl.py TRL_PYTHON MODEL`. Both generate 4 samples for each of 8 prompts, at most 16 tokens, judge them and take
 one optimizer step, one after the other with the whole machine to itself. The median step counts; the first, which
-warms up, and a last one that saves do not. headrace runs whole: buffer, engine, reward and trainer, with weights
-published after every step. CPU seconds are those of all its processes: they say the same on a busy machine.
+warms up, and a last one that saves do not. The learning rate is as good as 0, so that answers stay as long as they are
+on both sides. headrace runs whole: buffer, engine, reward and trainer, with weights published after every step. CPU
+seconds are those of all its processes: they say nearly the same on a busy machine.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -55,7 +57,7 @@ custom_rm_path = "{repository}/examples/quickstart/reward.py:bare_and_right"
 [train]
 micro_batch_size = 32
 [megatron]
-lr = 2e-5
+lr = 1e-9
 [sglang]
 max_running_requests = 64
 max_total_tokens = 16384
@@ -159,6 +161,7 @@ def show(name: str, figures: Figures, baseline: Figures) -> None:
 
 
 def main(python: Path, model: Path) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends what runs on the way out
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prompts = folder / "prompts.jsonl"

@@ -53,7 +53,7 @@ def main(model: str, prompts: str, steps: int) -> None:
                 max_completion_length=NEW_TOKENS,
                 temperature=1.0,
                 beta=0.0,
-                learning_rate=2e-5,
+                learning_rate=1e-9,
                 lr_scheduler_type="constant",
                 max_steps=steps,
                 logging_steps=1,

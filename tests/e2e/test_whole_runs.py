@@ -110,13 +110,13 @@ async def test_supervised_fine_tuning_on_conversations(tmp_path: Path) -> None:
 
 @long
 async def test_distillation_from_a_teacher_that_is_served(tmp_path: Path) -> None:
-    teacher = make_tiny_qwen3(tmp_path / "teacher", seed=1)
+    student, teacher = (make_tiny(tmp_path / name, "qwen3", tied=True, seed=n) for n, name in enumerate(("s", "t")))
     served = Job.model_validate({"model": {"hf_checkpoint": teacher}})
     engine = SglangProcess(served, await probe(), 0, tmp_path / "teacher.log")
     await engine.start(seconds=600)
     try:
         flags = ("--use-opd", "--opd-teacher-url", engine.url, "--opd-kl-coef", "1.0")
-        async with started(tmp_path, "--num-rollout", "8", *flags) as run:
+        async with started(tmp_path, "--num-rollout", "8", *flags, checkpoint=student) as run:
             rows = await rows_of(run, 8)
     finally:
         await engine.stop()
