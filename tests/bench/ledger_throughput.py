@@ -27,6 +27,7 @@ from headrace.client.buffer import BufferClient
 from headrace.config.job import BufferSection
 from headrace.digest import digest_of
 from services.buffer.store.files import DiskFiles
+from tests.bench.cpu import cpu_seconds
 from tests.bench.raw_stream import raw_samples_per_second
 from tests.support.buffer_samples import text_prompts
 from tests.support.buffer_server import BufferProcess
@@ -45,6 +46,8 @@ class Rates:
 
     put: float
     fetch: float
+    put_cpu: float
+    """Seconds of client and server for one sample."""
 
 
 async def together(count: int, act: Callable[[int], Awaitable[object]]) -> float:
@@ -95,14 +98,16 @@ def sample(lease: pb.GroupLease, index: int, payload: bytes) -> sample_pb2.Sampl
     return sample_pb2.Sample(envelope=envelope, payload=payload)
 
 
-async def ours(client: BufferClient, size: int) -> Rates:
-    puts_per_second, fetches_per_second = [], []
+async def ours(client: BufferClient, pid: int, size: int) -> Rates:
+    puts_per_second, fetches_per_second, cpu = [], [], []
     count = NUM_SAMPLES[size]
     for number in range(ROUNDS):
         stream = f"bench/{size}/{number}"
         puts = [put_of(lease, size) for lease in await leased(client, stream, count // PER_GROUP)]
         calls = [puts[i : i + PER_CALL // PER_GROUP] for i in range(0, len(puts), PER_CALL // PER_GROUP)]
+        before = cpu_seconds(pid)
         seconds = await together(len(calls), lambda i, calls=calls: client.put_groups(calls[i]))  # type: ignore[misc]
+        cpu.append((cpu_seconds(pid) - before) / count)
         puts_per_second.append(count / seconds)
         ids = [[s.envelope.sample_id for put in call for s in put.samples] for call in calls]
 
@@ -110,7 +115,7 @@ async def ours(client: BufferClient, size: int) -> Rates:
             assert len(await client.fetch_samples(stream, ids[i])) == PER_CALL
 
         fetches_per_second.append(count / await together(len(ids), fetch))
-    return Rates(statistics.median(puts_per_second), statistics.median(fetches_per_second))
+    return Rates(*map(statistics.median, (puts_per_second, fetches_per_second, cpu)))
 
 
 def raw_disk(folder: Path, size: int) -> float:
@@ -166,8 +171,9 @@ async def main(python: str | None) -> None:
         try:
             async with BufferClient(buffer.address) as client:
                 for size in SIZES:
-                    report(size, await ours(client, size), reverb(python, size), raw_disk(Path(folder), size),
-                           await raw_samples_per_second(size, NUM_SAMPLES[size], PER_CALL, IN_FLIGHT))  # fmt: skip
+                    own, peer = await ours(client, buffer.pid, size), reverb(python, size)
+                    raw = await raw_samples_per_second(size, NUM_SAMPLES[size], PER_CALL, IN_FLIGHT)
+                    report(size, own, peer, raw_disk(Path(folder), size), raw)
                 seconds = await lease_batch_seconds(client)
                 p50, p99 = (1000 * seconds[int(len(seconds) * q)] for q in (0.5, 0.99))
                 print(f"LeaseBatch of 1,024 × 8 samples: p50 {p50:.0f} ms, p99 {p99:.0f} ms ({len(seconds)} calls)")
@@ -175,10 +181,13 @@ async def main(python: str | None) -> None:
             await buffer.kill()
 
 
-def report(size: int, own: Rates, peer: Rates | None, disk: float, wire: float) -> None:
+def report(size: int, own: Rates, peer: Rates | None, disk: float, raw: tuple[float, float]) -> None:
+    wire, wire_cpu = raw
     print(f"{size / 1000:g} KB a sample, samples a second (median of {ROUNDS})")
     print(f"  put    headrace {own.put:8.0f}   {ratio(own.put, disk, 'append + fdatasync')}   "
           f"{ratio(own.put, wire, 'gRPC bytes')}   {ratio(own.put, peer and peer.put, 'Reverb')}")  # fmt: skip
+    cpu = f"{own.put_cpu * 1e6:.0f} µs a sample; gRPC bytes {wire_cpu * 1e6:.0f}"
+    print(f"         CPU of client and server {cpu}" + (f"; Reverb {peer.put_cpu * 1e6:.0f}" if peer else ""))
     print(f"  fetch  headrace {own.fetch:8.0f}   {ratio(own.fetch, wire, 'gRPC bytes')}   "
           f"{ratio(own.fetch, peer and peer.fetch, 'Reverb')}", flush=True)  # fmt: skip
 

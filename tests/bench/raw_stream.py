@@ -13,12 +13,13 @@ import uvloop
 from headrace.rpc.channel import connect
 from headrace.rpc.net import free_port
 from headrace.rpc.server import OPTIONS
+from tests.bench.cpu import cpu_seconds
 
 _METHOD = "/raw.Raw/Take"
 
 
-async def raw_samples_per_second(size: int, num_samples: int, per_call: int, in_flight: int) -> float:
-    """Of `size` bytes each, `per_call` in a message."""
+async def raw_samples_per_second(size: int, num_samples: int, per_call: int, in_flight: int) -> tuple[float, float]:
+    """Of `size` bytes each, `per_call` in a message; and CPU seconds of both sides for one."""
     address = f"127.0.0.1:{free_port()}"
     server = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.bench.raw_stream", address)
     message = os.urandom(size * per_call)
@@ -32,9 +33,10 @@ async def raw_samples_per_second(size: int, num_samples: int, per_call: int, in_
                 for _ in calls:
                     await take(message, timeout=30)
 
-            started = time.perf_counter()
+            started, cpu = time.perf_counter(), cpu_seconds(server.pid)
             await asyncio.gather(*(one() for _ in range(in_flight)))
-            return num_samples / (time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            return num_samples / seconds, (cpu_seconds(server.pid) - cpu) / num_samples
     finally:
         server.kill()
         await server.wait()

@@ -13,6 +13,7 @@ import time
 
 import numpy as np
 import reverb
+from cpu import cpu_seconds  # beside this file: it is run as a program
 
 
 def main(size: int, num_samples: int, per_call: int, in_flight: int, rounds: int) -> None:
@@ -21,11 +22,14 @@ def main(size: int, num_samples: int, per_call: int, in_flight: int, rounds: int
         assert server.stdout
         client = reverb.Client(f"localhost:{int(server.stdout.readline())}")
         data = [np.random.randint(0, 256, size, dtype=np.uint8) for _ in range(per_call)]
-        puts, fetches = [], []
+        puts, fetches, cpu = [], [], []
         for _ in range(rounds):
+            before = cpu_seconds(server.pid)
             puts.append(num_samples / put(client, data, num_samples, in_flight))
+            cpu.append((cpu_seconds(server.pid) - before) / num_samples)
             fetches.append(num_samples / fetch(client, num_samples, per_call))
-        print(json.dumps({"put": statistics.median(puts), "fetch": statistics.median(fetches)}))
+        rates = {"put": puts, "fetch": fetches, "put_cpu": cpu}
+        print(json.dumps({name: statistics.median(values) for name, values in rates.items()}))
     finally:
         server.kill()
 
