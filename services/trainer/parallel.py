@@ -128,8 +128,8 @@ def initialize(job: Job) -> Layout:
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
     )
-    context, data_group = _contexts(args, parallel_state.get_data_parallel_group(), world_size)
     device = torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
+    context, data_group = _contexts(args, parallel_state.get_data_parallel_group(), world_size, device)
     return Layout(
         rank=rank,
         world_size=world_size,
@@ -157,14 +157,16 @@ def initialize(job: Job) -> Layout:
     )
 
 
-def _contexts(args: MegatronArgs, dp_group: dist.ProcessGroup, world_size: int) -> tuple[Context, dist.ProcessGroup]:
+def _contexts(
+    args: MegatronArgs, dp_group: dist.ProcessGroup, world_size: int, device: torch.device
+) -> tuple[Context, dist.ProcessGroup]:
     """Collective: this rank's context group, and the group of those that hold other samples."""
     size = args.context_parallel_size
-    own = dist.get_process_group_ranks(dp_group)
-    every: list[list[int]] = [[] for _ in range(world_size)]
-    dist.all_gather_object(every, own)
+    own = torch.tensor(dist.get_process_group_ranks(dp_group), device=device)
+    every = [torch.empty_like(own) for _ in range(world_size)]
+    dist.all_gather(every, own)
     # Whoever is in a group or not: all make all groups, in one order.
-    data_parallel = sorted({tuple(ranks) for ranks in every})
+    data_parallel = sorted({tuple(ranks.tolist()) for ranks in every})
     contexts = [ranks[i : i + size] for ranks in data_parallel for i in range(0, len(ranks), size)]
     others = [ranks[i::size] for ranks in data_parallel for i in range(size)]
     context, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in contexts])  # type: ignore[no-untyped-call]
