@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -30,7 +29,7 @@ _CPU_RECIPE: Mapping[str, Any] = {
     "dtype": "float32",
 }
 _GPU_RECIPE: Mapping[str, Any] = {"skip_server_warmup": True, "enable_metrics": True}
-_CPU_ENVIRONMENT: Mapping[str, str] = {"TORCH_COMPILE_DISABLE": "1"}
+_CPU_ENVIRONMENT: Mapping[str, str] = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
 # /health would run a generation, which waits while weights are updated.
 _ENVIRONMENT: Mapping[str, str] = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 
@@ -86,18 +85,9 @@ def command(job: Job, machine: Machine, *, engine: int, port: int) -> list[str]:
     return words
 
 
-def environment(job: Job, machine: Machine) -> dict[str, str]:
+def environment(machine: Machine) -> dict[str, str]:
     """What an engine's process needs in its environment."""
-    if machine.has_accelerator:
-        return {**_ENVIRONMENT}
-    return {**_ENVIRONMENT, **_CPU_ENVIRONMENT, "OMP_NUM_THREADS": str(_threads(job))}
-
-
-def _threads(job: Job) -> int:
-    """Engines share the cores; on-policy they have them while the trainer waits, else half of them."""
-    engines = job.placement.rollout_num_gpus // job.placement.rollout_num_gpus_per_engine
-    cores = len(os.sched_getaffinity(0)) // (2 if job.buffer.max_staleness else 1)
-    return max(1, cores // engines)
+    return {**_ENVIRONMENT, **({} if machine.has_accelerator else _CPU_ENVIRONMENT)}
 
 
 def _words(flag: str, takes_value: bool, value: Any) -> list[str]:
