@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from services.buffer.store.files import Buffer, DiskFiles
+from tests.support.failpoint import Failpoint
 
 POINTS = (
     "create", "created", "write", "half-written", "written", "sync", "synced", "sync-folder", "truncate", "delete",
@@ -26,10 +25,9 @@ class FaultyFiles(DiskFiles):
 
     def __init__(self, folder: Path, failpoint: str) -> None:
         super().__init__(folder)
-        self._point, self._action, count = failpoint.split(":")
-        assert self._point in POINTS, failpoint
-        assert self._action in ACTIONS, failpoint
-        self._left = int(count)
+        self._failpoint = Failpoint(failpoint)
+        assert self._failpoint.point in POINTS, failpoint
+        assert self._failpoint.action in ACTIONS, failpoint
 
     def create(self, name: str, num_bytes: int) -> None:
         self._pass("create")
@@ -62,16 +60,6 @@ class FaultyFiles(DiskFiles):
         super().delete(name)
 
     def _pass(self, point: str) -> None:
-        if point != self._point:
-            return
-        self._left -= 1
-        if self._left:
-            return
-        match self._action:
-            case "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "pause":
-                time.sleep(0.5)
-            case name:
-                number = getattr(errno, name)
-                raise OSError(number, os.strerror(number))
+        if (name := self._failpoint.passes(point)) is not None:
+            number = getattr(errno, name)
+            raise OSError(number, os.strerror(number))

@@ -7,16 +7,14 @@ as an I/O error) and ENOSPC (no page is left), both met in the middle of the tra
 
 from __future__ import annotations
 
-import os
 import resource
-import signal
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from services.buffer.store.index_rows import Applied
 from services.buffer.store.segment_index import Mark, SegmentIndex
+from tests.support.failpoint import Failpoint
 
 INDEX_FAILPOINTS = (
     ("index", "kill"), ("index", "EIO"), ("index", "ENOSPC"), ("index", "pause"),
@@ -33,9 +31,8 @@ class FaultyIndex(SegmentIndex):
 
     def __init__(self, path: Path, failpoint: str) -> None:
         super().__init__(path)
-        self._point, self._action, count = failpoint.split(":")
-        assert (self._point, self._action) in INDEX_FAILPOINTS, failpoint
-        self._left = int(count)
+        self._failpoint = Failpoint(failpoint)
+        assert (self._failpoint.point, self._failpoint.action) in INDEX_FAILPOINTS, failpoint
 
     def apply(self, batch: Sequence[Applied], mark: Mark | None = None, lost: Sequence[tuple[str, int]] = ()) -> None:
         is_opening = mark is None or not batch
@@ -51,16 +48,7 @@ class FaultyIndex(SegmentIndex):
             self._pass("index-commit")
 
     def _pass(self, point: str) -> None:
-        if point != self._point:
-            return
-        self._left -= 1
-        if self._left:
-            return
-        match self._action:
-            case "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "pause":
-                time.sleep(0.5)
+        match self._failpoint.passes(point):
             case "EIO":
                 resource.setrlimit(resource.RLIMIT_FSIZE, (_EIO_FILE_BYTES, resource.RLIM_INFINITY))
             case "ENOSPC":
