@@ -117,8 +117,8 @@ class Preparation:
         return [found[end - len(inputs) : end] for inputs, end in zip(steps, ends, strict=True)]
 
     def _measure(self, evidence: Sequence[Evidence]) -> None:
-        """One tensor rank speaks for its data rank."""
-        if self._distance is None or self._layout.tp_rank != 0:
+        """One rank speaks for those that know the same of the same samples."""
+        if self._distance is None or not self._layout.speaks:
             return
         for one in evidence:
             assert one.log_probs is not None
