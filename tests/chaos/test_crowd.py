@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import statistics
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -27,37 +28,62 @@ from tests.support.buffer_server import ROOT, BufferProcess
 
 NUM_EACH = int(os.environ.get("HEADRACE_CROWD", "1000"))
 MOST_TIMES_BARE = 1.5
+_NUM_STEPS = 5
 _CALLS_PER_CHANNEL = 1_000
 _WAIT_SECONDS = 600.0
 
 
-def resident_bytes(pid: int) -> int:
-    """Now."""
+def resident_bytes(pid: int, kind: str = "VmRSS") -> int:
+    """Now. RssAnon is without the pages of files."""
     status = Path(f"/proc/{pid}/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:")) * 1024
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith(f"{kind}:")) * 1024
 
 
-@asynccontextmanager
-async def crowd(address: str) -> AsyncIterator[list[grpc.aio.Call]]:
-    """NUM_EACH waiting leases and open watches; all have reached the server."""
-    channels = [connect(address) for _ in range(-(-NUM_EACH // _CALLS_PER_CHANNEL))]
-    calls: list[grpc.aio.Call] = []
-    try:
-        for k, channel in enumerate(channels):
-            stub = buffer_pb2_grpc.BufferServiceStub(channel)  # type: ignore[no-untyped-call]
-            for i in range(min(_CALLS_PER_CHANNEL, NUM_EACH - k * _CALLS_PER_CHANNEL)):
-                request = pb.LeaseGroupsRequest(
-                    stream="train", producer_id="p", request_id=f"{k}/{i}", max_groups=1, wait_seconds=_WAIT_SECONDS
-                )
-                calls.append(stub.LeaseGroups(request, timeout=_WAIT_SECONDS, wait_for_ready=True))
-                calls.append(stub.Watch(pb.WatchRequest(stream="train"), wait_for_ready=True))
-            await stub.GetStats(pb.GetStatsRequest(), timeout=120, wait_for_ready=True)  # behind them in the connection
-        yield calls
-    finally:
-        for call in calls:
+class Crowd:
+    """Waiting leases and open watches on one server."""
+
+    def __init__(self, address: str) -> None:
+        self.calls: list[Any] = []
+        self._address = address
+        self._channels: list[grpc.aio.Channel] = []
+
+    async def gather(self, pid: int) -> float:
+        """NUM_EACH of both; returns the bytes that a call costs.
+
+        They come in equal steps, and the median step counts: threads, imports and the allocator's arenas come once or
+        now and then, but what a call holds is in every step.
+        """
+        sizes = [resident_bytes(pid, "RssAnon")]
+        for step in range(_NUM_STEPS):
+            await self._grow(NUM_EACH * (step + 1) // _NUM_STEPS)
+            sizes.append(resident_bytes(pid, "RssAnon"))
+        return statistics.median(after - before for before, after in pairwise(sizes)) * _NUM_STEPS / (2 * NUM_EACH)
+
+    async def close(self) -> None:
+        for call in self.calls:
             call.cancel()
-        for channel in channels:
+        for channel in self._channels:
             await channel.close(None)
+
+    async def _grow(self, num_each: int) -> None:
+        for number in range(len(self.calls) // 2, num_each):
+            if number % _CALLS_PER_CHANNEL == 0:
+                await self._reached()
+                self._channels.append(connect(self._address))
+            request = pb.LeaseGroupsRequest(
+                stream="train", producer_id="p", request_id=f"{number}", max_groups=1, wait_seconds=_WAIT_SECONDS
+            )
+            self.calls.append(self._stub.LeaseGroups(request, timeout=_WAIT_SECONDS, wait_for_ready=True))
+            self.calls.append(self._stub.Watch(pb.WatchRequest(stream="train"), wait_for_ready=True))
+        await self._reached()
+
+    async def _reached(self) -> None:
+        if self._channels:  # the answer is behind them in the connection
+            await self._stub.GetStats(pb.GetStatsRequest(), timeout=120, wait_for_ready=True)
+
+    @property
+    def _stub(self) -> buffer_pb2_grpc.BufferServiceStub:
+        return buffer_pb2_grpc.BufferServiceStub(self._channels[-1])  # type: ignore[no-untyped-call]
 
 
 async def bare_cost() -> tuple[int, float]:
@@ -68,11 +94,11 @@ async def bare_cost() -> tuple[int, float]:
     )  # fmt: skip
     assert process.stdout
     try:
-        address = process.stdout.readline().strip()
-        before = resident_bytes(process.pid)
-        async with crowd(address):
-            resident = resident_bytes(process.pid)
-            return resident, (resident - before) / (2 * NUM_EACH)
+        crowd = Crowd(process.stdout.readline().strip())
+        cost = await crowd.gather(process.pid)
+        resident = resident_bytes(process.pid)
+        await crowd.close()
+        return resident, cost
     finally:
         process.kill()
         process.wait()
@@ -86,21 +112,20 @@ async def test_a_crowd_that_waits_costs_little_more_than_grpc_itself(tmp_path: P
     try:
         async with BufferClient(buffer.address, deadline_seconds=300) as client:
             await client.stats("train")
-            before = resident_bytes(buffer.pid)
-            async with crowd(buffer.address) as calls:
-                resident = resident_bytes(buffer.pid)
-                ours = (resident - before) / (2 * NUM_EACH)
-                print(
-                    f"{NUM_EACH:,} waiting leases and {NUM_EACH:,} open watches: {resident / 1e6:.0f} MB resident, "
-                    f"{ours / 1e3:.1f} KB a call; "
-                    f"a bare grpc.aio server: {bare_resident / 1e6:.0f} MB, {bare / 1e3:.1f} KB"
-                )
-                assert ours < MOST_TIMES_BARE * bare
-                await client.submit_prompts("train", text_prompts("a"))
-                waiting = [asyncio.ensure_future(call) for call in calls[::2]]
-                answered, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                (lease,) = answered.pop().result().leases
-                (result,) = await client.put_groups([complete_put(lease)])
-                assert result.state == pb.GROUP_STATE_READY
+            crowd = Crowd(buffer.address)
+            ours = await crowd.gather(buffer.pid)
+            print(
+                f"{NUM_EACH:,} waiting leases and {NUM_EACH:,} open watches: "
+                f"{resident_bytes(buffer.pid) / 1e6:.0f} MB resident, {ours / 1e3:.1f} KB a call; "
+                f"a bare grpc.aio server: {bare_resident / 1e6:.0f} MB, {bare / 1e3:.1f} KB"
+            )
+            assert ours < MOST_TIMES_BARE * bare
+            await client.submit_prompts("train", text_prompts("a"))
+            waiting = [asyncio.ensure_future(call) for call in crowd.calls[::2]]
+            answered, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            (lease,) = answered.pop().result().leases
+            (result,) = await client.put_groups([complete_put(lease)])
+            assert result.state == pb.GROUP_STATE_READY
+            await crowd.close()
     finally:
         await buffer.kill()
