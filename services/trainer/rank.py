@@ -15,7 +15,7 @@ from headrace.config.job import Job
 from headrace.errors import ConfigError
 from headrace.rpc.log import log
 from headrace.rpc.net import Address
-from services.trainer.checkpoint import Checkpoints
+from services.trainer.checkpoint import Checkpoints, checkpoint_folder
 from services.trainer.control import Control
 from services.trainer.fetch import Fetch
 from services.trainer.lifeline import Lifeline
@@ -50,6 +50,7 @@ class Built:
 async def meet(job: Job, compute: ThreadPoolExecutor) -> Met:
     """Joins the other ranks and watches over them from here on."""
     loop = asyncio.get_running_loop()
+    log.info("joining")
     layout = await loop.run_in_executor(compute, initialize, job)
     control = await loop.run_in_executor(compute, Control, layout.rank, layout.device)
     lifeline = Lifeline(layout.rank)
@@ -58,6 +59,7 @@ async def meet(job: Job, compute: ThreadPoolExecutor) -> Met:
     else:
         port = int(await loop.run_in_executor(compute, control.wait_for, _LIFELINE))
         await lifeline.connect(control.host, port)
+    log.info("met", rank=layout.rank, world_size=layout.world_size)
     return Met(layout, control, lifeline)
 
 
@@ -66,6 +68,7 @@ def build(job: Job, run_dir: Path, fetch: Fetch, met: Met) -> Built:
     layout, control = met.layout, met.control
     policy = Policy.build(job, layout)
     checkpoints = Checkpoints(job, run_dir, layout)
+    log.info("restoring", folder=str(checkpoint_folder(job, run_dir)))
     restored_step = checkpoints.restore_latest(policy)
     sender = WeightSender(
         policy,
@@ -75,7 +78,7 @@ def build(job: Job, run_dir: Path, fetch: Fetch, met: Met) -> Built:
         bucket_bytes=job.publish.update_weight_buffer_size,
         timeout_seconds=job.publish.update_weight_timeout_seconds,
     )
-    log.info("built", rank=layout.rank, world_size=layout.world_size, restored_step=restored_step)
+    log.info("built", restored_step=restored_step)
     return Built(layout, control, Worker(policy, sender, fetch, checkpoints), checkpoints, restored_step)
 
 

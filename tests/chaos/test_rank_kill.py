@@ -1,7 +1,8 @@
-"""kill -9 of a rank at random points of a run: the same batches, the same weights, bit for bit.
+"""kill -9 of a rank at random points of a run and in every part of a start: the same weights, bit for bit.
 
 Real launcher, buffer, Megatron ranks (two, data-parallel) and weight publication; only the samples are made without a
-model, so that they follow from prompt and policy version. `make chaos` kills twenty times (HEADRACE_RANK_KILLS).
+model, so that they follow from prompt and policy version. `make chaos` kills twenty times (HEADRACE_RANK_KILLS), and
+either rank in every part of the start that follows; `make test` once, and one rank while it loads a checkpoint.
 """
 
 from __future__ import annotations
@@ -27,32 +28,39 @@ from tests.support.training_run import ROOT, TrainingRun
 NUM_KILLS = int(os.environ.get("HEADRACE_RANK_KILLS", "1"))
 STEPS_PER_KILL = 4
 NUM_STEPS = STEPS_PER_KILL * NUM_KILLS + 2
+PARTS_OF_A_START = [(event, rank) for event in ("restoring", "joining", "met", "built") for rank in (1, 0)]
+"""A rank says each of these before it does what is named: looks for the others, builds the model, loads, runs."""
+MORTAL = {"PYTHONPATH": f"{ROOT / 'tests' / 'support' / 'mortal'}:{ROOT}"}
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300 + 90 * NUM_KILLS)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400 + 150 * NUM_KILLS)]
 
 
 async def test_a_run_whose_ranks_are_killed_ends_with_the_undisturbed_runs_weights(tmp_path: Path) -> None:
     checkpoint = make_tiny_qwen3(tmp_path / "model")
     chance = random.Random(int(os.environ.get("HEADRACE_CHAOS_SEED", "11")))
-    kills: list[int] = []
-    starter = 0
+    aims = iter(PARTS_OF_A_START)
+    num_kills = 0
     async with running(tmp_path / "calm", checkpoint) as (calm, _):
         await calm.finished()
     async with running(tmp_path / "killed", checkpoint) as (killed, rollout):
         for kill in range(NUM_KILLS):
-            starter = await a_new_starter(killed, starter)
+            starter = await the_starter(killed)
             in_a_start = kill % 4 == 3  # else in a step, a publication or a checkpoint
             if not in_a_start:
                 await killed.until_serving("trainer")
                 await killed.until_step(STEPS_PER_KILL * kill + chance.randint(1, STEPS_PER_KILL))
             await asyncio.sleep(chance.uniform(0.0, 10.0 if in_a_start else 0.5))
-            kills.append(kill_a_rank(starter, chance))
+            if not in_a_start and (aim := next(aims, None)):
+                order_of(killed).write_text("{} {}".format(*aim))  # for the next start: this one is over
+                num_kills += 1
+            kill_a_rank(starter, chance)
+            num_kills += 1
+            await until_restarts(killed, num_kills)
         await killed.finished()
         served = dict(rollout.engine.tensors)
 
-    assert len(kills) == NUM_KILLS
-    restarts = [line for line in killed.log.read_text().splitlines() if "trainer ended with" in line]
-    assert len(restarts) == NUM_KILLS, "\n".join(restarts)
+    assert len(restarts(killed)) == num_kills, "\n".join(restarts(killed))
+    assert not order_of(killed).exists()
     weights, expected = ((load_file(run.export / "model.safetensors")) for run in (killed, calm))
     assert weights.keys() == expected.keys()
     assert all(weights[name].equal(expected[name]) for name in expected)
@@ -79,7 +87,7 @@ async def test_torchrun_slurm_and_ray_survive_a_kill_and_train_to_the_same_weigh
     weights = {}
     for placement in ("local", "torchrun", "slurm", "ray"):
         async with running(tmp_path / placement, checkpoint, "--placement", placement) as (run, _):
-            starter = await a_new_starter(run, 0)
+            starter = await the_starter(run)
             await run.until_step(4)
             kill_a_rank(starter, random.Random(placement))
             await run.finished()
@@ -89,13 +97,30 @@ async def test_torchrun_slurm_and_ray_survive_a_kill_and_train_to_the_same_weigh
         assert all(found[name].equal(expected) for name, expected in weights["local"].items())
 
 
-async def a_new_starter(run: TrainingRun, old: int) -> int:
-    """Waits for the process that starts the ranks, another one than `old`, and for the ranks."""
+async def the_starter(run: TrainingRun) -> int:
+    """Waits for the process that starts the ranks, and for the ranks."""
     await run.address_of("trainer")
-    while (pid := run.folder.services()["trainer"].pid or old) == old or len(ranks_of(pid)) < 2:
+    while (pid := run.folder.services()["trainer"].pid) is None or len(ranks_of(pid)) < 2:
         assert run.is_running, run.last_words()
         await asyncio.sleep(0.05)
     return pid
+
+
+async def until_restarts(run: TrainingRun, number: int) -> None:
+    """Waits until the trainer has ended so often."""
+    while len(restarts(run)) < number:
+        assert run.is_running, run.last_words()
+        await asyncio.sleep(0.05)
+
+
+def restarts(run: TrainingRun) -> list[str]:
+    """What the launcher said of each."""
+    return [line for line in run.log.read_text().splitlines() if "trainer ended with" in line]
+
+
+def order_of(run: TrainingRun) -> Path:
+    """The file that names a rank and the line of its log at which it dies (tests/support/mortal)."""
+    return run.log.with_name("order")
 
 
 def ranks_of(starter: int) -> dict[int, int]:
@@ -103,12 +128,10 @@ def ranks_of(starter: int) -> dict[int, int]:
     return {int(rank): pid for pid in descendants(starter) if (rank := environment(pid).get("RANK")) is not None}
 
 
-def kill_a_rank(starter: int, chance: random.Random) -> int:
-    """`kill -9`; returns the rank that is gone."""
+def kill_a_rank(starter: int, chance: random.Random) -> None:
+    """`kill -9`."""
     ranks = ranks_of(starter)
-    rank = chance.choice(sorted(ranks))
-    os.kill(ranks[rank], signal.SIGKILL)
-    return rank
+    os.kill(ranks[chance.choice(sorted(ranks))], signal.SIGKILL)
 
 
 def environment(pid: int) -> dict[str, str]:
@@ -132,8 +155,9 @@ async def running(folder: Path, checkpoint: Path, *flags: str) -> AsyncIterator[
             "--save-hf", str(folder / "export"), "--use-distributed-optimizer",
             "--update-weight-canary-tolerance", "1e9",  # the engine has no model to compare with
             "--peak-tflops", "0.1",
-            "--use-fault-tolerance", "--max-trainer-restarts", str(NUM_KILLS),
+            "--use-fault-tolerance", "--max-trainer-restarts", str(2 * NUM_KILLS),
             *flags,
+            environment=MORTAL | {"MORTAL_ORDER": str(folder / "order")},
         )  # fmt: skip
         async with run.started():
             producing = asyncio.create_task(produce(await run.address_of("buffer")))

@@ -50,6 +50,7 @@ class TrainingRun:
         prompts: Sequence[Mapping[str, Any]] = SUMS,
         program: Sequence[str] = ("train",),
         name: str = "e2e",
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.folder = RunFolder(folder / "runs" / name)
         self.prompts = folder / "prompts.jsonl"
@@ -62,6 +63,7 @@ class TrainingRun:
         ]  # fmt: skip
         self.export = folder / "export"
         self.log = folder / f"launcher-{name}.log"
+        self._environment = _environment() | dict(environment or {})
         self._process: asyncio.subprocess.Process | None = None
 
     @asynccontextmanager
@@ -69,7 +71,7 @@ class TrainingRun:
         """Ended by SIGTERM when the block is left, by SIGKILL when that does not help."""
         with self.log.open("wb") as output:
             self._process = await asyncio.create_subprocess_exec(
-                *self.command, cwd=ROOT, env=_environment(), stdout=output, stderr=output
+                *self.command, cwd=ROOT, env=self._environment, stdout=output, stderr=output
             )
         try:
             yield self
