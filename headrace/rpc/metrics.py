@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from headrace.rpc.net import Address, require_free
 
@@ -12,12 +14,15 @@ _SECONDS_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 300.0)
 class RpcMetrics:
     """Calls by method and status, and how long they took. `registry` takes a service's own metrics too."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_progress: Callable[[], int]) -> None:
         self.registry = CollectorRegistry()
         self._calls = Counter("headrace_rpc_calls", "Finished calls.", ["method", "code"], registry=self.registry)
         self._seconds = Histogram(
             "headrace_rpc_seconds", "Time in the server.", ["method"], buckets=_SECONDS_BUCKETS, registry=self.registry
         )
+
+        calls = Gauge("headrace_rpc_in_progress", "Calls that have begun and not ended.", registry=self.registry)
+        calls.set_function(in_progress)
 
     def observe(self, method: str, code: str, seconds: float) -> None:
         """Counts one finished call."""

@@ -65,7 +65,6 @@ class RpcServer:
         max_calls_per_peer: int = DEFAULT_MAX_CALLS,
     ) -> None:
         self.name = name
-        self.metrics = RpcMetrics()
         self.port = 0
         self.metrics_port: int | None = None
         self._address = Address.parse(address)
@@ -79,6 +78,7 @@ class RpcServer:
         self._health = HealthServicer()
         names = frozenset(s.full_name for s in services)
         self.peers = PeerCalls(max_calls_per_peer)
+        self.metrics = RpcMetrics(lambda: self.peers.in_progress)
         interceptor = CallInterceptor(names, self.metrics, self.peers)
         self._server = grpc.aio.server(interceptors=[interceptor], options=list(OPTIONS))
 

@@ -1,6 +1,7 @@
 """`python -m tests.support.bare_server`: a gRPC server of our calls that does nothing but let them wait.
 
 What a waiting call costs here is grpc.aio's own; the crowd test holds the buffer against it. Prints its address.
+GetStats answers how many wait, as the position.
 """
 
 from __future__ import annotations
@@ -18,16 +19,23 @@ from headrace.rpc.server import OPTIONS
 
 
 class WaitingServicer(buffer_pb2_grpc.BufferServiceServicer):
+    def __init__(self) -> None:
+        self._num_waiting = 0
+
     async def LeaseGroups(self, request: pb.LeaseGroupsRequest, context: Any) -> pb.LeaseGroupsResponse:
-        await asyncio.Event().wait()
+        await self._wait()
         return pb.LeaseGroupsResponse()
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.WatchResponse]:
-        await asyncio.Event().wait()
+        await self._wait()
         yield pb.WatchResponse()
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
-        return pb.GetStatsResponse()
+        return pb.GetStatsResponse(position=self._num_waiting)
+
+    async def _wait(self) -> None:
+        self._num_waiting += 1
+        await asyncio.Event().wait()
 
 
 async def main() -> None:

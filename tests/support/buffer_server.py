@@ -66,7 +66,9 @@ class BufferProcess:
         self._config.write_text(_job(prompts, **sections).model_dump_json())
         self._process: asyncio.subprocess.Process | None = None
 
-    async def start(self, failpoint: str | None = None, segment_bytes: int = 1 << 20) -> None:
+    async def start(
+        self, failpoint: str | None = None, segment_bytes: int = 1 << 20, metrics_address: str | None = None
+    ) -> None:
         """Returns at once; clients wait for it. With a failpoint (see `faulty_files`) its disk fails there."""
         module = "tests.support.faulty_buffer" if failpoint else "services.buffer"
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -75,6 +77,7 @@ class BufferProcess:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", module, "--config", str(self._config), "--address", self.address,
             "--data-dir", str(self.folder / "ledger"),
+            *(("--metrics-address", metrics_address) if metrics_address else ()),
             cwd=ROOT, env=environment, stderr=(self.folder / "log").open("a"),
         )  # fmt: skip
 
