@@ -14,7 +14,7 @@ from headrace.api.buffer.v1 import buffer_pb2_grpc
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.columns import LargeColumn, download, put_back, taken_out, upload
 from headrace.client.port import DEFAULT_DEADLINE_SECONDS, Buffer
-from headrace.client.put_request import put_request
+from headrace.client.put_queue import PutQueue
 from headrace.errors import Unavailable
 from headrace.rpc import call as rpc
 from headrace.rpc.channel import connect
@@ -35,10 +35,12 @@ class BufferClient(Buffer):
             request_serializer=bytes,
             response_deserializer=pb.PutGroupsResponse.FromString,
         )
+        self._puts = PutQueue(self._send_puts)
         self._deadline_seconds = deadline_seconds
 
     async def close(self) -> None:
         """Ends its connections."""
+        await self._puts.close()
         await self._channel.close(None)
 
     # Streams and prompts
@@ -100,10 +102,13 @@ class BufferClient(Buffer):
         await self._call(self._stub.ReleaseLeases, pb.ReleaseLeasesRequest(releases=releases))
 
     async def put_groups(self, puts: Sequence[pb.GroupPut]) -> Sequence[pb.PutResult]:
-        """One result for each, in order; `refused` is set where the lease was lost."""
+        """One result for each, in order; `refused` is set where the lease was lost. All are kept or none."""
         puts = [await self._slim_put(put) for put in puts]
-        reply: pb.PutGroupsResponse = await self._call(self._put_groups, put_request(puts))
-        return reply.results
+        return await self._puts.put(puts, self._deadline_seconds)
+
+    async def _send_puts(self, request: bytes, deadline_seconds: float) -> pb.PutGroupsResponse:
+        reply: pb.PutGroupsResponse = await rpc.call(self._put_groups, request, deadline_seconds=deadline_seconds)
+        return reply
 
     async def retry_groups(
         self, stream: str, group_ids: Sequence[str] = (), *, request_id: str | None = None
@@ -287,5 +292,5 @@ class BufferClient(Buffer):
         reply: pb.GetStatsResponse = await self._call(self._stub.GetStats, pb.GetStatsRequest())
         return reply.position
 
-    async def _call(self, method: Callable[..., Any], request: Message | bytes, wait_seconds: float = 0.0) -> Any:
+    async def _call(self, method: Callable[..., Any], request: Message, wait_seconds: float = 0.0) -> Any:
         return await rpc.call(method, request, deadline_seconds=self._deadline_seconds + wait_seconds)

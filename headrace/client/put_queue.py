@@ -1,0 +1,98 @@
+"""Puts on their way: those that come while others are on the wire share the next call.
+
+A call of its own for every put costs the buffer more than the put itself, and together they share one sync of its disk.
+A shared call that fails is made again for each of its callers alone: nobody hears of another's mistake.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.client.put_request import put_request
+
+_CALLS_AT_ONCE = 2
+"""One that the buffer works on, and one on its way."""
+_ENOUGH_BYTES = 1 << 20
+"""Of puts that wait: their call does not wait any longer."""
+_ENOUGH_GROUPS = 256
+
+Send = Callable[[bytes, float], Awaitable[pb.PutGroupsResponse]]
+"""(request, seconds until the deadline)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Put:
+    request: bytes
+    num_groups: int
+    end: float
+    results: asyncio.Future[Sequence[pb.PutResult]]
+
+
+class PutQueue:
+    """Unblocked by answers: each starts the next call."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._waiting: deque[_Put] = deque()
+        self._calls: dict[asyncio.Task[None], Sequence[_Put]] = {}
+
+    async def put(self, puts: Sequence[pb.GroupPut], deadline_seconds: float) -> Sequence[pb.PutResult]:
+        """One result for each, in order. Raises what the buffer says of these puts."""
+        loop = asyncio.get_running_loop()
+        put = _Put(put_request(puts), len(puts), loop.time() + deadline_seconds, loop.create_future())
+        self._waiting.append(put)
+        self._start_calls()
+        return await put.results
+
+    async def close(self) -> None:
+        """Ends what is on its way; whoever waits for it is cancelled."""
+        for put in self._waiting:
+            put.results.cancel()
+        self._waiting.clear()
+        for call in self._calls:
+            call.cancel()
+        await asyncio.gather(*self._calls, return_exceptions=True)
+
+    def _start_calls(self) -> None:
+        while self._waiting and (len(self._calls) < _CALLS_AT_ONCE or self._is_full(self._waiting)):
+            together = self._next()
+            call = asyncio.create_task(self._call(together))
+            self._calls[call] = together
+            call.add_done_callback(self._ended)
+
+    def _ended(self, call: asyncio.Task[None]) -> None:
+        for put in self._calls.pop(call):
+            put.results.cancel()  # does nothing where it was answered
+        self._start_calls()
+
+    def _next(self) -> list[_Put]:
+        together: list[_Put] = []
+        while self._waiting and not self._is_full(together):
+            together.append(self._waiting.popleft())
+        return together
+
+    @staticmethod
+    def _is_full(puts: Collection[_Put]) -> bool:
+        num_bytes = sum(len(put.request) for put in puts)
+        return num_bytes >= _ENOUGH_BYTES or sum(put.num_groups for put in puts) >= _ENOUGH_GROUPS
+
+    async def _call(self, together: Sequence[_Put]) -> None:
+        seconds = min(put.end for put in together) - asyncio.get_running_loop().time()
+        try:
+            reply = await self._send(b"".join(put.request for put in together), seconds)
+        except Exception as error:  # whatever it is, it is for the callers
+            if len(together) > 1:
+                await asyncio.gather(*(self._call([put]) for put in together))
+            elif not together[0].results.done():
+                together[0].results.set_exception(error)
+        else:
+            results = iter(reply.results)
+            for put in together:
+                own = list(islice(results, put.num_groups))
+                if not put.results.done():  # nobody waits for it any more
+                    put.results.set_result(own)
