@@ -29,7 +29,7 @@ from headrace.launch.ranks import PEER_LOST, PEER_SECONDS
 
 _PLACE_SECONDS = 300.0
 _LAST_LINES = 8
-_PASSED_ON = ("HEADRACE_", "OMP_", "PYTHON", "NCCL_", "TORCH_", "GLOO_")
+_PASSED_ON = ("HEADRACE_", "OMP_", "GOMP_", "PYTHON", "NCCL_", "TORCH_", "GLOO_")
 
 
 class Rank:

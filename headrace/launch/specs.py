@@ -10,6 +10,7 @@ from typing import Any
 from headrace.config.job import Job
 from headrace.config.rules import ranks
 from headrace.errors import ConfigError, Unavailable
+from headrace.launch.openmp import openmp, threads_of_each
 from headrace.launch.placement import starter
 from headrace.launch.process import ServiceSpec
 from headrace.launch.run_folder import RunFolder, ServiceEntry
@@ -111,8 +112,8 @@ def _program(job: Job, service: str, folder: RunFolder) -> list[str]:
 
 
 def _environment(job: Job, service: str) -> Mapping[str, str]:
-    """Ranks share the cores; everything else wants one thread. What the caller's environment says wins."""
-    cores = len(os.sched_getaffinity(0))
-    threads = max(1, cores // ranks(job)) if service == "trainer" else 1
-    wanted = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+    """Ranks share the cores, a service needs one; how many an engine takes is the rollout service's to say."""
+    unbuffered = {} if "PYTHONUNBUFFERED" in os.environ else {"PYTHONUNBUFFERED": "1"}
+    if service == "rollout":
+        return unbuffered
+    return {**unbuffered, **openmp(threads_of_each(ranks(job)) if service == "trainer" else 1)}

@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.config.job import Job
 from headrace.errors import ConfigError
+from headrace.launch.openmp import openmp, threads_of_each
 from services.rollout.engine.machine import Machine
 
 INITIAL_VERSION = 0
@@ -29,7 +30,7 @@ _CPU_RECIPE: Mapping[str, Any] = {
     "dtype": "float32",
 }
 _GPU_RECIPE: Mapping[str, Any] = {"skip_server_warmup": True, "enable_metrics": True}
-_CPU_ENVIRONMENT: Mapping[str, str] = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+_CPU_ENVIRONMENT: Mapping[str, str] = {"TORCH_COMPILE_DISABLE": "1"}
 # /health would run a generation, which waits while weights are updated.
 _ENVIRONMENT: Mapping[str, str] = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 
@@ -85,9 +86,16 @@ def command(job: Job, machine: Machine, *, engine: int, port: int) -> list[str]:
     return words
 
 
-def environment(machine: Machine) -> dict[str, str]:
-    """What an engine's process needs in its environment."""
-    return {**_ENVIRONMENT, **({} if machine.has_accelerator else _CPU_ENVIRONMENT)}
+def environment(job: Job, machine: Machine) -> dict[str, str]:
+    """What an engine's process needs in its environment beside ours."""
+    if machine.has_accelerator:
+        return {**_ENVIRONMENT}
+    return {**_ENVIRONMENT, **_CPU_ENVIRONMENT, **openmp(_threads(job))}
+
+
+def _threads(job: Job) -> int:
+    """On-policy, engines have the cores while the trainer waits; else they leave half of them to it."""
+    return threads_of_each(job.placement.rollout_num_gpus, share=0.5 if job.buffer.max_staleness else 1.0)
 
 
 def _words(flag: str, takes_value: bool, value: Any) -> list[str]:

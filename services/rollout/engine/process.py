@@ -52,7 +52,7 @@ class SglangProcess:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._child = ChildProcess(
-            arguments.command(job, machine, engine=engine, port=port), log_path, arguments.environment(machine)
+            arguments.command(job, machine, engine=engine, port=port), log_path, arguments.environment(job, machine)
         )
 
     async def start(self, *, seconds: float) -> None:

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from headrace.config.job import Job
+from headrace.config.job import BufferSection, Job, PlacementSection
 from headrace.errors import ConfigError
 from services.rollout.engine import arguments
 from services.rollout.engine.machine import Machine
@@ -45,11 +46,25 @@ def test_without_an_accelerator_the_cpu_recipe_is_chosen_and_the_job_may_change_
     assert words[words.index("--random-seed") + 1] == "43"
     assert "--sleep-on-idle" in words
     assert "--disable-overlap-schedule" not in words
-    assert arguments.environment(CPU)["OMP_NUM_THREADS"] == "1"
 
 
 def test_with_an_accelerator_engines_are_laid_out_over_it() -> None:
     words = arguments.command(job(), GPU, engine=3, port=5)
     assert "--device" not in words
     assert words[words.index("--base-gpu-id") + 1] == "3"
-    assert "OMP_NUM_THREADS" not in arguments.environment(GPU)
+    assert "OMP_NUM_THREADS" not in arguments.environment(job(), GPU)
+
+
+@pytest.mark.parametrize(("engines", "max_staleness", "threads"), [(1, 0, "8"), (2, 0, "4"), (1, 1, "4"), (12, 1, "1")])
+def test_engines_share_the_cores_and_leave_half_to_a_trainer_that_works_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, engines: int, max_staleness: int, threads: str
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    shared = job().model_copy(
+        update={
+            "placement": PlacementSection(rollout_num_gpus=engines),
+            "buffer": BufferSection(max_staleness=max_staleness),
+        }
+    )
+    assert arguments.environment(shared, CPU)["OMP_NUM_THREADS"] == threads

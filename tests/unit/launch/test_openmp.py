@@ -1,0 +1,83 @@
+"""Threads and how they wait: defaults, and that what a user exports reaches an engine through the rollout service."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.config.job import Job, ServicesSection
+from headrace.launch.openmp import openmp, threads_of_each
+from headrace.launch.run_folder import RunFolder
+from headrace.launch.specs import SERVICES, spec
+from services.rollout.child import ChildProcess
+from services.rollout.engine import arguments
+from services.rollout.engine.machine import Machine
+
+NAMES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+SHOW = f"import os; print(*(os.environ.get(name, '-') for name in {NAMES!r}))"
+
+
+@pytest.fixture(autouse=True)
+def nothing_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def job() -> Job:
+    services = ServicesSection(**{f"{name}_address": "127.0.0.1:7001" for name in SERVICES})
+    return Job.model_validate({"model": {"hf_checkpoint": Path("/m")}, "services": services})
+
+
+def engine_sees(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a process with the environment of launcher, rollout service and engine has."""
+    launched = spec(job(), "rollout", RunFolder(folder)).environment
+    with monkeypatch.context() as service:
+        for name, value in launched.items():
+            service.setenv(name, value)
+        log = folder / "engine.log"
+        environment = arguments.environment(job(), Machine(has_accelerator=False, flags={}))
+
+        async def run() -> None:
+            child = ChildProcess([sys.executable, "-c", SHOW], log, environment)
+            await child.start()
+            assert await child.wait() == 0, child.last_lines()
+
+        asyncio.run(run())
+    return log.read_text().split()
+
+
+def test_an_engine_has_the_cores_and_its_threads_sleep_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert engine_sees(tmp_path, monkeypatch) == [str(len(os.sched_getaffinity(0))), "-", "1000"]
+
+
+@pytest.mark.parametrize(
+    ("exported", "seen"),
+    [
+        ({"OMP_NUM_THREADS": "3"}, ["3", "-", "1000"]),
+        ({"OMP_NUM_THREADS": "3", "GOMP_SPINCOUNT": "7"}, ["3", "-", "7"]),
+        ({"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "ACTIVE"}, ["3", "ACTIVE", "-"]),
+    ],
+)
+def test_what_the_user_exports_reaches_the_engine(
+    exported: dict[str, str], seen: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in exported.items():
+        monkeypatch.setenv(name, value)
+    assert engine_sees(tmp_path, monkeypatch) == seen
+
+
+def test_ranks_share_the_cores_and_a_service_without_tensors_takes_one(tmp_path: Path) -> None:
+    environments = {name: spec(job(), name, RunFolder(tmp_path)).environment for name in ("buffer", "trainer")}
+    assert environments["buffer"]["OMP_NUM_THREADS"] == "1"
+    assert environments["trainer"]["OMP_NUM_THREADS"] == str(threads_of_each(1))
+    assert environments["trainer"]["GOMP_SPINCOUNT"] == "1000"
+
+
+def test_a_process_has_one_thread_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    assert [threads_of_each(1), threads_of_each(2), threads_of_each(9), threads_of_each(1, share=0.5)] == [3, 1, 1, 1]
+    assert openmp(2)["OMP_NUM_THREADS"] == "2"
