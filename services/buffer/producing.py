@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
 
+import msgspec
 from msgspec.structs import replace
 
 from headrace.errors import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted
@@ -40,8 +41,7 @@ class NoLeaseReason(StrEnum):
     LIMITER = "LIMITER"
 
 
-@dataclass(frozen=True, slots=True)
-class GroupPut:
+class GroupPut(msgspec.Struct, frozen=True, gc=False):
     """One group's end."""
 
     lease_id: str
@@ -57,8 +57,7 @@ class GroupPut:
         return hashlib.sha256(self.outcome.value.encode() + b"".join(parts)).digest()[:16]
 
 
-@dataclass(frozen=True, slots=True)
-class PutResult:
+class PutResult(msgspec.Struct, frozen=True, gc=False):
     """What became of it."""
 
     group_id: str

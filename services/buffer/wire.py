@@ -23,6 +23,8 @@ _OUTCOMES = {
     pb.PUT_OUTCOME_FAILED: PutOutcome.FAILED,
 }
 _STATES = {pb.GroupState.Value(f"GROUP_STATE_{state.name}"): state for state in GroupState}
+_STATE_NUMBERS = {state: number for number, state in _STATES.items()}
+_UNFINISHED = (sample_pb2.SAMPLE_STATUS_ABORTED, sample_pb2.SAMPLE_STATUS_PENDING)
 
 
 def to_prompt(message: sample_pb2.Prompt, i: int) -> Prompt:
@@ -110,12 +112,12 @@ def _to_sample(sample: RawSample, envelope: sample_pb2.SampleEnvelope, group_id:
             reward=envelope.reward if envelope.HasField("reward") and not envelope.HasField("failure") else None,
         ),
         sample.payload,
-        tuple(column.sha256 for column in envelope.out_of_line),
+        tuple([column.sha256 for column in envelope.out_of_line]),
     )
 
 
 def _check_finished(envelope: sample_pb2.SampleEnvelope) -> None:
-    if envelope.status in (sample_pb2.SAMPLE_STATUS_ABORTED, sample_pb2.SAMPLE_STATUS_PENDING):
+    if envelope.status in _UNFINISHED:
         raise InvalidArgument(
             f"sample {envelope.sample_id} is not finished, and its group is put as COMPLETE: release the lease with "
             "partial_samples, or put the group as FAILED",
@@ -124,8 +126,11 @@ def _check_finished(envelope: sample_pb2.SampleEnvelope) -> None:
 
 
 def _oldest_trained(envelope: sample_pb2.SampleEnvelope) -> int | None:
-    ranges = [r for r in envelope.policy_ranges if r.end > r.start and not r.masked]
-    return min((r.policy_version for r in ranges), default=None)
+    oldest: int | None = None
+    for r in envelope.policy_ranges:
+        if r.end > r.start and not r.masked and (oldest is None or r.policy_version < oldest):
+            oldest = r.policy_version
+    return oldest
 
 
 def _check_status(envelope: sample_pb2.SampleEnvelope) -> None:
@@ -210,7 +215,7 @@ def from_event(event: LedgerEvent) -> pb.LedgerEvent:
 
 def from_state(state: GroupState) -> pb.GroupState.ValueType:
     """Its number on the wire."""
-    return pb.GroupState.Value(f"GROUP_STATE_{state.name}")
+    return _STATE_NUMBERS[state]
 
 
 def to_states(numbers: Sequence[pb.GroupState.ValueType]) -> list[GroupState]:

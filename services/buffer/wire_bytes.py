@@ -7,10 +7,10 @@ field, payloads stay slices of it, and only the envelopes are parsed; an answer 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import msgspec
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.buffer.v1 import buffer_pb2_grpc
@@ -18,24 +18,22 @@ from headrace.client.put_request import varint
 from services.buffer.group import SampleRecord
 from services.buffer.transaction import Payload
 
-_VARINT, _BYTES = 0, 2
-_FIXED_BYTES = {1: 8, 5: 4}
-_SAMPLES = 4
+_GROUPS = 1  # of PutGroupsRequest
+_SAMPLES = 4  # of GroupPut
+_ENVELOPE, _PAYLOAD = 1, 2  # of Sample
 _SAMPLE_TAG = b"\x0a"  # FetchSamplesResponse.samples
 _ENVELOPE_TAG = b"\x0a"
 _PAYLOAD_TAG = b"\x12"
 
 
-@dataclass(frozen=True, slots=True)
-class RawSample:
+class RawSample(msgspec.Struct, frozen=True, gc=False):
     """A sample of a request."""
 
     envelope: bytes
     payload: Payload
 
 
-@dataclass(frozen=True, slots=True)
-class RawPut:
+class RawPut(msgspec.Struct, frozen=True, gc=False):
     """A GroupPut; `rest` is all of it but its samples."""
 
     rest: pb.GroupPut
@@ -45,7 +43,8 @@ class RawPut:
 def parse_puts(data: bytes) -> list[RawPut]:
     """A PutGroupsRequest. Raises DecodeError as its generated class does."""
     try:
-        return [_put(contents) for number, _, contents in _fields(memoryview(data)) if number == 1]
+        fields = _fields(data, 0, len(data))
+        return [_put(data, start, end) for number, _, start, end in fields if number == _GROUPS]
     except (IndexError, ValueError):  # not protobuf, or not as every encoder writes it
         return [raw_put(put) for put in pb.PutGroupsRequest.FromString(data).groups]
 
@@ -81,49 +80,55 @@ def add_to_server(servicer: Any, server: Any) -> None:
     server.add_registered_method_handlers(name, handlers)
 
 
-def _put(data: memoryview) -> RawPut:
+def _put(data: bytes, start: int, end: int) -> RawPut:
     samples: list[RawSample] = []
-    rest: list[memoryview] = []
-    for number, whole, contents in _fields(data):
+    rest: list[bytes] = []
+    view = memoryview(data)
+    for number, field, contents, stop in _fields(data, start, end):
         if number == _SAMPLES:
-            samples.append(_sample(contents))
+            samples.append(_sample(data, view, contents, stop))
         else:
-            rest.append(whole)
+            rest.append(data[field:stop])
     return RawPut(pb.GroupPut.FromString(b"".join(rest)), tuple(samples))
 
 
-def _sample(data: memoryview) -> RawSample:
-    parts: dict[int, memoryview] = {}
-    for number, _, contents in _fields(data):
-        if number in parts:
+def _sample(data: bytes, view: memoryview, start: int, end: int) -> RawSample:
+    envelope: bytes | None = None
+    payload: Payload | None = None
+    for number, _, contents, stop in _fields(data, start, end):
+        if number == _ENVELOPE and envelope is None:
+            envelope = data[contents:stop]
+        elif number == _PAYLOAD and payload is None:
+            payload = view[contents:stop]
+        elif number in (_ENVELOPE, _PAYLOAD):
             raise ValueError(f"field {number} comes twice: the generated class knows how to merge them")
-        parts[number] = contents
-    return RawSample(bytes(parts.get(1, b"")), parts.get(2, b""))
+    return RawSample(envelope or b"", b"" if payload is None else payload)
 
 
-def _fields(data: memoryview) -> Iterator[tuple[int, memoryview, memoryview]]:
-    """(number, the field with its tag, its contents)."""
-    at, end = 0, len(data)
+def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+    """(number, where the field starts, where its contents do, where both end)."""
     while at < end:
         start = at
-        tag, at = _read_varint(data, at)
-        kind = tag & 7
+        tag, at = (data[at], at + 1) if data[at] < 0x80 else _read_varint(data, at)
         contents = at
-        if kind == _BYTES:
-            length, contents = _read_varint(data, at)
-            at = contents + length
-        elif kind == _VARINT:
-            _, at = _read_varint(data, at)
-        elif kind in _FIXED_BYTES:
-            at += _FIXED_BYTES[kind]
-        else:
-            raise ValueError(f"wire type {kind}")
+        match tag & 7:
+            case 2:  # bytes
+                length, contents = (data[at], at + 1) if data[at] < 0x80 else _read_varint(data, at)
+                at = contents + length
+            case 0:  # a number
+                _, at = _read_varint(data, at)
+            case 1:
+                at += 8
+            case 5:
+                at += 4
+            case kind:
+                raise ValueError(f"wire type {kind}")
         if at > end:
             raise ValueError("cut off")
-        yield tag >> 3, data[start:at], data[contents:at]
+        yield tag >> 3, start, contents, at
 
 
-def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
     byte = data[at]
     if byte < 0x80:
         return byte, at + 1

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
+import msgspec
 from msgspec.structs import replace
 
 from headrace.trajectory import Failure
@@ -16,8 +16,7 @@ from services.buffer.stream import ExpiryAction, StreamState
 from services.buffer.transaction import Instant, LedgerEvent, Payload, Transaction
 
 
-@dataclass(frozen=True, slots=True)
-class NewSample:
+class NewSample(msgspec.Struct, frozen=True, gc=False):
     """A sample as a producer brings it."""
 
     record: SampleRecord
