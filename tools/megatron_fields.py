@@ -43,8 +43,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from headrace.config.job import Section
 from headrace.config.literal import FromJson
+from headrace.config.section import Section
 '''
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from headrace.config.job import Job
 from headrace.config.machine import num_gpus
-from headrace.config.rules import megatron, ranks
+from headrace.config.megatron import megatron
+from headrace.config.rules import ranks
 from headrace.launch.specs import SERVICES, address_in
 
 _PACKAGES = ("headrace", "torch", "megatron-core", "transformers", "sglang", "sglang-router", "grpcio")

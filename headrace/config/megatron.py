@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from headrace.config.job import NonNegative, Positive
+from headrace.config.job import Job
 from headrace.config.megatron_fields import MegatronFields
 from headrace.config.megatron_owned import GPU_ONLY, OWNED
+from headrace.config.section import NonNegative, Positive
 
 Rate = Annotated[float, Field(ge=0)]
 
@@ -132,3 +133,8 @@ class MegatronArgs(ArchitectureArgs):
 
 DESCRIBED = frozenset(ArchitectureArgs.__annotations__) | frozenset(MegatronArgs.__annotations__)
 """Arguments that headrace says something about; the others are Megatron-core's alone."""
+
+
+def megatron(job: Job) -> MegatronArgs:
+    """Megatron's arguments of a job, typed."""
+    return MegatronArgs.model_validate(job.megatron)

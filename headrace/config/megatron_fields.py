@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from headrace.config.job import Section
 from headrace.config.literal import FromJson
+from headrace.config.section import Section
 
 VERSIONS = ("0.16", "0.19")
 """The minor versions that these fields are from."""

@@ -6,14 +6,14 @@ from importlib.metadata import PackageNotFoundError, version
 
 from headrace.config.job import Job
 from headrace.config.machine import num_gpus
-from headrace.config.megatron import MegatronArgs
+from headrace.config.megatron import MegatronArgs, megatron
 from headrace.config.megatron_fields import ONLY_IN
 from headrace.errors import ConfigError
 
 
 def check_megatron(job: Job) -> None:
     """Raises ConfigError for the first rule that is broken."""
-    args = MegatronArgs.model_validate(job.megatron)
+    args = megatron(job)
     _gpu_only(args)
     _context_parallel(args, job)
     _installed(args)

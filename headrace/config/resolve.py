@@ -8,8 +8,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from headrace.config.batch import derive
-from headrace.config.job import HooksSection, Job
+from headrace.config.job import Job
 from headrace.config.prompt_path import PromptPath
+from headrace.config.training import HooksSection
 from headrace.models.presets import find
 
 _HOOKS = (

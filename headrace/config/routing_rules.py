@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from headrace.config.architecture import Architecture
 from headrace.config.job import Job
-from headrace.config.megatron import MegatronArgs
+from headrace.config.megatron import megatron
+from headrace.config.old_log_probs import trains_on_old_log_probs
 from headrace.errors import ConfigError
 
 
@@ -28,7 +29,7 @@ def check_routing_replay(job: Job, architecture: Architecture) -> None:
 
 
 def _router(job: Job, flag: str) -> None:
-    args = MegatronArgs.model_validate(job.megatron)
+    args = megatron(job)
     if args.moe_router_fusion:
         raise ConfigError(
             f"{flag} with moe_router_fusion: the fused router asks nobody: leave one out", field="moe_router_fusion"
@@ -41,7 +42,7 @@ def _router(job: Job, flag: str) -> None:
 
 
 def _context(job: Job) -> None:
-    size = MegatronArgs.model_validate(job.megatron).context_parallel_size
+    size = megatron(job).context_parallel_size
     if size > 1:
         raise ConfigError(
             f"use_rollout_routing_replay with context_parallel_size {size}: the engines' choices are not divided with "
@@ -58,8 +59,7 @@ def _old_log_probs(job: Job) -> None:
             "--use-rollout-routing-replay, which replays what each sample was made with",
             field="use_routing_replay",
         )
-    asked = train.loss_type == "policy_loss" and (train.use_tis or not train.use_rollout_logprobs)
-    if not asked or train.num_steps_per_rollout == 1:
+    if not trains_on_old_log_probs(train) or train.num_steps_per_rollout == 1:
         raise ConfigError(
             "use_routing_replay has no effect: no old log-probs are computed in this job, for it takes one optimizer "
             "step per rollout or the engines' own: leave it out, or pass --use-rollout-routing-replay",

@@ -9,9 +9,10 @@ from headrace.config.algorithm_rules import check_algorithm
 from headrace.config.buffer_rules import check_buffer
 from headrace.config.files import check_files
 from headrace.config.job import Job
-from headrace.config.megatron import MegatronArgs
+from headrace.config.megatron import megatron
 from headrace.config.megatron_rules import check_megatron
 from headrace.config.needs import check_needs
+from headrace.config.old_log_probs import trains_on_old_log_probs
 from headrace.config.routing_rules import check_routing_replay
 from headrace.config.secrets import passwords
 from headrace.errors import ConfigError
@@ -84,7 +85,7 @@ def _old_actor_is_used(job: Job) -> None:
     train = job.train
     if not train.keep_old_actor:
         return
-    if train.loss_type == "sft_loss" or (train.use_rollout_logprobs and not train.use_tis):
+    if not trains_on_old_log_probs(train):
         raise ConfigError(
             "keep_old_actor has no effect: nothing in this loss asks for the old policy's log-probs: leave it out",
             field="keep_old_actor",
@@ -205,11 +206,6 @@ _RULES: Sequence[Callable[[Job], None]] = (
     _export_folder_is_new,
     _architecture,
 )
-
-
-def megatron(job: Job) -> MegatronArgs:
-    """Megatron's arguments of a job, typed."""
-    return MegatronArgs.model_validate(job.megatron)
 
 
 def ranks(job: Job) -> int:

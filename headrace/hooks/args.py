@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from headrace.config.job import Job, Section
+from headrace.config.job import Job
+from headrace.config.section import Section
 
 
 class HookArgs(Mapping[str, Any]):

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from headrace.config.job import Job, TrainSection
+from headrace.config.job import Job
+from headrace.config.training import TrainSection
 from headrace.errors import InvalidArgument
 from headrace.hooks import hook_args
 from headrace.hooks.trainer import trainer_hook

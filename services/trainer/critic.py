@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from headrace.config.job import Job
-from headrace.config.megatron import MegatronArgs
+from headrace.config.megatron import megatron
 from headrace.models.registry import read_architecture
 from headrace.models.rows import Replicated
 from services.trainer.algorithms.reduction import weighted_sum
@@ -59,7 +59,7 @@ class Critic:
     """One rank's share of it."""
 
     def __init__(self, job: Job, layout: Layout, stopwatch: Stopwatch) -> None:
-        args = MegatronArgs.model_validate(job.megatron).model_copy(
+        args = megatron(job).model_copy(
             update={"lr": job.critic.critic_lr, "lr_warmup_iters": job.critic.critic_lr_warmup_iters}
         )
         architecture = read_architecture(job.model.hf_checkpoint)

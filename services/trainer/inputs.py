@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.config.job import TrainSection
+from headrace.config.training import TrainSection
 from headrace.trajectory import Sample
 from services.trainer.algorithms.reduction import Reduction
 from services.trainer.batch import SampleFacts

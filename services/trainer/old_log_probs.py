@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headrace.config.job import TrainSection
+from headrace.config.old_log_probs import trains_on_old_log_probs
+from headrace.config.training import TrainSection
 from services.trainer.inputs import MicroInputs, StepInputs
 from services.trainer.models.routing_replay import Routing
 from services.trainer.old_policies import OldPolicies
@@ -34,7 +35,7 @@ class OldLogProbs:
         self._routing: Routing = "free"
         if config.use_routing_replay or config.use_rollout_routing_replay:
             self._routing = "replay" if config.use_rollout_routing_replay else "record"
-        self._trains_on_them = config.loss_type != "sft_loss" and (config.use_tis or not config.use_rollout_logprobs)
+        self._trains_on_them = trains_on_old_log_probs(config)
 
     def __call__(
         self, step: int, steps: Sequence[StepInputs], *, for_advantages: bool

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.config.job import Job
-from headrace.config.megatron import MegatronArgs
+from headrace.config.megatron import MegatronArgs, megatron
 from headrace.errors import ConfigError
 from headrace.models.registry import read_architecture
 from headrace.models.virtual_stages import virtual_stages
@@ -101,7 +101,7 @@ def initialize(job: Job) -> Layout:
     """Joins the other ranks, or is alone. In the thread that will compute."""
     from megatron.core import parallel_state
 
-    args = MegatronArgs.model_validate(job.megatron)
+    args = megatron(job)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     has_cuda = torch.cuda.is_available()
     if has_cuda:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headrace.config.algorithm_rules import uses_critic, uses_reference
 from headrace.config.job import Job
-from headrace.config.megatron import MegatronArgs
+from headrace.config.megatron import megatron
 from headrace.config.routing_rules import replays_routing
 from headrace.errors import ConfigError
 from headrace.models.megatron import contradictions
@@ -60,7 +60,7 @@ class Policy:
     """The model that is trained."""
 
     def __init__(self, job: Job, layout: Layout) -> None:
-        args = MegatronArgs.model_validate(job.megatron)
+        args = megatron(job)
         architecture = read_architecture(job.model.hf_checkpoint)
         if wrong := contradictions(architecture, args):
             raise ConfigError("; ".join(wrong))

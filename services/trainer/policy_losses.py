@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.config.job import TrainSection
+from headrace.config.training import TrainSection
 from services.trainer.algorithms.cispo import cispo_loss
 from services.trainer.algorithms.gspo import sequence_log_ratio
 from services.trainer.algorithms.policy_loss import policy_loss

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from headrace.config.job import Job, TrainSection
+from headrace.config.job import Job
+from headrace.config.training import TrainSection
 from headrace.errors import InvalidArgument
 from headrace.hooks import hook_args, to_hook
 from headrace.hooks.trainer import trainer_hook

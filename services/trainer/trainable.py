@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import nn
 
-from headrace.config.job import TrainSection
+from headrace.config.training import TrainSection
 from headrace.errors import ConfigError
 from services.trainer.parallel import Layout
 

@@ -117,6 +117,8 @@ from headrace.launch.specs import address_in
         ),
         ("--optimizer muon", "--optimizer: should be 'adam' or 'sgd', got 'muon'"),
         ("--keep-old-actor --use-rollout-logprobs", "keep_old_actor has no effect: nothing in this loss asks"),
+        ("--keep-old-actor --loss-type sft_loss", "keep_old_actor has no effect: nothing in this loss asks"),
+        ("--keep-old-actor --loss-type custom_loss", "keep_old_actor has no effect with max_staleness 0"),
         ("--keep-old-actor", "keep_old_actor has no effect with max_staleness 0"),
         ("--ref-update-interval 2", "ref_update_interval has no effect without use_kl_loss"),
         ("stray", "unexpected argument 'stray'"),

@@ -29,7 +29,16 @@ def experts(folder: Path) -> Architecture:
 
 
 @pytest.mark.parametrize(
-    "train", [{}, RECORDED, ROLLOUTS, RECORDED | ROLLOUTS, ROLLOUTS | {"use_rollout_logprobs": True}]
+    "train",
+    [
+        {},
+        RECORDED,
+        RECORDED | {"loss_type": "custom_loss"},
+        RECORDED | {"use_rollout_logprobs": True, "use_tis": True},
+        ROLLOUTS,
+        RECORDED | ROLLOUTS,
+        ROLLOUTS | {"use_rollout_logprobs": True},
+    ],
 )
 def test_these_may(folder: Path, experts: Architecture, train: dict[str, Any]) -> None:
     check_routing_replay(_job(folder, train, {}), experts)
@@ -41,6 +50,7 @@ def test_these_may(folder: Path, experts: Architecture, train: dict[str, Any]) -
         (RECORDED | {"keep_old_actor": True}, {}, r"several policies then: pass --use-rollout-routing-replay"),
         (RECORDED | {"num_steps_per_rollout": 1}, {}, r"use_routing_replay has no effect: no old log-probs"),
         (RECORDED | {"use_rollout_logprobs": True}, {}, r"use_routing_replay has no effect"),
+        (RECORDED | {"loss_type": "sft_loss"}, {}, r"use_routing_replay has no effect"),
         (RECORDED, {"moe_router_fusion": True}, r"use_routing_replay with moe_router_fusion"),
         (ROLLOUTS, {"moe_router_load_balancing_type": "sinkhorn"}, r"sinkhorn: its experts are not the best scores"),
         (ROLLOUTS, {"context_parallel_size": 2}, r"with context_parallel_size 2: .* pass --use-routing-replay"),
