@@ -80,7 +80,7 @@ async def test_an_old_trainer_that_wakes_after_a_new_one_is_fenced_and_told_why(
         epoch = (await client.rewind("train", 0)).epoch
         batches = []
         for step in range(3):
-            reply = await client.lease_batch("train", epoch, step, timeout_seconds=10)
+            reply = await client.lease_batch("train", epoch, step, timeout_seconds=60)
             batches.append([group.group_id for group in reply.groups])
             await client.consume("train", epoch, step, reply.digest)
         said = await wake(old)

@@ -28,7 +28,7 @@ async def test_a_disk_that_fails_ends_the_process_and_clients_go_on_after_its_re
     buffer = process(tmp_path)
     await buffer.start(failpoint)
     try:
-        async with BufferClient(buffer.address) as client, asyncio.timeout(60):
+        async with BufferClient(buffer.address) as client, asyncio.timeout(180):
             working = asyncio.create_task(work(client))
             assert await buffer.wait() == (-9 if "kill" in failpoint else 1)
             if "kill" not in failpoint:

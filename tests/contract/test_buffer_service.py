@@ -82,7 +82,7 @@ async def test_waiting_producers_and_trainers_are_woken_by_the_change(client: Bu
     epoch = (await client.rewind("train", 0)).epoch
     producer = asyncio.create_task(client.lease_groups("train", "p", 2, wait_seconds=30))
     trainer = asyncio.create_task(client.try_lease_batch("train", epoch, 0, wait_seconds=30))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(180):
         await client.submit_prompts("train", text_prompts("a", "b"))
         leases = (await producer).leases
         assert not trainer.done()
@@ -95,8 +95,8 @@ async def test_a_wait_ends_empty_before_its_deadline_and_says_why(client: Buffer
     assert (len(reply.leases), reply.no_lease_reason) == (0, pb.NO_LEASE_REASON_NO_PROMPTS)
     epoch = (await client.rewind("train", 0)).epoch
     progress: list[int] = []
-    with pytest.raises(DeadlineExceeded, match=r"0 groups ready after 0\.1 s"):
-        await client.lease_batch("train", epoch, 0, timeout_seconds=0.1, on_progress=progress.append)
+    with pytest.raises(DeadlineExceeded, match=r"0 groups ready after 1 s"):
+        await client.lease_batch("train", epoch, 0, timeout_seconds=1.0, on_progress=progress.append)
     assert progress[-1] == 0
 
 
@@ -104,8 +104,8 @@ async def test_an_expired_lease_wakes_the_next_producer(client: BufferClient) ->
     await client.create_stream(stream(name="quick", lease_seconds=0.2))
     await client.submit_prompts("quick", text_prompts("a"))
     first = (await client.lease_groups("quick", "p1", 1)).leases[0]
-    async with asyncio.timeout(20):
-        second = (await client.lease_groups("quick", "p2", 1, wait_seconds=15)).leases[0]
+    async with asyncio.timeout(180):
+        second = (await client.lease_groups("quick", "p2", 1, wait_seconds=50)).leases[0]
     assert (second.group_id, second.attempt) == (first.group_id, 2)
     (late,) = await client.put_groups([complete_put(first)])
     assert late.refused.reason == "LEASE_LOST"
@@ -142,7 +142,7 @@ async def test_a_batch_over_the_limit_is_refused_with_the_limit(client: BufferCl
         await client.put_groups([pb.GroupPut()] * 1001)
     request = pb.FetchSamplesRequest(stream="train", sample_ids=["x"] * 65_537)
     with pytest.raises(InvalidArgument, match="sample_ids has 65537 entries"):
-        await anext(aiter(rpc.stream(client._stub.FetchSamples, request, deadline_seconds=5.0)))
+        await anext(aiter(rpc.stream(client._stub.FetchSamples, request, deadline_seconds=60.0)))
 
 
 async def test_a_peer_with_too_many_calls_is_refused_and_told_when_to_come_back() -> None:
@@ -269,7 +269,7 @@ async def test_two_streams_may_use_the_same_sample_ids(client: BufferClient) -> 
 async def test_watch_gives_the_history_and_then_what_happens(client: BufferClient) -> None:
     await client.submit_prompts("train", text_prompts("a"))
     events = client.watch("train", 2)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(180):
         first = await anext(events)
         assert (first.position, first.kind, first.group_id) == (2, "submitted", "train/0")
         coming = asyncio.ensure_future(anext(events))
@@ -381,7 +381,7 @@ async def test_a_client_waits_through_a_restart_of_the_buffer(tmp_path: Path) ->
     process = BufferProcess(tmp_path, prompts=None)
     await process.start()
     try:
-        async with BufferClient(process.address) as client, asyncio.timeout(60):
+        async with BufferClient(process.address) as client, asyncio.timeout(180):
             epoch = (await client.rewind("train", 0)).epoch
             waiting = asyncio.create_task(client.lease_batch("train", epoch, 0))
             await client.submit_prompts("train", text_prompts("a", "b", "c", "d"))

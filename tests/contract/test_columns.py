@@ -117,7 +117,7 @@ async def test_bytes_with_another_digest_are_refused(client: BufferClient, tmp_p
     assert files(tmp_path) == set()
     unknown = pb.FetchColumnRequest(sha256=b"x" * 32)
     with pytest.raises(NotFound, match="never brought"):
-        _ = [piece async for piece in client.stream_column(unknown, deadline_seconds=5)]
+        _ = [piece async for piece in client.stream_column(unknown, deadline_seconds=60)]
 
 
 def damaged(ledger: Path, columns: Path) -> tuple[str, ...]:

@@ -55,7 +55,7 @@ async def test_node_submits_prompts_and_reads_the_samples(node: str) -> None:
         await client.create_stream(
             pb.StreamConfig(name="train", n_samples_per_prompt=2, groups_per_step=2, max_staleness=1)
         )
-        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout(180), asyncio.TaskGroup() as tasks:
             tasks.create_task(answer(client, 3))
             asking = tasks.create_task(
                 run(node, server.address, str(ROOT / "protos"), "train", "What is 1+1?", "What is 2+2?", "é?")

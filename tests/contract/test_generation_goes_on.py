@@ -34,7 +34,7 @@ async def test_groups_are_made_while_an_evaluation_runs(tmp_path: Path) -> None:
     ledger = MemoryLedger([lease(number) for number in range(1000)])
     async with production(tmp_path / "tokenizer", ledger, score(0.5), token_seconds=0.005) as made:
         generator = Generator(made.fakes.fleet.engines[0].client, lambda: 0)
-        maker = SampleMaker(generator, made.encoder, seconds=20.0)
+        maker = SampleMaker(generator, made.encoder, seconds=60.0)
         evaluator = Evaluator(made.encoder, maker, made.judge, SamplingParams(max_new_tokens=100), seed=1)
         dataset = rollout_pb2.EvalDataset(
             name="e", path=str(tmp_path / "eval.jsonl"), n_samples_per_prompt=1, input_key="prompt"
@@ -76,7 +76,7 @@ async def test_groups_are_made_while_a_checkpoint_is_written(tmp_path: Path) -> 
         producing = asyncio.create_task(produce(server.address))
         training = asyncio.create_task(train(StreamLedger(client, "train", console), ranks, console, ranks))
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 await ranks.saving.wait()
                 # One step is consumed, so two more steps' groups may be ready: they come while the save goes on.
                 while (await client.stats("train")).groups["READY"] < 4:

@@ -36,7 +36,7 @@ class FakeFleet:
         return process
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not condition():  # what is waited for is another party's state
                 await asyncio.sleep(0.005)
 
@@ -50,7 +50,7 @@ async def fake_fleet(count: int = 2, *, token_seconds: float = 0.001) -> AsyncIt
         started.append(FakeEngine(WIRE, token_seconds=token_seconds))
         return started[-1]
 
-    timing = FleetTiming(start_seconds=5, check_interval_seconds=0.02, check_timeout_seconds=0.2, missed_checks=3)
+    timing = FleetTiming(start_seconds=60, check_interval_seconds=0.02, check_timeout_seconds=1.0, missed_checks=3)
     fleet = Fleet(count, 1, build, routing, timing)
     await fleet.start()
     try:

@@ -14,8 +14,10 @@ from headrace.rpc.server import RpcServer
 async def serve(args: argparse.Namespace) -> int:
     server = RpcServer("fake", args.address, [])
     await server.start()
-    if args.exit_after is not None:
-        await asyncio.sleep(args.exit_after)
+    if args.exit_when is not None:
+        while not args.exit_when.exists():
+            await asyncio.sleep(0.01)
+        args.exit_when.unlink()
         return int(args.exit_code)
     await server.run_until_signal()
     return 0
@@ -25,7 +27,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--address", required=True)
     parser.add_argument("--children", type=Path, required=True, help="where the child's process id goes")
-    parser.add_argument("--exit-after", type=float, help="seconds of serving")
+    parser.add_argument("--exit-when", type=Path, help="this file is there; it is removed")
     parser.add_argument("--exit-code", default=0)
     parser.add_argument("--broken", help="print this and fail before serving")
     args = parser.parse_args()

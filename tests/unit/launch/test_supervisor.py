@@ -48,7 +48,21 @@ class Stage:
         )
 
     def supervisor(self, *specs: ServiceSpec, until: str | None = None) -> Supervisor:
-        return Supervisor(specs, until, self.told.append, QUICK, self.pids.update)
+        return Supervisor(specs, until, self.hear, QUICK, self.pids.update)
+
+    def hear(self, line: str) -> None:
+        """What was seen to serve has a file that says so."""
+        self.told.append(line)
+        name, _, rest = line.partition(" ")
+        if rest.startswith("ready"):
+            self.seen(name).touch()
+
+    def seen(self, name: str = "fake") -> Path:
+        return self.folder / f"{name}-was-seen"
+
+    def dying(self, exit_code: int, name: str = "fake") -> ServiceSpec:
+        """Ends as soon as it was seen to serve."""
+        return self.spec("--exit-when", str(self.seen(name)), "--exit-code", str(exit_code), name=name)
 
     def children(self) -> list[int]:
         return [int(line) for line in (self.folder / "children").read_text().split()]
@@ -69,7 +83,7 @@ async def running(supervisor: Supervisor) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def becomes(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+async def becomes(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # processes and files set no event
             await asyncio.sleep(0.02)
@@ -126,13 +140,13 @@ async def test_nothing_outlives_a_launcher_that_was_killed(stage: Stage, launche
 
 async def test_a_service_that_keeps_dying_ends_the_run_with_its_last_lines(stage: Stage) -> None:
     with pytest.raises(ServiceFailed, match=r"fake ended 3 times in 600 s, last with exit code 7; the end of") as error:
-        await stage.supervisor(stage.spec("--exit-after", "0.5", "--exit-code", "7")).run()
+        await stage.supervisor(stage.dying(7)).run()
     assert "serving" in error.value.message
     assert sum("restart" in line for line in stage.told) == 2
 
 
 async def test_a_service_that_is_not_to_be_restarted_ends_the_run_and_says_what_to_do(stage: Stage) -> None:
-    spec = replace(stage.spec("--exit-after", "0.5", "--exit-code", "7"), no_restart="--use-fault-tolerance would")
+    spec = replace(stage.dying(7), no_restart="--use-fault-tolerance would")
     with pytest.raises(ServiceFailed, match="exit code 7: --use-fault-tolerance would; the end") as error:
         await stage.supervisor(spec).run()
     assert "serving" in error.value.message
@@ -140,11 +154,14 @@ async def test_a_service_that_is_not_to_be_restarted_ends_the_run_and_says_what_
 
 
 async def test_a_run_that_loses_a_rank_ends_with_the_ranks_last_lines(stage: Stage) -> None:
-    service = stage.spec("--exit-after", "1.5", "--exit-code", str(PEER_LOST))
+    dead = stage.folder / "rank-1-is-gone"
+    service = stage.spec("--exit-when", str(dead), "--exit-code", str(PEER_LOST))
     code = (
-        "import os, sys, time\n"
+        "import os, pathlib, sys, time\n"
         "if os.environ['RANK'] == '0': os.execv(sys.executable, [sys.executable, *sys.argv[1:]])\n"
-        "time.sleep(1); print('step 7: out of memory soon', flush=True); os.kill(os.getpid(), 9)"
+        f"while not os.path.exists({str(stage.seen())!r}): time.sleep(0.01)\n"
+        "print('step 7: out of memory soon', flush=True)\n"
+        f"pathlib.Path({str(dead)!r}).touch(); os.kill(os.getpid(), 9)"
     )
     starter = [sys.executable, "-m", "headrace.launch.ranks", "2", str(stage.folder)]
     ranks = replace(
@@ -157,7 +174,7 @@ async def test_a_run_that_loses_a_rank_ends_with_the_ranks_last_lines(stage: Sta
 
 
 async def test_a_service_may_have_a_limit_of_its_own(stage: Stage) -> None:
-    spec = replace(stage.spec("--exit-after", "0.5", "--exit-code", "7"), max_restarts=1)
+    spec = replace(stage.dying(7), max_restarts=1)
     with pytest.raises(ServiceFailed, match="fake ended 2 times"):
         await stage.supervisor(spec).run()
 
@@ -173,12 +190,12 @@ async def test_a_service_that_cannot_start_is_not_tried_again(stage: Stage) -> N
 
 async def test_a_mistake_in_the_job_is_not_tried_again(stage: Stage) -> None:
     with pytest.raises(ServiceFailed, match="fake ended with exit code 2;"):
-        await stage.supervisor(stage.spec("--exit-after", "0.5", "--exit-code", "2")).run()
+        await stage.supervisor(stage.dying(2)).run()
 
 
 async def test_the_last_service_ends_the_run(stage: Stage) -> None:
     worker = stage.spec(name="worker")
-    await stage.supervisor(worker, stage.spec("--exit-after", "0.5", name="trainer"), until="trainer").run()
+    await stage.supervisor(worker, stage.dying(0, name="trainer"), until="trainer").run()
     assert not alive(stage.pids["worker"])
 
 
@@ -194,14 +211,13 @@ async def test_a_taken_port_is_named(stage: Stage) -> None:
 async def test_a_service_that_hangs_at_the_start_is_given_up(stage: Stage) -> None:
     spec = ServiceSpec(
         name="slow",
-        command=[sys.executable, "-c", "print('loading'); import time; time.sleep(600)"],
+        command=["/bin/sh", "-c", "echo loading; exec sleep 600"],
         address=f"127.0.0.1:{free_port()}",
         metrics_address="127.0.0.1:0",
         log_file=stage.folder / "slow.log",
-        environment={"PYTHONUNBUFFERED": "1"},
-        start_seconds=1.0,
+        start_seconds=2.0,
     )
-    with pytest.raises(ServiceFailed, match="slow does not serve after 1 s") as error:
+    with pytest.raises(ServiceFailed, match="slow does not serve after 2 s") as error:
         await stage.supervisor(spec).run()
     assert "loading" in error.value.message
     assert not alive(stage.pids["slow"])

@@ -58,7 +58,7 @@ async def test_a_function_with_other_arguments_is_refused_at_the_start(tmp_path:
 async def made_by(folder: Path, code: str) -> list[Sample]:
     (folder / "hook.py").write_text(code)
     job = Job.model_validate({"model": {"hf_checkpoint": folder}})
-    maker = CustomMaker(f"{folder / 'hook.py'}:f", custom_args(job, "http://127.0.0.1:4321"), seconds=20)
+    maker = CustomMaker(f"{folder / 'hook.py'}:f", custom_args(job, "http://127.0.0.1:4321"), seconds=60)
     try:
         await maker.start()
         return await maker.make_all([request(0), request(1)], evaluation=False)

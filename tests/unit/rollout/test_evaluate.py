@@ -50,6 +50,6 @@ async def test_a_bad_line_is_named_by_file_and_number(
 def evaluation(fakes: FakeFleet, folder: Path, reward_address: str) -> Evaluator:
     make_tiny_tokenizer().save_pretrained(folder / "tokenizer")
     encoder = PromptEncoder(folder / "tokenizer", apply_chat_template=False)
-    maker = SampleMaker(Generator(fakes.fleet.engines[0].client, lambda: 0), encoder, seconds=5)
+    maker = SampleMaker(Generator(fakes.fleet.engines[0].client, lambda: 0), encoder, seconds=60)
     judge = Judge(reward_address, item_seconds=1)
     return Evaluator(encoder, maker, judge, SamplingParams(max_new_tokens=5), seed=1)

@@ -20,7 +20,7 @@ async def test_an_aborted_request_is_continued_from_its_tokens(fakes: FakeFleet)
     engine = fakes.fleet.engines[0]
     generator = Generator(engine.client, lambda: 0)
     pieces: list[Generation] = []
-    async for piece in generator.stream(PROMPT, PARAMS, request_id="r", seconds=20):
+    async for piece in generator.stream(PROMPT, PARAMS, request_id="r", seconds=60):
         pieces.append(piece)
         if len(pieces) == 5:
             await engine.client.pause("abort")
@@ -36,12 +36,12 @@ async def test_an_aborted_request_is_continued_from_its_tokens(fakes: FakeFleet)
 async def test_a_request_survives_its_engine(fakes: FakeFleet) -> None:
     generator = Generator(fakes.fleet.engines[0].client, lambda: 0)
     fakes.fake(0).faults["/generate"] = "die"
-    asking = asyncio.create_task(generator.generate(PROMPT, PARAMS, request_id="r", seconds=20))
+    asking = asyncio.create_task(generator.generate(PROMPT, PARAMS, request_id="r", seconds=60))
     engine = fakes.fleet.engines[0]
     await fakes.until(lambda: engine.restarts == 1 and engine.state is EngineState.READY)
     asking.cancel()
     other = Generator(fakes.fleet.engines[0].client, lambda: 0)
-    assert list((await other.generate(PROMPT, PARAMS, request_id="r", seconds=20)).tokens) == response_to(PROMPT, 60)
+    assert list((await other.generate(PROMPT, PARAMS, request_id="r", seconds=60)).tokens) == response_to(PROMPT, 60)
 
 
 async def test_when_no_engine_answers_in_time_the_error_says_so() -> None:
@@ -55,10 +55,10 @@ async def test_a_refused_request_is_not_tried_again(fakes: FakeFleet) -> None:
     fakes.fake(0).faults["/generate"] = "missing"
     generator = Generator(fakes.fleet.engines[0].client, lambda: 0)
     with pytest.raises(InvalidArgument, match="answered 404"):
-        await generator.generate(PROMPT, PARAMS, request_id="r", seconds=5)
+        await generator.generate(PROMPT, PARAMS, request_id="r", seconds=60)
     assert fakes.fake(0).calls.count("/generate") == 1
 
 
 async def test_prefixes_of_different_weights_are_kept_apart(fakes: FakeFleet) -> None:
-    await Generator(fakes.fleet.engines[0].client, lambda: 17).generate(PROMPT, PARAMS, request_id="r", seconds=5)
+    await Generator(fakes.fleet.engines[0].client, lambda: 17).generate(PROMPT, PARAMS, request_id="r", seconds=60)
     assert fakes.fake(0).cache_keys == ["v17"]

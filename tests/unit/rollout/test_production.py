@@ -65,6 +65,7 @@ async def production(
     params: SamplingParams = PARAMS,
     partial_rollout: PartialRollout | None = None,
     group_filter: GroupFilter | None = None,
+    judge_seconds: float = 60.0,
 ) -> AsyncIterator[Production]:
     async with (
         fake_fleet(1, token_seconds=token_seconds) as fakes,
@@ -72,8 +73,8 @@ async def production(
         EngineClient(fakes.fleet.engines[0].url) as client,
     ):
         encoder = PromptEncoder(folder, apply_chat_template=False)
-        judge = Judge(reward.address, item_seconds=0.2, call_seconds=0.5, patience_seconds=1.0)
-        maker = SampleMaker(Generator(client, lambda: fakes.fleet.policy_version), encoder, seconds=20.0)
+        judge = Judge(reward.address, item_seconds=0.1, call_seconds=judge_seconds, patience_seconds=judge_seconds)
+        maker = SampleMaker(Generator(client, lambda: fakes.fleet.policy_version), encoder, seconds=60.0)
         groups = GroupMaker(
             encoder,
             maker,
@@ -158,7 +159,7 @@ async def test_set_reward_changes_who_judges_from_the_next_group_on(tokenizer_fo
 
 async def test_a_reward_service_that_stays_away_fails_the_samples_and_gives_no_reward(tokenizer_folder: Path) -> None:
     ledger = MemoryLedger([])
-    async with production(tokenizer_folder, ledger, score(1.0)) as made:
+    async with production(tokenizer_folder, ledger, score(1.0), judge_seconds=0.5) as made:
         await made.judge.retarget(address=f"127.0.0.1:{free_port()}", scorer=None)
         ledger.queued.append(lease(0))
         await made.fakes.until(lambda: len(ledger.puts) == 1)
@@ -374,7 +375,7 @@ async def test_an_aborted_group_that_fanned_out_is_not_trained(
 ) -> None:
     (tmp_path / "hook.py").write_text(ABORTED_FAN_OUT)
     job = Job(model=ModelSection(hf_checkpoint=tokenizer_folder))
-    maker = CustomMaker(f"{tmp_path}/hook.py:f", custom_args(job, "http://127.0.0.1:1"), seconds=20)
+    maker = CustomMaker(f"{tmp_path}/hook.py:f", custom_args(job, "http://127.0.0.1:1"), seconds=60)
     judge = Judge(f"127.0.0.1:{free_port()}", item_seconds=0.2)
     groups = GroupMaker(
         PromptEncoder(tokenizer_folder, apply_chat_template=False),

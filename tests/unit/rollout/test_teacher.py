@@ -30,9 +30,9 @@ async def test_each_response_token_gets_the_teachers_log_prob_and_it_travels() -
     tokens = [5, 9, 11, 3, 8]
     async with fake_fleet(1) as fakes:
         url = fakes.fleet.engines[0].url
-        teacher = Teacher(url, call_seconds=5.0)
+        teacher = Teacher(url, call_seconds=60.0)
         async with EngineClient(url) as client:
-            expected = await client.score(tokens, cache_key="", seconds=5.0)
+            expected = await client.score(tokens, cache_key="", seconds=60.0)
         marked = await teacher.mark([sample(tokens, 3), sample(tokens, 5), sample(tokens[:2], 0)])
         await teacher.close()
     columns = [Sample.unpack(one.pack()).columns["teacher_log_probs"] for one in marked]
@@ -55,7 +55,7 @@ async def test_a_sample_that_the_teacher_cannot_score_is_failed_with_the_reason(
 
 async def test_marking_changes_nothing_else() -> None:
     async with fake_fleet(1) as fakes:
-        teacher = Teacher(fakes.fleet.engines[0].url, call_seconds=5.0)
+        teacher = Teacher(fakes.fleet.engines[0].url, call_seconds=60.0)
         original = sample([7, 8, 9], 2)
         (marked,) = await teacher.mark([original])
         await teacher.close()

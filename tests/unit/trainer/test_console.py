@@ -79,7 +79,7 @@ def let(desk: Desk, steps: int) -> None:
 
 
 async def until(desk: Desk, phase: pb.Phase.ValueType, step: int) -> pb.GetStatusResponse:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             status = await desk.client.status()
             if (status.phase, status.step) == (phase, step):

@@ -28,7 +28,7 @@ asyncio.run(follow())
 async def test_a_rank_that_is_killed_ends_the_others_work_at_once() -> None:
     leader, follower = await started()
     follower.kill()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         with pytest.raises(PeerLost, match="rank 1 is gone .*(closed|reset)"):
             await leader.guard(asyncio.sleep(600))
     follower.wait()
@@ -39,7 +39,7 @@ async def test_a_rank_that_hangs_is_noticed_by_its_silence(monkeypatch: pytest.M
     leader, follower = await started()
     follower.send_signal(signal.SIGSTOP)
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             with pytest.raises(PeerLost, match="rank 1 is gone .it was silent for 3 s"):
                 await leader.guard(asyncio.sleep(600))
     finally:

@@ -68,10 +68,10 @@ def test_flat_bytes_are_the_bytes_in_c_order() -> None:
 
 
 def join_as_an_engine(name: str, port: int, num_bytes: int, received: Queue[bytes]) -> None:
-    store = dist.TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=30))
+    store = dist.TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=120))
     group, _ = _new_process_group_helper(
         2, 1, [], Backend("gloo"), dist.PrefixStore(name, store), group_name=name,
-        backend_options=None, timeout=timedelta(seconds=30),
+        backend_options=None, timeout=timedelta(seconds=120),
     )  # fmt: skip
     buffer = torch.zeros(num_bytes, dtype=torch.uint8)
     group.broadcast([buffer], dist.BroadcastOptions()).wait()
@@ -87,7 +87,7 @@ def test_an_engine_receives_what_is_broadcast() -> None:
     engine.start()
     group.join(2, lambda: not engine.is_alive())
     group.broadcast(flat, lambda: False)
-    assert received.get(timeout=30) == flat.numpy().tobytes()
+    assert received.get(timeout=120) == flat.numpy().tobytes()
     engine.join(30)
     group.drop()
 
