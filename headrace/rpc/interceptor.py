@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -50,9 +50,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         if service not in self._services or handler.request_streaming:
             return handler
         if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(
-                self._streaming(handler, method), None, handler.response_serializer
-            )
+            return grpc.unary_stream_rpc_method_handler(self._streaming(handler, method), None, None)
         return grpc.unary_unary_rpc_method_handler(self._unary(handler, method), None, handler.response_serializer)
 
     def _unary(self, handler: Any, method: str) -> Callable[[bytes, Context], Awaitable[Any]]:
@@ -67,13 +65,16 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
 
         return behavior
 
-    def _streaming(self, handler: Any, method: str) -> Callable[[bytes, Context], AsyncIterator[Any]]:
-        async def behavior(data: bytes, context: Context) -> AsyncIterator[Any]:
+    def _streaming(self, handler: Any, method: str) -> Callable[[bytes, Context], Awaitable[None]]:
+        """Writes the replies: gRPC keeps the last one of a generator until the next, for which a watch waits long."""
+
+        async def behavior(data: bytes, context: Context) -> None:
             with _Call(method, context, self._metrics) as call:
                 try:
                     with self._peers.one_of(context.peer()):
                         async for reply in handler.unary_stream(_decode(handler, data), context):
-                            yield reply
+                            await context.write(handler.response_serializer(reply))
+                            del reply
                 except Exception as error:  # the RPC boundary: everything becomes a status
                     await call.abort(error)
 
@@ -82,6 +83,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
 
 class _Call:
     """One call: its log context, its time and its end."""
+
+    __slots__ = ("_code", "_context", "_method", "_metrics", "_started")
 
     def __init__(self, method: str, context: Context, metrics: RpcMetrics) -> None:
         self._method = method
@@ -95,7 +98,7 @@ class _Call:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is asyncio.CancelledError or kind is GeneratorExit:
+        if kind is asyncio.CancelledError:
             self._code = grpc.StatusCode.CANCELLED
         self._metrics.observe(self._method, self._code.name, time.monotonic() - self._started)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from headrace.errors import ResourceExhausted
 
@@ -23,10 +21,12 @@ class PeerCalls:
         """Calls of all peers."""
         return self._calls.total()
 
-    @contextmanager
-    def one_of(self, peer: str) -> Iterator[None]:
-        """Around a call. Raises ResourceExhausted when the peer has too many."""
-        host = peer.rpartition(":")[0]
+    def one_of(self, peer: str) -> _OneCall:
+        """Around a call. Entering raises ResourceExhausted when the peer has too many."""
+        return _OneCall(self, peer.rpartition(":")[0])
+
+    def begin(self, host: str) -> None:
+        """Raises ResourceExhausted."""
         if self._calls[host] >= self._max_calls:
             raise ResourceExhausted(
                 f"{host} has {self._calls[host]} calls in progress, the most that one peer may have: wait for some of "
@@ -35,9 +35,25 @@ class PeerCalls:
                 max_calls=str(self._max_calls),
             )
         self._calls[host] += 1
-        try:
-            yield
-        finally:
-            self._calls[host] -= 1
-            if not self._calls[host]:
-                del self._calls[host]
+
+    def end(self, host: str) -> None:
+        """Of a call that has begun."""
+        self._calls[host] -= 1
+        if not self._calls[host]:
+            del self._calls[host]
+
+
+class _OneCall:
+    """Every waiting call has one: a generator of contextlib's would be ten times its size."""
+
+    __slots__ = ("_calls", "_host")
+
+    def __init__(self, calls: PeerCalls, host: str) -> None:
+        self._calls = calls
+        self._host = host
+
+    def __enter__(self) -> None:
+        self._calls.begin(self._host)
+
+    def __exit__(self, *_: object) -> None:
+        self._calls.end(self._host)

@@ -139,6 +139,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
             events = [wire.from_event(e) for e in page if not request.stream or e.stream == request.stream]
             if events:
                 yield pb.WatchResponse(events=events)
+            del page, events  # not kept while the next is waited for
 
     async def ListGroups(self, request: pb.ListGroupsRequest, context: Context) -> pb.ListGroupsResponse:
         states = wire.to_states(request.states)

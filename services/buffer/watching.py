@@ -55,6 +55,7 @@ class Watching:
                 self._require_kept(position)
             position = events[-1].position + 1
             yield events
+            del events  # not kept while the next is waited for
 
     def _require_kept(self, position: int) -> None:
         oldest = self._journal.oldest_position
