@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from headrace.config.job import Job
-from headrace.errors import NotFound
+from headrace.errors import FailedPrecondition, NotFound
 from headrace.launch.run_folder import RunFolder, newest_run
 
 RUNS = Path("runs")
@@ -33,8 +33,16 @@ def find_run(text: str | None) -> RunFolder:
 
 
 def address_in(folder: RunFolder, service: str, given: str | None = None) -> str:
-    """`given`, else the service's address in the run."""
-    return given or folder.services()[service].address
+    """`given`, else the service's address in the run. Raises FailedPrecondition for a run that has ended."""
+    if given:
+        return given
+    entry = folder.services()[service]
+    if entry.pid is not None and not folder.running_services():
+        raise FailedPrecondition(
+            f"{folder.path} has ended, and its {service} service with it: run the command that started it again, "
+            "or read metrics.jsonl there and `headrace audit`"
+        )
+    return entry.address
 
 
 def job_of(folder: RunFolder) -> Job:

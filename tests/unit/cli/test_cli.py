@@ -62,6 +62,18 @@ def test_a_run_that_is_not_there(tmp_path: Path, monkeypatch, capsys: pytest.Cap
     assert "no run two; runs here: one" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [["samples"], ["submit", "--prompt", "2 + 2 ="]])
+def test_a_run_that_has_ended_says_so_at_once(
+    command: list[str], tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder(tmp_path / "runs" / "one")
+    folder.path.mkdir(parents=True)
+    folder.write_services({"buffer": ServiceEntry("127.0.0.1:1", None, 2**22 + 1)})
+    assert main(command) == 1
+    assert "runs/one has ended, and its buffer service with it" in capsys.readouterr().err
+
+
 def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--help"]) == 0
     printed = capsys.readouterr().out
