@@ -22,9 +22,7 @@ def check_routing_replay(job: Job, architecture: Architecture) -> None:
     if architecture.experts is None:
         raise ConfigError(f"{flag}: this {architecture.family} has no experts to choose: leave it out", field=flag)
     _router(job, flag)
-    if job.train.use_rollout_routing_replay:
-        _context(job)
-    else:
+    if not job.train.use_rollout_routing_replay:
         _old_log_probs(job)
 
 
@@ -38,16 +36,6 @@ def _router(job: Job, flag: str) -> None:
         raise ConfigError(
             f"{flag} with moe_router_load_balancing_type sinkhorn: its experts are not the best scores: leave one out",
             field="moe_router_load_balancing_type",
-        )
-
-
-def _context(job: Job) -> None:
-    size = megatron(job).context_parallel_size
-    if size > 1:
-        raise ConfigError(
-            f"use_rollout_routing_replay with context_parallel_size {size}: the engines' choices are not divided with "
-            "the rows: pass --use-routing-replay, or leave one out",
-            field="use_rollout_routing_replay",
         )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from headrace.config.architecture import Architecture, Experts
 from headrace.errors import InvalidArgument
 from headrace.trajectory import ROUTED_EXPERTS, Sample
+from services.trainer.rows import NOBODY, Rows
 
 FREE = -1
 """In the place of an expert: the router chooses for this token."""
@@ -32,15 +33,16 @@ class RolloutChoices:
     num_layers: int
     experts: Experts
 
-    def of(self, samples: Sequence[Sample], owners: Tensor, positions: Tensor, device: torch.device) -> ExpertChoices:
-        """`owners` [B, S] says whose token a position of the rows is, by number; -1: nobody's. `positions` [B, S] says
-        which one. Raises InvalidArgument that names the sample whose column is missing or not of this model.
+    def of(self, samples: Sequence[Sample], owners: Tensor, rows: Rows) -> ExpertChoices:
+        """For these rows. `owners` [B, S] says whose token each position of the whole rows holds, by number; -1:
+        nobody's. Raises InvalidArgument that names the sample whose column is missing or not of this model.
         """
-        whole = torch.full((*owners.shape, self.num_layers, self.experts.topk), FREE, dtype=torch.int64)
+        owners, positions = rows.own(owners, NOBODY), rows.positions.cpu()
+        found = torch.full((*owners.shape, self.num_layers, self.experts.topk), FREE, dtype=torch.int64)
         for number, sample in enumerate(samples):
             mine = owners == number
-            whole[mine] = self._column(sample)[positions[mine]]
-        by_layer = whole.transpose(0, 1).flatten(0, 1).transpose(0, 1).contiguous().to(device)
+            found[mine] = self._column(sample)[positions[mine]]
+        by_layer = found.transpose(0, 1).flatten(0, 1).transpose(0, 1).contiguous().to(rows.tokens.device)
         return ExpertChoices({layer: by_layer[layer] for layer in self._layers})
 
     @property

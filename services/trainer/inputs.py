@@ -123,8 +123,7 @@ def _on_device(
     layout: Layout,
     choices: RolloutChoices | None = None,
 ) -> MicroInputs:
-    device, positions = layout.device, micro.rows.positions
-    experts = choices.of(micro.samples, micro.owners, positions, device) if choices else ExpertChoices()
+    device = layout.device
     zeros = torch.zeros(micro.targets.shape, dtype=torch.float32, device=device)
     rows, sources, places = layout.context.part(
         micro.rows.to(device), micro.sources.to(device), micro.places.to(device)
@@ -143,7 +142,7 @@ def _on_device(
         returns=zeros,
         rewards=tuple(rewards.get(sample.sample_id, 0.0) for sample in micro.samples),
         samples=micro.samples,
-        experts=experts,
+        experts=choices.of(micro.samples, micro.owners, rows) if choices else ExpertChoices(),
     )
 
 

@@ -68,6 +68,13 @@ class Rows:
         """On a device."""
         return Rows(self.tokens.to(device), self.positions.to(device), self.segments, self.share)
 
+    def own(self, values: Tensor, filler: int) -> Tensor:
+        """[B, S] of the whole rows to these positions'; `filler` where the row was made longer before it was shared."""
+        if self.share is None:
+            return values
+        longer = pad(values, (0, len(self.share.order) - values.shape[1]), value=filler)
+        return torch.cat([longer[:, start:end] for start, end in self.share.spans], dim=1)
+
     def aligned(self, multiple: int) -> Rows:
         """S made a multiple of it, with tokens that nothing sees behind the others: sequence parallelism divides S."""
         size = self.tokens.shape[1]

@@ -53,7 +53,6 @@ def test_these_may(folder: Path, experts: Architecture, train: dict[str, Any]) -
         (RECORDED | {"loss_type": "sft_loss"}, {}, r"use_routing_replay has no effect"),
         (RECORDED, {"moe_router_fusion": True}, r"use_routing_replay with moe_router_fusion"),
         (ROLLOUTS, {"moe_router_load_balancing_type": "sinkhorn"}, r"sinkhorn: its experts are not the best scores"),
-        (ROLLOUTS, {"context_parallel_size": 2}, r"with context_parallel_size 2: .* pass --use-routing-replay"),
     ],
 )
 def test_these_may_not(

@@ -20,14 +20,13 @@ from tests.support.algorithm_cases import told
 
 EXPERTS = Experts(4, 48, 2, (), None, "softmax", True, None, False, None, None)
 CHOICES = RolloutChoices(2, EXPERTS)
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("packing", ["padded", "packed", "shared_prompts"])
 def test_every_position_has_the_choice_of_its_own_token(packing: Packing) -> None:
     samples = told(0)
     micro = collate(samples, packing)
-    found = CHOICES.of(micro.samples, micro.owners, micro.rows.positions, CPU)
+    found = CHOICES.of(micro.samples, micro.owners, micro.rows)
     rows, size = micro.rows.tokens.shape
     seen = set()
     for row in range(rows):
@@ -46,7 +45,7 @@ def test_every_position_has_the_choice_of_its_own_token(packing: Packing) -> Non
 
 def test_an_empty_micro_batch_leaves_all_to_the_router() -> None:
     micro = empty_micro_batch()
-    found = CHOICES.of(micro.samples, micro.owners, micro.rows.positions, CPU)
+    found = CHOICES.of(micro.samples, micro.owners, micro.rows)
     assert [chosen.tolist() for chosen in found.by_layer.values()] == [[[-1, -1]], [[-1, -1]]]
 
 
@@ -54,7 +53,7 @@ def test_dense_layers_are_not_asked() -> None:
     choices = RolloutChoices(2, replace(EXPERTS, dense_layers=(0,)))
     sample = _with(told(0)[0], layer=0, value=0)
     micro = collate([sample], "padded")
-    assert list(choices.of(micro.samples, micro.owners, micro.rows.positions, CPU).by_layer) == [1]
+    assert list(choices.of(micro.samples, micro.owners, micro.rows).by_layer) == [1]
 
 
 @pytest.mark.parametrize(
@@ -63,13 +62,13 @@ def test_dense_layers_are_not_asked() -> None:
 def test_choices_that_are_not_this_models_are_refused(value: int, message: str) -> None:
     micro = collate([_with(told(0)[0], layer=1, value=value)], "padded")
     with pytest.raises(InvalidArgument, match=message):
-        CHOICES.of(micro.samples, micro.owners, micro.rows.positions, CPU)
+        CHOICES.of(micro.samples, micro.owners, micro.rows)
 
 
 def test_a_sample_without_choices_is_named() -> None:
     micro = collate([replace(told(0)[0], columns={})], "padded")
     with pytest.raises(InvalidArgument, match=r"sample g0-0 has no rollout_routed_experts of shape .* \(found none\)"):
-        CHOICES.of(micro.samples, micro.owners, micro.rows.positions, CPU)
+        CHOICES.of(micro.samples, micro.owners, micro.rows)
 
 
 def test_a_router_follows_what_it_wrote_down_and_keeps_its_gradient() -> None:
