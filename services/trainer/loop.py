@@ -108,12 +108,7 @@ async def train(ledger: Ledger, ranks: Ranks, console: Console, schedule: Schedu
     await console.evaluate(state)
 
     while state.step < schedule.num_steps and await console.before_step(state):
-        while (batch := await ledger.lease_batch(state.epoch, state.step)) is None and not console.stopping:
-            lacking = await ranks.lacking(state)
-            if lacking.everybody:
-                state, _ = await publish(ledger, ranks, state)
-            elif lacking.engine_ids:
-                await ranks.rejoin(state, lacking.engine_ids)
+        state, batch = await next_batch(ledger, ranks, console, state)
         if batch is None:
             break
         if state.step + 1 < schedule.num_steps:
@@ -137,6 +132,19 @@ async def train(ledger: Ledger, ranks: Ranks, console: Console, schedule: Schedu
     await commit(ledger, ranks)
     await ranks.export()
     return state
+
+
+async def next_batch(
+    ledger: Ledger, ranks: Ranks, console: Console, state: TrainState
+) -> tuple[TrainState, Batch | None]:
+    """The step's batch, once it is full; None when the run is to end. Engines that start meanwhile get the weights."""
+    while (batch := await ledger.lease_batch(state.epoch, state.step)) is None and not console.stopping:
+        lacking = await ranks.lacking(state)
+        if lacking.everybody:
+            state, _ = await publish(ledger, ranks, state)
+        elif lacking.engine_ids:
+            await ranks.rejoin(state, lacking.engine_ids)
+    return state, batch
 
 
 async def look_ahead(ledger: Ledger, ranks: Ranks, state: TrainState) -> None:

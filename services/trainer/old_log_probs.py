@@ -16,13 +16,11 @@ from torch import Tensor
 from headrace.config.old_log_probs import trains_on_old_log_probs
 from headrace.config.training import TrainSection
 from services.trainer.inputs import MicroInputs, StepInputs
+from services.trainer.known import Known
 from services.trainer.models.routing_replay import Routing
 from services.trainer.old_policies import OldPolicies
 from services.trainer.parallel import Layout
 from services.trainer.pipeline import Pipeline
-
-Known = Sequence[Tensor] | None
-"""[B, S] for each micro-batch of a step; None where it is not needed, or not on this rank."""
 
 
 class OldLogProbs:

@@ -92,9 +92,11 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """For checkpoints: tp2-pp1-dp2, with experts divided tp2-pp1-dp2-ep2, with virtual stages tp1-pp2-dp1-vpp2."""
-        further = "".join(f"-{name}{size}" for name, size in (("ep", self.ep_size), ("vpp", self.vpp_size)) if size > 1)
-        return f"tp{self.tp_size}-pp{self.pp_size}-dp{self.dp_size}{further}"
+        """For checkpoints: tp2-pp1-dp2; what is divided further says so, as in tp1-pp2-dp2-cp2-ep2-vpp2."""
+        further = {"cp": self.context.size, "ep": self.ep_size, "vpp": self.vpp_size}
+        return f"tp{self.tp_size}-pp{self.pp_size}-dp{self.dp_size}" + "".join(
+            f"-{name}{size}" for name, size in further.items() if size > 1
+        )
 
 
 def initialize(job: Job) -> Layout:

@@ -13,6 +13,7 @@ from headrace.trajectory import Sample
 from services.trainer.batching import collate, empty_micro_batch
 from services.trainer.head import TokenHead
 from services.trainer.inputs import MicroInputs, StepInputs, inference_inputs
+from services.trainer.known import Known, at
 from services.trainer.lag import LogProbDistance
 from services.trainer.models.routing_replay import Routing
 from services.trainer.named_sums import summed_by_name
@@ -53,9 +54,7 @@ class Pipeline:
         self._temperature = temperature or 1.0
         self._agreement_bound = agreement_bound
 
-    def forward_backward(
-        self, inputs: StepInputs, old: Sequence[Tensor] | None, reference: Sequence[Tensor] | None
-    ) -> dict[str, float]:
+    def forward_backward(self, inputs: StepInputs, old: Known, reference: Known) -> dict[str, float]:
         """Accumulates the gradients of one optimizer step; returns its metrics, equal on all ranks.
 
         Raises FailedPrecondition on all of them when trainer and engine disagree beyond the bound.
@@ -63,7 +62,7 @@ class Pipeline:
 
         def loss(number: int, hidden: Tensor) -> tuple[Tensor, Outcome]:
             with self._stopwatch.part("forward"):
-                return self._loss(hidden, inputs[number], _at(old, number), _at(reference, number))
+                return self._loss(hidden, inputs[number], at(old, number), at(reference, number))
 
         return self._metrics(self._runner.train(inputs, loss))
 
@@ -133,7 +132,3 @@ class Pipeline:
                 reason="NOT_ON_POLICY",
             )
         return float(gap)
-
-
-def _at(known: Sequence[Tensor] | None, number: int) -> Tensor | None:
-    return None if known is None else known[number]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ from services.trainer.advantages import Advantages, Evidence
 from services.trainer.critic import Critic
 from services.trainer.hooks import RolloutDataHook
 from services.trainer.inputs import MicroInputs, StepInputs
-from services.trainer.old_log_probs import Known, OldLogProbs
+from services.trainer.known import Known, at
+from services.trainer.old_log_probs import OldLogProbs
 from services.trainer.old_policies import OldPolicies
 from services.trainer.parallel import Layout
 from services.trainer.pipeline import Pipeline
@@ -63,8 +65,7 @@ class Preparation:
         self._update_reference(step)
         by_advantages = self._advantages.needs_log_probs and not self._job.train.use_rollout_logprobs
         olds, kept = self._old(step, steps, for_advantages=by_advantages)
-        references = self._of_each(steps, self._reference is not None, self._reference)
-        teachers = self._of_each(steps, self._teacher is not None, self._teacher)
+        references, teachers = (self._under(policy, steps) for policy in (self._reference, self._teacher))
         values: list[Known] = [self._critic.values(inputs) if self._critic else None for inputs in steps]
         filled = list(steps)
         if self._layout.is_last_stage and self._job.train.loss_type != "sft_loss":
@@ -81,11 +82,9 @@ class Preparation:
         if self._reference is not None and interval is not None and step and step % interval == 0:
             self._reference.update()
 
-    def _of_each(self, steps: Sequence[StepInputs], needed: bool, policy: ReferencePolicy | None) -> list[Known]:
-        if not needed:
-            return [None] * len(steps)
+    def _under(self, policy: ReferencePolicy | None, steps: Sequence[StepInputs]) -> list[Known]:
         if policy is None:
-            return [self._pipeline.log_probs(inputs) for inputs in steps]
+            return [None] * len(steps)
         with policy.in_place():
             return [self._pipeline.log_probs(inputs) for inputs in steps]
 
@@ -101,10 +100,10 @@ class Preparation:
         evidence = [
             Evidence(
                 micro,
-                log_probs=micro.rollout_log_probs if self._job.train.use_rollout_logprobs else _at(old, number),
-                reference_log_probs=_at(reference, number),
-                teacher_log_probs=self._teacher_log_probs(micro, _at(teacher, number)),
-                values=_at(value, number),
+                log_probs=micro.rollout_log_probs if self._job.train.use_rollout_logprobs else at(old, number),
+                reference_log_probs=at(reference, number),
+                teacher_log_probs=self._teacher_log_probs(micro, at(teacher, number)),
+                values=at(value, number),
             )
             for inputs, old, reference, teacher, value in zip(steps, olds, references, teachers, values, strict=True)
             for number, micro in enumerate(inputs)
@@ -113,8 +112,8 @@ class Preparation:
         found = self._advantages(evidence)
         if self._data_hook is not None:
             found = self._data_hook(step, found)
-        ends = [sum(len(inputs) for inputs in steps[: n + 1]) for n in range(len(steps))]
-        return [found[end - len(inputs) : end] for inputs, end in zip(steps, ends, strict=True)]
+        rest = iter(found)
+        return [list(islice(rest, len(inputs))) for inputs in steps]
 
     def _measure(self, evidence: Sequence[Evidence]) -> None:
         """One rank speaks for those that know the same of the same samples."""
@@ -130,10 +129,6 @@ class Preparation:
         if held is not None or not self._job.distillation.use_opd:
             return held
         return micro.put([_travelled(sample) for sample in micro.samples])
-
-
-def _at(known: Known, number: int) -> Tensor | None:
-    return None if known is None else known[number]
 
 
 def _travelled(sample: Sample) -> Tensor:

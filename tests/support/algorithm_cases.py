@@ -22,7 +22,8 @@ from headrace.errors import FailedPrecondition
 from headrace.trajectory import ROUTED_EXPERTS, Sample
 from tests.support.rank_cases import samples
 
-_PLAIN = {
+Sections = Mapping[str, Mapping[str, Any]]
+_PLAIN: Sections = {
     "train": {"micro_batch_size": 3, "num_steps_per_rollout": 1, "use_rollout_logprobs": True},
     "megatron": {"lr": 1e-2, "adam_eps": 1e-3},
     "rollout": {"num_rollout": 4, "rollout_temperature": 0.8},
@@ -37,7 +38,7 @@ class AlgorithmCase:
     name: str
     folder: str
     hf_checkpoint: str
-    sections: Mapping[str, Mapping[str, Any]]
+    sections: Sections
 
     @property
     def out(self) -> Path:
@@ -46,10 +47,12 @@ class AlgorithmCase:
 
     def job(self) -> Job:
         """The job it stands for."""
-        names = {*_PLAIN, *self.sections}
-        sections = {name: {**_PLAIN.get(name, {}), **self.sections.get(name, {})} for name in names}
-        sections["model"] = {"hf_checkpoint": self.hf_checkpoint, **sections.get("model", {})}
-        return Job.model_validate(sections)
+        return laid_over(_PLAIN | {"model": {"hf_checkpoint": self.hf_checkpoint}}, self.sections)
+
+
+def laid_over(plain: Sections, sections: Sections) -> Job:
+    """Leaves of the plain job where the sections say nothing."""
+    return Job.model_validate({name: {**plain.get(name, {}), **sections.get(name, {})} for name in plain | sections})
 
 
 def told(seed: int) -> list[Sample]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -23,7 +23,6 @@ from headrace.client.buffer import BufferClient
 from headrace.errors import HeadraceError
 from headrace.rpc.server import RpcServer, Service
 from headrace.trajectory import PolicyRange, Sample, Status
-from services.rollout.engine.fake import FakeEngine
 from services.rollout.engine.fleet import Fleet, FleetTiming
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.publication.receiver import Receiver
@@ -66,15 +65,9 @@ class _Servicer(RolloutServicer):
 
 
 @asynccontextmanager
-async def certain_rollout() -> AsyncIterator[CertainRollout]:
-    """Serves on a free port; produce with `producing`."""
-    engines: list[FakeEngine] = []
-
-    def build(number: int) -> FakeEngine:
-        engines.append(GlooEngine())
-        return engines[-1]
-
-    fleet = Fleet(1, 1, build, RememberedRouting(), FleetTiming(start_seconds=5))
+async def certain_rollout(engine: Callable[[], GlooEngine] = GlooEngine) -> AsyncIterator[CertainRollout]:
+    """Serves on a free port; produce with `produce`."""
+    fleet = Fleet(1, 1, lambda number: engine(), RememberedRouting(), FleetTiming(start_seconds=5))
     await fleet.start()
     parts = _Parts(fleet, Receiver(fleet), RolloutMetrics(CollectorRegistry()))
     servicer = _Servicer(cast(RolloutParts, parts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -11,7 +12,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, _new_process_group_helper
 
 _TIMEOUT = datetime.timedelta(seconds=60)
-_FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
+_EXPERT = re.compile(r"experts\.(\d+)\.(gate|up|down)_proj\.weight$")
+_FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
 
 
 class TorchSender:
@@ -47,12 +53,25 @@ class TorchSender:
 
 
 def engine_checksums(weights: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """As SGLang's /weights_checker prints them: q/k/v and gate/up are one tensor each, in this order."""
-    hashers: dict[str, hashlib._Hash] = {}
+    """As SGLang's /weights_checker prints them: what it fuses is one tensor each, and so are a layer's experts."""
+    fused: dict[str, dict[tuple[int, int], bytes]] = {}
     for name, tensor in weights.items():
-        fused = ".".join({**_FUSED, "up_proj": "gate_up_proj"}.get(part, part) for part in name.split("."))
-        hashers.setdefault(fused, hashlib.sha256()).update(memoryview(_flat_bytes(tensor).numpy()))
-    return {name: hasher.hexdigest()[:16] for name, hasher in hashers.items()}
+        whole, place = _fused(name)
+        fused.setdefault(whole, {})[place] = _flat_bytes(tensor).numpy().tobytes()
+    wholes = {name: b"".join(parts[place] for place in sorted(parts)) for name, parts in fused.items()}
+    return {name: hashlib.sha256(whole).hexdigest()[:16] for name, whole in wholes.items()}
+
+
+def _fused(name: str) -> tuple[str, tuple[int, int]]:
+    """The engine's name, and where the tensor is in it: number of the expert, number of the part."""
+    if expert := _EXPERT.search(name):
+        number, part = int(expert[1]), ("gate", "up", "down").index(expert[2])
+        return name[: expert.start()] + ("experts.w2_weight" if part == 2 else "experts.w13_weight"), (number, part)
+    for fused, members in _FUSED.items():
+        for part, member in enumerate(members):
+            if f".{member}." in name:
+                return name.replace(member, fused), (0, part)
+    return name, (0, 0)
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,13 +6,13 @@ the ranks that each saw a stretch of the sequence. It is enough to mark the weig
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from services.trainer.models.spec_parts import with_parts
 
 
 class MarkedNorm:
@@ -28,14 +28,4 @@ class MarkedNorm:
 
 def with_marked_norms(spec: Any) -> Any:
     """The spec of a layer or a block with these in the place of Megatron's."""
-    if spec is WrappedTorchNorm:
-        return MarkedNorm
-    if isinstance(spec, list | tuple):
-        return type(spec)(with_marked_norms(each) for each in spec)
-    if isinstance(spec, ModuleSpec):
-        module = with_marked_norms(spec.module)
-        return dataclasses.replace(spec, module=module, submodules=with_marked_norms(spec.submodules))
-    if not dataclasses.is_dataclass(spec) or isinstance(spec, type):
-        return spec
-    changes = {each.name: with_marked_norms(getattr(spec, each.name)) for each in dataclasses.fields(spec)}
-    return dataclasses.replace(spec, **changes)
+    return with_parts(spec, lambda _, part: MarkedNorm if part is WrappedTorchNorm else part)

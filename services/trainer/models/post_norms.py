@@ -13,36 +13,28 @@ from torch import Tensor
 Output = tuple[Tensor, Tensor | None]
 
 
-class NormedSelfAttention(SelfAttention):  # type: ignore[misc]  # untyped base
-    """Self-attention, then `post_norm`; there is no bias to come behind the norm."""
+class _PostNorm:
+    """A base before a Megatron module: its output goes through `post_norm`, and no bias comes behind that."""
 
     norm: ClassVar[Any]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        config = self.config
+        config = self.config  # type: ignore[attr-defined]  # every Megatron module has one
         self.post_norm = type(self).norm(config, config.hidden_size, eps=config.layernorm_epsilon)
 
     def forward(self, *args: Any, **kwargs: Any) -> Output:
-        """As SelfAttention."""
-        output, bias = super().forward(*args, **kwargs)
+        """As the module's."""
+        output, bias = super().forward(*args, **kwargs)  # type: ignore[misc]
         return self.post_norm(output), bias
 
 
-class NormedMLP(MLP):  # type: ignore[misc]  # untyped base
-    """MLP, then `post_norm`; there is no bias to come behind the norm."""
+class NormedSelfAttention(_PostNorm, SelfAttention):  # type: ignore[misc]  # untyped base
+    """Self-attention, then the norm."""
 
-    norm: ClassVar[Any]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        config = self.config
-        self.post_norm = type(self).norm(config, config.hidden_size, eps=config.layernorm_epsilon)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Output:
-        """As MLP."""
-        output, bias = super().forward(*args, **kwargs)
-        return self.post_norm(output), bias
+class NormedMLP(_PostNorm, MLP):  # type: ignore[misc]  # untyped base
+    """MLP, then the norm."""
 
 
 def with_post_norms(layer: ModuleSpec, norm: type) -> ModuleSpec:

@@ -7,7 +7,6 @@ attention; a padded batch is one call. Works for multi-latent attention as well.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,12 +15,12 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from headrace.errors import ConfigError
+from services.trainer.models.spec_parts import with_parts
 from services.trainer.rows import Rows, Segment, Share
 
 
@@ -149,13 +148,4 @@ def _repeated(tensor: Tensor, heads: int) -> Tensor:
 
 def with_segment_attention(spec: Any) -> Any:
     """The spec of a layer or a block with this attention in every layer."""
-    if isinstance(spec, list | tuple):
-        return type(spec)(with_segment_attention(each) for each in spec)
-    if isinstance(spec, ModuleSpec):
-        return dataclasses.replace(spec, submodules=with_segment_attention(spec.submodules))
-    if not dataclasses.is_dataclass(spec) or isinstance(spec, type):
-        return spec
-    changes = {each.name: with_segment_attention(getattr(spec, each.name)) for each in dataclasses.fields(spec)}
-    if "core_attention" in changes:
-        changes["core_attention"] = SegmentAttention
-    return dataclasses.replace(spec, **changes)
+    return with_parts(spec, lambda name, part: SegmentAttention if name == "core_attention" else part)

@@ -16,12 +16,12 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from headrace.trajectory import Sample
 from tests.support.algorithm_cases import AlgorithmCase, told
+from tests.support.rank_results import metrics, weights
 from tests.support.ranks import run_cases
 from tests.support.tiny_families import make_tiny
 
@@ -162,7 +162,7 @@ def test_the_first_step_has_the_loss_and_gradient_of_the_specification(runs: Pat
             loss = loss + (answer.mask * token_loss(answer, advantage)).sum() / length(answer) / len(_trained(answers))
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in network.parameters() if p.grad is not None]).norm()
-    found = _metrics(runs, name)[0]
+    found = metrics(runs / name)[0]
     assert found["loss/policy"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
     assert found["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
 
@@ -174,7 +174,7 @@ def test_the_distance_to_the_teacher_is_the_mean_over_the_trained_tokens(runs: P
     answers = _trained([Answer(network, reference, sample) for sample in told(0) if sample.reward is not None])
     teacher = {"opd_sglang": lambda a: a.teacher, "opd_megatron": lambda a: a.reference}[name]
     gaps = torch.cat([(a.old - teacher(a))[a.mask > 0] for a in answers])
-    assert _metrics(runs, name)[0]["opd/kl"] == pytest.approx(gaps.mean().item(), rel=1e-4)
+    assert metrics(runs / name)[0]["opd/kl"] == pytest.approx(gaps.mean().item(), rel=1e-4)
 
 
 def test_a_critic_that_knows_nothing_yet_has_the_mean_square_of_the_returns_as_its_loss(runs: Path) -> None:
@@ -186,14 +186,14 @@ def test_a_critic_that_knows_nothing_yet_has_the_mean_square_of_the_returns_as_i
         for a, returns in zip(answers, _advantages("ppo", answers), strict=True)
         if a.mask.any()
     ) / len(_trained(answers))
-    first, second = _metrics(runs, "ppo")
+    first, second = metrics(runs / "ppo")
     assert first["critic/loss"] == pytest.approx(expected, rel=1e-4)
     assert first["critic/value"] == 0.0
     assert second["critic/value"] != 0.0
 
 
 def test_the_critic_is_warmed_up_before_the_policy_moves(runs: Path) -> None:
-    first, second = _metrics(runs, "critic_first")
+    first, second = metrics(runs / "critic_first")
     assert first["critic/grad_norm"] > 0
     assert "loss/policy" not in first
     assert second["loss/policy"] != 0.0
@@ -214,14 +214,14 @@ def test_unbiased_kl_is_the_estimate_times_the_ratio(runs: Path) -> None:
         d = a.log_probs - a.reference
         kl = a.ratio * ((-d).exp() - 1 + d)
         expected += float(((a.mask * kl).sum() / a.mask.sum()).detach()) / len(answers)
-    assert _metrics(runs, "unbiased_kl")[0]["loss/kl"] == pytest.approx(expected, rel=1e-4)
+    assert metrics(runs / "unbiased_kl")[0]["loss/kl"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_ratio_of_one_optimizer_step_is_exactly_one(runs: Path) -> None:
-    for metrics in _metrics(runs, "on_policy"):
-        assert metrics["ratio/mean"] == 1.0
-        assert metrics["clip_fraction"] == 0.0
-        assert metrics["ppo_kl"] == 0.0
+    for row in metrics(runs / "on_policy"):
+        assert row["ratio/mean"] == 1.0
+        assert row["clip_fraction"] == 0.0
+        assert row["ppo_kl"] == 0.0
 
 
 def test_true_on_policy_mode_stops_with_both_figures(runs: Path) -> None:
@@ -249,7 +249,7 @@ def test_off_policy_corrections_weigh_the_loss(runs: Path, name: str) -> None:
             weight = torch.where((ratio >= (0.5 if name == "icepop" else MIS_LOW)) & (ratio <= 2.0), ratio, 0.0)
             weights.append(weight[answer.mask > 0])
             expected += float((answer.mask * weight * -advantage).sum() / answer.mask.sum()) / len(_trained(answers))
-    found = _metrics(runs, name)[0]
+    found = metrics(runs / name)[0]
     assert found["loss/policy"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert 0 < found["tis_weight/truncated"] < 1
     _assert_statistics(found, "tis_weight", torch.cat(weights))
@@ -259,7 +259,7 @@ def test_the_ratio_is_reported_over_all_trained_tokens(runs: Path) -> None:
     network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
     answers = [Answer(network, network, sample) for sample in told(0) if sample.reward is not None]
     ratios = torch.cat([answer.ratio[answer.mask > 0].detach() for answer in answers])
-    _assert_statistics(_metrics(runs, "grpo")[0], "ratio", ratios)
+    _assert_statistics(metrics(runs / "grpo")[0], "ratio", ratios)
 
 
 def test_what_a_users_tis_reports_is_averaged_as_the_loss_is(runs: Path) -> None:
@@ -267,20 +267,20 @@ def test_what_a_users_tis_reports_is_averaged_as_the_loss_is(runs: Path) -> None
     answers = [Answer(network, network, sample) for sample in told(0) if sample.reward is not None]
     trained = _trained(answers)
     expected = sum(float((a.ratio.detach() * a.mask).sum() / a.mask.sum()) for a in trained) / len(trained)
-    found = _metrics(runs, "hook_tis_once")[0]
+    found = metrics(runs / "hook_tis_once")[0]
     assert found["tis/tis"] == pytest.approx(expected, rel=1e-4)
     assert not [name for name in found if name.startswith("tis_weight/")]
 
 
 def test_what_a_users_loss_reports_is_averaged_as_the_loss_is(runs: Path) -> None:
     for run in ("hook_loss", "hook_loss@dp2", "hook_loss@pp2"):
-        for metrics in _metrics(runs, run):
-            assert metrics["loss/custom/loss"] == pytest.approx(metrics["loss/custom"], rel=1e-5)
+        for row in metrics(runs / run):
+            assert row["loss/custom/loss"] == pytest.approx(row["loss/custom"], rel=1e-5)
 
 
 def test_opsm_leaves_out_bad_answers_that_the_policy_left(runs: Path) -> None:
-    assert 0 < _metrics(runs, "opsm")[0]["opsm/masked"] < 1
-    assert _metrics(runs, "opsm")[0]["loss/policy"] != _metrics(runs, "grpo")[0]["loss/policy"]
+    assert 0 < metrics(runs / "opsm")[0]["opsm/masked"] < 1
+    assert metrics(runs / "opsm")[0]["loss/policy"] != metrics(runs / "grpo")[0]["loss/policy"]
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_a_custom_loss_is_what_is_minimised(runs: Path) -> None:
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in network.parameters() if p.grad is not None]).norm()
     for run in ("hook_loss", "hook_loss@dp2", "hook_loss@pp2", "hook_loss@cp2"):
-        found = _metrics(runs, run)[0]
+        found = metrics(runs / run)[0]
         assert found["loss/custom"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
         assert found["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
 
@@ -316,7 +316,7 @@ def test_post_processed_rewards_are_what_is_trained_on(runs: Path) -> None:
         if answer.mask.any():
             token_loss = _clipped(answer, 2 * advantage)
             expected += float((answer.mask * token_loss).sum() / answer.mask.sum()) / len(_trained(answers))
-    assert _metrics(runs, "hook_post_process")[0]["loss/policy"] == pytest.approx(expected, rel=1e-4)
+    assert metrics(runs / "hook_post_process")[0]["loss/policy"] == pytest.approx(expected, rel=1e-4)
     assert len(_notes(runs, "post_process")) == 2
     assert len(_notes(runs, "post_process", "notes-of-two")) == 2 * len(LAYOUTS)
 
@@ -448,22 +448,13 @@ def _assert_statistics(found: dict[str, float], name: str, values: Tensor) -> No
 
 
 def _assert_same(runs: Path, run: str, other: str) -> None:
-    for mine, theirs in zip(_metrics(runs, run), _metrics(runs, other), strict=True):
+    for mine, theirs in zip(metrics(runs / run), metrics(runs / other), strict=True):
         for metric in set(mine) & _COMPARED:
             assert mine[metric] == pytest.approx(theirs[metric], rel=1e-5, abs=1e-6), metric
-    expected = _weights(runs / other / "trained")
-    for name, weight in _weights(runs / run / "trained").items():
+    expected = weights(runs / other / "trained")
+    for name, weight in weights(runs / run / "trained").items():
         distance = (weight - expected[name]).norm() / expected[name].norm()
         assert distance < 1e-5, f"{name}: {distance:.2e}"
-
-
-def _metrics(runs: Path, run: str) -> list[dict[str, float]]:
-    found: list[dict[str, float]] = json.loads((runs / run / "metrics.json").read_text())
-    return found
-
-
-def _weights(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def _notes(runs: Path, name: str, folder: str = "notes") -> list[Any]:

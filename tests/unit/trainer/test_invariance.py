@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
-from torch import Tensor
 
 from tests.support.invariance_cases import LayoutCase, ways_of
+from tests.support.rank_results import weights
 from tests.support.ranks import run_cases
 from tests.support.tiny_families import make_tiny
 
@@ -69,8 +68,8 @@ def test_loss_and_gradient_norm_are_those_of_one_rank_and_padded_rows(runs: Path
 
 @pytest.mark.parametrize("run", RUNS)
 def test_updated_weights_are_those_of_one_rank_and_padded_rows(runs: Path, run: str) -> None:
-    expected, before = _weights(runs / _baseline(run) / "weights"), _weights(runs / run.split("@")[0])
-    for name, weight in _weights(runs / run / "weights").items():
+    expected, before = weights(runs / _baseline(run) / "weights"), weights(runs / run.split("@")[0])
+    for name, weight in weights(runs / run / "weights").items():
         assert (weight - expected[name]).norm() < TOLERANCE * expected[name].norm(), name
         is_trained = not name.endswith("e_score_correction_bias")  # the router's own balance stays as it was
         assert weight.equal(before[name]) is not is_trained, name
@@ -83,7 +82,3 @@ def _baseline(run: str) -> str:
 def _metrics(runs: Path, run: str) -> dict[str, float]:
     found: dict[str, float] = json.loads((runs / run / "metrics.json").read_text())
     return found
-
-
-def _weights(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}

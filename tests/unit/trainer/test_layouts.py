@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
 from services.trainer.checkpoint import step_name
 from tests.support.rank_cases import Case
+from tests.support.rank_results import metrics, weights
 from tests.support.ranks import run_cases
 from tests.support.tiny_families import make_tiny
 
@@ -80,12 +79,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("run", [*FROZEN, *OTHERS, "started", "critic", "uneven"])
 def test_a_restored_run_goes_on_bit_for_bit(runs: Path, run: str) -> None:
-    went_on, resumed = _weights(runs, run, "twice_trained"), _weights(runs, run, "resumed")
+    went_on, resumed = weights(runs / run / "twice_trained"), weights(runs / run / "resumed")
     assert all(torch.equal(went_on[name], resumed[name]) for name in went_on)
 
 
 def test_a_restored_critic_goes_on_bit_for_bit(runs: Path) -> None:
-    _, went_on, resumed = _metrics(runs, "critic")
+    _, went_on, resumed = metrics(runs / "critic")
     names = [name for name in went_on if name.startswith("critic/")]
     assert len(names) == 6
     assert [went_on[name] for name in names] == [resumed[name] for name in names]
@@ -102,72 +101,62 @@ def test_a_restored_critic_goes_on_bit_for_bit(runs: Path) -> None:
     ],
 )
 def test_only_what_is_to_be_trained_is_trained(runs: Path, run: str, is_trained: Any) -> None:
-    before, after = _weights(runs, run, "initial"), _weights(runs, run, "twice_trained")
+    before, after = weights(runs / run / "initial"), weights(runs / run / "twice_trained")
     for name, weight in before.items():
         assert torch.equal(weight, after[name]) != is_trained(name), name
 
 
 @pytest.mark.parametrize("run", ["recomputed-in-full", "recomputed-mlp"])
 def test_recomputation_changes_no_weight(runs: Path, run: str) -> None:
-    expected, found = _weights(runs, "plain", "twice_trained"), _weights(runs, run, "twice_trained")
+    expected, found = weights(runs / "plain" / "twice_trained"), weights(runs / run / "twice_trained")
     for name, weight in expected.items():
         assert torch.allclose(found[name], weight, rtol=1e-5, atol=1e-7), name
 
 
 def test_stages_of_uneven_length_train_alike(runs: Path) -> None:
-    expected, found = _weights(runs, "even", "twice_trained"), _weights(runs, "uneven", "twice_trained")
+    expected, found = weights(runs / "even" / "twice_trained"), weights(runs / "uneven" / "twice_trained")
     assert expected.keys() == found.keys()
     for name, weight in expected.items():
         assert (found[name] - weight).norm() / weight.norm() < 1e-5, name
 
 
 def test_with_keep_old_actor_the_ratio_is_to_the_policy_that_a_sample_came_from(runs: Path) -> None:
-    first, second, resumed = _metrics(runs, "old-policy-kept")
+    first, second, resumed = metrics(runs / "old-policy-kept")
     assert first["ratio/mean"] == 1.0
     assert abs(second["ratio/mean"] - 1.0) > 1e-4
     assert resumed["ratio/mean"] == second["ratio/mean"]
-    assert _metrics(runs, "old-policy-current")[1]["ratio/mean"] == 1.0
+    assert metrics(runs / "old-policy-current")[1]["ratio/mean"] == 1.0
 
 
 def test_old_log_probs_that_are_skipped_are_those_that_would_be_computed(runs: Path) -> None:
     """Without learning, the kept policy is the current one: computed from its copy, and skipped."""
-    computed, skipped = _metrics(runs, "old-log-probs-computed"), _metrics(runs, "old-log-probs-skipped")
+    computed, skipped = metrics(runs / "old-log-probs-computed"), metrics(runs / "old-log-probs-skipped")
     for mine, theirs in zip(computed, skipped, strict=True):
         for name in ("loss/policy", "loss/kl", "grad_norm", "ratio/mean", "tis_weight/mean", "log_prob_diff/mean"):
             assert mine[name] == theirs[name], name
 
 
 def test_a_reference_that_follows_is_the_policy_before_the_step(runs: Path) -> None:
-    follows, stays = _metrics(runs, "reference-follows"), _metrics(runs, "reference-stays")
+    follows, stays = metrics(runs / "reference-follows"), metrics(runs / "reference-stays")
     assert follows[0]["loss/kl"] == stays[0]["loss/kl"] == 0.0
     assert [row["loss/kl"] for row in follows[1:]] == [0.0, 0.0]
     assert stays[1]["loss/kl"] > 0.0
 
 
 def test_a_run_may_start_with_the_weights_of_another_runs_checkpoint(runs: Path) -> None:
-    trained, initial = _weights(runs, "plain", "trained"), _weights(runs, "started", "initial")
+    trained, initial = weights(runs / "plain" / "trained"), weights(runs / "started" / "initial")
     assert all(torch.equal(initial[name], trained[name]) for name in trained)
-    assert _metrics(runs, "started")[0]["lr"] == _metrics(runs, "plain")[0]["lr"]  # optimizer and schedule are new
+    assert metrics(runs / "started")[0]["lr"] == metrics(runs / "plain")[0]["lr"]  # optimizer and schedule are new
 
 
 def test_bfloat16_is_one_dtype_in_training_and_in_the_export(runs: Path) -> None:
-    exported = _weights(runs, "bf16", "twice_trained")
+    exported = weights(runs / "bf16" / "twice_trained")
     assert {weight.dtype for weight in exported.values()} == {torch.bfloat16}
     assert json.loads((runs / "bf16" / "twice_trained" / "config.json").read_text())["dtype"] == "bfloat16"
-    before = _weights(runs, "bf16", "initial")
+    before = weights(runs / "bf16" / "initial")
     assert all(not torch.equal(before[name], exported[name]) for name in before if "norm" not in name)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_trained_is_refused(runs: Path, name: str) -> None:
     assert REFUSED[name][2] in (runs / name / "error.txt").read_text()
-
-
-def _weights(runs: Path, run: str, what: str) -> dict[str, Tensor]:
-    files = sorted((runs / run / what).glob("*.safetensors"))
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
-
-
-def _metrics(runs: Path, run: str) -> list[dict[str, float]]:
-    found: list[dict[str, float]] = json.loads((runs / run / "metrics.json").read_text())
-    return found

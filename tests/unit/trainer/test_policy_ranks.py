@@ -5,25 +5,30 @@ One launch for each number of ranks; each rank runs all cases of that number (te
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.trajectory import Sample
 from tests.support.rank_cases import Case, samples
+from tests.support.rank_results import (
+    TEMPERATURE,
+    assert_log_probs_of_transformers,
+    assert_round_trip,
+    assert_same_training,
+    assert_trained_and_resumed,
+    metrics,
+)
 from tests.support.ranks import run_cases
 from tests.support.tiny_families import make_tiny
 
 pytestmark = pytest.mark.ranks
 
-TEMPERATURE = 0.8
 MODELS = {
     "llama-tied": ("llama", True),
     "llama-untied": ("llama", False),
@@ -42,7 +47,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2-dp2": (4, TP2 | {"use_distributed_optimizer": True}),
 }
 PARALLEL_MODELS = ("qwen3-tied", "llama-untied")
-REPORTED = ("loss/policy", "loss/kl", "entropy", "grad_norm", "ratio/mean", "tokens", "log_prob_diff/mean")
 EXACT = {"num_steps_per_rollout": 1, "use_rollout_logprobs": True, "use_tis": False, "kl_loss_type": "k3"}
 PACKINGS = ("padded", "packed", "shared_prompts")
 RUNS = [f"{model}@{layout}" for model in PARALLEL_MODELS for layout in LAYOUTS]
@@ -79,19 +83,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_log_probs_equal_transformers(runs: Path, model: str) -> None:
-    _assert_log_probs_of_transformers(runs, f"{model}@alone", model)
+    assert_log_probs_of_transformers(runs / f"{model}@alone", runs / model)
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_log_probs_under_a_layout_equal_transformers(runs: Path, run: str) -> None:
-    _assert_log_probs_of_transformers(runs, run, run.split("@")[0])
+    assert_log_probs_of_transformers(runs / run, runs / run.split("@")[0])
 
 
 @pytest.mark.parametrize("run", [*(f"{model}@alone" for model in MODELS), *RUNS])
 def test_a_checkpoint_goes_through_megatron_and_back_bit_for_bit(runs: Path, run: str) -> None:
-    original, returned = _weights(runs / run.split("@")[0]), _weights(runs / run / "initial")
-    assert returned.keys() == original.keys()
-    assert all(torch.equal(returned[name], original[name]) for name in original)
+    assert_round_trip(runs / run, runs / run.split("@")[0])
 
 
 @pytest.mark.parametrize("run", [f"{model}@alone" for model in MODELS] + RUNS[-1:])
@@ -107,28 +109,22 @@ def test_an_exported_model_loads_in_transformers_with_equal_logits(runs: Path, r
 
 @pytest.mark.parametrize("run", RUNS)
 def test_losses_gradients_and_weights_do_not_depend_on_the_layout(runs: Path, run: str) -> None:
-    _assert_same_training(runs, run, f"{run.split('@')[0]}@alone")
+    assert_same_training(runs / run, runs / f"{run.split('@')[0]}@alone")
 
 
 @pytest.mark.parametrize("run", ["recompute", *(f"{packing}@alone" for packing in PACKINGS)])
 def test_they_do_not_depend_on_micro_batches_and_recomputation(runs: Path, run: str) -> None:
-    _assert_same_training(runs, run, "qwen3-tied@alone")
+    assert_same_training(runs / run, runs / "qwen3-tied@alone")
 
 
 def test_a_loss_per_token_does_not_depend_on_data_ranks(runs: Path) -> None:
-    _assert_same_training(runs, "per-token@dp2", "per-token@alone")
-    assert _metrics(runs, "per-token@alone")[0]["grad_norm"] != _metrics(runs, "qwen3-tied@alone")[0]["grad_norm"]
+    assert_same_training(runs / "per-token@dp2", runs / "per-token@alone")
+    assert metrics(runs / "per-token@alone")[0]["grad_norm"] != metrics(runs / "qwen3-tied@alone")[0]["grad_norm"]
 
 
 @pytest.mark.parametrize("run", [*(f"{model}@alone" for model in MODELS), *RUNS])
 def test_training_moves_every_weight_and_a_restored_run_goes_on_bit_for_bit(runs: Path, run: str) -> None:
-    before, after = _weights(runs / run / "trained"), _weights(runs / run / "twice_trained")
-    resumed = _weights(runs / run / "resumed")
-    for name, weight in after.items():
-        assert torch.equal(resumed[name], weight), name
-        assert not torch.equal(before[name], weight), name
-    _, went_on, restored = _metrics(runs, run)
-    assert [went_on[name] for name in REPORTED] == [restored[name] for name in REPORTED]
+    assert_trained_and_resumed(runs / run)
 
 
 def test_the_first_step_has_the_loss_and_gradient_of_the_specification(runs: Path) -> None:
@@ -155,7 +151,7 @@ def test_the_first_step_has_the_loss_and_gradient_of_the_specification(runs: Pat
         entropy_loss = entropy_loss + (share * entropy).sum()
     (policy_loss + 0.1 * kl_loss - 0.01 * entropy_loss).backward()
     norm = torch.stack([p.grad.norm() for p in network.parameters() if p.grad is not None]).norm()
-    found = _metrics(runs, "exact")[0]
+    found = metrics(runs / "exact")[0]
     assert found["loss/policy"] == pytest.approx(policy_loss.item(), rel=1e-4, abs=1e-6)
     assert found["loss/kl"] == pytest.approx(kl_loss.item(), rel=1e-4)
     assert found["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
@@ -168,7 +164,7 @@ def test_supervised_loss_is_the_mean_of_each_answers_negative_log_likelihood(run
         if sample.failure is None and sample.loss_mask.any():
             mask = torch.from_numpy(sample.loss_mask).bool()
             means.append(-_response_log_probs(network, sample)[0][mask].mean().item())
-    assert _metrics(runs, "sft")[0]["loss/sft"] == pytest.approx(sum(means) / len(means), rel=1e-5)
+    assert metrics(runs / "sft")[0]["loss/sft"] == pytest.approx(sum(means) / len(means), rel=1e-5)
 
 
 def _response_log_probs(network: Any, sample: Sample) -> tuple[Tensor, Tensor]:
@@ -182,32 +178,3 @@ def _case(
     folder: Path, name: str, model: str, megatron: dict[str, Any] | None = None, train: dict[str, Any] | None = None
 ) -> Case:
     return Case(name, str(folder), str(folder / model), megatron or {}, train or {})
-
-
-def _assert_log_probs_of_transformers(runs: Path, run: str, model: str) -> None:
-    found = json.loads((runs / run / "log_probs.json").read_text())
-    network = AutoModelForCausalLM.from_pretrained(runs / model).double()
-    for row, sample in zip(found, samples(0), strict=True):
-        with torch.no_grad():
-            expected = _response_log_probs(network, sample)[0]
-        assert torch.allclose(torch.tensor(row, dtype=torch.float64), expected, rtol=0, atol=1e-4)
-
-
-def _assert_same_training(runs: Path, run: str, other: str) -> None:
-    for mine, theirs in zip(_metrics(runs, run), _metrics(runs, other), strict=True):
-        for name in REPORTED:
-            assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
-    for folder in ("trained", "twice_trained"):
-        expected = _weights(runs / other / folder)
-        for name, weight in _weights(runs / run / folder).items():
-            distance = (weight - expected[name]).norm() / expected[name].norm()
-            assert distance < 1e-5, f"{folder} {name}: {distance:.2e}"
-
-
-def _metrics(runs: Path, run: str) -> list[dict[str, float]]:
-    found: list[dict[str, float]] = json.loads((runs / run / "metrics.json").read_text())
-    return found
-
-
-def _weights(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}

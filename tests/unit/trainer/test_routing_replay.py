@@ -6,7 +6,6 @@ model in float64 whose gates are told the same choices.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from headrace.trajectory import ROUTED_EXPERTS, Sample
 from tests.support.algorithm_cases import AlgorithmCase, told
-from tests.support.rank_results import network, weights
+from tests.support.rank_results import metrics, network, weights
 from tests.support.ranks import run_cases
 from tests.support.tiny_families import make_tiny
 
@@ -26,6 +25,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 TEMPERATURE, LOW, HIGH = 0.8, 0.8, 1.2
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 EP2, PP2 = {"expert_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
 ROLLOUTS = {"use_rollout_routing_replay": True}
 RECORDED = {"use_routing_replay": True, "use_rollout_logprobs": False, "num_steps_per_rollout": 2}
 Sections = tuple[int, Mapping[str, Any], Mapping[str, Any]]
@@ -36,6 +36,9 @@ REPLAYED: dict[str, Sections] = {
     "ep2": (2, EP2, {"packing": "padded"}),
     "pp2": (2, PP2, {"packing": "packed"}),
     "pp2-recomputed": (2, PP2 | FULL, {}),
+    "cp2": (2, CP2, {"packing": "packed"}),
+    "cp2-shared-prompts": (2, CP2, {"packing": "shared_prompts"}),
+    "cp2-ep2-recomputed": (2, CP2 | EP2 | FULL, {"packing": "packed"}),
 }
 OTHERS: dict[str, Sections] = {
     "free": (1, {}, {}),
@@ -44,6 +47,7 @@ OTHERS: dict[str, Sections] = {
     "recorded-recomputed": (1, FULL, RECORDED),
     "recorded-ep2": (2, EP2, RECORDED),
     "recorded-pp2": (2, PP2 | FULL, RECORDED),
+    "recorded-cp2": (2, CP2, RECORDED | {"packing": "packed"}),
 }
 
 
@@ -88,10 +92,10 @@ def expected(runs: Path) -> tuple[float, float, dict[str, Tensor]]:
 def test_a_step_has_the_loss_and_gradient_of_the_engines_choice(
     runs: Path, expected: tuple[float, float, dict[str, Tensor]], run: str
 ) -> None:
-    found = _metrics(runs, run)[0]
+    found = metrics(runs / run)[0]
     assert found["loss/policy"] == pytest.approx(expected[0], rel=1e-4, abs=1e-6)
     assert found["grad_norm"] == pytest.approx(expected[1], rel=1e-4)
-    assert found["loss/policy"] != pytest.approx(_metrics(runs, "free")[0]["loss/policy"], rel=1e-3)
+    assert found["loss/policy"] != pytest.approx(metrics(runs / "free")[0]["loss/policy"], rel=1e-3)
 
 
 def test_the_router_learns_how_to_weigh_what_it_did_not_choose(
@@ -104,15 +108,15 @@ def test_the_router_learns_how_to_weigh_what_it_did_not_choose(
         assert not torch.equal(before[name], after[name]), name
 
 
-@pytest.mark.parametrize("run", ["recorded-recomputed", "recorded-ep2", "recorded-pp2"])
+@pytest.mark.parametrize("run", ["recorded-recomputed", "recorded-ep2", "recorded-pp2", "recorded-cp2"])
 def test_what_was_chosen_for_old_log_probs_is_chosen_again_under_every_layout(runs: Path, run: str) -> None:
-    for mine, theirs in zip(_metrics(runs, run), _metrics(runs, "recorded"), strict=True):
+    for mine, theirs in zip(metrics(runs / run), metrics(runs / "recorded"), strict=True):
         for name in ("loss/policy", "grad_norm", "ratio/mean", "ratio/max"):
             assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
 
 
 def test_without_replay_some_tokens_go_elsewhere_once_the_router_has_moved(runs: Path) -> None:
-    recorded, free = _metrics(runs, "recorded")[0], _metrics(runs, "not-recorded")[0]
+    recorded, free = metrics(runs / "recorded")[0], metrics(runs / "not-recorded")[0]
     assert recorded["ratio/max"] != pytest.approx(free["ratio/max"], rel=1e-3)
 
 
@@ -143,8 +147,3 @@ def _advantage(sample: Sample, samples: list[Sample]) -> float:
     if len(rewards) == 1:
         return 0.0
     return float((float(sample.reward or 0.0) - rewards.mean()) / (rewards.std() + 1e-6))
-
-
-def _metrics(runs: Path, run: str) -> list[dict[str, float]]:
-    found: list[dict[str, float]] = json.loads((runs / run / "metrics.json").read_text())
-    return found

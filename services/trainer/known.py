@@ -1,0 +1,15 @@
+"""What is known of a step's micro-batches before it is trained: old and reference log-probs, values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+Known = Sequence[Tensor] | None
+"""[B, S] for each micro-batch of a step; None where it is not needed, or not on this rank."""
+
+
+def at(known: Known, number: int) -> Tensor | None:
+    """Of one micro-batch."""
+    return None if known is None else known[number]

@@ -1,0 +1,128 @@
+"""The trainer as it is, rank by rank, under layouts and set-ups that meet nowhere else: two steps of each job.
+
+Only the samples are made without a model; weights go over the wire into an engine that computes with what it got, so
+every publication's checksums and canary say that it is the trainer's model. One launch of two ranks for all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.support.rank_results import weights
+from tests.support.ranks import run_cases
+from tests.support.tiny_families import make_tiny
+from tests.support.trainer_cases import NUM_STEPS, served
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+
+PP2 = {"pipeline_model_parallel_size": 2}
+VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
+CP2 = {"context_parallel_size": 2}
+LAYOUTS: Mapping[str, Mapping[str, Any]] = {
+    "dp2": {},
+    "dp2-distributed": {"use_distributed_optimizer": True},
+    "pp2": PP2,
+    "vpp2": VPP2,
+    "ep2": EP2,
+    "cp2": CP2,
+    "cp2-ep2": CP2 | EP2,
+}
+Sections = Mapping[str, Mapping[str, Any]]
+SET_UPS: Mapping[str, tuple[str, Sections]] = {
+    "reference": (
+        "qwen3",
+        {
+            "train": {"use_kl_loss": True, "kl_loss_coef": 0.1, "num_steps_per_rollout": 2, "ref_update_interval": 1},
+            "model": {"ref_load": "{folder}/reference"},
+        },
+    ),
+    "critic": (
+        "qwen3",
+        {
+            "train": {"advantage_estimator": "ppo", "kl_coef": 0.2, "kl_loss_type": "k1"},
+            "critic": {"critic_lr": 1e-2},
+            "model": {"ref_load": "{folder}/reference"},
+        },
+    ),
+    "moonlight": ("moonlight", {}),
+    "kimi_k2": ("kimi_k2", {}),
+}
+RUNS = [
+    *("reference@dp2", "reference@vpp2", "critic@dp2", "critic@vpp2"),
+    *("moonlight@dp2-distributed", "moonlight@ep2", "moonlight@vpp2", "kimi_k2@dp2", "kimi_k2@pp2", "kimi_k2@cp2-ep2"),
+]
+BASELINES = {set_up: next(run for run in RUNS if run.startswith(f"{set_up}@")) for set_up in SET_UPS}
+MOVED = [run for run in RUNS if run not in BASELINES.values()]
+COMPARED = {"loss/policy", "loss/kl", "grad_norm", "critic/loss", "critic/value", "critic/grad_norm"}
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What they left: in the folder, and in the engines."""
+
+    folder: Path
+    served: Mapping[str, Mapping[str, Tensor]]
+
+    def metrics(self, run: str) -> list[dict[str, float]]:
+        """Of each step."""
+        return [json.loads(line) for line in (self.folder / run / "metrics.jsonl").read_text().splitlines()]
+
+    def exported(self, run: str) -> dict[str, Tensor]:
+        """The final weights."""
+        return weights(self.folder / run / "export")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("trainers")
+    for family in {family for family, _ in SET_UPS.values()}:
+        make_tiny(folder / family, family, num_layers=4)
+    make_tiny(folder / "reference", "qwen3", num_layers=4, seed=8)
+    return Runs(folder, asyncio.run(_run(folder)))
+
+
+async def _run(folder: Path) -> Mapping[str, Mapping[str, Tensor]]:
+    async with AsyncExitStack() as stack:
+        cases = []
+        for run in RUNS:
+            set_up, layout = run.split("@")
+            family, sections = SET_UPS[set_up]
+            filled = json.loads(json.dumps(sections).replace("{folder}", str(folder)))
+            filled |= {"megatron": LAYOUTS[layout]}
+            cases.append(await stack.enter_async_context(served(run, folder, folder / family, filled)))
+        await asyncio.to_thread(run_cases, folder, 2, [case for case, _ in cases], 600.0, "tests.support.trainer_cases")
+        return {case.name: dict(rollout.engine.tensors) for case, rollout in cases}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run_trains_every_step_and_the_engines_have_its_final_weights(runs: Runs, run: str) -> None:
+    assert [row["step"] for row in runs.metrics(run)] == list(range(1, NUM_STEPS + 1))
+    exported, served = runs.exported(run), runs.served[run]
+    assert exported.keys() == served.keys()
+    assert [name for name in exported if not exported[name].equal(served[name])] == []
+    before = weights(runs.folder / SET_UPS[run.split("@")[0]][0])
+    assert exported.keys() == before.keys()
+    unmoved = [name for name in exported if exported[name].equal(before[name])]
+    assert all(name.endswith("e_score_correction_bias") for name in unmoved)
+
+
+@pytest.mark.parametrize("run", MOVED)
+def test_a_run_does_not_depend_on_its_layout(runs: Runs, run: str) -> None:
+    baseline = BASELINES[run.split("@")[0]]
+    for mine, theirs in zip(runs.metrics(run), runs.metrics(baseline), strict=True):
+        assert mine.keys() == theirs.keys()
+        for name in COMPARED & mine.keys():
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
+    expected = runs.exported(baseline)
+    for name, weight in runs.exported(run).items():
+        assert (weight - expected[name]).norm() < 1e-5 * expected[name].norm(), name
