@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from tests.support.algorithm_cases import Sections
 from tests.support.rank_results import weights
 from tests.support.ranks import run_cases
 from tests.support.tiny_families import make_tiny
@@ -37,7 +38,6 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "cp2": CP2,
     "cp2-ep2": CP2 | EP2,
 }
-Sections = Mapping[str, Mapping[str, Any]]
 SET_UPS: Mapping[str, tuple[str, Sections]] = {
     "reference": (
         "qwen3",
@@ -58,7 +58,7 @@ SET_UPS: Mapping[str, tuple[str, Sections]] = {
     "kimi_k2": ("kimi_k2", {}),
 }
 RUNS = [
-    *("reference@dp2", "reference@vpp2", "critic@dp2", "critic@vpp2"),
+    *("reference@dp2", "reference@vpp2", "critic@dp2", "critic@vpp2", "critic@cp2"),
     *("moonlight@dp2-distributed", "moonlight@ep2", "moonlight@vpp2", "kimi_k2@dp2", "kimi_k2@pp2", "kimi_k2@cp2-ep2"),
 ]
 BASELINES = {set_up: next(run for run in RUNS if run.startswith(f"{set_up}@")) for set_up in SET_UPS}
