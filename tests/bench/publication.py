@@ -120,7 +120,7 @@ async def main() -> None:
         weights = {n: p.detach() for n, p in model.named_parameters() if n != "lm_head.weight"}
         job = Job.model_validate({"model": {"hf_checkpoint": checkpoint}})
         router = Router("cache_aware", Path(folder) / "router.log", request_seconds=60)
-        fleet = Fleet(1, 1, sglang_factory(job, await probe(), Path(folder)), router, FleetTiming(start_seconds=120))
+        fleet = Fleet(1, 1, sglang_factory(job, await probe(), Path(folder)), router, FleetTiming(start_seconds=600))
         print("starting an engine …", flush=True)
         await asyncio.gather(router.start(), fleet.start())
         try:

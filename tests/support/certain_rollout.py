@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -24,6 +24,7 @@ from headrace.errors import HeadraceError
 from headrace.rpc.server import RpcServer, Service
 from headrace.trajectory import PolicyRange, Sample, Status
 from services.rollout.engine.fleet import Fleet, FleetTiming
+from services.rollout.engine.process import EngineFactory
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.publication.receiver import Receiver
 from services.rollout.service import RolloutParts
@@ -44,6 +45,7 @@ class CertainRollout:
 
     @property
     def engine(self) -> GlooEngine:
+        """The only one, where it is part of the test's process."""
         process = self.fleet.engines[0].process
         assert isinstance(process, GlooEngine)
         return process
@@ -65,9 +67,11 @@ class _Servicer(RolloutServicer):
 
 
 @asynccontextmanager
-async def certain_rollout(engine: Callable[[], GlooEngine] = GlooEngine) -> AsyncIterator[CertainRollout]:
+async def certain_rollout(
+    build: EngineFactory = lambda _: GlooEngine(), num_engines: int = 1
+) -> AsyncIterator[CertainRollout]:
     """Serves on a free port; produce with `produce`."""
-    fleet = Fleet(1, 1, lambda number: engine(), RememberedRouting(), FleetTiming(start_seconds=5))
+    fleet = Fleet(num_engines, 1, build, RememberedRouting(), FleetTiming(start_seconds=120))
     await fleet.start()
     parts = _Parts(fleet, Receiver(fleet), RolloutMetrics(CollectorRegistry()))
     servicer = _Servicer(cast(RolloutParts, parts))
@@ -83,10 +87,12 @@ async def certain_rollout(engine: Callable[[], GlooEngine] = GlooEngine) -> Asyn
         await fleet.stop()
 
 
-async def produce(buffer_address: str) -> None:
-    """Leases, makes and puts one group at a time, until cancelled."""
+async def produce(buffer_address: str, may_lease: asyncio.Event | None = None) -> None:
+    """Leases, makes and puts one group at a time, until cancelled; leases none while the event is not set."""
     async with BufferClient(buffer_address) as client:
         while True:
+            if may_lease:
+                await may_lease.wait()
             try:
                 reply = await client.lease_groups("train", "certain", 1, wait_seconds=1.0)
                 if reply.leases:

@@ -8,7 +8,10 @@ import time
 
 
 class Failpoint:
-    """`kill` (as kill -9 does) and `pause` (half a second) are done here; what else is due is the caller's to do."""
+    """`kill` and `stop` (as kill -9 and kill -STOP do) and `pause` (half a second) are done here.
+
+    What else is due is the caller's to do.
+    """
 
     def __init__(self, words: str) -> None:
         self.point, self.action, count = words.split(":")
@@ -24,6 +27,8 @@ class Failpoint:
         match self.action:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
             case "pause":
                 time.sleep(0.5)
             case action:

@@ -1,10 +1,15 @@
-"""A fake engine that takes part in real weight broadcasts: it joins the trainer's group and keeps what it receives."""
+"""A fake engine that takes part in real weight broadcasts: it joins the trainer's group and keeps what it receives.
+
+`python -m tests.support.gloo_engine PORT [FAILPOINT]` is one in a process of its own. Its failpoints are passed in
+every broadcast: `bucket` before anything is received, so that the sender waits, and `bytes` when the first have come.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import datetime
 import math
+import sys
 from typing import Any
 
 import torch
@@ -13,7 +18,8 @@ from aiohttp import web
 from torch.distributed.distributed_c10d import Backend, _new_process_group_helper
 
 from services.rollout.engine.fake import FakeEngine
-from tests.support.weight_sender import engine_checksums
+from tests.support.engine_checksums import engine_checksums
+from tests.support.failpoint import Failpoint
 
 _TIMEOUT = datetime.timedelta(seconds=60)
 
@@ -21,8 +27,9 @@ _TIMEOUT = datetime.timedelta(seconds=60)
 class GlooEngine(FakeEngine):
     """Answers /weights_checker as SGLang does, from the tensors that came over the wire."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, port: int | None = None, failpoint: Failpoint | None = None) -> None:
+        super().__init__(port=port)
+        self._failpoint = failpoint
         self.tensors: dict[str, torch.Tensor] = {}
         self._joined: dict[str, dist.ProcessGroup] = {}
 
@@ -58,13 +65,29 @@ class GlooEngine(FakeEngine):
     def _receive(self, body: dict[str, Any]) -> dict[str, Any]:
         dtypes = [getattr(torch, name.removeprefix("torch.")) for name in body["dtypes"]]
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(body["shapes"], dtypes, strict=True)]
-        flat = torch.empty(sum(sizes), dtype=torch.uint8)
+        flat = torch.zeros(sum(sizes), dtype=torch.uint8)
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        self._joined[body["group_name"]].broadcast([flat], options).wait(_TIMEOUT)
+        if self._failpoint:
+            self._failpoint.passes("bucket")
+        work = self._joined[body["group_name"]].broadcast([flat], options)
+        if self._failpoint:
+            while not flat[:64].any() and not work.is_completed():
+                pass  # what comes are weights: never zeros alone
+            self._failpoint.passes("bytes")
+        work.wait(_TIMEOUT)
         for name, part, dtype, shape in zip(body["names"], flat.split(sizes), dtypes, body["shapes"], strict=True):
             self.tensors[name] = part.clone().view(dtype).view(shape)
         return {"success": True}
 
     def _checksums(self, body: dict[str, Any]) -> dict[str, Any]:
         return {"success": True, "ranks": [{"checksums": engine_checksums(self.tensors)}]}
+
+
+async def main(port: str, failpoint: str = "") -> None:
+    await GlooEngine(int(port), Failpoint(failpoint) if failpoint else None).start(seconds=60)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

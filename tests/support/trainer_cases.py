@@ -72,7 +72,7 @@ async def served(
         name="train", n_samples_per_prompt=_SIZES["n_samples_per_prompt"], groups_per_step=_SIZES["rollout_batch_size"]
     )
     async with (
-        certain_rollout(lambda: PolicyEngine(checkpoint)) as rollout,
+        certain_rollout(lambda _: PolicyEngine(checkpoint)) as rollout,
         served_buffer(MemoryStore()) as (_, server),
         BufferClient(server.address) as client,
     ):

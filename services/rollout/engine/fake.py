@@ -25,9 +25,14 @@ class FakeEngine:
     """An EngineProcess. `wire` is what a sender would broadcast (tensor name → content); `faults` are by path."""
 
     def __init__(
-        self, wire: Mapping[str, str] | None = None, *, token_seconds: float = 0.0, starts: bool = True
+        self,
+        wire: Mapping[str, str] | None = None,
+        *,
+        token_seconds: float = 0.0,
+        starts: bool = True,
+        port: int | None = None,
     ) -> None:
-        self._port = free_port()
+        self._port = port or free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self.faults: dict[str, Fault] = {}
         self.calls: list[str] = []

@@ -1,8 +1,9 @@
 """The engines: who is alive, who has which weights, who is in routing. A dead engine is started again.
 
   STARTING ──► READY ⇄ UPDATING ──► (lost) DOWN ──► STARTING …
-     └──────► STALE ──► UPDATING        a restarted engine has hf_checkpoint's weights: READY only while those are
-                                        the served version, else STALE until the next commit
+     └──────► STALE ⇄ UPDATING          a restarted engine has hf_checkpoint's weights: READY only while those are
+                                        the served version, else STALE until the next commit; so is one that holds
+                                        a mixture after a publication that was given up
 Nothing here is durable: weights come back by publication.
 """
 
@@ -160,6 +161,12 @@ class Fleet:
         for engine in self.engines:
             if engine.state is EngineState.READY:
                 await self.serve(engine, engine.policy_version)
+
+    async def hold_back(self, engine: Engine) -> None:
+        """Its weights are of no version: it is out of routing until the next publication."""
+        engine.state = EngineState.STALE
+        engine.weights_digest = ""
+        await self._take_out(engine)
 
     async def give_up(self, engine: Engine, why: str) -> None:
         """Takes an engine out of routing and ends it; its watcher starts it again."""

@@ -7,8 +7,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.rollout.engine.fleet import Engine
-from services.rollout.publication.state import Plan, Transaction
+from services.rollout.engine.fleet import Engine, Fleet
+from services.rollout.publication.participants import Participants
+from services.rollout.publication.state import Phase, Plan, Transaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +34,9 @@ class Committed:
 class Publication:
     """A transaction with its engines and the work that runs for it."""
 
-    def __init__(self, plan: Plan, engines: Sequence[Engine], begun: Begun) -> None:
+    def __init__(self, plan: Plan, engines: Sequence[Engine], begun: Begun, fleet: Fleet) -> None:
         self.transaction = Transaction(plan, begun.engine_ids)
-        self.engines = {engine.engine_id: engine for engine in engines}
+        self.participants = Participants(self.transaction, engines, fleet)
         self.versions_before = {engine.engine_id: engine.policy_version for engine in engines}
         self.begun = begun
         self.deadline = time.monotonic() + plan.deadline_seconds
@@ -46,12 +47,25 @@ class Publication:
         self.preparing: asyncio.Task[None] | None = None
         self.timer: asyncio.Task[None] | None = None
         self.committing: asyncio.Task[Committed] | None = None
+        self.settling: asyncio.Task[None] | None = None
 
     @property
-    def remaining(self) -> list[Engine]:
-        """Engines that still take part."""
-        return [self.engines[engine_id] for engine_id in self.transaction.remaining]
+    def plan(self) -> Plan:
+        """What it brings."""
+        return self.transaction.plan
+
+    @property
+    def is_over(self) -> bool:
+        """Committed, or aborted and its engines have settled."""
+        if self.transaction.phase is Phase.ABORTED:
+            return self.settling is not None and self.settling.done()
+        return self.transaction.phase is Phase.COMMITTED
 
     def seconds_left(self) -> float:
         """Until the deadline; a moment at least, so that a call made now fails by its own limit."""
         return max(self.deadline - time.monotonic(), 0.1)
+
+    def end_timer(self) -> None:
+        """The deadline does not matter any more."""
+        if self.timer is not None:
+            self.timer.cancel()

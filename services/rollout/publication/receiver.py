@@ -8,28 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
 
-from headrace.errors import (
-    ChecksumMismatch,
-    FailedPrecondition,
-    HeadraceError,
-    NotFound,
-    PublicationAborted,
-    Unavailable,
-)
+from headrace.errors import ChecksumMismatch, FailedPrecondition, HeadraceError, NotFound, Unavailable
 from headrace.rpc.log import log
-from services.rollout.engine.api import GroupJoin
 from services.rollout.engine.fleet import Engine, EngineState, Fleet
 from services.rollout.publication.canary import Canary
 from services.rollout.publication.checksums import differences, digest
 from services.rollout.publication.groups import WeightGroups
+from services.rollout.publication.preparation import prepare
 from services.rollout.publication.publication import Begun, Committed, Publication
-from services.rollout.publication.state import Fence, GroupPlan, Phase, Plan
+from services.rollout.publication.settlement import settle
+from services.rollout.publication.state import Fence, Phase, Plan
 
-# When one engine of a collective has failed, the others either finish at once or hang in it.
-_STRAGGLER_SECONDS = 10.0
 _REMEMBERED = 8
+T = TypeVar("T")
 
 
 class Receiver:
@@ -47,14 +41,14 @@ class Receiver:
         return next((i for i, p in self._publications.items() if p.transaction.phase is Phase.OPEN), "")
 
     async def begin(self, plan: Plan) -> Begun:
-        """Answers at once; engines join the groups meanwhile.
+        """Answers at once, or when the engines of an aborted one have settled; engines join the groups meanwhile.
 
         Raises FailedPrecondition while another one is open, and GroupGone for a joined group of other engines.
         """
         self._fence.pass_(plan.epoch)
+        await self._make_room(plan)
         if plan.publication_id in self._publications:
             return self._publications[plan.publication_id].begun
-        await self._make_room(plan)
         engines = self._engines_for(plan)
         self._groups.require_whole(plan.groups, engines)
         begun = Begun(
@@ -62,11 +56,11 @@ class Receiver:
             group_alive=tuple(self._groups.is_whole(group.name, engines) for group in plan.groups),
             engine_ids=tuple(engine.engine_id for engine in engines),
         )
-        publication = Publication(plan, engines, begun)
+        publication = Publication(plan, engines, begun, self._fleet)
         self._remember(publication)
         for engine in engines:
             engine.state = EngineState.UPDATING
-        publication.preparing = asyncio.create_task(self._prepare(publication))
+        publication.preparing = self._start(publication, prepare(publication, self._groups))
         publication.timer = asyncio.create_task(self._expire(publication))
         log.info("publication_begun", publication_id=plan.publication_id, engines=begun.engine_ids)
         return begun
@@ -77,9 +71,9 @@ class Receiver:
         Goes on when the caller goes away: a broadcast cannot be taken back, and the caller may ask again.
         """
         publication = self._find(publication_id)
-        publication.transaction.plan.group_of(bucket)
+        publication.plan.group_of(bucket)
         if bucket not in publication.buckets:
-            publication.buckets[bucket] = asyncio.create_task(self._receive(publication, bucket))
+            publication.buckets[bucket] = self._start(publication, self._receive(publication, bucket))
         return await asyncio.shield(publication.buckets[bucket])
 
     async def commit(
@@ -89,14 +83,14 @@ class Receiver:
         publication = self._find(publication_id)
         if publication.committing is None:
             publication.transaction.require_complete()
-            publication.committing = asyncio.create_task(self._commit(publication, checksums, canary))
+            publication.committing = self._start(publication, self._commit(publication, checksums, canary))
         return await asyncio.shield(publication.committing)
 
     async def abort(self, publication_id: str, why: str) -> None:
-        """Gives it up; engines that were touched start again from hf_checkpoint. Nothing happens when it has ended."""
-        publication = self._publications.get(publication_id)
-        if publication and publication.transaction.abort(why):
-            await self._clean_up(publication)
+        """Gives it up, and returns when its engines have settled. Nothing happens when it was committed."""
+        if publication := self._publications.get(publication_id):
+            publication.transaction.abort(why)
+            await self._settled(publication)
 
     async def close(self) -> None:
         """Gives an open publication up."""
@@ -120,15 +114,17 @@ class Receiver:
         return waiting
 
     async def _make_room(self, plan: Plan) -> None:
-        if not self.open_id:
-            return
-        other = self._publications[self.open_id].transaction.plan
-        if plan.epoch <= other.epoch:
-            raise FailedPrecondition(f"publication {other.publication_id} is open: commit or abort it first")
-        await self.abort(other.publication_id, f"a trainer with the newer epoch {plan.epoch} began another one")
+        """Other publications are over, and their engines have settled. Raises FailedPrecondition."""
+        while plan.publication_id not in self._publications:
+            busy = next((p for p in self._publications.values() if not p.is_over), None)
+            if busy is None:
+                return
+            if busy.transaction.phase is Phase.OPEN and plan.epoch <= busy.plan.epoch:
+                raise FailedPrecondition(f"publication {busy.plan.publication_id} is open: commit or abort it first")
+            await self.abort(busy.plan.publication_id, f"a trainer with the newer epoch {plan.epoch} began another one")
 
     def _remember(self, publication: Publication) -> None:
-        self._publications[publication.transaction.plan.publication_id] = publication
+        self._publications[publication.plan.publication_id] = publication
         while len(self._publications) > _REMEMBERED:
             del self._publications[next(iter(self._publications))]
 
@@ -137,56 +133,34 @@ class Receiver:
             raise NotFound(f"there is no publication {publication_id!r}: begin it first")
         return self._publications[publication_id]
 
-    async def _prepare(self, publication: Publication) -> None:
-        """Groups first, while requests go on; then the pause and the update session."""
-        plan = publication.transaction.plan
-        if not plan.engine_ids:
-            await self._leave_old_groups(publication)
-        for group, alive in zip(plan.groups, publication.begun.group_alive, strict=True):
-            if not alive:
-                await self._join(publication, group)
-        publication.paused_at = time.monotonic()
-        await self._on_all(publication, lambda engine: engine.client.pause(plan.pause_mode))
-        await self._on_all(publication, lambda engine: self._open_session(publication, engine))
+    def _start(self, publication: Publication, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A task that settles the engines when it ends the publication."""
 
-    async def _join(self, publication: Publication, group: GroupPlan) -> None:
-        plan = publication.transaction.plan
-        offsets: dict[str, int] = {}
-        rank = 1
-        for engine_id, engine in publication.engines.items():
-            offsets[engine_id] = rank
-            rank += engine.tensor_parallel_size
+        async def run() -> T:
+            try:
+                return await work
+            except HeadraceError:
+                if publication.transaction.phase is Phase.ABORTED:
+                    self._settle(publication)
+                raise
 
-        async def join(engine: Engine) -> None:
-            place = GroupJoin(
-                name=group.name,
-                master_address=group.master_address,
-                master_port=group.master_port,
-                rank_offset=offsets[engine.engine_id],
-                world_size=publication.begun.world_size,
-                backend=plan.backend,
-            )
-            await self._groups.join(engine, place, seconds=publication.seconds_left())
+        return asyncio.create_task(run())
 
-        await self._on_all(publication, join)
-        self._groups.formed(group.name, list(publication.engines.values()))
+    def _settle(self, publication: Publication) -> asyncio.Task[None]:
+        if publication.settling is None:
+            publication.settling = asyncio.create_task(settle(publication, self._fleet, self._groups))
+        return publication.settling
+
+    async def _settled(self, publication: Publication) -> None:
+        if publication.transaction.phase is Phase.ABORTED:
+            await asyncio.shield(self._settle(publication))
 
     async def _leave_groups(self, publication: Publication) -> None:
         """The groups of a few engines serve once; the next publication is for all of them again."""
-        names = publication.transaction.plan.group_names
+        names = publication.plan.group_names
         self._groups.forget(names)
-        for engine in publication.remaining:
+        for engine in publication.participants.remaining:
             await self._groups.leave(engine, names)
-
-    async def _leave_old_groups(self, publication: Publication) -> None:
-        """The trainer has given up groups that it does not name any more."""
-        if gone := self._groups.others(publication.transaction.plan.groups):
-            await self._on_all(publication, lambda engine: self._groups.leave(engine, gone))
-            self._groups.forget(gone)
-
-    async def _open_session(self, publication: Publication, engine: Engine) -> None:
-        await engine.client.begin_weight_update()
-        publication.in_session.add(engine.engine_id)
 
     async def _prepared(self, publication: Publication) -> None:
         assert publication.preparing is not None
@@ -203,36 +177,34 @@ class Receiver:
             await self._prepared(publication)
             transaction.touch(bucket)
             group, tensors = transaction.plan.group_of(bucket), transaction.plan.buckets[bucket]
-            await self._on_all(
-                publication,
-                lambda e: e.client.receive_bucket(group.name, tensors, seconds=publication.seconds_left()),
+            await publication.participants.together(
+                lambda e: e.client.receive_bucket(group.name, tensors, seconds=publication.seconds_left())
             )
-            transaction.require_open()
             transaction.received.add(bucket)
         return tuple(sorted(transaction.lost))
 
     async def _commit(self, publication: Publication, checksums: Mapping[str, str], canary: Canary | None) -> Committed:
-        transaction = publication.transaction
-        await self._on_all(publication, lambda engine: engine.client.end_weight_update())
+        transaction, participants = publication.transaction, publication.participants
+        await participants.each(lambda engine: engine.client.end_weight_update())
         publication.in_session.clear()
         digests = await self._verify(publication, checksums)
         transaction.require_open()
         version = transaction.plan.policy_version
-        await self._on_all(publication, lambda engine: engine.client.set_weight_version(version))
-        await self._on_all(publication, lambda engine: engine.client.flush_cache())
-        await self._on_all(publication, lambda engine: engine.client.resume())
+        await participants.each(lambda engine: engine.client.set_weight_version(version))
+        await participants.each(lambda engine: engine.client.flush_cache())
+        await participants.each(lambda engine: engine.client.resume())
         if canary:
-            await self._on_all(
-                publication, lambda engine: canary.ask(engine.client, version, seconds=publication.seconds_left())
+            await participants.each(
+                lambda engine: canary.ask(engine.client, version, seconds=publication.seconds_left())
             )
         if transaction.plan.engine_ids:
             await self._leave_groups(publication)
         transaction.commit()
-        self._end_timer(publication)
+        publication.end_timer()
         assert publication.paused_at is not None
         paused_seconds = time.monotonic() - publication.paused_at
         await self._fleet.switch_to(version)
-        for engine in publication.remaining:
+        for engine in participants.remaining:
             engine.weights_digest = digests[engine.engine_id]
             await self._fleet.serve(engine, version)
         log.info("published", policy_version=version, paused_seconds=round(paused_seconds, 3), lost=transaction.lost)
@@ -250,90 +222,18 @@ class Receiver:
             if difference := differences(expected, ranks) if expected else None:
                 wrong[engine.engine_id] = difference
 
-        await self._on_all(publication, check)
+        await publication.participants.each(check)
         right = {digests[i] for i in publication.transaction.remaining if i not in wrong}
         if len(right) != 1:
             why = "; ".join(f"{i}: {w}" for i, w in wrong.items()) or f"engines differ from each other: {digests}"
-            await self.abort(publication.transaction.plan.publication_id, why)
+            await self.abort(publication.plan.publication_id, why)
             raise ChecksumMismatch(f"the weights did not arrive as they were sent: {why}")
         for engine_id, why in wrong.items():
-            await self._lose(publication, engine_id, why)
+            await publication.participants.lose(engine_id, why)
         return digests
 
-    async def _on_all(self, publication: Publication, act: Callable[[Engine], Awaitable[object]]) -> None:
-        """Acts on all remaining engines; those that fail are lost. Raises PublicationAborted when none is left."""
-        tasks = {asyncio.ensure_future(act(engine)): engine for engine in publication.remaining}
-        try:
-            _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            if pending:
-                await asyncio.wait(pending, timeout=_STRAGGLER_SECONDS)
-        finally:
-            for task in tasks:
-                task.cancel()
-        failures = [(engine, _failure(task)) for task, engine in tasks.items()]
-        for engine, why in failures:
-            if why is not None:
-                await self._lose(publication, engine.engine_id, why)
-
-    async def _lose(self, publication: Publication, engine_id: str, why: str) -> None:
-        engine = publication.engines[engine_id]
-        try:
-            publication.transaction.lose(engine_id, why)
-        except PublicationAborted:
-            await self._clean_up(publication)
-            raise
-        if engine.state is EngineState.UPDATING:
-            await self._fleet.give_up(engine, why)
-
     async def _expire(self, publication: Publication) -> None:
-        await asyncio.sleep(publication.transaction.plan.deadline_seconds)
-        plan = publication.transaction.plan
-        await self.abort(plan.publication_id, f"not committed within {plan.deadline_seconds:g} s")
-
-    async def _clean_up(self, publication: Publication) -> None:
-        """After an abort: untouched engines go on as before, all others are ended and start again."""
-        transaction = publication.transaction
-        log.warning("publication_aborted", publication_id=transaction.plan.publication_id, why=transaction.why_aborted)
-        self._end_timer(publication)
-        hangs = await _still_runs(publication.preparing)
-        self._groups.forget(transaction.plan.group_names)
-        await asyncio.gather(*(self._settle(publication, e, hangs) for e in publication.engines.values()))
-
-    async def _settle(self, publication: Publication, engine: Engine, hangs: bool) -> None:
-        if engine.state is not EngineState.UPDATING:
-            return
-        transaction = publication.transaction
-        if transaction.touched or hangs or engine.engine_id in transaction.lost:
-            await self._fleet.give_up(engine, f"publication aborted: {transaction.why_aborted}")
-            return
-        try:
-            await self._groups.leave(engine, transaction.plan.group_names)
-            if engine.engine_id in publication.in_session:
-                await engine.client.end_weight_update()
-            await engine.client.resume()
-            await self._fleet.serve(engine, publication.versions_before[engine.engine_id])
-        except HeadraceError as error:
-            await self._fleet.give_up(engine, f"did not come back from an aborted publication: {error.message}")
-
-    def _end_timer(self, publication: Publication) -> None:
-        if publication.timer is not None and publication.timer is not asyncio.current_task():
-            publication.timer.cancel()
-
-
-async def _still_runs(preparing: asyncio.Task[None] | None) -> bool:
-    """True when an engine hangs in joining a group, and is therefore lost."""
-    if preparing is None or preparing is asyncio.current_task():
-        return False
-    await asyncio.wait([preparing], timeout=_STRAGGLER_SECONDS)
-    hangs = not preparing.done()
-    preparing.cancel()
-    return hangs
-
-
-def _failure(task: asyncio.Future[object]) -> str | None:
-    if not task.done() or task.cancelled():
-        return "it did not finish when another engine had failed"
-    error = task.exception()
-    if error is None:
-        return None
-    return error.message if isinstance(error, HeadraceError) else f"{type(error).__name__}: {error}"
+        plan = publication.plan
+        await asyncio.sleep(plan.deadline_seconds)
+        if publication.transaction.abort(f"not committed within {plan.deadline_seconds:g} s"):
+            self._settle(publication)

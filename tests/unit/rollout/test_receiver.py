@@ -168,14 +168,42 @@ async def test_untouched_engines_go_on_after_an_abort(fakes: FakeFleet) -> None:
         await receiver.receive("p1", 0)
 
 
-async def test_touched_engines_are_started_again_after_an_abort(fakes: FakeFleet) -> None:
+async def test_touched_engines_wait_for_the_next_publication_after_an_abort(fakes: FakeFleet) -> None:
     receiver = Receiver(fakes.fleet)
     await publish(receiver, PLAN)
     await receiver.begin(replace(PLAN, publication_id="p2", policy_version=4))
     await receiver.receive("p2", 0)
     await receiver.abort("p2", "no")
     assert fakes.routing.urls == set()
-    await fakes.until(lambda: [e.state for e in fakes.fleet.engines] == [EngineState.STALE] * 2)
+    assert [(e.state, e.restarts, e.weights_digest) for e in fakes.fleet.engines] == [(EngineState.STALE, 0, "")] * 2
+    assert fakes.fake(0).calls[-1] == "/end_weight_update", "paused: requests in flight go on with the next weights"
+    again = replace(PLAN, publication_id="p3", policy_version=4, groups=[GroupPlan("h", "127.0.0.1", 2, (0, 1))])
+    assert await publish(receiver, again) == ("engine-0", "engine-1")
+    assert fakes.fake(0).groups == {"h"}
+
+
+async def test_when_one_dies_in_a_broadcast_the_other_is_kept_for_the_next_publication(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    fakes.fake(0).faults["/update_weights_from_distributed"] = "refuse"  # as when the sender leaves the group
+    fakes.fake(1).faults["/update_weights_from_distributed"] = "die"
+    await receiver.begin(PLAN)
+    with pytest.raises(PublicationAborted, match="gone in the middle of a collective.*engine-1"):
+        await receiver.receive("p1", 0)
+    fakes.fake(0).faults.clear()
+    again = replace(PLAN, publication_id="p2", groups=[GroupPlan("h", "127.0.0.1", 2, (0, 1))])
+    assert "engine-0" in await publish(receiver, again)
+    await fakes.until(lambda: [engine.restarts for engine in fakes.fleet.engines] == [0, 1])
+
+
+async def test_when_all_refuse_a_bucket_none_is_started_again(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    for number in (0, 1):
+        fakes.fake(number).faults["/update_weights_from_distributed"] = "refuse"
+    await receiver.begin(PLAN)
+    with pytest.raises(PublicationAborted, match="every engine refused: .*told to"):
+        await receiver.receive("p1", 0)
+    await receiver.abort("p1", "the sender heard of it")
+    assert [(e.state, e.restarts) for e in fakes.fleet.engines] == [(EngineState.STALE, 0)] * 2
 
 
 async def test_a_publication_past_its_deadline_aborts_itself(fakes: FakeFleet) -> None:

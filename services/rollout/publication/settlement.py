@@ -1,0 +1,52 @@
+"""What becomes of the engines of a publication that was given up.
+
+untouched ──► as before, in routing
+touched   ──► STALE: they hold a mixture, stay paused with their requests, and wait for the next publication
+gone, hung, or at odds with what was sent ──► DOWN, and started again
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from headrace.errors import HeadraceError
+from headrace.rpc.log import log
+from services.rollout.engine.fleet import Engine, EngineState, Fleet
+from services.rollout.publication.groups import WeightGroups
+from services.rollout.publication.publication import Publication
+
+
+async def settle(publication: Publication, fleet: Fleet, groups: WeightGroups) -> None:
+    """Returns once every engine is in one of those states."""
+    transaction = publication.transaction
+    log.warning("publication_aborted", publication_id=publication.plan.publication_id, why=transaction.why_aborted)
+    publication.end_timer()
+    if publication.preparing is not None:
+        publication.preparing.cancel()
+    groups.forget(publication.plan.group_names)
+    unwell = await publication.participants.unwell()
+    if publication.committing is not None:  # the weights are there, and are not what was sent
+        unwell |= publication.participants.engines.keys()
+    engines = [e for e in publication.participants.engines.values() if e.state is EngineState.UPDATING]
+    await asyncio.gather(
+        *(_settle(publication, engine, fleet, groups, engine.engine_id in unwell) for engine in engines)
+    )
+
+
+async def _settle(
+    publication: Publication, engine: Engine, fleet: Fleet, groups: WeightGroups, is_unwell: bool
+) -> None:
+    if is_unwell:
+        await fleet.give_up(engine, f"publication aborted: {publication.transaction.why_aborted}")
+        return
+    try:
+        await groups.leave(engine, publication.plan.group_names)
+        if engine.engine_id in publication.in_session:
+            await engine.client.end_weight_update()
+        if publication.transaction.touched:
+            await fleet.hold_back(engine)
+        else:
+            await engine.client.resume()
+            await fleet.serve(engine, publication.versions_before[engine.engine_id])
+    except HeadraceError as error:
+        await fleet.give_up(engine, f"did not come back from an aborted publication: {error.message}")

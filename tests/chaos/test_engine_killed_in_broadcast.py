@@ -1,0 +1,195 @@
+"""An engine is gone in the middle of a broadcast of weights: killed with a part of a bucket, or stopped before it.
+
+Engines are processes of their own that take part in real gloo groups; only the model is missing in them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from headrace.cli.main import main
+from headrace.errors import HeadraceError, PublicationAborted
+from services.rollout.engine.api import TensorSpec
+from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
+from services.rollout.publication.publication import Committed
+from services.rollout.publication.receiver import Receiver
+from services.rollout.publication.state import GroupPlan, Plan
+from services.trainer.weight_group import WeightGroup
+from tests.support.certain_rollout import certain_rollout, produce
+from tests.support.engine_checksums import engine_checksums, flat_bytes
+from tests.support.fake_fleet import RememberedRouting
+from tests.support.gloo_engine_process import GlooEngineProcess
+from tests.support.tiny_model import make_tiny_qwen3
+from tests.support.training_run import TrainingRun, consumed_by_step
+
+MEGABYTES = 48  # of a bucket: far more than sockets hold
+STEPS = 4
+
+
+@dataclass
+class Processes:
+    """Two engines; the second has a failpoint in its first process, and its next one waits for `may_return`."""
+
+    folder: Path
+    failpoint: str
+    routing: RememberedRouting = field(default_factory=RememberedRouting)
+    may_return: asyncio.Event = field(default_factory=asyncio.Event)
+    started: list[GlooEngineProcess] = field(default_factory=list)
+
+    def build(self, number: int) -> GlooEngineProcess:
+        log = self.folder / f"engine-{len(self.started)}.log"
+        if len(self.started) < 2:
+            self.started.append(GlooEngineProcess(log, self.failpoint if number else ""))
+        else:
+            self.started.append(GlooEngineProcess(log, may_start=self.may_return))
+        return self.started[-1]
+
+    @asynccontextmanager
+    async def fleet(self) -> AsyncIterator[Fleet]:
+        fleet = Fleet(2, 1, self.build, self.routing, FleetTiming(start_seconds=120, check_interval_seconds=0.05))
+        await fleet.start()
+        try:
+            yield fleet
+        finally:
+            self.may_return.set()
+            await fleet.stop()
+
+
+# Killed, the kernel tells everybody at once; stopped, only the deadline does.
+@pytest.mark.parametrize(("failpoint", "deadline_seconds"), [("bytes:kill:2", 60.0), ("bucket:stop:2", 10.0)])
+async def test_a_version_is_not_served_by_half_and_the_others_go_on(
+    tmp_path: Path, failpoint: str, deadline_seconds: float
+) -> None:
+    processes = Processes(tmp_path, failpoint)  # each publication has one bucket: it strikes in the second one
+    async with processes.fleet() as fleet:
+        receiver = Receiver(fleet)
+        survivor, victim = fleet.engines
+        group = a_group("first")
+        old, new = weights(1), weights(2)
+        await publish(receiver, group, old, 1)
+        url_of_the_survivor = survivor.url
+
+        with pytest.raises(PublicationAborted):
+            await publish(receiver, group, new, 2, deadline_seconds=deadline_seconds)
+        await receiver.abort("version-2", "as the trainer does")
+        assert fleet.policy_version == 1
+        assert processes.routing.urls == set(), "nobody serves a mixture"
+        assert (survivor.state, survivor.restarts, survivor.url) == (EngineState.STALE, 0, url_of_the_survivor)
+        assert victim.state is not EngineState.READY
+
+        again = await publish(receiver, a_group("second"), new, 2, name="version-2-again")
+        assert again.engine_ids == (survivor.engine_id,)
+        assert processes.routing.urls == {url_of_the_survivor}
+
+        processes.may_return.set()
+        async with asyncio.timeout(120):
+            while victim.state is not EngineState.STALE:  # another party's state
+                await asyncio.sleep(0.05)
+        assert victim.restarts == 1
+        await publish(receiver, a_group("third"), new, 2, name="version-2-alone", engine_ids=(victim.engine_id,))
+        assert [e.state for e in fleet.engines] == [EngineState.READY] * 2
+        assert {e.weights_digest for e in fleet.engines} == {again.weights_digest}
+        both = await publish(receiver, a_group("fourth"), weights(3), 3)
+        assert both.engine_ids == (survivor.engine_id, victim.engine_id)
+
+
+@pytest.mark.ranks
+async def test_a_run_goes_on_without_it_and_takes_it_in_again(tmp_path: Path) -> None:
+    processes = Processes(tmp_path, "bytes:kill:3")  # the first bucket is version 0's
+    processes.may_return.set()
+    may_lease = asyncio.Event()
+    may_lease.set()
+    async with certain_rollout(processes.build, num_engines=2) as rollout:
+        run = TrainingRun(
+            tmp_path, make_tiny_qwen3(tmp_path / "model"),
+            "--rollout-address", rollout.address, "--reward-address", "127.0.0.1:9",
+            "--num-rollout", str(STEPS), "--actor-num-gpus-per-node", "1", "--save-hf", str(tmp_path / "export"),
+            "--update-weight-canary-tolerance", "1e9",  # the engines have no model to compare with
+        )  # fmt: skip
+        async with run.started():
+            producing = asyncio.create_task(produce(await run.address_of("buffer"), may_lease))
+            await run.until_step(2)
+            may_lease.clear()  # the trainer waits for a batch, and looks after the engines
+            survivor, victim = rollout.fleet.engines
+            while not (victim.restarts and all(e.state is EngineState.READY for e in rollout.fleet.engines)):
+                assert run.is_running, run.last_words()
+                await asyncio.sleep(0.05)  # another party's state
+            may_lease.set()
+            await run.finished()
+            producing.cancel()
+        assert (survivor.restarts, victim.restarts) == (0, 1)
+        assert rollout.fleet.policy_version == STEPS
+        assert len({engine.weights_digest for engine in rollout.fleet.engines}) == 1
+        served = await asyncio.gather(*(engine.client.checksums() for engine in rollout.fleet.engines))
+
+    exported = load_file(run.export / "model.safetensors")
+    unfused = {name: value for name, value in engine_checksums(exported).items() if name in exported}
+    assert unfused
+    assert all(unfused.items() <= ranks[0].items() for ranks in served)
+    failed = [event for event in run.events("trainer") if event["event"] == "publication_failed"]
+    assert [event["policy_version"] for event in failed] == [2], "and the second try went to the one that was left"
+    assert [row["step"] for row in run.metrics()] == list(range(1, STEPS + 1))
+    assert sorted(consumed_by_step(await run.history())) == list(range(STEPS))
+    assert await asyncio.to_thread(main, ["audit", str(run.folder.path)]) == 0
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    """One tensor, large enough to be in the middle of."""
+    random = torch.Generator().manual_seed(seed)
+    return {"model.norm.weight": torch.rand(MEGABYTES << 18, generator=random)}
+
+
+def a_group(name: str) -> WeightGroup:
+    return WeightGroup(f"{name}-{uuid.uuid4().hex}", "127.0.0.1", "gloo", 60.0)
+
+
+async def publish(
+    receiver: Receiver,
+    group: WeightGroup,
+    tensors: Mapping[str, torch.Tensor],
+    version: int,
+    *,
+    name: str = "",
+    deadline_seconds: float = 60.0,
+    engine_ids: tuple[str, ...] = (),
+) -> Committed:
+    """One bucket, sent as the trainer's ranks send it; the first failure of either side ends both."""
+    plan = Plan(
+        publication_id=name or f"version-{version}",
+        epoch=1,
+        policy_version=version,
+        pause_mode="in_place",
+        backend="gloo",
+        deadline_seconds=deadline_seconds,
+        buckets={0: [TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in tensors.items()]},
+        groups=[GroupPlan(group.name, "127.0.0.1", group.port, (0,), joined=group.joined)],
+        engine_ids=engine_ids,
+    )
+    begun = await receiver.begin(plan)
+    given_up = asyncio.Event()
+
+    def send() -> None:
+        if not group.joined:
+            group.join(begun.world_size, given_up.is_set)
+        group.broadcast(torch.cat([flat_bytes(tensor) for tensor in tensors.values()]), given_up.is_set)
+
+    sending = asyncio.create_task(asyncio.to_thread(send))
+    try:
+        await receiver.receive(plan.publication_id, 0)
+    except HeadraceError:
+        given_up.set()
+        async with asyncio.timeout(30):  # it does not hang
+            await asyncio.gather(sending, return_exceptions=True)  # it may have been through when the engine went
+        group.drop()
+        raise
+    await sending
+    return await receiver.commit(plan.publication_id, engine_checksums(tensors))
