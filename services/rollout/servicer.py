@@ -62,9 +62,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def BeginPublish(self, request: pb.BeginPublishRequest, context: Context) -> pb.BeginPublishResponse:
         begun = await self._parts.receiver.begin(plan_of(request))
-        return pb.BeginPublishResponse(
-            world_size=begun.world_size, group_alive=begun.group_alive, engine_ids=begun.engine_ids
-        )
+        return pb.BeginPublishResponse(world_size=begun.world_size, engine_ids=begun.engine_ids)
 
     async def PublishBucket(self, request: pb.PublishBucketRequest, context: Context) -> pb.PublishBucketResponse:
         lost = await self._parts.receiver.receive(request.publication_id, request.bucket)

@@ -86,7 +86,7 @@ async def published_seconds(receiver: Receiver, weights: dict[str, torch.Tensor]
                 number: [EngineSpec(spec.name, tuple(spec.shape), spec.dtype) for spec in bucket]
                 for number, bucket in enumerate(cuts)
             },
-            groups=(GroupPlan(group.name, "127.0.0.1", group.port, tuple(range(len(cuts)))),),
+            groups=(GroupPlan(group.name, "127.0.0.1", group.port, tuple(range(len(cuts))), joined=group.joined),),
             backend="gloo",
             pause_mode="in_place",
             deadline_seconds=120.0,

@@ -100,7 +100,7 @@ async def test_published_weights_are_served_by_all_engines(stack: Stack) -> None
     expected = hugging_face_log_probs(stack.model, PROMPT, generation.tokens)
     assert torch.allclose(torch.tensor(generation.log_probs), expected, atol=1e-4)
 
-    again = await publish(stack, sender, shifted(stack.model, 0.01), version=2, group_alive=True)
+    again = await publish(stack, sender, shifted(stack.model, 0.01), version=2)
     assert again.weights_digest != first.weights_digest
     assert again.paused_seconds > 0
 
@@ -222,7 +222,6 @@ async def publish(
     *,
     version: int,
     pause_mode: str = "in_place",
-    group_alive: bool = False,
     checksums: Mapping[str, str] | None = None,
     engine_ids: Sequence[str] = (),
     canary_error: float = 0.0,
@@ -240,12 +239,11 @@ async def publish(
             number: [TensorSpec(name, tuple(weights[name].shape), "float32") for name in names]
             for number, names in enumerate(buckets)
         },
-        groups=[GroupPlan(sender.name, "127.0.0.1", sender.port, tuple(range(len(buckets))))],
+        groups=[GroupPlan(sender.name, "127.0.0.1", sender.port, tuple(range(len(buckets))), joined=sender.joined)],
         engine_ids=engine_ids,
     )
     begun = await stack.receiver.begin(plan)
-    assert begun.group_alive == (group_alive,)
-    if not group_alive:
+    if not sender.joined:
         await asyncio.to_thread(sender.join, begun.world_size, lambda: False)
     for number, names in enumerate(buckets):
         victim = killed_in_the_last_bucket if number == len(buckets) - 1 else None

@@ -21,15 +21,12 @@ class WeightGroups:
     def __init__(self) -> None:
         self._members: dict[str, tuple[str, ...]] = {}
 
-    def is_whole(self, name: str, engines: Sequence[Engine]) -> bool:
-        """These engines, as they run now, are in it, and no others."""
-        return self._members.get(name) == _incarnations(engines)
-
     def require_whole(self, groups: Iterable[GroupPlan], engines: Sequence[Engine]) -> None:
         """Raises GroupGone for a group that the sender is in with other engines: none must be lost to it."""
-        gone = [group.name for group in groups if group.joined and not self.is_whole(group.name, engines)]
+        whole = _incarnations(engines)
+        gone = [group.name for group in groups if group.joined and self._members.get(group.name) != whole]
         if gone:
-            raise GroupGone(f"groups {gone} are of other engines than {[*_incarnations(engines)]}: begin with new ones")
+            raise GroupGone(f"groups {gone} are of other engines than {[*whole]}: begin with new ones")
 
     def others(self, groups: Iterable[GroupPlan]) -> set[str]:
         """Known, and not among these: their sender has given them up."""

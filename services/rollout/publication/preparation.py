@@ -16,8 +16,8 @@ async def prepare(publication: Publication, groups: WeightGroups) -> None:
     plan, participants = publication.plan, publication.participants
     if not plan.engine_ids:
         await _leave_old_groups(publication, groups)
-    for group, alive in zip(plan.groups, publication.begun.group_alive, strict=True):
-        if not alive:
+    for group in plan.groups:
+        if not group.joined:
             await _join(publication, group, groups)
     publication.paused_at = time.monotonic()
     await participants.each(lambda engine: engine.client.pause(plan.pause_mode))

@@ -14,10 +14,9 @@ from services.rollout.publication.state import Phase, Plan, Transaction
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """Who takes part; `group_alive` is in the order of the plan's groups."""
+    """Who takes part."""
 
     world_size: int
-    group_alive: tuple[bool, ...]
     engine_ids: tuple[str, ...]
 
 

@@ -53,7 +53,6 @@ class Receiver:
         self._groups.require_whole(plan.groups, engines)
         begun = Begun(
             world_size=1 + sum(engine.tensor_parallel_size for engine in engines),
-            group_alive=tuple(self._groups.is_whole(group.name, engines) for group in plan.groups),
             engine_ids=tuple(engine.engine_id for engine in engines),
         )
         publication = Publication(plan, engines, begun, self._fleet)

@@ -43,7 +43,7 @@ PLAN = Plan(
 async def test_a_committed_version_is_served_by_all(fakes: FakeFleet) -> None:
     receiver = Receiver(fakes.fleet)
     begun = await receiver.begin(PLAN)
-    assert (begun.world_size, begun.group_alive, begun.engine_ids) == (3, (False,), ("engine-0", "engine-1"))
+    assert (begun.world_size, begun.engine_ids) == (3, ("engine-0", "engine-1"))
     assert receiver.open_id == "p1"
     assert await receiver.receive("p1", 0) == ()
     assert fakes.fleet.policy_version == 0
@@ -58,12 +58,18 @@ async def test_a_committed_version_is_served_by_all(fakes: FakeFleet) -> None:
 async def test_a_group_is_used_again_while_the_engines_are_the_same(fakes: FakeFleet) -> None:
     receiver = Receiver(fakes.fleet)
     await publish(receiver, PLAN)
-    second = replace(PLAN, publication_id="p2", policy_version=4)
-    assert (await receiver.begin(second)).group_alive == (True,)
-    await finish(receiver, second)
-    fakes.fake(1).die()
-    await fakes.until(lambda: fakes.fleet.engines[1].state is EngineState.STALE)
-    assert (await receiver.begin(replace(PLAN, publication_id="p3", policy_version=5))).group_alive == (False,)
+    joined = replace(PLAN, publication_id="p2", policy_version=4, groups=[replace(PLAN.groups[0], joined=True)])
+    assert await publish(receiver, joined) == ("engine-0", "engine-1")
+    assert fakes.fake(0).calls.count("/init_weights_update_group") == 1
+
+
+async def test_a_group_that_the_sender_left_is_joined_again(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    await publish(receiver, PLAN)
+    await publish(receiver, replace(PLAN, publication_id="p2", policy_version=4))
+    joins = [call for call in fakes.fake(0).calls if "weights_update_group" in call]
+    init, destroy = "/init_weights_update_group", "/destroy_weights_update_group"
+    assert joins == [init, destroy, init]
 
 
 async def test_a_joined_group_of_other_engines_is_refused_before_any_engine_notices(fakes: FakeFleet) -> None:

@@ -727,14 +727,9 @@ class BeginPublishResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
-    GROUP_ALIVE_FIELD_NUMBER: _builtins.int
     ENGINE_IDS_FIELD_NUMBER: _builtins.int
     world_size: _builtins.int
     """Processes in each group, the sender included: join with this world size as rank 0."""
-    @_builtins.property
-    def group_alive(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
-        """For each group in the request: true if the engines still are in it from an earlier publication; keep yours."""
-
     @_builtins.property
     def engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The engines that take part."""
@@ -743,12 +738,11 @@ class BeginPublishResponse(_message.Message):
         self,
         *,
         world_size: _builtins.int = ...,
-        group_alive: _abc.Iterable[_builtins.bool] | None = ...,
         engine_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_ids", b"engine_ids", "group_alive", b"group_alive", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_ids", b"engine_ids", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
