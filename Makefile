@@ -55,6 +55,7 @@ chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 	@$(BIN)/python -m tests.chaos.recovery
 	@$(BIN)/python -m pytest tests/e2e/test_training.py -k kill_9
 	@HEADRACE_WHOLE_RUNS=all $(BIN)/python -m pytest -s tests/e2e/test_whole_runs.py
+	@HEADRACE_WHOLE_RUNS=all $(BIN)/python -m pytest tests/e2e/test_engine.py -k killed
 
 clean:
 	rm -rf $(VENV) $(PROTOS) $(TRL) $(REVERB) $(NODE)/node_modules

@@ -28,7 +28,7 @@ def prompts(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.timeout(60 + 20 * NUM_KILLS)
+@pytest.mark.timeout(600 + 20 * NUM_KILLS)
 @pytest.mark.parametrize("store", STORES)
 async def test_nothing_acknowledged_is_lost_and_nothing_consumed_twice(
     tmp_path: Path, prompts: Path, store: str

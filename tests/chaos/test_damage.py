@@ -109,7 +109,7 @@ def names(group: Group) -> set[str]:
     return {group.group_id, *(r.key for r in (*group.samples, *group.partials))}
 
 
-@pytest.mark.timeout(60 + NUM_DAMAGES)
+@pytest.mark.timeout(600 + NUM_DAMAGES)
 def test_every_bit_that_turns_in_a_segment_is_noticed_when_the_index_is_made_again(
     ledger: Ledger, tmp_path: Path
 ) -> None:
@@ -128,7 +128,7 @@ def test_every_bit_that_turns_in_a_segment_is_noticed_when_the_index_is_made_aga
     each(NUM_DAMAGES, turn_one)
 
 
-@pytest.mark.timeout(60 + NUM_DAMAGES)
+@pytest.mark.timeout(600 + NUM_DAMAGES)
 def test_with_its_index_a_ledger_loses_the_damaged_payload_and_nothing_else(ledger: Ledger, tmp_path: Path) -> None:
     def damage_one(chance: random.Random, number: int) -> None:
         name = chance.choice(sorted(ledger.segments))
@@ -152,7 +152,7 @@ def test_with_its_index_a_ledger_loses_the_damaged_payload_and_nothing_else(ledg
     each(NUM_DAMAGES, damage_one)
 
 
-@pytest.mark.timeout(60 + NUM_DAMAGES)
+@pytest.mark.timeout(600 + NUM_DAMAGES)
 def test_an_index_that_is_damaged_is_made_again(ledger: Ledger, tmp_path: Path) -> None:
     def damage_index(chance: random.Random, number: int) -> None:
         cut = chance.randrange(len(ledger.index))

@@ -24,7 +24,7 @@ from services.rollout.publication.publication import Committed
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan, Plan
 from services.trainer.weight_group import WeightGroup
-from tests.support.certain_rollout import certain_rollout, produce
+from tests.support.certain_rollout import allow, certain_rollout, produce
 from tests.support.engine_checksums import engine_checksums, flat_bytes
 from tests.support.fake_fleet import RememberedRouting
 from tests.support.gloo_engine_process import GlooEngineProcess
@@ -32,7 +32,7 @@ from tests.support.tiny_model import make_tiny_qwen3
 from tests.support.training_run import TrainingRun, consumed_by_step
 
 MEGABYTES = 48  # of a bucket: far more than sockets hold
-STEPS = 4
+STEPS, GROUPS_PER_STEP = 4, 4
 
 
 @dataclass
@@ -106,8 +106,7 @@ async def test_a_version_is_not_served_by_half_and_the_others_go_on(
 async def test_a_run_goes_on_without_it_and_takes_it_in_again(tmp_path: Path) -> None:
     processes = Processes(tmp_path, "bytes:kill:3")  # the first bucket is version 0's
     processes.may_return.set()
-    may_lease = asyncio.Event()
-    may_lease.set()
+    supply = asyncio.Semaphore(2 * GROUPS_PER_STEP)  # then the trainer waits for a batch, and looks after the engines
     async with certain_rollout(processes.build, num_engines=2) as rollout:
         run = TrainingRun(
             tmp_path, make_tiny_qwen3(tmp_path / "model"),
@@ -116,14 +115,12 @@ async def test_a_run_goes_on_without_it_and_takes_it_in_again(tmp_path: Path) ->
             "--update-weight-canary-tolerance", "1e9",  # the engines have no model to compare with
         )  # fmt: skip
         async with run.started():
-            producing = asyncio.create_task(produce(await run.address_of("buffer"), may_lease))
-            await run.until_step(2)
-            may_lease.clear()  # the trainer waits for a batch, and looks after the engines
+            producing = asyncio.create_task(produce(await run.address_of("buffer"), supply))
             survivor, victim = rollout.fleet.engines
             while not (victim.restarts and all(e.state is EngineState.READY for e in rollout.fleet.engines)):
                 assert run.is_running, run.last_words()
                 await asyncio.sleep(0.05)  # another party's state
-            may_lease.set()
+            allow(supply, (STEPS - 2) * GROUPS_PER_STEP)
             await run.finished()
             producing.cancel()
         assert (survivor.restarts, victim.restarts) == (0, 1)

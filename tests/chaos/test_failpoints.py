@@ -45,7 +45,7 @@ def failpoints() -> Sequence[str]:
 
 
 @pytest.mark.parametrize("failpoint", failpoints())
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 async def test_nothing_is_lost_or_doubled_by_a_disk_that_fails_at(failpoint: str, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"q{i}"}) + "\n" for i in range(50)))

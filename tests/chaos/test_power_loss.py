@@ -25,7 +25,7 @@ def open_store(image: Image, folder: Path) -> SegmentStore:
     return SegmentStore(folder, segment_bytes=SEGMENT_BYTES, open_files=lambda _: MemoryFiles(image))
 
 
-@pytest.mark.timeout(60 + (10 if CUTS == "every" else 3) * NUM_COMMANDS)
+@pytest.mark.timeout(600 + (10 if CUTS == "every" else 3) * NUM_COMMANDS)
 def test_whatever_was_answered_is_there_after_a_power_loss_at_any_operation(tmp_path: Path) -> None:
     files = MemoryFiles({})
     store = SegmentStore(tmp_path / "run", segment_bytes=SEGMENT_BYTES, open_files=lambda _: files)

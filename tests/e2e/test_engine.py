@@ -7,6 +7,7 @@ import os
 import signal
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from headrace.config.job import Job
 from headrace.errors import ChecksumMismatch, PublicationAborted, Unavailable
-from services.rollout.engine.api import Finish, SamplingParams, TensorSpec
+from services.rollout.engine.api import Finish, Generation, SamplingParams, TensorSpec
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Engine, EngineState, Fleet, FleetTiming
 from services.rollout.engine.machine import Machine, probe
@@ -108,21 +109,35 @@ async def test_published_weights_are_served_by_all_engines(stack: Stack) -> None
 @pytest.mark.parametrize("pause_mode", ["in_place", "retract", "abort"])
 async def test_a_request_in_flight_carries_both_versions(stack: Stack, pause_mode: str) -> None:
     before = stack.fleet.policy_version
-    params = SamplingParams(max_new_tokens=400, stop_token_ids=())
-    sender = a_group()
-    stream = stack.generator.stream(PROMPT, params, request_id=f"both-{pause_mode}", seconds=240)
-    async for generation in stream:
-        if len(generation.tokens) >= 5:
-            break
-    publishing = asyncio.create_task(
-        publish(stack, sender, shifted(stack.model, 0.01), version=before + 1, pause_mode=pause_mode)
-    )
-    async for generation in stream:  # noqa: B007  # the last one counts
-        pass
-    await publishing
-    assert [r.policy_version for r in generation.policy_ranges] == [before, before + 1]
-    assert generation.policy_ranges[0].end == generation.policy_ranges[1].start
-    assert generation.policy_ranges[1].end == len(generation.tokens) == len(generation.log_probs)
+    async with always_in_flight(stack, f"both-{pause_mode}") as finished:
+        await publish(stack, a_group(), shifted(stack.model, 0.01), version=before + 1, pause_mode=pause_mode)
+    both = [g for g in finished if [r.policy_version for r in g.policy_ranges] == [before, before + 1]]
+    assert both, [g.policy_ranges for g in finished]
+    for generation in both:
+        assert generation.policy_ranges[0].end == generation.policy_ranges[1].start
+        assert generation.policy_ranges[1].end == len(generation.tokens) == len(generation.log_probs)
+
+
+@asynccontextmanager
+async def always_in_flight(stack: Stack, name: str) -> AsyncIterator[list[Generation]]:
+    """Three at a time, one after the other, until the block is left; those in flight then finish."""
+    finished: list[Generation] = []
+    leaving = asyncio.Event()
+
+    async def ask(number: int) -> None:
+        while not leaving.is_set():
+            request_id, params = f"{name}-{number}-{len(finished)}", SamplingParams(max_new_tokens=100)
+            finished.append(await stack.generator.generate(PROMPT, params, request_id=request_id, seconds=600))
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(3):
+            tasks.create_task(ask(number))
+        while len(finished) < 3:  # other parties' work: now all are at it
+            await asyncio.sleep(0.01)
+        try:
+            yield finished
+        finally:
+            leaving.set()
 
 
 async def test_an_engine_that_is_killed_comes_back_stale_and_gets_the_served_weights_alone(stack: Stack) -> None:
@@ -151,26 +166,20 @@ async def test_an_engine_that_is_killed_comes_back_stale_and_gets_the_served_wei
     assert committed.engine_ids == ("engine-0", "engine-1")
 
 
+@pytest.mark.skipif(os.environ.get("HEADRACE_WHOLE_RUNS") != "all", reason="long: make chaos sets HEADRACE_WHOLE_RUNS")
 async def test_an_engine_killed_in_a_broadcast_does_not_take_the_other_with_it(stack: Stack) -> None:
     version = stack.fleet.policy_version
     survivor, victim = stack.fleet.engines
     restarts = survivor.restarts, victim.restarts
-    stream = stack.generator.stream(
-        PROMPT, SamplingParams(max_new_tokens=400), request_id="through-the-kill", seconds=600
-    )
-    async for generation in stream:
-        if len(generation.tokens) >= 5:
-            break
     weights = shifted(stack.model, 0.01)
-    with pytest.raises(PublicationAborted, match=f"gone in the middle of a collective.*{victim.engine_id}"):
-        await publish(stack, a_group(), weights, version=version + 1, killed_in_the_last_bucket=victim)
-    assert stack.fleet.policy_version == version
-    again = await publish(stack, a_group(), weights, version=version + 1)
-    assert survivor.engine_id in again.engine_ids
-    assert (survivor.restarts, survivor.state) == (restarts[0], EngineState.READY)
-    async for generation in stream:  # noqa: B007  # the last one counts
-        pass
-    assert {r.policy_version for r in generation.policy_ranges} == {version, version + 1}
+    async with always_in_flight(stack, "through-the-kill") as finished:
+        with pytest.raises(PublicationAborted, match=f"gone in the middle of a collective.*{victim.engine_id}"):
+            await publish(stack, a_group(), weights, version=version + 1, killed_in_the_last_bucket=victim)
+        assert stack.fleet.policy_version == version
+        again = await publish(stack, a_group(), weights, version=version + 1)
+        assert survivor.engine_id in again.engine_ids
+        assert (survivor.restarts, survivor.state) == (restarts[0], EngineState.READY)
+    assert [version, version + 1] in [[r.policy_version for r in g.policy_ranges] for g in finished]
     async with asyncio.timeout(600):
         while victim.state not in (EngineState.STALE, EngineState.READY):  # another party's state
             await asyncio.sleep(0.1)

@@ -87,16 +87,24 @@ async def certain_rollout(
         await fleet.stop()
 
 
-async def produce(buffer_address: str, may_lease: asyncio.Event | None = None) -> None:
-    """Leases, makes and puts one group at a time, until cancelled; leases none while the event is not set."""
+def allow(supply: asyncio.Semaphore, groups: int) -> None:
+    """So many more may be made: a run whose groups are counted waits where a test wants it to."""
+    for _ in range(groups):
+        supply.release()
+
+
+async def produce(buffer_address: str, supply: asyncio.Semaphore | None = None) -> None:
+    """Leases, makes and puts one group at a time, until cancelled; as many as the supply allows."""
     async with BufferClient(buffer_address) as client:
         while True:
-            if may_lease:
-                await may_lease.wait()
+            if supply:
+                await supply.acquire()
             try:
                 reply = await client.lease_groups("train", "certain", 1, wait_seconds=1.0)
                 if reply.leases:
                     await client.put_groups([_group(reply.leases[0])])
+                elif supply:
+                    supply.release()
             except HeadraceError:  # the buffer starts or ends
                 await asyncio.sleep(0.1)
 

@@ -79,7 +79,7 @@ class TrainingRun:
             if self._process.returncode is None:
                 self._process.terminate()
                 try:
-                    await asyncio.wait_for(self._process.wait(), 90)
+                    await asyncio.wait_for(self._process.wait(), 300)
                 except TimeoutError:
                     self._process.kill()
 

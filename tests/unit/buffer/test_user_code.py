@@ -52,7 +52,7 @@ def needs_more(args, buffer, num_samples, another, and_another):
 
 @asynccontextmanager
 async def opened(
-    store: Store, folder: Path, function: str | None = None, seconds: float = 20.0, **config: object
+    store: Store, folder: Path, function: str | None = None, seconds: float = 120.0, **config: object
 ) -> AsyncIterator[Buffer]:
     path = f"{folder}/mine.py:{function}" if function else None
     buffer = await Buffer.open(store, user_code=UserCode(HookArgs({"who": "me"}), path, seconds))
@@ -127,7 +127,7 @@ async def test_a_users_function_chooses_the_batch_and_the_choice_is_durable(fold
 async def test_a_function_that_fails_says_so_to_the_trainer_and_the_ledger_goes_on(
     folder: Path, function: str, complaint: str
 ) -> None:
-    async with opened(MemoryStore(), folder, function, seconds=0.5 if function == "endless" else 20.0) as buffer:
+    async with opened(MemoryStore(), folder, function, seconds=0.5 if function == "endless" else 120.0) as buffer:
         await ready(buffer, "a", "b", "c")
         epoch, _ = await buffer.rewind("train", 0, "one", 0)
         with pytest.raises(FailedPrecondition, match=complaint) as refused:
