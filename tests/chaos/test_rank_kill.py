@@ -20,19 +20,20 @@ from safetensors.torch import load_file
 
 from headrace.cli.main import main
 from headrace.launch.linux import descendants
-from tests.support.certain_rollout import CertainRollout, certain_rollout, produce
+from tests.support.certain_rollout import CertainRollout, allow, certain_rollout, produce
 from tests.support.metric_docs import documented_metrics, undocumented
 from tests.support.tiny_model import make_tiny_qwen3
 from tests.support.training_run import ROOT, TrainingRun
 
 NUM_KILLS = int(os.environ.get("HEADRACE_RANK_KILLS", "1"))
 STEPS_PER_KILL = 4
+GROUPS_PER_STEP = 4
 NUM_STEPS = STEPS_PER_KILL * NUM_KILLS + 2
 PARTS_OF_A_START = [(event, rank) for event in ("restoring", "joining", "met", "built") for rank in (1, 0)]
 """A rank says each of these before it does what is named: looks for the others, builds the model, loads, runs."""
 MORTAL = {"PYTHONPATH": f"{ROOT / 'tests' / 'support' / 'mortal'}:{ROOT}"}
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400 + 150 * NUM_KILLS)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200 + 200 * NUM_KILLS)]
 
 
 async def test_a_run_whose_ranks_are_killed_ends_with_the_undisturbed_runs_weights(tmp_path: Path) -> None:
@@ -40,10 +41,12 @@ async def test_a_run_whose_ranks_are_killed_ends_with_the_undisturbed_runs_weigh
     chance = random.Random(int(os.environ.get("HEADRACE_CHAOS_SEED", "11")))
     aims = iter(PARTS_OF_A_START)
     num_kills = 0
+    supply = asyncio.Semaphore(GROUPS_PER_STEP)  # one step ahead of the last kill: it cannot end before
     async with running(tmp_path / "calm", checkpoint) as (calm, _):
         await calm.finished()
-    async with running(tmp_path / "killed", checkpoint) as (killed, rollout):
+    async with running(tmp_path / "killed", checkpoint, supply=supply) as (killed, rollout):
         for kill in range(NUM_KILLS):
+            allow(supply, STEPS_PER_KILL * GROUPS_PER_STEP)
             starter = await the_starter(killed)
             in_a_start = kill % 4 == 3  # else in a step, a publication or a checkpoint
             if not in_a_start:
@@ -56,6 +59,7 @@ async def test_a_run_whose_ranks_are_killed_ends_with_the_undisturbed_runs_weigh
             kill_a_rank(starter, chance)
             num_kills += 1
             await until_restarts(killed, num_kills)
+        allow(supply, NUM_STEPS * GROUPS_PER_STEP)
         await killed.finished()
         served = dict(rollout.engine.tensors)
 
@@ -144,7 +148,9 @@ def environment(pid: int) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def running(folder: Path, checkpoint: Path, *flags: str) -> AsyncIterator[tuple[TrainingRun, CertainRollout]]:
+async def running(
+    folder: Path, checkpoint: Path, *flags: str, supply: asyncio.Semaphore | None = None
+) -> AsyncIterator[tuple[TrainingRun, CertainRollout]]:
     """A run that restarts its trainer, beside a rollout service of certain samples."""
     folder.mkdir()
     async with certain_rollout() as rollout:
@@ -160,7 +166,7 @@ async def running(folder: Path, checkpoint: Path, *flags: str) -> AsyncIterator[
             environment=MORTAL | {"MORTAL_ORDER": str(folder / "order")},
         )  # fmt: skip
         async with run.started():
-            producing = asyncio.create_task(produce(await run.address_of("buffer")))
+            producing = asyncio.create_task(produce(await run.address_of("buffer"), supply))
             try:
                 yield run, rollout
             finally:

@@ -17,7 +17,7 @@ from tests.support.certain_rollout import certain_rollout, produce
 from tests.support.tiny_model import make_tiny_qwen3
 from tests.support.training_run import TrainingRun
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200)]
 
 NUM_STEPS = 8
 
@@ -31,7 +31,7 @@ async def test_a_terminated_run_saves_commits_and_goes_on_without_a_step_lost(tm
             "--num-rollout", str(NUM_STEPS), "--save-interval", "3", "--async-save", "--lr", "1e-3",
             "--save-hf", str(tmp_path / "export"), "--update-weight-canary-tolerance", "1e9",
         )  # fmt: skip
-        async with producing(run):
+        async with producing(run, asyncio.Semaphore(6 * 4)):  # groups of six steps: it cannot end by itself
             await run.until_step(4)
         assert run.exit_code == 130, run.last_words()
         saved = newest(run.folder.path / "checkpoints")
@@ -50,10 +50,10 @@ async def test_a_terminated_run_saves_commits_and_goes_on_without_a_step_lost(tm
 
 
 @asynccontextmanager
-async def producing(run: TrainingRun) -> AsyncIterator[None]:
+async def producing(run: TrainingRun, supply: asyncio.Semaphore | None = None) -> AsyncIterator[None]:
     """The run with somebody who makes its samples."""
     async with run.started():
-        task = asyncio.create_task(produce(await run.address_of("buffer")))
+        task = asyncio.create_task(produce(await run.address_of("buffer"), supply))
         try:
             yield
         finally:
