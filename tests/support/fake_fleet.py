@@ -16,11 +16,15 @@ WIRE = {"a": "new a", "b": "new b", "c": "new c"}
 class RememberedRouting:
     def __init__(self) -> None:
         self.urls: set[str] = set()
+        self.answers = asyncio.Event()
+        """Until it is set nobody is taken out."""
+        self.answers.set()
 
     async def add(self, engine_url: str) -> None:
         self.urls.add(engine_url)
 
     async def remove(self, engine_url: str) -> None:
+        await self.answers.wait()
         self.urls.discard(engine_url)
 
 

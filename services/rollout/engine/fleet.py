@@ -172,9 +172,10 @@ class Fleet:
         """Takes an engine out of routing and ends it; its watcher starts it again."""
         log.warning("engine_lost", engine=engine.engine_id, why=why)
         engine.state = EngineState.DOWN
+        process = engine.process
         await self._take_out(engine)
-        if engine.process:
-            await engine.process.stop(grace_seconds=0.0)
+        if process:  # its watcher may have put another in its place meanwhile
+            await process.stop(grace_seconds=0.0)
 
     async def _start(self, engine: Engine) -> None:
         engine.state = EngineState.STARTING

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+
 from services.rollout.engine.fleet import EngineState
 from tests.support.fake_fleet import FakeFleet
 
@@ -37,3 +39,16 @@ async def test_one_missed_check_is_forgiven_and_several_in_a_row_are_not(fakes: 
     assert (engine.restarts, engine.state) == (0, EngineState.READY)
     fake.faults["/model_info"] = "hang"
     await fakes.until(lambda: engine.restarts == 1)
+
+
+async def test_an_engine_that_ends_while_it_is_given_up_is_started_once(fakes: FakeFleet) -> None:
+    engine = fakes.fleet.engines[0]
+    fakes.routing.answers.clear()
+    giving_up = asyncio.create_task(fakes.fleet.give_up(engine, "gone in the middle of a collective"))
+    await fakes.until(lambda: engine.state is EngineState.DOWN)
+    fakes.fake(0).die()
+    await fakes.until(lambda: engine.state is EngineState.READY)
+    fakes.routing.answers.set()
+    await giving_up
+    await engine.client.weight_version(seconds=60)
+    assert engine.restarts == 1
