@@ -13,8 +13,11 @@ DRAWN = 3000
 EVAL_SIZE = 48
 
 
-EXAMPLE = "2 + 2 = 4\n"
-"""One worked sum before the task tells a small model what is wanted, in eight tokens; an instruction takes thirty."""
+EXAMPLE = "2 + 2 = 4<|im_end|>\n"
+"""One worked sum tells a small model what is wanted, in nine tokens; an instruction takes thirty.
+
+It ends as an answer should. Without that mark one answer in fifty stops after its number, too few to learn it from.
+"""
 
 Row = dict[str, str]
 
