@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -45,15 +45,12 @@ EngineFactory = Callable[[int], EngineProcess]
 """Engine number → a server that is not started yet."""
 
 
-class SglangProcess:
-    """The real one."""
+class ServerProcess:
+    """A process that speaks SGLang's HTTP interface at `url`."""
 
-    def __init__(self, job: Job, machine: Machine, engine: int, log_path: Path) -> None:
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        self._child = ChildProcess(
-            arguments.command(job, machine, engine=engine, port=port), log_path, arguments.environment(job, machine)
-        )
+    def __init__(self, url: str, command: Sequence[str], log_path: Path, environment: Mapping[str, str]) -> None:
+        self.url = url
+        self._child = ChildProcess(command, log_path, environment)
 
     async def start(self, *, seconds: float) -> None:
         """Returns when it answers. Raises Unavailable with its last log lines when it does not."""
@@ -95,6 +92,15 @@ class SglangProcess:
             f"the engine {what} while starting; the end of {self._child.log_path}:\n{self.last_lines()}",
             reason="ENGINE_START_FAILED",
         )
+
+
+class SglangProcess(ServerProcess):
+    """The real one."""
+
+    def __init__(self, job: Job, machine: Machine, engine: int, log_path: Path) -> None:
+        port = free_port()
+        command = arguments.command(job, machine, engine=engine, port=port)
+        super().__init__(f"http://127.0.0.1:{port}", command, log_path, arguments.environment(job, machine))
 
 
 async def _answers(client: EngineClient) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -47,13 +47,19 @@ class CountedCalls:
         return await self._client._send_puts(request, seconds)
 
 
-async def test_puts_that_come_while_others_are_on_the_wire_share_a_call(client: BufferClient) -> None:
-    puts = await leased_puts(client)
-    calls = CountedCalls(client)
+async def put_behind(calls: CountedCalls, puts: Sequence[pb.GroupPut]) -> list[asyncio.Task[Sequence[pb.PutResult]]]:
+    """Each put by itself, once two calls are on the wire."""
     queue = PutQueue(calls)
     waiting = [asyncio.create_task(queue.put([put], 30)) for put in puts]
     while len(calls.num_groups) < 2:
         await asyncio.sleep(0)
+    return waiting
+
+
+async def test_puts_that_come_while_others_are_on_the_wire_share_a_call(client: BufferClient) -> None:
+    puts = await leased_puts(client)
+    calls = CountedCalls(client)
+    waiting = await put_behind(calls, puts)
     calls.opened.set()
     results = [result for results in await asyncio.gather(*waiting) for result in results]
     assert [result.group_id for result in results] == [put.group_id for put in puts]
@@ -99,10 +105,7 @@ async def test_the_groups_of_one_call_are_kept_or_refused_together(client: Buffe
 async def test_a_caller_who_leaves_takes_nobody_along(client: BufferClient) -> None:
     puts = await leased_puts(client)
     calls = CountedCalls(client)
-    queue = PutQueue(calls)
-    waiting = [asyncio.create_task(queue.put([put], 30)) for put in puts]
-    while len(calls.num_groups) < 2:
-        await asyncio.sleep(0)
+    waiting = await put_behind(calls, puts)
     for i in (0, 7):
         waiting[i].cancel()
     calls.opened.set()
