@@ -119,11 +119,13 @@ class _Call:
             error = Internal(
                 f"{self._method} failed with {type(error).__name__}: {error}; the server's log has the rest"
             )
+            status = to_status(error)
         else:
-            log.info("call_refused", code=error.status.name, reason=error.reason, message=error.message)
+            status = to_status(error)
+            log.info("call_refused", code=error.status.name, reason=error.reason[:64], message=status.message)
         self._code = error.status
-        trailer = ((DETAILS_KEY, to_status(error).SerializeToString()),)
-        await self._context.abort(error.status, error.message, trailer)
+        trailer = ((DETAILS_KEY, status.SerializeToString()),)
+        await self._context.abort(error.status, status.message, trailer)
 
 
 def _decode(handler: Any, data: bytes) -> Any:

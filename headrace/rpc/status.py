@@ -1,4 +1,8 @@
-"""The error tree to `google.rpc.Status` and back, so that a client catches the class that the server raised."""
+"""The error tree to `google.rpc.Status` and back, so that a client catches the class that the server raised.
+
+A status travels in HTTP/2 trailers, of which gRPC takes 8 KiB: a longer one would arrive as RESOURCE_EXHAUSTED. So the
+message is cut to 2 KiB as it is encoded there (a byte outside of ASCII takes three), and so are its details.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +15,56 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from headrace.errors import HeadraceError, InvalidArgument, RetryableError, error_classes
+from headrace.wire.limits import MAX_ERROR_BYTES
 
 M = TypeVar("M", bound=Message)
 
 DOMAIN = "headrace"
 DETAILS_KEY = "grpc-status-details-bin"
 
+_DETAIL_BYTES = 160
+_MAX_METADATA = 4
+_CUT = "... (cut)"
+
 
 def to_status(error: HeadraceError) -> status_pb2.Status:
     """ErrorInfo always; BadRequest where a field is at fault; RetryInfo where it pays to come back."""
-    details: list[Any] = [
-        _pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata))
-    ]
+    message = cut(error.message, MAX_ERROR_BYTES)
+    metadata = list(error.metadata.items())[:_MAX_METADATA]
+    info = error_details_pb2.ErrorInfo(
+        reason=cut(error.reason, _DETAIL_BYTES),
+        domain=DOMAIN,
+        metadata={cut(key, _DETAIL_BYTES): cut(value, _DETAIL_BYTES) for key, value in metadata},
+    )
+    details: list[Any] = [_pack(info)]
     if isinstance(error, InvalidArgument) and error.field:
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=cut(error.field, _DETAIL_BYTES), description=cut(error.message, _DETAIL_BYTES)
+        )
         details.append(_pack(error_details_pb2.BadRequest(field_violations=[violation])))
     if isinstance(error, RetryableError):
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromNanoseconds(int(error.retry_after_seconds * 1e9))
         details.append(_pack(retry))
-    return status_pb2.Status(code=code_pb2.Code.Value(error.status.name), message=error.message, details=details)
+    return status_pb2.Status(code=code_pb2.Code.Value(error.status.name), message=message, details=details)
+
+
+def cut(text: str, most: int) -> str:
+    """The text as a header can carry it: `most` bytes at most when it is percent-encoded, no lone surrogates."""
+    text = text[: most + 1].encode("utf-8", "replace").decode()
+    if _encoded_length(text) <= most:
+        return text
+    left, kept = most - len(_CUT), []
+    for character in text:
+        left -= _encoded_length(character)
+        if left < 0:
+            break
+        kept.append(character)
+    return "".join(kept) + _CUT
+
+
+def _encoded_length(text: str) -> int:
+    return sum(1 if 0x20 <= byte < 0x7F and byte != 0x25 else 3 for byte in text.encode())
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> HeadraceError:

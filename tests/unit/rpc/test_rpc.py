@@ -19,6 +19,7 @@ from headrace.errors import (
     HeadraceError,
     Internal,
     InvalidArgument,
+    NotFound,
     ResourceExhausted,
     Unavailable,
     error_classes,
@@ -74,6 +75,17 @@ async def test_a_client_catches_the_class_the_server_raised(servicer, stub, cls:
     with pytest.raises(cls, match="staleness 5") as caught:
         await call(stub.ListScorers, reward_pb2.ListScorersRequest(), deadline_seconds=60)
     assert type(caught.value) is cls
+
+
+@pytest.mark.parametrize("cls", [NotFound, ResourceExhausted, InvalidArgument, Internal])
+@pytest.mark.parametrize("text", ["x" * 100_000, "é" * 100_000, "%\n" * 50_000, "\ud800" * 100_000, "𝄞" * 30_000], ids=["ascii", "latin", "escapes", "surrogates", "music"])
+async def test_a_long_message_arrives_cut_and_under_its_own_status(servicer, stub, cls: type, text: str) -> None:
+    servicer.error = cls(text, reason=text, **{f"{i}{text}": text for i in range(100)})
+    if isinstance(servicer.error, InvalidArgument):
+        servicer.error.field = text
+    with pytest.raises(cls, match=r"\(cut\)$") as caught:
+        await call(stub.ListScorers, reward_pb2.ListScorersRequest(), deadline_seconds=60)
+    assert 100 < len(caught.value.message) <= 2048
 
 
 async def test_details_travel(servicer, stub) -> None:

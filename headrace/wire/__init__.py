@@ -1,0 +1,1 @@
+"""What both ends of a call agree on: limits of what a message may hold, and the checks that hold them."""

@@ -1,0 +1,129 @@
+"""The limits of the protocol, each with its name. docs/protocol.md shows them; a test compares the two.
+
+A peer that exceeds one is refused with INVALID_ARGUMENT (or RESOURCE_EXHAUSTED where others hold what it needs), and
+nothing of its call is kept.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+# Text
+
+MAX_ID_CHARACTERS: Final = 512
+"""Ids of prompts, samples, groups, leases, producers and requests."""
+MAX_NAME_CHARACTERS: Final = 128
+"""Names of streams, columns, tags, scorers and reward parts; reasons for programs; keys of a prompt file."""
+MAX_TEXT_CHARACTERS: Final = 2_048
+"""Messages for people; longer ones are cut."""
+MAX_PATH_CHARACTERS: Final = 4_096
+"""Paths of files."""
+MAX_JSON_BYTES: Final = 1 << 20
+"""One metadata_json, tools_json or extra_json."""
+MAX_JSON_DEPTH: Final = 64
+"""Objects and arrays inside of each other."""
+
+# Numbers
+
+MAX_COUNTER: Final = 1 << 53
+"""Steps, epochs, policy versions, positions and byte counts: what a JSON number holds exactly."""
+MAX_STEPS_AHEAD: Final = 1_000_000
+"""A rewind or a policy version may be so far ahead of what the ledger knows: one that was restored is behind."""
+MAX_WAIT_SECONDS: Final = 86_400.0
+"""Longer waits are cut to it, and to the deadline of the call."""
+MAX_LEASE_SECONDS: Final = 30 * 86_400.0
+"""A lease unless it is renewed."""
+
+# One message
+
+MAX_REQUEST_BYTES: Final = 16 << 20
+"""A request that is not named below."""
+MAX_RELEASE_REQUEST_BYTES: Final = 64 << 20
+"""A ReleaseLeases request."""
+MAX_PUT_REQUEST_BYTES: Final = 256 << 20
+"""A PutGroups request."""
+MAX_ANSWER_BYTES: Final = 3 << 20
+"""Answers are filled up to here, below the 4 MiB that gRPC takes by default; a larger item comes alone."""
+MAX_ERROR_BYTES: Final = 2_048
+"""The message of an error, as it is encoded in a header; longer ones are cut."""
+
+# One call of the buffer
+
+MAX_GROUPS_PER_LEASE: Final = 1_000
+"""LeaseGroups; more are cut to it."""
+MAX_LEASES_PER_CALL: Final = 10_000
+"""RenewLeases."""
+MAX_RELEASES_PER_CALL: Final = 1_000
+"""ReleaseLeases."""
+MAX_PROMPTS_PER_CALL: Final = 1_000
+"""SubmitPrompts."""
+MAX_PUTS_PER_CALL: Final = 1_000
+"""PutGroups."""
+MAX_PUT_SAMPLES_PER_CALL: Final = 8_192
+"""Samples of all groups of a PutGroups, or of all leases of a ReleaseLeases."""
+MAX_SAMPLES_PER_FETCH: Final = 16_384
+"""FetchSamples."""
+MAX_RETRIES_PER_CALL: Final = 1_000
+"""RetryGroups."""
+MAX_PAGE_SIZE: Final = 1_000
+"""ListGroups; larger ones are cut to it."""
+MAX_STATES: Final = 16
+"""States to choose from in ListGroups."""
+
+# What is stored
+
+MAX_PROMPT_BYTES: Final = 8 << 20
+"""A prompt, metadata and tools included."""
+MAX_PROMPT_LINE_BYTES: Final = 16 << 20
+"""A line of a prompt file."""
+MAX_ENVELOPE_BYTES: Final = 64 << 10
+"""A sample's envelope."""
+MAX_PAYLOAD_BYTES: Final = 64 << 20
+"""A sample's payload; larger columns come out of line."""
+MAX_GROUP_ENVELOPE_BYTES: Final = 16 << 20
+"""The envelopes of a group."""
+MAX_PARTIAL_BYTES: Final = 64 << 20
+"""Envelopes and payloads of the partial samples of a group."""
+MAX_TAGS: Final = 64
+"""Tags of a sample, and named parts of its reward."""
+MAX_TAG_CHARACTERS: Final = 2_048
+"""The value of a tag."""
+MAX_POLICY_RANGES: Final = 1_024
+"""Policy ranges of a sample."""
+MAX_COLUMNS: Final = 64
+"""Columns of a sample, in its payload or out of line."""
+MAX_COLUMN_RANK: Final = 8
+"""Dimensions of a column."""
+MAX_COLUMN_BYTES: Final = 1 << 40
+"""A column; the product of its shape, too."""
+MAX_UPLOAD_BYTES: Final = 8 << 20
+"""The bytes in one UploadColumn."""
+MAX_UPLOADS: Final = 1_000
+"""Columns whose upload has begun and not ended."""
+
+# Streams
+
+MAX_STREAMS: Final = 256
+"""Streams of a ledger."""
+MAX_STREAM_NAMES: Final = 4_096
+"""Names of streams that a ledger has ever had, those of deleted ones included."""
+MAX_SAMPLES_PER_GROUP: Final = 4_096
+"""n_samples_per_prompt, and the samples of a group that fanned out."""
+MAX_GROUPS_PER_STEP: Final = 4_096
+"""groups_per_step and over_sampling_groups, of one shard."""
+MAX_STALENESS: Final = 1_000_000
+"""max_staleness and retain_steps."""
+MAX_ATTEMPTS: Final = 1_000
+"""max_attempts."""
+MAX_GROUPS: Final = 1 << 31
+"""max_groups, max_queued_groups and max_leases."""
+MAX_SHARDS: Final = 1_024
+"""num_shards."""
+MAX_FILES: Final = 64
+"""Prompt files of a stream."""
+MAX_FILE_WORKERS: Final = 64
+"""num_workers of a prompt file."""
+MAX_FILE_WEIGHT: Final = 1e6
+"""The weight of a prompt file; the smallest is its inverse."""
+MAX_STREAM_CONFIG_BYTES: Final = 64 << 10
+"""A stream's config."""

@@ -1,0 +1,73 @@
+"""The limits of the protocol: each check at its limit and one beyond it, and the table that shows them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import InvalidArgument
+from headrace.wire import checks, limits
+
+LIMITS = {name: value for name, value in vars(limits).items() if name.startswith("MAX_")}
+
+
+def test_the_protocols_page_shows_every_limit_with_its_value() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "protocol.md").read_text()
+    shown = dict(re.findall(r"^\| `(MAX_\w+)` \| ([\d,.]+) \|", page, re.MULTILINE))
+    assert {name: float(value.replace(",", "")) for name, value in shown.items()} == LIMITS
+
+
+@pytest.mark.parametrize(
+    ("check", "most"), [(checks.require_id, 512), (checks.require_name, 128), (checks.require_path, 4_096)]
+)
+def test_a_name_has_a_length_and_no_control_characters(check: Callable[[str, str], str], most: int) -> None:
+    assert check("a" * most, "f") == "a" * most
+    assert check("train/0#1.é 漢字", "f") == "train/0#1.é 漢字"
+    for bad in ("", "a" * (most + 1), "a\0b", "a\nb", "\x1b[31m", "\x7f", "a\x85"):
+        with pytest.raises(InvalidArgument) as caught:
+            check(bad, "the_field")
+        assert caught.value.field == "the_field"
+        assert len(caught.value.message) < 300
+
+
+@pytest.mark.parametrize("number", [-1, 2**53 + 1, 2**63 - 1, -(2**63)])
+def test_a_step_is_a_number_that_every_language_holds_exactly(number: int) -> None:
+    assert checks.require_counter(2**53, "step") == 2**53
+    with pytest.raises(InvalidArgument, match="must be 0 to 9007199254740992"):
+        checks.require_counter(number, "step")
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, -1e-9, 11.0])
+def test_a_float_is_finite_and_in_its_range(number: float) -> None:
+    assert checks.require_finite(10.0, "seconds", most=10.0) == 10.0
+    with pytest.raises(InvalidArgument, match="must be 0 to 10"):
+        checks.require_finite(number, "seconds", most=10.0)
+
+
+def test_json_is_an_object_of_a_size_and_a_depth() -> None:
+    deepest = '{"a":' * 64 + "1" + "}" * 64
+    assert checks.require_json_object("", "f") == {}
+    assert checks.require_json_object(deepest, "f")
+    for bad in (
+        '{"a":' * 65 + "1" + "}" * 65,
+        '{"a":' + "[" * 200_000 + "]" * 200_000 + "}",
+        '{"a":"' + "x" * limits.MAX_JSON_BYTES + '"}',
+        '{"a":NaN}',
+        '{"a":' + "9" * 5_000 + "}",
+        "[1]",
+        "nothing",
+    ):
+        with pytest.raises(InvalidArgument) as caught:
+            checks.require_json_object(bad, "f")
+        assert len(caught.value.message) < 400
+
+
+def test_a_message_for_people_is_cut_and_a_value_in_an_error_is_too() -> None:
+    assert checks.cut_text("a" * 2_048) == "a" * 2_048
+    assert len(checks.cut_text("a" * 100_000)) == 2_048
+    assert len(checks.shown("a\n" * 100_000)) < 100
+    assert len(checks.shown(b"a" * 100_000)) < 100
