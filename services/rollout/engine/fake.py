@@ -122,7 +122,7 @@ class FakeEngine:
                 self._running.set()
             case "/abort_request":
                 self._num_aborts += 1
-            case "/flush_cache":
+            case "/flush_cache" | "/health":
                 pass
             case "/init_weights_update_group":
                 self.groups.add(body["group_name"])

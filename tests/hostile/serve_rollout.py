@@ -1,0 +1,65 @@
+"""The rollout service as a process, router and production included, on engines without a model."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from headrace.config.job import DataSection, Job, ModelSection, PlacementSection, RolloutSection, ServicesSection
+from headrace.rpc.log import configure_logging
+from headrace.rpc.server import RpcServer, Service
+from services.rollout.engine.fake import FakeEngine
+from services.rollout.service import RolloutService
+from services.rollout.servicer import RolloutServicer
+from tests.support.fake_fleet import WIRE
+from tests.support.tiny_model import make_tiny_tokenizer
+
+NUM_ENGINES = 2
+TOKEN_SECONDS = 0.002
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    for name in ("--address", "--folder", "--buffer", "--reward"):
+        parser.add_argument(name, required=True)
+    configure_logging("rollout")
+    asyncio.run(_serve(parser.parse_args()))
+    return 0
+
+
+async def _serve(arguments: argparse.Namespace) -> None:
+    folder = Path(arguments.folder)
+    make_tiny_tokenizer().save_pretrained(folder / "tokenizer")
+    job = Job(
+        model=ModelSection(hf_checkpoint=folder / "tokenizer"),
+        data=DataSection(prompt_data=(str(folder / "prompts.jsonl"),)),
+        rollout=RolloutSection(
+            rollout_batch_size=2, n_samples_per_prompt=2, rollout_max_response_len=4, generate_timeout_seconds=5.0
+        ),
+        services=ServicesSection(buffer_address=arguments.buffer, reward_address=arguments.reward),
+        placement=PlacementSection(rollout_num_gpus=NUM_ENGINES),
+    )
+    registry = CollectorRegistry()
+    service = RolloutService(job, lambda number: FakeEngine(WIRE, token_seconds=TOKEN_SECONDS), folder, registry)
+    name = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
+    parts = RolloutServicer(service.parts)
+    server = RpcServer(
+        "rollout",
+        arguments.address,
+        [Service(parts, rollout_pb2_grpc.add_RolloutServiceServicer_to_server, name)],
+    )
+    await service.start()
+    try:
+        await server.start()
+        await server.run_until_signal()
+    finally:
+        await service.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
