@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.api.reward.v1 import reward_pb2 as pb
-from headrace.errors import Internal
-from headrace.trajectory import from_json, to_json
+from headrace.errors import Internal, InvalidArgument
+from headrace.json_text import from_json, to_json
+from headrace.sample_checks import check_reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +87,19 @@ def pack_result(item_id: str, judgement: Judgement) -> pb.ScoreResult:
 
 
 def unpack_result(packed: pb.ScoreResult) -> Judgement:
-    """Raises Internal when the service answered neither a score nor an error."""
+    """A score that no sample may have is an error. Raises Internal when the service answered neither."""
     if packed.HasField("score"):
-        score = packed.score
-        return Score(score.value, score.scorer, score.scorer_version, dict(score.parts))
+        return _checked(packed.score)
     if packed.HasField("error"):
         return ScoreError(packed.error.reason, packed.error.message, packed.error.retryable)
     raise Internal(f"the reward service answered nothing for item {packed.item_id}")
+
+
+def _checked(score: pb.Score) -> Judgement:
+    try:
+        check_reward("the score", score.value)
+        for name, value in score.parts.items():
+            check_reward(f"the score's part {name!r}", value)
+    except InvalidArgument as error:
+        return ScoreError("SCORE_INVALID", f"{error.message} (scorer {score.scorer})")
+    return Score(score.value, score.scorer, score.scorer_version, dict(score.parts))

@@ -1,11 +1,10 @@
-"""Sample and Group: what the policy did, frozen, with invariants checked once at the edge.
+"""Sample and Group: what the policy did, frozen, with invariants checked once, by `headrace.sample_checks`.
 
 Lengths: T = len(tokens) = prompt + response, R = response_length = len(loss_mask) = len(rollout_log_probs).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -16,21 +15,40 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from headrace.api.sample.v1 import sample_pb2 as pb
+from headrace.column import pack_column, unpack_column
 from headrace.digest import digest_of, matches
 from headrace.errors import DataLoss, InvalidArgument
+from headrace.json_text import from_json, to_json
+from headrace.policy_range import PolicyRange, check_ranges
+from headrace.sample_checks import (
+    LOSS_MASK,
+    ROLLOUT_LOG_PROBS,
+    ROUTED_EXPERTS,
+    TEACHER_LOG_PROBS,
+    TOKENS,
+    check_experts,
+    check_index,
+    check_log_probs,
+    check_loss_mask,
+    check_reward,
+    check_row,
+    check_text,
+    check_token_ids,
+)
 
-ROUTED_EXPERTS = "rollout_routed_experts"
-"""Column int16 [T - 1, layers, experts of a token]: where engines sent each token but the last; -1 where unknown."""
-
-_DTYPES: Mapping[pb.Dtype.ValueType, np.dtype[Any]] = {
-    pb.DTYPE_UINT8: np.dtype("<u1"),
-    pb.DTYPE_INT16: np.dtype("<i2"),
-    pb.DTYPE_INT32: np.dtype("<i4"),
-    pb.DTYPE_INT64: np.dtype("<i8"),
-    pb.DTYPE_FLOAT32: np.dtype("<f4"),
-    pb.DTYPE_FLOAT64: np.dtype("<f8"),
-}
-_DTYPE_NUMBERS: Mapping[np.dtype[Any], pb.Dtype.ValueType] = {dtype: number for number, dtype in _DTYPES.items()}
+__all__ = [
+    "ROUTED_EXPERTS",
+    "Failure",
+    "Group",
+    "PolicyRange",
+    "Sample",
+    "Status",
+    "check_payload",
+    "from_json",
+    "pack_column",
+    "to_json",
+    "unpack_column",
+]
 
 
 class Status(StrEnum):
@@ -44,15 +62,17 @@ class Status(StrEnum):
 
     @classmethod
     def of(cls, number: pb.SampleStatus.ValueType) -> Status:
-        """The status behind its number on the wire. Raises InvalidArgument for UNSPECIFIED."""
-        name = pb.SampleStatus.Name(number).removeprefix("SAMPLE_STATUS_")
-        if name not in cls.__members__:
-            raise InvalidArgument(f"sample status {name} is not one of {', '.join(cls.__members__)}")
-        return cls[name]
+        """The status behind its number on the wire. Raises InvalidArgument for UNSPECIFIED and unknown ones."""
+        if number not in _BY_NUMBER:
+            raise InvalidArgument(f"sample status {number} is not one of {', '.join(cls.__members__)}")
+        return _BY_NUMBER[number]
 
     @property
     def number(self) -> pb.SampleStatus.ValueType:
         return pb.SampleStatus.Value(f"SAMPLE_STATUS_{self.name}")
+
+
+_BY_NUMBER = {status.number: status for status in Status}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +81,6 @@ class Failure:
 
     reason: str
     message: str
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyRange:
-    """Response tokens [start, end) were sampled under `policy_version`."""
-
-    policy_version: int
-    start: int
-    end: int
-    masked: bool = False
-    """None of them is trained: their age does not count."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,24 +112,38 @@ class Sample:
     """Further arrays by name, e.g. teacher_log_probs float32 [R]."""
 
     def __post_init__(self) -> None:
+        check_text("sample_id", self.sample_id)
+        name = f"sample {self.sample_id}:"
+        for field_name in ("group_id", "prompt", "response", "rollout_id"):
+            check_text(f"{name} {field_name}", getattr(self, field_name))
+        if self.label is not None:
+            check_text(f"{name} label", self.label)
+        check_index(f"{name} index", self.index)
+        self._check_arrays(name)
+        check_ranges(f"{name} policy_ranges", self.policy_ranges, self.response_length)
+        if (self.status is Status.FAILED) != (self.failure is not None):
+            raise InvalidArgument(f"{name} status {self.status.value} with failure {self.failure}")
+        if self.reward is not None:
+            check_reward(f"{name} reward", self.reward)
+        for part, value in self.reward_parts.items():
+            check_reward(f"{name} reward_parts[{part!r}]", value)
+
+    def _check_arrays(self, name: str) -> None:
+        check_row(f"{name} {TOKENS}", self.tokens)
+        check_token_ids(f"{name} {TOKENS}", self.tokens)
+        check_row(f"{name} {LOSS_MASK}", self.loss_mask)
+        check_loss_mask(f"{name} {LOSS_MASK}", self.loss_mask)
         total, response = len(self.tokens), len(self.loss_mask)
         if response > total:
-            raise InvalidArgument(f"sample {self.sample_id}: loss_mask has {response} entries for {total} tokens")
-        if len(self.rollout_log_probs) != response:
-            raise InvalidArgument(
-                f"sample {self.sample_id}: {len(self.rollout_log_probs)} rollout_log_probs, {response} in loss_mask"
-            )
-        if not np.isfinite(self.rollout_log_probs).all():
-            where = int(np.flatnonzero(~np.isfinite(self.rollout_log_probs))[0])
-            raise InvalidArgument(
-                f"sample {self.sample_id}: rollout_log_probs[{where}] is {self.rollout_log_probs[where]}, not finite"
-            )
-        if response and self.loss_mask.max() > 1:
-            raise InvalidArgument(f"sample {self.sample_id}: loss_mask holds {self.loss_mask.max()}, must be 0 or 1")
-        if (self.status is Status.FAILED) != (self.failure is not None):
-            raise InvalidArgument(f"sample {self.sample_id}: status {self.status.value} with failure {self.failure}")
-        if self.reward is not None and not np.isfinite(self.reward):
-            raise InvalidArgument(f"sample {self.sample_id}: reward is {self.reward}, must be finite")
+            raise InvalidArgument(f"{name} {LOSS_MASK} has {response} entries for {total} tokens")
+        if not total and self.status is not Status.FAILED:
+            raise InvalidArgument(f"{name} {TOKENS} is empty: a sample has a prompt or a response")
+        for column, values in ((ROLLOUT_LOG_PROBS, self.rollout_log_probs), *self.columns.items()):
+            if column in (ROLLOUT_LOG_PROBS, TEACHER_LOG_PROBS):
+                check_row(f"{name} {column}", values, response)
+                check_log_probs(f"{name} {column}", values)
+            elif column == ROUTED_EXPERTS:
+                check_experts(f"{name} {column}", values, total)
 
     @property
     def response_length(self) -> int:
@@ -177,14 +200,9 @@ class Sample:
         """Reads a sample from the wire. Raises DataLoss on a digest mismatch, InvalidArgument on contradictions."""
         envelope = packed.envelope
         check_payload(envelope.sample_id, envelope.digest, envelope.payload_bytes, packed.payload)
-        try:
-            payload = pb.SamplePayload.FromString(packed.payload)
-        except DecodeError as error:
-            raise InvalidArgument(f"sample {envelope.sample_id}: payload does not parse: {error}") from error
-        arrays = {column.name: unpack_column(column) for column in payload.columns}
-        missing = {"tokens", "loss_mask", "rollout_log_probs"} - arrays.keys()
-        if missing:
-            raise InvalidArgument(f"sample {envelope.sample_id}: payload lacks the columns {sorted(missing)}")
+        payload = _parsed(envelope.sample_id, packed.payload)
+        arrays = _arrays(envelope.sample_id, payload)
+        check_lengths(envelope, len(arrays[TOKENS]), len(arrays[LOSS_MASK]), int(arrays[LOSS_MASK].sum()))
         return cls(
             sample_id=envelope.sample_id,
             group_id=envelope.group_id,
@@ -242,42 +260,31 @@ def check_payload(sample_id: str, digest: bytes, num_bytes: int, payload: bytes 
         )
 
 
-def pack_column(name: str, array: NDArray[Any]) -> pb.Column:
-    """An array as raw little-endian bytes. Raises InvalidArgument for a dtype off the whitelist."""
-    number = _DTYPE_NUMBERS.get(array.dtype.newbyteorder("<"))
-    if number is None:
-        allowed = ", ".join(str(d) for d in _DTYPE_NUMBERS)
-        raise InvalidArgument(f"column {name}: dtype {array.dtype} cannot travel; use one of {allowed}")
-    little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-    return pb.Column(name=name, dtype=number, shape=array.shape, data=little.tobytes())
-
-
-def unpack_column(column: pb.Column) -> NDArray[Any]:
-    """The array of a column (read-only, no copy). Raises InvalidArgument when shape, dtype and bytes disagree."""
-    dtype = _DTYPES.get(column.dtype)
-    if dtype is None:
-        raise InvalidArgument(f"column {column.name}: dtype {column.dtype} is not known here")
-    expected = int(np.prod(column.shape, dtype=np.int64)) * dtype.itemsize
-    if any(n < 0 for n in column.shape) or expected != len(column.data):
+def check_lengths(envelope: pb.SampleEnvelope, total: int, response: int, trained: int) -> None:
+    """Raises InvalidArgument when the payload has other numbers of tokens than the envelope says."""
+    said = (envelope.prompt_tokens, envelope.response_tokens, envelope.trained_tokens)
+    if said != (total - response, response, trained):
         raise InvalidArgument(
-            f"column {column.name}: shape {list(column.shape)} of {dtype} is {expected} bytes, not {len(column.data)}"
+            f"sample {envelope.sample_id} says {said[0]} prompt, {said[1]} response and {said[2]} trained tokens, "
+            f"its payload has {total - response}, {response} and {trained}"
         )
-    return np.frombuffer(column.data, dtype=dtype).reshape(tuple(column.shape))
 
 
-def to_json(value: Mapping[str, Any]) -> str:
-    """Compact JSON with sorted keys; empty for an empty mapping, so equal content has equal bytes."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False) if value else ""
-
-
-def from_json(text: str) -> dict[str, Any]:
-    """The mapping behind `to_json`. Raises InvalidArgument unless it is a JSON object."""
-    if not text:
-        return {}
+def _parsed(sample_id: str, payload: bytes) -> pb.SamplePayload:
     try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise InvalidArgument(f"not JSON: {text[:80]!r}: {error}") from error
-    if not isinstance(value, dict):
-        raise InvalidArgument(f"must be a JSON object, got {text[:80]!r}")
-    return value
+        return pb.SamplePayload.FromString(payload)
+    except DecodeError as error:
+        raise InvalidArgument(f"sample {sample_id}: payload does not parse: {error}") from error
+
+
+def _arrays(sample_id: str, payload: pb.SamplePayload) -> dict[str, NDArray[Any]]:
+    arrays: dict[str, NDArray[Any]] = {}
+    for column in payload.columns:
+        if column.name in arrays:
+            raise InvalidArgument(f"sample {sample_id}: column {column.name} comes twice")
+        arrays[column.name] = unpack_column(column)
+    for name in (TOKENS, LOSS_MASK, ROLLOUT_LOG_PROBS):
+        if name not in arrays:
+            raise InvalidArgument(f"sample {sample_id}: payload lacks the column {name}")
+        check_row(f"sample {sample_id}: {name}", arrays[name])
+    return arrays

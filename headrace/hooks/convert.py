@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.errors import InvalidArgument
 from headrace.hooks.sample import Sample
-from headrace.trajectory import ROUTED_EXPERTS, Failure, PolicyRange, Status
+from headrace.json_text import to_json
+from headrace.sample_checks import LOSS_MASK, ROLLOUT_LOG_PROBS, ROUTED_EXPERTS, TEACHER_LOG_PROBS, TOKENS, check_text
+from headrace.trajectory import Failure, PolicyRange, Status
 from headrace.trajectory import Sample as WireSample
 
 
@@ -52,42 +55,111 @@ def from_hook(
     Without `policy_ranges` the oldest of the sample's weight_versions counts for all of its response: a hook keeps the
     versions of its requests, not their token ranges, and staleness must not be understated.
     """
-    length = sample.response_length
-    if length > len(sample.tokens):
-        raise InvalidArgument(f"sample {sample_id}: response_length is {length} with {len(sample.tokens)} tokens")
-    mask = [1] * length if sample.loss_mask is None else sample.loss_mask
+    name = f"sample {sample_id}:"
+    length = _length(name, sample)
+    _check_kinds(name, sample)
     return WireSample(
         sample_id=sample_id,
         group_id=group_id,
         index=index,
         rollout_id=sample.rollout_id or sample_id,
-        prompt=sample.prompt if isinstance(sample.prompt, str) else _joined(sample.prompt),
+        prompt=sample.prompt if isinstance(sample.prompt, str) else _joined(name, sample.prompt),
         response=sample.response,
-        tokens=np.asarray(sample.tokens, dtype=np.int32),
-        loss_mask=np.zeros(length, np.uint8) if sample.remove_sample else np.asarray(mask, dtype=np.uint8),
-        rollout_log_probs=_log_probs(sample, sample_id),
+        tokens=_integers(f"{name} {TOKENS}", sample.tokens, np.int32),
+        loss_mask=_mask(f"{name} {LOSS_MASK}", sample, length),
+        rollout_log_probs=_log_probs(name, sample, length),
         status=Status(sample.status.value),
         failure=_failure(sample),
         label=sample.label,
         metadata=sample.metadata,
         train_metadata=sample.train_metadata or {},
         sampling_params=sampling_params or {},
-        policy_ranges=tuple(policy_ranges) or _oldest(sample),
+        policy_ranges=tuple(policy_ranges) or _oldest(name, sample, length),
         tags=_tags(sample),
-        columns=_columns(sample),
+        columns=_columns(name, sample),
     )
 
 
-def _log_probs(sample: Sample, sample_id: str) -> np.ndarray[Any, np.dtype[np.float32]]:
+def _length(name: str, sample: Sample) -> int:
+    length = sample.response_length
+    if isinstance(length, bool) or not isinstance(length, int) or length < 0:
+        raise InvalidArgument(f"{name} response_length is {length!r:.80}, must be an integer of 0 or more")
+    if not isinstance(sample.tokens, Sized) or length > len(sample.tokens):
+        raise InvalidArgument(f"{name} response_length is {length}, and tokens are {_kind(sample.tokens)}")
+    return length
+
+
+def _check_kinds(name: str, sample: Sample) -> None:
+    if not isinstance(sample.status, Sample.Status):
+        raise InvalidArgument(f"{name} status is {sample.status!r:.80}, must be one of Sample.Status")
+    for field, mapping in (("metadata", sample.metadata), ("train_metadata", sample.train_metadata or {})):
+        if not isinstance(mapping, dict):
+            raise InvalidArgument(f"{name} {field} is {_kind(mapping)}, must be a dict")
+        try:
+            to_json(mapping)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{name} {field}: {error.message}") from error
+    if sample.failure_reason is not None:
+        check_text(f"{name} failure_reason", sample.failure_reason)
+    for field, value, kind in (
+        ("non_generation_time", sample.non_generation_time, int | float),
+        ("spec_info", sample.spec_info, Sample.SpecInfo),
+        ("prefix_cache_info", sample.prefix_cache_info, Sample.PrefixCacheInfo),
+    ):
+        if not isinstance(value, kind):
+            raise InvalidArgument(f"{name} {field} is {_kind(value)}: leave it as it was")
+
+
+def _array(name: str, values: Any) -> NDArray[Any]:
+    try:
+        return np.asarray(values)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: a tensor that has a gradient
+        raise InvalidArgument(f"{name} is no array of numbers: {error}") from error
+
+
+def _integers(name: str, values: Any, dtype: type[np.signedinteger[Any]]) -> NDArray[Any]:
+    """Of another integer type where every one of them is kept: nothing wraps, nothing is cut."""
+    found = _array(name, values)
+    if not found.size:
+        return found.astype(dtype)
+    if found.dtype.kind not in "iu":
+        raise InvalidArgument(f"{name} is of {found.dtype}, must be integers")
+    limits = np.iinfo(dtype)
+    if found.min() < limits.min or found.max() > limits.max:
+        raise InvalidArgument(f"{name} has values from {found.min()} to {found.max()}, {limits.dtype} cannot hold them")
+    return found.astype(dtype)
+
+
+def _mask(name: str, sample: Sample, length: int) -> NDArray[np.uint8]:
+    """0 and 1, be they written as integers, floats or booleans."""
+    given = np.ones(length, dtype=np.uint8) if sample.loss_mask is None else _array(name, sample.loss_mask)
+    if given.shape != (length,):
+        raise InvalidArgument(f"{name} is {list(given.shape)}, response_length is {length}: one entry for each token")
+    if length and given.dtype.kind not in "biuf":
+        raise InvalidArgument(f"{name} is of {given.dtype}, must be 0 or 1 for each token")
+    if (wrong := (given != 0) & (given != 1)).any():
+        raise InvalidArgument(f"{name}[{int(np.flatnonzero(wrong)[0])}] is {given[wrong][0]}, must be 0 or 1")
+    return np.zeros(length, np.uint8) if sample.remove_sample else given.astype(np.uint8)
+
+
+def _floats(name: str, values: Any) -> NDArray[np.float32]:
+    found = _array(name, values)
+    if found.size and found.dtype.kind not in "iuf":
+        raise InvalidArgument(f"{name} is of {found.dtype}, must be numbers")
+    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused as that
+        return found.astype(np.float32)
+
+
+def _log_probs(name: str, sample: Sample, length: int) -> NDArray[np.float32]:
     if sample.rollout_log_probs is None:
-        if sample.response_length == 0:
+        if length == 0:
             return np.zeros(0, np.float32)
         raise InvalidArgument(
-            f"sample {sample_id}: rollout_log_probs is None for {sample.response_length} response tokens: ask the "
+            f"{name} rollout_log_probs is None for {length} response tokens: ask the "
             "engine with return_logprob and append them; tokens that the policy did not sample "
             "take 0.0 and a loss_mask of 0"
         )
-    return np.asarray(sample.rollout_log_probs, dtype=np.float32)
+    return _floats(f"{name} {ROLLOUT_LOG_PROBS}", sample.rollout_log_probs)
 
 
 def _failure(sample: Sample) -> Failure | None:
@@ -96,19 +168,26 @@ def _failure(sample: Sample) -> Failure | None:
     return Failure("HOOK_FAILED", sample.failure_reason or "the generate function set the status to FAILED")
 
 
-def _oldest(sample: Sample) -> tuple[PolicyRange, ...]:
-    if not sample.weight_versions or not sample.response_length:
+def _oldest(name: str, sample: Sample, length: int) -> tuple[PolicyRange, ...]:
+    if not sample.weight_versions or not length:
         return ()
-    return (PolicyRange(min(int(v) for v in sample.weight_versions), 0, sample.response_length),)
+    try:
+        return (PolicyRange(min(int(v) for v in sample.weight_versions), 0, length),)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidArgument(f"{name} weight_versions are {sample.weight_versions!r:.80}, must be numbers") from error
 
 
-def _columns(sample: Sample) -> dict[str, Any]:
+def _columns(name: str, sample: Sample) -> dict[str, Any]:
     columns: dict[str, Any] = {}
     if sample.teacher_log_probs is not None:
-        columns["teacher_log_probs"] = np.asarray(sample.teacher_log_probs, dtype=np.float32)
+        columns[TEACHER_LOG_PROBS] = _floats(f"{name} {TEACHER_LOG_PROBS}", sample.teacher_log_probs)
     if sample.rollout_routed_experts is not None:
-        columns[ROUTED_EXPERTS] = np.asarray(sample.rollout_routed_experts, dtype=np.int16)
+        columns[ROUTED_EXPERTS] = _integers(f"{name} {ROUTED_EXPERTS}", sample.rollout_routed_experts, np.int16)
     return columns
+
+
+def _kind(value: Any) -> str:
+    return f"{len(value)} of them" if isinstance(value, Sized) else type(value).__name__
 
 
 def _tags(sample: Sample) -> dict[str, str]:
@@ -122,5 +201,8 @@ def _tags(sample: Sample) -> dict[str, str]:
     return tags
 
 
-def _joined(messages: Sequence[dict[str, Any]]) -> str:
-    return "\n".join(f"{m['role']}: {m['content']}" for m in messages)
+def _joined(name: str, messages: Any) -> str:
+    try:
+        return "\n".join(f"{m['role']}: {m['content']}" for m in messages)
+    except (KeyError, TypeError) as error:
+        raise InvalidArgument(f"{name} prompt is neither text nor messages with role and content") from error

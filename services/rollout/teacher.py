@@ -49,11 +49,10 @@ class Teacher:
         if sample.status is Status.FAILED:
             return sample
         try:
-            log_probs = await self._log_probs(sample)
+            return replace(sample, columns={**sample.columns, COLUMN: await self._log_probs(sample)})
         except HeadraceError as error:
             log.warning("teacher_failed", sample_id=sample.sample_id, reason=error.reason, error=error.message)
             return replace(sample, status=Status.FAILED, failure=Failure(f"TEACHER_{error.reason}", error.message))
-        return replace(sample, columns={**sample.columns, COLUMN: log_probs})
 
     async def _log_probs(self, sample: Sample) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
         if not sample.response_length:

@@ -63,7 +63,7 @@ class EngineClient:
             raise self._unreachable("/generate", error, seconds) from error
 
     async def score(self, tokens: Sequence[int], *, cache_key: str, seconds: float) -> list[float]:
-        """Log-probs of all tokens but the first, at temperature 1."""
+        """Log-probs of all tokens but the first, at temperature 1. Raises Unavailable when they are others'."""
         body = {
             "input_ids": list(tokens),
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
@@ -72,7 +72,10 @@ class EngineClient:
             "extra_key": cache_key,
         }
         reply = await self._post("/generate", body, seconds)
-        return [float(log_prob) for log_prob, _, _ in reply["meta_info"]["input_token_logprobs"][1:]]
+        scored = reply["meta_info"]["input_token_logprobs"][1:]
+        if [token for _, token, _ in scored] != list(tokens[1:]):
+            raise Unavailable(f"{self.url} scored {len(scored)} other tokens than the {len(tokens) - 1} asked about")
+        return [float(log_prob) for log_prob, _, _ in scored]
 
     async def weight_version(self, *, seconds: float = 5.0) -> str:
         """The version it believes to serve; the cheapest sign of life."""

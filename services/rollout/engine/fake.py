@@ -147,8 +147,8 @@ class FakeEngine:
                 return web.Response(status=404)
         return web.json_response({"success": True})
 
-    def _score(self, tokens: Sequence[int]) -> list[float]:
-        return [-(token % 7 + 1) / 10 + self.log_prob_error for token in tokens]
+    def _score(self, tokens: Sequence[int]) -> list[tuple[float, int, None]]:
+        return [(-(token % 7 + 1) / 10 + self.log_prob_error, token, None) for token in tokens]
 
     async def _generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         self.cache_keys.append(body["extra_key"])
@@ -197,7 +197,9 @@ def fake_checksum(content: str) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def _reply(scores: Sequence[float], made: Sequence[int], versions: Sequence[str], finish: str | None) -> dict[str, Any]:
+def _reply(
+    scores: Sequence[tuple[float, int, None]], made: Sequence[int], versions: Sequence[str], finish: str | None
+) -> dict[str, Any]:
     spans: list[dict[str, Any]] = []
     for position, version in enumerate(versions):
         if spans and spans[-1]["version"] == version:
@@ -208,7 +210,7 @@ def _reply(scores: Sequence[float], made: Sequence[int], versions: Sequence[str]
         "output_ids": list(made),
         "meta_info": {
             "finish_reason": {"type": finish} if finish else None,
-            "input_token_logprobs": [[score, None, None] for score in scores],
+            "input_token_logprobs": list(scores),
             "output_token_logprobs": [[-(token % 7 + 1) / 10, token, None] for token in made],
             "weight_version": versions[-1] if versions else "0",
             "weight_versions": spans,
