@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from headrace.api.sample.v1 import sample_pb2 as pb
 from headrace.errors import InvalidArgument
+from headrace.wire.limits import MAX_COLUMN_BYTES, MAX_COLUMN_RANK
 
 DTYPES: Mapping[int, np.dtype[Any]] = {
     pb.DTYPE_UINT8: np.dtype("<u1"),
@@ -23,9 +24,6 @@ DTYPES: Mapping[int, np.dtype[Any]] = {
 _NUMBERS: Mapping[np.dtype[Any], pb.Dtype.ValueType] = {
     dtype: pb.Dtype.ValueType(number) for number, dtype in DTYPES.items()
 }
-MAX_RANK = 8
-MAX_LENGTH = 1 << 31
-"""Of one dimension."""
 
 
 def pack_column(name: str, array: NDArray[Any]) -> pb.Column:
@@ -49,8 +47,9 @@ def unpack_column(column: pb.Column) -> NDArray[Any]:
 
 def check_shape(name: str, dtype: np.dtype[Any], shape: Sequence[int], num_bytes: int) -> None:
     """Raises InvalidArgument unless an array of this shape has exactly these bytes. No product overflows."""
-    expected = prod(shape) * dtype.itemsize if len(shape) <= MAX_RANK else -1
-    if expected != num_bytes or not all(0 <= n <= MAX_LENGTH for n in shape):
-        raise InvalidArgument(
-            f"column {name}: shape {list(shape[:MAX_RANK])} of {dtype} is {str(expected)[:32]} bytes, not {num_bytes}"
-        )
+    shown = f"column {name}: shape {list(shape[:MAX_COLUMN_RANK])} of {dtype}"
+    # Zeros count as ones: numpy refuses shapes of no elements by their other dimensions.
+    if len(shape) > MAX_COLUMN_RANK or min(shape, default=0) < 0 or prod(n or 1 for n in shape) > MAX_COLUMN_BYTES:
+        raise InvalidArgument(f"{shown} is none: {MAX_COLUMN_RANK} dimensions and {MAX_COLUMN_BYTES} bytes at most")
+    if (expected := prod(shape) * dtype.itemsize) != num_bytes:
+        raise InvalidArgument(f"{shown} is {expected} bytes, not {num_bytes}")

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.errors import InvalidArgument
-
-MAX_JSON_DEPTH = 64
-"""Arrays and objects inside of each other."""
+from headrace.wire.limits import MAX_JSON_DEPTH
 
 
 def to_json(value: Mapping[str, Any]) -> str:

@@ -6,9 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from headrace.errors import InvalidArgument
-
-MAX_VERSION = 1 << 53
-"""Integers up to here are exact in every language that reads JSON."""
+from headrace.wire.limits import MAX_COUNTER
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +25,8 @@ def check_ranges(name: str, ranges: Sequence[PolicyRange], response_length: int)
     end = 0
     for number, one in enumerate(ranges):
         where = f"{name}[{number}] is [{one.start}, {one.end}) of version {one.policy_version}"
-        if not 0 <= one.policy_version <= MAX_VERSION:
-            raise InvalidArgument(f"{where}: versions are 0 to {MAX_VERSION}")
+        if not 0 <= one.policy_version <= MAX_COUNTER:
+            raise InvalidArgument(f"{where}: versions are 0 to {MAX_COUNTER}")
         if not end <= one.start < one.end <= response_length:
             raise InvalidArgument(
                 f"{where}, after {end}, of a response of {response_length} tokens: order them by start"

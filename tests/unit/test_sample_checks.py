@@ -17,11 +17,12 @@ from headrace.digest import digest_of
 from headrace.errors import InvalidArgument
 from headrace.hooks import Sample as HookSample
 from headrace.hooks import from_hook
-from headrace.json_text import MAX_JSON_DEPTH, from_json, to_json
+from headrace.json_text import from_json, to_json
 from headrace.judgement import ScoreError, unpack_result
 from headrace.policy_range import PolicyRange, check_covered, check_ranges
 from headrace.sample_checks import ModelBounds
 from headrace.trajectory import Failure, Sample, Status
+from headrace.wire.limits import MAX_JSON_DEPTH
 
 NESTED: dict[str, Any] = {}
 for _ in range(MAX_JSON_DEPTH - 1):
