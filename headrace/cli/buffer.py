@@ -1,4 +1,4 @@
-"""`headrace buffer backup | restore | rebuild | export | retry`: the ledger as files, and its failed groups."""
+"""`headrace buffer backup | restore | export | retry`: the ledger as files, and its failed groups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headrace.launch.buffer_of_run import buffer_of_run
 def buffer(argv: Sequence[str]) -> int:
     """Does one of them."""
     parser = argparse.ArgumentParser(prog="headrace buffer")
-    commands = parser.add_subparsers(required=True, metavar="backup | restore | rebuild | export | retry")
+    commands = parser.add_subparsers(required=True, metavar="backup | restore | export | retry")
     backup = commands.add_parser("backup", help="a consistent copy of a ledger that goes on serving")
     backup.add_argument("address", help="host:port of the buffer")
     backup.add_argument("folder", type=Path, help="a new folder")
@@ -31,9 +31,6 @@ def buffer(argv: Sequence[str]) -> int:
     restore.add_argument("backup", type=Path, help="the backup's folder")
     restore.add_argument("ledger", type=Path, help="a new folder, e.g. runs/NAME/ledger")
     restore.set_defaults(run=_restore)
-    rebuild = commands.add_parser("rebuild", help="the index of a stopped ledger, anew from its segments alone")
-    rebuild.add_argument("ledger", type=Path, help="the ledger's folder, e.g. runs/NAME/ledger")
-    rebuild.set_defaults(run=_rebuild)
     export = commands.add_parser("export", help="one row a sample, for DuckDB, pandas and offline training")
     export.add_argument("run_name", nargs="?", metavar="RUN", help="a run's folder or name; the newest if absent")
     export.add_argument("--buffer-address", help="instead of a run")
@@ -71,22 +68,6 @@ def _restore(args: argparse.Namespace) -> int:
         f"{there['samples']} samples with {there['payload_bytes']} bytes, every one read"
     )
     return 0
-
-
-def _rebuild(args: argparse.Namespace) -> int:
-    command = [sys.executable, "-m", "services.buffer.rebuild", str(args.ledger)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if not done.stdout:
-        raise DataLoss(f"{args.ledger} was not rebuilt: {done.stderr.strip()}")
-    there = json.loads(done.stdout.splitlines()[-1])
-    print(
-        f"{args.ledger}: {there['groups']} groups, {there['events']} events, {there['samples']} samples with "
-        f"{there['payload_bytes']} bytes; {there['torn_bytes']} torn bytes cut, "
-        f"{there['num_damaged']} damaged stretches passed over"
-    )
-    for name in there["damaged"]:
-        print(f"damaged: {name}")
-    return done.returncode
 
 
 def _export(args: argparse.Namespace) -> int:

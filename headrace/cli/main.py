@@ -46,7 +46,7 @@ _COMMANDS: Mapping[str, Command] = {
     "audit": Command(audit, "audit [RUN]", "hold the ledger against what the trainer was fed: 0 0 0, or the ids"),
     "buffer": Command(
         buffer,
-        "buffer backup | restore | rebuild | export | retry",
+        "buffer backup | restore | export | retry",
         "the ledger as files: a copy, a ledger of it, Parquet; failed groups again",
     ),
     "submit": Command(submit, "submit --prompt TEXT | --file PATH", "bring prompts to a stream"),

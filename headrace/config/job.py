@@ -20,6 +20,12 @@ def _several(value: Any) -> Any:
     return (str(value),) if isinstance(value, str | Path) else value
 
 
+def _no_segments(value: Any) -> Any:
+    if value == "segments":
+        raise ValueError("buffer_store segments is read by earlier releases only: set buffer_store to sqlite")
+    return value
+
+
 class RunSection(Section):
     run_name: str = Field("run", description="Names the run and its folder.")
     run_dir: Path = Field(Path("runs"), description="Folder that holds the runs' folders.")
@@ -109,8 +115,8 @@ class BufferSection(Section):
     )
     lease_seconds: Seconds = Field(60.0, description="A producer that is silent for so long loses its groups.")
     max_attempts: Positive = Field(3, description="Leases of a group before it is FAILED.")
-    buffer_store: Literal["memory", "sqlite", "segments", "postgres"] = Field(
-        "segments", description="Where the ledger lives: memory loses it with the process."
+    buffer_store: Annotated[Literal["memory", "sqlite", "postgres"], BeforeValidator(_no_segments)] = Field(
+        "sqlite", description="Where the ledger lives: memory loses it with the process."
     )
     min_free_disk_bytes: NonNegative = Field(256 << 20, description="Puts are refused when the disk has less left.")
     buffer_postgres: str | None = Field(

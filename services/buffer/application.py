@@ -77,8 +77,8 @@ class Buffer:
     ) -> Buffer:
         """Loads what the store kept and starts the lease timer. Raises when a prompt file is gone or another one."""
         snapshot = await asyncio.to_thread(store.load)
-        for record in snapshot.quarantined:
-            log.error("record_quarantined", record=record)
+        for damage in snapshot.damaged:
+            log.error("ledger_damaged", what=damage.what, group_id=damage.group_id, sample_id=damage.sample_id)
         if snapshot.torn_bytes:
             log.warning("torn_tail_cut", num_bytes=snapshot.torn_bytes)
         ledger = Ledger(snapshot.ledger_id, retain_events=retain_events)

@@ -38,8 +38,17 @@ class Prompt(msgspec.Struct, frozen=True, gc=False):
     priority: int = 0
 
 
+def payload_key(lease_id: str, index: int) -> str:
+    """Where the `index`-th payload that ended a lease lies: a lease ends once, so the key is never used again.
+
+    Names of streams, groups and samples may hold anything, "/" and "#" too. A lease id has the group's id, which has
+    the stream's name, and numbers behind them: two leases never have one key.
+    """
+    return f"{lease_id}/{index}"
+
+
 class SampleRecord(msgspec.Struct, frozen=True, gc=False):
-    """What the ledger knows of one sample; its payload lies in the store under `key`."""
+    """What the ledger knows of one sample; its payload lies in the store under `key`, which `payload_key` makes."""
 
     key: str
     sample_id: str

@@ -10,7 +10,7 @@ from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
 from headrace.trajectory import Failure, from_json
-from services.buffer.group import Group, GroupState, Prompt, SampleRecord
+from services.buffer.group import Group, GroupState, Prompt, SampleRecord, payload_key
 from services.buffer.producing import GroupPut, NoLeaseReason, PutOutcome, PutResult, Release
 from services.buffer.transaction import LedgerEvent, Payload
 from services.buffer.wire_bytes import RawPut, RawSample
@@ -60,15 +60,15 @@ def to_put(put: RawPut) -> GroupPut:
         lease_id=require(message.lease_id, "groups.lease_id"),
         group_id=group_id,
         outcome=outcome,
-        samples=tuple(_to_finished(sample, group_id) for sample in samples),
+        samples=tuple(_to_finished(s, group_id, payload_key(message.lease_id, i)) for i, s in enumerate(samples)),
         failure=Failure(message.failure.reason, message.failure.message) if message.HasField("failure") else None,
     )
 
 
-def _to_finished(sample: RawSample, group_id: str) -> NewSample:
+def _to_finished(sample: RawSample, group_id: str, key: str) -> NewSample:
     envelope = _parse_envelope(sample.envelope)
     _check_finished(envelope)
-    return _to_sample(sample, envelope, group_id, f"sample/{group_id}/{envelope.sample_id}")
+    return _to_sample(sample, envelope, group_id, key)
 
 
 def _parse_envelope(data: bytes) -> sample_pb2.SampleEnvelope:
@@ -86,7 +86,7 @@ def to_release(message: pb.LeaseRelease) -> Release:
     """A lease given back."""
     lease_id = require(message.lease_id, "releases.lease_id")
     partials = tuple(
-        _to_sample(RawSample(b"", s.payload), s.envelope, s.envelope.group_id, f"partial/{lease_id}/{i}")
+        _to_sample(RawSample(b"", s.payload), s.envelope, s.envelope.group_id, payload_key(lease_id, i))
         for i, s in enumerate(message.partial_samples)
     )
     return Release(lease_id, partials, message.reason)

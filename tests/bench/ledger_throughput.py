@@ -119,13 +119,13 @@ async def ours(client: BufferClient, pid: int, size: int) -> Rates:
 
 
 def raw_disk(folder: Path, size: int) -> float:
-    """Append and fdatasync, 16 samples at a time, preallocated."""
+    """Append and fdatasync, 16 samples at a time."""
     calls = NUM_SAMPLES[size] // PER_CALL
     parts = [os.urandom(size) for _ in range(PER_CALL)]
     rates = []
     for number in range(ROUNDS):
         files, name = DiskFiles(folder), f"raw-{size}-{number}"
-        files.create(name, calls * size * PER_CALL)
+        files.create(name)
         started = time.perf_counter()
         for call in range(calls):
             files.write(name, call * size * PER_CALL, parts)

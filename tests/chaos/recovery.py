@@ -22,7 +22,7 @@ from tests.support.buffer_server import BufferProcess
 
 NUM_SAMPLES = int(os.environ.get("HEADRACE_SAMPLES", "100000"))
 NUM_RECOVERIES = int(os.environ.get("HEADRACE_RECOVERIES", "100"))
-STORE = os.environ.get("HEADRACE_STORE", "segments")
+STORE = os.environ.get("HEADRACE_STORE", "sqlite")
 _SAMPLES_PER_GROUP = 8
 _GROUPS_AT_ONCE = 250
 

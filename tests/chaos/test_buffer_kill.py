@@ -17,7 +17,6 @@ from tests.support.buffer_server import BufferProcess
 # `make chaos` asks for more.
 NUM_KILLS = int(os.environ.get("HEADRACE_KILLS", "6"))
 KILLS_PER_TRAINER = 3
-STORES = ("segments", "sqlite") if NUM_KILLS > 10 else ("segments",)
 
 
 @pytest.fixture
@@ -29,12 +28,8 @@ def prompts(tmp_path: Path) -> Path:
 
 
 @pytest.mark.timeout(600 + 20 * NUM_KILLS)
-@pytest.mark.parametrize("store", STORES)
-async def test_nothing_acknowledged_is_lost_and_nothing_consumed_twice(
-    tmp_path: Path, prompts: Path, store: str
-) -> None:
-    section = BufferSection.model_validate({"max_staleness": 1, "buffer_store": store})
-    buffer = BufferProcess(tmp_path, prompts, buffer=section)
+async def test_nothing_acknowledged_is_lost_and_nothing_consumed_twice(tmp_path: Path, prompts: Path) -> None:
+    buffer = BufferProcess(tmp_path, prompts, buffer=BufferSection(max_staleness=1))
     chance = random.Random(5)
     await buffer.start()
     try:

@@ -122,7 +122,7 @@ def in_progress(metrics_address: str) -> int:
 @pytest.mark.timeout(600)
 async def test_a_crowd_that_waits_costs_little_more_than_grpc_itself(tmp_path: Path) -> None:
     bare_resident, bare = await bare_cost()
-    buffer = BufferProcess(tmp_path, None, buffer=BufferSection(max_staleness=1, buffer_store="segments"))
+    buffer = BufferProcess(tmp_path, None, buffer=BufferSection(max_staleness=1))
     metrics_address = f"127.0.0.1:{free_port()}"
     await buffer.start(metrics_address=metrics_address)
     try:

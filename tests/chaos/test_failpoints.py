@@ -1,7 +1,7 @@
 """A disk that kills, fails, is full or stalls at every point where the store touches it, under the whole workload.
 
-The same for the index beside the segments: killed before its transaction, inside of it and behind it, told by the
-system that the disk fails or is full. It is behind the segments always: nothing that was answered is in it alone.
+The same for SQLite: killed before its transaction, inside of it and behind it, told by the system that the disk fails
+or is full.
 
 `make chaos` tries every action at every point, `make test` each action at one.
 """
@@ -19,28 +19,26 @@ import pytest
 from headrace.config.job import BufferSection
 from tests.chaos.workload import working
 from tests.support.buffer_server import BufferProcess
+from tests.support.faulty_database import DATABASE_FAILPOINTS
 from tests.support.faulty_files import ACTIONS, POINTS
-from tests.support.faulty_index import INDEX_FAILPOINTS
 
 _FIRST_STEPS = 2
 # How often a point is passed before it acts: beyond the start of the buffer, in the middle of the work.
-_PASSES = {"create": 3, "created": 3, "truncate": 3, "sync-folder": 3, "delete": 1} | dict.fromkeys(
-    ("index", "index-commit", "index-committed"), 8
-)
+_PASSES = {"create": 3, "created": 3, "truncate": 3, "sync-folder": 3, "delete": 1}
 _MANY_PASSES = 30
-_SEGMENT_BYTES = 16_384
+_FILE_BYTES = 16_384
 
 
 _FEW = (
     ("half-written", "kill"), ("synced", "EIO"), ("delete", "ENOSPC"), ("sync-folder", "pause"),
-    ("index-commit", "kill"), ("index", "EIO"),
+    ("commit", "kill"), ("begin", "EIO"),
 )  # fmt: skip
 
 
 def failpoints() -> Sequence[str]:
     """point:action:pass"""
     every = os.environ.get("HEADRACE_FAILPOINTS") == "all"
-    pairs = (*product(POINTS, ACTIONS), *INDEX_FAILPOINTS) if every else _FEW
+    pairs = (*product(POINTS, ACTIONS), *DATABASE_FAILPOINTS) if every else _FEW
     return [f"{point}:{action}:{_PASSES.get(point, _MANY_PASSES)}" for point, action in pairs]
 
 
@@ -49,9 +47,9 @@ def failpoints() -> Sequence[str]:
 async def test_nothing_is_lost_or_doubled_by_a_disk_that_fails_at(failpoint: str, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"q{i}"}) + "\n" for i in range(50)))
-    section = BufferSection(max_staleness=1, buffer_store="segments", retain_steps=2)
+    section = BufferSection(max_staleness=1, retain_steps=2)
     buffer = BufferProcess(tmp_path, prompts, buffer=section)
-    await buffer.start(failpoint, _SEGMENT_BYTES)
+    await buffer.start(failpoint, _FILE_BYTES)
     try:
         async with working(buffer, tmp_path) as workload:
             if ":pause:" in failpoint:

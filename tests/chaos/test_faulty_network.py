@@ -23,7 +23,7 @@ from headrace.api.sample.v1.sample_pb2 import OutOfLineColumn
 from headrace.client.buffer import BufferClient
 from headrace.client.columns import LargeColumn
 from headrace.errors import DeadlineExceeded, Unavailable
-from services.buffer.store.segments import SegmentStore
+from services.buffer.store.sqlite.store import SqliteStore
 from tests.support.buffer_samples import complete_put, failed_put, text_prompts
 from tests.support.buffer_server import served_buffer
 from tests.support.fault_proxy import Direction, Fault, fault_proxy
@@ -261,7 +261,7 @@ async def _stats_are(scene: Scene, answer: pb.StreamStats) -> bool:
 
 @pytest.fixture
 async def address(tmp_path: Path) -> AsyncIterator[str]:
-    async with served_buffer(SegmentStore(tmp_path), columns_folder=tmp_path / "columns") as (_, server):
+    async with served_buffer(SqliteStore(tmp_path), columns_folder=tmp_path / "columns") as (_, server):
         yield server.address
 
 

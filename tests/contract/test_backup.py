@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,16 +16,13 @@ from headrace.backup import write_backup
 from headrace.cli.main import main
 from headrace.client.buffer import BufferClient
 from headrace.errors import DataLoss, FailedPrecondition
-from services.buffer.store.base import Store
 from services.buffer.store.memory import MemoryStore
 from services.buffer.store.postgres import PostgresStore
-from services.buffer.store.segments import SegmentStore
-from services.buffer.store.sqlite import SqliteStore
+from services.buffer.store.sqlite.store import SqliteStore
 from tests.support.buffer_samples import complete_put, text_prompts
 from tests.support.buffer_server import served_buffer
 from tests.support.postgres import cluster, needs_postgres, run_postgres
 
-STORES: dict[str, Callable[[Path], Store]] = {"sqlite": SqliteStore, "segments": SegmentStore}
 STREAM = pb.StreamConfig(name="train", n_samples_per_prompt=2, groups_per_step=2)
 
 
@@ -34,21 +31,19 @@ class Served:
     address: str
     client: BufferClient
     folder: Path
-    open_store: Callable[[Path], Store]
 
 
-@pytest.fixture(params=STORES)
-async def served(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Served]:
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
     """A buffer with ten groups ready and one step consumed."""
-    open_store = STORES[request.param]
     folder = tmp_path / "ledger"
-    async with served_buffer(open_store(folder)) as (_, server), BufferClient(server.address) as client:
+    async with served_buffer(SqliteStore(folder)) as (_, server), BufferClient(server.address) as client:
         await client.create_stream(STREAM)
         await produce(client, 12)
         epoch = (await client.rewind("train", 0)).epoch
         batch = await client.lease_batch("train", epoch, 0)
         await client.consume("train", epoch, 0, batch.digest)
-        yield Served(server.address, client, folder, open_store)
+        yield Served(server.address, client, folder)
 
 
 async def produce(client: BufferClient, count: int, prefix: str = "q") -> list[str]:
@@ -81,7 +76,7 @@ async def test_a_copy_made_under_load_is_one_moment_of_the_ledger(served: Served
     assert not list(served.folder.glob("copy-*"))
     assert await command("restore", str(tmp_path / "copy"), str(tmp_path / "again")) == 0
 
-    restored = served.open_store(tmp_path / "again")
+    restored = SqliteStore(tmp_path / "again")
     async with served_buffer(restored) as (buffer, server), BufferClient(server.address) as client:
         position = await client.position()
         assert position >= before.groups[0].position

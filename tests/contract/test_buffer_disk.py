@@ -12,16 +12,16 @@ from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
 from headrace.config.job import BufferSection
 from headrace.errors import ResourceExhausted
-from services.buffer.store.segments import SegmentStore
+from services.buffer.store.sqlite.store import SqliteStore
 from tests.support.buffer_samples import complete_put, text_prompts
 from tests.support.buffer_server import BufferProcess, served_buffer
 
 
 def process(folder: Path) -> BufferProcess:
-    return BufferProcess(folder, None, buffer=BufferSection(max_staleness=9, buffer_store="segments"))
+    return BufferProcess(folder, None, buffer=BufferSection(max_staleness=9))
 
 
-@pytest.mark.parametrize("failpoint", ["sync:EIO:9", "half-written:ENOSPC:9", "written:kill:9"])
+@pytest.mark.parametrize("failpoint", ["sync:EIO:3", "half-written:ENOSPC:3", "written:kill:3", "commit:EIO:9"])
 async def test_a_disk_that_fails_ends_the_process_and_clients_go_on_after_its_restart(
     tmp_path: Path, failpoint: str
 ) -> None:
@@ -55,7 +55,7 @@ async def work(client: BufferClient) -> dict[str, bytes]:
     return acknowledged
 
 
-class NearlyFull(SegmentStore):
+class NearlyFull(SqliteStore):
     """A store on a disk with so many bytes left."""
 
     free = 1 << 30

@@ -31,7 +31,7 @@ from headrace.trajectory import Sample
 from services.buffer.application import Buffer
 from services.buffer.group import Prompt
 from services.buffer.store.memory import MemoryStore
-from services.buffer.store.sqlite import SqliteStore
+from services.buffer.store.sqlite.store import SqliteStore
 from services.buffer.stream import StreamConfig
 from services.buffer.transaction import Transaction
 from tests.support.buffer_samples import complete_put, completed_sample, text_prompts

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable
-from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from headrace.cli.main import main
-from headrace.errors import ConfigError, DataLoss, FailedPrecondition, NotFound, ResourceExhausted
+from headrace.errors import FailedPrecondition, NotFound, ResourceExhausted
 from services.buffer.group import GroupState, Prompt
 from services.buffer.ledger import Ledger
 from services.buffer.producing import PutOutcome, Release
 from services.buffer.retrying import Retried
 from services.buffer.source import FileSource
 from services.buffer.store.base import Store
-from services.buffer.store.segments import SegmentStore
-from services.buffer.store.sqlite import SqliteStore
 from services.buffer.stream import Selection
-from tests.support.ledger_under_test import LedgerUnderTest, complete, sample, without_samples
+from tests.support.ledger_under_test import LedgerUnderTest, sample, without_samples
 from tests.support.mixed_ledger import Mixed
 from tests.support.postgres import needs_postgres
 from tests.support.stores import STORES, reopened
@@ -212,110 +206,3 @@ def test_transactions_committed_together_are_all_there(store: Store, reopen: Reo
 
 def _prompt(i: int) -> Prompt:
     return Prompt(f"p{i}", b"body")
-
-
-def damage(folder: Path, statement: str) -> None:
-    with closing(sqlite3.connect(folder / "ledger.sqlite")) as database, database:
-        assert database.execute(statement).rowcount == 1
-
-
-def test_promise_9_a_payload_that_the_disk_changed_is_data_loss(tmp_path: Path) -> None:
-    it = busy_ledger(SqliteStore(tmp_path))
-    record = next(r for g in it.ledger.book("train").groups.values() for r in g.records)
-    damage(tmp_path, f"UPDATE payloads SET body = CAST('X' || substr(body, 2) AS BLOB) WHERE key = '{record.key}'")
-    with pytest.raises(DataLoss, match=record.sample_id):
-        it.store.read_payloads([record])
-
-
-def test_promise_9_a_damaged_group_is_set_aside_and_named_and_the_others_are_loaded(tmp_path: Path) -> None:
-    it = busy_ledger(SqliteStore(tmp_path))
-    damage(tmp_path, "UPDATE groups SET body = replace(body, 'READY', 'QUEUED') WHERE group_id = 'train/5'")
-    it.store.close()
-    it.store = SqliteStore(tmp_path)
-    assert it.store.load().quarantined == ("groups/train/5",)
-    it.restart()
-    assert len(it.ledger.book("train").groups) == 11
-
-
-def test_promise_9_a_batch_that_lost_a_group_is_data_loss_and_not_a_smaller_batch(tmp_path: Path) -> None:
-    it = busy_ledger(SqliteStore(tmp_path))
-    victim = it.batch(2, 1).groups[0].group_id
-    damage(tmp_path, f"UPDATE groups SET crc = crc + 1 WHERE group_id = '{victim}'")
-    it.restart()
-    with pytest.raises(DataLoss, match="1 of the 2 groups in the batch of step 1"):
-        it.batch(2, 1)
-
-
-def test_promise_9_a_damaged_stream_record_stops_the_start(tmp_path: Path) -> None:
-    busy_ledger(SqliteStore(tmp_path)).store.close()
-    damage(tmp_path, "UPDATE streams SET crc = crc + 1")
-    with pytest.raises(DataLoss, match="streams/train"):
-        SqliteStore(tmp_path).load()
-
-
-def test_promise_9_a_torn_tail_of_the_log_is_cut(tmp_path: Path) -> None:
-    it = busy_ledger(SqliteStore(tmp_path / "old"))
-    kept = it.ledger.position
-    log = (tmp_path / "old" / "ledger.sqlite-wal").read_bytes()
-    it.submit("the last one")
-    grown = (tmp_path / "old" / "ledger.sqlite-wal").read_bytes()
-    assert len(grown) > len(log)
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new" / "ledger.sqlite").write_bytes((tmp_path / "old" / "ledger.sqlite").read_bytes())
-    (tmp_path / "new" / "ledger.sqlite-wal").write_bytes(grown[: len(log) + (len(grown) - len(log)) // 2])
-    assert SqliteStore(tmp_path / "new").load().position == kept
-
-
-def test_two_processes_cannot_have_one_data_dir(tmp_path: Path) -> None:
-    store = SqliteStore(tmp_path)
-    with pytest.raises(ConfigError, match="in use by another buffer"):
-        SqliteStore(tmp_path)
-    store.close()
-    SqliteStore(tmp_path).close()
-
-
-def test_the_segments_of_committed_samples_are_deleted_and_the_rest_is_carried_on(tmp_path: Path) -> None:
-    store = SegmentStore(tmp_path, segment_bytes=1 << 16)
-    it = LedgerUnderTest(store)
-    it.create(max_staleness=None)
-    epoch = it.rewind()
-    it.submit("kept")
-    kept = it.lease()
-    it.put(kept)
-    it.do(it.ledger.set_limits(it.now, replace(it.ledger.book("train").state.config, selection=Selection.LIFO)))
-    for step in range(12):
-        it.submit(f"a{step}", f"b{step}")
-        it.do(it.ledger.put(it.now, [complete(group, text="x" * 9000) for group in it.lease()]))
-        it.consume(epoch, step)
-        it.commit(epoch, step + 1)
-    while store.clean():
-        pass
-    assert sum(f.stat().st_size for f in (tmp_path / "segments").iterdir()) < 12 * 4 * 9000 / 3
-    before = contents(it.ledger), store.read_events(0, 10_000)
-    for index in ("as it is", "made again"):
-        it.store.close()
-        if index == "made again":
-            (tmp_path / "index.sqlite").unlink()
-        it.store = SegmentStore(tmp_path, segment_bytes=1 << 16)
-        it.restart()
-        assert (contents(it.ledger), it.store.read_events(0, 10_000)) == before
-        records = [r for g in it.ledger.book("train").groups.values() for r in g.records]
-        assert [len(p) for p in it.store.read_payloads(records)] == [r.payload_bytes for r in records]
-
-
-def test_headrace_buffer_rebuild_makes_the_index_from_the_segments_and_names_what_is_damaged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    it = busy_ledger(SegmentStore(tmp_path))
-    record = next(r for g in it.ledger.book("train").groups.values() for r in g.records)
-    payload = bytes(it.store.read_payloads([record])[0])
-    it.store.close()
-    (tmp_path / "index.sqlite").write_bytes(b"not a database")
-    assert main(["buffer", "rebuild", str(tmp_path)]) == 0
-    assert "12 groups" in capsys.readouterr().out
-    segment = next(path for path in (tmp_path / "segments").iterdir() if payload in path.read_bytes())
-    segment.write_bytes(segment.read_bytes().replace(payload, payload[::-1]))
-    assert main(["buffer", "rebuild", str(tmp_path)]) == 1
-    assert f"damaged: payloads/{record.key}" in capsys.readouterr().out
-    with pytest.raises(DataLoss, match=record.sample_id):
-        SegmentStore(tmp_path).read_payloads([record])

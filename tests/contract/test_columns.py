@@ -19,7 +19,7 @@ from headrace.client.columns import LargeColumn, taken_out
 from headrace.config.job import BufferSection
 from headrace.errors import DataLoss, FailedPrecondition, NotFound
 from headrace.trajectory import Sample
-from services.buffer.store.segments import SegmentStore
+from services.buffer.store.sqlite.store import SqliteStore
 from services.buffer.verify import verify
 from tests.support.buffer_samples import completed_sample, text_prompts
 from tests.support.buffer_server import BufferProcess, served_buffer
@@ -32,7 +32,7 @@ LARGE = int(os.environ.get("HEADRACE_COLUMN_MIB", "32")) * MIB
 
 @pytest.fixture
 async def client(tmp_path: Path) -> AsyncIterator[BufferClient]:
-    store = SegmentStore(tmp_path / "ledger")
+    store = SqliteStore(tmp_path / "ledger")
     async with (
         served_buffer(store, columns_folder=tmp_path / "ledger" / "columns") as (_, server),
         BufferClient(server.address) as client,
@@ -121,7 +121,7 @@ async def test_bytes_with_another_digest_are_refused(client: BufferClient, tmp_p
 
 
 def damaged(ledger: Path, columns: Path) -> tuple[str, ...]:
-    store = SegmentStore(ledger)
+    store = SqliteStore(ledger)
     found = verify(store, columns).damaged
     store.close()
     return found
@@ -133,7 +133,7 @@ async def test_a_backup_has_the_columns(client: BufferClient, tmp_path: Path) ->
     restore_backup(tmp_path / "copy", tmp_path / "again")
     assert not damaged(tmp_path / "again", tmp_path / "again" / "columns")
     assert [line.endswith("is not there") for line in damaged(tmp_path / "again", tmp_path)] == [True, True]
-    store = SegmentStore(tmp_path / "again")
+    store = SqliteStore(tmp_path / "again")
     async with (
         served_buffer(store, columns_folder=tmp_path / "again" / "columns") as (_, server),
         BufferClient(server.address) as restored,
@@ -144,7 +144,7 @@ async def test_a_backup_has_the_columns(client: BufferClient, tmp_path: Path) ->
 
 @pytest.mark.timeout(600)
 async def test_four_large_columns_pass_through_little_memory_and_a_kill(tmp_path: Path) -> None:
-    buffer = BufferProcess(tmp_path, None, buffer=BufferSection(buffer_store="segments", min_free_disk_bytes=0))
+    buffer = BufferProcess(tmp_path, None, buffer=BufferSection(min_free_disk_bytes=0))
     await buffer.start()
     try:
         async with BufferClient(buffer.address, deadline_seconds=120) as client:

@@ -29,9 +29,9 @@ class FaultyFiles(DiskFiles):
         assert self._failpoint.point in POINTS, failpoint
         assert self._failpoint.action in ACTIONS, failpoint
 
-    def create(self, name: str, num_bytes: int) -> None:
+    def create(self, name: str) -> None:
         self._pass("create")
-        super().create(name, num_bytes)
+        super().create(name)
         self._pass("created")
 
     def write(self, name: str, offset: int, parts: Sequence[Buffer]) -> None:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.trajectory import Failure
-from services.buffer.group import Group, GroupState, Prompt, SampleRecord
+from services.buffer.group import Group, GroupState, Prompt, SampleRecord, payload_key
 from services.buffer.ledger import Ledger, Result
 from services.buffer.producing import GroupPut, PutOutcome, PutResult
 from services.buffer.store.base import Store
@@ -107,7 +107,7 @@ def sample(
     payload = f"{group.lease.lease_id} {index} v{policy_version} {text}".encode()
     name = sample_id or f"{group.lease.lease_id}/{index}"
     record = SampleRecord(
-        f"sample/{name}",
+        payload_key(group.lease.lease_id, index),
         name,
         index,
         hashlib.sha256(payload).digest(),

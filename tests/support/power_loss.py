@@ -37,9 +37,9 @@ class MemoryFiles:
     def names(self) -> list[str]:
         return sorted(self.contents)
 
-    def create(self, name: str, num_bytes: int) -> None:
+    def create(self, name: str) -> None:
         assert name not in self.contents
-        self._do(Operation("create", name, num_bytes))
+        self._do(Operation("create", name))
 
     def write(self, name: str, offset: int, parts: Sequence[Buffer]) -> None:
         self._do(Operation("write", name, offset, b"".join(parts)))
@@ -79,7 +79,7 @@ class MemoryFiles:
 def _apply(contents: dict[str, bytearray], operation: Operation) -> None:
     match operation.kind:
         case "create":
-            contents[operation.name] = bytearray(operation.number)
+            contents[operation.name] = bytearray()
         case "write":
             file = contents[operation.name]
             end = operation.number + len(operation.data)

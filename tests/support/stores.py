@@ -9,25 +9,20 @@ from pathlib import Path
 from services.buffer.store.base import Store
 from services.buffer.store.memory import MemoryStore
 from services.buffer.store.postgres import PostgresStore
-from services.buffer.store.segments import SegmentStore
-from services.buffer.store.sqlite import SqliteStore
+from services.buffer.store.sqlite.store import SqliteStore
 from tests.support.postgres import cluster
 
 STORES: dict[str, Callable[[Path], Store]] = {
     "memory": lambda folder: MemoryStore(),
-    "sqlite": SqliteStore,
-    "segments": lambda folder: SegmentStore(folder, segment_bytes=4096),
+    "sqlite": lambda folder: SqliteStore(folder, file_bytes=4096),
     "postgres": lambda folder: PostgresStore(cluster(), hashlib.sha256(str(folder).encode()).hexdigest()[:16]),
-    "segments rebuilt": lambda folder: SegmentStore(folder, segment_bytes=4096),
 }
 """Opens the store of a folder. A memory store lives as long as its object and cannot be opened again."""
 
 
 def reopened(kind: str, store: Store, folder: Path) -> Store:
-    """The same store after a restart; "rebuilt": from the segments alone."""
+    """The same store after a restart."""
     if kind == "memory":
         return store
     store.close()
-    if kind == "segments rebuilt":
-        (folder / "index.sqlite").unlink()
     return STORES[kind](folder)

@@ -1,4 +1,4 @@
-"""What a ledger asks of a disk. `memory`, `sqlite` and `segments` keep the same contract tests.
+"""What a ledger asks of a disk. `memory`, `sqlite` and `postgres` keep the same contract tests.
 
 `commit` is called by one thread; the reads come from others at the same time.
 """
@@ -17,6 +17,15 @@ from services.buffer.transaction import LedgerEvent, Payload, Transaction
 
 
 @dataclass(frozen=True, slots=True)
+class Damage:
+    """Something on the disk that is not as it was written: it is left there and not served."""
+
+    what: str
+    group_id: str | None = None
+    sample_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """Everything a ledger needs to go on."""
 
@@ -26,12 +35,9 @@ class Snapshot:
     position: int
     oldest_position: int = 1
     """Of the history: what was before it is deleted."""
-    quarantined: tuple[str, ...] = ()
-    """Records whose checksum is wrong, by table and key: left where they are, not loaded."""
+    damaged: tuple[Damage, ...] = ()
     torn_bytes: int = 0
     """Cut off the end: what was being written, and was never answered, when the process before this one ended."""
-    num_damaged: int = 0
-    """Damaged stretches that were passed over; what was in them is in `quarantined`."""
 
 
 class Store(Protocol):

@@ -1,4 +1,4 @@
-"""The few things a segment store asks of a file system. `DiskFiles` is real; tests have recording and failing twins.
+"""The few things that payload files ask of a file system. `DiskFiles` is real; tests have recording and failing twins.
 
 A name is durable after `sync_folder`, contents after `sync`. Any OSError is final: what the kernel kept is not known.
 """
@@ -21,8 +21,8 @@ class Files(Protocol):
     def names(self) -> list[str]:
         """Sorted."""
 
-    def create(self, name: str, num_bytes: int) -> None:
-        """A new file of zeros whose blocks are reserved."""
+    def create(self, name: str) -> None:
+        """A new file, empty."""
 
     def write(self, name: str, offset: int, parts: Sequence[Buffer]) -> None:
         """All parts, one after the other."""
@@ -74,10 +74,8 @@ class DiskFiles:
     def names(self) -> list[str]:
         return sorted(path.name for path in self._folder.iterdir())
 
-    def create(self, name: str, num_bytes: int) -> None:
-        file = self._open[name] = _Open(self._folder / name, os.O_CREAT | os.O_EXCL)
-        if num_bytes:
-            os.posix_fallocate(file.descriptor, 0, num_bytes)
+    def create(self, name: str) -> None:
+        self._open[name] = _Open(self._folder / name, os.O_CREAT | os.O_EXCL)
 
     def write(self, name: str, offset: int, parts: Sequence[Buffer]) -> None:
         file = self._file(name)
@@ -88,11 +86,7 @@ class DiskFiles:
         os.fdatasync(self._file(name).descriptor)
 
     def sync_folder(self) -> None:
-        descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_folder(self._folder)
 
     def read(self, name: str, offset: int, num_bytes: int) -> bytes:
         file = self._file(name)
@@ -118,6 +112,15 @@ class DiskFiles:
     def _file(self, name: str) -> _Open:
         file = self._open.get(name)
         return file or self._open.setdefault(name, _Open(self._folder / name, 0))
+
+
+def sync_folder(folder: Path) -> None:
+    """Names made and deleted in it so far survive power loss."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _write_all(descriptor: int, offset: int, parts: Sequence[Buffer]) -> int:

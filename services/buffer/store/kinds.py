@@ -8,10 +8,8 @@ from headrace.config.job import BufferSection, Job
 from headrace.errors import ConfigError
 from services.buffer.store.base import Store
 from services.buffer.store.memory import MemoryStore
-from services.buffer.store.segments import SegmentStore
-from services.buffer.store.sqlite import SqliteStore
-
-_MARKS = {"sqlite": "ledger.sqlite", "segments": "segments"}
+from services.buffer.store.sqlite.database import FILE
+from services.buffer.store.sqlite.store import SqliteStore
 
 
 def store_of_job(job: Job, folder: Path) -> Store:
@@ -22,19 +20,21 @@ def store_of_job(job: Job, folder: Path) -> Store:
 
 def open_store(section: BufferSection, folder: Path, name: str) -> Store:
     """Raises ConfigError when the folder holds a ledger of another kind: it would be passed over in silence."""
-    for kind, mark in _MARKS.items():
-        if kind != section.buffer_store and (folder / mark).exists():
-            raise ConfigError(
-                f"{folder} holds a ledger of buffer_store {kind}, the job says {section.buffer_store}: "
-                f"set buffer_store to {kind}, or choose another run_name"
-            )
+    if (folder / "segments").exists():
+        raise ConfigError(
+            f"{folder} holds a ledger of buffer_store segments, which this headrace does not read: finish the run with "
+            "the headrace that wrote it, or choose another run_name, which begins a ledger of buffer_store sqlite"
+        )
+    if section.buffer_store != "sqlite" and (folder / FILE).exists():
+        raise ConfigError(
+            f"{folder} holds a ledger of buffer_store sqlite, the job says {section.buffer_store}: "
+            "set buffer_store to sqlite, or choose another run_name"
+        )
     match section.buffer_store:
         case "memory":
             return MemoryStore()
         case "sqlite":
             return SqliteStore(folder)
-        case "segments":
-            return SegmentStore(folder)
         case "postgres":
             if section.buffer_postgres is None:
                 raise ConfigError("buffer_store postgres needs a database: pass --buffer-postgres postgresql://…")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from headrace.digest import matches
 from headrace.errors import DataLoss, NotFound
 from services.buffer.group import SampleRecord
+from services.buffer.transaction import Payload
 
 
-def checked_payload(record: SampleRecord, payload: bytes | None) -> bytes:
+def checked_payload(record: SampleRecord, payload: Payload | None) -> Payload:
     """The bytes that were put. Raises NotFound when they are gone, DataLoss when they are others."""
     if payload is None:
         raise NotFound(

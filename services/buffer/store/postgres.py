@@ -21,8 +21,8 @@ from psycopg import sql
 from headrace.errors import ConfigError, DataLoss, FailedPrecondition, Fenced
 from headrace.rpc.log import log
 from services.buffer.group import Group, Prompt, SampleRecord
-from services.buffer.store import segment_rows as codec
-from services.buffer.store.base import Snapshot
+from services.buffer.store import rows as codec
+from services.buffer.store.base import Damage, Snapshot
 from services.buffer.store.copy import CopiedFile
 from services.buffer.store.payload import checked_payload
 from services.buffer.transaction import LedgerEvent, Payload, Transaction
@@ -75,7 +75,7 @@ class PostgresStore:
         (oldest, position) = _one(
             self._writer.execute("SELECT coalesce(min(position), 1), coalesce(max(position), 0) FROM events")
         )
-        return Snapshot(self._ledger_id, tuple(streams), tuple(groups), position, oldest, tuple(damaged))
+        return Snapshot(self._ledger_id, tuple(streams), tuple(groups), position, oldest, tuple(map(Damage, damaged)))
 
     def commit(self, transactions: Sequence[Transaction]) -> None:
         try:

@@ -14,7 +14,7 @@ from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
 from services.buffer.lanes import turns
 from services.buffer.producing import PutOutcome
-from services.buffer.store.segments import SegmentStore
+from services.buffer.store.sqlite.store import SqliteStore
 from services.buffer.training import Batch
 from tests.support.buffer_samples import complete_put
 from tests.support.buffer_server import served_buffer
@@ -124,7 +124,7 @@ async def test_each_file_has_its_cursor_and_its_counts_and_keeps_them_over_a_res
     config = pb.StreamConfig(name="train", n_samples_per_prompt=2, groups_per_step=4, files=files)
     for step in range(6):
         async with (
-            served_buffer(SegmentStore(tmp_path / "ledger")) as (_, server),
+            served_buffer(SqliteStore(tmp_path / "ledger")) as (_, server),
             BufferClient(server.address) as client,
         ):
             await client.create_stream(config)

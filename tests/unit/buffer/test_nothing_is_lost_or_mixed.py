@@ -15,7 +15,7 @@ from services.buffer.application import Buffer
 from services.buffer.group import GroupState
 from services.buffer.producing import GroupPut, PutOutcome, Release
 from services.buffer.source import FileSource
-from services.buffer.store.sqlite import SqliteStore
+from services.buffer.store.sqlite.store import SqliteStore
 from services.buffer.stream import StreamConfig
 from services.buffer.wire_bytes import raw_put
 from tests.support.buffer_samples import complete_put

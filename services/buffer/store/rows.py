@@ -1,4 +1,4 @@
-"""A transaction as the rows of a TRANSACTION record: MessagePack, every row encoded once for segment and index.
+"""A transaction as rows in MessagePack: what `sqlite` and `postgres` write and read back.
 
 A group's row is written at each of its transitions, so it holds neither its prompt nor its samples' envelopes, only the
 keys of the samples: those are rows of their own, written once, when their payload comes.
@@ -6,7 +6,7 @@ keys of the samples: those are rows of their own, written once, when their paylo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -32,11 +32,10 @@ class GroupRow(msgspec.Struct, array_like=True, frozen=True):
 
 
 class SampleRow(msgspec.Struct, array_like=True, frozen=True):
-    """`position` is the one of the group's version that brought it. Without `payload_bytes` no payload follows."""
+    """`position` is the one of the group's version that brought it."""
 
     key: str
     position: int
-    payload_bytes: int | None
     body: msgspec.Raw
 
 
@@ -62,7 +61,7 @@ class StreamRow(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Rows(msgspec.Struct, array_like=True, frozen=True):
-    """The body of a TRANSACTION record."""
+    """Everything that a transaction writes and deletes, but for the payloads' bytes."""
 
     streams: list[StreamRow]
     groups: list[GroupRow]
@@ -74,28 +73,7 @@ class Rows(msgspec.Struct, array_like=True, frozen=True):
     forgotten: list[str]
     """Groups that are no more, nor their prompts."""
     events_from: int | None = None
-    """Events below this position are deleted. Segments of earlier releases end before it."""
-
-
-class Touched(msgspec.Struct, array_like=True, frozen=True):
-    """What a transaction changed, kept apart from it: a damaged one is known by its victims."""
-
-    number: int
-    groups: list[tuple[str, int]]
-    """With the position of each."""
-    prompts: list[str]
-    samples: list[str]
-    position: int | None
-    """Of its last event."""
-
-
-class End(msgspec.Struct, array_like=True, frozen=True):
-    """The body of an END record."""
-
-    first_number: int
-    touched: list[Touched]
-    streams: list[StreamRow]
-    """Once more: nothing can go on without."""
+    """Events below this position are deleted."""
 
 
 class _GroupBody(msgspec.Struct, array_like=True, frozen=True):
@@ -104,10 +82,9 @@ class _GroupBody(msgspec.Struct, array_like=True, frozen=True):
     partials: list[str]
 
 
-_rows_decoder = msgspec.msgpack.Decoder(Rows)
-_end_decoder = msgspec.msgpack.Decoder(End)
 _group_decoder = msgspec.msgpack.Decoder(_GroupBody)
 _sample_decoder = msgspec.msgpack.Decoder(SampleRecord)
+_samples_decoder = msgspec.msgpack.Decoder(list[SampleRecord])
 _prompt_decoder = msgspec.msgpack.Decoder(Prompt)
 _stream_decoder = msgspec.msgpack.Decoder(StreamState)
 _event_decoder = msgspec.msgpack.Decoder(LedgerEvent)
@@ -119,13 +96,10 @@ def to_rows(transaction: Transaction) -> Rows:
     for group in transaction.groups.values():
         records.update((r.key, (group.position, r)) for r in (*group.samples, *group.partials))
     return Rows(
-        streams=list(to_stream_rows(transaction.streams.values()).values()),
+        streams=[StreamRow(state.name, _raw(state)) for state in transaction.streams.values()],
         groups=[GroupRow(g.group_id, g.position, _group_body(g)) for g in transaction.groups.values()],
         prompts=[PromptRow(g, _raw(transaction.groups[g].prompt)) for g in transaction.new_groups],
-        samples=[
-            SampleRow(key, records[key][0], len(payload), _raw(records[key][1]))
-            for key, payload in transaction.payloads.items()
-        ],
+        samples=[SampleRow(key, records[key][0], _raw(records[key][1])) for key in transaction.payloads],
         events=[EventRow(event.position, _raw(event)) for event in transaction.events],
         deleted=[
             *(key for key in transaction.deleted_payloads if key not in records),
@@ -134,33 +108,6 @@ def to_rows(transaction: Transaction) -> Rows:
         forgotten=[group.group_id for group in transaction.forgotten],
         events_from=transaction.events_from,
     )
-
-
-def to_stream_rows(streams: Iterable[StreamState]) -> dict[str, StreamRow]:
-    """By name."""
-    return {state.name: StreamRow(state.name, _raw(state)) for state in streams}
-
-
-def to_touched(number: int, rows: Rows) -> Touched:
-    """Of the TRANSACTION record with that number."""
-    position = rows.events[-1].position if rows.events else None
-    groups = [(g.group_id, g.position) for g in rows.groups]
-    return Touched(number, groups, [p.group_id for p in rows.prompts], [s.key for s in rows.samples], position)
-
-
-def dump(rows: Rows | End) -> bytes:
-    """A record's body."""
-    return _encode(rows)
-
-
-def load_rows(body: memoryview | bytes) -> Rows:
-    """Inverse of `dump`. Its rows are copies: `body` may go."""
-    return _rows_decoder.decode(bytes(body))
-
-
-def load_end(body: memoryview) -> End:
-    """Inverse of `dump`."""
-    return _end_decoder.decode(body)
 
 
 def load_group(body: bytes, prompt: Prompt, records: Mapping[str, SampleRecord]) -> Group:
@@ -175,6 +122,16 @@ def load_sample(body: bytes) -> SampleRecord:
     return _sample_decoder.decode(body)
 
 
+def dump_samples(rows: Sequence[SampleRow]) -> bytes:
+    """Several samples' rows as one."""
+    return _encode([row.body for row in rows])
+
+
+def load_samples(body: bytes) -> list[SampleRecord]:
+    """The inverse of `dump_samples`."""
+    return _samples_decoder.decode(body)
+
+
 def load_prompt(body: bytes) -> Prompt:
     """A prompt's row."""
     return _prompt_decoder.decode(body)
@@ -185,7 +142,7 @@ def load_stream(body: bytes) -> StreamState:
     return _stream_decoder.decode(body)
 
 
-def load_event(body: msgspec.Raw) -> LedgerEvent:
+def load_event(body: bytes) -> LedgerEvent:
     """An event's row."""
     return _event_decoder.decode(body)
 

@@ -1,0 +1,103 @@
+"""`ledger.sqlite`: the only truth. WAL, synchronous=FULL, every row with a CRC-32C over its key and body.
+
+Many rows go into one statement, so that SQLite runs without the GIL.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from crc32c import crc32c
+
+from headrace.errors import ConfigError, DataLoss
+
+FILE = "ledger.sqlite"
+LAYOUT = 3
+"""Of the tables; what releases before it wrote is refused."""
+_SCHEMA = f"""
+BEGIN IMMEDIATE;
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, body BLOB NOT NULL, crc INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS streams (name TEXT PRIMARY KEY, body BLOB NOT NULL, crc INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS prompts (group_id TEXT PRIMARY KEY, body BLOB NOT NULL, crc INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS groups (group_id TEXT PRIMARY KEY, body BLOB NOT NULL, crc INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS samples (key TEXT PRIMARY KEY, body BLOB NOT NULL, crc INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS payloads (
+    file_id BLOB NOT NULL, offset INTEGER NOT NULL, body BLOB NOT NULL, crc INTEGER NOT NULL,
+    PRIMARY KEY (file_id, offset)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS events (position INTEGER PRIMARY KEY, body BLOB NOT NULL, crc INTEGER NOT NULL);
+PRAGMA user_version = {LAYOUT};
+COMMIT;
+"""
+STATE_TABLES = ("meta", "streams", "prompts", "groups", "samples", "payloads")
+"""All but the history, which is as long as the run: what of it is damaged is found when it is read."""
+_ROWS_PER_STATEMENT = 250
+_PAGE_CACHE_KIB = 16 << 10
+
+
+def open_database(path: Path, connect: Callable[[Path], sqlite3.Connection]) -> sqlite3.Connection:
+    """With its tables. Raises ConfigError for another layout, DataLoss for a file that is no database."""
+    try:
+        connection = connect(path)
+        (layout,) = connection.execute("PRAGMA user_version").fetchone()
+        (num_tables,) = connection.execute("SELECT COUNT(*) FROM sqlite_schema").fetchone()
+        if num_tables and layout != LAYOUT:
+            raise ConfigError(
+                f"{path} has layout {layout}, this headrace reads {LAYOUT}: finish the run with the headrace that "
+                "wrote it, or choose another run_name"
+            )
+        if not num_tables:
+            connection.executescript(_SCHEMA)
+    except sqlite3.OperationalError:
+        raise
+    except sqlite3.DatabaseError as error:
+        raise DataLoss(f"{path} is damaged ({error}): restore a backup") from error
+    return connection
+
+
+def connect(path: Path, factory: type[sqlite3.Connection] = sqlite3.Connection) -> sqlite3.Connection:
+    """Every transaction is on the disk when its COMMIT returns."""
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30.0, factory=factory)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("PRAGMA cell_size_check = ON")
+    connection.execute(f"PRAGMA cache_size = -{_PAGE_CACHE_KIB}")
+    return connection
+
+
+def write_rows(connection: sqlite3.Connection, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
+    """Each in the place of the one with its key."""
+    for first in range(0, len(rows), _ROWS_PER_STATEMENT):
+        chunk = rows[first : first + _ROWS_PER_STATEMENT]
+        row = "(" + ", ".join("?" * len(chunk[0])) + ")"
+        values = ", ".join([row] * len(chunk))
+        connection.execute(f"REPLACE INTO {table} VALUES {values}", list(chain.from_iterable(chunk)))
+
+
+def delete_rows(connection: sqlite3.Connection, table: str, key: str, keys: Sequence[str]) -> None:
+    """Those that are there."""
+    for first in range(0, len(keys), _ROWS_PER_STATEMENT):
+        chunk = keys[first : first + _ROWS_PER_STATEMENT]
+        connection.execute(f"DELETE FROM {table} WHERE {key} IN ({', '.join('?' * len(chunk))})", chunk)
+
+
+def row_of(key: str, body: Any) -> tuple[str, bytes, int]:
+    """A row of a table whose key is text."""
+    return key, bytes(body), checksum(key, body)
+
+
+def checksum(key: str, body: Any) -> int:
+    """Of a row."""
+    return int(crc32c(body, crc32c(key.encode())))
+
+
+def whole_rows(rows: Iterable[tuple[Any, bytes, int]], table: str, damaged: list[str]) -> Iterable[tuple[Any, bytes]]:
+    """Keys and bodies; the names of rows whose checksum is wrong go to `damaged`."""
+    for key, body, crc in rows:
+        if isinstance(body, bytes) and checksum(str(key), body) == crc:
+            yield key, body
+        else:
+            damaged.append(f"{table}/{key}")

@@ -1,0 +1,40 @@
+"""What a disk says when it does not keep something, as one OSError with the folder and the way out."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FEW_BYTES = 256 << 10
+"""With less left SQLite has no room for its log and calls that an I/O error."""
+
+
+@contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Around what writes: nothing of it was kept when it raises."""
+    try:
+        yield
+    except sqlite3.DatabaseError as error:
+        if error.sqlite_errorname == "SQLITE_FULL" or shutil.disk_usage(folder).free < _FEW_BYTES:
+            raise _full(folder) from error
+        raise OSError(
+            errno.EIO, f"SQLite says {str(error)!r}, start the buffer again when the disk is well", str(folder)
+        ) from error
+    except OSError as error:
+        if error.errno in _FULL:
+            raise _full(folder) from error
+        raise
+
+
+def _full(folder: Path) -> OSError:
+    return OSError(
+        errno.ENOSPC,
+        "the disk is full. Delete other files on it, or move the folder to a larger disk, and start the buffer again; "
+        "samples are deleted when the steps that they belong to are committed",
+        str(folder),
+    )

@@ -1,0 +1,130 @@
+"""Where payloads lie. What one command brought of a group is one extent: records one after the other in one file."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from itertools import accumulate
+
+import msgspec
+from msgspec.structs import replace
+
+from services.buffer.store.sqlite.payload_record import record_bytes
+
+
+class StoredPayload(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One record of an extent; `crc` is the one in its header."""
+
+    key: str
+    payload_bytes: int
+    crc: int
+
+    @property
+    def record_bytes(self) -> int:
+        """With its header and key."""
+        return record_bytes(self.key.encode(), self.payload_bytes)
+
+
+class Extent(msgspec.Struct, frozen=True, gc=False):
+    """A row of the table `payloads`."""
+
+    file_id: bytes
+    offset: int
+    payloads: tuple[StoredPayload, ...]
+
+    @property
+    def place(self) -> tuple[bytes, int]:
+        """Nothing else lies there."""
+        return self.file_id, self.offset
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all its records."""
+        return sum(payload.record_bytes for payload in self.payloads)
+
+    @property
+    def end(self) -> int:
+        """Where the next one begins."""
+        return self.offset + self.num_bytes
+
+    def offsets(self) -> list[int]:
+        """Of each record."""
+        lengths = (payload.record_bytes for payload in self.payloads[:-1])
+        return list(accumulate(lengths, initial=self.offset))
+
+    def at(self, file_id: bytes, offset: int, crcs: Iterable[int]) -> Extent:
+        """The same payloads, copied to another place."""
+        payloads = tuple(replace(p, crc=crc) for p, crc in zip(self.payloads, crcs, strict=True))
+        return Extent(file_id, offset, payloads)
+
+
+class Extents:
+    """All that rows name. Changed by one thread at a time, read by any."""
+
+    def __init__(self, extents: Iterable[Extent]) -> None:
+        self._of_key: dict[str, tuple[Extent, int]] = {}
+        self._of_file: defaultdict[bytes, dict[int, Extent]] = defaultdict(dict)
+        self._live_bytes: Counter[bytes] = Counter()
+        self._num_live: Counter[tuple[bytes, int]] = Counter()
+        for extent in extents:
+            self.add(extent)
+
+    def find(self, key: str) -> tuple[Extent, int] | None:
+        """The extent that has a payload, and its number in there; None for a payload that is gone."""
+        return self._of_key.get(key)
+
+    def add(self, extent: Extent) -> None:
+        """A row names it from now on."""
+        self._of_file[extent.file_id][extent.offset] = extent
+        self._live_bytes[extent.file_id] += extent.num_bytes
+        self._num_live[extent.place] = len(extent.payloads)
+        for i, payload in enumerate(extent.payloads):
+            self._of_key[payload.key] = extent, i
+
+    def drop(self, key: str) -> Extent | None:
+        """A payload that nobody asks for any more. Returns its extent when it was the last of it."""
+        found = self._of_key.pop(key, None)
+        if found is None:
+            return None
+        extent, _ = found
+        self._num_live[extent.place] -= 1
+        if self._num_live[extent.place]:
+            return None
+        self._remove(extent)
+        return extent
+
+    def move(self, old: Extent, new: Extent) -> None:
+        """The row names another place from now on."""
+        live = [payload.key for payload in old.payloads if self._is_in(payload.key, old)]
+        self._remove(old)
+        self.add(new)
+        for payload in new.payloads:
+            if payload.key not in live:
+                self.drop(payload.key)
+
+    def is_live(self, extent: Extent) -> bool:
+        """Whether a row still names it, at that place."""
+        return self._of_file[extent.file_id].get(extent.offset) is extent
+
+    def of_file(self, file_id: bytes) -> list[Extent]:
+        """In order."""
+        extents = self._of_file[file_id]
+        return [extents[offset] for offset in sorted(extents)]
+
+    def live_bytes(self, file_id: bytes) -> int:
+        """Of records that rows name."""
+        return self._live_bytes[file_id]
+
+    @property
+    def file_ids(self) -> set[bytes]:
+        """Files that rows name."""
+        return {file_id for file_id, extents in self._of_file.items() if extents}
+
+    def _is_in(self, key: str, extent: Extent) -> bool:
+        found = self._of_key.get(key)
+        return found is not None and found[0] is extent
+
+    def _remove(self, extent: Extent) -> None:
+        del self._of_file[extent.file_id][extent.offset]
+        self._live_bytes[extent.file_id] -= extent.num_bytes
+        del self._num_live[extent.place]

@@ -1,0 +1,119 @@
+"""Payloads in append-only files, `payloads/ID.payloads`: what `append` returns is on the disk, not yet named by a row.
+
+A process writes only to files that it made: those of an earlier one are cut behind the last extent that a row names,
+and are then only read. Bytes that no row names do not count.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterable, Sequence
+
+from services.buffer.store.files import Buffer, Files
+from services.buffer.store.sqlite.extent import Extent, StoredPayload
+from services.buffer.store.sqlite.payload_record import (
+    FILE_HEADER_BYTES,
+    FILE_ID_BYTES,
+    file_header,
+    is_header_of,
+    read_record,
+    record_header,
+)
+
+_NAME = re.compile(r"([0-9a-f]{32})\.payloads")
+NewExtent = Sequence[tuple[str, Buffer]]
+"""Keys and payloads that come and go together."""
+
+
+class PayloadFiles:
+    """`append` is called by one thread at a time, `read` by any."""
+
+    def __init__(self, files: Files, file_bytes: int) -> None:
+        self._files = files
+        self._file_bytes = file_bytes
+        self._active: bytes | None = None
+        self._end = 0
+
+    @property
+    def active(self) -> bytes | None:
+        """The file that is written to; None before the first payload."""
+        return self._active
+
+    @property
+    def end(self) -> int:
+        """Length of the active file."""
+        return self._end
+
+    def file_ids(self) -> set[bytes]:
+        """Of the files that are there."""
+        return {bytes.fromhex(m[1]) for name in self._files.names() if (m := _NAME.fullmatch(name))}
+
+    def append(self, extents: Sequence[NewExtent]) -> list[Extent]:
+        """Durable when it returns. Raises OSError, after which nobody knows what is on the disk."""
+        is_new = self._active is None or self._end >= self._file_bytes
+        if is_new:
+            self._active, self._end = secrets.token_bytes(FILE_ID_BYTES), 0
+            self._files.create(file_name(self._active))
+        assert self._active is not None
+        start = self._end
+        parts: list[Buffer] = [file_header(self._active)] if is_new else []
+        self._end += FILE_HEADER_BYTES if is_new else 0
+        placed = [self._place(self._active, extent, parts) for extent in extents]
+        self._files.write(file_name(self._active), start, parts)
+        self._files.sync(file_name(self._active))
+        if is_new:
+            self._files.sync_folder()
+        return placed
+
+    def _place(self, file_id: bytes, extent: NewExtent, parts: list[Buffer]) -> Extent:
+        stored: list[StoredPayload] = []
+        for key, payload in extent:
+            header, crc = record_header(file_id, key.encode(), payload)
+            parts += header, payload
+            stored.append(StoredPayload(key, len(payload), crc))
+        placed = Extent(file_id, self._end, tuple(stored))
+        self._end = placed.end
+        return placed
+
+    def read(self, extent: Extent, number: int) -> memoryview | None:
+        """A payload of an extent; None when it is not there as it was written. Raises FileNotFoundError."""
+        payload, offset = extent.payloads[number], extent.offsets()[number]
+        data = self._files.read(file_name(extent.file_id), offset, payload.record_bytes)
+        return read_record(memoryview(data), extent.file_id, payload.key.encode(), payload.payload_bytes, payload.crc)
+
+    def damage_of(self, file_id: bytes, end: int) -> str | None:
+        """What is wrong with a file that rows name up to `end`; None for nothing. Its records are not read."""
+        name = file_name(file_id)
+        try:
+            size, header = self._files.size(name), self._files.read(name, 0, FILE_HEADER_BYTES)
+        except FileNotFoundError:
+            return f"payloads/{name} is not there"
+        if not is_header_of(file_id, header):
+            return f"payloads/{name} has another file's header, or a damaged one"
+        return f"payloads/{name} has {size} bytes, and had {end}" if size < end else None
+
+    def cut(self, file_id: bytes, end: int) -> int:
+        """Takes what no row names off the end; returns how many bytes."""
+        surplus = max(self._files.size(file_name(file_id)) - end, 0)
+        if surplus:
+            self._files.truncate(file_name(file_id), end)
+        return surplus
+
+    def num_bytes(self, file_id: bytes) -> int:
+        """Its size on the disk."""
+        return self._files.size(file_name(file_id))
+
+    def delete(self, file_ids: Iterable[bytes]) -> None:
+        """Files that no row names. A power loss may bring them back, still unnamed."""
+        for file_id in file_ids:
+            self._files.delete(file_name(file_id))
+
+    def close(self) -> None:
+        """No call comes after it."""
+        self._files.close()
+
+
+def file_name(file_id: bytes) -> str:
+    """Its name in the folder."""
+    return f"{file_id.hex()}.payloads"

@@ -1,0 +1,100 @@
+"""What a commit writes and deletes in the tables, all of it in one transaction of SQLite."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from operator import attrgetter
+from typing import Any
+
+import msgspec
+from crc32c import crc32c
+
+from services.buffer.store import rows as codec
+from services.buffer.store.sqlite.database import checksum, delete_rows, row_of, write_rows
+from services.buffer.store.sqlite.extent import Extent
+
+_encode = msgspec.msgpack.Encoder().encode
+_PLACES_PER_STATEMENT = 250
+
+
+@contextmanager
+def transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    """Durable when it ends, or undone as a whole."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:  # a full disk ends it by itself
+            connection.execute("ROLLBACK")
+        raise
+
+
+def write_state(connection: sqlite3.Connection, batch: Sequence[codec.Rows]) -> None:
+    """Streams, prompts, groups, samples and events; what is written and deleted again in a batch is not written."""
+    _write(connection, "streams", {r.name: row_of(r.name, r.body) for rows in batch for r in rows.streams})
+    _write(connection, "prompts", {r.group_id: row_of(r.group_id, r.body) for rows in batch for r in rows.prompts})
+    _write(connection, "groups", {r.group_id: row_of(r.group_id, r.body) for rows in batch for r in rows.groups})
+    forgotten = [group_id for rows in batch for group_id in rows.forgotten]
+    delete_rows(connection, "groups", "group_id", forgotten)
+    delete_rows(connection, "prompts", "group_id", forgotten)
+    samples, deleted = _sample_rows(batch)
+    delete_rows(connection, "samples", "key", deleted)
+    _write(connection, "samples", samples)
+    events = [(r.position, bytes(r.body), checksum(str(r.position), r.body)) for rows in batch for r in rows.events]
+    write_rows(connection, "events", events)
+    events_from = max((rows.events_from or 0 for rows in batch), default=0)
+    if events_from:
+        connection.execute("DELETE FROM events WHERE position < ?", (events_from,))
+
+
+def write_extents(connection: sqlite3.Connection, extents: Sequence[Extent]) -> None:
+    """Rows that name them; the payloads are on the disk already."""
+    write_rows(connection, "payloads", [_extent_row(extent) for extent in extents])
+
+
+def delete_extents(connection: sqlite3.Connection, extents: Sequence[Extent]) -> int:
+    """How many of them a row named."""
+    found = 0
+    for first in range(0, len(extents), _PLACES_PER_STATEMENT):
+        chunk = extents[first : first + _PLACES_PER_STATEMENT]
+        values = ", ".join(["(?, ?)"] * len(chunk))
+        statement = f"DELETE FROM payloads WHERE (file_id, offset) IN (VALUES {values})"
+        found += connection.execute(statement, [part for extent in chunk for part in extent.place]).rowcount
+    return found
+
+
+def has_extents(connection: sqlite3.Connection, file_id: bytes) -> bool:
+    """Whether a row names the file."""
+    return connection.execute("SELECT 1 FROM payloads WHERE file_id = ? LIMIT 1", (file_id,)).fetchone() is not None
+
+
+def extent_checksum(file_id: bytes, offset: int, body: bytes) -> int:
+    """Of a row of `payloads`."""
+    return int(crc32c(body, crc32c(offset.to_bytes(8, "little"), crc32c(file_id))))
+
+
+def _extent_row(extent: Extent) -> tuple[bytes, int, bytes, int]:
+    body = _encode(extent.payloads)
+    return *extent.place, body, extent_checksum(extent.file_id, extent.offset, body)
+
+
+def _write(connection: sqlite3.Connection, table: str, rows: dict[str, tuple[Any, ...]]) -> None:
+    write_rows(connection, table, list(rows.values()))
+
+
+def _sample_rows(batch: Sequence[codec.Rows]) -> tuple[dict[str, tuple[Any, ...]], list[str]]:
+    """(what one command brought of a group is one row under the key of the first, keys that are gone)."""
+    written: dict[str, tuple[Any, ...]] = {}
+    deleted: list[str] = []
+    for rows in batch:
+        for key in rows.deleted:
+            written.pop(key, None)
+        deleted += rows.deleted
+        for _, brought in groupby(rows.samples, attrgetter("position")):
+            samples = list(brought)
+            written[samples[0].key] = row_of(samples[0].key, codec.dump_samples(samples))
+    return written, deleted
