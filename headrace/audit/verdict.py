@@ -3,85 +3,67 @@
 lost         the ledger kept it or says a step used it, and it is neither there nor in what that step was fed
 doubled      it went into two steps of the run that lives on, or twice into one
 unaccounted  a step was fed with it and the ledger does not say so
+Everything else that does not fit is in `others`, see `finding`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from headrace.audit.history import History
+from headrace.audit.batches import compare_batch, compare_rerun
+from headrace.audit.comparison import compare
+from headrace.audit.feeding import compare_lines
+from headrace.audit.finding import Finding
+from headrace.audit.ledger import Ledger
+from headrace.audit.record import Record
+
+_SAMPLE_KINDS = ("lost", "doubled", "unaccounted")
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Sample ids, sorted."""
+    """Sample ids, sorted; and sentences."""
 
     lost: Sequence[str]
     doubled: Sequence[str]
     unaccounted: Sequence[str]
+    others: Sequence[Finding] = ()
 
     @property
     def is_clean(self) -> bool:
-        """Nothing of the three."""
-        return not (self.lost or self.doubled or self.unaccounted)
+        """Nothing was found."""
+        return not (self.lost or self.doubled or self.unaccounted or self.others)
 
 
-def judge(history: History, kept: Mapping[str, Sequence[str]], fed: Mapping[int, Sequence[str]]) -> Verdict:
-    """`kept` is what ListGroups shows: group → sample ids; `fed` is the trainer's record: step → sample ids.
-
-    A step beyond the consumed ones was fed before a kill kept the trainer from saying so: its batch is the ledger's.
-    """
-    consumed, next_step = history.consumed(), history.next_step
-    lost = _missing(history, kept)
-    unaccounted: set[str] = set()
-    for step in consumed.keys() | fed.keys():
-        of_trainer = set(fed.get(step, ()))
-        of_ledger = set(consumed.get(step, ())) if step < next_step else _batch(history, step)
-        unaccounted |= of_trainer - of_ledger
-        if step < next_step:
-            lost |= of_ledger - of_trainer
-    times = Counter(sample_id for ids in fed.values() for sample_id in ids)
-    doubled = {sample_id for sample_id, count in times.items() if count > 1} | set(history.consumed_twice)
-    return Verdict(sorted(lost), sorted(doubled), sorted(unaccounted))
-
-
-def _missing(history: History, kept: Mapping[str, Sequence[str]]) -> set[str]:
-    """Samples that were put, and not given up, of which the ledger shows nothing; it may forget committed ones."""
-    missing: set[str] = set()
-    for group_id, sample_ids in history.held.items():
-        if group_id in kept:
-            missing |= set(sample_ids) - set(kept[group_id])
-        elif group_id not in history.committed:
-            missing |= set(sample_ids)
-    return missing
-
-
-def _batch(history: History, step: int) -> set[str]:
-    groups = [group_id for group_id, of in history.batched.items() if of == step]
-    return {sample_id for group_id in groups for sample_id in history.held.get(group_id, ())}
-
-
-def judge_shards(
-    shards: Sequence[tuple[History, Mapping[str, Sequence[str]]]], fed: Mapping[int, Sequence[str]]
+def judge(
+    ledgers: Sequence[Ledger], record: Record, *, num_lines_before: int | None = None, found: Iterable[Finding] = ()
 ) -> Verdict:
-    """Each shard's history and what it keeps, against its own part of what the steps were fed.
+    """The ledgers are the shards, in their order; `found` is what was found before.
 
-    Shards need not have come equally far: a kill may fall between their consumptions of one step.
+    The record was read after the ledgers; `num_lines_before` lines of it were there before them (None: all).
     """
-    own: list[dict[int, list[str]]] = [{step: [] for step in fed} for _ in shards]
-    strangers: set[str] = set()
-    for step, sample_ids in fed.items():
-        for sample_id in sample_ids:
-            homes = [part for (history, _), part in zip(shards, own, strict=True) if sample_id in history.put]
-            for part in homes:
-                part[step].append(sample_id)
-            if not homes:
-                strangers.add(sample_id)
-    verdicts = [judge(history, kept, part) for (history, kept), part in zip(shards, own, strict=True)]
-    return Verdict(
-        lost=sorted({sample_id for verdict in verdicts for sample_id in verdict.lost}),
-        doubled=sorted({sample_id for verdict in verdicts for sample_id in verdict.doubled}),
-        unaccounted=sorted({sample_id for verdict in verdicts for sample_id in verdict.unaccounted} | strangers),
-    )
+    num_lines_before = len(record.lines) if num_lines_before is None else num_lines_before
+    next_step = min(ledger.replay.steps.next_step for ledger in ledgers)
+    known = Record([each for i, each in enumerate(record.lines) if i < num_lines_before or each.step < next_step])
+    findings = [*found, *record.findings, *compare_lines(ledgers, record, num_lines_before)]
+    for ledger in ledgers:
+        findings += [*ledger.replay.findings, *compare(ledger), *_not_fed(ledger, known)]
+        findings += [Finding("doubled", sample_id) for sample_id in ledger.replay.steps.twice]
+    for line in known.lines:
+        last = known.last_lines[line.step]
+        findings += compare_batch(ledgers, line) if line is last else compare_rerun(ledgers, line, last)
+    times = Counter(sample_id for line in known.last_lines.values() for sample_id in line.sample_ids)
+    findings += [Finding("doubled", sample_id) for sample_id, count in times.items() if count > 1]
+    ids = {kind: sorted({each.what for each in findings if each.kind == kind}) for kind in _SAMPLE_KINDS}
+    others = list(dict.fromkeys(each for each in findings if each.kind not in _SAMPLE_KINDS))
+    return Verdict(ids["lost"], ids["doubled"], ids["unaccounted"], others)
+
+
+def _not_fed(ledger: Ledger, record: Record) -> Iterator[Finding]:
+    for step, group_ids in ledger.replay.steps.used.items():
+        fed = set(record.last_lines[step].sample_ids) if step in record.last_lines else set()
+        for sample_id in ledger.replay.samples_of(group_ids):
+            if sample_id not in fed:
+                yield Finding("lost", sample_id)

@@ -155,6 +155,11 @@ class BufferClient(Buffer):
             samples += await self._fetch_some(stream, wanted, end, skip_unknown=skip_unknown)
         return [await self._whole(sample, end - loop.time()) for sample in samples]
 
+    async def fetch_stored(self, stream: str, sample_ids: Sequence[str]) -> list[sample_pb2.Sample]:
+        """Envelopes and payloads as the ledger has them: large columns are named in the envelope, not put back."""
+        end = asyncio.get_running_loop().time() + self._deadline_seconds
+        return await self._fetch_some(stream, sample_ids, end, skip_unknown=False)
+
     async def _fetch_some(
         self, stream: str, sample_ids: Sequence[str], end: float, *, skip_unknown: bool
     ) -> list[sample_pb2.Sample]:

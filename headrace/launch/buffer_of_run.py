@@ -15,10 +15,13 @@ from headrace.launch.run_folder import RunFolder
 from headrace.launch.specs import spec
 from headrace.rpc.net import free_port
 
+START_SECONDS = 120.0
+"""A large ledger takes its time to load."""
+
 
 @asynccontextmanager
-async def buffer_of_run(folder: RunFolder) -> AsyncIterator[str]:
-    """Its address. Raises NotFound for a folder without a job."""
+async def buffer_of_run(folder: RunFolder, start_seconds: float = START_SECONDS) -> AsyncIterator[str]:
+    """Its address. Raises NotFound for a folder without a job, Unavailable when its ledger cannot be opened in time."""
     if address := _living(folder):
         yield address
         return
@@ -30,14 +33,14 @@ async def buffer_of_run(folder: RunFolder) -> AsyncIterator[str]:
     reader = replace(spec(job, "buffer", folder), name="buffer reader", log_file=folder.logs / "buffer-reader.log")
     process = await ServiceProcess.start(reader)
     try:
-        await _answering(address, process)
+        await _answering(address, process, start_seconds)
         yield address
     finally:
         await process.stop()
 
 
-async def _answering(address: str, process: ServiceProcess) -> None:
-    async with BufferClient(address) as buffer:
+async def _answering(address: str, process: ServiceProcess, start_seconds: float) -> None:
+    async with BufferClient(address, deadline_seconds=start_seconds) as buffer:
         answers, ends = asyncio.create_task(buffer.position()), asyncio.create_task(process.wait())
         await asyncio.wait({answers, ends}, return_when=asyncio.FIRST_COMPLETED)
         if ends.done():

@@ -7,9 +7,9 @@ which it may go on: the ledger keeps no queue for it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
-from headrace.errors import OutOfRange
+from headrace.errors import DataLoss, OutOfRange
 from services.buffer.journal import Journal
 from services.buffer.store.base import Store
 from services.buffer.transaction import LedgerEvent
@@ -51,11 +51,22 @@ class Watching:
             events = self._journal.tail.read(position, _EVENTS_PER_PAGE)
             if events is None:
                 events = await asyncio.to_thread(self._store.read_events, position, _EVENTS_PER_PAGE)
-            if not events or events[0].position != position:
-                self._require_kept(position)
+            events = events[: _num_without_gap(events, position)]
+            if not events:
+                await self._refuse_gap(position)
             position = events[-1].position + 1
             yield events
             del events  # not kept while the next is waited for
+
+    async def _refuse_gap(self, position: int) -> None:
+        """Raises OutOfRange for a position that was deleted, DataLoss for one that is missing."""
+        self._require_kept(position)
+        behind = await asyncio.to_thread(self._store.read_events, position, 1)
+        following = behind[0].position if behind else self._journal.durable_position + 1
+        raise DataLoss(
+            f"the history has lost its events {position} to {following - 1}: watch from position {following}",
+            next_position=str(following),
+        )
 
     def _require_kept(self, position: int) -> None:
         oldest = self._journal.oldest_position
@@ -65,3 +76,9 @@ class Watching:
                 f"watch from {oldest}, or from 0",
                 oldest_position=str(oldest),
             )
+
+
+def _num_without_gap(events: Sequence[LedgerEvent], position: int) -> int:
+    if events and events[-1].position == position + len(events) - 1:
+        return len(events)
+    return next((i for i, event in enumerate(events) if event.position != position + i), len(events))

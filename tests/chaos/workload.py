@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
-from headrace.audit.ledger import read_history, read_kept
-from headrace.audit.record import read_record
-from headrace.audit.verdict import judge
+from headrace.audit.ledger import read_ledger
+from headrace.cli.audit import audit_ledger, described
 from headrace.client.buffer import BufferClient
 from headrace.errors import FailedPrecondition, Fenced, NotFound
 from headrace.trajectory import Sample
@@ -136,18 +135,16 @@ class Workload:
 
     async def check(self) -> None:
         """0 acknowledged lost, 0 consumed twice, every prompt walked once and in order."""
+        found = await audit_ledger(self.buffer.address, "train", self.record_file, DEADLINE_SECONDS, deep=True)
+        assert found.verdict.is_clean, described(found)
         async with self._client() as client:
-            history = await read_history(client, "train")
-            kept = await read_kept(client, "train", history)
-            verdict = judge(history, kept, read_record(self.record_file))
-            assert verdict.is_clean, verdict
-            committed = [history.held[group_id] for group_id in history.committed]  # which the ledger may forget
-            known = {sample_id for sample_ids in (*kept.values(), *committed) for sample_id in sample_ids}
-            assert self.told.acknowledged.keys() <= known | history.given_up
+            ledger = await read_ledger(client, "train", DEADLINE_SECONDS)
+            held = {sample_id for group in ledger.replay.groups.values() for sample_id in group.sample_ids}
+            assert self.told.acknowledged.keys() <= held | ledger.replay.given_up
             await self._check_payloads(client)
-            consumed = history.consumed()
-            assert sorted(consumed) == list(range(len(consumed)))
-            assert {len(sample_ids) for sample_ids in consumed.values()} == {2 * GROUPS_PER_STEP}
+            used = {step: group_ids for step, group_ids in ledger.replay.steps.used.items() if group_ids}
+            assert sorted(used) == list(range(len(used)))
+            assert {len(group_ids) for group_ids in used.values()} == {GROUPS_PER_STEP}
             read = (await client.stats("train")).prompts_read
             walked = {f"train/{i}": f"prompts.jsonl:{i % 50 + 1}@{i // 50}" for i in range(read)}
             assert self.told.prompts.items() <= walked.items()

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
-from headrace.audit.ledger import read_history
+from headrace.audit.ledger import read_ledger
 from headrace.client.buffer import BufferClient
 from headrace.config.job import BufferSection, RolloutSection
 from headrace.errors import (
@@ -298,7 +298,7 @@ async def test_a_watch_from_a_deleted_position_is_refused_with_the_oldest_and_fr
         for first in (0, 25):
             assert (await anext(client.watch("train", first))).position == 25
         with pytest.raises(OutOfRange, match="events before position 25 are deleted"):
-            await read_history(client, "train")
+            await read_ledger(client, "train", 60.0)
 
 
 async def test_a_watcher_left_behind_is_cut_off_and_the_ledger_goes_on() -> None:

@@ -1,0 +1,456 @@
+"""One corruption at a time, planted in a good run's ledger or record: the audit names each by its class and its ids."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from headrace.cli.audit import audit_ledger, described
+from services.buffer.group import Group, GroupState
+from services.buffer.transaction import LedgerEvent
+from tests.support.audited_run import STREAM, AuditedRun, good_run
+from tests.support.buffer_server import served_buffer
+
+Plant = Callable[[AuditedRun], Sequence[str]]
+"""Spoils a run; regular expressions of lines that the audit has to print."""
+
+PLANTED: dict[str, Plant] = {}
+
+
+def planted(plant: Plant) -> Plant:
+    PLANTED[plant.__name__] = plant
+    return plant
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> AuditedRun:
+    return asyncio.run(good_run(tmp_path_factory.mktemp("good")))
+
+
+async def said_of(run: AuditedRun, folder: Path) -> str:
+    """What `headrace audit --deep` prints."""
+    record = folder / "spoiled.jsonl"
+    record.write_text("".join(line + "\n" for line in run.record))
+    async with served_buffer(run.store) as (_, server):
+        return described(await audit_ledger(server.address, STREAM, record, 30.0, deep=True))
+
+
+async def test_a_good_run_is_clean(good: AuditedRun, tmp_path: Path) -> None:
+    first, *rest = (await said_of(good.copied(), tmp_path)).splitlines()
+    assert rest == ["lost, doubled, unaccounted: 0 0 0"]
+    assert first.startswith("6 steps were fed 24 samples")
+    assert first.endswith("18 payloads are as they were put")
+
+
+@pytest.mark.parametrize("name", PLANTED)
+async def test_a_planted_corruption_is_named(good: AuditedRun, tmp_path: Path, name: str) -> None:
+    run = good.copied()
+    wanted = PLANTED[name](run)
+    lines = (await said_of(run, tmp_path)).splitlines()[2:]
+    assert wanted
+    for pattern in wanted:
+        assert any(re.search(pattern, line) for line in lines), f"no line matches {pattern!r} in\n" + "\n".join(lines)
+
+
+# The history
+
+
+def change(run: AuditedRun, index: int, **fields: Any) -> LedgerEvent:
+    run.store.events[index] = replace(run.store.events[index], **fields)
+    return run.store.events[index]
+
+
+@planted
+def an_event_is_gone(run: AuditedRun) -> Sequence[str]:
+    event = run.store.events.pop(run.events("put")[3])
+    return [rf"^history: .* {event.position} to {event.position}\b"]
+
+
+@planted
+def many_events_are_gone(run: AuditedRun) -> Sequence[str]:
+    first = run.store.events[40].position
+    del run.store.events[40:50]
+    return [rf"^history: .* {first} to {first + 9}\b"]
+
+
+@planted
+def an_event_is_of_an_unknown_kind(run: AuditedRun) -> Sequence[str]:
+    event = change(run, run.events("released")[1], kind="evaporated")
+    return [rf"^history: position {event.position} is of the unknown kind 'evaporated', of group {event.group_id}"]
+
+
+@planted
+def a_group_was_committed_and_never_consumed(run: AuditedRun) -> Sequence[str]:
+    ready = run.groups(GroupState.READY)[0].group_id
+    event = change(run, run.events("committed")[-1], group_id=ready)
+    return [rf"^state: position {event.position} committed group {ready}\b"]
+
+
+@planted
+def a_group_was_put_without_a_lease(run: AuditedRun) -> Sequence[str]:
+    queued = run.groups(GroupState.QUEUED)[0].group_id
+    event = change(run, run.events("put")[-1], group_id=queued)
+    return [rf"^state: position {event.position} put took group {queued} from QUEUED to READY"]
+
+
+@planted
+def a_dropped_group_was_consumed(run: AuditedRun) -> Sequence[str]:
+    dropped = run.groups(GroupState.DROPPED)[0].group_id
+    event = change(run, run.events("consumed")[-1], group_id=dropped)
+    return [rf"^state: position {event.position} consumed took group {dropped} from DROPPED to CONSUMED"]
+
+
+@planted
+def a_step_consumed_other_samples_than_were_put(run: AuditedRun) -> Sequence[str]:
+    index = run.events("consumed")[-1]
+    ids = run.store.events[index].sample_ids
+    event = change(run, index, sample_ids=("nobody's", *ids[1:]))
+    return [rf"^batch: position {event.position} consumed the samples .*nobody's.* of group {event.group_id}"]
+
+
+@planted
+def a_step_was_passed_over(run: AuditedRun) -> Sequence[str]:
+    last = run.store.events[run.events("consumed")[-1]].step
+    for index in [i for i in run.events("consumed") if run.store.events[i].step == last]:
+        change(run, index, step=last + 1)
+    return [rf"^epoch: position \d+ consumed step {last + 1}, the next was {last}"]
+
+
+@planted
+def a_group_was_given_to_two_steps(run: AuditedRun) -> Sequence[str]:
+    first, *_, last = run.events("batched")
+    group_id = run.store.events[first + 2].group_id
+    event = change(run, last, group_id=group_id)
+    return [rf"position {event.position} .*group {group_id}\b"]
+
+
+@planted
+def a_batch_was_short(run: AuditedRun) -> Sequence[str]:
+    index = run.events("batched")[-1]
+    event = change(run, index, kind="policy_version", group_id=None, state=None, policy_version=5, step=5)
+    return [rf"^batch: position {event.position - 1} left step 5 with 1 groups, a batch has 2"]
+
+
+@planted
+def a_rewind_forgot_a_group(run: AuditedRun) -> Sequence[str]:
+    index = next(i for i in run.events("rewound") if run.store.events[i].group_id)
+    group_id = run.store.events[index].group_id
+    change(run, index, kind="policy_version", group_id=None, state=None)
+    return [rf"^batch: position \d+ went back to step 1 and left the groups .*{group_id}"]
+
+
+@planted
+def a_group_was_put_short_of_a_sample(run: AuditedRun) -> Sequence[str]:
+    index = run.events("put")[-1]
+    ids = run.store.events[index].sample_ids
+    event = change(run, index, sample_ids=ids[:1])
+    return [rf"^count: position {event.position} put 1 samples of 2 for group {event.group_id}"]
+
+
+@planted
+def a_sample_was_put_for_two_groups(run: AuditedRun) -> Sequence[str]:
+    first, *_, last = run.events("put")
+    sample_id = run.store.events[first].sample_ids[0]
+    event = change(run, last, sample_ids=(sample_id, run.store.events[last].sample_ids[1]))
+    return [rf"^state: position {event.position} put sample {sample_id} of .* for {event.group_id}"]
+
+
+@planted
+def the_policy_version_went_back(run: AuditedRun) -> Sequence[str]:
+    first, second, *_ = run.events("policy_version")
+    change(run, first, policy_version=9)
+    event = run.store.events[second]
+    return [rf"^version: position {event.position} set version {event.policy_version} after 9"]
+
+
+@planted
+def a_stale_group_was_trained(run: AuditedRun) -> Sequence[str]:
+    event = change(run, run.events("batched")[-1], policy_version=2)
+    return [rf"^version: position {event.position} gave group {event.group_id} of version 2 to step 5"]
+
+
+@planted
+def epochs_overlap(run: AuditedRun) -> Sequence[str]:
+    event = change(run, run.events("batched")[-1], epoch=1)
+    return [rf"^epoch: position {event.position} is of epoch 1, after epoch 3"]
+
+
+@planted
+def an_epoch_was_opened_by_nobody(run: AuditedRun) -> Sequence[str]:
+    event = change(run, run.events("policy_version")[0], epoch=7)
+    return [rf"^epoch: position {event.position} is of epoch 7, which no rewind has opened"]
+
+
+# What the ledger shows
+
+
+@planted
+def a_ready_group_is_gone(run: AuditedRun) -> Sequence[str]:
+    group = run.groups(GroupState.READY)[-1]
+    del run.store.groups[group.group_id]
+    return [f"^lost: {record.sample_id}$" for record in group.samples]
+
+
+@planted
+def a_committed_group_is_gone(run: AuditedRun) -> Sequence[str]:
+    group = run.groups(GroupState.COMMITTED)[0]
+    del run.store.groups[group.group_id]
+    return [f"^lost: {record.sample_id}$" for record in group.samples]
+
+
+@planted
+def a_queued_group_is_gone(run: AuditedRun) -> Sequence[str]:
+    group = run.groups(GroupState.QUEUED)[0]
+    del run.store.groups[group.group_id]
+    return [f"^state: group {group.group_id} is QUEUED by its events and not in the ledger"]
+
+
+def set_group(run: AuditedRun, group: Group, **fields: Any) -> str:
+    run.store.groups[group.group_id] = replace(group, **fields)
+    return group.group_id
+
+
+@planted
+def a_committed_group_has_risen_again(run: AuditedRun) -> Sequence[str]:
+    group = run.groups(GroupState.COMMITTED)[0]
+    group_id = set_group(run, group, state=GroupState.QUEUED, samples=(), step=None, batch_index=None)
+    return [rf"^state: group {group_id} is QUEUED .* by its events COMMITTED", f"^lost: {group.samples[0].sample_id}$"]
+
+
+@planted
+def a_group_is_of_another_step(run: AuditedRun) -> Sequence[str]:
+    group_id = set_group(run, run.groups(GroupState.READY)[0], step=None, batch_index=None)
+    return [rf"^batch: group {group_id} is of step None in the ledger, of 5 by its events"]
+
+
+@planted
+def a_group_came_from_nowhere(run: AuditedRun) -> Sequence[str]:
+    group = run.groups(GroupState.QUEUED)[0]
+    run.store.groups["train/99"] = replace(group, group_id="train/99", prompt=replace(group.prompt, prompt_id="new"))
+    return [r"^state: group train/99 is in the ledger and no event made it"]
+
+
+@planted
+def a_groups_samples_stand_in_another_order(run: AuditedRun) -> Sequence[str]:
+    group = run.groups(GroupState.CONSUMED)[0]
+    set_group(run, group, samples=group.samples[::-1])
+    return [rf"^state: group {group.group_id} shows the samples", r"^digest: line \d+ feeds step"]
+
+
+@planted
+def a_sample_has_another_digest(run: AuditedRun) -> Sequence[str]:
+    group = run.groups(GroupState.COMMITTED)[0]
+    records = (replace(group.samples[0], digest=group.samples[1].digest), *group.samples[1:])
+    envelope = bytearray(group.samples[0].envelope)
+    at = envelope.index(group.samples[0].digest)
+    envelope[at : at + len(group.samples[1].digest)] = group.samples[1].digest
+    set_group(run, group, samples=(replace(records[0], envelope=bytes(envelope)), *records[1:]))
+    return [rf"^digest: line \d+ feeds step {group.step} the batch"]
+
+
+def set_state(run: AuditedRun, **fields: Any) -> None:
+    run.store.streams[STREAM] = replace(run.store.streams[STREAM], **fields)
+
+
+@planted
+def the_epoch_went_back(run: AuditedRun) -> Sequence[str]:
+    set_state(run, epoch=1)
+    return [r"^count: the epoch is 1 in the ledger, 3 by its events"]
+
+
+@planted
+def the_next_step_is_another(run: AuditedRun) -> Sequence[str]:
+    set_state(run, step=7)
+    return [r"^count: the next step is 7 in the ledger, 5 by its events"]
+
+
+@planted
+def more_is_committed_than_was(run: AuditedRun) -> Sequence[str]:
+    set_state(run, committed_step=4)
+    return [r"^count: step 2 is committed, and its group train/6 is CONSUMED still"]
+
+
+@planted
+def less_is_committed_than_was(run: AuditedRun) -> Sequence[str]:
+    set_state(run, committed_step=1)
+    return [r"^count: group train/4 of step 1 is COMMITTED, the step is not"]
+
+
+@planted
+def groups_are_counted_that_are_not_there(run: AuditedRun) -> Sequence[str]:
+    set_state(run, forgotten={"COMMITTED": 3})
+    return [r"^count: the ledger counts the groups COMMITTED 7, .* its events COMMITTED 4"]
+
+
+# Payloads
+
+
+def spoil_payload(run: AuditedRun, spoil: Callable[[bytes], bytes]) -> str:
+    record = run.groups(GroupState.READY)[-1].samples[1]
+    run.store.payloads[record.key] = spoil(run.store.payloads[record.key])
+    return record.sample_id
+
+
+@planted
+def a_bit_of_a_payload_is_another(run: AuditedRun) -> Sequence[str]:
+    return [f"^payload: of sample {spoil_payload(run, lambda data: data[:-1] + bytes([data[-1] ^ 1]))} "]
+
+
+@planted
+def a_payload_is_cut(run: AuditedRun) -> Sequence[str]:
+    return [f"^payload: of sample {spoil_payload(run, lambda data: data[:-3])} "]
+
+
+@planted
+def a_payload_is_gone(run: AuditedRun) -> Sequence[str]:
+    record = run.groups(GroupState.CONSUMED)[0].samples[0]
+    del run.store.payloads[record.key]
+    return [f"^payload: of sample {record.sample_id} "]
+
+
+@planted
+def two_payloads_are_swapped(run: AuditedRun) -> Sequence[str]:
+    one, other = run.groups(GroupState.READY)[0].samples
+    payloads = run.store.payloads
+    payloads[one.key], payloads[other.key] = payloads[other.key], payloads[one.key]
+    return [f"^payload: of sample {each.sample_id} " for each in (one, other)]
+
+
+# The trainer's record: lines 0 1 2 3 | 1 2 3 | 4 5
+
+
+def line_with(run: AuditedRun, index: int, changes: Mapping[str, Any]) -> None:
+    rows = run.rows()
+    rows[index].update(changes)
+    run.set_rows(rows)
+
+
+@planted
+def a_step_was_fed_in_another_order(run: AuditedRun) -> Sequence[str]:
+    ids = run.rows()[7]["sample_ids"]
+    line_with(run, 7, {"sample_ids": [ids[1], ids[0], *ids[2:]]})
+    return [rf"^order: line 8 feeds step 4 .*{ids[1]}, in the ledger {ids[0]}"]
+
+
+@planted
+def a_step_was_fed_another_batch_by_its_digest(run: AuditedRun) -> Sequence[str]:
+    line_with(run, 7, {"digest": "ab" * 32})
+    return [r"^digest: line 8 feeds step 4 the batch abababab"]
+
+
+@planted
+def a_step_was_fed_other_samples_before_a_rewind(run: AuditedRun) -> Sequence[str]:
+    ids = run.rows()[2]["sample_ids"]
+    line_with(run, 2, {"sample_ids": ["another", *ids[1:]]})
+    return [rf"^rerun: step 2 .*line 3 has \['another'\], line 6 has \['{ids[0]}'\]"]
+
+
+@planted
+def a_step_was_fed_in_another_order_before_a_rewind(run: AuditedRun) -> Sequence[str]:
+    line_with(run, 2, {"sample_ids": run.rows()[2]["sample_ids"][::-1]})
+    return [r"^rerun: step 2 .*, in another order"]
+
+
+@planted
+def a_step_had_another_digest_before_a_rewind(run: AuditedRun) -> Sequence[str]:
+    line_with(run, 2, {"digest": "cd" * 32})
+    return [r"^digest: lines 3 and 6 feed step 2"]
+
+
+@planted
+def a_line_is_gone(run: AuditedRun) -> Sequence[str]:
+    row = run.rows()[7]
+    del run.record[7]
+    return [
+        r"^record: has no line of step 4, which epoch 3 consumed",
+        *(f"^lost: {each}$" for each in row["sample_ids"]),
+    ]
+
+
+@planted
+def a_line_of_an_earlier_run_is_gone(run: AuditedRun) -> Sequence[str]:
+    del run.record[1]
+    return [r"^record: has no line of step 1, which epoch 1 consumed before line 2"]
+
+
+@planted
+def a_line_stands_twice(run: AuditedRun) -> Sequence[str]:
+    run.record.insert(3, run.record[2])
+    return [r"^record: line \d+ feeds step [23] "]
+
+
+@planted
+def two_lines_are_swapped(run: AuditedRun) -> Sequence[str]:
+    run.record[1], run.record[2] = run.record[2], run.record[1]
+    return [r"^record: line 2 feeds step 2 where epoch 1 consumed step 1 next"]
+
+
+@planted
+def a_line_is_garbage(run: AuditedRun) -> Sequence[str]:
+    run.record.insert(2, "%PDF-1.4 what is this")
+    return [r"^record: line 3 is not JSON"]
+
+
+@planted
+def a_line_has_another_shape(run: AuditedRun) -> Sequence[str]:
+    run.record[7] = '{"step": 4}'
+    return [r"^record: line 8 has no digest", r"^record: has no line of step 4"]
+
+
+@planted
+def a_line_is_a_list(run: AuditedRun) -> Sequence[str]:
+    run.record[7] = '[{"step": 4}]'
+    return [r"^record: line 8 is not an object"]
+
+
+@planted
+def a_line_has_a_text_for_a_step(run: AuditedRun) -> Sequence[str]:
+    line_with(run, 7, {"step": "4"})
+    return [r"^record: line 8 has no step"]
+
+
+@planted
+def a_line_has_samples_that_are_none(run: AuditedRun) -> Sequence[str]:
+    line_with(run, 7, {"sample_ids": [1, 2, None, {}]})
+    return [r"^record: line 8 has no list of sample_ids"]
+
+
+@planted
+def a_step_was_fed_that_nobody_gave(run: AuditedRun) -> Sequence[str]:
+    rows = run.rows()
+    run.set_rows([*rows, {**rows[-1], "step": 6, "sample_ids": ["x"]}])
+    return [r"^record: line 10 feeds step 6 after step 4", "^unaccounted: x$"]
+
+
+@planted
+def a_sample_was_trained_in_two_steps(run: AuditedRun) -> Sequence[str]:
+    rows = run.rows()
+    line_with(run, 7, {"sample_ids": [*rows[7]["sample_ids"], rows[0]["sample_ids"][0]]})
+    return [f"^doubled: {rows[0]['sample_ids'][0]}$", f"^unaccounted: {rows[0]['sample_ids'][0]}$"]
+
+
+@planted
+def a_sample_of_an_expired_group_was_trained(run: AuditedRun) -> Sequence[str]:
+    event = run.store.events[run.events("expired")[0] - 1]
+    line_with(run, 7, {"sample_ids": [*run.rows()[7]["sample_ids"], event.sample_ids[0]]})
+    return [f"^unaccounted: {event.sample_ids[0]}$"]
+
+
+@planted
+def a_sample_was_not_trained(run: AuditedRun) -> Sequence[str]:
+    ids = run.rows()[7]["sample_ids"]
+    line_with(run, 7, {"sample_ids": ids[1:]})
+    return [f"^lost: {ids[0]}$", r"^batch: of step 4 was fed without"]
+
+
+@planted
+def a_step_that_was_not_consumed_was_fed_in_part(run: AuditedRun) -> Sequence[str]:
+    ids = run.rows()[8]["sample_ids"]
+    line_with(run, 8, {"sample_ids": ids[:-1]})
+    return [rf"^batch: of step 5 was fed without \['{ids[-1]}'\] \(line 9\)"]
