@@ -15,7 +15,7 @@ import sys
 import time
 from contextlib import suppress
 
-from headrace.launch.linux import adopt_orphans, descendants, die_with_parent
+from headrace.linux import adopt_orphans, descendants, die_with_parent
 
 _SWEEP_SECONDS = 3.0
 _WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}

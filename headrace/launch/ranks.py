@@ -18,8 +18,8 @@ import time
 import uuid
 from pathlib import Path
 
-from headrace.launch.linux import die_with_parent
 from headrace.launch.process import meaning, tail
+from headrace.linux import die_with_parent
 
 PEER_SECONDS = 20.0
 """Longer than ranks need to notice that one of them is gone."""

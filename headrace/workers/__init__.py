@@ -1,6 +1,6 @@
 """User code and fragile libraries, run in processes that can be killed."""
 
-from headrace.workers.errors import WorkerCrashed, WorkerError, WorkerRaised, WorkerTimeout
+from headrace.workers.errors import WorkerBroken, WorkerCrashed, WorkerError, WorkerRaised, WorkerTimeout
 from headrace.workers.pool import WorkerPool
 
-__all__ = ["WorkerCrashed", "WorkerError", "WorkerPool", "WorkerRaised", "WorkerTimeout"]
+__all__ = ["WorkerBroken", "WorkerCrashed", "WorkerError", "WorkerPool", "WorkerRaised", "WorkerTimeout"]

@@ -1,74 +1,192 @@
 """The worker's half. Functions run in the main thread (libraries use SIGALRM there); coroutines share its event loop.
 
-consumes: Start and Cancel from its parent; produces: one reply for every Start.
-Ends when the parent is gone: by end of file while it waits, by the kernel's signal while it computes.
+consumes: Start and Cancel from its service; produces: one reply for every Start.
+Ends when the service is gone: by end of file while it waits, by its spawner's kill while it computes.
+User code may do anything to this process. What can be put right is put right after the call (`headrace.workers.state`);
+for the rest the service kills it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import inspect
+import os
 import pickle
 import signal
 import socket
-import sys
+import time
 import traceback
+from collections.abc import Callable
 from functools import partial
+from typing import NoReturn
 
 from headrace.errors import HeadraceError
-from headrace.workers import frame
+from headrace.linux import children
+from headrace.workers import codec, frame
+from headrace.workers.state import ProcessState
 
-_PR_SET_PDEATHSIG = 1
+_MESSAGE_CHARACTERS = 2_000
+_TRACEBACK_CHARACTERS = 32_000
+# A process that was told to end, or whose pipe was closed, takes a moment to be gone.
+_LEAVE_SECONDS = 0.3
+# Started by multiprocessing for the life of the process, not for a call.
+_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
-def main(descriptor: int) -> None:
-    """Serves calls from the socket behind `descriptor` until it closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    asyncio.run(_serve(socket.socket(fileno=descriptor)))
+def main(channel: socket.socket, secret: bytes) -> NoReturn:
+    """Serves calls until the channel closes. Nothing that user code registered or still runs keeps it from ending."""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the service's to handle
+        os.register_at_fork(after_in_child=partial(_disown, channel.fileno()))
+        asyncio.run(_serve(channel, secret))
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(70)
 
 
-async def _serve(parent: socket.socket) -> None:
-    reader, writer = await asyncio.open_connection(sock=parent)
-    tasks: dict[int, asyncio.Task[None]] = {}
+def _disown(descriptor: int) -> None:
+    """A copy that user code forked shares the channel: it must neither read from it nor write to it."""
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    os.dup2(null, descriptor, inheritable=False)
+    os.close(null)
+
+
+async def _serve(channel: socket.socket, secret: bytes) -> None:
+    stream, writer = await asyncio.open_connection(sock=channel)
+    calls = _Calls(writer, secret)
+    reader = frame.orders(stream, secret)
     while True:
         try:
-            message = await frame.read(reader)
+            order = await reader.next()
         except EOFError:
             return
-        match message:
-            case frame.Start(call_id):
-                task = asyncio.create_task(_answer(message, writer))
-                tasks[call_id] = task
-                task.add_done_callback(partial(_forget, tasks, call_id))
-            case frame.Cancel(call_id) if call_id in tasks:
-                tasks[call_id].cancel()
+        match order:
+            case frame.Start():
+                calls.start(order)
+            case frame.Cancel(call_id):
+                calls.cancel(call_id)
 
 
-def _forget(tasks: dict[int, asyncio.Task[None]], call_id: int, _: asyncio.Task[None]) -> None:
-    del tasks[call_id]
+class _Calls:
+    """The calls in progress."""
+
+    def __init__(self, writer: asyncio.StreamWriter, secret: bytes) -> None:
+        self._writer = writer
+        self._secret = secret
+        self._pid = os.getpid()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._state = ProcessState.now()
+        self._was_shared = False
+        self._known: set[int] = set()
+
+    def start(self, order: frame.Start) -> None:
+        """Begins a call."""
+        if not self._tasks:
+            self._was_shared = False
+            self._known = set(children(self._pid))
+        else:
+            self._was_shared = True
+        self._tasks[order.call_id] = asyncio.create_task(self._answer(order))
+
+    def cancel(self, call_id: int) -> None:
+        """Nobody waits for it; one that has answered is passed over."""
+        if call_id in self._tasks:
+            self._tasks[call_id].cancel()
+
+    async def _answer(self, order: frame.Start) -> None:
+        reply = await _run(order)
+        if os.getpid() != self._pid:
+            os._exit(0)  # a copy that user code forked and that came back here: the answer is the original's
+        del self._tasks[order.call_id]
+        if not self._tasks:
+            reply = self._clean(reply)
+        data = frame.encode(reply, self._secret)
+        if len(data) > frame.MAX_REPLY_BYTES:
+            detail = f"{len(data)} bytes are more than the {frame.MAX_REPLY_BYTES} that a call may return"
+            data = frame.encode(frame.Raised(order.call_id, "TooLarge", detail, "", False), self._secret)
+        self._writer.write(data)
+        await self._writer.drain()
+
+    def _clean(self, reply: frame.Reply) -> frame.Reply:
+        """Nobody runs: what the last calls left is put right. A call that ran alone is told what it left behind."""
+        self._state.restore()
+        left = _left_behind(self._known)
+        for pid in left:
+            _end(pid)
+        if left and not self._was_shared and isinstance(reply, frame.Returned):
+            return frame.LeftBehind(reply.call_id, _named(left))
+        return reply
 
 
-async def _answer(start: frame.Start, writer: asyncio.StreamWriter) -> None:
-    writer.write(frame.encode(await _run(start)))
-    await writer.drain()
-
-
-async def _run(start: frame.Start) -> frame.Reply:
-    limit = asyncio.timeout(start.timeout_seconds)
+async def _run(order: frame.Start) -> frame.Reply:
+    limit = asyncio.timeout(order.timeout_seconds)
     try:
         async with limit:
-            function, args = pickle.loads(start.work)
+            function, args = pickle.loads(order.work)  # the service's own function and arguments
             result = function(*args)
             if inspect.isawaitable(result):
                 result = await result
-        return frame.Returned(start.call_id, pickle.dumps(result))
-    except asyncio.CancelledError:  # nobody waits for it; the reply frees its place in the parent's book
-        return frame.Expired(start.call_id)
+        return frame.Returned(order.call_id, codec.encode(result))
+    except asyncio.CancelledError:  # nobody waits for it; the reply frees its place in the service's book
+        return frame.Expired(order.call_id)
     except BaseException as error:  # the boundary to user code: sys.exit() in a hook ends the call, not the worker
         if limit.expired() and isinstance(error, TimeoutError):
-            return frame.Expired(start.call_id)
-        is_ours = isinstance(error, HeadraceError)
-        return frame.Raised(start.call_id, type(error).__name__, str(error), traceback.format_exc(), is_ours)
+            return frame.Expired(order.call_id)
+        return _raised(order.call_id, error)
+
+
+def _raised(call_id: int, error: BaseException) -> frame.Raised:
+    return frame.Raised(
+        call_id,
+        _printable(lambda: type(error).__name__, _MESSAGE_CHARACTERS),
+        _printable(lambda: str(error), _MESSAGE_CHARACTERS),
+        _printable(lambda: "".join(traceback.format_exception(error)), _TRACEBACK_CHARACTERS),
+        isinstance(error, HeadraceError),
+    )
+
+
+def _printable(text: Callable[[], str], characters: int) -> str:
+    """What `text()` says, cut, in characters that UTF-8 has."""
+    try:
+        said = str.__getitem__(text(), slice(characters + 1))  # a subclass of str is user code too
+    except BaseException:  # user code prints itself
+        return "(it cannot be printed)"
+    cut = said if len(said) <= characters else said[:characters] + "…"
+    return cut.encode("utf-8", "backslashreplace").decode()
+
+
+def _left_behind(known: set[int]) -> list[int]:
+    """Processes that were started since, and run on after a moment."""
+    deadline = time.monotonic() + _LEAVE_SECONDS
+    while left := [pid for pid in children(os.getpid()) if pid not in known and not _is_helper(pid)]:
+        if time.monotonic() > deadline:
+            return left
+        time.sleep(0.01)
+    return []
+
+
+def _is_helper(pid: int) -> bool:
+    return any(helper in _command(pid) for helper in _HELPERS)
+
+
+def _named(pids: list[int]) -> str:
+    what = "a process" if len(pids) == 1 else f"{len(pids)} processes"
+    return f"{what} (process id {', '.join(map(str, pids[:8]))})"
+
+
+def _command(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read(4096).replace(b"\0", b" ").decode(errors="replace")
+    except OSError:  # it ended meanwhile
+        return ""
+
+
+def _end(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    except (ProcessLookupError, ChildProcessError):  # it ended, and was waited for
+        pass

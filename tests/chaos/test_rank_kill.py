@@ -19,7 +19,7 @@ import pytest
 from safetensors.torch import load_file
 
 from headrace.cli.main import main
-from headrace.launch.linux import descendants
+from headrace.linux import descendants
 from tests.support.certain_rollout import CertainRollout, allow, certain_rollout, produce
 from tests.support.metric_docs import documented_metrics, undocumented
 from tests.support.tiny_model import make_tiny_qwen3

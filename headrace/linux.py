@@ -1,0 +1,84 @@
+"""What Linux offers to keep process trees whole: parent-death signals, subreapers, and who descends from whom."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def die_with_parent(parent: int, number: signal.Signals) -> None:
+    """This process gets the signal when `parent` ends; ends now if it has ended already."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Descendants whose parent ends become children of this process instead of init's."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def descendants(pid: int) -> list[int]:
+    """Every live process below `pid`, nearest first."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            children.setdefault(_parent_of(entry), []).append(int(entry.name))
+    found = list(children.get(pid, []))
+    for each in found:
+        found.extend(children.get(each, []))
+    return found
+
+
+def children(pid: int) -> list[int]:
+    """Its direct children that run, adopted orphans among them; one that has ended and was not waited for is none."""
+    found: set[int] = set()
+    with suppress(OSError):  # it ended while we looked
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            found.update(map(int, (thread / "children").read_text().split()))
+    return sorted(child for child in found if runs(child))
+
+
+def runs(pid: int) -> bool:
+    """Whether the process is there and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def marked(name: str, value: str) -> list[int]:
+    """Processes that were started with this variable in their environment, or forked from one that was."""
+    wanted = f"{name}={value}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):  # it ended while we looked, or is another user's
+            if entry.name.isdigit() and wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
+def first_to_go() -> None:
+    """Where memory runs out, the kernel ends this process and its children before any other."""
+    Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _parent_of(entry: Path) -> int:
+    try:
+        stat = (entry / "stat").read_text()
+    except OSError:
+        return 0  # it ended while we looked
+    return int(stat.rpartition(")")[2].split()[1])
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
