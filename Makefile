@@ -52,6 +52,8 @@ chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 		HEADRACE_RANK_KILLS=20 HEADRACE_PLACEMENTS=1 HEADRACE_DAMAGES=5000 HEADRACE_POWER_COMMANDS=1000 HEADRACE_POWER_CUTS=every \
 		$(BIN)/python -m pytest tests/chaos
 	@HEADRACE_COLUMN_MIB=80 $(BIN)/python -m pytest -s tests/contract/test_columns.py -k large
+	@HEADRACE_FUZZ=100000 $(BIN)/python -m pytest -s tests/hostile/test_fuzz.py
+	@HEADRACE_LEDGER_COMMANDS=2000 HEADRACE_LEDGER_SEEDS=15 $(BIN)/python -m pytest -s tests/hostile/test_ledger_reference.py
 	@$(BIN)/python -m tests.chaos.recovery
 	@$(BIN)/python -m pytest tests/e2e/test_training.py -k kill_9
 	@HEADRACE_WHOLE_RUNS=all $(BIN)/python -m pytest -s tests/e2e/test_whole_runs.py

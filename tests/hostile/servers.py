@@ -41,8 +41,8 @@ class ServerProcess:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=self.log_path.open("a"),
             stderr=self.log_path.open("a"),
-            preexec_fn=_limit_memory,
         )
+        resource.prlimit(self.pid, resource.RLIMIT_AS, (MOST_ADDRESS_SPACE, MOST_ADDRESS_SPACE))
         async with grpc.aio.insecure_channel(self.address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             async with asyncio.timeout(START_SECONDS):
@@ -96,10 +96,6 @@ def tracebacks(log: str) -> list[str]:
         if "Traceback (most recent call last)" in line or "never retrieved" in line or '"call_failed"' in line:
             found.append("\n".join(lines[i : i + 3])[:3000])
     return found
-
-
-def _limit_memory() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_ADDRESS_SPACE, MOST_ADDRESS_SPACE))
 
 
 def buffer_process(folder: Path, job: dict[str, object]) -> ServerProcess:

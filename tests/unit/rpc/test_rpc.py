@@ -78,7 +78,11 @@ async def test_a_client_catches_the_class_the_server_raised(servicer, stub, cls:
 
 
 @pytest.mark.parametrize("cls", [NotFound, ResourceExhausted, InvalidArgument, Internal])
-@pytest.mark.parametrize("text", ["x" * 100_000, "é" * 100_000, "%\n" * 50_000, "\ud800" * 100_000, "𝄞" * 30_000], ids=["ascii", "latin", "escapes", "surrogates", "music"])
+@pytest.mark.parametrize(
+    "text",
+    ["x" * 100_000, "é" * 100_000, "%\n" * 50_000, "\ud800" * 100_000, "𝄞" * 30_000],
+    ids=["ascii", "latin", "escapes", "surrogates", "music"],
+)
 async def test_a_long_message_arrives_cut_and_under_its_own_status(servicer, stub, cls: type, text: str) -> None:
     servicer.error = cls(text, reason=text, **{f"{i}{text}": text for i in range(100)})
     if isinstance(servicer.error, InvalidArgument):
