@@ -6,10 +6,11 @@ flags into it; cross-field rules are in `headrace.config.rules`.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from headrace.config.section import Above, NonNegative, Positive, Seconds, Section, Share
 from headrace.config.training import CriticSection, DistillationSection, HooksSection, TrainSection
@@ -26,8 +27,14 @@ def _no_segments(value: Any) -> Any:
     return value
 
 
+def _one_folder(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        raise ValueError("a run's name is its folder's: up to 100 letters, digits, '.', '_' and '-', not '.' first")
+    return name
+
+
 class RunSection(Section):
-    run_name: str = Field("run", description="Names the run and its folder.")
+    run_name: Annotated[str, AfterValidator(_one_folder)] = Field("run", description="Names the run and its folder.")
     run_dir: Path = Field(Path("runs"), description="Folder that holds the runs' folders.")
     seed: NonNegative = Field(1234, description="Seeds initialisation, data order and sampling.")
 
@@ -193,6 +200,9 @@ class CheckpointSection(Section):
         None, description="A step-… folder of another run, whose weights this one starts with."
     )
     save_hf: Path | None = Field(None, description="Export the final weights as a Hugging Face folder.")
+    export_root: Path | None = Field(
+        None, description="Folder in which a running trainer may be asked for exports; absent: the run's folder."
+    )
 
 
 class ServicesSection(Section):

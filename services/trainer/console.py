@@ -1,6 +1,7 @@
 """What people see of the loop, and how they steer it.
 
-Requests (pause, save, export, stop) are served between two steps, when no rank computes.
+Requests (pause, save, export, stop) are served between two steps, when no rank computes. A request is served whether or
+not its caller still waits, and its failure is its caller's: training goes on.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from headrace.api.trainer.v1 import trainer_pb2 as pb
-from headrace.errors import FailedPrecondition
+from headrace.errors import FailedPrecondition, Fenced, HeadraceError, ResourceExhausted
 from headrace.rpc.log import log
 from services.trainer.report import Report
 from services.trainer.state import TrainState
@@ -36,6 +37,9 @@ class Steered(Protocol):
     async def export_to(self, path: Path) -> None:
         """Writes a Hugging Face folder."""
 
+
+MAX_REQUESTS = 64
+"""Saves and exports that may wait for the end of a step."""
 
 Action = Callable[[Steered, TrainState], Awaitable[None]]
 Evaluate = Callable[[TrainState], Awaitable[dict[str, float]]]
@@ -105,6 +109,7 @@ class TrainerConsole:
         self._ended = True
         for request in self._requests:
             request.done.set_exception(_ended())
+        self._requests.clear()
         self._report.close()
 
     def groups_ready(self, count: int) -> None:
@@ -139,15 +144,22 @@ class TrainerConsole:
         log.info("step", step=state.step, **{k: round(v, 6) for k, v in metrics.items() if k in _LOGGED})
 
     async def ask(self, action: Action) -> TrainState:
-        """Runs the action before the next step; returns the state it ran in."""
+        """Runs the action before the next step; returns the state it ran in. Raises what the action raised.
+
+        Cancelling the wait cancels nothing else: the loop may be in the middle of the action.
+        """
         if self._ended:
             raise _ended()
+        if len(self._requests) >= MAX_REQUESTS:
+            raise ResourceExhausted(
+                f"{MAX_REQUESTS} saves and exports wait for the end of the step: ask again after it"
+            )
         request = _Request(action, asyncio.get_running_loop().create_future())
         self._requests.append(request)
         if not self._running.is_set():
             self._running.set()  # wake the paused loop to serve it; it holds again at once
             self._running.clear()
-        return await request.done
+        return await asyncio.shield(request.done)
 
     def pause(self) -> None:
         """Holds before the next step."""
@@ -170,12 +182,19 @@ class TrainerConsole:
     async def _serve(self, state: TrainState) -> None:
         assert self._ranks is not None  # the loop runs only after open()
         while self._requests:
-            request = self._requests.pop(0)
+            request = self._requests[0]  # it stays in the list while it is served: `finished` answers what is left
             try:
                 await request.action(self._ranks, state)
-            except Exception as error:  # belongs to whoever asked, not to the loop
+            except Fenced as error:
+                self._requests.remove(request)
                 request.done.set_exception(error)
+                raise
+            except HeadraceError as error:
+                self._requests.remove(request)
+                request.done.set_exception(error)
+                log.warning("request_failed", step=state.step, reason=error.reason, error=error.message)
             else:
+                self._requests.remove(request)
                 request.done.set_result(state)
 
     def _times(self) -> dict[str, float]:

@@ -12,11 +12,14 @@ from headrace.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from headrace.client.port import Buffer
 from headrace.client.rollout import RolloutClient
 from headrace.config.job import Job
+from headrace.launch.run_folder import RunFolder
 from headrace.rpc.server import RpcServer, Service
 from services.trainer import loop as training
+from services.trainer.checkpoint import checkpoint_folder
 from services.trainer.console import TrainerConsole
 from services.trainer.crew import Crew
 from services.trainer.evaluation import Evaluator
+from services.trainer.export_folder import ExportFolders
 from services.trainer.fetch import Fetch
 from services.trainer.ledger import StreamLedger
 from services.trainer.publication import Publisher
@@ -46,7 +49,7 @@ async def lead(
     report = Report(run_dir, trackers(job, run_dir))
     console = _console(job, report, rollout, schedule)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, console.leave)
-    server = _server(serving, TrainerServicer(console, report))
+    server = _server(serving, TrainerServicer(console, report, _exports(job, run_dir)))
     await server.start(ready=False)
 
     async def work() -> None:
@@ -82,6 +85,11 @@ def _console(job: Job, report: Report, rollout: RolloutClient, schedule: JobSche
         num_steps=schedule.num_steps,
         groups_per_step=job.rollout.rollout_batch_size,
     )
+
+
+def _exports(job: Job, run_dir: Path) -> ExportFolders:
+    run = RunFolder(run_dir)
+    return ExportFolders(job.checkpoint.export_root or run_dir, [checkpoint_folder(job, run_dir), run.ledger, run.logs])
 
 
 def _server(serving: Serving, desk: TrainerServicer) -> RpcServer:

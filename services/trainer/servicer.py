@@ -13,23 +13,28 @@ from headrace.api.trainer.v1 import trainer_pb2 as pb
 from headrace.api.trainer.v1 import trainer_pb2_grpc
 from headrace.errors import InvalidArgument
 from services.trainer.console import Steered, TrainerConsole
+from services.trainer.export_folder import ExportFolders
+from services.trainer.once import Once
 from services.trainer.report import Report
 from services.trainer.state import TrainState
 
 Context = Any
 
 
+_MAX_ID_CHARACTERS = 128
+_MAX_STEP = 1 << 53
+_KEPT_RESULTS = 256
+
+
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     """Answers in the middle of a step; what must not happen then waits for the step's end."""
 
-    def __init__(
-        self,
-        console: TrainerConsole,
-        report: Report,
-    ) -> None:
+    def __init__(self, console: TrainerConsole, report: Report, exports: ExportFolders) -> None:
         self._console = console
         self._report = report
-        self._saved: dict[str, pb.SaveCheckpointResponse] = {}
+        self._exports = exports
+        self._saved: Once[pb.SaveCheckpointResponse] = Once(_KEPT_RESULTS)
+        self._exported: Once[pb.ExportModelResponse] = Once(_KEPT_RESULTS)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         return self._console.status
@@ -37,6 +42,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def WatchProgress(
         self, request: pb.WatchProgressRequest, context: Context
     ) -> AsyncIterator[pb.WatchProgressResponse]:
+        if not 0 <= request.from_step <= _MAX_STEP:
+            raise InvalidArgument(f"from_step {request.from_step} is not 0 to {_MAX_STEP}", field="from_step")
         async for row in self._report.watch(request.from_step):
             time = Timestamp()
             time.FromNanoseconds(int(row.time * 1e9))
@@ -51,20 +58,20 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return pb.ResumeResponse()
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointResponse:
-        if not request.request_id:
-            raise InvalidArgument("request_id is empty: choose one for each save", field="request_id")
-        if request.request_id not in self._saved:
-            self._saved[request.request_id] = await self._save_now()
-        return self._saved[request.request_id]
+        name = request.request_id
+        if not 0 < len(name) <= _MAX_ID_CHARACTERS or not name.isprintable():
+            raise InvalidArgument(
+                f"request_id {name[:_MAX_ID_CHARACTERS]!r} is not 1 to {_MAX_ID_CHARACTERS} printable characters: "
+                "choose one for each save",
+                field="request_id",
+            )
+        return await self._saved.get(name, self._save_now)
 
     async def ExportModel(self, request: pb.ExportModelRequest, context: Context) -> pb.ExportModelResponse:
-        path = Path(request.path)
-        if not path.is_absolute():
-            raise InvalidArgument(f"path {request.path!r} is not absolute on the trainer's machine", field="path")
-        if await asyncio.to_thread(_holds_files, path):
-            raise InvalidArgument(f"{path} is not empty: name a new folder", field="path")
-        state = await self._console.ask(lambda ranks, _: ranks.export_to(path))
-        return pb.ExportModelResponse(path=str(path), step=state.step)
+        folder = await asyncio.to_thread(self._exports.locate, request.path)
+        if not await asyncio.to_thread(folder.exists):
+            self._exported.forget(str(folder))
+        return await self._exported.get(str(folder), lambda: self._export_now(folder))
 
     async def Stop(self, request: pb.StopRequest, context: Context) -> pb.StopResponse:
         self._console.stop()
@@ -81,6 +88,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         state = await self._console.ask(save)
         return pb.SaveCheckpointResponse(path=str(paths[0]), step=state.step)
 
-
-def _holds_files(path: Path) -> bool:
-    return path.exists() and any(path.iterdir())
+    async def _export_now(self, folder: Path) -> pb.ExportModelResponse:
+        await asyncio.to_thread(self._exports.require_new, folder)
+        state = await self._console.ask(lambda ranks, _: ranks.export_to(folder))
+        return pb.ExportModelResponse(path=str(folder), step=state.step)

@@ -13,10 +13,13 @@ import pytest
 from headrace.api.trainer.v1 import trainer_pb2 as pb
 from headrace.api.trainer.v1 import trainer_pb2_grpc
 from headrace.client.trainer import TrainerClient
-from headrace.errors import FailedPrecondition, InvalidArgument
+from headrace.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, ResourceExhausted
+from headrace.rpc.call import call
+from headrace.rpc.channel import connect
 from headrace.rpc.server import RpcServer, Service
 from services.trainer.batch import Batch
-from services.trainer.console import TrainerConsole
+from services.trainer.console import MAX_REQUESTS, TrainerConsole
+from services.trainer.export_folder import ExportFolders
 from services.trainer.loop import train
 from services.trainer.report import Report
 from services.trainer.servicer import TrainerServicer
@@ -30,6 +33,7 @@ class SteeredEverything(Everything):
     def __init__(self, num_steps: int) -> None:
         super().__init__(num_steps=num_steps)
         self.go = asyncio.Semaphore(0)
+        self.full_disk = False
 
     async def train(self, step: int, batch: Batch) -> dict[str, float]:
         await self.go.acquire()
@@ -40,12 +44,15 @@ class SteeredEverything(Everything):
 
     async def export_to(self, path: Path) -> None:
         self.diary.append(f"export_to {path}")
+        if self.full_disk:
+            raise ResourceExhausted("the disk is full")
 
 
 @dataclass
 class Desk:
     everything: SteeredEverything
     client: TrainerClient
+    stub: trainer_pb2_grpc.TrainerServiceStub
     running: asyncio.Task[TrainState]
     folder: Path
 
@@ -61,15 +68,20 @@ async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
     console = TrainerConsole(report, no_evaluation, run="r", num_steps=4, groups_per_step=2)
     console.open(everything, 1)
     name = pb.DESCRIPTOR.services_by_name["TrainerService"].full_name
-    service = Service(TrainerServicer(console, report), trainer_pb2_grpc.add_TrainerServiceServicer_to_server, name)
+    exports = ExportFolders(tmp_path / "run", [tmp_path / "run" / "checkpoints"])
+    servicer = TrainerServicer(console, report, exports)
+    service = Service(servicer, trainer_pb2_grpc.add_TrainerServiceServicer_to_server, name)
     server = RpcServer("trainer", "127.0.0.1:0", [service])
     await server.start()
     running = asyncio.create_task(train(everything, everything, console, everything))
     running.add_done_callback(lambda _: console.finished())
     client = TrainerClient(server.address)
-    yield Desk(everything, client, running, tmp_path)
+    channel = connect(server.address)
+    stub = trainer_pb2_grpc.TrainerServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
+    yield Desk(everything, client, stub, running, tmp_path)
     running.cancel()
     await client.close()
+    await channel.close(None)
     await server.stop(0)
 
 
@@ -118,19 +130,93 @@ async def test_a_stopped_run_ends_after_its_step_with_a_checkpoint(desk: Desk) -
     assert desk.everything.diary[-3:] == ["save 1", "commit 7/1", "export"]
 
 
-async def test_an_export_goes_to_a_new_absolute_folder(desk: Desk, tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="'here' is not absolute"):
-        await desk.client.export_model(Path("here"))
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
-    with pytest.raises(InvalidArgument, match="is not empty: name a new folder"):
-        await desk.client.export_model(tmp_path / "full")
+async def test_an_export_goes_to_a_new_folder_below_the_runs(desk: Desk) -> None:
+    run = desk.folder / "run"
+    (run / "full").mkdir(parents=True)
+    (run / "full" / "file").touch()
+    (run / "out").symlink_to("/var")
+    (run / "round").symlink_to(run / "round")
+    for path, why in {
+        "here": "'here' is not absolute",
+        f"{run}/full": "is not empty: name a new folder",
+        f"{run}/full/file": "full/file is no folder",
+        f"{run}/full/file/below": "full/file is no folder",
+        f"{run}": "is not below .*run: name a folder there",
+        f"{run}/../elsewhere": "is not below .*run: name a folder there, or start the run with --export-root",
+        f"{run}/out/model": "/var/model is not below",
+        f"{run}/round/model": "cannot be looked at|is not below",
+        f"{run}/checkpoints/step-00000009": "which the run keeps for itself",
+        "/" + "a" * 2000: "longer than 1024",
+        f"{run}/a\x00b": "unprintable",
+        f"{run}/{'a' * 300}": "cannot be looked at: .*File name too long",
+    }.items():
+        with pytest.raises(InvalidArgument, match=why):
+            await desk.client.export_model(Path(path))
     await desk.client.pause()
     let(desk, 1)
     await until(desk, pb.PHASE_PAUSED, 1)
-    reply = await desk.client.export_model(tmp_path / "new")
-    assert f"export_to {tmp_path / 'new'}" in desk.everything.diary
-    assert reply.path == str(tmp_path / "new")
+    reply = await desk.client.export_model(run / "new")
+    assert f"export_to {run / 'new'}" in desk.everything.diary
+    assert reply.path == str(run / "new")
+
+
+async def test_an_export_is_done_once_for_its_path_while_it_is_there_and_a_failed_one_again(desk: Desk) -> None:
+    await desk.client.pause()
+    let(desk, 1)
+    await until(desk, pb.PHASE_PAUSED, 1)
+    folder = desk.folder / "run" / "model"
+    desk.everything.full_disk = True
+    with pytest.raises(ResourceExhausted, match="the disk is full"):
+        await desk.client.export_model(folder)
+    desk.everything.full_disk = False
+    await desk.client.export_model(folder)
+    folder.mkdir(parents=True)
+    (folder / "config.json").touch()
+    await desk.client.export_model(folder)
+    assert desk.everything.diary.count(f"export_to {folder}") == 2
+    (folder / "config.json").unlink()
+    folder.rmdir()
+    await desk.client.export_model(folder)
+    assert desk.everything.diary.count(f"export_to {folder}") == 3
+
+
+async def test_a_caller_that_gives_up_changes_nothing_and_gets_its_save_when_it_asks_again(desk: Desk) -> None:
+    await until(desk, pb.PHASE_WAITING, 0)
+    hurried = pb.SaveCheckpointRequest(request_id="mine")
+    for method, request in (
+        (desk.stub.SaveCheckpoint, hurried),
+        (desk.stub.ExportModel, pb.ExportModelRequest(path=str(desk.folder / "run" / "new"))),
+    ):
+        with pytest.raises(DeadlineExceeded):
+            await call(method, request, deadline_seconds=0.2)
+    let(desk, 4)
+    assert (await desk.running).step == 4
+    assert desk.everything.diary.count("save 1") == 1
+    assert f"export_to {desk.folder / 'run' / 'new'}" in desk.everything.diary
+    saved = await desk.client.save_checkpoint(request_id="mine")
+    assert saved.path == "/checkpoints/1"
+
+
+async def test_saves_that_wait_are_limited(desk: Desk) -> None:
+    await until(desk, pb.PHASE_WAITING, 0)
+    ids = [str(number) for number in range(MAX_REQUESTS + 1)]
+    asked = [asyncio.create_task(desk.client.save_checkpoint(request_id=each)) for each in ids]
+    refused, waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+    assert len(refused) == 1
+    with pytest.raises(ResourceExhausted, match="64 saves and exports wait for the end of the step"):
+        await refused.pop()
+    let(desk, 4)
+    await desk.running
+    assert {reply.path for reply in await asyncio.gather(*waiting)} == {"/checkpoints/1"}
+
+
+async def test_ids_and_steps_of_requests_have_bounds(desk: Desk) -> None:
+    for request_id in ("", "a" * 129, "a\nb"):
+        with pytest.raises(InvalidArgument, match="is not 1 to 128 printable characters"):
+            await call(desk.stub.SaveCheckpoint, pb.SaveCheckpointRequest(request_id=request_id), deadline_seconds=60)
+    for step in (-1, 2**63 - 1):
+        with pytest.raises(InvalidArgument, match=f"from_step {step} is not 0 to"):
+            _ = [row async for row in desk.client.watch_progress(step)]
 
 
 async def test_a_request_to_a_run_that_ends_is_told_so(desk: Desk) -> None:

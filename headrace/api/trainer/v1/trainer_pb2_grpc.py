@@ -26,7 +26,9 @@ if _version_not_supported:
 
 
 class TrainerServiceStub:
-    """The training loop's console. Errors: FAILED_PRECONDITION (the loop is not in a state for it; the message says which).
+    """The training loop's console. Errors: FAILED_PRECONDITION (the loop is not in a state for it, or the disk refuses; the
+    message says which), RESOURCE_EXHAUSTED (the disk is full, or 64 saves and exports wait already). A caller that gives
+    up changes nothing: what it asked for is done, and the same request gets its result.
     """
 
     def __init__(self, channel):
@@ -73,7 +75,9 @@ class TrainerServiceStub:
 
 
 class TrainerServiceServicer:
-    """The training loop's console. Errors: FAILED_PRECONDITION (the loop is not in a state for it; the message says which).
+    """The training loop's console. Errors: FAILED_PRECONDITION (the loop is not in a state for it, or the disk refuses; the
+    message says which), RESOURCE_EXHAUSTED (the disk is full, or 64 saves and exports wait already). A caller that gives
+    up changes nothing: what it asked for is done, and the same request gets its result.
     """
 
     def GetStatus(self, request, context):
@@ -172,7 +176,9 @@ def add_TrainerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TrainerService:
-    """The training loop's console. Errors: FAILED_PRECONDITION (the loop is not in a state for it; the message says which).
+    """The training loop's console. Errors: FAILED_PRECONDITION (the loop is not in a state for it, or the disk refuses; the
+    message says which), RESOURCE_EXHAUSTED (the disk is full, or 64 saves and exports wait already). A caller that gives
+    up changes nothing: what it asked for is done, and the same request gets its result.
     """
 
     @staticmethod
