@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from headrace.errors import InvalidArgument
-
-MAX_PATH_CHARACTERS = 1024
+from headrace.wire.checks import shown
 
 
 class ExportFolders:
@@ -20,11 +19,9 @@ class ExportFolders:
 
     def locate(self, text: str) -> Path:
         """The folder that a client names, without symlinks. Raises InvalidArgument unless the operator allows it."""
-        if len(text) > MAX_PATH_CHARACTERS or not text.isprintable():
-            raise _refused(f"path {text[:100]!r} is longer than {MAX_PATH_CHARACTERS} or has unprintable characters")
         if not Path(text).is_absolute():
-            raise _refused(f"path {text!r} is not absolute on the trainer's machine")
-        with _disk_errors(text):
+            raise _refused(f"path {shown(text)} is not absolute on the trainer's machine")
+        with _disk_errors(shown(text)):
             folder, root = Path(text).resolve(), self._root.resolve()
             self._require_allowed(folder, root)
             nearest = next(each for each in (folder, *folder.parents) if each.exists())

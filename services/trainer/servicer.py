@@ -11,7 +11,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from headrace.api.trainer.v1 import trainer_pb2 as pb
 from headrace.api.trainer.v1 import trainer_pb2_grpc
-from headrace.errors import InvalidArgument
+from headrace.wire.checks import require_counter, require_id, require_path
 from services.trainer.console import Steered, TrainerConsole
 from services.trainer.export_folder import ExportFolders
 from services.trainer.once import Once
@@ -21,8 +21,6 @@ from services.trainer.state import TrainState
 Context = Any
 
 
-_MAX_ID_CHARACTERS = 128
-_MAX_STEP = 1 << 53
 _KEPT_RESULTS = 256
 
 
@@ -42,9 +40,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def WatchProgress(
         self, request: pb.WatchProgressRequest, context: Context
     ) -> AsyncIterator[pb.WatchProgressResponse]:
-        if not 0 <= request.from_step <= _MAX_STEP:
-            raise InvalidArgument(f"from_step {request.from_step} is not 0 to {_MAX_STEP}", field="from_step")
-        async for row in self._report.watch(request.from_step):
+        from_step = require_counter(request.from_step, "from_step")
+        async for row in self._report.watch(from_step):
             time = Timestamp()
             time.FromNanoseconds(int(row.time * 1e9))
             yield pb.WatchProgressResponse(step=row.step, time=time, metrics=row.metrics)
@@ -58,17 +55,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return pb.ResumeResponse()
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointResponse:
-        name = request.request_id
-        if not 0 < len(name) <= _MAX_ID_CHARACTERS or not name.isprintable():
-            raise InvalidArgument(
-                f"request_id {name[:_MAX_ID_CHARACTERS]!r} is not 1 to {_MAX_ID_CHARACTERS} printable characters: "
-                "choose one for each save",
-                field="request_id",
-            )
+        name = require_id(request.request_id, "request_id")
         return await self._saved.get(name, self._save_now)
 
     async def ExportModel(self, request: pb.ExportModelRequest, context: Context) -> pb.ExportModelResponse:
-        folder = await asyncio.to_thread(self._exports.locate, request.path)
+        path = require_path(request.path, "path")
+        folder = await asyncio.to_thread(self._exports.locate, path)
         if not await asyncio.to_thread(folder.exists):
             self._exported.forget(str(folder))
         return await self._exported.get(str(folder), lambda: self._export_now(folder))

@@ -12,6 +12,7 @@ from headrace.rpc.log import configure_logging
 from headrace.rpc.server import RpcServer, Service
 from services.trainer.batch import Batch
 from services.trainer.console import TrainerConsole
+from services.trainer.export_folder import ExportFolders
 from services.trainer.loop import train
 from services.trainer.report import Report
 from services.trainer.servicer import TrainerServicer
@@ -68,7 +69,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
     console = TrainerConsole(report, _no_evaluation, run="r", num_steps=NUM_STEPS, groups_per_step=2)
     console.open(ranks, 1)
     name = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
-    servicer = TrainerServicer(console, report)
+    servicer = TrainerServicer(console, report, ExportFolders(Path(arguments.folder), []))
     server = RpcServer(
         "trainer",
         arguments.address,

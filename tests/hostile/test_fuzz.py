@@ -137,7 +137,6 @@ async def test_the_rollout_service_answers_every_call_and_goes_on_producing(fold
         await _attack(server, ROLLOUT, folder)
 
 
-@open_findings
 async def test_the_trainer_answers_every_call_and_trains_on(folder: Path) -> None:
     server = trainer_process(folder)
     async with _running(server):

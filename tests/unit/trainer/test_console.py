@@ -146,9 +146,8 @@ async def test_an_export_goes_to_a_new_folder_below_the_runs(desk: Desk) -> None
         f"{run}/out/model": "/var/model is not below",
         f"{run}/round/model": "cannot be looked at|is not below",
         f"{run}/checkpoints/step-00000009": "which the run keeps for itself",
-        "/" + "a" * 2000: "longer than 1024",
-        f"{run}/a\x00b": "unprintable",
         f"{run}/{'a' * 300}": "cannot be looked at: .*File name too long",
+        f"{run}/a\x00b": "holds a control character",
     }.items():
         with pytest.raises(InvalidArgument, match=why):
             await desk.client.export_model(Path(path))
@@ -211,11 +210,11 @@ async def test_saves_that_wait_are_limited(desk: Desk) -> None:
 
 
 async def test_ids_and_steps_of_requests_have_bounds(desk: Desk) -> None:
-    for request_id in ("", "a" * 129, "a\nb"):
-        with pytest.raises(InvalidArgument, match="is not 1 to 128 printable characters"):
+    for request_id in ("", "a" * 513, "a\nb"):
+        with pytest.raises(InvalidArgument, match="request_id (has|.* holds)"):
             await call(desk.stub.SaveCheckpoint, pb.SaveCheckpointRequest(request_id=request_id), deadline_seconds=60)
     for step in (-1, 2**63 - 1):
-        with pytest.raises(InvalidArgument, match=f"from_step {step} is not 0 to"):
+        with pytest.raises(InvalidArgument, match=f"from_step is {step}, must be 0 to"):
             _ = [row async for row in desk.client.watch_progress(step)]
 
 

@@ -157,7 +157,7 @@ class WatchProgressRequest(_message.Message):
 
     FROM_STEP_FIELD_NUMBER: _builtins.int
     from_step: _builtins.int
-    """The first step wanted, from 0 to 2^53."""
+    """The first step wanted."""
     def __init__(
         self,
         *,
@@ -306,7 +306,7 @@ class SaveCheckpointRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Idempotency key: 1 to 128 printable characters."""
+    """Idempotency key."""
     def __init__(
         self,
         *,
@@ -354,8 +354,8 @@ class ExportModelRequest(_message.Message):
 
     PATH_FIELD_NUMBER: _builtins.int
     path: _builtins.str
-    """Where to write, on the trainer's machine: absolute, at most 1,024 characters, below --export-root or the run's
-    folder once symlinks are resolved. Must not exist or be empty.
+    """Where to write, on the trainer's machine: absolute, below --export-root or the run's folder once symlinks are
+    resolved. Must not exist or be empty.
     """
     def __init__(
         self,
