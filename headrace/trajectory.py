@@ -46,6 +46,7 @@ __all__ = [
     "check_payload",
     "from_json",
     "pack_column",
+    "parsed_payload",
     "to_json",
     "unpack_column",
 ]
@@ -200,7 +201,7 @@ class Sample:
         """Reads a sample from the wire. Raises DataLoss on a digest mismatch, InvalidArgument on contradictions."""
         envelope = packed.envelope
         check_payload(envelope.sample_id, envelope.digest, envelope.payload_bytes, packed.payload)
-        payload = _parsed(envelope.sample_id, packed.payload)
+        payload = parsed_payload(envelope.sample_id, packed.payload)
         arrays = _arrays(envelope.sample_id, payload)
         check_lengths(envelope, len(arrays[TOKENS]), len(arrays[LOSS_MASK]), int(arrays[LOSS_MASK].sum()))
         return cls(
@@ -270,7 +271,8 @@ def check_lengths(envelope: pb.SampleEnvelope, total: int, response: int, traine
         )
 
 
-def _parsed(sample_id: str, payload: bytes) -> pb.SamplePayload:
+def parsed_payload(sample_id: str, payload: bytes) -> pb.SamplePayload:
+    """Raises InvalidArgument for bytes that are none."""
     try:
         return pb.SamplePayload.FromString(payload)
     except DecodeError as error:

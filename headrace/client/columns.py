@@ -13,6 +13,7 @@ from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.digest import digest_of
 from headrace.errors import DataLoss, Unavailable
+from headrace.trajectory import check_payload, parsed_payload
 
 LARGE_COLUMN_BYTES = 1 << 20
 _PIECE_BYTES = 2 << 20
@@ -43,8 +44,10 @@ def taken_out(sample: sample_pb2.Sample) -> tuple[sample_pb2.Sample, Sequence[La
 
 
 def put_back(sample: sample_pb2.Sample, data: Mapping[bytes, bytes]) -> sample_pb2.Sample:
-    """The sample as it was packed; `data` has the bytes of its out-of-line columns."""
-    payload = sample_pb2.SamplePayload.FromString(sample.payload)
+    """The sample as it was packed; `data` has the bytes of its out-of-line columns. Raises as `Sample.unpack` does."""
+    envelope = sample.envelope
+    check_payload(envelope.sample_id, envelope.digest, envelope.payload_bytes, sample.payload)
+    payload = parsed_payload(envelope.sample_id, sample.payload)
     sha256_of = {column.name: column.sha256 for column in sample.envelope.out_of_line}
     for column in payload.columns:
         if column.name in sha256_of:

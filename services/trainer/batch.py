@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.sample.v1 import sample_pb2
-from headrace.trajectory import Status
+from headrace.errors import InvalidArgument
+from headrace.policy_range import check_ranges
+from headrace.sample_checks import check_reward
+from headrace.trajectory import PolicyRange, Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +29,16 @@ class SampleFacts:
     response_length: int
     trained_tokens: int
     min_policy_version: int | None
+    set_aside: str | None = None
+    """Why the trainer cannot use it, where it cannot: it counts as FAILED."""
 
     @classmethod
     def of(cls, envelope: sample_pb2.SampleEnvelope) -> SampleFacts:
-        """From the ledger's envelope."""
+        """From the ledger's envelope. One that no sample may have is set aside, and the same each time it comes."""
+        try:
+            _check(envelope)
+        except InvalidArgument as error:
+            return cls._unreadable(envelope, error.message)
         versions = [r.policy_version for r in envelope.policy_ranges if not r.masked]
         return cls(
             sample_id=envelope.sample_id,
@@ -42,6 +51,30 @@ class SampleFacts:
             trained_tokens=envelope.trained_tokens,
             min_policy_version=min(versions, default=None),
         )
+
+    @classmethod
+    def _unreadable(cls, envelope: sample_pb2.SampleEnvelope, why: str) -> SampleFacts:
+        ids = (envelope.sample_id, envelope.group_id, envelope.rollout_id or envelope.sample_id)
+        return cls(*ids, None, Status.FAILED.value, 0, 0, 0, None, set_aside=why)
+
+    def without(self, why: str) -> SampleFacts:
+        """The sample set aside: FAILED, so it is not trained, and outside of its group's statistics."""
+        return replace(self, reward=None, status=Status.FAILED.value, set_aside=why)
+
+
+def _check(envelope: sample_pb2.SampleEnvelope) -> None:
+    """Raises InvalidArgument for an envelope that the step cannot be planned with."""
+    failed = Status.of(envelope.status) is Status.FAILED
+    if envelope.HasField("reward"):
+        check_reward("reward", envelope.reward)
+    response = envelope.response_tokens
+    if envelope.trained_tokens > response or not (failed or envelope.prompt_tokens or response):
+        raise InvalidArgument(
+            f"the envelope says {envelope.prompt_tokens} prompt, {response} response and {envelope.trained_tokens} "
+            "trained tokens"
+        )
+    ranges = [PolicyRange(r.policy_version, r.start, r.end, r.masked) for r in envelope.policy_ranges]
+    check_ranges("policy_ranges", ranges, response)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +99,7 @@ def statistics(batch: Batch, step: int) -> dict[str, float]:
     found = {
         "samples/count": float(len(batch.samples)),
         "samples/failed": float(len(batch.samples) - len(judged)),
+        "samples/set_aside": float(sum(s.set_aside is not None for s in batch.samples)),
         "response_length/mean": float(np.mean(lengths)),
         "response_length/max": float(max(lengths)),
         "truncated_ratio": sum(s.status == Status.TRUNCATED.value for s in batch.samples) / len(batch.samples),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from services.trainer.commands import Command, Leave
 from services.trainer.control import Control
+from services.trainer.reading import Unreadable
 from services.trainer.worker import Worker
 
 
@@ -21,6 +23,11 @@ class Crew:
     async def run(self, command: Command) -> dict[str, float]:
         """Rank 0's result once rank 0 is done; collectives inside keep the others in step."""
         return await asyncio.get_running_loop().run_in_executor(self._compute, self._execute, command)
+
+    @property
+    def set_aside(self) -> Sequence[Unreadable]:
+        """Samples that the latest Train could not use; equal on all ranks."""
+        return self._worker.set_aside
 
     async def leave(self) -> None:
         """Lets the other ranks end."""

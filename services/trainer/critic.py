@@ -84,7 +84,9 @@ class Critic:
         """[B, S] for each micro-batch; None except on last-stage ranks."""
         return self._runner.infer(inputs, self._at_responses)
 
-    def train(self, inputs: StepInputs, old_values: Sequence[Tensor] | None) -> dict[str, float]:
+    def train(
+        self, inputs: StepInputs, old_values: Sequence[Tensor] | None, *, updates: bool = True
+    ) -> dict[str, float]:
         """One optimizer step towards the returns; metrics are equal on all ranks."""
 
         def loss(number: int, output: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,7 +101,7 @@ class Critic:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         total, tokens, clipped, values, returns = self._summed(self._runner.train(inputs, loss))
-        found = self._optimizer.step()
+        found = self._optimizer.step(updates=updates)
         tokens = max(tokens, 1.0)
         return {
             "critic/loss": total,

@@ -45,6 +45,10 @@ class RolloutChoices:
         by_layer = found.transpose(0, 1).flatten(0, 1).transpose(0, 1).contiguous().to(rows.tokens.device)
         return ExpertChoices({layer: by_layer[layer] for layer in self._layers})
 
+    def check(self, sample: Sample) -> None:
+        """Raises InvalidArgument when its column is missing or not of this model."""
+        self._column(sample)
+
     @property
     def _layers(self) -> list[int]:
         return [layer for layer in range(self.num_layers) if self.experts.in_layer(layer)]

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping
 
-import torch
-import torch.distributed as dist
-
+from services.trainer.gathered import gathered
 from services.trainer.parallel import Layout
 
 
 def summed_by_name(mine: Mapping[str, float], layout: Layout) -> dict[str, float]:
     """Collective over all ranks: the sum under each name that any rank has."""
-    text = json.dumps(dict(mine)).encode()
-    sizes = [torch.zeros(1, dtype=torch.int64, device=layout.device) for _ in range(layout.world_size)]
-    dist.all_gather(sizes, torch.tensor([len(text)], dtype=torch.int64, device=layout.device))
-    longest = max(int(size) for size in sizes)
-    padded = torch.tensor(list(text.ljust(longest)), dtype=torch.uint8, device=layout.device)
-    texts = [torch.empty_like(padded) for _ in range(layout.world_size)]
-    dist.all_gather(texts, padded)
     found: dict[str, float] = defaultdict(float)
-    for each in texts:
-        for name, value in json.loads(bytes(each.tolist())).items():
+    for each in gathered(dict(mine), layout):
+        for name, value in each.items():
             found[name] += value
     return dict(sorted(found.items()))

@@ -81,10 +81,13 @@ class Optimizer:
         self._kind = args.optimizer
         self._schedule = _schedule(self._optimizer, args, num_steps)
 
-    def step(self) -> dict[str, float]:
-        """Clips, updates, moves the schedule on; returns grad_norm (before clipping) and the lr that was used."""
+    def step(self, *, updates: bool = True) -> dict[str, float]:
+        """Clips, updates, moves the schedule on; returns grad_norm (before clipping) and the lr that was used.
+
+        Without `updates` only the schedule moves.
+        """
         lr = float(self._optimizer.param_groups[0]["lr"])
-        updated, grad_norm, _ = self._optimizer.step()
+        updated, grad_norm, _ = self._optimizer.step() if updates else (False, 0.0, None)
         self._schedule.step(increment=1)
         return {"grad_norm": float(grad_norm or 0.0), "lr": lr, "updated": float(updated)}
 

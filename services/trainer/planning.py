@@ -39,6 +39,11 @@ class StepPlan:
         return [sample_id for ids in self.by_data_rank[dp_rank] for sample_id in ids]
 
     @property
+    def is_empty(self) -> bool:
+        """True when every sample of it failed: there is nothing to learn, so no weight moves."""
+        return not self.all_sample_ids
+
+    @property
     def all_sample_ids(self) -> frozenset[str]:
         """All of the step."""
         return frozenset(i for rank in range(len(self.by_data_rank)) for i in self.sample_ids(rank))

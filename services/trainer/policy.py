@@ -18,6 +18,7 @@ from headrace.config.routing_rules import replays_routing
 from headrace.errors import ConfigError
 from headrace.models.megatron import contradictions
 from headrace.models.registry import read_architecture
+from headrace.sample_checks import ModelBounds
 from headrace.trajectory import Sample
 from services.trainer.batch import SampleFacts
 from services.trainer.buckets import TensorSpec
@@ -44,16 +45,15 @@ from services.trainer.parallel import Layout
 from services.trainer.piece import Piece
 from services.trainer.pipeline import Pipeline
 from services.trainer.planning import Planner, StepPlan
-from services.trainer.preparation import Preparation, PreparedStep
+from services.trainer.preparation import Preparation, PreparedStep, teacher_log_probs
 from services.trainer.random_state import RandomState
+from services.trainer.reading import FetchSamples, Readable, Reader, Unreadable, all_readable
 from services.trainer.reference import ReferencePolicy
 from services.trainer.rewards import RewardPostProcess, shaped_rewards
 from services.trainer.runner import Runner
 from services.trainer.speed import Speed, peak_tflops
 from services.trainer.stopwatch import Stopwatch
 from services.trainer.trainable import choose_trainable
-
-FetchSamples = Callable[[Sequence[str]], list[Sample]]
 
 
 class Policy:
@@ -66,7 +66,7 @@ class Policy:
             raise ConfigError("; ".join(wrong))
         self._job = job
         self._layout = layout
-        self._vocab_size = architecture.vocab_size
+        self._bounds = ModelBounds.of(architecture)
         objective = Objective(job)
         config = transformer_config(architecture, args, layout)
         self._packing = packing_of(job, config, layout)
@@ -89,6 +89,9 @@ class Policy:
         own_rollouts = max(1, job.rollout.num_rollout - job.critic.num_critic_only_steps)
         replay = RoutingReplay(stages, layout.tp_rank) if replays_routing(job) else None
         self._choices = rollout_choices(architecture) if job.train.use_rollout_routing_replay else None
+        self._reader = Reader(self.own_sample_ids, self._check, layout)
+        self.set_aside: Sequence[Unreadable] = ()
+        """Samples of the latest step that it could not use; equal on all ranks."""
         self._optimizer = Optimizer(args, self._chunks, own_rollouts * self._steps_per_rollout)
         self._stopwatch = Stopwatch(layout.device)
         self._speed = Speed(
@@ -134,15 +137,20 @@ class Policy:
 
     def train(self, step: int, samples: Sequence[SampleFacts], fetch: FetchSamples) -> dict[str, float]:
         """The optimizer steps of one rollout step; metrics are equal on all ranks, but for times."""
-        plans = self._planner.plan(samples, self._steps_per_rollout)
         with self._stopwatch.host_part("fetch"):
-            inputs = self._inputs(step, plans, samples, fetch)
+            read = self._reader.read(samples, fetch)
+            plans = self._planner.plan(read.samples, self._steps_per_rollout)
+            inputs = self._inputs(step, plans, read, fetch)
+        self.set_aside = read.set_aside
         with self._stopwatch.part("log_probs"):
             prepared = self._prepare(step, inputs)
-        rows = [self._optimizer_step(step, step_id, one) for step_id, one in enumerate(prepared)]
+        rows = [
+            self._optimizer_step(step, step_id, one, updates=not plan.is_empty)
+            for step_id, (plan, one) in enumerate(zip(plans, prepared, strict=True))
+        ]
         metrics = {name: _COMBINED.get(name, _mean)([row[name] for row in rows]) for name in rows[0]}
         metrics |= self._pipeline.distance.read() | self._prepare.metrics()
-        return metrics | self._speed.metrics(samples, self._stopwatch.read())
+        return metrics | self._speed.metrics(read.samples, self._stopwatch.read())
 
     def own_sample_ids(self, samples: Sequence[SampleFacts]) -> list[str]:
         """What `train` will fetch here of these samples, in that order."""
@@ -158,7 +166,7 @@ class Policy:
 
     def canary(self) -> Canary | None:
         """Collective: a short sequence and its log-probs under the current weights; None except on last-stage ranks."""
-        sample = canary_sample(self._vocab_size)
+        sample = canary_sample(self._bounds.vocab_size)
         found = self.log_probs([sample], temperature=1.0)
         return Canary(sample.tokens.tolist(), found[0].tolist()) if found else None
 
@@ -189,20 +197,28 @@ class Policy:
         """Collective: a complete Hugging Face folder of the current weights."""
         export(self.hf_tensors(), self.hf_tensor_specs(), self._job.model.hf_checkpoint, folder, self._layout)
 
-    def _inputs(
-        self, step: int, plans: Sequence[StepPlan], samples: Sequence[SampleFacts], fetch: FetchSamples
-    ) -> list[StepInputs]:
-        mine = [sample_id for plan in plans for sample_id in plan.sample_ids(self._layout.data_rank)]
-        by_id = {sample.sample_id: sample for sample in fetch(mine)}
-        train = self._job.train
-        rewards = shaped_rewards(samples, train) if self._rewards is None else self._rewards(samples, fetch)
+    def _check(self, sample: Sample) -> None:
+        """Raises InvalidArgument for a sample that this model and this job cannot be trained on."""
+        self._bounds.check(sample.sample_id, sample.tokens, sample.columns)
+        if self._choices is not None:
+            self._choices.check(sample)
+        if self._job.distillation.use_opd and self._job.distillation.opd_type != "megatron":
+            teacher_log_probs(sample)
+
+    def _inputs(self, step: int, plans: Sequence[StepPlan], read: Readable, fetch: FetchSamples) -> list[StepInputs]:
+        samples, train = read.samples, self._job.train
+        if self._rewards is None:
+            rewards = shaped_rewards(samples, train)
+        else:
+            rewards = self._rewards(samples, lambda sample_ids: all_readable(fetch(sample_ids)))
         return [
-            step_inputs(plan, step, samples, rewards, by_id, train, self._layout, self._packing, self._choices)
+            step_inputs(plan, step, samples, rewards, read.own, train, self._layout, self._packing, self._choices)
             for plan in plans
         ]
 
-    def _optimizer_step(self, step: int, step_id: int, prepared: PreparedStep) -> dict[str, float]:
-        metrics = self._train_critic(prepared)
+    def _optimizer_step(self, step: int, step_id: int, prepared: PreparedStep, *, updates: bool) -> dict[str, float]:
+        """Without `updates` all is computed, for collectives to meet, and no weight moves, not even by momentum."""
+        metrics = self._train_critic(prepared, updates=updates)
         if step < self._job.critic.num_critic_only_steps:
             return metrics
         for chunk in self._chunks:
@@ -213,13 +229,13 @@ class Policy:
         with self._stopwatch.part("forward_backward"):
             metrics |= self._pipeline.forward_backward(prepared.inputs, prepared.old, prepared.reference)
         with self._stopwatch.part("optimizer"):
-            return metrics | self._optimizer.step()
+            return metrics | self._optimizer.step(updates=updates)
 
-    def _train_critic(self, prepared: PreparedStep) -> dict[str, float]:
+    def _train_critic(self, prepared: PreparedStep, *, updates: bool) -> dict[str, float]:
         if self._critic is None:
             return {}
         with self._stopwatch.part("critic"):
-            return self._critic.train(prepared.inputs, prepared.values)
+            return self._critic.train(prepared.inputs, prepared.values, updates=updates)
 
     def _frozen(self, job: Job) -> ReferencePolicy | None:
         if not uses_reference(job):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headrace.config.job import Job
 from headrace.errors import InvalidArgument
+from headrace.sample_checks import TEACHER_LOG_PROBS
 from headrace.trajectory import Sample
 from services.trainer.advantages import Advantages, Evidence
 from services.trainer.critic import Critic
@@ -128,15 +129,15 @@ class Preparation:
         """Held by these ranks, or travelled with the samples."""
         if held is not None or not self._job.distillation.use_opd:
             return held
-        return micro.put([_travelled(sample) for sample in micro.samples])
+        return micro.put([teacher_log_probs(sample) for sample in micro.samples])
 
 
-def _travelled(sample: Sample) -> Tensor:
-    column = sample.columns.get("teacher_log_probs")
-    if column is None or column.shape != (sample.response_length,):
-        found = "none" if column is None else str(list(column.shape))
+def teacher_log_probs(sample: Sample) -> Tensor:
+    """float32 [R], as they travelled with the sample. Raises InvalidArgument for a sample without."""
+    column = sample.columns.get(TEACHER_LOG_PROBS)
+    if column is None:
         raise InvalidArgument(
-            f"sample {sample.sample_id} has no teacher_log_probs for its {sample.response_length} response tokens "
-            f"(found {found}): set --opd-teacher-url, or sample.teacher_log_probs in the generate function"
+            f"sample {sample.sample_id} has no teacher_log_probs for its {sample.response_length} response tokens: "
+            "set --opd-teacher-url, or sample.teacher_log_probs in the generate function"
         )
     return torch.from_numpy(column.astype("float32"))

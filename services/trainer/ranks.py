@@ -16,6 +16,7 @@ from services.trainer.crew import Crew
 from services.trainer.lacking import Lacking
 from services.trainer.publication import Publisher
 from services.trainer.record import TrainingRecord
+from services.trainer.set_aside import SetAside
 from services.trainer.state import TrainState
 
 
@@ -37,6 +38,7 @@ class TrainerRanks:
         self._publisher = publisher
         self._console = console
         self._record = TrainingRecord(run_dir / "trained.jsonl")
+        self._set_aside = SetAside(run_dir / "set_aside.jsonl")
         self._checkpoints = checkpoints
         self._checkpoint_folder = checkpoint_folder(job, run_dir)
         self._restored_step = restored_step
@@ -48,13 +50,14 @@ class TrainerRanks:
     async def train(self, step: int, batch: Batch) -> dict[str, float]:
         """One rollout step's optimizer steps."""
         with self._console.phase(pb.PHASE_TRAINING):
-            metrics = await self._crew.run(Train(step, batch.samples))
+            metrics = await self._crew.run(Train(step, self._set_aside.applied(batch).samples))
+        self._set_aside.append(step, self._crew.set_aside)
         self._record.append(step, batch)
-        return statistics(batch, step) | metrics
+        return statistics(self._set_aside.applied(batch), step) | metrics
 
     async def prefetch(self, batch: Batch) -> None:
         """Every rank begins to fetch its samples of the next step."""
-        await self._crew.run(Prefetch(batch.samples))
+        await self._crew.run(Prefetch(self._set_aside.applied(batch).samples))
 
     async def publish(self, state: TrainState) -> dict[str, float]:
         """The current weights to all engines."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from services.trainer.checkpoint import Checkpoints
 from services.trainer.commands import Command, DropGroups, Export, Leave, OpenGroups, Prefetch, Save, SendWeights, Train
 from services.trainer.fetch import Fetch
 from services.trainer.policy import Policy
+from services.trainer.reading import Unreadable
 from services.trainer.sender import WeightSender
 
 
@@ -19,6 +21,11 @@ class Worker:
         self._sender = sender
         self._fetch = fetch
         self._checkpoints = checkpoints
+
+    @property
+    def set_aside(self) -> Sequence[Unreadable]:
+        """Samples of the latest Train that could not be used."""
+        return self._policy.set_aside
 
     def execute(self, command: Command) -> dict[str, float]:
         """Metrics of a Train, nothing otherwise. An error ends the rank, and with it the trainer."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -34,6 +34,7 @@ from tests.support.fake_fleet import RememberedRouting
 from tests.support.gloo_engine import GlooEngine
 
 VOCAB_SIZE = 300
+Change = Callable[[buffer_pb2.GroupPut], buffer_pb2.GroupPut]
 
 
 @dataclass
@@ -93,8 +94,10 @@ def allow(supply: asyncio.Semaphore, groups: int) -> None:
         supply.release()
 
 
-async def produce(buffer_address: str, supply: asyncio.Semaphore | None = None) -> None:
-    """Leases, makes and puts one group at a time, until cancelled; as many as the supply allows."""
+async def produce(
+    buffer_address: str, supply: asyncio.Semaphore | None = None, change: Change = lambda put: put
+) -> None:
+    """Leases, makes, changes and puts one group at a time, until cancelled; as many as the supply allows."""
     async with BufferClient(buffer_address) as client:
         while True:
             if supply:
@@ -102,7 +105,7 @@ async def produce(buffer_address: str, supply: asyncio.Semaphore | None = None) 
             try:
                 reply = await client.lease_groups("train", "certain", 1, wait_seconds=1.0)
                 if reply.leases:
-                    await client.put_groups([_group(reply.leases[0])])
+                    await client.put_groups([change(_group(reply.leases[0]))])
                 elif supply:
                     supply.release()
             except HeadraceError:  # the buffer starts or ends

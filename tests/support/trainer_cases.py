@@ -18,8 +18,9 @@ from pathlib import Path
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.client.buffer import BufferClient
 from headrace.config.job import Job
+from services.buffer.store.base import Store
 from tests.support.algorithm_cases import Sections, laid_over
-from tests.support.certain_rollout import CertainRollout, certain_rollout, produce
+from tests.support.certain_rollout import CertainRollout, Change, certain_rollout, produce
 from tests.support.policy_engine import PolicyEngine
 
 NUM_STEPS = 2
@@ -61,9 +62,14 @@ class TrainerCase:
 
 @asynccontextmanager
 async def served(
-    name: str, folder: Path, checkpoint: Path, sections: Sections
+    name: str,
+    folder: Path,
+    checkpoint: Path,
+    sections: Sections,
+    change: Change = lambda put: put,
+    store: Store | None = None,
 ) -> AsyncIterator[tuple[TrainerCase, CertainRollout]]:
-    """The case, with a buffer and a rollout service for it in this process; they make its samples."""
+    """The case, with a buffer and a rollout service for it in this process; they make (and change) its samples."""
     from services.buffer.store.memory import MemoryStore
     from tests.support.buffer_samples import text_prompts
     from tests.support.buffer_server import served_buffer
@@ -73,12 +79,12 @@ async def served(
     )
     async with (
         certain_rollout(lambda _: PolicyEngine(checkpoint)) as rollout,
-        served_buffer(MemoryStore()) as (_, server),
+        served_buffer(store or MemoryStore()) as (_, server),
         BufferClient(server.address) as client,
     ):
         await client.create_stream(stream)
         await client.submit_prompts("train", text_prompts(*(str(number) for number in range(20))))
-        producing = asyncio.create_task(produce(server.address))
+        producing = asyncio.create_task(produce(server.address, change=change))
         services = {"buffer_address": server.address, "rollout_address": rollout.address}
         try:
             yield TrainerCase(name, str(folder), str(checkpoint), sections, services), rollout
