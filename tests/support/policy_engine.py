@@ -20,7 +20,7 @@ class PolicyEngine(GlooEngine):
         super().__init__()
         self._checkpoint = checkpoint
 
-    def _score(self, tokens: Sequence[int]) -> list[float]:
+    def _score(self, tokens: Sequence[int]) -> list[tuple[float, int, None]]:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             (folder / "config.json").write_bytes((self._checkpoint / "config.json").read_bytes())
@@ -29,4 +29,5 @@ class PolicyEngine(GlooEngine):
         row = torch.tensor(tokens)
         with torch.no_grad():
             table = model(row[None, :-1]).logits[0].log_softmax(-1)
-        return [0.0, *table.gather(1, row[1:, None])[:, 0].tolist()]
+        log_probs = [0.0, *table.gather(1, row[1:, None])[:, 0].tolist()]
+        return [(log_prob, token, None) for log_prob, token in zip(log_probs, tokens, strict=True)]

@@ -10,8 +10,10 @@ import pytest
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.buffer import BufferClient
+from headrace.errors import DataLoss, NotFound
 from headrace.trajectory import Sample
 from services.trainer.fetch import Fetch
+from services.trainer.reading import Unreadable
 from tests.support.rank_cases import samples
 
 
@@ -22,13 +24,24 @@ class Buffer(BufferClient):
         self.asked: list[list[str]] = []
         self.may_answer = asyncio.Event()
         self.known: dict[str, Sample] = {sample.sample_id: sample for sample in samples(0)}
+        self.damaged: set[str] = set()
+        self.damaged_once: set[str] = set()
 
     async def fetch_samples(
         self, stream: str, sample_ids: Sequence[str], *, deadline_seconds: float | None = None
     ) -> list[sample_pb2.Sample]:
         self.asked.append(list(sample_ids))
         await self.may_answer.wait()
-        return [self.known[sample_id].pack() for sample_id in sample_ids]
+        if gone := [sample_id for sample_id in sample_ids if sample_id not in self.known]:
+            raise NotFound(f"there is no payload of {gone}")
+        if damaged := self.damaged.intersection(sample_ids):
+            raise DataLoss(f"the records of {damaged} are damaged")
+        packed = [self.known[sample_id].pack() for sample_id in sample_ids]
+        for sample in packed:
+            if sample.envelope.sample_id in self.damaged_once:
+                self.damaged_once.discard(sample.envelope.sample_id)
+                sample.payload = sample.payload[:-1]
+        return packed
 
 
 @pytest.fixture
@@ -74,3 +87,24 @@ async def test_other_samples_than_those_begun_are_fetched_all_the_same(buffer: B
 async def test_nothing_is_asked_for_nobody(buffer: Buffer) -> None:
     assert await asyncio.to_thread(Fetch(buffer, "train", asyncio.get_running_loop()), []) == []
     assert buffer.asked == []
+
+
+async def test_a_sample_that_the_ledger_cannot_give_does_not_keep_the_others(buffer: Buffer) -> None:
+    buffer.may_answer.set()
+    buffer.damaged = {"g0-1"}
+    fetch = Fetch(buffer, "train", asyncio.get_running_loop())
+    found = await asyncio.to_thread(fetch, ["g0-0", "g0-1", "gone", "g0-2", "g1-0"])
+    assert [one.sample_id for one in found] == ["g0-0", "g0-1", "gone", "g0-2", "g1-0"]
+    assert {one.sample_id: one.reason for one in found if isinstance(one, Unreadable)} == {
+        "g0-1": "DATA_LOSS",
+        "gone": "NOT_FOUND",
+    }
+
+
+async def test_what_was_damaged_on_its_way_is_asked_for_again(buffer: Buffer) -> None:
+    buffer.may_answer.set()
+    buffer.damaged_once = {"g0-1"}
+    fetch = Fetch(buffer, "train", asyncio.get_running_loop())
+    found = await asyncio.to_thread(fetch, ["g0-0", "g0-1"])
+    assert all(isinstance(one, Sample) for one in found)
+    assert buffer.asked == [["g0-0", "g0-1"], ["g0-1"]]
