@@ -14,8 +14,7 @@ from headrace.errors import Internal, ResourceExhausted
 from headrace.judgement import Judgement, ScoreError, ScoreItem, unpack_result
 from headrace.rpc.call import call
 from headrace.rpc.channel import connect
-
-MAX_ITEMS = 4096
+from headrace.wire.limits import MAX_SCORE_ITEMS_PER_CALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +43,11 @@ class RewardClient:
         """
         end = time.monotonic() + deadline_seconds
         results: list[Judgement] = []
-        for start in range(0, len(items), MAX_ITEMS):
-            results += await self._ask(items[start : start + MAX_ITEMS], scorer, end)
+        for start in range(0, len(items), MAX_SCORE_ITEMS_PER_CALL):
+            results += await self._ask(items[start : start + MAX_SCORE_ITEMS_PER_CALL], scorer, end)
         again = [i for i, result in enumerate(results) if isinstance(result, ScoreError) and result.retryable]
-        for start in range(0, len(again), MAX_ITEMS):
-            part = again[start : start + MAX_ITEMS]
+        for start in range(0, len(again), MAX_SCORE_ITEMS_PER_CALL):
+            part = again[start : start + MAX_SCORE_ITEMS_PER_CALL]
             for i, result in zip(part, await self._ask([items[i] for i in part], scorer, end), strict=True):
                 results[i] = result
         return results

@@ -9,7 +9,7 @@ from headrace.hooks.convert import from_hook, to_hook
 from headrace.hooks.filter import DynamicFilterOutput
 from headrace.hooks.generate import run_generate
 from headrace.hooks.load import Hook, load_hook
-from headrace.hooks.reward import Reward, RewardForm, RewardHook, prepare_reward, reward_hook, run_reward
+from headrace.hooks.reward import NoReward, Reward, RewardForm, RewardHook, prepare_reward, reward_hook, run_reward
 from headrace.hooks.sample import Sample
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "DynamicFilterOutput",
     "Hook",
     "HookArgs",
+    "NoReward",
     "Reward",
     "RewardForm",
     "RewardHook",

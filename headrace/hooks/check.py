@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from headrace.config.job import Job, ModelSection
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, InvalidArgument
 from headrace.hooks.args import HookArgs, hook_args
 from headrace.hooks.attempt import (
     LEDGER_KINDS,
@@ -21,7 +21,7 @@ from headrace.hooks.attempt import (
 )
 from headrace.hooks.generate import takes_group
 from headrace.hooks.load import load_hook
-from headrace.hooks.reward import RewardForm, reward_hook, run_reward
+from headrace.hooks.reward import Reward, RewardForm, reward_hook, run_reward
 from headrace.hooks.trainer import TRAINER_FORMS, TrainerKind, trainer_hook, trainer_kind
 from headrace.workers import WorkerError, WorkerPool
 
@@ -98,14 +98,17 @@ def recognise(path: str, kind: Kind | None) -> tuple[Kind, str]:
     raise ConfigError("\n".join(dict.fromkeys(reasons)))
 
 
-async def try_reward(path: str, kind: Kind, args: HookArgs) -> list[float | dict[str, float]]:
+async def try_reward(path: str, kind: Kind, args: HookArgs) -> list[Reward]:
     """The rewards of a right, a wrong, an empty and a cut answer. Raises what the hook raises."""
     form = reward_hook(path, group_rm=kind == "group_reward").form
     samples = sample_answers()
-    rewards = await run_reward(path, form, args, samples)
-    if form is RewardForm.SAMPLE and args.reward_key is not None:
-        for sample, reward in zip(samples, rewards, strict=True):
-            sample.reward = reward
+    rewards: list[Reward] = []
+    for sample, reward in zip(samples, await run_reward(path, form, args, samples), strict=True):
+        if isinstance(reward, str):
+            raise InvalidArgument(reward)
+        rewards.append(reward)
+        sample.reward = reward
+        if form is RewardForm.SAMPLE and args.reward_key is not None:
             sample.get_reward_value(args)
     return rewards
 

@@ -15,6 +15,7 @@ from typing import Any
 from headrace.errors import ConfigError, InvalidArgument
 from headrace.hooks.args import HookArgs
 from headrace.hooks.load import load_hook
+from headrace.hooks.plain import plain
 from headrace.hooks.sample import Sample
 
 _AT_ONCE = 256
@@ -101,4 +102,4 @@ def _groups(path: str, alive: _Alive, count: int) -> list[Sample]:
     if strangers:
         raise InvalidArgument(f"hook {path} returned a list of {sorted(strangers)}; it must hold groups of Sample")
     alive.position += len(firsts)
-    return firsts
+    return [plain(first) for first in firsts]

@@ -10,6 +10,7 @@ from typing import Any
 from headrace.errors import InvalidArgument
 from headrace.hooks.args import HookArgs
 from headrace.hooks.load import Hook, load_hook
+from headrace.hooks.plain import plain
 from headrace.hooks.sample import Sample
 from headrace.hooks.signature import Signature, wrong_signature
 
@@ -62,7 +63,7 @@ def _samples(path: str, made: Any) -> list[Sample]:
         raise InvalidArgument(
             f"hook {path} returned a list of {sorted(strangers) or 'nothing'}; it must hold at least one Sample"
         )
-    return flat
+    return [plain(one) for one in flat]
 
 
 async def _awaited(value: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -15,6 +14,9 @@ from headrace.hooks.args import HookArgs
 from headrace.hooks.load import Hook, load_hook
 from headrace.hooks.sample import Sample
 from headrace.hooks.signature import Signature, wrong_signature
+from headrace.sample_checks import MAX_REWARD, check_text
+from headrace.wire.checks import require_at_most, require_name
+from headrace.wire.limits import MAX_TAGS
 
 ACCEPTED = (
     "async def f(args, sample, **kw) -> float | dict",
@@ -23,6 +25,8 @@ ACCEPTED = (
 )
 
 Reward = float | dict[str, float]
+NoReward = str
+"""Why what was returned is no reward, in one sentence."""
 
 
 class RewardForm(Enum):
@@ -59,8 +63,8 @@ def prepare_reward(path: str, form: RewardForm, model_path: str | None) -> None:
         _judge(path, model_path)
 
 
-async def run_reward(path: str, form: RewardForm, args: HookArgs, samples: Sequence[Sample]) -> list[Reward]:
-    """One reward a sample, finite numbers all. Runs in a worker. Raises InvalidArgument for any other return."""
+async def run_reward(path: str, form: RewardForm, args: HookArgs, samples: Sequence[Sample]) -> list[Reward | NoReward]:
+    """One reward a sample, or why it has none. Runs in a worker. Raises InvalidArgument for any other return."""
     target = load_hook(path).target
     if form is RewardForm.SAMPLE:
         return [_reward(path, await _awaited(target(args, sample))) for sample in samples]
@@ -69,16 +73,14 @@ async def run_reward(path: str, form: RewardForm, args: HookArgs, samples: Seque
     else:
         judge = _judge(path, args.reward_model_path)
         rewards = await _awaited(judge.compute_reward([s.prompt for s in samples], [s.response for s in samples]))
-    if not isinstance(rewards, Sequence) or isinstance(rewards, str) or len(rewards) != len(samples):
-        found = f"{len(rewards)} rewards" if isinstance(rewards, list) else type(rewards).__name__
+    if hasattr(rewards, "tolist"):  # an array, or a tensor
+        rewards = rewards.tolist()
+    if not isinstance(rewards, list | tuple) or len(rewards) != len(samples):
+        found = f"{len(rewards)} rewards" if isinstance(rewards, list | tuple) else type(rewards).__name__
         raise InvalidArgument(
             f"hook {path} returned {found} for {len(samples)} samples; it must return a list of as many"
         )
     return [_reward(path, reward) for reward in rewards]
-
-
-class NotFinite(InvalidArgument):
-    """A reward that is no finite number."""
 
 
 def _form_of(hook: Hook, group_rm: bool) -> tuple[RewardForm, Any]:
@@ -104,16 +106,39 @@ def _judge(path: str, model_path: str | None) -> Any:
     return load_hook(path).target(model_path)
 
 
-def _reward(path: str, reward: Any) -> Reward:
-    if isinstance(reward, dict):
-        return {str(name): _number(path, part) for name, part in reward.items()}
-    return _number(path, reward)
+def _reward(path: str, reward: Any) -> Reward | NoReward:
+    try:
+        if not isinstance(reward, dict):
+            return _number(reward)
+        require_at_most(len(reward), MAX_TAGS, "its parts")
+        return {_name(name): _number(part) for name, part in reward.items()}
+    except InvalidArgument as error:
+        return f"hook {path} returned {error.message}; a reward is a finite number or a dict of them"
 
 
-def _number(path: str, value: Any) -> float:
-    if not isinstance(value, SupportsFloat) or not math.isfinite(value):
-        raise NotFinite(f"hook {path} returned {value!r:.80}; a reward is a finite number or a dict of them")
-    return float(value)
+def _number(value: Any) -> float:
+    if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
+        raise InvalidArgument(_shown(value))
+    try:
+        number = float(value)
+    except Exception as error:  # user code converts itself
+        raise InvalidArgument(f"a {type(value).__name__} that is no number ({type(error).__name__})") from error
+    if not abs(number) <= MAX_REWARD:  # nor is NaN
+        raise InvalidArgument(
+            f"{number}, beyond the {MAX_REWARD:g} that a reward may be" if number == number else "nan"
+        )
+    return number
+
+
+def _name(name: Any) -> str:
+    if not isinstance(name, str):
+        raise InvalidArgument(f"a dict with the key {_shown(name)}, not a name")
+    check_text("a part's name", name)
+    return require_name(name, "a part's name")
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:80] if value is None or type(value) in (str, bytes, bool, int) else f"a {type(value).__name__}"
 
 
 async def _awaited(value: Any) -> Any:

@@ -127,3 +127,18 @@ MAX_FILE_WEIGHT: Final = 1e6
 """The weight of a prompt file; the smallest is its inverse."""
 MAX_STREAM_CONFIG_BYTES: Final = 64 << 10
 """A stream's config."""
+
+# Scoring
+
+MAX_SCORE_ITEMS_PER_CALL: Final = 4_096
+"""Score."""
+MAX_SCORE_ITEMS_PER_CALLER: Final = 8_192
+"""Items of one connection that are being scored or wait for it."""
+MAX_SCORE_ITEMS: Final = 16_384
+"""Items of all callers that are being scored or wait for it."""
+MAX_SCORER_SECONDS: Final = 30.0
+"""One item in a scorer of headrace's own, unless reward_timeout_seconds is less; a custom function has that alone."""
+MAX_REGEX_SECONDS: Final = 5.0
+"""One item in scorer regex: patterns come with the items, and some take for ever."""
+MAX_HOOK_ANSWER_BYTES: Final = 256 << 20
+"""What one call of a user's function returns."""

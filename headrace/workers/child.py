@@ -17,11 +17,13 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import NoReturn
 
 from headrace.errors import HeadraceError
 from headrace.linux import children
+from headrace.wire.limits import MAX_HOOK_ANSWER_BYTES
 from headrace.workers import codec, frame
 from headrace.workers.state import ProcessState
 
@@ -77,14 +79,17 @@ class _Calls:
         self._secret = secret
         self._pid = os.getpid()
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._state = ProcessState.now()
+        self._state = ProcessState()
         self._was_shared = False
+        self._is_spoiled = False
         self._known: set[int] = set()
+        self._cancelled: set[int] = set()
 
     def start(self, order: frame.Start) -> None:
         """Begins a call."""
         if not self._tasks:
             self._was_shared = False
+            self._state.remember()
             self._known = set(children(self._pid))
         else:
             self._was_shared = True
@@ -93,48 +98,50 @@ class _Calls:
     def cancel(self, call_id: int) -> None:
         """Nobody waits for it; one that has answered is passed over."""
         if call_id in self._tasks:
+            self._cancelled.add(call_id)
             self._tasks[call_id].cancel()
 
     async def _answer(self, order: frame.Start) -> None:
-        reply = await _run(order)
+        reply = await self._run(order)
         if os.getpid() != self._pid:
             os._exit(0)  # a copy that user code forked and that came back here: the answer is the original's
         del self._tasks[order.call_id]
-        if not self._tasks:
+        self._cancelled.discard(order.call_id)
+        if not self._tasks and not order.prepares:
             reply = self._clean(reply)
         data = frame.encode(reply, self._secret)
-        if len(data) > frame.MAX_REPLY_BYTES:
-            detail = f"{len(data)} bytes are more than the {frame.MAX_REPLY_BYTES} that a call may return"
+        if len(data) > MAX_HOOK_ANSWER_BYTES:
+            detail = f"{len(data)} bytes are more than the {MAX_HOOK_ANSWER_BYTES} that a call may return"
             data = frame.encode(frame.Raised(order.call_id, "TooLarge", detail, "", False), self._secret)
         self._writer.write(data)
         await self._writer.drain()
+        if self._is_spoiled and not self._tasks:
+            os._exit(0)
+
+    async def _run(self, order: frame.Start) -> frame.Reply:
+        limit = asyncio.timeout(order.timeout_seconds)
+        try:
+            async with limit:
+                function, args = pickle.loads(order.work)  # the service's own function and arguments
+                result = function(*args)
+                if inspect.isawaitable(result):
+                    result = await result
+            return frame.Returned(order.call_id, codec.encode(result))
+        except BaseException as error:  # the boundary to user code: sys.exit() in a hook ends the call, not the worker
+            if order.call_id in self._cancelled or (limit.expired() and isinstance(error, TimeoutError)):
+                return frame.Expired(order.call_id)  # in the first case nobody waits for it
+            return _raised(order.call_id, error)
 
     def _clean(self, reply: frame.Reply) -> frame.Reply:
         """Nobody runs: what the last calls left is put right. A call that ran alone is told what it left behind."""
-        self._state.restore()
+        self._is_spoiled |= not self._state.restore()
         left = _left_behind(self._known)
+        _bury_the_dead()
         for pid in left:
             _end(pid)
         if left and not self._was_shared and isinstance(reply, frame.Returned):
             return frame.LeftBehind(reply.call_id, _named(left))
         return reply
-
-
-async def _run(order: frame.Start) -> frame.Reply:
-    limit = asyncio.timeout(order.timeout_seconds)
-    try:
-        async with limit:
-            function, args = pickle.loads(order.work)  # the service's own function and arguments
-            result = function(*args)
-            if inspect.isawaitable(result):
-                result = await result
-        return frame.Returned(order.call_id, codec.encode(result))
-    except asyncio.CancelledError:  # nobody waits for it; the reply frees its place in the service's book
-        return frame.Expired(order.call_id)
-    except BaseException as error:  # the boundary to user code: sys.exit() in a hook ends the call, not the worker
-        if limit.expired() and isinstance(error, TimeoutError):
-            return frame.Expired(order.call_id)
-        return _raised(order.call_id, error)
 
 
 def _raised(call_id: int, error: BaseException) -> frame.Raised:
@@ -167,6 +174,13 @@ def _left_behind(known: set[int]) -> list[int]:
     return []
 
 
+def _bury_the_dead() -> None:
+    """Children that ended and were not waited for: nobody will, now that their call has returned."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
 def _is_helper(pid: int) -> bool:
     return any(helper in _command(pid) for helper in _HELPERS)
 
@@ -185,8 +199,6 @@ def _command(pid: int) -> str:
 
 
 def _end(pid: int) -> None:
-    try:
+    with suppress(ProcessLookupError, ChildProcessError):  # it ended, and was waited for
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    except (ProcessLookupError, ChildProcessError):  # it ended, and was waited for
-        pass

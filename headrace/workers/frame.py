@@ -14,7 +14,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-MAX_REPLY_BYTES = 256 << 20
+from headrace.wire.limits import MAX_HOOK_ANSWER_BYTES
+
 SECRET_BYTES = 16
 
 _HEADER = struct.Struct(f"<{SECRET_BYTES}sQ")
@@ -25,11 +26,15 @@ class Corrupt(Exception):
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """Run it. `work` is a pickled (function, args), apart so that its failure to load is this call's alone."""
+    """Run it. `work` is a pickled (function, args), apart so that its failure to load is this call's alone.
+
+    What a call that `prepares` changes of its process and starts in it is to stay.
+    """
 
     call_id: int
     work: bytes
     timeout_seconds: float
+    prepares: bool
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
@@ -102,7 +107,7 @@ def orders(stream: asyncio.StreamReader, secret: bytes) -> Reader[Order]:
 
 def replies(stream: asyncio.StreamReader, secret: bytes) -> Reader[Reply]:
     """What the worker writes."""
-    return Reader(stream, secret, msgspec.msgpack.Decoder(Reply), MAX_REPLY_BYTES)
+    return Reader(stream, secret, msgspec.msgpack.Decoder(Reply), MAX_HOOK_ANSWER_BYTES)
 
 
 def encode(message: Order | Reply, secret: bytes) -> bytes:

@@ -138,13 +138,11 @@ class _Recipe:
         """A new worker, prepared."""
         worker = await Worker.start(self._spawner)
         if self._prepare is not None:
-            work = (run_prepare, (self._prepare,))
             try:
-                await worker.call(*work, timeout_seconds=self._prepare_seconds, name="preparation")
+                await worker.prepare(self._prepare, timeout_seconds=self._prepare_seconds)
             except BaseException:  # a caller that was cancelled as well: the process must not stay
                 await worker.close()
                 raise
-            worker.forget_calls()
         return worker
 
 
@@ -162,11 +160,6 @@ class _Slot:
             if self.worker is None or self.worker.ended:
                 self.worker = await self._recipe.start()
             return self.worker
-
-
-def run_prepare(prepare: Callable[[], object]) -> None:
-    """Runs it for its effect on the worker; what it returns need not travel."""
-    prepare()
 
 
 def _log_raised(error: WorkerRaised, name: str) -> None:

@@ -71,11 +71,25 @@ class Worker:
         """The child's process id."""
         return self._spawned.pid
 
+    async def prepare(self, function: Callable[[], object], *, timeout_seconds: float) -> None:
+        """Runs headrace's or the user's preparation; the call after it is the first. Raises WorkerError."""
+        call = _Call(run_prepare, "preparation", timeout_seconds)
+        await self._run(call, (function,), prepares=True)
+        self._calls = 0
+
     async def call(
         self, function: Callable[..., Any], args: tuple[Any, ...], *, timeout_seconds: float, name: str
     ) -> Any:
         """What the function returns in the child. Raises WorkerError, whose message says `name`, or Innocent."""
-        call = _Call(function, name, timeout_seconds)
+        return await self._run(_Call(function, name, timeout_seconds), args, prepares=False)
+
+    async def close(self) -> None:
+        """Kills the process and what it started, and returns when all of it is gone."""
+        self._mark_ended()
+        await self._spawner.end(self._spawned)
+        await self._listening
+
+    async def _run(self, call: _Call, args: tuple[Any, ...], *, prepares: bool) -> Any:
         work = _pickled(call, args)
         call_id = secrets.randbits(63)
         reply: asyncio.Future[frame.Reply] = asyncio.get_running_loop().create_future()
@@ -83,28 +97,18 @@ class Worker:
         self._calls += 1
         used = self._calls > 1
         try:
-            self._write(frame.Start(call_id, work, timeout_seconds))
-            async with asyncio.timeout(timeout_seconds + _KILL_GRACE_SECONDS):
+            self._write(frame.Start(call_id, work, call.timeout_seconds, prepares))
+            async with asyncio.timeout(call.timeout_seconds + _KILL_GRACE_SECONDS):
                 return _result(await reply, call)
         except TimeoutError:
             self._mark_ended()
             await self.close()
-            raise (Innocent() if self._is_shared else WorkerTimeout(name, timeout_seconds)) from None
+            raise (Innocent() if self._is_shared else WorkerTimeout(call.name, call.timeout_seconds)) from None
         except asyncio.CancelledError:
             self._abandon(call_id)
             raise
         except _Ended as ended:
-            raise (Innocent() if used or self._is_shared else ended.error(name)) from None
-
-    def forget_calls(self) -> None:
-        """Those until now were headrace's own preparation: the next one is the first."""
-        self._calls = 0
-
-    async def close(self) -> None:
-        """Kills the process and what it started, and returns when all of it is gone."""
-        self._mark_ended()
-        await self._spawner.end(self._spawned)
-        await self._listening
+            raise (Innocent() if used or self._is_shared else ended.error(call.name)) from None
 
     def _mark_ended(self) -> None:
         if not self.ended:
@@ -163,6 +167,11 @@ class _Ended(Exception):
     def error(self, name: str) -> WorkerError:
         """As the call that is to blame raises it."""
         return WorkerBroken(name, self._what) if self._what else WorkerCrashed(name, self._returncode)
+
+
+def run_prepare(prepare: Callable[[], object]) -> None:
+    """Runs it for its effect on the worker; what it returns need not travel."""
+    prepare()
 
 
 def _pickled(call: _Call, args: tuple[Any, ...]) -> bytes:

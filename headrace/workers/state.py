@@ -3,77 +3,71 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, TextIO
 
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+_LIMITED = tuple(number for name, number in vars(resource).items() if name.startswith("RLIMIT_"))
 
 
-@dataclass(frozen=True, slots=True)
 class ProcessState:
-    """Timers, signal handlers and mask, working directory, umask, recursion limit, environment, standard streams."""
+    """Timers, signal handlers and mask, folder, umask, recursion limit, standard streams and limits of this process."""
 
-    handlers: dict[int, Any]
-    mask: set[int | signal.Signals]
-    folder: str
-    umask: int
-    recursion_limit: int
-    environment: dict[str, str]
-    streams: tuple[int, int, int]
-    texts: list[TextIO]
+    def __init__(self) -> None:
+        self._streams = tuple(_copied(number) for number in (0, 1, 2))
+        self._outputs = sys.stdout, sys.stderr = _output(1), _output(2)
+        self.remember()
 
-    @classmethod
-    def now(cls) -> ProcessState:
-        """Of this process."""
-        umask = os.umask(0o077)
-        os.umask(umask)
-        return cls(
-            handlers={number: signal.getsignal(number) for number in signal.valid_signals()},
-            mask=signal.pthread_sigmask(signal.SIG_BLOCK, ()),
-            folder=os.getcwd(),
-            umask=umask,
-            recursion_limit=sys.getrecursionlimit(),
-            environment=dict(os.environ),
-            streams=(_kept(0), _kept(1), _kept(2)),
-            texts=[sys.stdout, sys.stderr],
-        )
+    def remember(self) -> None:
+        """As it is now."""
+        self._handlers: dict[int, Any] = {number: signal.getsignal(number) for number in signal.valid_signals()}
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        self._folder = os.getcwd()
+        self._umask = _umask()
+        self._recursion_limit = sys.getrecursionlimit()
+        self._limits = _limits()
 
-    def restore(self) -> None:
-        """Puts all of it back."""
+    def restore(self) -> bool:
+        """Puts all of it back. False where something cannot be: the process is no good for another call."""
         for timer in _TIMERS:
             signal.setitimer(timer, 0)
-        for number, handler in self.handlers.items():
-            if signal.getsignal(number) is not handler and handler is not None:
-                with suppress(OSError, ValueError):  # SIGKILL and SIGSTOP have none
-                    signal.signal(number, handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
-        sys.setrecursionlimit(self.recursion_limit)
-        os.umask(self.umask)
-        with suppress(OSError):  # the folder may be gone
-            os.chdir(self.folder)
-        if dict(os.environ) != self.environment:
-            os.environ.clear()
-            os.environ.update(self.environment)
-        self._restore_streams()
+        for number, handler in self._handlers.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        sys.setrecursionlimit(max(self._recursion_limit, sys.getrecursionlimit()))
+        os.umask(self._umask)
+        try:
+            os.chdir(self._folder)
+            for number, copy in enumerate(self._streams):
+                os.dup2(copy, number)
+        except OSError:
+            return False
+        self._restore_outputs()
+        return self._limits == _limits()
 
-    def _restore_streams(self) -> None:
-        for number, kept in enumerate(self.streams):
-            with suppress(OSError):  # the copy was closed too: the worker goes on without
-                os.dup2(kept, number)
-        sys.stdout, sys.stderr = self.texts
-        if sys.stdout.closed or sys.stderr.closed:
-            self.texts[:] = sys.stdout, sys.stderr = _text(1), _text(2)
+    def _restore_outputs(self) -> None:
+        if any(output.closed for output in self._outputs):
+            self._outputs = (_output(1), _output(2))
+        sys.stdout, sys.stderr = self._outputs
 
 
-def _text(number: int) -> TextIO:
+def _umask() -> int:
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return umask
+
+
+def _limits() -> list[tuple[int, int]]:
+    return [resource.getrlimit(number) for number in _LIMITED]
+
+
+def _output(number: int) -> TextIO:
     return open(number, "w", closefd=False, errors="backslashreplace")
 
 
-def _kept(number: int) -> int:
+def _copied(number: int) -> int:
     """A copy of a standard stream, which programs that are started do not get."""
-    copy = os.dup(number)
-    os.set_inheritable(copy, False)
-    return copy
+    return os.dup(number)  # not inheritable: PEP 446

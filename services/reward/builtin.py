@@ -10,16 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.judgement import ScoreItem
+from headrace.wire.limits import MAX_REGEX_SECONDS, MAX_SCORER_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
 class Builtin:
-    """A file in scorers/. `package` judges in its stead: its version is the scorer's."""
+    """A file in scorers/. `package` judges in its stead: its version is the scorer's. `max_seconds` of one item."""
 
     name: str
     description: str
     package: str | None = None
     version: str = "1"
+    max_seconds: float = MAX_SCORER_SECONDS
 
 
 BUILTINS: Sequence[Builtin] = (
@@ -27,7 +29,7 @@ BUILTINS: Sequence[Builtin] = (
     Builtin("exact_match", "1 when the response without surrounding blanks is the label."),
     Builtin("math", "1 when the boxed or last answer equals the label, by math-verify.", "math-verify"),
     Builtin("reasoning_gym", "A reasoning_gym task's own score of the answer.", "reasoning-gym"),
-    Builtin("regex", "1 when metadata.pattern, or the label, is found in the response."),
+    Builtin("regex", "1 when metadata.pattern, or the label, is found in the response.", max_seconds=MAX_REGEX_SECONDS),
 )
 
 
@@ -48,7 +50,8 @@ def run_builtin(name: str, item: ScoreItem) -> float:
     return value
 
 
-def prepare_builtin(name: str) -> None:
-    """Imports what the scorer needs. math-verify warns that nobody watches the clock; the pool does."""
+def prepare_builtin(default: str | None) -> None:
+    """Imports what the default scorer needs. math-verify warns that nobody watches the clock; the pool does."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    importlib.import_module(f"services.reward.scorers.{name}")
+    if default is not None:
+        importlib.import_module(f"services.reward.scorers.{default}")

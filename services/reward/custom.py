@@ -6,12 +6,14 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.hooks import HookArgs, Reward, RewardForm, Sample, run_reward
+from headrace.hooks import HookArgs, NoReward, Reward, RewardForm, Sample, run_reward
 from headrace.judgement import ScoreItem
 
 
-async def run_custom(path: str, form: RewardForm, args: HookArgs, items: Sequence[ScoreItem]) -> list[Reward]:
-    """One reward an item. Raises what the function raises, InvalidArgument for a return that is no reward."""
+async def run_custom(
+    path: str, form: RewardForm, args: HookArgs, items: Sequence[ScoreItem]
+) -> list[Reward | NoReward]:
+    """One reward an item, or why it has none. Raises what the function raises, InvalidArgument for another return."""
     return await run_reward(path, form, args, [_sample(i, item) for i, item in enumerate(items)])
 
 

@@ -7,22 +7,26 @@ is a ScoreError, never a reward. Items of a group scorer that came without the r
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from headrace.errors import ResourceExhausted
-from headrace.hooks import HookArgs, Reward, RewardForm, RewardHook
+from headrace.errors import HeadraceError, Internal, InvalidArgument, ResourceExhausted
+from headrace.hooks import HookArgs, NoReward, Reward, RewardForm, RewardHook
 from headrace.judgement import Judgement, Score, ScoreError, ScoreItem
 from headrace.rpc.log import log
-from headrace.workers import WorkerCrashed, WorkerError, WorkerPool, WorkerRaised, WorkerTimeout
+from headrace.sample_checks import check_reward
+from headrace.wire.checks import shown
+from headrace.wire.limits import MAX_SCORE_ITEMS, MAX_SCORE_ITEMS_PER_CALLER
+from headrace.workers import WorkerBroken, WorkerCrashed, WorkerError, WorkerPool, WorkerRaised, WorkerTimeout
+from headrace.workers.turns import Caller
 from services.reward.builtin import run_builtin
 from services.reward.custom import run_custom
 from services.reward.metrics import RewardMetrics
 from services.reward.registry import Registry, Scorer
 
-MAX_ITEMS_IN_FLIGHT = 16_384
 _BATCH_ITEMS = 64
 
 
@@ -31,7 +35,11 @@ class Work:
     """Items that one call of a scorer judges, by their positions in the batch."""
 
     scorer: Scorer
-    positions: Sequence[int]
+    items: Mapping[int, ScoreItem]
+
+
+Choice = tuple[ScoreItem, Scorer] | ScoreError
+"""Who judges an item, or why nobody does."""
 
 
 class Judge:
@@ -53,81 +61,113 @@ class Judge:
         self._metrics = metrics
         self._reward_key = reward_key
         self._timeout_seconds = timeout_seconds
-        self._in_flight = 0
+        self._in_flight: Counter[str] = Counter()
+        self._calls = itertools.count(1)
 
-    async def judge(self, items: Sequence[ScoreItem], requested: str | None = None) -> list[Judgement]:
+    async def judge(
+        self, items: Sequence[ScoreItem | ScoreError], requested: str | None = None, *, peer: str = ""
+    ) -> list[Judgement]:
         """One judgement an item, in order. Raises NotFound for `requested`, ResourceExhausted when too much waits."""
         scorer = self.registry.require(requested) if requested else None
-        if self._in_flight and self._in_flight + len(items) > MAX_ITEMS_IN_FLIGHT:
-            raise ResourceExhausted(
-                f"{self._in_flight} items are being judged and {MAX_ITEMS_IN_FLIGHT} is the limit: come back later, or "
-                "raise --reward-workers",
-                reason="QUEUE_FULL",
-            )
-        self._in_flight += len(items)
+        self._require_room(peer, len(items))
+        self._in_flight[peer] += len(items)
         try:
-            return await self._judge(items, [self.registry.choose(item, scorer) for item in items])
+            choices = [self._choice(item, scorer) for item in items]
+            return await self._judge(choices, (peer, next(self._calls)))
         finally:
-            self._in_flight -= len(items)
+            self._in_flight[peer] -= len(items)
+            if not self._in_flight[peer]:
+                del self._in_flight[peer]
 
-    async def _judge(self, items: Sequence[ScoreItem], chosen: Sequence[Scorer | ScoreError]) -> list[Judgement]:
-        results: dict[int, Judgement] = {i: c for i, c in enumerate(chosen) if isinstance(c, ScoreError)}
+    def _choice(self, item: ScoreItem | ScoreError, requested: Scorer | None) -> Choice:
+        if isinstance(item, ScoreError):
+            return item
+        scorer = self.registry.choose(item, requested)
+        return scorer if isinstance(scorer, ScoreError) else (item, scorer)
+
+    def _require_room(self, peer: str, count: int) -> None:
+        for of, in_flight, most in (
+            ("this connection's", self._in_flight[peer], MAX_SCORE_ITEMS_PER_CALLER),
+            ("all callers'", self._in_flight.total(), MAX_SCORE_ITEMS),
+        ):
+            if in_flight and in_flight + count > most:
+                raise ResourceExhausted(
+                    f"{in_flight} of {of} items are being judged and {most} is the limit: come back later, or "
+                    "raise --reward-workers",
+                    reason="QUEUE_FULL",
+                )
+
+    async def _judge(self, choices: Sequence[Choice], caller: Caller) -> list[Judgement]:
+        results: dict[int, Judgement] = {i: c for i, c in enumerate(choices) if isinstance(c, ScoreError)}
         for error in results.values():
             self._metrics.count("none", error)
-        scorers = {i: c for i, c in enumerate(chosen) if isinstance(c, Scorer)}
         async with asyncio.TaskGroup() as tasks:
-            for work in _works(items, scorers):
-                tasks.create_task(self._run(work, items, results))
-        return [results[i] for i in range(len(items))]
+            for work in _works({i: c for i, c in enumerate(choices) if not isinstance(c, ScoreError)}):
+                tasks.create_task(self._run(work, results, caller))
+        return [results[i] for i in range(len(choices))]
 
-    async def _run(self, work: Work, items: Sequence[ScoreItem], results: dict[int, Judgement]) -> None:
+    async def _run(self, work: Work, results: dict[int, Judgement], caller: Caller) -> None:
         started = time.monotonic()
-        batch = [items[i] for i in work.positions]
+        batch = list(work.items.values())
         try:
-            rewards = await self._rewards(work.scorer, batch)
+            rewards = await self._rewards(work.scorer, batch, caller)
             judgements = [self._judgement(work.scorer, reward) for reward in rewards]
-        except WorkerError as error:
+        except (WorkerError, HeadraceError) as error:
             failure = _error_of(error)
             judgements = [failure] * len(batch)
             ids = [item.item_id for item in batch]
             log.warning(
                 "not_judged", items=ids, scorer=work.scorer.name, reason=failure.reason, message=failure.message
             )
-        for position, judgement in zip(work.positions, judgements, strict=True):
+        for position, judgement in zip(work.items, judgements, strict=True):
             results[position] = judgement
             self._metrics.count(work.scorer.name, judgement)
         self._metrics.observe(work.scorer.name, time.monotonic() - started)
 
-    async def _rewards(self, scorer: Scorer, batch: Sequence[ScoreItem]) -> list[Reward]:
+    async def _rewards(self, scorer: Scorer, batch: Sequence[ScoreItem], caller: Caller) -> list[Reward | NoReward]:
         if scorer.hook is None:
-            limit, name = self._timeout_seconds, f"scorer {scorer.name}"
-            return [await self._pool.run(run_builtin, scorer.name, batch[0], timeout_seconds=limit, name=name)]
-        rewards: list[Reward] = await self._pool.run(
+            limit, name = min(self._timeout_seconds, scorer.max_seconds), f"scorer {scorer.name}"
+            work = (run_builtin, scorer.name, batch[0])
+            return [await self._pool.run(*work, timeout_seconds=limit, name=name, caller=caller)]
+        rewards: list[Reward | NoReward] = await self._pool.run(
             *(run_custom, scorer.hook.path, scorer.hook.form, self._args, batch),
             timeout_seconds=self._timeout_seconds * len(batch),
             name=f"hook {scorer.hook.path}",
+            caller=caller,
         )
+        if len(rewards) != len(batch):  # headrace's own half of the worker sees to it, unless user code changed it
+            raise Internal(f"hook {scorer.hook.path} answered {len(rewards)} rewards for {len(batch)} items")
         return rewards
 
-    def _judgement(self, scorer: Scorer, reward: Reward) -> Judgement:
-        if not isinstance(reward, dict):
-            return Score(reward, scorer.name, scorer.version)
-        if self._reward_key not in reward:
-            wanted = f"--reward-key {self._reward_key} is not one of them" if self._reward_key else "set --reward-key"
-            return ScoreError("SCORER_RAISED", f"scorer {scorer.name} gave the parts {sorted(reward)}: {wanted}")
-        return Score(reward[self._reward_key], scorer.name, scorer.version, reward)
+    def _judgement(self, scorer: Scorer, reward: Reward | NoReward) -> Judgement:
+        if isinstance(reward, str):
+            return ScoreError("SCORER_NOT_FINITE", reward)
+        parts = reward if isinstance(reward, dict) else {}
+        if isinstance(reward, dict):
+            if self._reward_key not in reward:
+                names = f"gave the parts {shown(sorted(reward))}"
+                way = f"--reward-key {self._reward_key} is not one of them" if self._reward_key else "set --reward-key"
+                return ScoreError("SCORER_RAISED", f"scorer {scorer.name} {names}: {way}")
+            reward = reward[self._reward_key]
+        try:
+            for value in (reward, *parts.values()):
+                check_reward(f"a reward of scorer {scorer.name}", value)
+        except InvalidArgument as error:
+            return ScoreError("SCORER_NOT_FINITE", error.message)
+        return Score(reward, scorer.name, scorer.version, parts)
 
 
-def _works(items: Sequence[ScoreItem], scorers: dict[int, Scorer]) -> list[Work]:
+def _works(chosen: Mapping[int, tuple[ScoreItem, Scorer]]) -> list[Work]:
     """Groups for group scorers, batches for model classes, single items for all others."""
     together: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for position, scorer in scorers.items():
-        together[scorer.name, _key(scorer.hook, items[position], position)].append(position)
+    for position, (item, scorer) in chosen.items():
+        together[scorer.name, _key(scorer.hook, item, position)].append(position)
     works = []
     for positions in together.values():
-        scorer = scorers[positions[0]]
+        scorer = chosen[positions[0]][1]
         size = _BATCH_ITEMS if scorer.hook and scorer.hook.form is RewardForm.BATCH else len(positions)
-        works += [Work(scorer, positions[i : i + size]) for i in range(0, len(positions), size)]
+        for start in range(0, len(positions), size):
+            works.append(Work(scorer, {i: chosen[i][0] for i in positions[start : start + size]}))
     return works
 
 
@@ -139,14 +179,14 @@ def _key(hook: RewardHook | None, item: ScoreItem, position: int) -> str:
     return str(position)
 
 
-def _error_of(error: WorkerError) -> ScoreError:
+def _error_of(error: WorkerError | HeadraceError) -> ScoreError:
     match error:
+        case HeadraceError():
+            return ScoreError("SCORER_UNAVAILABLE", error.message, retryable=True)
         case WorkerTimeout():
             return ScoreError("SCORER_TIMEOUT", error.message, retryable=True)
-        case WorkerCrashed():
+        case WorkerCrashed() | WorkerBroken():
             return ScoreError("SCORER_CRASHED", error.message, retryable=True)
-        case WorkerRaised(kind="NotFinite"):
-            return ScoreError("SCORER_NOT_FINITE", error.message)
         case WorkerRaised():
             return ScoreError("SCORER_RAISED", error.message, retryable=not error.is_ours)
         case _:

@@ -7,12 +7,15 @@ rm_types apart themselves. Otherwise it is the item's `metadata.rm_type`, then t
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from headrace.errors import ConfigError, NotFound
 from headrace.hooks import RewardHook
 from headrace.judgement import ScoreError, ScoreItem
+from headrace.wire.checks import shown
+from headrace.wire.limits import MAX_NAME_CHARACTERS
 from services.reward.builtin import BUILTINS, installed
 
 CUSTOM = "custom"
@@ -20,12 +23,13 @@ CUSTOM = "custom"
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """One way to judge. `hook` is set for a user's function."""
+    """One way to judge. `hook` is set for a user's function, `max_seconds` of an item counts for all others."""
 
     name: str
     version: str
     description: str
     hook: RewardHook | None = None
+    max_seconds: float = math.inf
 
 
 class Registry:
@@ -41,7 +45,11 @@ class Registry:
     def build(cls, rm_type: str | None, custom: RewardHook | None) -> Registry:
         """The installed scorers and, as the default, the user's function."""
         versions = installed()
-        scorers = [Scorer(b.name, versions[b.name], b.description) for b in BUILTINS if b.name in versions]
+        scorers = [
+            Scorer(b.name, versions[b.name], b.description, max_seconds=b.max_seconds)
+            for b in BUILTINS
+            if b.name in versions
+        ]
         if custom:
             scorers.append(Scorer(CUSTOM, f"{custom.path} {custom.version}", custom.description, custom))
         return cls(scorers, CUSTOM if custom else rm_type)
@@ -66,11 +74,13 @@ class Registry:
         name = self.default if named is None else named
         if name is None:
             return ScoreError("SCORER_UNKNOWN", "no scorer is named: set metadata.rm_type, the request's or --rm-type")
-        if name not in self._scorers:
+        if not isinstance(name, str) or name not in self._scorers:
             return ScoreError("SCORER_UNKNOWN", f"metadata.rm_type is {self._unknown(name)}")
         return self._scorers[name]
 
     def _unknown(self, name: object) -> str:
-        near = difflib.get_close_matches(str(name), self._scorers, n=1)
+        if not isinstance(name, str):
+            return f"a {type(name).__name__}, not a name: there are {', '.join(sorted(self._scorers))}"
+        near = difflib.get_close_matches(name[:MAX_NAME_CHARACTERS], self._scorers, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        return f"{name!r}: {hint}There are {', '.join(sorted(self._scorers))}"
+        return f"{shown(name)}: {hint}There are {', '.join(sorted(self._scorers))}"

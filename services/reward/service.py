@@ -11,9 +11,10 @@ from headrace.config.job import RewardSection
 from headrace.errors import ConfigError
 from headrace.hooks import HookArgs, RewardForm, RewardHook, prepare_reward, reward_hook
 from headrace.rpc.server import RpcServer, Service
+from headrace.wire.limits import MAX_SCORE_ITEMS
 from headrace.workers import WorkerError, WorkerPool
 from services.reward.builtin import prepare_builtin
-from services.reward.judge import MAX_ITEMS_IN_FLIGHT, Judge
+from services.reward.judge import Judge
 from services.reward.metrics import RewardMetrics
 from services.reward.registry import Registry
 from services.reward.servicer import RewardServicer
@@ -97,16 +98,15 @@ async def _describe(reward: RewardSection) -> RewardHook | None:
 
 
 def _pool(reward: RewardSection, registry: Registry, hook: RewardHook | None) -> WorkerPool:
-    prepare: Callable[[], None] | None = None
+    prepare: Callable[[], None] = partial(prepare_builtin, registry.default)
     if hook:
         model_path = str(reward.reward_model_path) if reward.reward_model_path else None
         prepare = partial(prepare_reward, hook.path, hook.form, model_path)
-    elif registry.default:
-        prepare = partial(prepare_builtin, registry.default)
     return WorkerPool(
         reward.reward_workers,
         calls_per_worker=_ASYNC_CALLS_PER_WORKER if hook and hook.is_async else 1,
-        max_waiting=MAX_ITEMS_IN_FLIGHT,
+        max_waiting=MAX_SCORE_ITEMS,
         prepare=prepare,
         prepare_seconds=_LOAD_SECONDS,
+        has_guest=True,
     )

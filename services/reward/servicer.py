@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 from headrace.api.reward.v1 import reward_pb2 as pb
 from headrace.api.reward.v1.reward_pb2_grpc import RewardServiceServicer
-from headrace.client.reward import MAX_ITEMS
 from headrace.errors import InvalidArgument
-from headrace.judgement import ScoreItem, pack_result
+from headrace.judgement import ScoreError, ScoreItem, pack_result
+from headrace.trajectory import Status
+from headrace.wire.checks import require_json_object, shown
+from headrace.wire.limits import MAX_SCORE_ITEMS_PER_CALL
 from services.reward.judge import Judge
+
+_BYTES_IN_A_TURN = 256 << 10
+_STATUSES = ("", *(status.value for status in Status))
 
 
 class RewardServicer(RewardServiceServicer):
@@ -19,14 +26,16 @@ class RewardServicer(RewardServiceServicer):
         self._judge = judge
 
     async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
-        if not 1 <= len(request.items) <= MAX_ITEMS:
-            raise InvalidArgument(f"{len(request.items)} items: send 1 to {MAX_ITEMS} in a call", field="items")
-        items = [_unpacked(i, item) for i, item in enumerate(request.items)]
-        if len({item.item_id for item in items}) < len(items):
+        if not 1 <= len(request.items) <= MAX_SCORE_ITEMS_PER_CALL:
+            raise InvalidArgument(
+                f"{len(request.items)} items: send 1 to {MAX_SCORE_ITEMS_PER_CALL} in a call", field="items"
+            )
+        ids = [item.item_id for item in request.items]
+        if len(set(ids)) < len(ids):
             raise InvalidArgument("two items have the same item_id: it must be unique in the call", field="items")
-        judgements = await self._judge.judge(items, request.scorer or None)
-        pairs = zip(items, judgements, strict=True)
-        return pb.ScoreResponse(results=[pack_result(item.item_id, judgement) for item, judgement in pairs])
+        items = [item async for item in _unpacked_in_turns(request)]
+        judgements = await self._judge.judge(items, request.scorer or None, peer=context.peer())
+        return pb.ScoreResponse(results=[pack_result(*pair) for pair in zip(ids, judgements, strict=True)])
 
     async def ListScorers(self, request: pb.ListScorersRequest, context: Any) -> pb.ListScorersResponse:
         default = self._judge.registry.default
@@ -38,9 +47,24 @@ class RewardServicer(RewardServiceServicer):
         )
 
 
-def _unpacked(position: int, packed: pb.ScoreItem) -> ScoreItem:
+async def _unpacked_in_turns(request: pb.ScoreRequest) -> AsyncIterator[ScoreItem | ScoreError]:
+    """All items, without holding the event loop for long."""
+    num_bytes = 0
+    for packed in request.items:
+        num_bytes += packed.ByteSize()
+        if num_bytes > _BYTES_IN_A_TURN:
+            num_bytes = 0
+            await asyncio.sleep(0)
+        yield _unpacked(packed)
+
+
+def _unpacked(packed: pb.ScoreItem) -> ScoreItem | ScoreError:
+    """What is wrong with one item is its own error."""
     try:
-        return ScoreItem.unpack(packed)
+        require_json_object(packed.metadata_json, "metadata_json")
+        item = ScoreItem.unpack(packed)
+        if item.status not in _STATUSES:
+            raise InvalidArgument(f"status is {shown(item.status)}, must be one of {', '.join(_STATUSES)}")
     except InvalidArgument as error:
-        field = f"items[{position}].metadata_json"
-        raise InvalidArgument(f"{field}: {error.message}", field=field) from error
+        return ScoreError("ITEM_INVALID", error.message)
+    return item

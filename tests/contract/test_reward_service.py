@@ -157,15 +157,12 @@ async def test_bad_requests_are_refused() -> None:
     async with serving(rm_type="math") as client:
         with pytest.raises(InvalidArgument, match="unique"):
             await client.score([*items("7"), *items("7")], deadline_seconds=10)
-        bad = pb.ScoreRequest(items=[pb.ScoreItem(item_id="a", metadata_json="[1]")])
-        with pytest.raises(InvalidArgument, match=r"items\[0\]\.metadata_json: must be a JSON object"):
-            await call(client._stub.Score, bad, deadline_seconds=10)
         with pytest.raises(InvalidArgument, match="0 items: send 1 to 4096"):
             await call(client._stub.Score, pb.ScoreRequest(), deadline_seconds=10)
 
 
 async def test_a_full_queue_says_when_to_come_back(hooks: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge, "MAX_ITEMS_IN_FLIGHT", 2)
+    monkeypatch.setattr(judge, "MAX_SCORE_ITEMS", 2)
     async with serving(custom_rm_path=f"{hooks}:reward", reward_timeout_seconds=120) as client:
         slow = asyncio.create_task(client.score(items("wait"), deadline_seconds=120))
         refused: ResourceExhausted | None = None

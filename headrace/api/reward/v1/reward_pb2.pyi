@@ -45,7 +45,7 @@ class ScoreItem(_message.Message):
     group_id: _builtins.str
     """Samples of one group share it; group scorers see a group whole."""
     status: _builtins.str
-    """"completed", "truncated" or "aborted"."""
+    """"completed", "truncated", "aborted", "pending" or "failed"; empty: "completed"."""
     response_tokens: _builtins.int
     """Tokens of the response."""
     def __init__(
@@ -164,7 +164,7 @@ class ScoreError(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRYABLE_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """SCORER_TIMEOUT, SCORER_RAISED, SCORER_CRASHED, SCORER_NOT_FINITE, SCORER_UNKNOWN."""
+    """SCORER_TIMEOUT, SCORER_RAISED, SCORER_CRASHED, SCORER_NOT_FINITE, SCORER_UNKNOWN, SCORER_UNAVAILABLE, ITEM_INVALID."""
     message: _builtins.str
     """One sentence for a person; the traceback is in the service's log."""
     retryable: _builtins.bool

@@ -1,0 +1,57 @@
+"""A hook's Sample on its way out of its worker process: of headrace's own class, with plain values in its fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from headrace.hooks.sample import Sample
+
+_STAY = ("multimodal_inputs", "multimodal_train_inputs")
+"""Images and tensors that only the hook itself reads."""
+
+
+def plain(sample: Sample) -> Sample:
+    """A copy with lists where there were arrays and tensors, and text where there were numbers as labels and ids."""
+    values = {f.name: getattr(sample, f.name) for f in fields(Sample) if f.name not in _STAY}
+    given = {name: convert(values[name]) for name, convert in _PLAIN.items() if values[name] is not None}
+    return Sample(**values | given)
+
+
+def _listed(values: Any) -> Any:
+    if isinstance(values, list) and all(type(value) is int or type(value) is float for value in values):
+        return values
+    if isinstance(values, list | tuple):
+        return [value.item() if hasattr(value, "item") else value for value in values]
+    return values.tolist() if hasattr(values, "tolist") else values
+
+
+def _mask(values: Any) -> Any:
+    """0 and 1 as integers, however they were written; what is neither stays, and is refused."""
+    listed = _listed(values)
+    if not isinstance(listed, list):
+        return listed
+    return [int(v) if isinstance(v, bool | int | float) and v in (0, 1) else v for v in listed]
+
+
+def _text(value: Any) -> Any:
+    return str(value) if isinstance(value, int | float | np.generic) else value
+
+
+def _texts(values: Any) -> Any:
+    return [_text(value) for value in values] if isinstance(values, list | tuple) else values
+
+
+_PLAIN: Mapping[str, Callable[[Any], Any]] = {
+    "tokens": _listed,
+    "loss_mask": _mask,
+    "rollout_log_probs": _listed,
+    "teacher_log_probs": _listed,
+    "label": _text,
+    "rollout_id": _text,
+    "session_id": _text,
+    "weight_versions": _texts,
+}

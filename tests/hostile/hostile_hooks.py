@@ -1,0 +1,507 @@
+"""User code that does what it must not. Loaded as hooks by `test_hostile_hooks`; each name is a row of its table."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import decimal
+import fractions
+import multiprocessing
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+
+from headrace.errors import Internal
+from headrace.hooks import DynamicFilterOutput, Sample
+
+RETURNS, RAISES, BREAKS, HANGS, LEAVES, SCORES = {}, {}, {}, {}, {}, {}
+
+
+def row(table):
+    return lambda function: table.setdefault(function.__name__, function)
+
+
+async def reward(args, sample):
+    if sample.response == "good":
+        return 1.0
+    if sample.response.startswith("return:"):
+        return RETURNS[sample.response[7:]]()
+    found = {**RAISES, **BREAKS, **HANGS, **LEAVES, **SCORES}[sample.response]()
+    return await found if asyncio.iscoroutine(found) else found
+
+
+# What is returned and is no reward. Each is made when it is asked for.
+
+
+class NoFloat:
+    def __float__(self):
+        raise ValueError("not today")
+
+
+class NotANumber:
+    def __float__(self):
+        return float("nan")
+
+
+class Bomb:
+    def __float__(self):
+        raise SystemExit(9)
+
+
+async def again():
+    return again()
+
+
+def nested(depth):
+    value = 1.0
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+RETURNS.update(
+    {
+        "none": lambda: None,
+        "nan": lambda: float("nan"),
+        "inf": lambda: float("inf"),
+        "minus_inf": lambda: float("-inf"),
+        "too_large": lambda: 1e308,
+        "above_the_bound": lambda: 1_000_001,
+        "text": lambda: "1.0",
+        "bytes": lambda: b"1",
+        "a_list": lambda: [1.0],
+        "a_deep_list": lambda: nested(100_000),
+        "a_set": lambda: {1.0},
+        "a_nested_dict": lambda: {"a": {"b": {"c": 1.0}}},
+        "a_dict_with_nan": lambda: {"a": float("nan")},
+        "a_dict_with_numbers_as_names": lambda: {1: 1.0},
+        "a_dict_with_a_surrogate": lambda: {"\ud800": 1.0},
+        "a_dict_with_a_nul": lambda: {"a\0": 1.0},
+        "a_dict_with_a_long_name": lambda: {"a" * 10**6: 1.0},
+        "a_dict_of_100000": lambda: {str(i): 1.0 for i in range(100_000)},
+        "a_generator": lambda: (x for x in [1.0]),
+        "an_async_generator": lambda: (x async for x in again()),
+        "a_coroutine": again,
+        "a_lock": threading.Lock,
+        "a_function": lambda: reward,
+        "a_module": lambda: os,
+        "a_class": lambda: float,
+        "an_exception": lambda: ValueError("1.0"),
+        "an_integer_of_400_digits": lambda: 10**400,
+        "a_complex": lambda: 1j,
+        "a_decimal_nan": lambda: decimal.Decimal("nan"),
+        "an_array_of_two": lambda: np.array([1.0, 2.0]),
+        "an_array_of_objects": lambda: np.array([None]),
+        "numpy_nan": lambda: np.float32("nan"),
+        "no_float": NoFloat,
+        "not_a_number": NotANumber,
+        "the_sample": Sample,
+    }
+)
+
+
+# What is returned and is a number all the same.
+
+SCORES.update(
+    {
+        "a_bool": lambda: True,
+        "a_numpy_scalar": lambda: np.float32(1),
+        "a_numpy_integer": lambda: np.int64(1),
+        "an_array_of_none": lambda: np.array(1.0),
+        "a_fraction": lambda: fractions.Fraction(1),
+        "a_decimal": lambda: decimal.Decimal(1),
+    }
+)
+
+
+# What is raised.
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise ValueError("no")
+
+    __repr__ = __str__
+
+
+class PrintsItselfAway(Exception):
+    def __str__(self):
+        sys.exit(3)
+
+
+class Unsendable(Exception):
+    def __init__(self):
+        super().__init__(threading.Lock())
+
+
+class OwnBase(BaseException):
+    pass
+
+
+def raising(name, error):
+    def hook():
+        raise error() if callable(error) else error
+
+    RAISES[name] = hook
+
+
+raising("value_error", lambda: ValueError("bad tokens"))
+raising("unprintable", Unprintable)
+raising("prints_itself_away", PrintsItselfAway)
+raising("unsendable", Unsendable)
+raising("a_surrogate", lambda: ValueError("\ud800\udfff"))
+raising("a_message_of_50_MB", lambda: ValueError("x" * 50_000_000))
+raising("a_nul", lambda: ValueError("\0\x1b[31m"))
+raising("of_its_own_base", OwnBase)
+raising("system_exit", lambda: SystemExit(0))
+raising("keyboard_interrupt", KeyboardInterrupt)
+raising("generator_exit", GeneratorExit)
+raising("stop_iteration", StopIteration)
+raising("stop_async_iteration", StopAsyncIteration)
+raising("cancelled", asyncio.CancelledError)
+raising("a_time_out_of_its_own", TimeoutError)
+raising("end_of_file", EOFError)
+raising("broken_pipe", BrokenPipeError)
+raising("an_internal_error_of_ours", lambda: Internal("\ud800"))
+raising("a_group", lambda: ExceptionGroup("g", [ValueError(str(i)) for i in range(1000)]))
+RAISES["bomb"] = lambda: float(Bomb())
+
+
+@row(RAISES)
+def recursion():
+    return recursion()
+
+
+@row(RAISES)
+def too_much_memory():
+    return bytearray(1 << 60)
+
+
+@row(RAISES)
+async def cancels_itself():
+    asyncio.current_task().cancel()
+    await asyncio.sleep(0)
+    return 1.0
+
+
+@row(RAISES)
+def asks_for_input():
+    return float(input())
+
+
+@row(RAISES)
+def runs_a_loop():
+    return asyncio.run(again())
+
+
+# What ends, stops or speaks for its process.
+
+BREAKS.update(
+    {
+        "exit_0": lambda: os._exit(0),
+        "exit_3": lambda: os._exit(3),
+        "abort": os.abort,
+        "segfault": lambda: ctypes.string_at(0),
+        "sigkill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "sigterm": lambda: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(60),
+        "an_alarm": lambda: signal.alarm(1) or time.sleep(60),
+        "kills_its_parent": lambda: os.kill(os.getppid(), signal.SIGKILL) or time.sleep(60),
+        "kills_its_group": lambda: os.killpg(0, signal.SIGKILL),
+        "stops_its_loop": lambda: asyncio.get_running_loop().stop() or asyncio.sleep(60),
+        "closes_its_selector": lambda: asyncio.get_running_loop()._selector.close() or asyncio.sleep(60),
+        "closes_descriptors": lambda: os.closerange(3, 65_536) or asyncio.sleep(60),
+    }
+)
+
+
+def sockets():
+    for number in range(3, 256):
+        try:
+            if os.readlink(f"/proc/self/fd/{number}").startswith("socket"):
+                yield number
+        except OSError:
+            pass
+
+
+@row(BREAKS)
+async def writes_to_sockets():
+    for number in sockets():
+        os.write(number, b"\x93\x01\x02\x03" * 1000)
+    await asyncio.sleep(60)
+
+
+@row(BREAKS)
+async def writes_a_little():
+    for number in sockets():
+        os.write(number, b"1.0")
+    return 1.0
+
+
+@row(BREAKS)
+async def shuts_sockets_down():
+    for number in sockets():
+        socket.socket(fileno=os.dup(number)).shutdown(socket.SHUT_RDWR)
+    await asyncio.sleep(60)
+
+
+# What it leaves running.
+
+
+@row(LEAVES)
+def a_sleeping_fork():
+    if os.fork() == 0:
+        time.sleep(600)
+        os._exit(0)
+    return 1.0
+
+
+@row(LEAVES)
+def a_looping_fork():
+    if os.fork() == 0:
+        while True:
+            pass
+    return 1.0
+
+
+@row(LEAVES)
+def a_daemon():
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            time.sleep(600)
+        os._exit(0)
+    os.wait()
+    time.sleep(0.05)
+    return 1.0
+
+
+@row(LEAVES)
+def a_program():
+    subprocess.Popen(["sleep", "600"])
+    return 1.0
+
+
+@row(LEAVES)
+def a_program_with_nothing_of_ours():
+    subprocess.Popen(["/bin/sleep", "600"], start_new_session=True, env={}, close_fds=True)
+    return 1.0
+
+
+@row(LEAVES)
+def a_shells_child():
+    subprocess.run("sleep 600 & sleep 600 &", shell=True, check=True)
+    return 1.0
+
+
+@row(LEAVES)
+def a_process_of_multiprocessing():
+    multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True).start()
+    return 1.0
+
+
+@row(LEAVES)
+def a_child_that_ignores_signals():
+    if os.fork() == 0:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        time.sleep(600)
+    return 1.0
+
+
+@row(LEAVES)
+def a_raw_fork():
+    if ctypes.CDLL(None).fork() == 0:
+        time.sleep(600)
+    return 1.0
+
+
+# What it changes, and the next call must not notice.
+
+
+@row(SCORES)
+def a_fork_that_comes_back():
+    os.fork()
+    return 1.0
+
+
+@row(SCORES)
+async def a_fork_that_comes_back_late():
+    if os.fork() == 0:
+        await asyncio.sleep(0.05)
+    return 1.0
+
+
+@row(SCORES)
+def an_alarm_for_later():
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    return 1.0
+
+
+@row(SCORES)
+def a_thread_that_exits_later():
+    threading.Timer(0.05, lambda: os._exit(5)).start()
+    return 1.0
+
+
+@row(SCORES)
+def blocks_signals():
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    return 1.0
+
+
+@row(SCORES)
+def closes_its_outputs():
+    sys.stdout.close()
+    sys.stderr.close()
+    os.closerange(0, 3)
+    return 1.0
+
+
+@row(SCORES)
+def leaves_its_folder():
+    os.chdir("/")
+    os.umask(0o777)
+    sys.setrecursionlimit(60)
+    return 1.0
+
+
+@row(SCORES)
+def limits_itself():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
+    resource.setrlimit(resource.RLIMIT_CPU, (1, 1))
+    return 1.0
+
+
+@row(SCORES)
+def prints():
+    print("1.0", "\ud800")
+    os.write(1, b"\xff\x00")
+    return 1.0
+
+
+# What does not end by itself.
+
+
+@row(HANGS)
+def loops():
+    while True:
+        pass
+
+
+@row(HANGS)
+def stops_itself():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@row(HANGS)
+async def swallows_its_end():
+    while True:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(600)
+
+
+# Other kinds of hooks. Their names say what they return.
+
+
+def made(**fields):
+    base = {"tokens": [1, 2], "response": "x", "response_length": 1, "rollout_log_probs": [-1.0]}
+    sample = Sample(status=Sample.Status.COMPLETED)
+    for name, value in {**base, **fields}.items():
+        setattr(sample, name, value)
+    return sample
+
+
+GENERATED = {
+    "nothing": lambda: None,
+    "an_empty_list": list,
+    "texts": lambda: ["text"],
+    "a_generator": lambda: (s for s in [made()]),
+    "tokens_of_floats": lambda: made(tokens=np.array([1.0, 2.0])),
+    "tokens_of_two_dimensions": lambda: made(tokens=np.zeros((2, 2), int)),
+    "tokens_beyond_integers": lambda: made(tokens=[1, 10**30]),
+    "tokens_negative": lambda: made(tokens=[1, -1]),
+    "tokens_as_text": lambda: made(tokens="12"),
+    "no_log_probs": lambda: made(rollout_log_probs=None),
+    "log_probs_nan": lambda: made(rollout_log_probs=[float("nan")]),
+    "log_probs_positive": lambda: made(rollout_log_probs=[2.0]),
+    "log_probs_too_many": lambda: made(rollout_log_probs=[-1.0, -1.0]),
+    "mask_of_halves": lambda: made(loss_mask=[0.5]),
+    "mask_of_another_length": lambda: made(loss_mask=[1, 1]),
+    "a_negative_length": lambda: made(response_length=-1),
+    "a_response_with_a_surrogate": lambda: made(response="\ud800"),
+    "a_response_of_bytes": lambda: made(response=b"x"),
+    "a_status_of_its_own": lambda: made(status="finished"),
+    "metadata_with_a_lock": lambda: made(metadata={"lock": threading.Lock()}),
+    "metadata_too_deep": lambda: made(metadata={"deep": nested(1000)}),
+    "metadata_that_is_a_list": lambda: made(metadata=[1]),
+    "experts_of_text": lambda: made(rollout_routed_experts=[["a"]]),
+    "versions_of_text": lambda: made(weight_versions=["latest"]),
+    "an_exit": lambda: os._exit(4),
+    "an_exception": lambda: 1 / 0,
+}
+
+
+async def generate(args, sample, sampling_params):
+    return GENERATED[sample.label]() if sample.label in GENERATED else made()
+
+
+FILTERED = {
+    "nothing": lambda: None,
+    "text": lambda: "yes",
+    "a_number": lambda: 1,
+    "an_output_of_text": lambda: DynamicFilterOutput("yes"),
+    "a_reason_with_a_surrogate": lambda: DynamicFilterOutput(False, "\ud800"),
+    "a_reason_that_is_a_lock": lambda: DynamicFilterOutput(False, threading.Lock()),
+    "an_exit": lambda: os._exit(4),
+    "an_exception": lambda: 1 / 0,
+}
+
+
+def keep(args, samples):
+    return FILTERED[samples[0].label]() if samples[0].label in FILTERED else True
+
+
+CHOSEN = {
+    "nothing": lambda buffer: None,
+    "a_tuple": tuple,
+    "too_many": lambda buffer: buffer,
+    "the_same_twice": lambda buffer: [buffer[0], buffer[0]],
+    "a_stranger": lambda buffer: ["group"],
+    "a_group_of_another_place": lambda buffer: [[Sample(group_index=99)]],
+    "an_exit": lambda buffer: os._exit(4),
+    "an_exception": lambda buffer: 1 / 0,
+}
+
+
+def choose(args, buffer, num_samples):
+    how = buffer[0][0].label
+    return CHOSEN[how](buffer) if how in CHOSEN else buffer[:1]
+
+
+def source_of(function):
+    class Source:
+        def __init__(self, args):
+            pass
+
+        def get_samples(self, n):
+            return function(n)
+
+    return Source
+
+
+SourceGood = source_of(lambda n: [Sample(prompt="1 + 1?", label=2)])
+SourceNothing = source_of(lambda n: None)
+SourceTooMany = source_of(lambda n: [Sample(prompt="x")] * (n + 1))
+SourceTexts = source_of(lambda n: ["x"])
+SourceLock = source_of(lambda n: [Sample(prompt=threading.Lock())])
+SourceSurrogate = source_of(lambda n: [Sample(prompt="\ud800")])
+SourceExit = source_of(lambda n: os._exit(4))
+SourceRaises = source_of(lambda n: 1 / 0)
+SOURCES = ("Nothing", "TooMany", "Texts", "Lock", "Surrogate", "Exit", "Raises")
