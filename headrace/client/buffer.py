@@ -20,6 +20,8 @@ from headrace.rpc import call as rpc
 from headrace.rpc.channel import connect
 
 _FETCH_AT_ONCE = 512
+_RELEASES_AT_ONCE = 500
+_RELEASE_BYTES = 16 << 20
 _RETRY_SECONDS = 0.2
 
 
@@ -51,6 +53,12 @@ class BufferClient(Buffer):
             self._stub.CreateStream, pb.CreateStreamRequest(config=config)
         )
         return reply
+
+    async def delete_stream(self, stream: str, *, force: bool = False) -> bool:
+        """True when it was there. Without `force` a stream with groups that are to be trained is refused."""
+        request = pb.DeleteStreamRequest(stream=stream, force=force)
+        reply: pb.DeleteStreamResponse = await self._call(self._stub.DeleteStream, request)
+        return reply.deleted
 
     async def list_streams(self) -> Sequence[pb.StreamConfig]:
         """All streams of the buffer."""
@@ -98,8 +106,15 @@ class BufferClient(Buffer):
 
     async def release_leases(self, releases: Sequence[pb.LeaseRelease]) -> None:
         """Groups go back unfinished."""
-        releases = [await self._slim_release(release) for release in releases]
-        await self._call(self._stub.ReleaseLeases, pb.ReleaseLeasesRequest(releases=releases))
+        some: list[pb.LeaseRelease] = []
+        num_bytes = 0
+        for release in [await self._slim_release(release) for release in releases]:
+            if some and (len(some) == _RELEASES_AT_ONCE or num_bytes + release.ByteSize() > _RELEASE_BYTES):
+                await self._call(self._stub.ReleaseLeases, pb.ReleaseLeasesRequest(releases=some))
+                some, num_bytes = [], 0
+            some.append(release)
+            num_bytes += release.ByteSize()
+        await self._call(self._stub.ReleaseLeases, pb.ReleaseLeasesRequest(releases=some))
 
     async def put_groups(self, puts: Sequence[pb.GroupPut]) -> Sequence[pb.PutResult]:
         """One result for each, in order; `refused` is set where the lease was lost. All are kept or none."""
@@ -113,7 +128,7 @@ class BufferClient(Buffer):
     async def retry_groups(
         self, stream: str, group_ids: Sequence[str] = (), *, request_id: str | None = None
     ) -> pb.RetryGroupsResponse:
-        """FAILED groups get all of their attempts again; without ids the latest 10,000. Repeats do nothing."""
+        """FAILED groups get all of their attempts again; without ids the latest 4,096. Repeats do nothing."""
         request = pb.RetryGroupsRequest(stream=stream, request_id=request_id or uuid.uuid4().hex, group_ids=group_ids)
         reply: pb.RetryGroupsResponse = await self._call(self._stub.RetryGroups, request)
         return reply
@@ -136,6 +151,11 @@ class BufferClient(Buffer):
         """The batch, or how far it is."""
         request = pb.LeaseBatchRequest(stream=stream, epoch=epoch, step=step, wait_seconds=wait_seconds)
         reply: pb.LeaseBatchResponse = await self._call(self._stub.LeaseBatch, request, wait_seconds)
+        while reply.next_group:
+            request.first_group = reply.next_group
+            page: pb.LeaseBatchResponse = await self._call(self._stub.LeaseBatch, request)
+            reply.groups.extend(page.groups)
+            reply.next_group = page.next_group
         return reply
 
     async def fetch_samples(
@@ -275,11 +295,16 @@ class BufferClient(Buffer):
         page_token: str = "",
         group_ids: Sequence[str] = (),
     ) -> pb.ListGroupsResponse:
-        """One page, newest change first."""
+        """One page, newest change first; of certain groups all of them."""
         request = pb.ListGroupsRequest(
             stream=stream, states=states, page_size=page_size, page_token=page_token, group_ids=group_ids
         )
         reply: pb.ListGroupsResponse = await self._call(self._stub.ListGroups, request)
+        while group_ids and reply.next_page_token:
+            request.page_token = reply.next_page_token
+            page: pb.ListGroupsResponse = await self._call(self._stub.ListGroups, request)
+            reply.groups.extend(page.groups)
+            reply.next_page_token = page.next_page_token
         return reply
 
     async def stats(self, stream: str) -> pb.StreamStats:

@@ -37,6 +37,9 @@ class Buffer(ABC):
     async def create_stream(self, config: pb.StreamConfig) -> pb.CreateStreamResponse: ...
 
     @abstractmethod
+    async def delete_stream(self, stream: str, *, force: bool = False) -> bool: ...
+
+    @abstractmethod
     async def list_streams(self) -> Sequence[pb.StreamConfig]: ...
 
     @abstractmethod

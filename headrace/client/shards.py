@@ -61,6 +61,10 @@ class ShardedBuffer(Buffer):
         created = any(reply.created for reply in replies)
         return pb.CreateStreamResponse(config=merged_config([r.config for r in replies]), created=created)
 
+    async def delete_stream(self, stream: str, *, force: bool = False) -> bool:
+        """From every shard; refused where one of them refuses it."""
+        return any(await self._all(lambda _, shard: shard.delete_stream(stream, force=force)))
+
     async def list_streams(self) -> Sequence[pb.StreamConfig]:
         """As they were asked for."""
         by_name: dict[str, list[pb.StreamConfig]] = {}

@@ -135,7 +135,12 @@ class BufferSection(Section):
     buffer_shard: NonNegative | None = Field(
         None, description="Which of buffer_addresses, from 0, `headrace up buffer` starts here."
     )
-    max_payload_bytes: Positive = Field(8 << 30, description="Payload bytes held at most.")
+    max_payload_bytes: Positive = Field(
+        8 << 30, description="Bytes held at most: payloads, envelopes, prompts, columns."
+    )
+    prompt_root: Path | None = Field(
+        None, description="Folder below which clients may name prompt files; absent: they may name none."
+    )
     max_groups: Positive = Field(2_000_000, description="Groups queued, leased, ready and consumed at most.")
     max_calls_per_peer: Positive = Field(40_000, description="Calls that one host may have in progress at the buffer.")
     max_leases: Positive = Field(100_000, description="Leases out at most.")

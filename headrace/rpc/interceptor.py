@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import grpc
@@ -29,10 +29,13 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
     """Wraps unary-unary and unary-stream handlers of the given services; all others pass untouched."""
 
-    def __init__(self, services: frozenset[str], metrics: RpcMetrics, peers: PeerCalls) -> None:
+    def __init__(
+        self, services: frozenset[str], metrics: RpcMetrics, peers: PeerCalls, request_limits: Mapping[str, int]
+    ) -> None:
         self._services = services
         self._metrics = metrics
         self._peers = peers
+        self._request_limits = request_limits
         self._wrapped: dict[str, Any] = {}
 
     async def intercept_service(
@@ -54,12 +57,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         return grpc.unary_unary_rpc_method_handler(self._unary(handler, method), None, handler.response_serializer)
 
     def _unary(self, handler: Any, method: str) -> Callable[[bytes, Context], Awaitable[Any]]:
+        most = self._most_bytes(method)
+
         async def behavior(data: bytes, context: Context) -> Any:
             with _Call(method, context, self._metrics) as call:
                 try:
                     async with asyncio.timeout(call.seconds_left()):
                         with self._peers.one_of(context.peer()):
-                            return await handler.unary_unary(_decode(handler, data), context)
+                            return await handler.unary_unary(_decode(handler, data, most), context)
                 except Exception as error:  # the RPC boundary: everything becomes a status
                     await call.abort(error)
 
@@ -67,18 +72,22 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
 
     def _streaming(self, handler: Any, method: str) -> Callable[[bytes, Context], Awaitable[None]]:
         """Writes the replies: gRPC keeps the last one of a generator until the next, for which a watch waits long."""
+        most = self._most_bytes(method)
 
         async def behavior(data: bytes, context: Context) -> None:
             with _Call(method, context, self._metrics) as call:
                 try:
                     with self._peers.one_of(context.peer()):
-                        async for reply in handler.unary_stream(_decode(handler, data), context):
+                        async for reply in handler.unary_stream(_decode(handler, data, most), context):
                             await context.write(handler.response_serializer(reply))
                             del reply
                 except Exception as error:  # the RPC boundary: everything becomes a status
                     await call.abort(error)
 
         return behavior
+
+    def _most_bytes(self, method: str) -> int | None:
+        return self._request_limits.get(method, self._request_limits.get(""))
 
 
 class _Call:
@@ -128,7 +137,13 @@ class _Call:
         await self._context.abort(error.status, status.message, trailer)
 
 
-def _decode(handler: Any, data: bytes) -> Any:
+def _decode(handler: Any, data: bytes, most: int | None) -> Any:
+    if most is not None and len(data) > most:
+        raise InvalidArgument(
+            f"the request has {len(data)} bytes, may have {most}: make several calls of it",
+            reason="TOO_LARGE",
+            limit=str(most),
+        )
     try:
         return handler.request_deserializer(data)
     except DecodeError as error:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from headrace.rpc.peers import DEFAULT_MAX_CALLS, PeerCalls
 
 MAX_MESSAGE_BYTES = 256 << 20
 DRAIN_SECONDS = 3.0
+NO_REQUEST_LIMITS: Mapping[str, int] = {}
 
 # Without the pending limits gRPC cuts calls beyond about 3,000 waiting; with so_reuseport two servers share a port.
 OPTIONS: Sequence[tuple[str, int]] = (
@@ -63,7 +64,9 @@ class RpcServer:
         metrics_address: str | None = None,
         insecure: bool = False,
         max_calls_per_peer: int = DEFAULT_MAX_CALLS,
+        request_limits: Mapping[str, int] = NO_REQUEST_LIMITS,
     ) -> None:
+        """`request_limits`: the bytes of a request by its method, "" being every other one."""
         self.name = name
         self.port = 0
         self.metrics_port: int | None = None
@@ -79,7 +82,7 @@ class RpcServer:
         names = frozenset(s.full_name for s in services)
         self.peers = PeerCalls(max_calls_per_peer)
         self.metrics = RpcMetrics(lambda: self.peers.in_progress)
-        interceptor = CallInterceptor(names, self.metrics, self.peers)
+        interceptor = CallInterceptor(names, self.metrics, self.peers, request_limits)
         self._server = grpc.aio.server(interceptors=[interceptor], options=list(OPTIONS))
 
     @property

@@ -38,12 +38,16 @@ MAX_LEASE_SECONDS: Final = 30 * 86_400.0
 
 MAX_REQUEST_BYTES: Final = 16 << 20
 """A request that is not named below."""
+MAX_SUBMIT_REQUEST_BYTES: Final = 32 << 20
+"""A SubmitPrompts request."""
 MAX_RELEASE_REQUEST_BYTES: Final = 64 << 20
 """A ReleaseLeases request."""
 MAX_PUT_REQUEST_BYTES: Final = 256 << 20
 """A PutGroups request."""
 MAX_ANSWER_BYTES: Final = 3 << 20
 """Answers are filled up to here, below the 4 MiB that gRPC takes by default; a larger item comes alone."""
+MAX_BATCH_ANSWER_BYTES: Final = 32 << 20
+"""The same for the envelopes of a LeaseBatch."""
 MAX_ERROR_BYTES: Final = 2_048
 """The message of an error, as it is encoded in a header; longer ones are cut."""
 
@@ -53,17 +57,17 @@ MAX_GROUPS_PER_LEASE: Final = 1_000
 """LeaseGroups; more are cut to it."""
 MAX_LEASES_PER_CALL: Final = 10_000
 """RenewLeases."""
-MAX_RELEASES_PER_CALL: Final = 1_000
+MAX_RELEASES_PER_CALL: Final = 2_048
 """ReleaseLeases."""
-MAX_PROMPTS_PER_CALL: Final = 1_000
+MAX_PROMPTS_PER_CALL: Final = 10_000
 """SubmitPrompts."""
 MAX_PUTS_PER_CALL: Final = 1_000
 """PutGroups."""
 MAX_PUT_SAMPLES_PER_CALL: Final = 8_192
 """Samples of all groups of a PutGroups, or of all leases of a ReleaseLeases."""
-MAX_SAMPLES_PER_FETCH: Final = 16_384
+MAX_SAMPLES_PER_FETCH: Final = 65_536
 """FetchSamples."""
-MAX_RETRIES_PER_CALL: Final = 1_000
+MAX_RETRIES_PER_CALL: Final = 4_096
 """RetryGroups."""
 MAX_PAGE_SIZE: Final = 1_000
 """ListGroups; larger ones are cut to it."""
@@ -76,6 +80,10 @@ MAX_PROMPT_BYTES: Final = 8 << 20
 """A prompt, metadata and tools included."""
 MAX_PROMPT_LINE_BYTES: Final = 16 << 20
 """A line of a prompt file."""
+MAX_MESSAGES: Final = 4_096
+"""Chat messages of a prompt."""
+MAX_FILE_ROWS: Final = 20_000_000
+"""Rows of a prompt file that is not streamed."""
 MAX_ENVELOPE_BYTES: Final = 64 << 10
 """A sample's envelope."""
 MAX_PAYLOAD_BYTES: Final = 64 << 20
@@ -88,7 +96,7 @@ MAX_TAGS: Final = 64
 """Tags of a sample, and named parts of its reward."""
 MAX_TAG_CHARACTERS: Final = 2_048
 """The value of a tag."""
-MAX_POLICY_RANGES: Final = 1_024
+MAX_POLICY_RANGES: Final = 4_096
 """Policy ranges of a sample."""
 MAX_COLUMNS: Final = 64
 """Columns of a sample, in its payload or out of line."""
@@ -108,7 +116,9 @@ MAX_STREAMS: Final = 256
 MAX_STREAM_NAMES: Final = 4_096
 """Names of streams that a ledger has ever had, those of deleted ones included."""
 MAX_SAMPLES_PER_GROUP: Final = 4_096
-"""n_samples_per_prompt, and the samples of a group that fanned out."""
+"""n_samples_per_prompt, the samples of a group that fanned out, and its partial samples."""
+MAX_SAMPLES_PER_STEP: Final = 65_536
+"""groups_per_step x n_samples_per_prompt; a group may fan out to its even share of them."""
 MAX_GROUPS_PER_STEP: Final = 4_096
 """groups_per_step and over_sampling_groups, of one shard."""
 MAX_STALENESS: Final = 1_000_000

@@ -20,7 +20,8 @@ from services.buffer.application import Buffer
 from services.buffer.from_job import train_stream
 from services.buffer.long_lived import long_lived
 from services.buffer.metrics import LedgerCollector
-from services.buffer.servicer import BufferServicer
+from services.buffer.prompts.files import PromptFiles
+from services.buffer.servicer import REQUEST_LIMITS, BufferServicer
 from services.buffer.store.base import Store
 from services.buffer.store.kinds import store_of_job
 from services.buffer.user_code import UserCode
@@ -56,6 +57,8 @@ async def serve(job: Job, arguments: argparse.Namespace, store: Store) -> None:
             store,
             columns_folder=arguments.data_dir / "columns",
             user_code=UserCode.of(job),
+            prompt_files=PromptFiles(job.buffer.prompt_root, [file.path for file in train_stream(job).files]),
+            max_column_bytes=job.buffer.max_payload_bytes,
             min_free_disk_bytes=reserve,
             retain_events=job.buffer.retain_events,
         )
@@ -79,6 +82,7 @@ async def _serve(job: Job, arguments: argparse.Namespace, buffer: Buffer) -> Non
         metrics_address=arguments.metrics_address,
         insecure=arguments.insecure,
         max_calls_per_peer=job.buffer.max_calls_per_peer,
+        request_limits=REQUEST_LIMITS,
     )
     server.metrics.registry.register(LedgerCollector(buffer.ledger))
     await server.start()

@@ -8,13 +8,16 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from headrace.errors import ResourceExhausted
 from headrace.rpc.log import log
 from headrace.trajectory import check_payload
+from headrace.wire.limits import MAX_COLUMN_BYTES, MAX_STREAM_NAMES, MAX_STREAMS
 from services.buffer import wire
 from services.buffer.backup import Chunk, Digest, stream_copy
+from services.buffer.blocking import BlockingPool
 from services.buffer.changes import Changes
 from services.buffer.chooser import GroupChooser
 from services.buffer.clock import now
@@ -23,19 +26,27 @@ from services.buffer.group import Group, GroupState, Prompt, SampleRecord
 from services.buffer.journal import Journal
 from services.buffer.lease_timer import LeaseTimer
 from services.buffer.ledger import Ledger
+from services.buffer.pace import paced
 from services.buffer.portions import portions
 from services.buffer.producing import GroupPut, NoLeaseReason, PutResult, Release
+from services.buffer.prompts.files import PromptFiles
 from services.buffer.retrying import Retried
 from services.buffer.store.base import Store
 from services.buffer.stream import StreamConfig, StreamState
+from services.buffer.stream_limits import check_limits
 from services.buffer.supply import PromptSupply
 from services.buffer.training import Batch
 from services.buffer.transaction import LedgerEvent, Payload
 from services.buffer.user_code import UserCode
 from services.buffer.watching import Watching
-from services.buffer.work import NewSample
+from services.buffer.work import MAX_CHANGES, NewSample
 
 NO_USER_CODE = UserCode()
+NO_PROMPT_FILES = PromptFiles()
+_SUBMITTED_AT_ONCE = 2_048
+_LOOKED_UP_AT_ONCE = 2_048
+_OPENING_SECONDS = 30.0
+"""That the start waits for prompt files: reading a large one takes its time, one that never answers does not count."""
 
 
 class Buffer:
@@ -62,6 +73,12 @@ class Buffer:
         self._watching = Watching(journal, store, max_watch_lag)
         self._chooser: GroupChooser | None = None
         self._choosing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._changing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By stream: commands that go on in several transactions."""
+        self._deleting: set[asyncio.Task[None]] = set()
+        self._payload_readers = BlockingPool("payload-reader", 4)
+        self._hashers = BlockingPool("payload-hasher", 4)
+        self._copiers = BlockingPool("backup", 1)
         self._timer = LeaseTimer(ledger, self._changes)
 
     @classmethod
@@ -71,11 +88,13 @@ class Buffer:
         *,
         columns_folder: Path | None = None,
         user_code: UserCode = NO_USER_CODE,
+        prompt_files: PromptFiles = NO_PROMPT_FILES,
+        max_column_bytes: int = MAX_COLUMN_BYTES,
         max_watch_lag: int = 100_000,
         min_free_disk_bytes: int = 0,
         retain_events: int | None = None,
     ) -> Buffer:
-        """Loads what the store kept and starts the lease timer. Raises when a prompt file is gone or another one."""
+        """Loads what the store kept and starts the lease timer. A prompt file that is gone is its stream's trouble."""
         snapshot = await asyncio.to_thread(store.load)
         for damage in snapshot.damaged:
             log.error("ledger_damaged", what=damage.what, group_id=damage.group_id, sample_id=damage.sample_id)
@@ -83,9 +102,9 @@ class Buffer:
             log.warning("torn_tail_cut", num_bytes=snapshot.torn_bytes)
         ledger = Ledger(snapshot.ledger_id, retain_events=retain_events)
         ledger.restore(now(), snapshot.streams, snapshot.groups, snapshot.position, snapshot.oldest_position)
-        columns = Columns(columns_folder)
-        columns.restore(snapshot.groups)
-        supply = PromptSupply(user_code)
+        columns = Columns(columns_folder, max_bytes=max_column_bytes)
+        await columns.restore(snapshot.groups)
+        supply = PromptSupply(user_code, prompt_files)
         buffer = cls(
             store,
             ledger,
@@ -96,22 +115,42 @@ class Buffer:
             min_free_disk_bytes=min_free_disk_bytes,
         )
         buffer._chooser = await user_code.chooser()
-        for state in snapshot.streams:
-            await supply.resume(state)
+        opening = [task for book in ledger.books.values() if (task := supply.resume(book.state))]
+        if opening:
+            await asyncio.wait(opening, timeout=_OPENING_SECONDS)
+        for stream in ledger.deleted:
+            buffer._forget_deleted(stream)
         buffer._timer.start()
         return buffer
 
     async def close(self) -> None:
         """Waits for what is being written."""
         self._timer.stop()
+        for task in self._deleting:
+            task.cancel()
         await self.journal.close()
         await self._supply.close()
         if self._chooser:
             await self._chooser.close()
         await asyncio.to_thread(self._store.close)
 
+    async def create_stream_of_client(self, config: StreamConfig) -> tuple[StreamConfig, bool]:
+        """(config, created). Raises InvalidArgument for files that clients may not name."""
+        check_limits(config)
+        paths = [await self._supply.path_of_client(file.path) for file in config.files]
+        files = tuple(replace(file, path=path) for file, path in zip(config.files, paths, strict=True))
+        known = config.name in self.ledger.books
+        names = {*self.ledger.books, *self.ledger.deleted, config.name}
+        if not known and (len(self.ledger.books) >= MAX_STREAMS or len(names) > MAX_STREAM_NAMES):
+            raise ResourceExhausted(
+                f"there are {len(self.ledger.books)} streams, {MAX_STREAMS} is the most, and {len(names) - 1} names, "
+                f"{MAX_STREAM_NAMES} is the most: delete streams, or use a name again"
+            )
+        return await self.create_stream(replace(config, files=files))
+
     async def create_stream(self, config: StreamConfig) -> tuple[StreamConfig, bool]:
         """(config, created)."""
+        check_limits(config)
         async with self._supply.locks[config.name]:
             is_new = config.name not in self.ledger.books
             state = await self._supply.begin(config) if is_new else StreamState(config)
@@ -119,12 +158,43 @@ class Buffer:
 
     async def set_limits(self, limits: StreamConfig) -> None:
         """The operator's way to change a stream that is there: its limits, and nothing else."""
+        check_limits(limits)
         if limits.name in self.ledger.books:
             await self._changes.commit(self.ledger.set_limits(now(), limits))
 
+    async def delete_stream(self, stream: str, *, force: bool) -> bool:
+        """True when it was there; its groups are deleted by and by."""
+        async with self._supply.locks[stream], self._changing[stream]:
+            deleted = await self._changes.commit(self.ledger.delete_stream(now(), stream, force=force))
+            if deleted:
+                await self._supply.forget(stream)
+                self._forget_deleted(stream)
+        return deleted
+
+    def _forget_deleted(self, stream: str) -> None:
+        async def forget() -> None:
+            async with self._changing[stream]:  # before it may be created again
+                while await self._changes.commit(self.ledger.forget_deleted(now(), stream)):
+                    pass
+
+        task = asyncio.create_task(forget())
+        self._deleting.add(task)
+        task.add_done_callback(self._deleting.discard)
+
+    def trouble_of(self, stream: str) -> str | None:
+        """Why a stream's prompts cannot be read now; None where they can."""
+        return self._supply.trouble_of(stream)
+
     async def submit(self, stream: str, prompts: Sequence[Prompt]) -> list[str]:
         """Group ids, one for each prompt."""
-        return await self._changes.commit(self.ledger.submit(now(), stream, prompts))
+        group_ids: list[str] = []
+        async with self._changing[stream]:
+            self.ledger.check_submit(stream, prompts)
+            for first in range(0, len(prompts), _SUBMITTED_AT_ONCE):
+                some = prompts[first : first + _SUBMITTED_AT_ONCE]
+                submitted = self._changes.commit(self.ledger.submit(now(), stream, some))
+                group_ids += await submitted
+        return group_ids
 
     async def lease(
         self, stream: str, producer_id: str, request_id: str, max_groups: int, wait_seconds: float
@@ -182,6 +252,8 @@ class Buffer:
 
         async def attempt() -> Batch | None:
             batch = await self._changes.commit(self.ledger.lease_batch(now(), stream, epoch, step))
+            if batch is None and self.ledger.is_starved(stream):
+                self._supply.require(self.ledger.book(stream).state)
             return await self._choose(stream, epoch, step) if batch is None and self._chooser else batch
 
         self.ledger.book(stream)
@@ -211,25 +283,47 @@ class Buffer:
 
     async def commit(self, stream: str, epoch: int, step: int) -> int:
         """Groups committed."""
-        return await self._changes.commit(self.ledger.commit(now(), stream, epoch, step))
+        num_groups = 0
+        async with self._changing[stream]:
+            for until in self.ledger.commit_steps(stream, epoch, step):
+                num_groups += await self._changes.commit(self.ledger.commit(now(), stream, epoch, until))
+            while await self._changes.commit(self.ledger.forget_ended(now(), stream)) == MAX_CHANGES:
+                pass
+        return num_groups
 
     async def rewind(self, stream: str, step: int, request_id: str, least_epoch: int) -> tuple[int, int]:
         """(epoch, groups that came back)."""
-        return await self._changes.commit(self.ledger.rewind(now(), stream, step, request_id, least_epoch))
+        num_back = 0
+        async with self._changing[stream]:
+            for until in self.ledger.rewind_steps(stream, step, request_id, least_epoch):
+                part = self.ledger.rewind(now(), stream, until, None, 0, num_back)
+                num_back = (await self._changes.commit(part))[1]
+            return await self._changes.commit(
+                self.ledger.rewind(now(), stream, step, request_id, least_epoch, num_back)
+            )
 
     async def set_policy_version(self, stream: str, epoch: int, policy_version: int) -> int:
         """Groups that expired by it."""
-        return await self._changes.commit(self.ledger.set_policy_version(now(), stream, epoch, policy_version))
+        num_expired = 0
+        while True:
+            some = await self._changes.commit(self.ledger.set_policy_version(now(), stream, epoch, policy_version))
+            num_expired += some
+            if some < MAX_CHANGES:
+                return num_expired
 
     async def payloads(self, records: Sequence[SampleRecord]) -> Sequence[Payload]:
         """Checked against their digests."""
-        return await asyncio.to_thread(self._store.read_payloads, records)
+        return await self._payload_readers.run(self._store.read_payloads, records)
 
     async def fetch(
         self, stream: str, sample_ids: Sequence[str], *, skip_unknown: bool
     ) -> AsyncIterator[list[tuple[SampleRecord, Payload]]]:
         """Samples in the order asked, some at a time."""
-        for records in portions(self.ledger.sample_records(stream, sample_ids, skip_unknown=skip_unknown)):
+        found: list[SampleRecord] = []
+        async for first in paced(range(0, len(sample_ids), _LOOKED_UP_AT_ONCE)):
+            some = sample_ids[first : first + _LOOKED_UP_AT_ONCE]
+            found += self.ledger.sample_records(stream, some, skip_unknown=skip_unknown)
+        for records in portions(found):
             yield list(zip(records, await self.payloads(records), strict=True))
 
     async def list_groups(
@@ -244,7 +338,7 @@ class Buffer:
         """A copy with at least everything up to the durable position."""
         self._columns.keep_all()
         try:
-            async for part in stream_copy(self._store, self._columns.files):
+            async for part in stream_copy(self._store, self._columns.files, self._copiers):
                 yield part
         finally:
             self._columns.keep_no_more()
@@ -256,7 +350,7 @@ class Buffer:
 
     async def upload_column(self, sha256: bytes, num_bytes: int, offset: int, data: bytes) -> tuple[int, bool]:
         """(where to go on, whether it is whole and durable). Refused where it would fill the disk."""
-        self._require_disk()
+        await self._hashers.run(self._require_disk)
         return await self._columns.upload(sha256, num_bytes, offset, data)
 
     @property
@@ -275,7 +369,7 @@ class Buffer:
     async def _check_payloads(self, samples: Sequence[NewSample]) -> None:
         """In a thread: hashing and asking the disk let go of the interpreter, for which the event loop would queue."""
         if samples:
-            await asyncio.to_thread(self._check_in_thread, samples)
+            await self._hashers.run(self._check_in_thread, samples)
 
     def _check_in_thread(self, samples: Sequence[NewSample]) -> None:
         self._require_disk()

@@ -13,7 +13,7 @@ from services.buffer.recency import Recency
 from services.buffer.stream import StreamState
 
 _WITH_SAMPLES = frozenset((GroupState.READY, GroupState.CONSUMED))
-_UNENDED = (GroupState.QUEUED, GroupState.LEASED, GroupState.READY, GroupState.CONSUMED)
+_UNENDED = frozenset((GroupState.QUEUED, GroupState.LEASED, GroupState.READY, GroupState.CONSUMED))
 
 
 class StreamBook:
@@ -28,8 +28,14 @@ class StreamBook:
         """Sample id → the group that has it."""
         self.counts: Counter[GroupState] = Counter()
         self.payload_bytes = 0
+        self.sample_bytes = 0
+        """Payloads, envelopes and columns of READY and CONSUMED groups, and all partial samples."""
+        self.prompt_bytes = 0
+        """Of groups that still have a way to go."""
         self.recency = Recency(self.groups)
         self._batches: defaultdict[int, dict[int, str]] = defaultdict(dict)
+        self._digests: dict[int, bytes] = {}
+        """Step → its batch's digest, until the batch changes."""
         self._ended: defaultdict[int, list[str]] = defaultdict(list)
 
     def place(self, group: Group) -> None:
@@ -81,13 +87,34 @@ class StreamBook:
         self.recency.left(group.state)
         return group
 
-    def take_ended(self, step: int) -> list[str]:
-        """Ids of the groups that ended with a step, to be forgotten."""
-        return self._ended.pop(step, [])
+    def batch_digest(self, step: int) -> bytes:
+        """SHA-256 over the ids of the groups and the digests of the samples in a step's batch, in order."""
+        if step not in self._digests:
+            self._digests[step] = batch_digest(self.members(step))
+        return self._digests[step]
+
+    def take_ended(self, end: int, most: int) -> list[str]:
+        """Ids of at most `most` groups that ended with a step below `end`, to be forgotten."""
+        taken: list[str] = []
+        for step in sorted(step for step in self._ended if step < end):
+            ids = self._ended[step]
+            room = most - len(taken)
+            taken += ids[:room]
+            del ids[:room]
+            if not ids:
+                del self._ended[step]
+            if len(taken) == most:
+                break
+        return taken
 
     def count(self, state: GroupState) -> int:
         """Groups in a state, those forgotten included."""
         return self.counts[state] + self.state.forgotten.get(state.value, 0)
+
+    @property
+    def stored_bytes(self) -> int:
+        """What counts towards max_payload_bytes."""
+        return self.sample_bytes + self.prompt_bytes
 
     @property
     def num_groups(self) -> int:
@@ -129,6 +156,8 @@ class StreamBook:
 
     def _enter(self, group: Group) -> None:
         self.counts[group.state] += 1
+        if group.state in _UNENDED:
+            self.prompt_bytes += len(group.prompt.body)
         self.recency.entered(group)
         if group.state is GroupState.QUEUED:
             self.lanes.enqueue(group)
@@ -139,11 +168,14 @@ class StreamBook:
                 self.lanes.add_ready(group)
             else:
                 self._batches[group.step][group.batch_index] = group.group_id
+                self._digests.pop(group.step, None)
         elif group.ended_step is not None:
             self._ended[group.ended_step].append(group.group_id)
 
     def _leave(self, group: Group) -> None:
         self.counts[group.state] -= 1
+        if group.state in _UNENDED:
+            self.prompt_bytes -= len(group.prompt.body)
         if group.state is GroupState.LEASED:
             self.lanes.unlease(group)
         if group.state not in _WITH_SAMPLES:
@@ -153,14 +185,17 @@ class StreamBook:
             return
         members = self._batches[group.step]
         del members[group.batch_index]
+        self._digests.pop(group.step, None)
         if not members:
             del self._batches[group.step]
 
     def _hold(self, before: tuple[SampleRecord, ...], now: tuple[SampleRecord, ...]) -> None:
         for record in before:
             self.payload_bytes -= record.payload_bytes
+            self.sample_bytes -= record.stored_bytes
         for record in now:
             self.payload_bytes += record.payload_bytes
+            self.sample_bytes += record.stored_bytes
 
     def _know(self, group_id: str, before: tuple[SampleRecord, ...], now: tuple[SampleRecord, ...]) -> None:
         for record in before:

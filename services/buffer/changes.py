@@ -87,4 +87,6 @@ class Changes:
             if event.kind == "expired" and event.state is GroupState.DROPPED and event.group_id:
                 dropped[event.stream].append(transaction.groups[event.group_id].prompt)
         for stream, prompts in dropped.items():
+            if stream not in self._ledger.books:
+                continue  # deleted since
             await self._supply.give_back(self._ledger.book(stream).state, prompts)

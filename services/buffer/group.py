@@ -15,6 +15,9 @@ import msgspec
 
 from headrace.trajectory import Failure
 
+_LEASE_BYTES = 512
+"""Of a lease without its prompt: two ids and some numbers."""
+
 
 class GroupState(StrEnum):
     """As in the proto, without its prefix."""
@@ -60,6 +63,13 @@ class SampleRecord(msgspec.Struct, frozen=True, gc=False):
     envelope: bytes
     reward: float | None = None
     """None when nobody judged it, or it failed."""
+    column_bytes: int = 0
+    """Of its columns that lie out of line."""
+
+    @property
+    def stored_bytes(self) -> int:
+        """All that is kept of it."""
+        return self.payload_bytes + self.column_bytes + len(self.envelope)
 
 
 class Lease(msgspec.Struct, frozen=True, gc=False):
@@ -114,9 +124,16 @@ class Group(msgspec.Struct, frozen=True, gc=False):
             return (*self.samples, *self.partials) if self.partials else self.samples
         return self.partials
 
-    def digest_of(self, sample_id: str) -> bytes:
-        """Of one of its samples."""
-        return next(record.digest for record in self.samples if record.sample_id == sample_id)
+    @property
+    def lease_bytes(self) -> int:
+        """About what its lease takes in an answer."""
+        partials = sum([record.payload_bytes + len(record.envelope) for record in self.partials])
+        return len(self.prompt.body) + partials + _LEASE_BYTES
+
+    @property
+    def answer_bytes(self) -> int:
+        """About what it takes in an answer, with its prompt and envelopes."""
+        return len(self.prompt.body) + sum([len(record.envelope) for record in self.samples]) + _LEASE_BYTES
 
     @property
     def rewards(self) -> list[float]:

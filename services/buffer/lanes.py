@@ -77,9 +77,12 @@ class Lanes:
         """All READY ids, in the order of each source's admission."""
         return [group_id for pool in self._pools.values() for group_id in pool.by_admission()]
 
-    def older_than(self, version: int) -> list[str]:
-        """READY ids whose oldest token is older than `version`, which leave."""
-        return [group_id for pool in self._pools.values() for group_id in pool.older_than(version)]
+    def older_than(self, version: int, most: int) -> list[str]:
+        """At most `most` READY ids whose oldest token is older than `version`, which leave."""
+        taken: list[str] = []
+        for pool in self._pools.values():
+            taken += pool.older_than(version, most - len(taken))
+        return taken
 
     def wanted(self, state: StreamState, count: int, room: int) -> tuple[int, ...]:
         """Prompts to be read from each source, `room` at most, so that the next `count` leases have theirs."""

@@ -58,10 +58,10 @@ class LeaseTable:
             return []
         return [self._groups[lease_id] for lease_id in self._requests[stream, request_id]]
 
-    def due(self, now: float) -> list[Group]:
-        """Groups whose leases have reached their deadline."""
+    def due(self, now: float, most: int) -> list[Group]:
+        """At most `most` groups whose leases have reached their deadline."""
         found: list[Group] = []
-        while (first := self._ends.first()) and first[0] <= now:
+        while len(found) < most and (first := self._ends.first()) and first[0] <= now:
             deadline, lease_id = self._ends.pop()
             if self._deadlines.get(lease_id) == deadline:
                 found.append(self._groups[lease_id])

@@ -8,13 +8,15 @@ The states are in `group`, the staleness rule in `admission`, the commands in `p
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import TypeVar
 
 from msgspec.structs import replace
 
-from headrace.errors import AlreadyExists, InvalidArgument, NotFound
+from headrace.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
+from headrace.wire.checks import shown
 from services.buffer import producing, training
 from services.buffer.book import StreamBook
 from services.buffer.group import Group, GroupState, Prompt, SampleRecord
@@ -25,7 +27,7 @@ from services.buffer.source import Cursor
 from services.buffer.stream import StreamConfig, StreamState
 from services.buffer.training import Batch
 from services.buffer.transaction import Instant, Transaction
-from services.buffer.work import Work
+from services.buffer.work import MAX_CHANGES, Work
 
 _Answer = TypeVar("_Answer")
 Result = tuple[_Answer, Transaction]
@@ -43,6 +45,8 @@ class Ledger:
         """Of the history; what is below was deleted."""
         self._retain_events = retain_events
         self.books: dict[str, StreamBook] = {}
+        self.deleted: dict[str, StreamBook] = {}
+        """Streams that are gone; `forget_deleted` takes out the groups that are left of them."""
         self._ledger_id = ledger_id
         self._leases = LeaseTable()
 
@@ -58,17 +62,19 @@ class Ledger:
         self.position = position
         self.oldest_position = oldest_position
         for state in streams:
-            self.books[state.name] = StreamBook(state)
+            (self.deleted if state.deleted else self.books)[state.name] = StreamBook(state)
         for group in sorted(groups, key=lambda g: g.position):
-            book = self.book(group.stream)
+            book = self.deleted.get(group.stream) or self.book(group.stream)
             book.place(group)
-            if group.lease:
+            if group.lease and not book.state.deleted:
                 self._leases.grant(group, now.monotonic + book.state.config.lease_seconds)
 
     def book(self, stream: str) -> StreamBook:
         """Raises NotFound for a stream that was never created."""
         if stream not in self.books:
-            raise NotFound(f"there is no stream {stream!r}: CreateStream makes one; there are {sorted(self.books)}")
+            raise NotFound(
+                f"there is no stream {shown(stream)}: CreateStream makes one; there are {sorted(self.books)[:10]}"
+            )
         return self.books[stream]
 
     # Streams
@@ -83,6 +89,8 @@ class Ledger:
             )
         work = self._work(now)
         if known is None:
+            if gone := self.deleted.pop(state.name, None):
+                state = replace(state, next_seq=gone.state.next_seq, epoch=gone.state.epoch + 1)
             book = self.books[state.name] = StreamBook(state)
             work.set_state(book, state)
             work.announce(book, "stream_created")
@@ -99,12 +107,50 @@ class Ledger:
             work.announce(book, "limits_changed", detail=changes)
         return self._done(work, None)
 
+    def delete_stream(self, now: Instant, stream: str, *, force: bool) -> Result[bool]:
+        """True when it was there. Its groups are taken out by `forget_deleted`. Raises FailedPrecondition."""
+        work = self._work(now)
+        book = self.books.get(stream)
+        if book is None:
+            return self._done(work, False)
+        if book.num_groups and not force:
+            raise FailedPrecondition(
+                f"stream {stream} has {book.num_groups} groups that are queued, leased, ready or consumed: "
+                "set force to delete them",
+                reason="NOT_EMPTY",
+            )
+        self.deleted[stream] = self.books.pop(stream)
+        work.announce(book, "stream_deleted", detail=f"with {len(book.groups)} groups")
+        work.set_state(
+            book, StreamState(book.state.config, book.state.epoch, next_seq=book.state.next_seq, deleted=True)
+        )
+        return self._done(work, True)
+
+    def forget_deleted(self, now: Instant, stream: str) -> Result[int]:
+        """Takes out a chunk of what is left of a deleted stream; returns how many groups."""
+        work = self._work(now)
+        book = self.deleted.get(stream)
+        group_ids = list(islice(book.groups, MAX_CHANGES)) if book else []
+        for group_id in group_ids:
+            assert book is not None
+            group = book.groups[group_id]
+            if group.lease and self._leases.find(group.lease.lease_id):
+                self._leases.end(group.lease.lease_id)
+            work.forget(group.records)
+            work.forget_group(book, group_id)
+            work.set_state(book, book.state)
+        return self._done(work, len(group_ids))
+
     # Producers
 
     def submit(self, now: Instant, stream: str, prompts: Sequence[Prompt]) -> Result[list[str]]:
         """Ids of the groups made, or of those that were there already."""
         work = self._work(now)
         return self._done(work, producing.submit(work, self.book(stream), prompts))
+
+    def check_submit(self, stream: str, prompts: Sequence[Prompt]) -> None:
+        """Raises what `submit` raises: afterwards the prompts may be submitted some at a time."""
+        producing.check_submit(self.book(stream), prompts)
 
     def prompts_wanted(self, stream: str, max_groups: int) -> Sequence[int]:
         """How many prompts should be read from each of the stream's sources so that `max_groups` may be leased."""
@@ -149,7 +195,7 @@ class Ledger:
         renewed: list[str] = []
         lost: list[str] = []
         for lease_id in lease_ids:
-            group = self._leases.find(lease_id)
+            group = self._live(lease_id)
             if group is None:
                 lost.append(lease_id)
                 continue
@@ -161,13 +207,13 @@ class Ledger:
     def release(self, now: Instant, releases: Sequence[Release]) -> Result[None]:
         """Live leases are given back, ended ones ignored."""
         _check_distinct("lease_id", [r.lease_id for r in releases])
-        live = [(group, r) for r in releases if (group := self._leases.find(r.lease_id))]
+        live = [(group, r) for r in releases if (group := self._live(r.lease_id))]
         adding: dict[str, int] = {}
         for group, given in live:
-            num_bytes = sum(p.record.payload_bytes for p in given.partials)
+            num_bytes = sum(p.record.stored_bytes for p in given.partials)
             adding[group.stream] = adding.get(group.stream, 0) + num_bytes
         for stream, num_bytes in adding.items():
-            producing.check_bytes(self.books[stream], num_bytes)
+            producing.check_bytes(self.books[stream], num_bytes, self.books[stream].sample_bytes)
         work = self._work(now)
         for group, given in live:
             producing.release(work, self.books[group.stream], group, given)
@@ -189,16 +235,19 @@ class Ledger:
             stream = self._stream_of(put.group_id)
             adding[stream] = adding.get(stream, 0) + producing.check_put(work, self.books[stream], put)
         for stream, num_bytes in adding.items():
-            producing.check_bytes(self.books[stream], num_bytes)
+            producing.check_bytes(self.books[stream], num_bytes, self.books[stream].sample_bytes)
         results = [producing.put(work, self.books[self._stream_of(p.group_id)], p) for p in puts]
         return self._done(work, results)
 
     def expire_leases(self, now: Instant) -> Result[int]:
-        """Ends the leases that have reached their deadline."""
+        """Ends leases that have reached their deadline, a chunk of them."""
         work = self._work(now)
-        due = self._leases.due(now.monotonic)
+        due = self._leases.due(now.monotonic, MAX_CHANGES)
         for group in due:
-            producing.lose(work, self.books[group.stream], group)
+            if group.stream in self.books:
+                producing.lose(work, self.books[group.stream], group)
+            elif group.lease:
+                self._leases.end(group.lease.lease_id)
         return self._done(work, len(due))
 
     def next_lease_deadline(self) -> float | None:
@@ -211,6 +260,10 @@ class Ledger:
         """The step's batch, None while it is not full."""
         work = self._work(now)
         return self._done(work, training.lease_batch(work, self.book(stream), epoch, step))
+
+    def is_starved(self, stream: str) -> bool:
+        """Too few groups are there for the next batch, unless other prompts come."""
+        return training.is_starved(self.book(stream))
 
     def candidates(self, stream: str, step: int) -> list[Group]:
         """READY groups, by admission, from which a user's function has to choose the batch now."""
@@ -233,12 +286,25 @@ class Ledger:
         work = self._work(now)
         return self._done(work, training.commit(work, self.book(stream), epoch, step))
 
+    def commit_steps(self, stream: str, epoch: int, step: int) -> list[int]:
+        """Steps to commit one after the other, so that no command is long; the last is `step`."""
+        return training.commit_steps(self.book(stream), epoch, step)
+
+    def forget_ended(self, now: Instant, stream: str) -> Result[int]:
+        """What `commit` has begun: a chunk of the groups past retention are forgotten; returns how many."""
+        work = self._work(now)
+        return self._done(work, training.forget_ended(work, self.book(stream)))
+
     def rewind(
-        self, now: Instant, stream: str, step: int, request_id: str, least_epoch: int = 0
+        self, now: Instant, stream: str, step: int, request_id: str | None, least_epoch: int = 0, num_back: int = 0
     ) -> Result[tuple[int, int]]:
         """(epoch, groups that came back)."""
-        work = self._work(now)
-        return self._done(work, training.rewind(work, self.book(stream), step, request_id, least_epoch))
+        work, book = self._work(now), self.book(stream)
+        return self._done(work, training.rewind(work, book, step, request_id, least_epoch, num_back=num_back))
+
+    def rewind_steps(self, stream: str, step: int, request_id: str, least_epoch: int) -> list[int]:
+        """Steps to rewind to before `step`, so that no command is long."""
+        return training.rewind_steps(self.book(stream), step, request_id, least_epoch)
 
     def set_policy_version(self, now: Instant, stream: str, epoch: int, policy_version: int) -> Result[int]:
         """Groups expired."""
@@ -264,7 +330,8 @@ class Ledger:
                 of_group[group_id] = {record.sample_id: record for record in book.groups[group_id].samples}
             found.append(of_group[group_id][sample_id])
         if gone and not skip_unknown:
-            raise NotFound(f"stream {stream} has no payload of the samples {gone}: never put, expired or committed")
+            some = f"{gone[:10]} and {len(gone) - 10} others" if len(gone) > 10 else f"{gone}"
+            raise NotFound(f"stream {stream} has no payload of the samples {some}: never put, expired or committed")
         return found
 
     def list_groups(
@@ -275,6 +342,11 @@ class Ledger:
         end = self.position + 1 if before is None else before
         page = list(islice(recency.before(end, states or tuple(GroupState)), count + 1))
         return page[:count], page[count - 1].position if len(page) > count else None
+
+    def _live(self, lease_id: str) -> Group | None:
+        """The group under a live lease of a stream that is there."""
+        group = self._leases.find(lease_id)
+        return group if group and group.stream in self.books else None
 
     def _work(self, now: Instant) -> Work:
         return Work(now, self.position, self._leases)
@@ -294,13 +366,13 @@ class Ledger:
     def _stream_of(self, group_id: str) -> str:
         stream = group_id.rpartition("/")[0]
         if stream not in self.books:
-            raise NotFound(f"there is no group {group_id}")
+            raise NotFound(f"there is no group {shown(group_id)}")
         return stream
 
 
 def _check_distinct(name: str, values: Sequence[str]) -> None:
     if len(set(values)) < len(values):
-        twice = next(v for v in values if values.count(v) > 1)
+        twice = Counter(values).most_common(1)[0][0]
         raise InvalidArgument(f"{name} {twice} comes twice in one call", field=name)
 
 

@@ -1,24 +1,36 @@
-"""Samples of one answer, cut into messages."""
+"""Answers by bytes: how much of a list one message holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
+from headrace.wire.limits import MAX_ANSWER_BYTES
 from services.buffer.group import SampleRecord
 
-_FETCH_BYTES = 3 << 20
+_Item = TypeVar("_Item")
 
 
-def portions(records: Sequence[SampleRecord]) -> Iterator[list[SampleRecord]]:
-    """Cuts where a message would grow beyond gRPC's usual 4 MiB; a larger record is alone."""
-    portion: list[SampleRecord] = []
+def portions(records: Iterable[SampleRecord]) -> Iterator[list[SampleRecord]]:
+    """Samples with their payloads, cut into messages; one that is larger than a message should be is alone."""
+    return cut(records, lambda record: record.payload_bytes + len(record.envelope))
+
+
+def cut(items: Iterable[_Item], size: Callable[[_Item], int], most: int = MAX_ANSWER_BYTES) -> Iterator[list[_Item]]:
+    """The items, as many together as one answer holds."""
+    some: list[_Item] = []
     num_bytes = 0
-    for record in records:
-        size = record.payload_bytes + len(record.envelope)
-        if portion and num_bytes + size > _FETCH_BYTES:
-            yield portion
-            portion, num_bytes = [], 0
-        portion.append(record)
-        num_bytes += size
-    if portion:
-        yield portion
+    for item in items:
+        item_bytes = size(item)
+        if some and num_bytes + item_bytes > most:
+            yield some
+            some, num_bytes = [], 0
+        some.append(item)
+        num_bytes += item_bytes
+    if some:
+        yield some
+
+
+def first_within(items: Iterable[_Item], size: Callable[[_Item], int], most: int = MAX_ANSWER_BYTES) -> list[_Item]:
+    """The first items, as many as one answer holds."""
+    return next(cut(items, size, most), [])

@@ -16,9 +16,11 @@ from msgspec.structs import replace
 
 from headrace.errors import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted
 from headrace.trajectory import Failure
+from headrace.wire.limits import MAX_SAMPLES_PER_STEP
 from services.buffer.admission import oldest_trainable
 from services.buffer.book import StreamBook
 from services.buffer.group import Group, GroupState, Lease, Prompt
+from services.buffer.portions import first_within
 from services.buffer.source import Cursor
 from services.buffer.work import NewSample, Work
 
@@ -77,6 +79,12 @@ class Release:
 
 def submit(work: Work, book: StreamBook, prompts: Sequence[Prompt]) -> list[str]:
     """One group for each prompt; all of them or none."""
+    _add_groups(work, book, check_submit(book, prompts))
+    return [book.prompts[prompt.prompt_id] for prompt in prompts]
+
+
+def check_submit(book: StreamBook, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Those that are new. Raises unless all can be kept."""
     new: dict[str, Prompt] = {}
     for prompt in prompts:
         known = book.groups[book.prompts[prompt.prompt_id]].prompt if prompt.prompt_id in book.prompts else None
@@ -87,8 +95,8 @@ def submit(work: Work, book: StreamBook, prompts: Sequence[Prompt]) -> list[str]
                 "give it another prompt_id"
             )
     check_room(book, len(new))
-    _add_groups(work, book, list(new.values()))
-    return [book.prompts[prompt.prompt_id] for prompt in prompts]
+    check_bytes(book, sum([len(prompt.body) for prompt in new.values()]), book.stored_bytes)
+    return list(new.values())
 
 
 def check_room(book: StreamBook, num_groups: int) -> None:
@@ -143,7 +151,7 @@ def _add_groups(work: Work, book: StreamBook, prompts: Sequence[Prompt], source:
 def lease(
     work: Work, book: StreamBook, producer_id: str, request_id: str, max_groups: int, ledger_id: str
 ) -> list[Group]:
-    """At most `max_groups` LEASED groups; those of the same request while they live."""
+    """At most `max_groups` LEASED groups, as many as one answer holds; those of the same request while they live."""
     held = work.leases.of_request(book.state.name, request_id)
     if held or no_lease_reason(book) is not None:
         return held
@@ -156,9 +164,18 @@ def lease(
     places = book.places_left()
     count = min(max_groups, room) if places is None else min(max_groups, room, places)
     return [
-        _grant(work, book, book.groups[group_id], producer_id, request_id, ledger_id)
-        for group_id in book.lanes.take_queued(book.state, count)
+        _grant(work, book, group, producer_id, request_id, ledger_id)
+        for group in _answerable(book, book.lanes.take_queued(book.state, count))
     ]
+
+
+def _answerable(book: StreamBook, group_ids: Sequence[str]) -> list[Group]:
+    """The first groups, as many as one answer holds; the others are queued again where they were."""
+    groups = [book.groups[group_id] for group_id in group_ids]
+    fitting = first_within(groups, lambda group: group.lease_bytes)
+    for group in groups[len(fitting) :]:
+        book.lanes.enqueue(group)
+    return fitting
 
 
 def _grant(work: Work, book: StreamBook, group: Group, producer_id: str, request_id: str, ledger_id: str) -> Group:
@@ -176,7 +193,7 @@ def no_lease_reason(book: StreamBook) -> NoLeaseReason | None:
         return NoLeaseReason.ADMISSION
     if book.inserts_left() == 0:
         return NoLeaseReason.LIMITER
-    if book.payload_bytes >= book.state.config.max_payload_bytes:
+    if book.sample_bytes >= book.state.config.max_payload_bytes:
         return NoLeaseReason.BYTES
     if book.lanes.num_queued:
         return None
@@ -214,15 +231,18 @@ def check_put(work: Work, book: StreamBook, put: GroupPut) -> int:
     _check_samples(book, put)
     if _is_duplicate(book, group, put) or not _is_live(group, put):
         return 0
-    return sum(s.record.payload_bytes for s in put.samples)
+    return sum(s.record.stored_bytes for s in put.samples)
 
 
-def check_bytes(book: StreamBook, num_bytes: int) -> None:
-    """Raises ResourceExhausted when so many more payload bytes exceed the stream's limit."""
+def check_bytes(book: StreamBook, num_bytes: int, held_bytes: int) -> None:
+    """Raises ResourceExhausted when so many more bytes exceed the stream's limit.
+
+    Prompts count for those that are submitted and not for samples: a queue that is full must not keep puts out.
+    """
     limit = book.state.config.max_payload_bytes
-    if num_bytes and book.payload_bytes + num_bytes > limit:
+    if num_bytes and held_bytes + num_bytes > limit:
         raise ResourceExhausted(
-            f"stream {book.state.name} holds {book.payload_bytes} payload bytes, {num_bytes} more exceed "
+            f"stream {book.state.name} holds {held_bytes} bytes, {num_bytes} more exceed "
             f"max_payload_bytes {limit}: raise it, or save checkpoints more often",
             retry_after_seconds=1.0,
         )
@@ -280,12 +300,20 @@ def _check_samples(book: StreamBook, put: GroupPut) -> None:
             "put it whole, failed samples included",
             field="groups.samples",
         )
+    most = MAX_SAMPLES_PER_STEP // book.state.config.groups_per_step
+    if len(put.samples) > most:
+        raise InvalidArgument(
+            f"group {put.group_id} comes with {len(put.samples)} samples, one of {book.state.config.groups_per_step} "
+            f"groups of a step may have {most}: a batch has {MAX_SAMPLES_PER_STEP} at most",
+            field="groups.samples",
+        )
+    kept = {record.sample_id: record.digest for record in book.groups[put.group_id].samples}
     for sample in put.samples:
         record = sample.record
         if record.sample_id not in book.samples:
             continue
         group_id = book.samples[record.sample_id]
-        if group_id != put.group_id or book.groups[group_id].digest_of(record.sample_id) != record.digest:
+        if group_id != put.group_id or kept[record.sample_id] != record.digest:
             raise AlreadyExists(
                 f"sample {record.sample_id} was kept before, in group {group_id}, with another content: "
                 "a new sample needs a new sample_id"

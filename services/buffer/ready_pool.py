@@ -62,10 +62,10 @@ class ReadyPool:
                 taken.append(group_id)
         return taken
 
-    def older_than(self, version: int) -> list[str]:
-        """Ids whose oldest token is older than `version`, which leave the pool."""
+    def older_than(self, version: int, most: int) -> list[str]:
+        """At most `most` ids whose oldest token is older than `version`, which leave the pool."""
         taken: list[str] = []
-        while (first := self._oldest.first()) and first[0][0] < version:
+        while len(taken) < most and (first := self._oldest.first()) and first[0][0] < version:
             (_, *key), group_id = self._oldest.pop()
             if self._live.get(group_id) == tuple(key):
                 del self._live[group_id]

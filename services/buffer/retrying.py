@@ -9,12 +9,12 @@ from itertools import islice
 from msgspec.structs import replace
 
 from headrace.errors import FailedPrecondition, NotFound
+from headrace.wire.limits import MAX_RETRIES_PER_CALL
 from services.buffer import producing
 from services.buffer.book import StreamBook
 from services.buffer.group import Group, GroupState
 from services.buffer.work import Work
 
-MOST_AT_ONCE = 10_000
 _MAX_REMEMBERED = 256
 
 
@@ -42,7 +42,7 @@ def retry(work: Work, book: StreamBook, request_id: str, group_ids: Sequence[str
 
 
 def _latest(work: Work, book: StreamBook) -> list[Group]:
-    return list(islice(book.recency.before(work.position + 1, (GroupState.FAILED,)), MOST_AT_ONCE))
+    return list(islice(book.recency.before(work.position + 1, (GroupState.FAILED,)), MAX_RETRIES_PER_CALL))
 
 
 def _failed(book: StreamBook, group_id: str) -> Group:

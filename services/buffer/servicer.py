@@ -9,24 +9,54 @@ import grpc
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.buffer.v1 import buffer_pb2_grpc
-from headrace.errors import InvalidArgument
+from headrace.rpc.interceptor import DEFAULT_DEADLINE_SECONDS
+from headrace.wire.checks import (
+    require_at_most,
+    require_bytes,
+    require_counter,
+    require_finite,
+    require_id,
+    require_some,
+)
+from headrace.wire.limits import (
+    MAX_BATCH_ANSWER_BYTES,
+    MAX_COLUMN_BYTES,
+    MAX_GROUPS_PER_LEASE,
+    MAX_ID_CHARACTERS,
+    MAX_LEASES_PER_CALL,
+    MAX_PAGE_SIZE,
+    MAX_PROMPTS_PER_CALL,
+    MAX_PUT_REQUEST_BYTES,
+    MAX_PUT_SAMPLES_PER_CALL,
+    MAX_PUTS_PER_CALL,
+    MAX_RELEASE_REQUEST_BYTES,
+    MAX_RELEASES_PER_CALL,
+    MAX_REQUEST_BYTES,
+    MAX_RETRIES_PER_CALL,
+    MAX_SAMPLES_PER_FETCH,
+    MAX_SUBMIT_REQUEST_BYTES,
+    MAX_UPLOAD_BYTES,
+    MAX_WAIT_SECONDS,
+)
 from services.buffer import wire, wire_stream
 from services.buffer.application import Buffer
 from services.buffer.backup import Digest
 from services.buffer.book import StreamBook
 from services.buffer.group import Group, GroupState
-from services.buffer.retrying import MOST_AT_ONCE
+from services.buffer.pace import paced
+from services.buffer.portions import cut, first_within
 from services.buffer.source import source_names
-from services.buffer.wire_bytes import RawPut, sample_bytes
-from services.buffer.wire_checks import require, require_at_most, require_not_negative, require_some
+from services.buffer.wire_bytes import RawPut, batch_group_bytes, sample_bytes
+from services.buffer.wire_checks import require_sha256
 
-MAX_GROUPS_PER_LEASE = 1_000
-MAX_LEASES_PER_CALL = 10_000
-MAX_PROMPTS_PER_CALL = 10_000
-MAX_PUTS_PER_CALL = 1_000
-MAX_SAMPLES_PER_CALL = 65_536
-MAX_PAGE_SIZE = 1_000
 DEFAULT_PAGE_SIZE = 100
+REQUEST_LIMITS = {
+    "": MAX_REQUEST_BYTES,
+    "SubmitPrompts": MAX_SUBMIT_REQUEST_BYTES,
+    "ReleaseLeases": MAX_RELEASE_REQUEST_BYTES,
+    "PutGroups": MAX_PUT_REQUEST_BYTES,
+}
+"""Bytes of a request, by method; "" is every other."""
 _ANSWER_MARGIN_SECONDS = 0.25
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -39,30 +69,34 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         self._buffer = buffer
 
     async def CreateStream(self, request: pb.CreateStreamRequest, context: Context) -> pb.CreateStreamResponse:
-        config, created = await self._buffer.create_stream(wire_stream.to_config(request.config))
+        config, created = await self._buffer.create_stream_of_client(wire_stream.to_config(request.config))
         return pb.CreateStreamResponse(config=wire_stream.from_config(config), created=created)
+
+    async def DeleteStream(self, request: pb.DeleteStreamRequest, context: Context) -> pb.DeleteStreamResponse:
+        stream = require_id(request.stream, "stream")
+        return pb.DeleteStreamResponse(deleted=await self._buffer.delete_stream(stream, force=request.force))
 
     async def ListStreams(self, request: pb.ListStreamsRequest, context: Context) -> pb.ListStreamsResponse:
         await self._buffer.settled()
-        books = self._books("")
-        return pb.ListStreamsResponse(streams=[wire_stream.from_config(book.state.config) for book in books])
+        configs = [wire_stream.from_config(book.state.config) async for book in paced(self._books(""))]
+        return pb.ListStreamsResponse(streams=configs)
 
     async def SubmitPrompts(self, request: pb.SubmitPromptsRequest, context: Context) -> pb.SubmitPromptsResponse:
         require_some(len(request.prompts), "prompts")
         require_at_most(len(request.prompts), MAX_PROMPTS_PER_CALL, "prompts")
-        prompts = [wire.to_prompt(prompt, i) for i, prompt in enumerate(request.prompts)]
+        prompts = [wire.to_prompt(prompt, i) async for i, prompt in paced(enumerate(request.prompts))]
         return pb.SubmitPromptsResponse(group_ids=await self._buffer.submit(request.stream, prompts))
 
     async def LeaseGroups(self, request: pb.LeaseGroupsRequest, context: Context) -> pb.LeaseGroupsResponse:
         require_some(request.max_groups, "max_groups")
         groups, reason = await self._buffer.lease(
             request.stream,
-            require(request.producer_id, "producer_id"),
-            require(request.request_id, "request_id"),
+            require_id(request.producer_id, "producer_id"),
+            require_id(request.request_id, "request_id"),
             min(request.max_groups, MAX_GROUPS_PER_LEASE),
             _wait_seconds(request.wait_seconds, context),
         )
-        leases = [await self._lease(group) for group in groups]
+        leases = [await self._lease(group) async for group in paced(groups)]
         return pb.LeaseGroupsResponse(leases=leases, no_lease_reason=wire.from_no_lease_reason(reason))
 
     async def _lease(self, group: Group) -> pb.GroupLease:
@@ -74,41 +108,47 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
 
     async def RenewLeases(self, request: pb.RenewLeasesRequest, context: Context) -> pb.RenewLeasesResponse:
         require_at_most(len(request.lease_ids), MAX_LEASES_PER_CALL, "lease_ids")
+        for lease_id in request.lease_ids:
+            require_bytes(len(lease_id), MAX_ID_CHARACTERS, "lease_ids")
         renewed, lost = self._buffer.renew(request.lease_ids)
         return pb.RenewLeasesResponse(renewed=renewed, lost=lost)
 
     async def ReleaseLeases(self, request: pb.ReleaseLeasesRequest, context: Context) -> pb.ReleaseLeasesResponse:
         require_some(len(request.releases), "releases")
-        require_at_most(len(request.releases), MAX_LEASES_PER_CALL, "releases")
-        await self._buffer.release([wire.to_release(release) for release in request.releases])
+        require_at_most(len(request.releases), MAX_RELEASES_PER_CALL, "releases")
+        num_samples = sum(len(release.partial_samples) for release in request.releases)
+        require_at_most(num_samples, MAX_PUT_SAMPLES_PER_CALL, "releases.partial_samples")
+        await self._buffer.release([wire.to_release(release) async for release in paced(request.releases)])
         return pb.ReleaseLeasesResponse()
 
     async def RetryGroups(self, request: pb.RetryGroupsRequest, context: Context) -> pb.RetryGroupsResponse:
-        require_at_most(len(request.group_ids), MOST_AT_ONCE, "group_ids")
-        request_id = require(request.request_id, "request_id")
+        require_at_most(len(request.group_ids), MAX_RETRIES_PER_CALL, "group_ids")
+        request_id = require_id(request.request_id, "request_id")
         retried = await self._buffer.retry(request.stream, request_id, request.group_ids)
         return pb.RetryGroupsResponse(num_groups=retried.num_groups, num_failed=retried.num_failed)
 
     async def PutGroups(self, request: Sequence[RawPut], context: Context) -> pb.PutGroupsResponse:
         require_some(len(request), "groups")
         require_at_most(len(request), MAX_PUTS_PER_CALL, "groups")
-        results = await self._buffer.put([wire.to_put(put) for put in request])
+        require_at_most(sum(len(put.samples) for put in request), MAX_PUT_SAMPLES_PER_CALL, "groups.samples")
+        results = await self._buffer.put([wire.to_put(put) async for put in paced(request)])
         return pb.PutGroupsResponse(results=[wire.from_put_result(result) for result in results])
 
-    async def LeaseBatch(self, request: pb.LeaseBatchRequest, context: Context) -> pb.LeaseBatchResponse:
+    async def LeaseBatch(self, request: pb.LeaseBatchRequest, context: Context) -> bytes:
         wait_seconds = _wait_seconds(request.wait_seconds, context)
         batch, num_ready = await self._buffer.lease_batch(request.stream, request.epoch, request.step, wait_seconds)
         if batch is None:
-            return pb.LeaseBatchResponse(ready=False, groups_ready=num_ready)
-        groups = [
-            pb.BatchGroup(group_id=group.group_id, samples=[wire.from_record(record) for record in group.samples])
-            for group in batch.groups
-        ]
-        return pb.LeaseBatchResponse(ready=True, groups=groups, digest=batch.digest, groups_ready=num_ready)
+            return pb.LeaseBatchResponse(ready=False, groups_ready=num_ready).SerializeToString()
+        rest = batch.groups[request.first_group :]
+        groups = first_within(rest, lambda group: group.answer_bytes, MAX_BATCH_ANSWER_BYTES)
+        head = pb.LeaseBatchResponse(ready=True, digest=batch.digest, groups_ready=num_ready)
+        head.next_group = request.first_group + len(groups) if len(groups) < len(rest) else 0
+        parts = [batch_group_bytes(g.group_id, (r.envelope for r in g.samples)) async for g in paced(groups)]
+        return b"".join((head.SerializeToString(), *parts))
 
     async def FetchSamples(self, request: pb.FetchSamplesRequest, context: Context) -> AsyncIterator[bytes]:
         require_some(len(request.sample_ids), "sample_ids")
-        require_at_most(len(request.sample_ids), MAX_SAMPLES_PER_CALL, "sample_ids")
+        require_at_most(len(request.sample_ids), MAX_SAMPLES_PER_FETCH, "sample_ids")
         async for portion in self._buffer.fetch(request.stream, request.sample_ids, skip_unknown=request.skip_unknown):
             yield b"".join(part for record, payload in portion for part in sample_bytes(record, payload))
 
@@ -117,19 +157,20 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         return pb.ConsumeBatchResponse(next_step=next_step)
 
     async def CommitStep(self, request: pb.CommitStepRequest, context: Context) -> pb.CommitStepResponse:
-        require_not_negative(request.step, "step")
+        require_counter(request.step, "step")
         return pb.CommitStepResponse(num_groups=await self._buffer.commit(request.stream, request.epoch, request.step))
 
     async def Rewind(self, request: pb.RewindRequest, context: Context) -> pb.RewindResponse:
-        require_not_negative(request.step, "step")
-        request_id = require(request.request_id, "request_id")
-        epoch, num_groups = await self._buffer.rewind(request.stream, request.step, request_id, request.least_epoch)
+        step = require_counter(request.step, "step")
+        request_id = require_id(request.request_id, "request_id")
+        least_epoch = require_counter(request.least_epoch, "least_epoch")
+        epoch, num_groups = await self._buffer.rewind(request.stream, step, request_id, least_epoch)
         return pb.RewindResponse(epoch=epoch, num_groups=num_groups)
 
     async def SetPolicyVersion(
         self, request: pb.SetPolicyVersionRequest, context: Context
     ) -> pb.SetPolicyVersionResponse:
-        require_not_negative(request.policy_version, "policy_version")
+        require_counter(request.policy_version, "policy_version")
         num_expired = await self._buffer.set_policy_version(request.stream, request.epoch, request.policy_version)
         return pb.SetPolicyVersionResponse(num_expired=num_expired)
 
@@ -137,37 +178,47 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         self._books(request.stream)
         async for page in self._buffer.watch(request.from_position):
             events = [wire.from_event(e) for e in page if not request.stream or e.stream == request.stream]
-            if events:
-                yield pb.WatchResponse(events=events)
+            for some in cut(events, lambda event: event.ByteSize()):
+                yield pb.WatchResponse(events=some)
             del page, events  # not kept while the next is waited for
 
-    async def ListGroups(self, request: pb.ListGroupsRequest, context: Context) -> pb.ListGroupsResponse:
+    async def ListGroups(self, request: pb.ListGroupsRequest, context: Context) -> bytes:
         states = wire.to_states(request.states)
+        before = wire.to_page_token(request.page_token)
+        require_at_most(len(request.group_ids), MAX_PAGE_SIZE, "group_ids")
         if request.group_ids:
-            groups, following = self._groups(request.stream, request.group_ids, states), None
+            groups, following = self._groups(request.stream, request.group_ids, states, before), None
             await self._buffer.settled()
         else:
             count = min(request.page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
-            before = wire.to_page_token(request.page_token)
             groups, following = await self._buffer.list_groups(request.stream, states, before, count)
-        token = "" if following is None else str(following)
-        return pb.ListGroupsResponse(groups=[wire.from_group(group) for group in groups], next_page_token=token)
+        page = first_within(groups, lambda group: group.answer_bytes)
+        if len(page) < len(groups):
+            following = page[-1].position
+        tail = pb.ListGroupsResponse(next_page_token="" if following is None else str(following))
+        return b"".join([*[wire.from_group(group) async for group in paced(page)], tail.SerializeToString()])
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
         await self._buffer.settled()
-        streams = [_stats(book) for book in self._books(request.stream)]
+        streams = [self._stats(book) async for book in paced(self._books(request.stream))]
         return pb.GetStatsResponse(streams=streams, position=self._buffer.journal.durable_position)
 
     async def UploadColumn(self, request: pb.UploadColumnRequest, context: Context) -> pb.UploadColumnResponse:
+        sha256 = require_sha256(request.sha256, "sha256")
+        require_bytes(request.num_bytes, MAX_COLUMN_BYTES, "num_bytes")
+        require_bytes(request.offset, request.num_bytes, "offset")
+        require_bytes(len(request.data), MAX_UPLOAD_BYTES, "data")
         next_offset, complete = await self._buffer.upload_column(
-            request.sha256, request.num_bytes, request.offset, request.data
+            sha256, request.num_bytes, request.offset, request.data
         )
         return pb.UploadColumnResponse(next_offset=next_offset, complete=complete)
 
     async def FetchColumn(
         self, request: pb.FetchColumnRequest, context: Context
     ) -> AsyncIterator[pb.FetchColumnResponse]:
-        async for offset, data in self._buffer.columns.read(request.sha256, request.offset, request.num_bytes or None):
+        sha256 = require_sha256(request.sha256, "sha256")
+        require_bytes(request.offset, MAX_COLUMN_BYTES, "offset")
+        async for offset, data in self._buffer.columns.read(sha256, request.offset, request.num_bytes or None):
             yield pb.FetchColumnResponse(offset=offset, data=data)
 
     async def Backup(self, request: pb.BackupRequest, context: Context) -> AsyncIterator[pb.BackupResponse]:
@@ -183,13 +234,19 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         ledger = self._buffer.ledger
         return [ledger.book(stream)] if stream else [ledger.books[name] for name in sorted(ledger.books)]
 
-    def _groups(self, stream: str, group_ids: Sequence[str], states: Sequence[GroupState]) -> list[Group]:
-        if len(group_ids) > MAX_PAGE_SIZE:
-            raise InvalidArgument(f"{len(group_ids)} group_ids, at most {MAX_PAGE_SIZE} in a call", field="group_ids")
+    def _groups(
+        self, stream: str, group_ids: Sequence[str], states: Sequence[GroupState], before: int | None
+    ) -> list[Group]:
         known = self._buffer.ledger.book(stream).groups
         found = [known[group_id] for group_id in dict.fromkeys(group_ids) if group_id in known]
         wanted = [group for group in found if not states or group.state in states]
+        wanted = [group for group in wanted if before is None or group.position < before]
         return sorted(wanted, key=lambda group: -group.position)
+
+    def _stats(self, book: StreamBook) -> pb.StreamStats:
+        stats = _stats(book)
+        stats.trouble = self._buffer.trouble_of(book.state.name) or ""
+        return stats
 
     def _n_samples(self, stream: str) -> int:
         return self._buffer.ledger.book(stream).state.config.n_samples_per_prompt
@@ -197,9 +254,10 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
 
 def _wait_seconds(asked: float, context: Context) -> float:
     """Cut so that an empty answer arrives before the deadline."""
-    require_not_negative(asked, "wait_seconds")
+    require_finite(asked, "wait_seconds")
     remaining = context.time_remaining()
-    return asked if remaining is None else max(min(asked, remaining - _ANSWER_MARGIN_SECONDS), 0.0)
+    seconds = DEFAULT_DEADLINE_SECONDS if remaining is None else min(remaining, DEFAULT_DEADLINE_SECONDS)
+    return max(min(asked, MAX_WAIT_SECONDS, seconds - _ANSWER_MARGIN_SECONDS), 0.0)
 
 
 def _stats(book: StreamBook) -> pb.StreamStats:
@@ -208,6 +266,7 @@ def _stats(book: StreamBook) -> pb.StreamStats:
         stream=state.name,
         groups={group_state.name: book.count(group_state) for group_state in GroupState},
         payload_bytes=book.payload_bytes,
+        stored_bytes=book.stored_bytes,
         epoch=state.epoch,
         step=state.step,
         committed_step=state.committed_step,

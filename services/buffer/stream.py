@@ -11,6 +11,7 @@ from enum import StrEnum
 import msgspec
 
 from headrace.errors import InvalidArgument
+from headrace.wire.checks import shown
 from services.buffer.limiter import Limiter
 from services.buffer.source import Cursor, FileSource
 
@@ -88,7 +89,7 @@ class StreamConfig:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise InvalidArgument(
-                f"stream name {self.name!r} must be 1 to 128 letters, digits or ._/-", field="config.name"
+                f"stream name {shown(self.name)} must be 1 to 128 letters, digits or ._/-", field="config.name"
             )
         for name in ("n_samples_per_prompt", "groups_per_step", "max_attempts"):
             value: int = getattr(self, name)
@@ -154,6 +155,8 @@ class StreamState(msgspec.Struct, frozen=True):
     """Ended groups of every step below it are forgotten."""
     forgotten: Mapping[str, int] = msgspec.field(default_factory=dict)
     """State → groups of it that are not in the ledger any more."""
+    deleted: bool = False
+    """The stream is gone; what is left of it keeps the numbers of its groups and epochs from being used again."""
 
     @property
     def name(self) -> str:

@@ -14,10 +14,11 @@ from msgspec.structs import replace
 
 from headrace.errors import FailedPrecondition, Fenced
 from headrace.trajectory import Failure
-from services.buffer.book import StreamBook, batch_digest
+from headrace.wire.limits import MAX_STEPS_AHEAD
+from services.buffer.book import StreamBook
 from services.buffer.group import Group, GroupState
 from services.buffer.stream import Selection
-from services.buffer.work import Work
+from services.buffer.work import MAX_CHANGES, Work
 
 _MAX_REMEMBERED_REWINDS = 256
 
@@ -38,7 +39,11 @@ def lease_batch(work: Work, book: StreamBook, epoch: int, step: int) -> Batch | 
     _check_epoch(book, epoch)
     _check_leasable(book, step)
     groups = book.batch(step) or _choose(work, book, step)
-    return Batch(tuple(groups), batch_digest(groups)) if groups else None
+    return _batch(book, step, groups) if groups else None
+
+
+def _batch(book: StreamBook, step: int, groups: Sequence[Group]) -> Batch:
+    return Batch(tuple(groups), book.batch_digest(step))
 
 
 def _choose(work: Work, book: StreamBook, step: int) -> list[Group]:
@@ -47,7 +52,8 @@ def _choose(work: Work, book: StreamBook, step: int) -> list[Group]:
     if is_ahead and state.config.max_staleness == 0:
         return []  # what is ready now is too stale by then
     # The next step has its batch when the one after it is asked for: nothing else will be trained before `step`.
-    work.expire_stale(book, step)
+    if work.expire_stale(book, step) == MAX_CHANGES:
+        return []  # there may be others: the next attempt goes on
     count = state.config.groups_per_step
     if state.config.selection is Selection.HOOK and book.may_take(count):
         return []  # `choose` is its way to a batch
@@ -77,7 +83,7 @@ def choose(
     _check_leasable(book, step)
     known = book.batch(step)
     if known:
-        return Batch(tuple(known), batch_digest(known))
+        return _batch(book, step, known)
     for group_id in dropped:
         if book.lanes.is_ready(group_id):
             book.lanes.discard_ready(group_id)
@@ -87,7 +93,7 @@ def choose(
     for group_id in chosen:
         book.lanes.discard_ready(group_id)
     groups = _give(work, book, step, [book.groups[group_id] for group_id in chosen])
-    return Batch(tuple(groups), batch_digest(groups))
+    return _batch(book, step, groups)
 
 
 def _give(work: Work, book: StreamBook, step: int, chosen: list[Group]) -> list[Group]:
@@ -100,15 +106,23 @@ def _give(work: Work, book: StreamBook, step: int, chosen: list[Group]) -> list[
 
 def _check_not_starved(work: Work, book: StreamBook) -> None:
     state = book.state
-    left = book.lanes.num_queued + book.counts[GroupState.LEASED] + book.lanes.num_ready
-    if work.transaction.events or not state.exhausted or left >= state.config.groups_per_step:
+    if work.transaction.events or not state.exhausted or not is_starved(book):
         return
     raise FailedPrecondition(
-        f"stream {state.name}: {left} groups are left for step {state.step}, a batch has "
+        f"stream {state.name}: {_num_left(book)} groups are left for step {state.step}, a batch has "
         f"{state.config.groups_per_step}, and the prompt file is read to its end: "
         "submit prompts, raise num_epoch or lower num_rollout",
         reason="EXHAUSTED",
     )
+
+
+def is_starved(book: StreamBook) -> bool:
+    """Too few groups are there for the next batch, unless other prompts come."""
+    return book.state.config.has_source and _num_left(book) < book.state.config.groups_per_step
+
+
+def _num_left(book: StreamBook) -> int:
+    return book.lanes.num_queued + book.counts[GroupState.LEASED] + book.lanes.num_ready
 
 
 def consume(work: Work, book: StreamBook, epoch: int, step: int, digest: bytes) -> int:
@@ -118,9 +132,9 @@ def consume(work: Work, book: StreamBook, epoch: int, step: int, digest: bytes) 
     groups = book.batch(step)
     if groups is None:
         raise FailedPrecondition(f"step {step} of {book.state.name} has no batch yet: LeaseBatch gives it one")
-    if batch_digest(groups) != digest:
+    if book.batch_digest(step) != digest:
         raise FailedPrecondition(
-            f"step {step} of {book.state.name} has the batch {batch_digest(groups).hex()[:16]}…, "
+            f"step {step} of {book.state.name} has the batch {book.batch_digest(step).hex()[:16]}…, "
             f"not {digest.hex()[:16]}…: "
             "train on what LeaseBatch answered",
             reason="OTHER_BATCH",
@@ -135,61 +149,77 @@ def consume(work: Work, book: StreamBook, epoch: int, step: int, digest: bytes) 
 
 def commit(work: Work, book: StreamBook, epoch: int, step: int) -> int:
     """CONSUMED → COMMITTED for every step below `step`; their payloads are deleted. Returns the groups."""
-    _check_epoch(book, epoch)
+    _check_commit(book, epoch, step)
     state = book.state
-    if step > state.step:
-        raise FailedPrecondition(
-            f"step {step} of {state.name} cannot be committed: steps below {state.step} are consumed so far"
-        )
     members = _members(book, state.committed_step, step)
     if step > state.committed_step:
         work.set_state(book, replace(state, committed_step=step))
     for group in members:
         work.forget(group.samples)
         work.change(book, replace(group, state=GroupState.COMMITTED, ended_step=group.step), "committed")
-    _forget_ended(work, book)
+    forget_ended(work, book)
     return len(members)
 
 
-def _forget_ended(work: Work, book: StreamBook) -> None:
-    """COMMITTED and DROPPED groups leave the ledger `retain_steps` after their step; how many there were stays."""
+def commit_steps(book: StreamBook, epoch: int, step: int) -> list[int]:
+    """Steps to commit one after the other, the last of them `step`: no command commits many more than a chunk."""
+    _check_commit(book, epoch, step)
+    return [*_chunk_ends(book, book.state.committed_step, step), step]
+
+
+def _chunk_ends(book: StreamBook, first: int, end: int) -> list[int]:
+    """Steps in (first, end) at which as many groups have come together as one command changes."""
+    per_chunk = max(MAX_CHANGES // book.state.config.groups_per_step, 1)
+    return [step for step in book.batched_steps(first, end)[per_chunk::per_chunk] if step > first]
+
+
+def _check_commit(book: StreamBook, epoch: int, step: int) -> None:
+    _check_epoch(book, epoch)
+    state = book.state
+    if step > state.step:
+        raise FailedPrecondition(
+            f"step {step} of {state.name} cannot be committed: steps below {state.step} are consumed so far"
+        )
+
+
+def forget_ended(work: Work, book: StreamBook) -> int:
+    """COMMITTED and DROPPED groups leave the ledger `retain_steps` after their step, a chunk of them; returns how many.
+
+    Their number stays; `forgotten_step` moves with the last of them.
+    """
     state = book.state
     if state.config.retain_steps is None:
-        return
+        return 0
     end = state.committed_step - state.config.retain_steps
     if end <= state.forgotten_step:
-        return
-    gone = [
-        work.forget_group(book, group_id)
-        for step in range(state.forgotten_step, end)
-        for group_id in book.take_ended(step)
-    ]
+        return 0
+    gone = [work.forget_group(book, group_id) for group_id in book.take_ended(end, MAX_CHANGES)]
     forgotten = Counter(state.forgotten) + Counter(group.state.value for group in gone)
-    work.set_state(book, replace(state, forgotten_step=end, forgotten=dict(forgotten)))
-    work.announce(
-        book, "forgotten", step=end, detail=f"{len(gone)} ended groups of steps {state.forgotten_step} to {end - 1}"
-    )
+    reached = end if len(gone) < MAX_CHANGES else state.forgotten_step
+    work.set_state(book, replace(state, forgotten_step=reached, forgotten=dict(forgotten)))
+    if reached == end:
+        work.announce(book, "forgotten", step=end, detail=f"ended groups of steps {state.forgotten_step} to {end - 1}")
+    return len(gone)
 
 
-def rewind(work: Work, book: StreamBook, step: int, request_id: str, least_epoch: int) -> tuple[int, int]:
-    """CONSUMED → READY from `step` on, in the same batches; (epoch, groups). A new epoch fences those before."""
+def rewind(
+    work: Work, book: StreamBook, step: int, request_id: str | None, least_epoch: int, *, num_back: int = 0
+) -> tuple[int, int]:
+    """CONSUMED → READY from `step` on, in the same batches; (epoch, groups). A new epoch fences those before.
+
+    Without a request_id it is a part of a rewind that goes further back, and `num_back` groups came back by such parts.
+    """
     state = book.state
-    if request_id in state.rewinds:
+    if request_id is not None and request_id in state.rewinds:
         return state.rewinds[request_id]
-    if step < state.committed_step:
-        raise FailedPrecondition(
-            f"stream {state.name} has committed every step below {state.committed_step}, their samples are gone: "
-            f"step {step} cannot be had again; restore a checkpoint of step {state.committed_step} or later",
-            reason="COMMITTED",
-        )
+    _check_rewind(book, step, least_epoch)
     back = _members(book, step, state.step)
     skipped = _skipped(book, state.step, step)
-    answer = (max(state.epoch + 1, least_epoch), len(back))
-    remembered = dict(list(state.rewinds.items())[1 - _MAX_REMEMBERED_REWINDS :])
-    work.set_state(
-        book,
-        replace(state, epoch=answer[0], epoch_start=step, step=step, rewinds={**remembered, request_id: answer}),
-    )
+    answer = (max(state.epoch + 1, least_epoch), len(back) + num_back)
+    rewinds = dict(list(state.rewinds.items())[1 - _MAX_REMEMBERED_REWINDS :])
+    if request_id is not None:
+        rewinds[request_id] = answer
+    work.set_state(book, replace(state, epoch=answer[0], epoch_start=step, step=step, rewinds=rewinds))
     for group in skipped:
         ids = [record.sample_id for record in group.samples]
         used = replace(group, state=GroupState.CONSUMED)
@@ -198,6 +228,36 @@ def rewind(work: Work, book: StreamBook, step: int, request_id: str, least_epoch
         work.change(book, replace(group, state=GroupState.READY), "rewound")
     work.announce(book, "rewound", detail=f"from step {state.step}")
     return answer
+
+
+def rewind_steps(book: StreamBook, step: int, request_id: str, least_epoch: int) -> list[int]:
+    """Steps to rewind to before `step`, one after the other: no command gives back many more groups than a chunk."""
+    if request_id in book.state.rewinds:
+        return []
+    _check_rewind(book, step, least_epoch)
+    return _chunk_ends(book, step, book.state.step)[::-1]
+
+
+def _check_rewind(book: StreamBook, step: int, least_epoch: int) -> None:
+    """A ledger that was restored from a backup is behind its trainer, but not by more than any run has steps."""
+    state = book.state
+    if step < state.committed_step:
+        raise FailedPrecondition(
+            f"stream {state.name} has committed every step below {state.committed_step}, their samples are gone: "
+            f"step {step} cannot be had again; restore a checkpoint of step {state.committed_step} or later",
+            reason="COMMITTED",
+        )
+    for name, number, known in (("step", step, state.step), ("least_epoch", least_epoch, state.epoch)):
+        _check_ahead(state.name, name, number, known)
+
+
+def _check_ahead(stream: str, name: str, number: int, known: int) -> None:
+    if number > known + MAX_STEPS_AHEAD:
+        raise FailedPrecondition(
+            f"{name} {number} is more than {MAX_STEPS_AHEAD} ahead of {known}, where stream {stream} is: "
+            "no run has come so far since; see whether the number, or the ledger, is another run's",
+            reason="TOO_FAR_AHEAD",
+        )
 
 
 def _skipped(book: StreamBook, first: int, end: int) -> list[Group]:
@@ -209,9 +269,10 @@ def _skipped(book: StreamBook, first: int, end: int) -> list[Group]:
 
 
 def set_policy_version(work: Work, book: StreamBook, epoch: int, policy_version: int) -> int:
-    """The engines serve these weights; returns how many groups expired by it."""
+    """The engines serve these weights; returns how many groups expired by it: a chunk, then there may be others."""
     _check_epoch(book, epoch)
     state = book.state
+    _check_ahead(state.name, "policy_version", policy_version, state.step)
     if policy_version < state.policy_version and state.policy_epoch == epoch:
         raise FailedPrecondition(
             f"stream {state.name} is at policy version {state.policy_version}, {policy_version} is older: "

@@ -6,15 +6,16 @@ which it may go on: the ledger keeps no queue for it.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from headrace.errors import DataLoss, OutOfRange
+from services.buffer.blocking import BlockingPool
 from services.buffer.journal import Journal
 from services.buffer.store.base import Store
 from services.buffer.transaction import LedgerEvent
 
-_EVENTS_PER_PAGE = 1_000
+_EVENTS_PER_PAGE = 500
+_READERS = 2
 
 
 class Watching:
@@ -24,6 +25,7 @@ class Watching:
         self._journal = journal
         self._store = store
         self._max_lag = max_lag
+        self._readers = BlockingPool("history", _READERS)
 
     async def watch(self, from_position: int) -> AsyncIterator[list[LedgerEvent]]:
         """From 0: from the oldest kept. Raises OutOfRange outside of the history and for a reader left behind."""
@@ -50,7 +52,7 @@ class Watching:
                 continue
             events = self._journal.tail.read(position, _EVENTS_PER_PAGE)
             if events is None:
-                events = await asyncio.to_thread(self._store.read_events, position, _EVENTS_PER_PAGE)
+                events = await self._readers.run(self._store.read_events, position, _EVENTS_PER_PAGE)
             events = events[: _num_without_gap(events, position)]
             if not events:
                 await self._refuse_gap(position)
@@ -61,7 +63,7 @@ class Watching:
     async def _refuse_gap(self, position: int) -> None:
         """Raises OutOfRange for a position that was deleted, DataLoss for one that is missing."""
         self._require_kept(position)
-        behind = await asyncio.to_thread(self._store.read_events, position, 1)
+        behind = await self._readers.run(self._store.read_events, position, 1)
         following = behind[0].position if behind else self._journal.durable_position + 1
         raise DataLoss(
             f"the history has lost its events {position} to {following - 1}: watch from position {following}",

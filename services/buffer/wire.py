@@ -9,12 +9,14 @@ from google.protobuf.message import DecodeError
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
-from headrace.trajectory import Failure, from_json
+from headrace.trajectory import Failure
+from headrace.wire.checks import cut_text, require_at_most, require_bytes, require_id, require_some, shown
+from headrace.wire.limits import MAX_COUNTER, MAX_PARTIAL_BYTES, MAX_STATES
 from services.buffer.group import Group, GroupState, Prompt, SampleRecord, payload_key
 from services.buffer.producing import GroupPut, NoLeaseReason, PutOutcome, PutResult, Release
 from services.buffer.transaction import LedgerEvent, Payload
-from services.buffer.wire_bytes import RawPut, RawSample
-from services.buffer.wire_checks import require, require_some
+from services.buffer.wire_bytes import RawPut, RawSample, group_bytes
+from services.buffer.wire_checks import check_envelope, check_group, check_prompt, to_failure
 from services.buffer.work import NewSample
 
 _OUTCOMES = {
@@ -24,18 +26,13 @@ _OUTCOMES = {
 }
 _STATES = {pb.GroupState.Value(f"GROUP_STATE_{state.name}"): state for state in GroupState}
 _STATE_NUMBERS = {state: number for number, state in _STATES.items()}
+_TOKEN_DIGITS = len(str(MAX_COUNTER))
 _UNFINISHED = (sample_pb2.SAMPLE_STATUS_ABORTED, sample_pb2.SAMPLE_STATUS_PENDING)
 
 
 def to_prompt(message: sample_pb2.Prompt, i: int) -> Prompt:
     """A prompt with an id and a content."""
-    field = f"prompts[{i}]"
-    require(message.prompt_id, f"{field}.prompt_id")
-    if message.WhichOneof("content") is None:
-        raise InvalidArgument(f"prompt {message.prompt_id} has neither text nor messages", field=f"{field}.content")
-    if message.WhichOneof("content") == "messages":
-        require_some(len(message.messages.messages), f"{field}.messages")
-    from_json(message.metadata_json)
+    check_prompt(message, f"prompts[{i}]")
     return Prompt(message.prompt_id, message.SerializeToString(deterministic=True), message.priority)
 
 
@@ -47,21 +44,22 @@ def from_prompt(prompt: Prompt) -> sample_pb2.Prompt:
 def to_put(put: RawPut) -> GroupPut:
     """Checked by itself, but for its payloads' digests."""
     message = put.rest
-    group_id = require(message.group_id, "groups.group_id")
+    group_id = require_id(message.group_id, "groups.group_id")
     if message.outcome not in _OUTCOMES:
         raise InvalidArgument(f"the put of {group_id} has no outcome known here", field="groups.outcome")
     outcome = _OUTCOMES[message.outcome]
     if outcome is PutOutcome.COMPLETE:
         require_some(len(put.samples), "groups.samples")
+        check_group([len(sample.envelope) for sample in put.samples], "groups.samples")
     elif not message.HasField("failure"):
         raise InvalidArgument(f"the put of {group_id} is {outcome.value} and does not say why", field="groups.failure")
     samples = put.samples if outcome is PutOutcome.COMPLETE else ()
     return GroupPut(
-        lease_id=require(message.lease_id, "groups.lease_id"),
+        lease_id=require_id(message.lease_id, "groups.lease_id"),
         group_id=group_id,
         outcome=outcome,
         samples=tuple(_to_finished(s, group_id, payload_key(message.lease_id, i)) for i, s in enumerate(samples)),
-        failure=Failure(message.failure.reason, message.failure.message) if message.HasField("failure") else None,
+        failure=to_failure(message.failure, "groups.failure") if message.HasField("failure") else None,
     )
 
 
@@ -84,32 +82,38 @@ def _parse_envelope(data: bytes) -> sample_pb2.SampleEnvelope:
 
 def to_release(message: pb.LeaseRelease) -> Release:
     """A lease given back."""
-    lease_id = require(message.lease_id, "releases.lease_id")
+    lease_id = require_id(message.lease_id, "releases.lease_id")
+    samples = [RawSample(s.envelope.SerializeToString(), s.payload) for s in message.partial_samples]
+    field = "releases.partial_samples"
+    check_group([len(sample.envelope) for sample in samples], field)
+    require_bytes(sum(len(s.envelope) + len(s.payload) for s in samples), MAX_PARTIAL_BYTES, field)
+    group_id = lease_id.rpartition("#")[0]
     partials = tuple(
-        _to_sample(RawSample(b"", s.payload), s.envelope, s.envelope.group_id, payload_key(lease_id, i))
-        for i, s in enumerate(message.partial_samples)
+        _to_sample(sample, packed.envelope, group_id, payload_key(lease_id, i))
+        for i, (sample, packed) in enumerate(zip(samples, message.partial_samples, strict=True))
     )
-    return Release(lease_id, partials, message.reason)
+    return Release(lease_id, partials, cut_text(message.reason))
 
 
 def _to_sample(sample: RawSample, envelope: sample_pb2.SampleEnvelope, group_id: str, key: str) -> NewSample:
-    sample_id = require(envelope.sample_id, "samples.envelope.sample_id")
+    check_envelope(envelope, len(sample.envelope), len(sample.payload))
     if envelope.group_id != group_id:
         raise InvalidArgument(
-            f"sample {envelope.sample_id} says group {envelope.group_id!r} and comes with group {group_id!r}",
+            f"sample {envelope.sample_id} says group {shown(envelope.group_id)} and comes with group {group_id!r}",
             field="samples.envelope.group_id",
         )
     _check_status(envelope)
     return NewSample(
         SampleRecord(
             key=key,
-            sample_id=sample_id,
+            sample_id=envelope.sample_id,
             index=envelope.index,
             digest=envelope.digest,
             payload_bytes=envelope.payload_bytes,
             oldest_version=_oldest_trained(envelope),
-            envelope=sample.envelope or envelope.SerializeToString(deterministic=True),
+            envelope=sample.envelope,
             reward=envelope.reward if envelope.HasField("reward") and not envelope.HasField("failure") else None,
+            column_bytes=sum([column.num_bytes for column in envelope.out_of_line]),
         ),
         sample.payload,
         tuple([column.sha256 for column in envelope.out_of_line]),
@@ -181,18 +185,17 @@ def from_lease(
     )
 
 
-def from_group(group: Group) -> pb.Group:
-    """A group as ListGroups shows it."""
-    return pb.Group(
+def from_group(group: Group) -> bytes:
+    """A group as ListGroups shows it, as it stands in the answer."""
+    message = pb.Group(
         group_id=group.group_id,
         state=from_state(group.state),
-        prompt=from_prompt(group.prompt),
-        samples=[from_record(record) for record in group.samples],
         attempts=group.attempts,
         step=group.step,
         failure=_from_failure(group.failure),
         position=group.position,
     )
+    return group_bytes(message, group.prompt.body, (record.envelope for record in group.samples))
 
 
 def from_event(event: LedgerEvent) -> pb.LedgerEvent:
@@ -220,6 +223,7 @@ def from_state(state: GroupState) -> pb.GroupState.ValueType:
 
 def to_states(numbers: Sequence[pb.GroupState.ValueType]) -> list[GroupState]:
     """Raises InvalidArgument for a state unknown here."""
+    require_at_most(len(numbers), MAX_STATES, "states")
     unknown = [n for n in numbers if n not in _STATES]
     if unknown:
         raise InvalidArgument(f"states {unknown} are not known here", field="states")
@@ -237,8 +241,8 @@ def to_page_token(token: str) -> int | None:
     """A position; None for the first page."""
     if not token:
         return None
-    if not token.isdecimal():
-        raise InvalidArgument(f"page_token {token[:40]!r} is none that ListGroups gave out", field="page_token")
+    if not (token.isascii() and token.isdecimal() and len(token) <= _TOKEN_DIGITS):
+        raise InvalidArgument(f"page_token {shown(token)} is none that ListGroups gave out", field="page_token")
     return int(token)
 
 

@@ -1,4 +1,4 @@
-"""PutGroups requests and FetchSamples answers as bytes: payloads are neither parsed nor copied.
+"""PutGroups requests, and answers with samples, as bytes: payloads and envelopes are neither parsed nor copied.
 
 A generated message copies every payload twice on its way in and twice on its way out. Here a request is walked field by
 field, payloads stay slices of it, and only the envelopes are parsed; an answer is one join.
@@ -21,6 +21,8 @@ from services.buffer.transaction import Payload
 _GROUPS = 1  # of PutGroupsRequest
 _SAMPLES = 4  # of GroupPut
 _ENVELOPE, _PAYLOAD = 1, 2  # of Sample
+_GROUP_PROMPT, _GROUP_SAMPLES = 3, 4  # of Group
+_BATCH_GROUPS = 2  # of LeaseBatchResponse
 _SAMPLE_TAG = b"\x0a"  # FetchSamplesResponse.samples
 _ENVELOPE_TAG = b"\x0a"
 _PAYLOAD_TAG = b"\x12"
@@ -65,8 +67,25 @@ def sample_bytes(record: SampleRecord, payload: Payload) -> Iterable[Payload]:
     return _SAMPLE_TAG, varint(length), _ENVELOPE_TAG, envelope_length, envelope, _PAYLOAD_TAG, payload_length, payload
 
 
+def length_delimited(number: int, data: bytes) -> bytes:
+    """A field of bytes, a string or a message, as it stands in a message."""
+    return varint(number << 3 | 2) + varint(len(data)) + data
+
+
+def group_bytes(group: pb.Group, prompt: bytes, envelopes: Iterable[bytes]) -> bytes:
+    """A Group of a ListGroupsResponse whose prompt and envelopes are bytes already."""
+    samples = b"".join([length_delimited(_GROUP_SAMPLES, envelope) for envelope in envelopes])
+    return length_delimited(1, group.SerializeToString() + length_delimited(_GROUP_PROMPT, prompt) + samples)
+
+
+def batch_group_bytes(group_id: str, envelopes: Iterable[bytes]) -> bytes:
+    """A BatchGroup of a LeaseBatchResponse."""
+    samples = b"".join([length_delimited(2, envelope) for envelope in envelopes])
+    return length_delimited(_BATCH_GROUPS, length_delimited(1, group_id.encode()) + samples)
+
+
 def add_to_server(servicer: Any, server: Any) -> None:
-    """The generated registration, with these two methods in the place of its own."""
+    """The generated registration, with these methods in the place of its own."""
     handlers = {
         "PutGroups": grpc.unary_unary_rpc_method_handler(
             servicer.PutGroups, parse_puts, pb.PutGroupsResponse.SerializeToString
@@ -74,6 +93,8 @@ def add_to_server(servicer: Any, server: Any) -> None:
         "FetchSamples": grpc.unary_stream_rpc_method_handler(
             servicer.FetchSamples, pb.FetchSamplesRequest.FromString, bytes
         ),
+        "LeaseBatch": grpc.unary_unary_rpc_method_handler(servicer.LeaseBatch, pb.LeaseBatchRequest.FromString, bytes),
+        "ListGroups": grpc.unary_unary_rpc_method_handler(servicer.ListGroups, pb.ListGroupsRequest.FromString, bytes),
     }
     name = pb.DESCRIPTOR.services_by_name["BufferService"].full_name
     buffer_pb2_grpc.add_BufferServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]  # generated

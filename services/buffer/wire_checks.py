@@ -1,39 +1,117 @@
-"""Checks of what arrives, each naming the field that is wrong."""
+"""Sizes and counts of what producers bring: prompts, envelopes, columns. What they mean is checked elsewhere."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
+from headrace.trajectory import Failure
+from headrace.wire.checks import (
+    cut_text,
+    require_at_most,
+    require_between,
+    require_bytes,
+    require_id,
+    require_json_array,
+    require_json_object,
+    require_name,
+    require_some,
+)
+from headrace.wire.limits import (
+    MAX_COLUMN_BYTES,
+    MAX_COLUMNS,
+    MAX_ENVELOPE_BYTES,
+    MAX_GROUP_ENVELOPE_BYTES,
+    MAX_ID_CHARACTERS,
+    MAX_MESSAGES,
+    MAX_NAME_CHARACTERS,
+    MAX_PAYLOAD_BYTES,
+    MAX_POLICY_RANGES,
+    MAX_PROMPT_BYTES,
+    MAX_SAMPLES_PER_GROUP,
+    MAX_SAMPLES_PER_STEP,
+    MAX_TAG_CHARACTERS,
+    MAX_TAGS,
+)
 
-MAX_ID_LENGTH = 512
+_DIGEST_BYTES = 32
 
 
-def require(value: str, field: str) -> str:
-    """The value. Raises InvalidArgument when it is empty or too long."""
-    if not value or len(value) > MAX_ID_LENGTH:
-        raise InvalidArgument(f"{field} has {len(value)} characters, must have 1 to {MAX_ID_LENGTH}", field=field)
-    return value
+def check_prompt(message: sample_pb2.Prompt, field: str) -> None:
+    """A prompt with an id and a content, of a size that can be sent back."""
+    require_id(message.prompt_id, f"{field}.prompt_id")
+    require_bytes(message.ByteSize(), MAX_PROMPT_BYTES, field)
+    content = message.WhichOneof("content")
+    if content is None:
+        raise InvalidArgument(f"prompt {message.prompt_id} has neither text nor messages", field=f"{field}.content")
+    if content == "messages":
+        require_some(len(message.messages.messages), f"{field}.messages")
+        require_at_most(len(message.messages.messages), MAX_MESSAGES, f"{field}.messages")
+        for turn in message.messages.messages:
+            require_name(turn.role, f"{field}.messages.role")
+            require_json_object(turn.extra_json, f"{field}.messages.extra_json")
+    require_json_object(message.metadata_json, f"{field}.metadata_json")
+    require_json_array(message.tools_json, f"{field}.tools_json")
 
 
-def require_some(count: int, field: str) -> None:
-    """Raises InvalidArgument when there is none."""
-    if count < 1:
-        raise InvalidArgument(f"{field} is empty, must have at least one", field=field)
+def check_envelope(envelope: sample_pb2.SampleEnvelope, num_bytes: int, payload_bytes: int) -> None:
+    """The sizes of an envelope of `num_bytes` and of its payload; the ids in it."""
+    field = "samples.envelope"
+    require_bytes(num_bytes, MAX_ENVELOPE_BYTES, field)
+    require_bytes(payload_bytes, MAX_PAYLOAD_BYTES, "samples.payload")
+    require_id(envelope.sample_id, f"{field}.sample_id")
+    if envelope.rollout_id:
+        require_id(envelope.rollout_id, f"{field}.rollout_id")
+    require_between(envelope.index, 0, MAX_SAMPLES_PER_STEP, f"{field}.index")
+    _require_length(envelope.scorer, MAX_ID_CHARACTERS, f"{field}.scorer")
+    _require_length(envelope.scorer_version, MAX_ID_CHARACTERS, f"{field}.scorer_version")
+    _require_length(envelope.failure.reason, MAX_NAME_CHARACTERS, f"{field}.failure.reason")
+    require_at_most(len(envelope.policy_ranges), MAX_POLICY_RANGES, f"{field}.policy_ranges")
+    _check_map(envelope.tags, f"{field}.tags")
+    for value in envelope.tags.values():
+        _require_length(value, MAX_TAG_CHARACTERS, f"{field}.tags")
+    _check_map(envelope.reward_parts, f"{field}.reward_parts")
+    if envelope.out_of_line:
+        _check_out_of_line(envelope.out_of_line, f"{field}.out_of_line")
 
 
-def require_at_most(count: int, most: int, field: str) -> None:
-    """Raises InvalidArgument when a call brings more than it may."""
-    if count > most:
-        raise InvalidArgument(
-            f"{field} has {count} entries, a call may have {most} at most: make several calls of it",
-            field=field,
-            reason="BATCH_TOO_LARGE",
-            limit=str(most),
-        )
+def check_group(envelope_bytes: Sequence[int], field: str) -> None:
+    """The samples of a group, by the sizes of their envelopes."""
+    require_at_most(len(envelope_bytes), MAX_SAMPLES_PER_GROUP, field)
+    require_bytes(sum(envelope_bytes), MAX_GROUP_ENVELOPE_BYTES, f"{field}.envelope")
 
 
-def require_not_negative(value: float, field: str) -> None:
-    """Raises InvalidArgument for what cannot be counted."""
-    if not (math.isfinite(value) and value >= 0):
-        raise InvalidArgument(f"{field} is {value}, must be 0 or more", field=field)
+def to_failure(message: sample_pb2.Failure, field: str) -> Failure:
+    """Its message is for people and cut."""
+    _require_length(message.reason, MAX_NAME_CHARACTERS, f"{field}.reason")
+    return Failure(message.reason, cut_text(message.message))
+
+
+def require_sha256(digest: bytes, field: str) -> bytes:
+    """The digest. Raises InvalidArgument unless it has 32 bytes."""
+    if len(digest) != _DIGEST_BYTES:
+        raise InvalidArgument(f"{field} has {len(digest)} bytes, must have {_DIGEST_BYTES}", field=field)
+    return digest
+
+
+def _check_out_of_line(columns: Sequence[sample_pb2.OutOfLineColumn], field: str) -> None:
+    require_at_most(len(columns), MAX_COLUMNS, field)
+    for column in columns:
+        require_name(column.name, f"{field}.name")
+        require_sha256(column.sha256, f"{field}.sha256")
+        require_between(column.num_bytes, 0, MAX_COLUMN_BYTES, f"{field}.num_bytes")
+    if len({column.name for column in columns}) < len(columns):
+        raise InvalidArgument(f"a column comes twice in {field}", field=field)
+
+
+def _check_map(entries: Mapping[str, Any], field: str) -> None:
+    require_at_most(len(entries), MAX_TAGS, field)
+    for key in entries:
+        require_name(key, field)
+
+
+def _require_length(text: str, most: int, field: str) -> None:
+    if len(text) > most:
+        raise InvalidArgument(f"{field} has {len(text)} characters, may have {most}", field=field)

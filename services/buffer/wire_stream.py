@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.errors import InvalidArgument
+from headrace.wire.checks import require_bytes
+from headrace.wire.limits import MAX_STREAM_CONFIG_BYTES
 from services.buffer.limiter import Limiter
 from services.buffer.source import FileSource
 from services.buffer.stream import (
@@ -17,7 +19,6 @@ from services.buffer.stream import (
     Selection,
     StreamConfig,
 )
-from services.buffer.wire_checks import require
 
 _SELECTIONS = {
     pb.SELECTION_UNSPECIFIED: Selection.FIFO,
@@ -36,7 +37,8 @@ _EXPIRY_ACTIONS = {
 
 
 def to_config(message: pb.StreamConfig) -> StreamConfig:
-    """Defaults filled in."""
+    """Defaults filled in; `stream_limits` has the bounds."""
+    require_bytes(message.ByteSize(), MAX_STREAM_CONFIG_BYTES, "config")
     if message.selection == pb.SELECTION_HOOK or message.data_source:
         raise InvalidArgument(
             "selection HOOK and data_source run code on the buffer's machine: only its job may name them "
@@ -71,8 +73,8 @@ def to_config(message: pb.StreamConfig) -> StreamConfig:
 
 def _to_file(message: pb.FileSource) -> FileSource:
     return FileSource(
-        path=require(message.path, "config.files.path"),
-        input_key=require(message.input_key, "config.files.input_key"),
+        path=message.path,
+        input_key=message.input_key,
         label_key=message.label_key or None,
         metadata_key=message.metadata_key or None,
         tool_key=message.tool_key or None,

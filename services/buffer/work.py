@@ -15,6 +15,9 @@ from services.buffer.leases import LeaseTable
 from services.buffer.stream import ExpiryAction, StreamState
 from services.buffer.transaction import Instant, LedgerEvent, Payload, Transaction
 
+MAX_CHANGES = 1_024
+"""Groups that one command expires, commits, forgets or gives back: others have their turn before it goes on."""
+
 
 class NewSample(msgspec.Struct, frozen=True, gc=False):
     """A sample as a producer brings it."""
@@ -132,9 +135,9 @@ class Work:
         return self.change(book, dropped, "dropped", detail=f"{failure.reason}: {failure.message}")
 
     def expire_stale(self, book: StreamBook, step: int) -> int:
-        """Takes every READY group that may not be trained at `step` or later out of the pool."""
+        """Takes READY groups that may not be trained at `step` or later out of the pool, a chunk of them."""
         oldest = oldest_trainable(book.state, step)
-        stale = book.lanes.older_than(oldest) if oldest is not None else []
+        stale = book.lanes.older_than(oldest, MAX_CHANGES) if oldest is not None else []
         for group_id in stale:
             self.expire(book, book.groups[group_id], step)
         return len(stale)

@@ -51,7 +51,10 @@ def stream(**changes: object) -> pb.StreamConfig:
 
 @pytest.fixture
 async def client() -> AsyncIterator[BufferClient]:
-    async with served_buffer(MemoryStore()) as (_, server), BufferClient(server.address) as client:
+    async with (
+        served_buffer(MemoryStore(), prompt_root=Path("/")) as (_, server),
+        BufferClient(server.address) as client,
+    ):
         await client.create_stream(stream())
         yield client
 
@@ -392,23 +395,6 @@ async def test_a_client_waits_through_a_restart_of_the_buffer(tmp_path: Path) ->
             assert [g.group_id for g in (await waiting).groups] == [f"train/{i}" for i in range(4)]
     finally:
         await process.kill()
-
-
-@pytest.mark.parametrize("change", ["edited", "deleted"])
-async def test_a_prompt_file_that_changed_stops_the_start_with_one_line(tmp_path: Path, change: str) -> None:
-    prompts = tmp_path / "p.jsonl"
-    prompts.write_text('{"prompt": "one"}\n')
-    process = BufferProcess(tmp_path, prompts)
-    await process.start()
-    async with BufferClient(process.address) as client:
-        assert len((await client.lease_groups("train", "p", 1)).leases) == 1
-    await process.kill()
-    prompts.write_text('{"prompt": "two"}\n') if change == "edited" else prompts.unlink()
-    await process.start()
-    assert await process.wait() == 1
-    last = json.loads(process.log.splitlines()[-1])
-    expected = "has changed since stream train began" if change == "edited" else "No such file"
-    assert expected in last["message"]
 
 
 async def test_a_restart_with_the_sqlite_store_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def files(tmp_path: Path) -> set[str]:
 def with_experts(lease: pb.GroupLease, index: int, num_bytes: int, seed: int) -> Sample:
     """A sample with so many bytes of routed experts, alike for equal seeds."""
     experts = np.random.default_rng(seed).integers(0, 128, num_bytes // 2, np.int16)
-    columns = {"rollout_routed_experts": experts.reshape(-1, 8, 4)}
+    columns = {"hidden_states": experts.reshape(-1, 8, 4)}
     return dataclasses.replace(completed_sample(lease, index, 0), columns=columns)
 
 
@@ -165,7 +165,7 @@ async def test_four_large_columns_pass_through_little_memory_and_a_kill(tmp_path
             for sample_id, digest in digests.items():
                 (sample,) = await client.fetch_samples("big", [sample_id])
                 assert sample.envelope.digest == digest
-                assert Sample.unpack(sample).columns["rollout_routed_experts"].nbytes == LARGE
+                assert Sample.unpack(sample).columns["hidden_states"].nbytes == LARGE
             grown = buffer.peak_bytes - before
             print(f"4 x {LARGE / MIB:.0f} MiB through a buffer: its memory grew by {grown / MIB:.0f} MiB")
             assert grown < 80 * MIB

@@ -15,7 +15,8 @@ from headrace.config.job import BufferSection, DataSection, Job, ModelSection, R
 from headrace.rpc.net import free_port
 from headrace.rpc.server import RpcServer, Service
 from services.buffer.application import NO_USER_CODE, Buffer
-from services.buffer.servicer import BufferServicer
+from services.buffer.prompts.files import PromptFiles
+from services.buffer.servicer import REQUEST_LIMITS, BufferServicer
 from services.buffer.store.base import Store
 from services.buffer.user_code import UserCode
 from services.buffer.wire_bytes import add_to_server
@@ -30,6 +31,8 @@ async def served_buffer(
     address: str = "127.0.0.1:0",
     columns_folder: Path | None = None,
     user_code: UserCode = NO_USER_CODE,
+    prompt_root: Path | None = None,
+    max_column_bytes: int = 1 << 40,
     max_watch_lag: int = 100_000,
     min_free_disk_bytes: int = 0,
     retain_events: int | None = None,
@@ -41,13 +44,17 @@ async def served_buffer(
         store,
         columns_folder=columns_folder,
         user_code=user_code,
+        prompt_files=PromptFiles(prompt_root),
+        max_column_bytes=max_column_bytes,
         max_watch_lag=max_watch_lag,
         min_free_disk_bytes=min_free_disk_bytes,
         retain_events=retain_events,
     )
     name = buffer_pb2.DESCRIPTOR.services_by_name["BufferService"].full_name
     service = Service(BufferServicer(buffer), add_to_server, name)
-    server = RpcServer("buffer", address, [service], max_calls_per_peer=max_calls_per_peer)
+    server = RpcServer(
+        "buffer", address, [service], max_calls_per_peer=max_calls_per_peer, request_limits=REQUEST_LIMITS
+    )
     await server.start()
     try:
         yield buffer, server

@@ -8,13 +8,18 @@ from collections.abc import Iterator, Sequence
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
+from typing import BinaryIO
 
+from headrace.errors import InvalidArgument
+from headrace.wire.limits import MAX_PROMPT_LINE_BYTES
 from services.buffer.group import Prompt
+from services.buffer.prompts.files import open_regular
 from services.buffer.prompts.row import RowReader
 from services.buffer.prompts.streamed import Block, BlockPlace, edges_digest
-from services.buffer.prompts.walk import unreadable
+from services.buffer.prompts.walk import check_num_rows, unreadable
 
 _LINES_PER_BLOCK = 1024
+_BYTES_PER_BLOCK = 32 << 20
 
 
 class JsonlRows:
@@ -36,10 +41,10 @@ class JsonlRows:
 
     def prompts(self, indices: Sequence[int], epoch: int) -> list[Prompt]:
         found = []
-        with self._path.open("rb") as file:
+        with open_regular(self._path) as file:
             for i in indices:
                 file.seek(self._offsets[i])
-                found.append(self._reader.from_line(file.readline(), self._lines[i], epoch))
+                found.append(self._reader.from_line(_line_of(file), self._lines[i], epoch))
         return found
 
     def _index(self) -> str:
@@ -47,16 +52,38 @@ class JsonlRows:
         digest = hashlib.sha256()
         offset = 0
         try:
-            with self._path.open("rb") as file:
-                for number, line in enumerate(file, 1):
+            with open_regular(self._path) as file:
+                for number, line in enumerate(iter(lambda: _line_of(file), b""), 1):
+                    _check_size(self._path, number, line)
                     digest.update(line)
                     if line.strip() and number > first and (end is None or number <= end):
+                        check_num_rows(self._path, len(self._lines) + 1)
                         self._offsets.append(offset)
                         self._lines.append(number)
                     offset += len(line)
         except OSError as error:
             raise unreadable(self._path, error) from error
         return digest.hexdigest()
+
+
+def _line_of(file: BinaryIO) -> bytes:
+    """One byte more than a line may have shows that it has too many."""
+    return file.readline(MAX_PROMPT_LINE_BYTES + 1)
+
+
+def _sized(path: Path, before: int, lines: Iterator[bytes]) -> Iterator[bytes]:
+    for number, line in enumerate(lines, before + 1):
+        _check_size(path, number, line)
+        yield line
+
+
+def _check_size(path: Path, number: int, line: bytes) -> None:
+    if len(line) > MAX_PROMPT_LINE_BYTES:
+        raise InvalidArgument(
+            f"{path}, line {number} is longer than {MAX_PROMPT_LINE_BYTES} bytes",
+            field="config.files.path",
+            reason="BAD_LINE",
+        )
 
 
 class JsonlBlocks:
@@ -74,27 +101,32 @@ class JsonlBlocks:
     def start(self) -> BlockPlace:
         """Where the slice begins."""
         if self._start is None:
-            self._start = self._after(BlockPlace(0, 0), self._source.first_row)
+            self._start = self._after(BlockPlace(0, 0), self._source.first_row, is_block=False)
         return self._start
 
     def end_of(self, place: BlockPlace) -> BlockPlace | None:
         """Where the next block begins; None when there are no lines at `place`."""
         end = self._source.end_row
         count = _LINES_PER_BLOCK if end is None else min(_LINES_PER_BLOCK, end - place.line)
-        after = self._after(place, count)
+        after = self._after(place, count, is_block=True)
         return None if after.line == place.line else after
 
-    def _after(self, place: BlockPlace, count: int) -> BlockPlace:
-        with self._path.open("rb") as file:
+    def _after(self, place: BlockPlace, count: int, *, is_block: bool) -> BlockPlace:
+        with open_regular(self._path) as file:
             file.seek(place.offset)
-            lengths = [len(line) for line in islice(file, max(count, 0))]
-        return BlockPlace(place.offset + sum(lengths), place.line + len(lengths))
+            lines = islice(iter(lambda: _line_of(file), b""), max(count, 0))
+            num_bytes = num_lines = 0
+            for line in _sized(self._path, place.line, lines):
+                num_bytes, num_lines = num_bytes + len(line), num_lines + 1
+                if is_block and num_bytes >= _BYTES_PER_BLOCK:
+                    break
+        return BlockPlace(place.offset + num_bytes, place.line + num_lines)
 
 
 def read_jsonl_block(reader: RowReader, epoch: int, place: BlockPlace, end: BlockPlace) -> Block:
     """Runs in a worker. The lines of one block, parsed."""
     block = Block(reader.source.skip_bad_lines)
-    with Path(reader.source.path).open("rb") as file:
+    with open_regular(reader.source.path) as file:
         file.seek(place.offset)
         data = file.read(end.offset - place.offset)
     for number, line in enumerate(BytesIO(data), place.line + 1):

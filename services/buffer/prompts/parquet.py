@@ -11,9 +11,10 @@ import pyarrow.parquet as pq
 
 from headrace.errors import InvalidArgument
 from services.buffer.group import Prompt
+from services.buffer.prompts.files import open_regular
 from services.buffer.prompts.row import RowReader
 from services.buffer.prompts.streamed import Block, BlockPlace, edges_digest
-from services.buffer.prompts.walk import unreadable
+from services.buffer.prompts.walk import check_num_rows, unreadable
 from services.buffer.source import FileSource
 
 
@@ -24,6 +25,7 @@ class ParquetRows:
         self._reader = reader
         source = reader.source
         file = _opened(source)
+        check_num_rows(Path(source.path), file.metadata.num_rows)
         table = file.read(columns=_columns(source, file))
         end = table.num_rows if source.end_row is None else min(source.end_row, table.num_rows)
         self._first = min(source.first_row, end)
@@ -89,7 +91,8 @@ def read_parquet_block(reader: RowReader, epoch: int, place: BlockPlace, end: Bl
 
 def _opened(source: FileSource) -> pq.ParquetFile:
     try:
-        return pq.ParquetFile(source.path, memory_map=True)
+        with open_regular(source.path):
+            return pq.ParquetFile(source.path, memory_map=True)
     except pa.ArrowInvalid as error:
         raise InvalidArgument(
             f"prompt file {source.path} is not parquet: {error}", field="config.files.path"

@@ -8,6 +8,7 @@ from typing import Any
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
+from headrace.wire.limits import MAX_PROMPT_BYTES
 from services.buffer.group import Prompt
 from services.buffer.source import FileSource
 
@@ -38,6 +39,10 @@ class RowReader:
         except (ValueError, TypeError, RecursionError) as error:
             raise self._bad(number, error) from error
         prompt.prompt_id = f"{self.name}:{number}@{epoch}"
+        if prompt.ByteSize() > MAX_PROMPT_BYTES:
+            raise self._bad(
+                number, ValueError(f"the prompt has {prompt.ByteSize()} bytes, may have {MAX_PROMPT_BYTES}")
+            )
         return Prompt(prompt.prompt_id, prompt.SerializeToString(deterministic=True), prompt.priority)
 
     def _bad(self, number: int, error: Exception) -> InvalidArgument:

@@ -15,7 +15,9 @@ from typing import Any, Protocol
 
 from headrace.errors import HeadraceError, InvalidArgument
 from headrace.workers import WorkerPool, WorkerRaised
+from services.buffer.blocking import BlockingPool
 from services.buffer.group import Prompt
+from services.buffer.prompts.files import open_regular
 from services.buffer.prompts.indexed import drawn_order
 from services.buffer.prompts.row import RowReader
 from services.buffer.prompts.walk import Reading, Step, without_prompts
@@ -72,8 +74,9 @@ class StreamedFile:
 
     bad_lines = 0
 
-    def __init__(self, blocks: Blocks, read_block: BlockReader, reader: RowReader) -> None:
+    def __init__(self, blocks: Blocks, read_block: BlockReader, reader: RowReader, readers: BlockingPool) -> None:
         self._blocks = blocks
+        self._readers = readers
         self._read_block = read_block
         self._reader = reader
         self._source = reader.source
@@ -87,7 +90,7 @@ class StreamedFile:
         """The next `count` prompts; fewer where the last epoch ends. Raises InvalidArgument at a bad line."""
         steps: list[Step] = []
         while len(steps) < count and not self.is_end(cursor):
-            place, end = await asyncio.to_thread(self._bounds, cursor)
+            place, end = await self._readers.run(self._bounds, cursor)
             if end is None:
                 cursor = self._next_epoch(cursor)
                 continue
@@ -135,7 +138,7 @@ class StreamedFile:
         return drawn_order(length, f"{self._source.seed}/{epoch}/{place.line}")
 
     async def _block(self, epoch: int, place: BlockPlace, end: BlockPlace) -> Block:
-        wanted = await asyncio.to_thread(self._coming, place, end)
+        wanted = await self._readers.run(self._coming, place, end)
         for key in [key for key in self._ahead if key[0] != epoch or key[1] not in wanted]:
             self._ahead.pop(key).cancel()
         for begin, finish in wanted.items():
@@ -167,7 +170,7 @@ def edges_digest(path: Path) -> str:
     """SHA-256 over the length and both ends: a file larger than memory is not read twice to know it again."""
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         digest.update(file.read(_EDGE_BYTES))
         file.seek(max(size - _EDGE_BYTES, 0))
         digest.update(file.read(_EDGE_BYTES))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from headrace.errors import InvalidArgument
+from headrace.wire.limits import MAX_FILE_ROWS
 from services.buffer.group import Prompt
 from services.buffer.source import Cursor
 
@@ -50,6 +51,15 @@ def unreadable(path: Path, error: OSError) -> InvalidArgument:
         f"prompt file {path}: {error.strerror or error}: it must be readable on the buffer's machine",
         field="config.files.path",
     )
+
+
+def check_num_rows(path: Path, count: int) -> None:
+    """Raises InvalidArgument for more rows than are kept in memory."""
+    if count > MAX_FILE_ROWS:
+        raise InvalidArgument(
+            f"prompt file {path} has more than the {MAX_FILE_ROWS} rows that are kept in memory: set streaming",
+            field="config.files.path",
+        )
 
 
 def without_prompts(path: Path) -> InvalidArgument:

@@ -124,7 +124,7 @@ async def test_each_file_has_its_cursor_and_its_counts_and_keeps_them_over_a_res
     config = pb.StreamConfig(name="train", n_samples_per_prompt=2, groups_per_step=4, files=files)
     for step in range(6):
         async with (
-            served_buffer(SqliteStore(tmp_path / "ledger")) as (_, server),
+            served_buffer(SqliteStore(tmp_path / "ledger"), prompt_root=tmp_path) as (_, server),
             BufferClient(server.address) as client,
         ):
             await client.create_stream(config)

@@ -438,11 +438,11 @@ def test_promise_8_prompts_beyond_the_queue_are_refused_and_none_is_kept() -> No
 
 def test_promise_8_payloads_beyond_the_bytes_are_refused_and_producers_are_held() -> None:
     it = LedgerUnderTest()
-    it.create(max_payload_bytes=70, max_staleness=None)
+    it.create(max_payload_bytes=160, max_staleness=None)
     it.submit("a", "b", "c")
     first, second, third = it.lease()
     it.put([first])
-    with pytest.raises(ResourceExhausted, match="max_payload_bytes 70"):
+    with pytest.raises(ResourceExhausted, match="max_payload_bytes 160"):
         it.put([second, third])
     assert it.states()[second.group_id] is GroupState.LEASED
 

@@ -15,10 +15,13 @@ import pytest
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
+from services.buffer.blocking import BlockingPool
 from services.buffer.group import Prompt
 from services.buffer.prompts.mix import PromptMix
 from services.buffer.prompts.open import open_files
 from services.buffer.source import Cursor, FileSource
+
+READERS = BlockingPool("prompts", 2)
 
 
 def write(path: Path, *rows: Any) -> Path:
@@ -36,7 +39,7 @@ def parsed(prompt: Prompt) -> sample_pb2.Prompt:
 
 @asynccontextmanager
 async def opened(*sources: FileSource) -> AsyncIterator[PromptMix]:
-    mix = PromptMix(open_files(sources))
+    mix = PromptMix(open_files(sources, READERS))
     try:
         yield mix
     finally:
@@ -145,7 +148,7 @@ async def test_chat_prompts_keep_their_turns_and_what_else_they_carry(tmp_path: 
 def test_a_bad_line_is_refused_with_its_file_and_line(tmp_path: Path, line: str, complaint: str) -> None:
     path = write(tmp_path / "bad.jsonl", {"prompt": "fine"}, "", line)
     with pytest.raises(InvalidArgument) as refused:
-        open_files([source(path, metadata_key="metadata")])
+        open_files([source(path, metadata_key="metadata")], READERS)
     assert f"{path}, line 3: " in refused.value.message
     assert complaint in refused.value.message
 
@@ -173,9 +176,9 @@ async def test_a_bad_line_of_a_streamed_file_is_refused_when_its_block_is_met(tm
 def test_a_missing_or_empty_file_says_so(tmp_path: Path) -> None:
     for streaming in (False, True):
         with pytest.raises(InvalidArgument, match=r"nowhere.jsonl: No such file"):
-            open_files([source(tmp_path / "nowhere.jsonl", streaming=streaming)])
+            open_files([source(tmp_path / "nowhere.jsonl", streaming=streaming)], READERS)
         with pytest.raises(InvalidArgument, match="has no prompts"):
-            open_files([source(write(tmp_path / "empty.jsonl"), streaming=streaming)])
+            open_files([source(write(tmp_path / "empty.jsonl"), streaming=streaming)], READERS)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -242,10 +245,10 @@ async def test_parquet_rows_are_prompts(parquet: Path, streaming: bool) -> None:
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_column_that_is_not_there_is_named(parquet: Path, streaming: bool) -> None:
     with pytest.raises(InvalidArgument, match=r"no column 'question' \(input_key\); the columns are prompt, label"):
-        open_files([FileSource(str(parquet), "question", streaming=streaming)])
+        open_files([FileSource(str(parquet), "question", streaming=streaming)], READERS)
 
 
 def test_a_file_that_is_not_parquet_says_so(tmp_path: Path) -> None:
     path = write(tmp_path / "p.parquet", {"prompt": "x"})
     with pytest.raises(InvalidArgument, match=r"p.parquet is not parquet"):
-        open_files([source(path)])
+        open_files([source(path)], READERS)

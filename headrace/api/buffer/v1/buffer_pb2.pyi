@@ -12,10 +12,13 @@ The sample ledger: prompts in, groups leased, samples kept, batches given, steps
 
 Every mutating call is idempotent by the key named at its request, so every call may be retried. What was answered
 OK is durable. Every call needs a deadline; calls that wait answer empty shortly before it rather than fail.
-A call brings at most 10,000 prompts, groups to retry or leases, 1,000 groups to put, or 65,536 sample ids; more is refused with
-INVALID_ARGUMENT, reason BATCH_TOO_LARGE, and the limit. A host has a limited number of calls in progress.
+Every field has a bound: docs/protocol.md has them all by name. A call with too many entries is refused with
+INVALID_ARGUMENT, reason BATCH_TOO_LARGE, and the limit. Answers are filled by bytes: what does not fit comes with the
+next call. A host has a limited number of calls in progress.
 
 Errors common to all calls: INVALID_ARGUMENT (BadRequest names the field), NOT_FOUND (no such stream; create it),
+FAILED_PRECONDITION with reason STREAM_IN_TROUBLE (its prompts cannot be read, the message says why; only for calls
+that need them: groups that are READY are served as ever),
 ABORTED with reason FENCED (an older trainer epoch: a newer trainer called Rewind; stop), RESOURCE_EXHAUSTED with
 RetryInfo (a limit; nothing was kept, try again later), DEADLINE_EXCEEDED.
 """
@@ -236,7 +239,10 @@ class FileSource(_message.Message):
     STREAMING_FIELD_NUMBER: _builtins.int
     NUM_WORKERS_FIELD_NUMBER: _builtins.int
     path: _builtins.str
-    """A JSONL file, every line a JSON object; or, with the ending .parquet, a parquet file."""
+    """A JSONL file, every line a JSON object; or, with the ending .parquet, a parquet file. A regular file below the
+    folder that the job names (--prompt-root), as a path from there or from the root of the machine. INVALID_ARGUMENT
+    for any other; without such a folder only the job itself names files.
+    """
     input_key: _builtins.str
     """Key of the prompt: a string, or an array of chat messages."""
     label_key: _builtins.str
@@ -375,7 +381,7 @@ class StreamConfig(_message.Message):
     selection: Global___Selection.ValueType
     """How batches are chosen."""
     max_payload_bytes: _builtins.int
-    """Payload bytes held at most. 0 means 8 GiB."""
+    """Bytes held at most: payloads, envelopes, partial samples, columns, and (for SubmitPrompts) prompts. 0 means 8 GiB."""
     max_queued_groups: _builtins.int
     """Groups queued by SubmitPrompts at most. 0 means 1,000,000."""
     max_groups: _builtins.int
@@ -495,6 +501,54 @@ class CreateStreamResponse(_message.Message):
 Global___CreateStreamResponse: _TypeAlias = CreateStreamResponse  # noqa: Y015
 
 @_typing.final
+class DeleteStreamRequest(_message.Message):
+    """Ends a stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STREAM_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
+    stream: _builtins.str
+    """The stream; its name is the idempotency key."""
+    force: _builtins.bool
+    """Also where it has groups that are not COMMITTED, DROPPED or FAILED."""
+    def __init__(
+        self,
+        *,
+        stream: _builtins.str = ...,
+        force: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["force", b"force", "stream", b"stream"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteStreamRequest: _TypeAlias = DeleteStreamRequest  # noqa: Y015
+
+@_typing.final
+class DeleteStreamResponse(_message.Message):
+    """What was deleted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DELETED_FIELD_NUMBER: _builtins.int
+    deleted: _builtins.bool
+    """False when it was not there."""
+    def __init__(
+        self,
+        *,
+        deleted: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deleted", b"deleted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteStreamResponse: _TypeAlias = DeleteStreamResponse  # noqa: Y015
+
+@_typing.final
 class ListStreamsRequest(_message.Message):
     """Asks for all streams."""
 
@@ -547,7 +601,7 @@ class SubmitPromptsRequest(_message.Message):
     """The stream."""
     @_builtins.property
     def prompts(self) -> _containers.RepeatedCompositeFieldContainer[_sample_pb2.Prompt]:
-        """At least one; the same prompt_id with another content is ALREADY_EXISTS, and then nothing of the call is kept."""
+        """At least one, at most 10,000; the same prompt_id with another content is ALREADY_EXISTS, and then nothing of the call is kept."""
 
     def __init__(
         self,
@@ -605,7 +659,7 @@ class LeaseGroupsRequest(_message.Message):
     request_id: _builtins.str
     """Idempotency key: the same id answers the same leases while they live."""
     max_groups: _builtins.int
-    """Groups at most, at least 1."""
+    """Groups at most, at least 1. An answer holds fewer where their prompts and partial samples are large."""
     wait_seconds: _builtins.float
     """Seconds to wait for the first group; 0 answers at once. Cut to the call's deadline."""
     def __init__(
@@ -716,7 +770,7 @@ class RenewLeasesRequest(_message.Message):
     LEASE_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Any number of them."""
+        """At most 10,000."""
 
     def __init__(
         self,
@@ -802,7 +856,7 @@ class ReleaseLeasesRequest(_message.Message):
     RELEASES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def releases(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseRelease]:
-        """At least one."""
+        """At least one, at most 2,048."""
 
     def __init__(
         self,
@@ -849,7 +903,7 @@ class RetryGroupsRequest(_message.Message):
     """Idempotency key, a new one for every wish: the same id answers what it answered and changes nothing more."""
     @_builtins.property
     def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Which, at most 10,000. Empty: the latest 10,000 that are FAILED."""
+        """Which, at most 4,096. Empty: the latest 4,096 that are FAILED."""
 
     def __init__(
         self,
@@ -911,7 +965,9 @@ class GroupPut(_message.Message):
     """How it ended."""
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[_sample_pb2.Sample]:
-        """With COMPLETE: as many as asked, or more where one execution fanned out; failed ones included."""
+        """With COMPLETE: as many as asked, or more where one execution fanned out (up to an even share of the 65,536 samples
+        that a step may have); failed ones included.
+        """
 
     @_builtins.property
     def failure(self) -> _sample_pb2.Failure:
@@ -943,7 +999,7 @@ class PutGroupsRequest(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupPut]:
-        """At least one. The call is atomic: all are kept or none."""
+        """At least one, at most 1,000 with 8,192 samples. The call is atomic: all are kept or none."""
 
     def __init__(
         self,
@@ -1028,6 +1084,7 @@ class LeaseBatchRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
+    FIRST_GROUP_FIELD_NUMBER: _builtins.int
     stream: _builtins.str
     """The stream."""
     epoch: _builtins.int
@@ -1039,6 +1096,8 @@ class LeaseBatchRequest(_message.Message):
     """
     wait_seconds: _builtins.float
     """Seconds to wait for a full batch. Cut to the call's deadline."""
+    first_group: _builtins.int
+    """The first group wanted, counted from 0: `next_group` of the answer before."""
     def __init__(
         self,
         *,
@@ -1046,10 +1105,11 @@ class LeaseBatchRequest(_message.Message):
         epoch: _builtins.int = ...,
         step: _builtins.int = ...,
         wait_seconds: _builtins.float = ...,
+        first_group: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "step", b"step", "stream", b"stream", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "first_group", b"first_group", "step", b"step", "stream", b"stream", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1093,15 +1153,18 @@ class LeaseBatchResponse(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     GROUPS_READY_FIELD_NUMBER: _builtins.int
+    NEXT_GROUP_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     """False: not full yet, ask again; `groups` is empty then."""
     digest: _builtins.bytes
     """SHA-256 over the group ids and sample digests in order (32 bytes); the key of ConsumeBatch."""
     groups_ready: _builtins.int
     """Groups READY now, for progress while waiting."""
+    next_group: _builtins.int
+    """Where to go on, in `first_group`; 0: this was the last of it."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___BatchGroup]:
-        """groups_per_step groups, in training order."""
+        """Groups in training order: all groups_per_step, or those of a batch beyond 32 MiB that fit; `next_group` has the rest."""
 
     def __init__(
         self,
@@ -1110,10 +1173,11 @@ class LeaseBatchResponse(_message.Message):
         groups: _abc.Iterable[Global___BatchGroup] | None = ...,
         digest: _builtins.bytes = ...,
         groups_ready: _builtins.int = ...,
+        next_group: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "groups", b"groups", "groups_ready", b"groups_ready", "ready", b"ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "groups", b"groups", "groups_ready", b"groups_ready", "next_group", b"next_group", "ready", b"ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1134,7 +1198,7 @@ class FetchSamplesRequest(_message.Message):
     """Leaves out what is gone or unknown instead of answering NOT_FOUND: for clients that ask every shard."""
     @_builtins.property
     def sample_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """At least one."""
+        """At least one, at most 65,536."""
 
     def __init__(
         self,
@@ -1296,11 +1360,15 @@ class RewindRequest(_message.Message):
     stream: _builtins.str
     """The stream."""
     step: _builtins.int
-    """The step of its checkpoint: the first it will ask for. 0 for a new run."""
+    """The step of its checkpoint: the first it will ask for. 0 for a new run. It may be ahead of a ledger that was restored,
+    by 1,000,000 steps at most: FAILED_PRECONDITION with reason TOO_FAR_AHEAD otherwise.
+    """
     request_id: _builtins.str
     """Idempotency key, a new one for every start of a trainer."""
     least_epoch: _builtins.int
-    """The epoch to open is at least this: so that the shards of a ledger agree on one. 0: the one after the newest."""
+    """The epoch to open is at least this: so that the shards of a ledger agree on one. 0: the one after the newest. At most
+    1,000,000 above the newest.
+    """
     def __init__(
         self,
         *,
@@ -1357,7 +1425,7 @@ class SetPolicyVersionRequest(_message.Message):
     epoch: _builtins.int
     """The trainer's epoch."""
     policy_version: _builtins.int
-    """The step whose weights these are. May go back only after Rewind."""
+    """The step whose weights these are. May go back only after Rewind; at most 1,000,000 above the next step to consume."""
     def __init__(
         self,
         *,
@@ -1446,7 +1514,7 @@ class LedgerEvent(_message.Message):
     """The group; empty for events of a stream."""
     kind: _builtins.str
     """lower_snake_case: submitted, leased, released, lease_expired, put, dropped, failed, retried, expired,
-    batched, consumed, committed, forgotten, rewound, policy_version, stream_created, limits_changed.
+    batched, consumed, committed, forgotten, rewound, policy_version, stream_created, stream_deleted, limits_changed.
     """
     state: Global___GroupState.ValueType
     """The group's state after it."""
@@ -1534,7 +1602,7 @@ class ListGroupsRequest(_message.Message):
     stream: _builtins.str
     """The stream."""
     page_size: _builtins.int
-    """At most 1,000; 0 means 100."""
+    """At most 1,000; 0 means 100. A page of large groups has fewer."""
     page_token: _builtins.str
     """From the answer before. Empty: the first page."""
     @_builtins.property
@@ -1543,7 +1611,7 @@ class ListGroupsRequest(_message.Message):
 
     @_builtins.property
     def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Only these groups. Empty: all. Unknown ids are left out."""
+        """Only these groups, at most 1,000. Empty: all. Unknown ids are left out."""
 
     def __init__(
         self,
@@ -1709,6 +1777,8 @@ class StreamStats(_message.Message):
     BAD_LINES_FIELD_NUMBER: _builtins.int
     FORGOTTEN_STEP_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
+    STORED_BYTES_FIELD_NUMBER: _builtins.int
+    TROUBLE_FIELD_NUMBER: _builtins.int
     stream: _builtins.str
     """The stream."""
     payload_bytes: _builtins.int
@@ -1731,6 +1801,10 @@ class StreamStats(_message.Message):
     """Lines that did not parse."""
     forgotten_step: _builtins.int
     """Groups that were COMMITTED or DROPPED with a step below it are forgotten: counted in `groups`, not listed any more."""
+    stored_bytes: _builtins.int
+    """What counts towards max_payload_bytes: payloads, envelopes, partial samples, columns and prompts."""
+    trouble: _builtins.str
+    """Why its prompts cannot be read now. Empty: they can."""
     @_builtins.property
     def groups(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Groups in each state, by its name ("QUEUED", …); those forgotten included."""
@@ -1755,10 +1829,12 @@ class StreamStats(_message.Message):
         bad_lines: _builtins.int = ...,
         forgotten_step: _builtins.int = ...,
         sources: _abc.Iterable[Global___SourceStats] | None = ...,
+        stored_bytes: _builtins.int = ...,
+        trouble: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_admissible_groups", b"_admissible_groups", "admissible_groups", b"admissible_groups"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_admissible_groups", b"_admissible_groups", "admissible_groups", b"admissible_groups", "bad_lines", b"bad_lines", "committed_step", b"committed_step", "data_epoch", b"data_epoch", "epoch", b"epoch", "forgotten_step", b"forgotten_step", "groups", b"groups", "payload_bytes", b"payload_bytes", "policy_version", b"policy_version", "prompts_read", b"prompts_read", "sources", b"sources", "step", b"step", "stream", b"stream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_admissible_groups", b"_admissible_groups", "admissible_groups", b"admissible_groups", "bad_lines", b"bad_lines", "committed_step", b"committed_step", "data_epoch", b"data_epoch", "epoch", b"epoch", "forgotten_step", b"forgotten_step", "groups", b"groups", "payload_bytes", b"payload_bytes", "policy_version", b"policy_version", "prompts_read", b"prompts_read", "sources", b"sources", "step", b"step", "stored_bytes", b"stored_bytes", "stream", b"stream", "trouble", b"trouble"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__admissible_groups: _TypeAlias = _typing.Literal["admissible_groups"]  # noqa: Y015
     _WhichOneofArgType__admissible_groups: _TypeAlias = _typing.Literal["_admissible_groups", b"_admissible_groups"]  # noqa: Y015
@@ -2002,11 +2078,11 @@ class UploadColumnRequest(_message.Message):
     sha256: _builtins.bytes
     """SHA-256 of the whole column (32 bytes); its name here."""
     num_bytes: _builtins.int
-    """Length of the whole column."""
+    """Length of the whole column. What is brought, or has only begun, is limited in sum: RESOURCE_EXHAUSTED."""
     offset: _builtins.int
     """Where `data` begins; at most where the answer before said to go on."""
     data: _builtins.bytes
-    """The piece, some MiB; empty to ask where to go on."""
+    """The piece, 8 MiB at most; empty to ask where to go on."""
     def __init__(
         self,
         *,

@@ -40,6 +40,11 @@ class BufferServiceStub:
                 request_serializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.CreateStreamRequest.SerializeToString,
                 response_deserializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.CreateStreamResponse.FromString,
                 _registered_method=True)
+        self.DeleteStream = channel.unary_unary(
+                '/headrace.api.buffer.v1.BufferService/DeleteStream',
+                request_serializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.DeleteStreamRequest.SerializeToString,
+                response_deserializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.DeleteStreamResponse.FromString,
+                _registered_method=True)
         self.ListStreams = channel.unary_unary(
                 '/headrace.api.buffer.v1.BufferService/ListStreams',
                 request_serializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.ListStreamsRequest.SerializeToString,
@@ -143,6 +148,16 @@ class BufferServiceServicer:
 
     def CreateStream(self, request, context):
         """Creates a stream, or answers the one there is when its config is equal. ALREADY_EXISTS: another config is there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteStream(self, request, context):
+        """Ends a stream: its groups, payloads and columns are deleted, and nobody hears of it any more. Idempotent: a stream
+        that is not there is deleted. FAILED_PRECONDITION with reason NOT_EMPTY: it has groups that are queued, leased,
+        ready or consumed, and `force` is not set. A stream of the same name may be created later: its groups and epochs
+        are numbered on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -294,6 +309,11 @@ def add_BufferServiceServicer_to_server(servicer, server):
                     request_deserializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.CreateStreamRequest.FromString,
                     response_serializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.CreateStreamResponse.SerializeToString,
             ),
+            'DeleteStream': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteStream,
+                    request_deserializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.DeleteStreamRequest.FromString,
+                    response_serializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.DeleteStreamResponse.SerializeToString,
+            ),
             'ListStreams': grpc.unary_unary_rpc_method_handler(
                     servicer.ListStreams,
                     request_deserializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.ListStreamsRequest.FromString,
@@ -418,6 +438,33 @@ class BufferService:
             '/headrace.api.buffer.v1.BufferService/CreateStream',
             headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.CreateStreamRequest.SerializeToString,
             headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.CreateStreamResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteStream(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.api.buffer.v1.BufferService/DeleteStream',
+            headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.DeleteStreamRequest.SerializeToString,
+            headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.DeleteStreamResponse.FromString,
             options,
             channel_credentials,
             insecure,

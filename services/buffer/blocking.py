@@ -1,0 +1,63 @@
+"""Threads for one kind of work that blocks: as many as it may take, and none that keeps the process from ending.
+
+Each kind (prompt files, payloads, hashing, …) has a pool of its own, so that a file that never answers takes the
+threads of its kind and no others. Threads are daemons: Python waits for those of an executor when it ends, and a read
+from a file system that hangs would keep the process for as long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+_Result = TypeVar("_Result")
+_Work = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", Callable[..., Any], tuple[Any, ...]]
+
+
+class BlockingPool:
+    """At most `num_threads`, started when they are needed."""
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        self._name = name
+        self._most = num_threads
+        self._threads: list[threading.Thread] = []
+        self._waiting: queue.SimpleQueue[_Work] = queue.SimpleQueue()
+        self._num_busy = 0
+
+    async def run(self, function: Callable[..., _Result], *args: Any) -> _Result:
+        """What the function returns or raises. A caller that is cancelled leaves it to its thread."""
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[_Result] = loop.create_future()
+        self._num_busy += 1
+        if self._num_busy > len(self._threads) and len(self._threads) < self._most:
+            thread = threading.Thread(target=self._serve, name=f"{self._name}-{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self._waiting.put((loop, result, function, args))
+        return await result
+
+    def _serve(self) -> None:
+        while True:
+            loop, result, function, args = self._waiting.get()
+            value, error = None, None
+            try:
+                value = function(*args)
+            except BaseException as raised:  # whatever it is, it is the caller's
+                error = raised
+            try:
+                loop.call_soon_threadsafe(self._done, result, value, error)
+            except RuntimeError:
+                return  # the loop is closed: nobody waits any more
+            del result, function, args, value, error
+
+    def _done(self, result: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
+        self._num_busy -= 1
+        if result.done():
+            return
+        if error is None:
+            result.set_result(value)
+        else:
+            result.set_exception(error)
