@@ -1,0 +1,39 @@
+"""The lists of mutants are true of the code as it is, and a few of them are tried: `make mutants` tries all."""
+
+from __future__ import annotations
+
+import ast
+from random import Random
+
+import pytest
+
+from tests.mutants.mutant import AREAS, ROOT, Mutant, mutants_of
+from tests.mutants.run import survives, tree_copy
+
+MUTANTS = [mutant for area in AREAS for mutant in mutants_of(area)]
+NUM_TRIED = 2
+SEED = 10
+
+
+def test_there_are_as_many_mutants_as_were_promised() -> None:
+    assert len(MUTANTS) >= 150
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+
+
+@pytest.mark.parametrize("file", sorted({mutant.file for mutant in MUTANTS}))
+def test_every_mutant_has_exactly_one_place_and_is_python(file: str) -> None:
+    source = (ROOT / file).read_text()
+    for mutant in (m for m in MUTANTS if m.file == file):
+        changed = mutant.applied(source)
+        assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source)), mutant
+        assert all((ROOT / test).exists() for test in mutant.killed_by), mutant
+
+
+def test_a_few_mutants_are_killed_and_the_tree_is_not_touched() -> None:
+    quick = [m for m in MUTANTS if m.file == "headrace/digest.py" or m.file.startswith("services/buffer/admission")]
+    tried: list[Mutant] = Random(SEED).sample(quick, NUM_TRIED)
+    before = {mutant.file: (ROOT / mutant.file).read_text() for mutant in tried}
+    with tree_copy() as folder:
+        assert [mutant for mutant in tried if survives(mutant, folder)] == []
+        assert {file: (folder / file).read_text() for file in before} == before
+    assert {file: (ROOT / file).read_text() for file in before} == before
