@@ -1,4 +1,4 @@
-# quickstart | test | lint | protos | bench | chaos: each sets up what it needs, once.
+# quickstart | test | lint | protos | bench | chaos | mutants: each sets up what it needs, once.
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -11,7 +11,7 @@ DATA   := models/quickstart
 NODE   := tests/contract/node
 PIP     = $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 
-.PHONY: quickstart test lint format protos check-protos bench bench-trl bench-learning chaos clean
+.PHONY: quickstart test lint format protos check-protos bench bench-trl bench-learning chaos mutants clean
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMPS)/headrace $(MODEL)/model.safetensors $(DATA)/train.jsonl
@@ -58,6 +58,9 @@ chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 	@$(BIN)/python -m pytest tests/e2e/test_training.py -k kill_9
 	@HEADRACE_WHOLE_RUNS=all $(BIN)/python -m pytest -s tests/e2e/test_whole_runs.py
 	@HEADRACE_WHOLE_RUNS=all $(BIN)/python -m pytest tests/e2e/test_engine.py -k killed
+
+mutants: $(STAMPS)/headrace $(STAMPS)/dev
+	@$(BIN)/python -m tests.mutants.run
 
 clean:
 	rm -rf $(VENV) $(PROTOS) $(TRL) $(REVERB) $(NODE)/node_modules

@@ -7,6 +7,7 @@ Exit status 1 when a mutant survives that README.md does not explain.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -15,13 +16,13 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 
 from tests.mutants.mutant import AREAS, ROOT, Mutant, mutants_of
 
-_SECONDS = 300
+_LIBRARIES = ("aiohttp.web", "pyarrow", "safetensors.torch", "torch.distributed")
 _README = Path(__file__).parent / "README.md"
 
 
@@ -38,57 +39,92 @@ def tree_copy() -> Iterator[Path]:
         yield folder
 
 
-def survives(mutant: Mutant, folder: Path) -> bool:
-    """Whether its tests pass over the changed file; the copy is as before afterwards."""
-    original = (folder / mutant.file).read_text()
-    (folder / mutant.file).write_text(mutant.applied(original))
-    try:
-        return passes(mutant.killed_by, folder)
-    finally:
-        (folder / mutant.file).write_text(original)
+class TreeUnderTest:
+    """pytest over a copy of the tree."""
+
+    def __init__(self, folder: Path, libraries: Sequence[str]) -> None:
+        self.folder = folder
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("forked_pytest.py")), str(folder), *libraries],
+            env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._answer() == "ready"
+
+    def close(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
+
+    def pass_(self, tests: Sequence[str]) -> bool:
+        """Whether they do; False as well when they take too long."""
+        assert self._process.stdin
+        print(json.dumps(["-x", "-q", "-p", "no:cacheprovider", *tests]), file=self._process.stdin, flush=True)
+        return self._answer() == "0"
+
+    def survives(self, mutant: Mutant) -> bool:
+        """Whether its tests pass over the changed file; the copy is as before afterwards."""
+        file = self.folder / mutant.file
+        original = file.read_text()
+        file.write_text(mutant.applied(original))
+        try:
+            return all(self.pass_([test]) for test in mutant.killed_by)
+        finally:
+            file.write_text(original)
+
+    def _answer(self) -> str:
+        assert self._process.stdout
+        return self._process.stdout.readline().strip()
 
 
-def passes(tests: Sequence[str], folder: Path) -> bool:
-    """Whether these tests pass in a copy of the tree; False as well when they take too long."""
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    try:
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return False
-    return done.returncode == 0
+@contextmanager
+def tree_under_test(*libraries: str) -> Iterator[TreeUnderTest]:
+    """A copy of its own; the libraries are imported once for all tests."""
+    with tree_copy() as folder:
+        tests = TreeUnderTest(folder, libraries)
+        try:
+            yield tests
+        finally:
+            tests.close()
 
 
 def run(mutants: Sequence[Mutant], jobs: int) -> list[Mutant]:
     """The survivors. Prints one line for each mutant as it ends."""
-    free: SimpleQueue[Path] = SimpleQueue()
+    free: SimpleQueue[TreeUnderTest] = SimpleQueue()
     survivors: list[Mutant] = []
 
     def one(mutant: Mutant) -> None:
-        folder = free.get()
+        tests = free.get()
         try:
-            survived = survives(mutant, folder)
+            survived = tests.survives(mutant)
         finally:
-            free.put(folder)
+            free.put(tests)
         if survived:
             survivors.append(mutant)
         print(f"{'SURVIVED' if survived else 'killed  '} {mutant}", flush=True)
 
-    with tree_copy() as first, tree_copy() as second:
-        folders = [first, second][:jobs]
-        for folder in folders:
-            free.put(folder)
-        for tests in sorted({mutant.killed_by for mutant in mutants}):
-            assert passes(tests, folders[0]), f"{tests} fail without any mutant"
-        with ThreadPoolExecutor(len(folders)) as workers:
+    with ExitStack() as stack:
+        for _ in range(jobs):
+            free.put(stack.enter_context(tree_under_test(*_LIBRARIES)))
+        _require_green(mutants, free)
+        with ThreadPoolExecutor(jobs) as workers:
             list(workers.map(one, mutants))
     return survivors
+
+
+def _require_green(mutants: Sequence[Mutant], free: SimpleQueue[TreeUnderTest]) -> None:
+    tests = free.get()
+    files = sorted({file for mutant in mutants for file in mutant.killed_by})
+    assert tests.pass_(files), f"{files} fail without any mutant"
+    free.put(tests)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants.run", description=__doc__)
     parser.add_argument("areas", nargs="*", choices=[[], *AREAS], default=[], metavar="AREA")
-    parser.add_argument("--jobs", type=int, choices=(1, 2), default=2)
+    parser.add_argument("--jobs", type=int, choices=(1, 2), default=1)
     parser.add_argument("--only", default="", help="part of a mutant's line")
     options = parser.parse_args(arguments)
     mutants = [m for area in options.areas or AREAS for m in mutants_of(area) if options.only in str(m)]

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from tests.mutants.mutant import AREAS, ROOT, Mutant, mutants_of
-from tests.mutants.run import survives, tree_copy
+from tests.mutants.run import tree_under_test
 
 MUTANTS = [mutant for area in AREAS for mutant in mutants_of(area)]
 NUM_TRIED = 2
@@ -33,7 +33,7 @@ def test_a_few_mutants_are_killed_and_the_tree_is_not_touched() -> None:
     quick = [m for m in MUTANTS if m.file == "headrace/digest.py" or m.file.startswith("services/buffer/admission")]
     tried: list[Mutant] = Random(SEED).sample(quick, NUM_TRIED)
     before = {mutant.file: (ROOT / mutant.file).read_text() for mutant in tried}
-    with tree_copy() as folder:
-        assert [mutant for mutant in tried if survives(mutant, folder)] == []
-        assert {file: (folder / file).read_text() for file in before} == before
+    with tree_under_test() as tests:
+        assert [mutant for mutant in tried if tests.survives(mutant)] == []
+        assert {file: (tests.folder / file).read_text() for file in before} == before
     assert {file: (ROOT / file).read_text() for file in before} == before
