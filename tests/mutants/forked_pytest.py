@@ -1,4 +1,4 @@
-"""`python forked_pytest.py FOLDER [LIBRARY …]`: reads a line of JSON, a list of pytest's arguments, and answers its exit status.
+"""`python forked_pytest.py FOLDER [LIBRARY …]`: reads lines of JSON, a list of pytest's arguments; answers its status.
 
 Libraries are imported once; every line runs in a fork that imports the folder's own modules as they are then.
 Started by its path and not as a module, so that nothing of headrace, services or tests is imported before the fork.
