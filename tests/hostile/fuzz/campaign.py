@@ -27,6 +27,16 @@ STREAM_SECONDS = 0.4
 MOST_MESSAGE_CHARACTERS = 2048
 _MOST_STREAMED = 20
 _GIVES_UP_SHARE = 0.05
+_OFTEN = {
+    "CreateStream": 2,
+    "SubmitPrompts": 2,
+    "LeaseGroups": 3,
+    "PutGroups": 4,
+    "LeaseBatch": 2,
+    "Score": 2,
+    "Generate": 2,
+}
+"""What others need to get anywhere; once for every other method."""
 _BUGS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNIMPLEMENTED)
 _WITHOUT_DETAILS = (grpc.StatusCode.OK, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
@@ -69,7 +79,9 @@ class Campaign:
         self._random = Random(f"{self.service.name} {self.seed}")
         self._templates = Templates(self._random, self.memory, self.folder)
         self._spoiler = Spoiler(self._random)
-        self._methods: Sequence[MethodDescriptor] = [m for m in self.service.methods if m.name not in self.ends]
+        self._methods: Sequence[MethodDescriptor] = [
+            m for m in self.service.methods if m.name not in self.ends for _ in range(_OFTEN.get(m.name, 1))
+        ]
 
     async def run(self, count: int) -> None:
         """So many calls more."""

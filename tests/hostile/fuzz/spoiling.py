@@ -26,9 +26,9 @@ class Spoiler:
         self._random = random
 
     def request(self, message: Message) -> bytes:
-        """The message's bytes: one in six as they are, most with one to three fields spoiled, some damaged."""
+        """The message's bytes: a third as they are, most with one to three fields spoiled, some damaged."""
         chance = self._random
-        for _ in range(chance.choice((0, 1, 1, 1, 2, 3))):
+        for _ in range(chance.choice((0, 0, 0, 1, 1, 1, 1, 2, 3))):
             self._spoil(message)
         data = message.SerializeToString()
         return self._damaged(data) if chance.random() < _BYTES_SHARE else data

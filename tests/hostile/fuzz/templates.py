@@ -36,6 +36,7 @@ class Templates:
         self._folder = folder
         self._by_method: dict[str, Callable[[], Message]] = {
             "CreateStream": self._create_stream,
+            "DeleteStream": self._delete_stream,
             "SubmitPrompts": self._submit,
             "LeaseGroups": self._lease,
             "PutGroups": self._put,
@@ -104,6 +105,10 @@ class Templates:
         if chance.random() < 0.3:
             config.files.add(path=str(self._folder / "prompts.jsonl"), input_key="prompt", num_epochs=2)
         return buffer.CreateStreamRequest(config=config)
+
+    def _delete_stream(self) -> Message:
+        """One of them comes and goes, the others stay."""
+        return buffer.DeleteStreamRequest(stream="fuzz/0", force=self._random.random() < 0.5)
 
     def _submit(self) -> Message:
         prompts = [
