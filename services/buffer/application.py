@@ -96,7 +96,7 @@ class Buffer:
     ) -> Buffer:
         """Loads what the store kept and starts the lease timer. A prompt file that is gone is its stream's trouble."""
         snapshot = await asyncio.to_thread(store.load)
-        for damage in snapshot.damaged:
+        for damage in store.damage():
             log.error("ledger_damaged", what=damage.what, group_id=damage.group_id, sample_id=damage.sample_id)
         if snapshot.torn_bytes:
             log.warning("torn_tail_cut", num_bytes=snapshot.torn_bytes)

@@ -37,7 +37,7 @@ def verify(store: Store, columns: Path) -> Contents:
     """Reads every record, every payload and every column against its checksum."""
     snapshot = store.load()
     records = [record for group in snapshot.groups for record in group.records]
-    damaged = [damage.what for damage in snapshot.damaged]
+    damaged = [damage.what for damage in store.damage()]
     for record in records:
         try:
             store.read_payloads([record])

@@ -35,7 +35,8 @@ class Snapshot:
     position: int
     oldest_position: int = 1
     """Of the history: what was before it is deleted."""
-    damaged: tuple[Damage, ...] = ()
+    lost_streams: tuple[str, ...] = ()
+    """Streams whose own row is damaged: their groups are not loaded, and their names are not free."""
     torn_bytes: int = 0
     """Cut off the end: what was being written, and was never answered, when the process before this one ended."""
 
@@ -61,6 +62,9 @@ class Store(Protocol):
 
     def copy(self) -> AbstractContextManager[Sequence[CopiedFile]]:
         """Files of a consistent copy as of now, there while the context is. Raises FailedPrecondition without files."""
+
+    def damage(self) -> Sequence[Damage]:
+        """Everything found so far that is not as it was written: by `load`, and by reading since."""
 
     def free_bytes(self) -> int | None:
         """What is left on its disk; None where nobody can say."""

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 from headrace.errors import FailedPrecondition
 from services.buffer.group import Group, SampleRecord
-from services.buffer.store.base import Snapshot
+from services.buffer.store.base import Damage, Snapshot
 from services.buffer.store.copy import CopiedFile
 from services.buffer.store.payload import checked_payload
 from services.buffer.stream import StreamState
@@ -58,6 +58,9 @@ class MemoryStore:
         raise FailedPrecondition(
             "a ledger in memory has no files to copy: start the buffer with another --buffer-store"
         )
+
+    def damage(self) -> Sequence[Damage]:
+        return ()
 
     def free_bytes(self) -> int | None:
         return None

@@ -59,6 +59,7 @@ class PostgresStore:
         self._reader = self._connect()
         self._reading = threading.Lock()
         self._epoch, self._ledger_id = self._next_epoch()
+        self._damage: tuple[Damage, ...] = ()
 
     def load(self) -> Snapshot:
         damaged: list[str] = []
@@ -75,7 +76,8 @@ class PostgresStore:
         (oldest, position) = _one(
             self._writer.execute("SELECT coalesce(min(position), 1), coalesce(max(position), 0) FROM events")
         )
-        return Snapshot(self._ledger_id, tuple(streams), tuple(groups), position, oldest, tuple(map(Damage, damaged)))
+        self._damage = tuple(map(Damage, damaged))
+        return Snapshot(self._ledger_id, tuple(streams), tuple(groups), position, oldest)
 
     def commit(self, transactions: Sequence[Transaction]) -> None:
         try:
@@ -118,6 +120,9 @@ class PostgresStore:
             "a ledger in PostgreSQL is copied by PostgreSQL, while it serves: "
             f"pg_dump --schema {self._schema} DATABASE > FILE; psql DATABASE < FILE brings it back"
         )
+
+    def damage(self) -> Sequence[Damage]:
+        return self._damage
 
     def free_bytes(self) -> int | None:
         return None

@@ -32,8 +32,6 @@ CREATE TABLE IF NOT EXISTS events (position INTEGER PRIMARY KEY, body BLOB NOT N
 PRAGMA user_version = {LAYOUT};
 COMMIT;
 """
-STATE_TABLES = ("meta", "streams", "prompts", "groups", "samples", "payloads")
-"""All but the history, which is as long as the run: what of it is damaged is found when it is read."""
 _ROWS_PER_STATEMENT = 250
 _PAGE_CACHE_KIB = 16 << 10
 

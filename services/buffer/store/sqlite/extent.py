@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from itertools import accumulate
 
 import msgspec
-from msgspec.structs import replace
 
 from services.buffer.store.sqlite.payload_record import record_bytes
 
@@ -52,11 +51,6 @@ class Extent(msgspec.Struct, frozen=True, gc=False):
         lengths = (payload.record_bytes for payload in self.payloads[:-1])
         return list(accumulate(lengths, initial=self.offset))
 
-    def at(self, file_id: bytes, offset: int, crcs: Iterable[int]) -> Extent:
-        """The same payloads, copied to another place."""
-        payloads = tuple(replace(p, crc=crc) for p, crc in zip(self.payloads, crcs, strict=True))
-        return Extent(file_id, offset, payloads)
-
 
 class Extents:
     """All that rows name. Changed by one thread at a time, read by any."""
@@ -95,7 +89,7 @@ class Extents:
 
     def move(self, old: Extent, new: Extent) -> None:
         """The row names another place from now on."""
-        live = [payload.key for payload in old.payloads if self._is_in(payload.key, old)]
+        live = {payload.key for payload in old.payloads if payload.key in self._of_key}
         self._remove(old)
         self.add(new)
         for payload in new.payloads:
@@ -106,10 +100,14 @@ class Extents:
         """Whether a row still names it, at that place."""
         return self._of_file[extent.file_id].get(extent.offset) is extent
 
+    def all(self) -> list[Extent]:
+        """File by file, in order."""
+        return [extent for file_id in self.file_ids for extent in self.of_file(file_id)]
+
     def of_file(self, file_id: bytes) -> list[Extent]:
         """In order."""
         extents = self._of_file[file_id]
-        return [extents[offset] for offset in sorted(extents)]
+        return [extent for offset in sorted(extents) if (extent := extents.get(offset))]
 
     def live_bytes(self, file_id: bytes) -> int:
         """Of records that rows name."""
@@ -119,10 +117,6 @@ class Extents:
     def file_ids(self) -> set[bytes]:
         """Files that rows name."""
         return {file_id for file_id, extents in self._of_file.items() if extents}
-
-    def _is_in(self, key: str, extent: Extent) -> bool:
-        found = self._of_key.get(key)
-        return found is not None and found[0] is extent
 
     def _remove(self, extent: Extent) -> None:
         del self._of_file[extent.file_id][extent.offset]

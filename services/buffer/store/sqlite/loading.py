@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -12,7 +12,7 @@ from headrace.errors import DataLoss
 from services.buffer.group import Group, Prompt, SampleRecord
 from services.buffer.store import rows as codec
 from services.buffer.store.base import Damage
-from services.buffer.store.sqlite.database import STATE_TABLES, whole_rows
+from services.buffer.store.sqlite.database import whole_rows
 from services.buffer.store.sqlite.extent import Extent, StoredPayload
 from services.buffer.store.sqlite.writing import extent_checksum
 from services.buffer.stream import StreamState
@@ -25,44 +25,45 @@ class LoadedState:
     """What the tables say."""
 
     streams: tuple[StreamState, ...]
+    lost_streams: tuple[str, ...]
     groups: tuple[Group, ...]
     position: int
     oldest_position: int
-    damaged: tuple[Damage, ...]
+    damage: tuple[Damage, ...]
 
 
-def check_tables(connection: sqlite3.Connection) -> None:
-    """Raises DataLoss when their pages contradict each other."""
-    for table in STATE_TABLES:
-        try:
-            (problem,) = connection.execute(f"PRAGMA quick_check('{table}')").fetchone()
-        except sqlite3.DatabaseError as error:
-            problem = str(error)
-        if problem != "ok":
-            raise DataLoss(f"the table {table} of ledger.sqlite is damaged ({problem}): restore a backup")
+def check_pages(connection: sqlite3.Connection) -> None:
+    """Raises DataLoss when they contradict each other."""
+    try:
+        (problem,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    except sqlite3.DatabaseError as error:
+        problem = str(error)
+    if problem != "ok":
+        raise DataLoss(f"ledger.sqlite is damaged ({problem}): restore a backup")
 
 
 def load_state(connection: sqlite3.Connection) -> LoadedState:
-    """Raises DataLoss when a stream's row is damaged."""
+    """Groups of a stream whose own row is damaged are not loaded."""
     read, damaged = connection.execute, list[str]()
     rows = whole_rows(read("SELECT name, body, crc FROM streams"), "streams", damaged)
-    streams = tuple(codec.load_stream(body) for _, body in rows)
-    if damaged:
-        raise DataLoss(f"the records {damaged} are damaged, nothing can go on without: restore the data directory")
+    streams = {name: codec.load_stream(body) for name, body in rows}
     rows = whole_rows(read("SELECT group_id, body, crc FROM prompts"), "prompts", damaged)
     prompts = {group_id: codec.load_prompt(body) for group_id, body in rows}
     rows = whole_rows(read("SELECT key, body, crc FROM samples"), "samples", damaged)
     records = {record.key: record for _, body in rows for record in codec.load_samples(body)}
     rows = whole_rows(read("SELECT group_id, body, crc FROM groups"), "groups", damaged)
-    groups: list[Group] = []
-    for group_id, body in rows:
-        group = _group(group_id, body, prompts, records)
-        if group:
-            groups.append(group)
-        else:
-            damaged.append(f"groups/{group_id}")
+    groups = list(_whole_groups(rows, prompts, records, damaged))
     oldest, position = read("SELECT COALESCE(MIN(position), 1), COALESCE(MAX(position), 0) FROM events").fetchone()
-    return LoadedState(streams, tuple(groups), position, oldest, tuple(map(_row_damage, damaged)))
+    lost = {name.removeprefix("streams/") for name in damaged if name.startswith("streams/")}
+    lost |= {group.stream for group in groups if group.stream not in streams}
+    return LoadedState(
+        tuple(streams.values()),
+        tuple(sorted(lost)),
+        tuple(group for group in groups if group.stream in streams),
+        max(position, max((group.position for group in groups), default=0)),
+        oldest,
+        tuple(map(_row_damage, damaged)),
+    )
 
 
 def load_extents(connection: sqlite3.Connection) -> tuple[list[Extent], list[Damage]]:
@@ -71,23 +72,45 @@ def load_extents(connection: sqlite3.Connection) -> tuple[list[Extent], list[Dam
     return list(_whole_extents(connection, damaged)), damaged
 
 
+def payload_damage(connection: sqlite3.Connection, extent: Extent, key: str, what: str) -> Damage:
+    """Of one payload of an extent, by its group's and its sample's name."""
+    row = connection.execute("SELECT body FROM samples WHERE key = ?", (extent.payloads[0].key,)).fetchone()
+    records = codec.load_samples(row[0]) if row else []
+    sample_id = next((record.sample_id for record in records if record.key == key), None)
+    return Damage(what, key.rpartition("#")[0], sample_id)
+
+
 def _whole_extents(connection: sqlite3.Connection, damaged: list[Damage]) -> Iterator[Extent]:
     for file_id, offset, body, crc in connection.execute("SELECT file_id, offset, body, crc FROM payloads"):
-        if extent_checksum(file_id, offset, body) == crc:
+        if isinstance(file_id, bytes) and isinstance(body, bytes) and extent_checksum(file_id, offset, body) == crc:
             yield Extent(file_id, offset, _payloads_decoder.decode(body))
         else:
-            damaged.append(Damage(f"the row of the payloads at {offset} of {file_id.hex()} is damaged"))
+            damaged.append(Damage(f"a row that says where payloads lie, at {offset}, is damaged"))
 
 
-def _group(
-    group_id: str, body: bytes, prompts: Mapping[str, Prompt], records: Mapping[str, SampleRecord]
-) -> Group | None:
-    try:
-        return codec.load_group(body, prompts[group_id], records)
-    except KeyError:  # its prompt or a sample is damaged
-        return None
+def _whole_groups(
+    rows: Iterable[tuple[str, bytes]],
+    prompts: Mapping[str, Prompt],
+    records: Mapping[str, SampleRecord],
+    damaged: list[str],
+) -> Iterator[Group]:
+    for group_id, body in rows:
+        try:
+            yield codec.load_group(body, prompts[group_id], records)
+        except KeyError:  # its prompt or a sample is damaged
+            damaged.append(f"groups/{group_id}")
 
 
 def _row_damage(name: str) -> Damage:
     table, _, key = name.partition("/")
     return Damage(f"the row {name} is damaged", key if table in ("groups", "prompts") else None)
+
+
+def require_position(position: int, marked: int | None) -> None:
+    """Raises DataLoss when the ledger was further than its tables say."""
+    if marked is not None and position < marked:
+        raise DataLoss(
+            f"ledger.sqlite ends at position {position}, and the ledger was at {marked} at least: the log beside it "
+            "(ledger.sqlite-wal) was cut, changed or deleted, or an older file was put in its place. Put it back, or "
+            "restore a backup; going on without those events would train on other samples than were acknowledged"
+        )

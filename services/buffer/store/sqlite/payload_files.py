@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from services.buffer.store.files import Buffer, Files
 from services.buffer.store.sqlite.extent import Extent, StoredPayload
@@ -76,10 +76,25 @@ class PayloadFiles:
         self._end = placed.end
         return placed
 
-    def read(self, extent: Extent, number: int) -> memoryview | None:
-        """A payload of an extent; None when it is not there as it was written. Raises FileNotFoundError."""
+    def copy(self, extents: Sequence[Extent]) -> list[tuple[Extent, Extent]]:
+        """(old, new) for every one that is whole: durable at its new place as well, which no row names yet."""
+        whole = [(extent, payloads) for extent in extents if (payloads := self._read_all(extent)) is not None]
+        keys = [[payload.key for payload in extent.payloads] for extent, _ in whole]
+        new = [list(zip(names, payloads, strict=True)) for names, (_, payloads) in zip(keys, whole, strict=True)]
+        return list(zip([extent for extent, _ in whole], self.append(new) if new else [], strict=True))
+
+    def _read_all(self, extent: Extent) -> list[memoryview] | None:
+        payloads = [self.try_read(extent, number) for number in range(len(extent.payloads))]
+        whole = [payload for payload in payloads if payload is not None]
+        return whole if len(whole) == len(payloads) else None
+
+    def try_read(self, extent: Extent, number: int) -> memoryview | None:
+        """A payload of an extent; None when it is not there as it was written."""
         payload, offset = extent.payloads[number], extent.offsets()[number]
-        data = self._files.read(file_name(extent.file_id), offset, payload.record_bytes)
+        try:
+            data = self._files.read(file_name(extent.file_id), offset, payload.record_bytes)
+        except FileNotFoundError:
+            return None
         return read_record(memoryview(data), extent.file_id, payload.key.encode(), payload.payload_bytes, payload.crc)
 
     def damage_of(self, file_id: bytes, end: int) -> str | None:
@@ -104,10 +119,9 @@ class PayloadFiles:
         """Its size on the disk."""
         return self._files.size(file_name(file_id))
 
-    def delete(self, file_ids: Iterable[bytes]) -> None:
-        """Files that no row names. A power loss may bring them back, still unnamed."""
-        for file_id in file_ids:
-            self._files.delete(file_name(file_id))
+    def delete(self, file_id: bytes) -> None:
+        """A file that no row names. A power loss may bring it back, still unnamed."""
+        self._files.delete(file_name(file_id))
 
     def close(self) -> None:
         """No call comes after it."""

@@ -1,13 +1,12 @@
 """The ledger in a folder: `ledger.sqlite` is the only truth, payloads lie in append-only files beside it.
 
 commit: payloads appended and synced → one transaction that names their places (durable here) → places in memory.
-open: the tables, then the files that rows name; whatever else is in the payload files is not there, and is cut off.
+open: the tables, then the files that rows name; whatever else is in the payload files does not count, and is cut off.
+Files that are mostly dead are emptied and deleted by `compaction`; what was written earlier is read once by `scrub`.
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,25 +14,34 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import TextIO
 
-from headrace.errors import ConfigError, DataLoss
+from headrace.errors import DataLoss
+from headrace.rpc.log import log
 from services.buffer.group import SampleRecord
 from services.buffer.store import rows as codec
 from services.buffer.store.base import Damage, Snapshot
 from services.buffer.store.copy import CopiedFile, copy_folder, delete_leftovers, files_of
-from services.buffer.store.files import DiskFiles, Files, sync_folder
+from services.buffer.store.files import DiskFiles, Files
 from services.buffer.store.payload import checked_payload
-from services.buffer.store.sqlite.database import FILE, checksum, connect, open_database
+from services.buffer.store.sqlite.compaction import Compactor
+from services.buffer.store.sqlite.database import FILE, checksum, connect
 from services.buffer.store.sqlite.disk_errors import disk_errors
-from services.buffer.store.sqlite.extent import Extent, Extents
-from services.buffer.store.sqlite.loading import check_tables, load_extents, load_state
-from services.buffer.store.sqlite.payload_files import NewExtent, PayloadFiles, file_name
-from services.buffer.store.sqlite.writing import delete_extents, transaction, write_extents, write_state
+from services.buffer.store.sqlite.extent import Extent
+from services.buffer.store.sqlite.loading import load_state, payload_damage
+from services.buffer.store.sqlite.opening import Opened, lock_folder, open_ledger
+from services.buffer.store.sqlite.payload_files import NewExtent, file_name
+from services.buffer.store.sqlite.scrub import Scrub
+from services.buffer.store.sqlite.writing import (
+    delete_extents,
+    has_extents,
+    transaction,
+    write_extents,
+    write_state,
+)
 from services.buffer.transaction import LedgerEvent, Payload, Transaction
 
 FILE_BYTES = 64 << 20
-_PAYLOADS = "payloads"
+PAYLOADS = "payloads"
 
 
 class SqliteStore:
@@ -49,70 +57,58 @@ class SqliteStore:
         open_files: Callable[[Path], Files] = DiskFiles,
         connect_writer: Callable[[Path], sqlite3.Connection] = connect,
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._lock_file = _locked(folder)
+        self._lock_file = lock_folder(folder)
         delete_leftovers(folder)
         self._folder = folder
         with disk_errors(folder):
-            self._open(file_bytes, open_files, connect_writer)
-
-    def _open(
-        self,
-        file_bytes: int,
-        open_files: Callable[[Path], Files],
-        connect_writer: Callable[[Path], sqlite3.Connection],
-    ) -> None:
-        folder = self._folder
-        self._files = open_files(folder / _PAYLOADS)
-        self._payload_files = PayloadFiles(self._files, file_bytes)
-        if self._payload_files.file_ids() and not (folder / FILE).exists():
-            raise DataLoss(f"{folder} has payloads and no {FILE}, which says what they are: restore a backup")
-        sync_folder(folder)
-        sync_folder(folder.parent)
-        self._writer = open_database(folder / FILE, connect_writer)
-        check_tables(self._writer)
-        self._reader = connect(folder / FILE)
+            self._files = open_files(folder / PAYLOADS)
+            self._opened: Opened = open_ledger(folder, self._files, file_bytes, connect_writer)
+            self._reader = connect(folder / FILE)
+        self._writer, self._extents = self._opened.writer, self._opened.extents
+        self._payload_files, self._mark = self._opened.payload_files, self._opened.mark
         self._reading = threading.Lock()
         self._writing = threading.Lock()
-        self._ledger_id = self._open_ledger()
-        extents, damaged = load_extents(self._writer)
-        self._extents = Extents(extents)
-        self._damaged = damaged
-        self._torn_bytes = self._recover_files()
+        self._state_damage: tuple[Damage, ...] = ()
+        self._payload_damage: dict[str, Damage] = {}
+        """By key."""
+        self._compactor = Compactor(self, self._extents, self._payload_files, file_bytes)
+        self._scrub = Scrub(self._extents.all(), self._check_extent)
 
     def load(self) -> Snapshot:
         with self._writing:
             state = load_state(self._writer)
+        self._state_damage = state.damage
+        for record in (r for group in state.groups for r in group.records if not self._extents.find(r.key)):
+            group_id = record.key.rpartition("#")[0]
+            what = f"no row says where the payload of sample {record.sample_id} lies"
+            self._payload_damage[record.key] = Damage(what, group_id, record.sample_id)
         return Snapshot(
-            self._ledger_id,
+            self._opened.ledger_id,
             state.streams,
             state.groups,
             state.position,
             state.oldest_position,
-            (*state.damaged, *self._damaged),
-            self._torn_bytes,
+            state.lost_streams,
+            self._opened.torn_bytes,
         )
 
     def commit(self, transactions: Sequence[Transaction]) -> None:
+        self._compactor.check()
+        rows = [codec.to_rows(t) for t in transactions]
+        new = [_new_extents(t, r) for t, r in zip(transactions, rows, strict=True)]
         with self._writing, disk_errors(self._folder):
-            rows = [codec.to_rows(t) for t in transactions]
-            new = [_new_extents(t, r) for t, r in zip(transactions, rows, strict=True)]
             flat = [extent for extents in new for extent in extents]
             placed = iter(self._payload_files.append(flat) if flat else ())
-            added: dict[tuple[bytes, int], Extent] = {}
-            dead: list[Extent] = []
-            for t, extents in zip(transactions, new, strict=True):
-                for key in t.deleted_payloads:
-                    extent = self._extents.drop(key)
-                    if extent and not added.pop(extent.place, None):
-                        dead.append(extent)
-                for extent in (next(placed) for _ in extents):
-                    added[extent.place] = extent
-                    self._extents.add(extent)
+            added, dead = self._place(transactions, [[next(placed) for _ in extents] for extents in new])
             with transaction(self._writer):
                 write_state(self._writer, rows)
                 delete_extents(self._writer, dead)
-                write_extents(self._writer, list(added.values()))
+                write_extents(self._writer, added)
+            positions = [t.events[-1].position for t in transactions if t.events]
+            if positions:
+                self._mark.write(positions[-1])
+        if dead:
+            self._compactor.wake()
 
     def read_payloads(self, records: Sequence[SampleRecord]) -> Sequence[Payload]:
         return [self._read_payload(record) for record in records]
@@ -123,9 +119,9 @@ class SqliteStore:
                 "SELECT position, body, crc FROM events WHERE position >= ? ORDER BY position LIMIT ?",
                 (from_position, count),
             ).fetchall()
-        for position, body, crc in rows:
-            if checksum(str(position), body) != crc:
-                raise DataLoss(f"event {position} of the history is damaged: watch from position {position + 1}")
+        for expected, (position, body, crc) in enumerate(rows, rows[0][0] if rows else 0):
+            if position != expected or checksum(str(position), body) != crc:
+                raise DataLoss(f"event {expected} of the history is damaged: watch from position {expected + 1}")
         return [codec.load_event(body) for _, body, _ in rows]
 
     @contextmanager
@@ -141,81 +137,112 @@ class SqliteStore:
             files = files_of(folder)
             yield [replace(file, num_bytes=end) if file.path.name == active else file for file in files]
 
+    def damage(self) -> Sequence[Damage]:
+        return [*self._opened.damage, *self._state_damage, *self._payload_damage.copy().values()]
+
     def free_bytes(self) -> int | None:
         return self._files.free_bytes()
 
     def close(self) -> None:
+        self._scrub.close()
+        self._compactor.close()
         with self._writing:
             self._reader.close()
-            self._writer.close()
-            self._payload_files.close()
+            self._opened.close()
             self._lock_file.close()
+
+    # For the compactor
+
+    def move(self, extents: Sequence[Extent]) -> int:
+        """Copies them, but for those that died meanwhile; the payload bytes that are durable at their new place."""
+        with self._writing, disk_errors(self._folder):
+            moved = self._payload_files.copy([extent for extent in extents if self._extents.is_live(extent)])
+            with transaction(self._writer):
+                found = delete_extents(self._writer, [old for old, _ in moved])
+                if found != len(moved):
+                    raise DataLoss(f"{found} of {len(moved)} places that rows should name are there: restore a backup")
+                write_extents(self._writer, [new for _, new in moved])
+            for old, new in moved:
+                self._extents.move(old, new)
+        return sum(new.num_bytes for _, new in moved)
+
+    def delete_unnamed(self, file_id: bytes) -> bool:
+        """Deletes a file unless a row names it; whether it did."""
+        with self._writing, disk_errors(self._folder):
+            if file_id == self._payload_files.active or has_extents(self._writer, file_id):
+                return False
+            self._payload_files.delete(file_id)
+            return True
+
+    def compact(self) -> int:
+        """Payload files deleted, at once instead of in the background."""
+        return self._compactor.compact()
+
+    def scrub(self) -> None:
+        """Returns when every payload that was there at the start has been read."""
+        self._scrub.wait()
 
     # Inside
 
-    def _open_ledger(self) -> str:
-        body = os.urandom(4).hex().encode()
-        self._writer.execute(
-            "INSERT OR IGNORE INTO meta VALUES ('ledger_id', ?, ?)", (body, checksum("ledger_id", body))
-        )
-        found, _ = self._writer.execute("SELECT body, crc FROM meta WHERE key = 'ledger_id'").fetchone()
-        return bytes(found).decode()
-
-    def _recover_files(self) -> int:
-        """Deletes and cuts what no row names; returns how many bytes were cut off."""
-        named = self._extents.file_ids
-        torn_bytes = 0
-        for file_id in named:
-            end = max(extent.end for extent in self._extents.of_file(file_id))
-            problem = self._payload_files.damage_of(file_id, end)
-            if problem:
-                self._damaged.append(Damage(problem))
-            else:
-                torn_bytes += self._payload_files.cut(file_id, end)
-        self._payload_files.delete(self._payload_files.file_ids() - named)
-        return torn_bytes
+    def _place(
+        self, transactions: Sequence[Transaction], placed: Sequence[Sequence[Extent]]
+    ) -> tuple[list[Extent], list[Extent]]:
+        """(extents that came and are there, extents that were there and are dead)."""
+        added: dict[tuple[bytes, int], Extent] = {}
+        dead: list[Extent] = []
+        for one, extents in zip(transactions, placed, strict=True):
+            for key in one.deleted_payloads:
+                extent = self._extents.drop(key)
+                if extent and not added.pop(extent.place, None):
+                    dead.append(extent)
+            for extent in extents:
+                added[extent.place] = extent
+                self._extents.add(extent)
+        return list(added.values()), dead
 
     def _read_payload(self, record: SampleRecord) -> Payload:
         found = self._extents.find(record.key)
         while found is not None:
-            payload = self._try_read(*found)
+            payload = self._payload_files.try_read(*found)
             if payload is not None:
                 return checked_payload(record, payload)
             moved = self._extents.find(record.key)
             if moved == found:
+                self._note_damage(*found)
                 raise DataLoss(
-                    f"the payload of sample {record.sample_id} in {_PAYLOADS}/{file_name(found[0].file_id)} is "
+                    f"the payload of sample {record.sample_id} in {PAYLOADS}/{file_name(found[0].file_id)} is "
                     "damaged: drop its group or rewind past it"
                 )
             found = moved
+        if record.key in self._payload_damage:
+            raise DataLoss(f"{self._payload_damage[record.key].what}: drop its group or rewind past it")
         return checked_payload(record, None)
 
-    def _try_read(self, extent: Extent, number: int) -> Payload | None:
-        try:
-            return self._payload_files.read(extent, number)
-        except FileNotFoundError:
-            return None
+    def _check_extent(self, extent: Extent) -> None:
+        for number in range(len(extent.payloads)):
+            if self._payload_files.try_read(extent, number) is None and self._extents.is_live(extent):
+                self._note_damage(extent, number)
+
+    def _note_damage(self, extent: Extent, number: int) -> None:
+        key = extent.payloads[number].key
+        if key not in self._payload_damage:
+            what = f"a payload in {PAYLOADS}/{file_name(extent.file_id)} at {extent.offsets()[number]} is damaged"
+            with self._reading:
+                damage = payload_damage(self._reader, extent, key, what)
+            self._payload_damage[key] = damage
+            log.error("payload_damaged", what=what, group_id=damage.group_id, sample_id=damage.sample_id)
 
     def _pin(self, source: sqlite3.Connection, folder: Path) -> tuple[str | None, int]:
         """One moment: what `source` reads from now on, and links to all payload files; (the active one, its end)."""
-        target = folder / _PAYLOADS
+        target = folder / PAYLOADS
         target.mkdir()
         with self._writing:
             source.execute("BEGIN")
             source.execute("SELECT COUNT(*) FROM meta").fetchone()
-            for path in (self._folder / _PAYLOADS).iterdir():
+            for path in (self._folder / PAYLOADS).iterdir():
                 (target / path.name).hardlink_to(path)
             active = self._payload_files.active
             return file_name(active) if active else None, self._payload_files.end
-
-
-def _locked(folder: Path) -> TextIO:
-    lock_file = (folder / "lock").open("w")
-    try:
-        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ConfigError(f"{folder} is in use by another buffer: stop it, or choose another --data-dir") from error
-    return lock_file
 
 
 def _new_extents(transaction: Transaction, rows: codec.Rows) -> list[NewExtent]:

@@ -1,0 +1,113 @@
+"""Gives disk back: live payloads of a mostly dead file are copied to the current one, and the file is deleted.
+
+sealed → (its live extents are copied, synced, and their rows changed in one transaction) → unnamed → deleted
+A kill in between leaves copies that no row names, or a file that no row names: the next start deletes either.
+Unblocked by payloads that are deleted. A damaged extent stays where it is, and its file with it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from headrace.rpc.log import log
+from services.buffer.store.sqlite.extent import Extent, Extents
+from services.buffer.store.sqlite.payload_files import PayloadFiles
+
+_WORTH_LIVE_FRACTION = 0.5
+_SMALL_FRACTION = 1 / 16
+_PORTION_BYTES = 2 << 20
+_SPARE_BYTES = 1 << 20
+
+
+class Compacted(Protocol):
+    """The store, as its compactor sees it."""
+
+    def move(self, extents: Sequence[Extent]) -> int:
+        """Copies them, but for those that died meanwhile; the payload bytes that are durable at their new place."""
+
+    def delete_unnamed(self, file_id: bytes) -> bool:
+        """Deletes a file unless a row names it; whether it did."""
+
+    def free_bytes(self) -> int | None:
+        """What is left on the disk."""
+
+
+class Compactor:
+    """One thread; `compact` may be called without it."""
+
+    def __init__(self, store: Compacted, extents: Extents, files: PayloadFiles, file_bytes: int) -> None:
+        self._store = store
+        self._extents = extents
+        self._files = files
+        self._small_bytes = file_bytes * _SMALL_FRACTION
+        self._stuck: set[bytes] = set()
+        """Files with damaged extents."""
+        self._compacting = threading.Lock()
+        self._wake = threading.Event()
+        self._closing = False
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="compactor", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Payloads were deleted."""
+        self._wake.set()
+
+    def check(self) -> None:
+        """Raises what stopped the thread."""
+        if self._error:
+            raise self._error
+
+    def close(self) -> None:
+        """Finishes the file it is at."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join()
+
+    def compact(self) -> int:
+        """Files deleted."""
+        with self._compacting:
+            return sum(self._compact(file_id) for file_id in self._candidates() if not self._closing)
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._wake.wait()
+                self._wake.clear()
+                self.compact()
+        except Exception as error:  # handed to the writer, which ends the process
+            self._error = error
+
+    def _candidates(self) -> list[bytes]:
+        """Sealed files that are worth it, the emptiest first: on a full disk they make room for the others."""
+        sealed = self._files.file_ids() - {self._files.active} - self._stuck
+        return sorted(filter(self._is_worth, sealed), key=self._extents.live_bytes)
+
+    def _is_worth(self, file_id: bytes) -> bool:
+        num_bytes = self._files.num_bytes(file_id)
+        return num_bytes < self._small_bytes or self._extents.live_bytes(file_id) < num_bytes * _WORTH_LIVE_FRACTION
+
+    def _compact(self, file_id: bytes) -> bool:
+        free_bytes = self._store.free_bytes()
+        if free_bytes is not None and free_bytes < self._extents.live_bytes(file_id) + _SPARE_BYTES:
+            return False
+        moved = sum(self._store.move(portion) for portion in _portions(self._extents.of_file(file_id)))
+        if not self._store.delete_unnamed(file_id):
+            self._stuck.add(file_id)
+            return False
+        log.info("payload_file_deleted", file_id=file_id.hex(), moved_bytes=moved)
+        return True
+
+
+def _portions(extents: Sequence[Extent]) -> Iterator[list[Extent]]:
+    """Writers wait for one portion at a time."""
+    portion: list[Extent] = []
+    for extent in extents:
+        portion.append(extent)
+        if sum(e.num_bytes for e in portion) >= _PORTION_BYTES:
+            yield portion
+            portion = []
+    if portion:
+        yield portion

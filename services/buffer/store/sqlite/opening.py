@@ -1,0 +1,104 @@
+"""Opens a ledger's folder: SQLite first, then the payload files that its rows name.
+
+Bytes behind the last extent of a file, and files that no row names, were written by commits that never ended: they are
+cut off and deleted. They stay where a row is damaged, which may be the one that names them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from headrace.errors import ConfigError, DataLoss
+from services.buffer.store.base import Damage
+from services.buffer.store.files import Files, sync_folder
+from services.buffer.store.sqlite.database import FILE, checksum, open_database
+from services.buffer.store.sqlite.extent import Extents
+from services.buffer.store.sqlite.loading import check_pages, load_extents, require_position
+from services.buffer.store.sqlite.payload_files import PayloadFiles
+from services.buffer.store.sqlite.position_mark import PositionMark
+
+MARK = "position"
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What a store goes on from."""
+
+    writer: sqlite3.Connection
+    payload_files: PayloadFiles
+    extents: Extents
+    mark: PositionMark
+    ledger_id: str
+    torn_bytes: int
+    damage: tuple[Damage, ...]
+
+    def close(self) -> None:
+        """No call comes after it."""
+        self.writer.close()
+        self.payload_files.close()
+        self.mark.close()
+
+
+def lock_folder(folder: Path) -> TextIO:
+    """Held until the file is closed. Raises ConfigError when another process has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock_file = (folder / "lock").open("w")
+    try:
+        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(f"{folder} is in use by another buffer: stop it, or choose another --data-dir") from error
+    return lock_file
+
+
+def open_ledger(folder: Path, files: Files, file_bytes: int, connect: Callable[[Path], sqlite3.Connection]) -> Opened:
+    """Raises DataLoss when the ledger cannot go on without promises broken, ConfigError for one of another release."""
+    payload_files = PayloadFiles(files, file_bytes)
+    is_new = not (folder / FILE).exists()
+    if is_new and (payload_files.file_ids() or (folder / MARK).exists()):
+        raise DataLoss(f"{folder} has a ledger's payloads and no {FILE}, which says what they are: restore a backup")
+    sync_folder(folder)  # the name of payloads/
+    sync_folder(folder.parent)
+    writer = open_database(folder / FILE, connect)
+    try:
+        check_pages(writer)
+        ledger_id = _ledger_id(writer)
+        mark = PositionMark(folder / MARK, ledger_id)
+        (position,) = writer.execute("SELECT COALESCE(MAX(position), 0) FROM events").fetchone()
+        require_position(position, mark.read())
+        found, damage = load_extents(writer)
+        extents = Extents(found)
+        lost = _damaged_files(payload_files, extents)
+        torn_bytes = 0 if damage else _cut(payload_files, extents, set(lost))
+    except BaseException:
+        writer.close()
+        raise
+    return Opened(writer, payload_files, extents, mark, ledger_id, torn_bytes, (*damage, *lost.values()))
+
+
+def _ledger_id(writer: sqlite3.Connection) -> str:
+    row = writer.execute("SELECT body, crc FROM meta WHERE key = 'ledger_id'").fetchone()
+    if row and checksum("ledger_id", row[0]) == row[1]:
+        return bytes(row[0]).decode()
+    body = os.urandom(4).hex().encode()  # leases that are out keep theirs: it tells new ones apart
+    writer.execute("REPLACE INTO meta VALUES ('ledger_id', ?, ?)", (body, checksum("ledger_id", body)))
+    return body.decode()
+
+
+def _damaged_files(files: PayloadFiles, extents: Extents) -> dict[bytes, Damage]:
+    ends = {file_id: max(extent.end for extent in extents.of_file(file_id)) for file_id in extents.file_ids}
+    problems = {file_id: files.damage_of(file_id, end) for file_id, end in ends.items()}
+    return {file_id: Damage(problem) for file_id, problem in problems.items() if problem}
+
+
+def _cut(files: PayloadFiles, extents: Extents, damaged: set[bytes]) -> int:
+    """Returns how many bytes were cut off; whole files are not counted."""
+    for file_id in files.file_ids() - extents.file_ids:
+        files.delete(file_id)
+    whole = extents.file_ids - damaged
+    return sum(files.cut(file_id, max(e.end for e in extents.of_file(file_id))) for file_id in whole)
