@@ -9,18 +9,20 @@ from collections.abc import Awaitable, Callable, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace.api.trainer.v1 import trainer_pb2
 from headrace.cli.runs import add_run_argument, find_run
 from headrace.client.open import open_buffer
 from headrace.client.trainer import TrainerClient
-from headrace.errors import HeadraceError
+from headrace.errors import DataLoss, HeadraceError
 from headrace.launch.health import is_serving
 from headrace.launch.run_folder import RunFolder
 from headrace.rpc.call import call
 from headrace.rpc.channel import connect
 
 _PATIENCE_SECONDS = 3.0
+_MAX_DAMAGES_SHOWN = 20
 
 
 def status(argv: Sequence[str]) -> int:
@@ -72,11 +74,20 @@ async def _rollout(address: str) -> str:
 
 async def _buffer(address: str) -> str:
     async with open_buffer(address, deadline_seconds=_PATIENCE_SECONDS) as buffer:
-        stats = await buffer.stats("train")
+        damaged = "".join(f"\ndamaged: {_described(one)}" for one in (await buffer.damage())[:_MAX_DAMAGES_SHOWN])
+        try:
+            stats = await buffer.stats("train")
+        except DataLoss as error:
+            return f"{error.message}{damaged}"
     groups = ", ".join(f"{count} {name.lower()}" for name, count in sorted(stats.groups.items()) if count)
     mix = "".join(
         f"\n{source.name} (weight {source.weight:g}): {source.prompts_read} prompts read, {source.ready} groups ready, "
         f"{source.batched} in batches"
         for source in stats.sources
     )
-    return f"step {stats.step} (committed {stats.committed_step}); groups: {groups or 'none'}{mix}"
+    return f"step {stats.step} (committed {stats.committed_step}); groups: {groups or 'none'}{mix}{damaged}"
+
+
+def _described(damage: buffer_pb2.Damage) -> str:
+    whose = [f"{name} {value}" for name, value in (("group", damage.group_id), ("sample", damage.sample_id)) if value]
+    return f"{damage.what} ({', '.join(whose)})" if whose else damage.what

@@ -312,6 +312,11 @@ class BufferClient(Buffer):
         reply: pb.GetStatsResponse = await self._call(self._stub.GetStats, pb.GetStatsRequest(stream=stream))
         return reply.streams[0]
 
+    async def damage(self) -> Sequence[pb.Damage]:
+        """What is not on the ledger's disk as it was written; the first thousand."""
+        reply: pb.GetStatsResponse = await self._call(self._stub.GetStats, pb.GetStatsRequest())
+        return reply.damaged
+
     async def backup(self, *, deadline_seconds: float | None = None) -> AsyncIterator[pb.BackupResponse]:
         """A copy of the whole ledger, piece by piece, its summary last. `headrace.backup` writes it into a folder."""
         async for reply in rpc.stream(self._stub.Backup, pb.BackupRequest(), deadline_seconds=deadline_seconds):

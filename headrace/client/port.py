@@ -111,6 +111,9 @@ class Buffer(ABC):
     @abstractmethod
     async def stats(self, stream: str) -> pb.StreamStats: ...
 
+    @abstractmethod
+    async def damage(self) -> Sequence[pb.Damage]: ...
+
     async def lease_batch(
         self,
         stream: str,

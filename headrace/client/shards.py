@@ -295,6 +295,10 @@ class ShardedBuffer(Buffer):
         """Sums, and of positions the one that is least far."""
         return merged_stats(await self._all(lambda _, shard: shard.stats(stream)))
 
+    async def damage(self) -> Sequence[pb.Damage]:
+        """Of all shards."""
+        return [one for found in await self._all(lambda _, shard: shard.damage()) for one in found]
+
     # Routing
 
     async def _all(self, ask: Callable[[int, BufferClient], Awaitable[_Answer]]) -> list[_Answer]:

@@ -12,7 +12,7 @@ import uvloop
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.config.job import Job
-from headrace.errors import HeadraceError
+from headrace.errors import DataLoss, HeadraceError
 from headrace.rpc.log import configure_logging, log
 from headrace.rpc.server import RpcServer, Service
 from services.buffer.allocator import keep_large_blocks
@@ -71,9 +71,12 @@ async def serve(job: Job, arguments: argparse.Namespace, store: Store) -> None:
 
 async def _serve(job: Job, arguments: argparse.Namespace, buffer: Buffer) -> None:
     wanted = train_stream(job)
-    await buffer.set_limits(wanted)
-    config, created = await buffer.create_stream(wanted)
-    log.info("stream_open", stream=config.name, created=created, position=buffer.ledger.position)
+    try:
+        await buffer.set_limits(wanted)
+        config, created = await buffer.create_stream(wanted)
+        log.info("stream_open", stream=config.name, created=created, position=buffer.ledger.position)
+    except DataLoss as error:  # its own row is damaged: other streams are served, and its callers are told why
+        log.error("stream_damaged", stream=wanted.name, message=error.message)
     service = buffer_pb2.DESCRIPTOR.services_by_name["BufferService"].full_name
     server = RpcServer(
         "buffer",

@@ -31,7 +31,7 @@ from services.buffer.portions import portions
 from services.buffer.producing import GroupPut, NoLeaseReason, PutResult, Release
 from services.buffer.prompts.files import PromptFiles
 from services.buffer.retrying import Retried
-from services.buffer.store.base import Store
+from services.buffer.store.base import Damage, Store
 from services.buffer.stream import StreamConfig, StreamState
 from services.buffer.stream_limits import check_limits
 from services.buffer.supply import PromptSupply
@@ -101,7 +101,9 @@ class Buffer:
         if snapshot.torn_bytes:
             log.warning("torn_tail_cut", num_bytes=snapshot.torn_bytes)
         ledger = Ledger(snapshot.ledger_id, retain_events=retain_events)
-        ledger.restore(now(), snapshot.streams, snapshot.groups, snapshot.position, snapshot.oldest_position)
+        ledger.restore(
+            now(), snapshot.streams, snapshot.groups, snapshot.position, snapshot.oldest_position, snapshot.lost_streams
+        )
         columns = Columns(columns_folder, max_bytes=max_column_bytes)
         await columns.restore(snapshot.groups)
         supply = PromptSupply(user_code, prompt_files)
@@ -352,6 +354,10 @@ class Buffer:
         """(where to go on, whether it is whole and durable). Refused where it would fill the disk."""
         await self._hashers.run(self._require_disk)
         return await self._columns.upload(sha256, num_bytes, offset, data)
+
+    def damage(self) -> Sequence[Damage]:
+        """What the store has found so far that is not as it was written."""
+        return self._store.damage()
 
     @property
     def store_name(self) -> str:

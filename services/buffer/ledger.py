@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from headrace.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
+from headrace.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument, NotFound
 from headrace.wire.checks import shown
 from services.buffer import producing, training
 from services.buffer.book import StreamBook
@@ -47,6 +47,7 @@ class Ledger:
         self.books: dict[str, StreamBook] = {}
         self.deleted: dict[str, StreamBook] = {}
         """Streams that are gone; `forget_deleted` takes out the groups that are left of them."""
+        self.lost_streams: frozenset[str] = frozenset()
         self._ledger_id = ledger_id
         self._leases = LeaseTable()
 
@@ -57,8 +58,13 @@ class Ledger:
         groups: Iterable[Group],
         position: int,
         oldest_position: int = 1,
+        lost_streams: Iterable[str] = (),
     ) -> None:
-        """Takes over what a store kept. Every lease gets its full time again."""
+        """Takes over what a store kept. Every lease gets its full time again.
+
+        Nothing can be done with `lost_streams`, whose own rows are damaged, and their names are not free.
+        """
+        self.lost_streams = frozenset(lost_streams)
         self.position = position
         self.oldest_position = oldest_position
         for state in streams:
@@ -70,7 +76,8 @@ class Ledger:
                 self._leases.grant(group, now.monotonic + book.state.config.lease_seconds)
 
     def book(self, stream: str) -> StreamBook:
-        """Raises NotFound for a stream that was never created."""
+        """Raises NotFound for a stream that was never created, DataLoss for one whose row is damaged."""
+        self._require_whole(stream)
         if stream not in self.books:
             raise NotFound(
                 f"there is no stream {shown(stream)}: CreateStream makes one; there are {sorted(self.books)[:10]}"
@@ -81,6 +88,7 @@ class Ledger:
 
     def create_stream(self, now: Instant, state: StreamState) -> Result[bool]:
         """True when it is new. Raises AlreadyExists when another config is there."""
+        self._require_whole(state.name)
         known = self.books.get(state.name)
         if known and known.state.config != state.config:
             raise AlreadyExists(
@@ -348,6 +356,13 @@ class Ledger:
         group = self._leases.find(lease_id)
         return group if group and group.stream in self.books else None
 
+    def _require_whole(self, stream: str) -> None:
+        if stream in self.lost_streams:
+            raise DataLoss(
+                f"the ledger's row of stream {stream} is damaged, and nothing of it can go on without: restore a "
+                "backup; other streams are served"
+            )
+
     def _work(self, now: Instant) -> Work:
         return Work(now, self.position, self._leases)
 
@@ -365,6 +380,7 @@ class Ledger:
 
     def _stream_of(self, group_id: str) -> str:
         stream = group_id.rpartition("/")[0]
+        self._require_whole(stream)
         if stream not in self.books:
             raise NotFound(f"there is no group {shown(group_id)}")
         return stream

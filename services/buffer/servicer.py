@@ -62,6 +62,9 @@ _ANSWER_MARGIN_SECONDS = 0.25
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
+MAX_DAMAGES_LISTED = 1_000
+
+
 class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
     """Every method's contract is in the proto. Registered by `wire_bytes.add_to_server`."""
 
@@ -201,7 +204,13 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
         await self._buffer.settled()
         streams = [self._stats(book) async for book in paced(self._books(request.stream))]
-        return pb.GetStatsResponse(streams=streams, position=self._buffer.journal.durable_position)
+        damage = self._buffer.damage()
+        return pb.GetStatsResponse(
+            streams=streams,
+            position=self._buffer.journal.durable_position,
+            num_damaged=len(damage),
+            damaged=[wire.from_damage(one) for one in damage[:MAX_DAMAGES_LISTED]],
+        )
 
     async def UploadColumn(self, request: pb.UploadColumnRequest, context: Context) -> pb.UploadColumnResponse:
         sha256 = require_sha256(request.sha256, "sha256")

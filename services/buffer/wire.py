@@ -14,6 +14,7 @@ from headrace.wire.checks import cut_text, require_at_most, require_bytes, requi
 from headrace.wire.limits import MAX_COUNTER, MAX_PARTIAL_BYTES, MAX_STATES
 from services.buffer.group import Group, GroupState, Prompt, SampleRecord, payload_key
 from services.buffer.producing import GroupPut, NoLeaseReason, PutOutcome, PutResult, Release
+from services.buffer.store.base import Damage
 from services.buffer.transaction import LedgerEvent, Payload
 from services.buffer.wire_bytes import RawPut, RawSample, group_bytes
 from services.buffer.wire_checks import check_envelope, check_group, check_prompt, to_failure
@@ -214,6 +215,11 @@ def from_event(event: LedgerEvent) -> pb.LedgerEvent:
     )
     message.time.FromNanoseconds(int(event.unix_seconds * 1e9))
     return message
+
+
+def from_damage(damage: Damage) -> pb.Damage:
+    """As GetStats shows it."""
+    return pb.Damage(what=damage.what, group_id=damage.group_id, sample_id=damage.sample_id)
 
 
 def from_state(state: GroupState) -> pb.GroupState.ValueType:

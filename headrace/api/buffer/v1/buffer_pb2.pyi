@@ -1904,25 +1904,74 @@ class GetStatsResponse(_message.Message):
 
     STREAMS_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
+    NUM_DAMAGED_FIELD_NUMBER: _builtins.int
+    DAMAGED_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     """Position of the latest event."""
+    num_damaged: _builtins.int
+    """How much on the disk was found not to be as it was written. Found at the start, by reading everything once behind it,
+    and by answering; the rest is served.
+    """
     @_builtins.property
     def streams(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamStats]:
         """Sorted by name."""
+
+    @_builtins.property
+    def damaged(self) -> _containers.RepeatedCompositeFieldContainer[Global___Damage]:
+        """Which; at most 1,000 of them."""
 
     def __init__(
         self,
         *,
         streams: _abc.Iterable[Global___StreamStats] | None = ...,
         position: _builtins.int = ...,
+        num_damaged: _builtins.int = ...,
+        damaged: _abc.Iterable[Global___Damage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position", "streams", b"streams"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged", b"damaged", "num_damaged", b"num_damaged", "position", b"position", "streams", b"streams"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatsResponse: _TypeAlias = GetStatsResponse  # noqa: Y015
+
+@_typing.final
+class Damage(_message.Message):
+    """Something on the buffer's disk that is not as it was written. What it held is not served."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WHAT_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    SAMPLE_ID_FIELD_NUMBER: _builtins.int
+    what: _builtins.str
+    """A sentence for people."""
+    group_id: _builtins.str
+    """The group that it belongs to, where that is known."""
+    sample_id: _builtins.str
+    """The sample, where it is one sample's."""
+    def __init__(
+        self,
+        *,
+        what: _builtins.str = ...,
+        group_id: _builtins.str | None = ...,
+        sample_id: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_sample_id", b"_sample_id", "group_id", b"group_id", "sample_id", b"sample_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_sample_id", b"_sample_id", "group_id", b"group_id", "sample_id", b"sample_id", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
+    _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015
+    _WhichOneofReturnType__sample_id: _TypeAlias = _typing.Literal["sample_id"]  # noqa: Y015
+    _WhichOneofArgType__sample_id: _TypeAlias = _typing.Literal["_sample_id", b"_sample_id"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__group_id) -> _WhichOneofReturnType__group_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sample_id) -> _WhichOneofReturnType__sample_id | None: ...
+
+Global___Damage: _TypeAlias = Damage  # noqa: Y015
 
 @_typing.final
 class BackupRequest(_message.Message):
