@@ -7,8 +7,10 @@ import asyncio
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from headrace.backup import Backup, require_new, restore_backup, write_backup
 from headrace.cli import retry
@@ -17,6 +19,8 @@ from headrace.client.buffer import BufferClient
 from headrace.errors import DataLoss
 from headrace.export import export_parquet
 from headrace.launch.buffer_of_run import buffer_of_run
+
+_MAX_LISTED = 20
 
 
 def buffer(argv: Sequence[str]) -> int:
@@ -46,7 +50,12 @@ def buffer(argv: Sequence[str]) -> int:
 def _backup(args: argparse.Namespace) -> int:
     require_new(args.folder)
     backup = asyncio.run(_copy(args.address, args.folder))
-    print(f"{args.folder}: {len(backup.files)} files, {backup.num_bytes} bytes, up to position {backup.position}")
+    with tempfile.TemporaryDirectory(dir=args.folder.parent, prefix=f"{args.folder.name}-verified-") as scratch:
+        there = _restored(args.folder, Path(scratch) / "ledger")
+    print(
+        f"{args.folder}: {len(backup.files)} files, {backup.num_bytes} bytes, up to position {backup.position}; "
+        f"{there['samples']} samples, every one read back"
+    )
     return 0
 
 
@@ -57,17 +66,29 @@ async def _copy(address: str, folder: Path) -> Backup:
 
 
 def _restore(args: argparse.Namespace) -> int:
-    backup = restore_backup(args.backup, args.ledger)
-    command = [sys.executable, "-m", "services.buffer.verify", backup.store, str(args.ledger)]
-    verified = subprocess.run(command, capture_output=True, text=True, check=False)
-    if verified.returncode:
-        raise DataLoss(f"{args.ledger} was restored and cannot be read whole: {verified.stdout}{verified.stderr}")
-    there = json.loads(verified.stdout)
+    there = _restored(args.backup, args.ledger)
     print(
-        f"{args.ledger}: buffer_store {backup.store}, {there['groups']} groups, {there['events']} events, "
+        f"{args.ledger}: buffer_store {there['store']}, {there['groups']} groups, {there['events']} events, "
         f"{there['samples']} samples with {there['payload_bytes']} bytes, every one read"
     )
     return 0
+
+
+def _restored(backup: Path, ledger: Path) -> dict[str, Any]:
+    """What the restored ledger holds. Raises DataLoss when it cannot be read whole."""
+    store = restore_backup(backup, ledger).store
+    command = [sys.executable, "-m", "services.buffer.verify", store, str(ledger)]
+    verified = subprocess.run(command, capture_output=True, text=True, check=False)
+    if not verified.stdout:
+        raise DataLoss(f"the backup {backup} makes no ledger that can be opened: {verified.stderr.strip()}")
+    there: dict[str, Any] = json.loads(verified.stdout.splitlines()[-1])
+    if there["damaged"]:
+        listed = "\n".join(there["damaged"][:_MAX_LISTED])
+        raise DataLoss(
+            f"the backup {backup} was written and lacks {len(there['damaged'])} things that are damaged in the ledger "
+            f"itself; the rest is there:\n{listed}"
+        )
+    return {**there, "store": store}
 
 
 def _export(args: argparse.Namespace) -> int:

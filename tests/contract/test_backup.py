@@ -114,6 +114,24 @@ async def test_a_changed_byte_of_a_backup_is_found(
     assert "it is no backup, or one that was cut short" in capsys.readouterr().err
 
 
+async def test_a_backup_of_a_damaged_ledger_says_what_it_lacks(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (group,) = (await served.client.list_groups("train", [pb.GROUP_STATE_READY], page_size=1)).groups
+    (sample, _) = await served.client.fetch_samples("train", [one.sample_id for one in group.samples])
+    file = next(path for path in (served.folder / "payloads").iterdir() if sample.payload in path.read_bytes())
+    data = file.read_bytes()
+    at = data.index(sample.payload)
+    with file.open("r+b") as broken:
+        broken.seek(at)
+        broken.write(bytes([data[at] ^ 1]))
+    assert await command("backup", served.address, str(tmp_path / "copy")) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "was written and lacks 1 things that are damaged in the ledger itself; the rest is there" in said
+    assert sample.envelope.sample_id in said
+    assert not list(tmp_path.glob("copy-verified-*"))
+
+
 async def test_a_backup_writes_nothing_outside_of_its_folder(tmp_path: Path) -> None:
     async def hostile() -> AsyncIterator[pb.BackupResponse]:
         yield pb.BackupResponse(chunk=pb.BackupChunk(file="../outside", data=b"x"))

@@ -36,8 +36,10 @@ _ROWS_PER_STATEMENT = 250
 _PAGE_CACHE_KIB = 16 << 10
 
 
-def open_database(path: Path, connect: Callable[[Path], sqlite3.Connection]) -> sqlite3.Connection:
-    """With its tables. Raises ConfigError for another layout, DataLoss for a file that is no database."""
+def open_database(path: Path, connect: Callable[[Path], sqlite3.Connection], *, may_be_new: bool) -> sqlite3.Connection:
+    """With its tables. Raises ConfigError for another layout, DataLoss for one that is not there or no database."""
+    if not (may_be_new or path.exists()):
+        raise DataLoss(f"{path} is gone, and with it what the files beside it mean: restore a backup")
     try:
         connection = connect(path)
         (layout,) = connection.execute("PRAGMA user_version").fetchone()
@@ -47,6 +49,8 @@ def open_database(path: Path, connect: Callable[[Path], sqlite3.Connection]) -> 
                 f"{path} has layout {layout}, this headrace reads {LAYOUT}: finish the run with the headrace that "
                 "wrote it, or choose another run_name"
             )
+        if not num_tables and not may_be_new:
+            raise DataLoss(f"{path} is empty, or its log is gone, and it was neither: put it back or restore a backup")
         if not num_tables:
             connection.executescript(_SCHEMA)
     except sqlite3.OperationalError:

@@ -53,6 +53,9 @@ def load_state(connection: sqlite3.Connection) -> LoadedState:
     records = {record.key: record for _, body in rows for record in codec.load_samples(body)}
     rows = whole_rows(read("SELECT group_id, body, crc FROM groups"), "groups", damaged)
     groups = list(_whole_groups(rows, prompts, records, damaged))
+    there = {group.group_id for group in groups}
+    # A group whose row has lost its key is known by its prompt.
+    damaged += [name for group_id in prompts if group_id not in there and (name := f"groups/{group_id}") not in damaged]
     oldest, position = read("SELECT COALESCE(MIN(position), 1), COALESCE(MAX(position), 0) FROM events").fetchone()
     lost = {name.removeprefix("streams/") for name in damaged if name.startswith("streams/")}
     lost |= {group.stream for group in groups if group.stream not in streams}
@@ -104,13 +107,3 @@ def _whole_groups(
 def _row_damage(name: str) -> Damage:
     table, _, key = name.partition("/")
     return Damage(f"the row {name} is damaged", key if table in ("groups", "prompts") else None)
-
-
-def require_position(position: int, marked: int | None) -> None:
-    """Raises DataLoss when the ledger was further than its tables say."""
-    if marked is not None and position < marked:
-        raise DataLoss(
-            f"ledger.sqlite ends at position {position}, and the ledger was at {marked} at least: the log beside it "
-            "(ledger.sqlite-wal) was cut, changed or deleted, or an older file was put in its place. Put it back, or "
-            "restore a backup; going on without those events would train on other samples than were acknowledged"
-        )

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from headrace.errors import ConfigError, DataLoss
+from headrace.errors import ConfigError
 from services.buffer.store.base import Damage
 from services.buffer.store.files import Files, sync_folder
 from services.buffer.store.sqlite.database import FILE, checksum, open_database
 from services.buffer.store.sqlite.extent import Extents
-from services.buffer.store.sqlite.loading import check_pages, load_extents, require_position
+from services.buffer.store.sqlite.loading import check_pages, load_extents
 from services.buffer.store.sqlite.payload_files import PayloadFiles
 from services.buffer.store.sqlite.position_mark import PositionMark
 
@@ -59,18 +59,14 @@ def lock_folder(folder: Path) -> TextIO:
 def open_ledger(folder: Path, files: Files, file_bytes: int, connect: Callable[[Path], sqlite3.Connection]) -> Opened:
     """Raises DataLoss when the ledger cannot go on without promises broken, ConfigError for one of another release."""
     payload_files = PayloadFiles(files, file_bytes)
-    is_new = not (folder / FILE).exists()
-    if is_new and (payload_files.file_ids() or (folder / MARK).exists()):
-        raise DataLoss(f"{folder} has a ledger's payloads and no {FILE}, which says what they are: restore a backup")
     sync_folder(folder)  # the name of payloads/
     sync_folder(folder.parent)
-    writer = open_database(folder / FILE, connect)
+    may_be_new = not payload_files.file_ids() and not (folder / MARK).exists()
+    writer = open_database(folder / FILE, connect, may_be_new=may_be_new)
     try:
         check_pages(writer)
-        ledger_id = _ledger_id(writer)
-        mark = PositionMark(folder / MARK, ledger_id)
-        (position,) = writer.execute("SELECT COALESCE(MAX(position), 0) FROM events").fetchone()
-        require_position(position, mark.read())
+        mark = PositionMark(folder / MARK)
+        ledger_id = _require_marked(writer, mark)
         found, damage = load_extents(writer)
         extents = Extents(found)
         lost = _damaged_files(payload_files, extents)
@@ -81,13 +77,19 @@ def open_ledger(folder: Path, files: Files, file_bytes: int, connect: Callable[[
     return Opened(writer, payload_files, extents, mark, ledger_id, torn_bytes, (*damage, *lost.values()))
 
 
-def _ledger_id(writer: sqlite3.Connection) -> str:
+def _require_marked(writer: sqlite3.Connection, mark: PositionMark) -> str:
+    """The ledger's id."""
+    (position,) = writer.execute("SELECT COALESCE(MAX(position), 0) FROM events").fetchone()
     row = writer.execute("SELECT body, crc FROM meta WHERE key = 'ledger_id'").fetchone()
-    if row and checksum("ledger_id", row[0]) == row[1]:
+    is_whole = row is not None and checksum("ledger_id", row[0]) == row[1]
+    mark.require(bytes(row[0]).decode() if is_whole else None, position)
+    if is_whole:
         return bytes(row[0]).decode()
-    body = os.urandom(4).hex().encode()  # leases that are out keep theirs: it tells new ones apart
+    ledger_id = os.urandom(4).hex()  # leases that are out keep theirs: it tells new ones apart
+    body = ledger_id.encode()
     writer.execute("REPLACE INTO meta VALUES ('ledger_id', ?, ?)", (body, checksum("ledger_id", body)))
-    return body.decode()
+    mark.write(ledger_id, position)
+    return ledger_id
 
 
 def _damaged_files(files: PayloadFiles, extents: Extents) -> dict[bytes, Damage]:

@@ -11,33 +11,49 @@ from pathlib import Path
 
 from crc32c import crc32c
 
+from headrace.errors import DataLoss
+
 _LAYOUT = struct.Struct("<16sQ")
 _CHECKSUM = struct.Struct("<I")
+_NUM_BYTES = _LAYOUT.size + _CHECKSUM.size
 
 
 class PositionMark:
-    """Of one ledger; another ledger's says nothing here."""
+    """One small file."""
 
-    def __init__(self, path: Path, ledger_id: str) -> None:
-        self._ledger_id = ledger_id.encode()
+    def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
-    def read(self) -> int | None:
-        """None when it is not there, not whole, or another ledger's."""
-        data = os.pread(self._descriptor, _LAYOUT.size + _CHECKSUM.size, 0)
-        if len(data) != _LAYOUT.size + _CHECKSUM.size or data != self._packed(_LAYOUT.unpack_from(data)[1]):
-            return None
-        position: int = _LAYOUT.unpack_from(data)[1]
-        return position
+    def require(self, ledger_id: str | None, position: int) -> None:
+        """Raises DataLoss when it is another ledger's, or its ledger was further. One that is not whole tells nothing.
 
-    def write(self, position: int) -> None:
+        `ledger_id`: None where the ledger does not know its own any more.
+        """
+        data = os.pread(self._descriptor, _NUM_BYTES, 0)
+        if len(data) != _NUM_BYTES or data != _packed(*_LAYOUT.unpack_from(data)):
+            return
+        found, marked = _LAYOUT.unpack_from(data)
+        if ledger_id is not None and found.rstrip(b"\0") != ledger_id.encode():
+            raise DataLoss(
+                "ledger.sqlite is another ledger's than the file `position` beside it: put back the one that belongs "
+                "there, or restore a backup"
+            )
+        if position < marked:
+            raise DataLoss(
+                f"ledger.sqlite ends at position {position}, and the ledger was at {marked} at least: the log beside "
+                "it (ledger.sqlite-wal) was cut, changed or deleted, or an older file was put in its place. Put it "
+                "back, or restore a backup: to go on would be to train other samples than were acknowledged"
+            )
+
+    def write(self, ledger_id: str, position: int) -> None:
         """Every event up to there is durable."""
-        os.pwrite(self._descriptor, self._packed(position), 0)
+        os.pwrite(self._descriptor, _packed(ledger_id.encode(), position), 0)
 
     def close(self) -> None:
         """No call comes after it."""
         os.close(self._descriptor)
 
-    def _packed(self, position: int) -> bytes:
-        body = _LAYOUT.pack(self._ledger_id, position)
-        return body + _CHECKSUM.pack(crc32c(body))
+
+def _packed(ledger_id: bytes, position: int) -> bytes:
+    body = _LAYOUT.pack(ledger_id, position)
+    return body + _CHECKSUM.pack(crc32c(body))

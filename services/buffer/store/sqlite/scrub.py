@@ -1,4 +1,4 @@
-"""Reads every payload that an earlier process wrote, once, after the start: what the disk has changed is named early."""
+"""Reads every payload that an earlier process wrote, once, after the start, and so finds early what has changed."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class SqliteStore:
                 write_extents(self._writer, added)
             positions = [t.events[-1].position for t in transactions if t.events]
             if positions:
-                self._mark.write(positions[-1])
+                self._mark.write(self._opened.ledger_id, positions[-1])
         if dead:
             self._compactor.wake()
 
@@ -114,11 +114,14 @@ class SqliteStore:
         return [self._read_payload(record) for record in records]
 
     def read_events(self, from_position: int, count: int) -> list[LedgerEvent]:
-        with self._reading:
-            rows = self._reader.execute(
-                "SELECT position, body, crc FROM events WHERE position >= ? ORDER BY position LIMIT ?",
-                (from_position, count),
-            ).fetchall()
+        try:
+            with self._reading:
+                rows = self._reader.execute(
+                    "SELECT position, body, crc FROM events WHERE position >= ? ORDER BY position LIMIT ?",
+                    (from_position, count),
+                ).fetchall()
+        except sqlite3.DatabaseError as error:
+            raise DataLoss(f"the history from position {from_position} cannot be read: {error}") from error
         for expected, (position, body, crc) in enumerate(rows, rows[0][0] if rows else 0):
             if position != expected or checksum(str(position), body) != crc:
                 raise DataLoss(f"event {expected} of the history is damaged: watch from position {expected + 1}")

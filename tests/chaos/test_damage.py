@@ -1,0 +1,217 @@
+"""Harm to each file of a ledger, and what becomes of it: the table is the promise.
+
+In every cell no wrong byte is served, no epoch or position goes back, no acknowledged group is queued again in silence,
+no id is given twice. What is lost is named, and the rest is served; or the start is refused with a sentence.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import ConfigError, DataLoss
+from services.buffer.store.base import Snapshot
+from services.buffer.store.sqlite.store import SqliteStore
+from tests.support.durable_points import image
+from tests.support.ledger_history import History
+
+# `make chaos` makes 5,000 of each kind that is drawn.
+NUM_DAMAGES = int(os.environ.get("HEADRACE_DAMAGES", "12"))
+_FILE_BYTES = 4096
+
+
+class Outcome(Enum):
+    """What a start may make of it."""
+
+    WHOLE = "nothing is missing"
+    NAMED = "something is missing, and named"
+    REFUSED = "no start"
+
+
+WHOLE, NAMED, REFUSED = Outcome
+
+
+@dataclass
+class Case:
+    """A ledger that was killed or closed, what it was then, an older copy of it, and another ledger."""
+
+    folder: Path
+    snapshot: Snapshot
+    payloads: dict[str, bytes]
+    older: Path
+    other: Path
+
+    @property
+    def files(self) -> dict[str, str]:
+        """Its files by what they are."""
+        payloads = sorted((self.folder / "payloads").iterdir(), key=lambda path: path.stat().st_size)
+        return {
+            "ledger.sqlite": "ledger.sqlite",
+            "log": "ledger.sqlite-wal",
+            "position": "position",
+            "payloads": f"payloads/{payloads[-1].name}",
+        }
+
+
+def made(folder: Path, seed: int, *, closed: bool) -> Case:
+    store = SqliteStore(folder / "run", file_bytes=_FILE_BYTES)
+    history = History(store, seed=seed)
+    history.run(120)
+    older = image(folder / "run", folder / "older")
+    history.run(120)
+    store.compact()
+    if closed:
+        store.close()
+    killed = image(folder / "run", folder / "killed")
+    if not closed:
+        store.close()
+    reopened = SqliteStore(folder / "run", file_bytes=_FILE_BYTES)
+    snapshot = reopened.load()
+    reopened.close()
+    held = {r.key: history.payloads[r.key] for g in snapshot.groups for r in g.records}
+    assert len(held) > 20
+    return Case(killed, snapshot, held, older, Path())
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    folder = tmp_path_factory.mktemp("ledgers")
+    other = made(folder / "other", 2, closed=False).folder
+    found = {name: made(folder / name, 1, closed=name == "closed") for name in ("killed", "closed")}
+    for case in found.values():
+        case.other = other
+    return found
+
+
+Harm = Callable[[Case, Path, random.Random], None]
+
+
+def flip(case: Case, file: Path, chance: random.Random) -> None:
+    data = bytearray(file.read_bytes())
+    bit = chance.randrange(len(data) * 8)
+    data[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(data)
+
+
+def cut(case: Case, file: Path, chance: random.Random) -> None:
+    os.truncate(file, chance.randrange(file.stat().st_size))
+
+
+def swap(case: Case, file: Path, chance: random.Random) -> None:
+    """With the file of another ledger; a payload file with another of the same."""
+    others = [path for path in file.parent.iterdir() if path != file and path.suffix == file.suffix == ".payloads"]
+    other = chance.choice(others) if others else case.other / file.name
+    data = file.read_bytes()
+    file.write_bytes(other.read_bytes())
+    if others:
+        other.write_bytes(data)
+
+
+def copy(case: Case, file: Path, chance: random.Random) -> None:
+    """An older copy in its place; a payload file once more, under another name."""
+    if file.suffix == ".payloads":
+        shutil.copy(file, file.with_name(f"{chance.randbytes(16).hex()}.payloads"))
+    else:
+        shutil.copy(case.older / file.name, file)
+
+
+def delete(case: Case, file: Path, chance: random.Random) -> None:
+    file.unlink()
+
+
+HARMS: dict[str, Harm] = {"flip": flip, "cut": cut, "swap": swap, "copy": copy, "delete": delete}
+_ANY = {WHOLE, NAMED, REFUSED}
+WANTED: dict[tuple[str, str, str], set[Outcome]] = {
+    # A ledger that was closed: everything is in ledger.sqlite.
+    ("closed", "ledger.sqlite", "flip"): _ANY,  # in a row: named; in a page's frame: refused; in unused bytes: nothing
+    ("closed", "ledger.sqlite", "cut"): {REFUSED},
+    ("closed", "ledger.sqlite", "swap"): {REFUSED},
+    ("closed", "ledger.sqlite", "copy"): {REFUSED},
+    ("closed", "ledger.sqlite", "delete"): {REFUSED},
+    # One that was killed: its end is in the log.
+    ("killed", "ledger.sqlite", "flip"): _ANY,
+    ("killed", "ledger.sqlite", "cut"): {WHOLE, REFUSED},
+    ("killed", "ledger.sqlite", "swap"): {WHOLE, REFUSED},
+    ("killed", "ledger.sqlite", "copy"): {WHOLE, REFUSED},
+    ("killed", "ledger.sqlite", "delete"): {REFUSED},
+    ("killed", "log", "flip"): {WHOLE, REFUSED},
+    ("killed", "log", "cut"): {WHOLE, REFUSED},
+    ("killed", "log", "swap"): {REFUSED},
+    ("killed", "log", "copy"): {REFUSED},
+    ("killed", "log", "delete"): {REFUSED},
+} | {
+    (state, file, harm): wanted
+    for state in ("closed", "killed")
+    for file, harm, wanted in (
+        ("payloads", "flip", {NAMED, WHOLE}),
+        ("payloads", "cut", {NAMED, WHOLE}),  # whole where what was cut is dead
+        ("payloads", "swap", {NAMED}),
+        ("payloads", "copy", {WHOLE}),
+        ("payloads", "delete", {NAMED}),
+        # It only tells of what is lost elsewhere.
+        ("position", "flip", {WHOLE}),
+        ("position", "cut", {WHOLE}),
+        ("position", "swap", {REFUSED}),
+        ("position", "copy", {WHOLE}),
+        ("position", "delete", {WHOLE}),
+    )
+}
+
+
+@pytest.mark.parametrize("cell", WANTED, ids="-".join)
+@pytest.mark.timeout(600 + NUM_DAMAGES)
+def test_what_becomes_of_harm(cell: tuple[str, str, str], cases: dict[str, Case], tmp_path: Path) -> None:
+    state, name, harm = cell
+    case = cases[state]
+    drawn = NUM_DAMAGES if harm in ("flip", "cut") else 1
+    for number in range(drawn):
+        folder = tmp_path / str(number)
+        shutil.copytree(case.folder, folder)
+        HARMS[harm](case, folder / case.files[name], random.Random(number))
+        assert outcome(case, folder) in WANTED[cell], number
+        shutil.rmtree(folder)
+
+
+def outcome(case: Case, folder: Path) -> Outcome:
+    """Of a start. No promise is broken, whatever it is."""
+    try:
+        store = SqliteStore(folder, file_bytes=_FILE_BYTES)
+    except (DataLoss, ConfigError) as error:
+        refused: str | None = error.message
+    else:
+        refused = None
+    if refused is not None:
+        assert "restore a backup" in refused or "wrote it" in refused, refused
+        return REFUSED
+    snapshot = store.load()
+    store.scrub()
+    before = {group.group_id: group for group in case.snapshot.groups}
+    named = {damage.group_id for damage in store.damage()}
+    assert snapshot.position >= case.snapshot.position
+    assert set(snapshot.lost_streams) <= {"train"}
+    if snapshot.lost_streams:
+        assert not snapshot.groups
+        store.close()
+        return NAMED
+    assert snapshot.streams == case.snapshot.streams
+    assert all(before[group.group_id] == group for group in snapshot.groups)
+    assert before.keys() - {group.group_id for group in snapshot.groups} <= named
+    is_whole = len(snapshot.groups) == len(before)
+    for group in snapshot.groups:
+        for record in group.records:
+            try:
+                (payload,) = store.read_payloads([record])
+                assert payload == case.payloads[record.key]
+            except DataLoss:
+                is_whole = False
+                assert group.group_id in named
+    store.close()
+    assert is_whole or store.damage()
+    return WHOLE if is_whole and not store.damage() else NAMED
