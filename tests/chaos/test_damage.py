@@ -183,6 +183,7 @@ def outcome(case: Case, folder: Path) -> Outcome:
     """Of a start. No promise is broken, whatever it is."""
     try:
         store = SqliteStore(folder, file_bytes=_FILE_BYTES)
+        snapshot = store.load()
     except (DataLoss, ConfigError) as error:
         refused: str | None = error.message
     else:
@@ -190,7 +191,6 @@ def outcome(case: Case, folder: Path) -> Outcome:
     if refused is not None:
         assert "restore a backup" in refused or "wrote it" in refused, refused
         return REFUSED
-    snapshot = store.load()
     store.scrub()
     before = {group.group_id: group for group in case.snapshot.groups}
     named = {damage.group_id for damage in store.damage()}

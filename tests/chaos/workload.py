@@ -7,17 +7,18 @@ Whatever the clients were told is written down, and held against the ledger at t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.api.sample.v1 import sample_pb2
 from headrace.audit.ledger import read_ledger
 from headrace.cli.audit import audit_ledger, described
 from headrace.client.buffer import BufferClient
+from headrace.digest import digest_of
 from headrace.errors import FailedPrecondition, Fenced, NotFound
-from headrace.trajectory import Sample
 from services.trainer.batch import Batch
 from services.trainer.record import TrainingRecord
 from tests.support.buffer_samples import complete_put
@@ -35,6 +36,9 @@ class Told:
     """What the clients were told."""
 
     acknowledged: dict[str, bytes] = field(default_factory=dict)
+    """Payloads."""
+    num_read: int = 0
+    """Payloads that were read back and are the same bit for bit."""
     prompts: dict[str, str] = field(default_factory=dict)
     batches: dict[int, list[str]] = field(default_factory=dict)
     checkpoint: int = 0
@@ -82,7 +86,7 @@ class Workload:
                     continue
                 for put, result in zip(puts, await client.put_groups(puts), strict=True):
                     if not result.HasField("refused"):
-                        self.told.acknowledged.update((s.envelope.sample_id, s.envelope.digest) for s in put.samples)
+                        self.told.acknowledged.update((s.envelope.sample_id, s.payload) for s in put.samples)
 
     async def train_in_turns(self) -> None:
         """One trainer after the other; the older is alive until it hears that it is fenced."""
@@ -111,7 +115,9 @@ class Workload:
         batch = Batch.of(reply)
         ids = [sample.sample_id for sample in batch.samples]
         try:
-            assert len(await client.fetch_samples("train", ids)) == len(ids)
+            fetched = await client.fetch_samples("train", ids)
+            assert len(fetched) == len(ids)
+            self._check_bits(fetched)
         except NotFound:  # a newer trainer has committed them: the next call tells why
             return 0
         record.append(step, batch)
@@ -153,9 +159,14 @@ class Workload:
         """What is READY or CONSUMED can be had, as it was put."""
         groups = (await client.list_groups("train", _WITH_PAYLOAD, page_size=1000)).groups
         ids = [sample.sample_id for group in groups for sample in group.samples]
-        for packed in await client.fetch_samples("train", ids):
-            sample_id = Sample.unpack(packed).sample_id
-            assert self.told.acknowledged.get(sample_id, packed.envelope.digest) == packed.envelope.digest
+        self._check_bits(await client.fetch_samples("train", ids))
+
+    def _check_bits(self, samples: Sequence[sample_pb2.Sample]) -> None:
+        for sample in samples:
+            assert digest_of(sample.payload) == sample.envelope.digest
+            acknowledged = self.told.acknowledged.get(sample.envelope.sample_id, sample.payload)
+            assert acknowledged == sample.payload, sample.envelope.sample_id
+            self.told.num_read += 1
 
     def _client(self) -> BufferClient:
         return BufferClient(self.buffer.address, deadline_seconds=DEADLINE_SECONDS)

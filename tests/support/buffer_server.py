@@ -74,13 +74,20 @@ class BufferProcess:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(
-        self, failpoint: str | None = None, file_bytes: int = 1 << 20, metrics_address: str | None = None
+        self,
+        failpoint: str | None = None,
+        file_bytes: int = 1 << 20,
+        metrics_address: str | None = None,
+        *,
+        compacting: bool = False,
     ) -> None:
         """Returns at once; clients wait for it. With a failpoint (see `faulty_files`) its disk fails there."""
-        module = "tests.support.faulty_buffer" if failpoint else "services.buffer"
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        module = "tests.support.faulty_buffer" if failpoint or compacting else "services.buffer"
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "HEADRACE_FILE_BYTES": str(file_bytes)}
         if failpoint:
-            environment |= {"HEADRACE_FAILPOINT": failpoint, "HEADRACE_FILE_BYTES": str(file_bytes)}
+            environment["HEADRACE_FAILPOINT"] = failpoint
+        if compacting:
+            environment["HEADRACE_COMPACTING"] = "1"
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", module, "--config", str(self._config), "--address", self.address,
             "--data-dir", str(self.folder / "ledger"),

@@ -63,11 +63,17 @@ def open_database(path: Path, connect: Callable[[Path], sqlite3.Connection], *, 
 def connect(path: Path, factory: type[sqlite3.Connection] = sqlite3.Connection) -> sqlite3.Connection:
     """Every transaction is on the disk when its COMMIT returns."""
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30.0, factory=factory)
+    connection.text_factory = _text
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA cell_size_check = ON")
     connection.execute(f"PRAGMA cache_size = -{_PAGE_CACHE_KIB}")
     return connection
+
+
+def _text(data: bytes) -> str:
+    """A key that the disk has changed is no longer that of its row, and need not be readable."""
+    return data.decode(errors="replace")
 
 
 def write_rows(connection: sqlite3.Connection, table: str, rows: Sequence[tuple[Any, ...]]) -> None:

@@ -76,7 +76,10 @@ class SqliteStore:
 
     def load(self) -> Snapshot:
         with self._writing:
-            state = load_state(self._writer)
+            try:
+                state = load_state(self._writer)
+            except sqlite3.DatabaseError as error:
+                raise DataLoss(f"{FILE} cannot be read whole ({error}): restore a backup") from error
         self._state_damage = state.damage
         for record in (r for group in state.groups for r in group.records if not self._extents.find(r.key)):
             group_id = record.key.rpartition("#")[0]
