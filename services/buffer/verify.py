@@ -17,7 +17,7 @@ from headrace.config.job import BufferSection
 from headrace.errors import DataLoss, HeadraceError
 from headrace.rpc.log import configure_logging
 from services.buffer.group import SampleRecord
-from services.buffer.store.base import Store
+from services.buffer.store.base import Damage, Store
 from services.buffer.store.kinds import open_store
 
 
@@ -37,12 +37,15 @@ def verify(store: Store, columns: Path) -> Contents:
     """Reads every record, every payload and every column against its checksum."""
     snapshot = store.load()
     records = [record for group in snapshot.groups for record in group.records]
-    damaged = [damage.what for damage in store.damage()]
+    unread: dict[str, str] = {}
     for record in records:
         try:
             store.read_payloads([record])
         except HeadraceError as error:
-            damaged.append(f"{record.key}: {error.message}")
+            unread[record.sample_id] = error.message
+    named = {damage.sample_id for damage in store.damage()}
+    damaged = [_described(damage) for damage in store.damage()]
+    damaged += [f"sample {sample_id}: {message}" for sample_id, message in unread.items() if sample_id not in named]
     damaged += _damaged_columns(records, columns)
     return Contents(
         streams=len(snapshot.streams),
@@ -52,6 +55,11 @@ def verify(store: Store, columns: Path) -> Contents:
         payload_bytes=sum(record.payload_bytes for record in records),
         damaged=tuple(damaged),
     )
+
+
+def _described(damage: Damage) -> str:
+    whose = [f"{kind} {name}" for kind, name in (("group", damage.group_id), ("sample", damage.sample_id)) if name]
+    return f"{damage.what} ({', '.join(whose)})" if whose else damage.what
 
 
 def _events(store: Store, damaged: list[str]) -> Iterator[int]:
