@@ -1,12 +1,14 @@
 """Data sources: a user's class that gives prompts. It lives in one worker process and is made anew wherever that ends.
 
 A class with `save` and `load` is asked to save after every answer and to load what belongs to the number of groups that
-the ledger has taken. One without them has to answer the same whenever it is made: it is wound forward by asking again.
+the ledger has taken. One without them has to answer the same whenever it is made: it is wound forward by asking again,
+in as many calls as that takes.
 """
 
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -52,6 +54,15 @@ def load_data_source(path: str) -> tuple[bool, bool]:
     return "save" in names, "add_samples" in names
 
 
+def wind_data_source(path: str, args: HookArgs, position: int, seconds: float) -> int:
+    """Goes towards `position` for about `seconds`, and answers where it is then. Runs in a worker."""
+    alive, end, count = _before(path, args, position), time.monotonic() + seconds, 1
+    while alive.position < position and time.monotonic() < end:
+        _forward(path, alive, position, count)
+        count = min(2 * count, _AT_ONCE)  # so that the last answer takes about as long as all before it
+    return alive.position
+
+
 def read_data_source(path: str, args: HookArgs, position: int, count: int) -> list[Sample]:
     """At most `count` groups after the first `position`, each by its first sample. Runs in a worker."""
     alive = _at(path, args, position)
@@ -75,19 +86,30 @@ def add_to_data_source(path: str, args: HookArgs, position: int, groups: Sequenc
 
 
 def _at(path: str, args: HookArgs, position: int) -> _Alive:
+    """`wind_data_source` went before, so there is nothing to wind unless its worker ended since."""
+    alive = _before(path, args, position)
+    while alive.position < position:
+        _forward(path, alive, position, _AT_ONCE)
+    return alive
+
+
+def _before(path: str, args: HookArgs, position: int) -> _Alive:
+    """The object, at the position or before it."""
     alive = _holder(path).alive
-    if alive is None or alive.position != position:
+    if alive is None or alive.position > position or (alive.position < position and alive.keeps_state):
         alive = _holder(path).alive = _Alive(load_hook(path).target(args), 0, load_data_source(path)[0])
         if alive.keeps_state and position:
             alive.source.load(position)
             alive.position = position
-    while alive.position < position:
-        if not _groups(path, alive, min(position - alive.position, _AT_ONCE)):
-            raise InvalidArgument(
-                f"hook {path} gave {position} groups before and now only {alive.position}: it must answer the same "
-                "whenever it is made, or have save and load"
-            )
     return alive
+
+
+def _forward(path: str, alive: _Alive, position: int, count: int) -> None:
+    if not _groups(path, alive, min(position - alive.position, count)):
+        raise InvalidArgument(
+            f"hook {path} gave {position} groups before and now only {alive.position}: it must answer the same "
+            "whenever it is made, or have save and load"
+        )
 
 
 def _groups(path: str, alive: _Alive, count: int) -> list[Sample]:

@@ -74,6 +74,39 @@ MAX_PAGE_SIZE: Final = 1_000
 MAX_STATES: Final = 16
 """States to choose from in ListGroups."""
 
+# One call of the rollout service
+
+MAX_PROMPT_TOKENS: Final = 1 << 20
+"""Token ids of a prompt."""
+MAX_NEW_TOKENS: Final = 1 << 20
+"""max_new_tokens."""
+MAX_STOPS: Final = 1_024
+"""Stop strings, and stop token ids."""
+MAX_TEMPERATURE: Final = 1e6
+"""temperature."""
+MAX_EVAL_DATASETS: Final = 256
+"""Evaluate."""
+MAX_EVAL_FILE_BYTES: Final = 256 << 20
+"""A prompt file to evaluate on."""
+MAX_EVAL_PROMPTS: Final = 1 << 20
+"""Prompts of a data set to evaluate on."""
+MAX_EVAL_SAMPLES: Final = 1 << 20
+"""Samples of an evaluation."""
+MAX_EVALUATIONS: Final = 8
+"""Evaluations at the same time."""
+MAX_TENSORS: Final = 1 << 20
+"""Tensors of a manifest, and checksums of a commit."""
+MAX_BUCKETS: Final = 1 << 16
+"""Buckets of a publication."""
+MAX_PUBLISH_GROUPS: Final = 1_024
+"""Collective groups of a publication."""
+MAX_PUBLISH_SECONDS: Final = 86_400.0
+"""deadline_seconds of a publication."""
+MAX_ENGINES: Final = 65_536
+"""engine_ids."""
+MAX_PROBE_TOKENS: Final = 4_096
+"""Tokens that engines are asked about at a commit."""
+
 # What is stored
 
 MAX_PROMPT_BYTES: Final = 8 << 20

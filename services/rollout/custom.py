@@ -1,4 +1,8 @@
-"""Samples made by a user's generate function, in worker processes."""
+"""Samples made by a user's generate function, in worker processes.
+
+The function asks the router itself, so what it brings is held back here until no verdict on weights is awaited; where
+weights were refused while it ran, all that it made is made again.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +11,29 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from headrace.config.job import Job
-from headrace.errors import ConfigError, HeadraceError
+from headrace.errors import ConfigError, HeadraceError, InvalidArgument, Unavailable
 from headrace.hooks import HookArgs, from_hook, hook_args, load_hook, run_generate, to_hook
 from headrace.hooks import Sample as HookSample
 from headrace.hooks.generate import takes_group
 from headrace.rpc.log import log
 from headrace.trajectory import Failure, Sample
 from headrace.workers import WorkerError, WorkerPool
+from services.rollout.engine.weights import ServedWeights
 from services.rollout.sampling import SampleRequest, failed_sample
 
 _WORKERS = 2
 _CALLS_PER_WORKER = 256
 _LOAD_SECONDS = 120.0
+_MOST_DIGITS = 16  # of 2^53
 
 
 class CustomMaker:
     """Calls the function with slime's arguments; its exception is its samples' failure."""
 
-    def __init__(self, path: str, args: HookArgs, *, seconds: float) -> None:
+    def __init__(self, path: str, args: HookArgs, weights: ServedWeights, *, seconds: float) -> None:
         self._path = path
+        self._weights = weights
+        self._places = asyncio.Semaphore(_WORKERS * _CALLS_PER_WORKER)
         self._args = args
         self._seconds = seconds
         self._pool = WorkerPool(_WORKERS, calls_per_worker=_CALLS_PER_WORKER)
@@ -46,11 +54,14 @@ class CustomMaker:
     async def make_all(
         self, requests: Sequence[SampleRequest], *, evaluation: bool, hand_back: asyncio.Event | None = None
     ) -> list[Sample]:
-        """At least one sample for each request; more where one execution fans out. What is ABORTED goes back."""
+        """At least one sample for each request; more where one execution fans out. What is ABORTED goes back.
+
+        Raises Unavailable when weights were refused meanwhile: nothing of it may be stored.
+        """
         parts = [requests] if self._takes_group else [[request] for request in requests]
         self.in_flight += len(requests)
         try:
-            made = [await self._call(part, evaluation=evaluation) for part in parts]
+            made = await asyncio.gather(*(self._call(part, evaluation=evaluation) for part in parts))
         finally:
             self.in_flight -= len(requests)
         return [sample for samples in made for sample in samples]
@@ -59,17 +70,71 @@ class CustomMaker:
         params = requests[0].params.for_engine()
         work = (self._path, self._args, [_to_hook(r) for r in requests], params, evaluation)
         try:
-            results = await self._pool.run(run_generate, *work, timeout_seconds=self._seconds)
+            async with self._places:
+                oldest, refusals = self._weights.policy_version, self._weights.refusals
+                results = await self._pool.run(run_generate, *work, timeout_seconds=self._seconds)
+            await self._weights.settled()
+            self._require_no_refusal(refusals)
             return [
-                sample for request, made in zip(requests, results, strict=True) for sample in _from_hooks(request, made)
+                sample
+                for request, made in zip(requests, results, strict=True)
+                for sample in await self._from_hooks(request, made, min(oldest, self._weights.policy_version))
             ]
+        except WeightsRefused:
+            raise
         except (WorkerError, HeadraceError) as error:
             log.warning("hook_failed", hook=self._path, sample_id=requests[0].sample_id, message=error.message)
             reason = error.reason if isinstance(error, HeadraceError) else _REASONS[type(error).__name__]
             return [failed_sample(request, Failure(reason, error.message)) for request in requests]
+        except Exception as error:  # what a user's function returned may be anything
+            log.warning("hook_failed", hook=self._path, sample_id=requests[0].sample_id, exc_info=error)
+            message = f"what hook {self._path} returned cannot be used: {type(error).__name__}: {error}"
+            return [failed_sample(request, Failure("HOOK_INVALID", message)) for request in requests]
+
+    def _require_no_refusal(self, refusals: int) -> None:
+        if self._weights.refusals != refusals:
+            raise WeightsRefused(f"weights were refused while hook {self._path} ran: it runs again")
+
+    async def _from_hooks(self, request: SampleRequest, made: Sequence[HookSample], oldest: int) -> list[Sample]:
+        """One sample keeps the request's id; those of a fan-out are numbered and share it as their rollout."""
+        if len(made) != 1:
+            for sample in made:
+                sample.rollout_id = request.sample_id
+        for sample in made:
+            sample.weight_versions = [await self._version(name) for name in sample.weight_versions] or [str(oldest)]
+        return [
+            from_hook(
+                sample,
+                sample_id=request.sample_id if len(made) == 1 else f"{request.sample_id}/{number}",
+                group_id=request.group_id,
+                index=request.index,
+                sampling_params=request.params.for_engine(),
+            )
+            for number, sample in enumerate(made)
+        ]
+
+    async def _version(self, name: object) -> str:
+        """The policy version behind a name that an engine gave, or behind a version's own number."""
+        if isinstance(name, str) and name.isascii() and name.isdigit() and len(name) <= _MOST_DIGITS:
+            if int(name) > self._weights.policy_version:
+                raise InvalidArgument(f"weight_versions hold {name}, {self._weights.policy_version} is served")
+            return name
+        version = await self._weights.version_of(name) if isinstance(name, str) else None
+        if version is None:
+            raise WeightsRefused(f"weight_versions hold {name!r:.80}, which is of refused weights")
+        return str(version)
 
 
-_REASONS = {"WorkerTimeout": "HOOK_TIMEOUT", "WorkerCrashed": "HOOK_CRASHED", "WorkerRaised": "HOOK_RAISED"}
+class WeightsRefused(Unavailable):
+    """Nothing of it may be stored; it is made again."""
+
+
+_REASONS = {
+    "WorkerTimeout": "HOOK_TIMEOUT",
+    "WorkerCrashed": "HOOK_CRASHED",
+    "WorkerBroken": "HOOK_CRASHED",
+    "WorkerRaised": "HOOK_RAISED",
+}
 
 
 def custom_args(job: Job, router_url: str) -> HookArgs:
@@ -89,20 +154,3 @@ def _to_hook(request: SampleRequest) -> HookSample:
     return HookSample(
         index=request.index, prompt=request.prompt.text, label=request.label, metadata=dict(request.metadata)
     )
-
-
-def _from_hooks(request: SampleRequest, made: Sequence[HookSample]) -> list[Sample]:
-    """One sample keeps the request's id; those of a fan-out are numbered and share it as their rollout."""
-    if len(made) != 1:
-        for sample in made:
-            sample.rollout_id = request.sample_id
-    return [
-        from_hook(
-            sample,
-            sample_id=request.sample_id if len(made) == 1 else f"{request.sample_id}/{number}",
-            group_id=request.group_id,
-            index=request.index,
-            sampling_params=request.params.for_engine(),
-        )
-        for number, sample in enumerate(made)
-    ]

@@ -1,21 +1,28 @@
-"""Evaluations: prompts of JSONL files through the engines and the judge, beside production."""
+"""Evaluations: prompts of JSONL files through the engines and the judge, beside production.
+
+A sample that could not be made or judged is counted and reported; when more than half of them are, the evaluation ends.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+import contextlib
+import math
+import uuid
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
-from headrace.errors import InvalidArgument
-from headrace.trajectory import Sample, Status
+from headrace.errors import FailedPrecondition, HeadraceError, InvalidArgument
+from headrace.rpc.log import log
+from headrace.trajectory import Failure, Sample, Status
+from headrace.wire.checks import optional_name, require_at_most, require_between, require_name, require_path
+from headrace.wire.limits import MAX_EVAL_DATASETS, MAX_EVAL_SAMPLES, MAX_SAMPLES_PER_GROUP
 from services.rollout.engine.api import SamplingParams
+from services.rollout.eval_file import EvalFiles, EvalKeys, EvalRow
 from services.rollout.judge import Judge
 from services.rollout.prompts import EncodedPrompt, PromptEncoder
-from services.rollout.sampling import Maker, SampleRequest, merged_params, seed_of
+from services.rollout.sampling import Maker, SampleRequest, failed_sample, merged_params, seed_of
 
 _AT_ONCE = 64
 
@@ -30,116 +37,181 @@ class Progress:
     results: tuple[pb.EvalResult, ...] = ()
 
 
+@dataclass(slots=True)
+class _Tally:
+    """What a data set's samples come to."""
+
+    rewards: list[float] = field(default_factory=list)
+    failed: int = 0
+    first_failure: Failure | None = None
+    response_tokens: int = 0
+    truncated: int = 0
+    versions: set[int] = field(default_factory=set)
+
+    def add(self, sample: Sample) -> None:
+        if sample.status is Status.FAILED or sample.reward is None:
+            self.failed += 1
+            self.first_failure = self.first_failure or sample.failure
+            return
+        self.rewards.append(sample.reward)
+        self.response_tokens += sample.response_length
+        self.truncated += sample.status is Status.TRUNCATED
+        self.versions.update(r.policy_version for r in sample.policy_ranges)
+
+    def result(self, name: str) -> pb.EvalResult:
+        count = max(len(self.rewards), 1)
+        return pb.EvalResult(
+            name=name,
+            mean_reward=math.fsum(self.rewards) / count,
+            num_samples=len(self.rewards),
+            num_failed=self.failed,
+            mean_response_tokens=self.response_tokens / count,
+            truncated_ratio=self.truncated / count,
+            min_policy_version=min(self.versions, default=0),
+            max_policy_version=max(self.versions, default=0),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """One data set: its rows, and how each is sampled."""
+
+    name: str
+    rows: Sequence[EvalRow]
+    n_samples: int
+    params: SamplingParams
+
+    @property
+    def total(self) -> int:
+        return len(self.rows) * self.n_samples
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One sample to be made and judged."""
+
+    tally: _Tally
+    plan: _Plan
+    row: int
+    index: int
+
+
 class Evaluator:
-    """Judges whatever version the engines serve."""
+    """Judges whatever version the engines serve. At most 64 samples of one evaluation are in work at once."""
 
     def __init__(
-        self, encoder: PromptEncoder, maker: Maker, judge: Judge, defaults: SamplingParams, *, seed: int
+        self,
+        encoder: PromptEncoder,
+        maker: Maker,
+        judge: Judge,
+        defaults: SamplingParams,
+        *,
+        seed: int,
+        files: EvalFiles,
     ) -> None:
         self._encoder = encoder
         self._maker = maker
         self._judge = judge
         self._defaults = defaults
         self._seed = seed
+        self._files = files
 
-    async def run(self, datasets: Sequence[pb.EvalDataset]) -> AsyncIterator[Progress]:
-        """Progress as samples finish, then the results. Raises InvalidArgument with file and line for bad data."""
+    async def run(self, datasets: Sequence[pb.EvalDataset]) -> AsyncGenerator[Progress, None]:
+        """Progress as samples finish, then the results.
+
+        Raises InvalidArgument with file and line for bad data, and FailedPrecondition when most samples failed.
+        """
         if not datasets:
             raise InvalidArgument("no data set is named", field="datasets")
-        requests = [list(self._requests(dataset)) for dataset in datasets]
-        total = sum(len(of_dataset) for of_dataset in requests)
-        finished: list[list[Sample]] = [[] for _ in datasets]
-        places = asyncio.Semaphore(_AT_ONCE)
-        tasks = [
-            asyncio.create_task(self._one(number, request, places))
-            for number, of_dataset in enumerate(requests)
-            for request in of_dataset
-        ]
+        require_at_most(len(datasets), MAX_EVAL_DATASETS, "datasets")
+        plans = [await self._plan(dataset) for dataset in datasets]
+        total = sum(plan.total for plan in plans)
+        if total > MAX_EVAL_SAMPLES:
+            raise InvalidArgument(
+                f"{total} samples, an evaluation may have {MAX_EVAL_SAMPLES}: pass max_prompts", field="datasets"
+            )
+        tallies = [_Tally() for _ in plans]
         done = 0
-        try:
-            for next_done in asyncio.as_completed(tasks):
-                number, samples = await next_done
-                finished[number] += samples
+        async with contextlib.aclosing(self._finished(_jobs(plans, tallies))) as finished:
+            async for job, samples in finished:
+                for sample in samples:
+                    job.tally.add(sample)
                 done += 1
+                _require_most(tallies, total)
                 yield Progress(done, total, tuple(samples))
-        finally:
-            for task in tasks:
-                task.cancel()
-        results = tuple(_result(d.name, samples) for d, samples in zip(datasets, finished, strict=True))
-        yield Progress(done, total, results=results)
+        yield Progress(done, total, results=tuple(t.result(p.name) for p, t in zip(plans, tallies, strict=True)))
 
-    async def _one(self, number: int, request: SampleRequest, places: asyncio.Semaphore) -> tuple[int, list[Sample]]:
-        async with places:
-            made = await self._maker.make_all([request], evaluation=True)
-        return number, await self._judge.judge(made)
-
-    def _requests(self, dataset: pb.EvalDataset) -> Iterator[SampleRequest]:
-        if not dataset.name or dataset.n_samples_per_prompt < 1:
-            raise InvalidArgument("a data set needs a name and n_samples_per_prompt of at least 1", field="datasets")
-        params = merged_params(dataset.sampling, self._defaults)
-        for row, (where, record) in enumerate(_rows(dataset)):
-            prompt = self._prompt(dataset, where, record)
-            label = record.get(dataset.label_key) if dataset.label_key else None
-            metadata = record.get(dataset.metadata_key) if dataset.metadata_key else None
-            group_id = f"eval/{dataset.name}/{row}"
-            for index in range(dataset.n_samples_per_prompt):
-                yield SampleRequest(
-                    sample_id=f"{group_id}/{index}",
-                    group_id=group_id,
-                    index=index,
-                    prompt=prompt,
-                    label=None if label is None else str(label),
-                    metadata=metadata if isinstance(metadata, dict) else {},
-                    params=replace(params, seed=seed_of(self._seed, group_id, 0, index)),
-                )
-
-    def _prompt(self, dataset: pb.EvalDataset, where: str, record: dict[str, Any]) -> EncodedPrompt:
-        content = record.get(dataset.input_key)
-        if isinstance(content, str):
-            return self._encoder.encode_text(content)
-        if isinstance(content, list):
-            return self._encoder.encode_messages(content, None)
-        raise InvalidArgument(
-            f"{where}: {dataset.input_key!r} must be text or an array of messages; keys here: {sorted(record)}",
-            field="datasets.input_key",
+    async def _plan(self, dataset: pb.EvalDataset) -> _Plan:
+        name = require_name(dataset.name, "datasets.name")
+        n_samples = require_between(
+            dataset.n_samples_per_prompt, 1, MAX_SAMPLES_PER_GROUP, "datasets.n_samples_per_prompt"
         )
+        keys = EvalKeys(
+            require_name(dataset.input_key, "datasets.input_key"),
+            optional_name(dataset.label_key, "datasets.label_key"),
+            optional_name(dataset.metadata_key, "datasets.metadata_key"),
+        )
+        path = require_path(dataset.path, "datasets.path")
+        params = merged_params(dataset.sampling, self._defaults)
+        limit = dataset.max_prompts if dataset.HasField("max_prompts") else None
+        return _Plan(name, await self._encoder.off_loop(self._files.read, path, keys, limit), n_samples, params)
+
+    async def _finished(self, jobs: Iterator[_Job]) -> AsyncGenerator[tuple[_Job, list[Sample]], None]:
+        """Each with its samples, as they are done; the next one begins when one has ended."""
+        running: set[asyncio.Task[tuple[_Job, list[Sample]]]] = set()
+        evaluation_id = uuid.uuid4().hex[:8]
+        try:
+            while True:
+                while len(running) < _AT_ONCE and (job := next(jobs, None)) is not None:
+                    running.add(asyncio.create_task(self._done(job, evaluation_id)))
+                if not running:
+                    return
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    yield task.result()
+        finally:
+            for task in running:
+                task.cancel()
+
+    async def _done(self, job: _Job, evaluation_id: str) -> tuple[_Job, list[Sample]]:
+        """What goes wrong with a sample is that sample's failure."""
+        row = job.plan.rows[job.row]
+        group_id = f"eval/{job.plan.name}/{job.row}"
+        request = SampleRequest(
+            sample_id=f"eval-{evaluation_id}/{job.plan.name}/{job.row}/{job.index}",
+            group_id=group_id,
+            index=job.index,
+            prompt=EncodedPrompt("", ()),
+            label=row.label,
+            metadata=row.metadata,
+            params=replace(job.plan.params, seed=seed_of(self._seed, group_id, 0, job.index)),
+        )
+        try:
+            request = replace(request, prompt=await self._encoder.off_loop(self._encoded, row))
+            return job, await self._judge.judge(await self._maker.make_all([request], evaluation=True))
+        except Exception as error:  # one sample of many
+            reason = error.reason if isinstance(error, HeadraceError) else "EVALUATION_RAISED"
+            log.warning("evaluation_sample_failed", where=row.where, reason=reason, error=str(error))
+            return job, [failed_sample(request, Failure(reason, f"{row.where}: {error}"))]
+
+    def _encoded(self, row: EvalRow) -> EncodedPrompt:
+        if isinstance(row.prompt, str):
+            return self._encoder.encode_text(row.prompt)
+        return self._encoder.encode_messages(row.prompt, None)
 
 
-def _rows(dataset: pb.EvalDataset) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file:line, object) of each line used."""
-    path = Path(dataset.path)
-    if not path.is_file():
-        raise InvalidArgument(f"there is no file {path} on the rollout service's machine", field="datasets.path")
-    limit = dataset.max_prompts if dataset.HasField("max_prompts") else None
-    used = 0
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            if limit is not None and used >= limit:
-                return
-            where = f"{path}:{number}"
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise InvalidArgument(f"{where}: not JSON: {error}", field="datasets.path") from error
-            if not isinstance(record, dict):
-                raise InvalidArgument(f"{where}: not a JSON object: {line[:60]!r}", field="datasets.path")
-            used += 1
-            yield where, record
+def _jobs(plans: Sequence[_Plan], tallies: Sequence[_Tally]) -> Iterator[_Job]:
+    for plan, tally in zip(plans, tallies, strict=True):
+        for row in range(len(plan.rows)):
+            for index in range(plan.n_samples):
+                yield _Job(tally, plan, row, index)
 
 
-def _result(name: str, samples: Sequence[Sample]) -> pb.EvalResult:
-    judged = [s for s in samples if s.status is not Status.FAILED and s.reward is not None]
-    versions = [r.policy_version for s in judged for r in s.policy_ranges]
-    count = max(len(judged), 1)
-    return pb.EvalResult(
-        name=name,
-        mean_reward=sum(s.reward or 0.0 for s in judged) / count,
-        num_samples=len(judged),
-        num_failed=len(samples) - len(judged),
-        mean_response_tokens=sum(s.response_length for s in judged) / count,
-        truncated_ratio=sum(s.status is Status.TRUNCATED for s in judged) / count,
-        min_policy_version=min(versions, default=0),
-        max_policy_version=max(versions, default=0),
-    )
+def _require_most(tallies: Sequence[_Tally], total: int) -> None:
+    failed = sum(tally.failed for tally in tallies)
+    if 2 * failed > total:
+        first = next(tally.first_failure for tally in tallies if tally.first_failure)
+        raise FailedPrecondition(
+            f"{failed} of {total} samples failed, the first by {first.reason}: {first.message}",
+            reason="EVALUATION_FAILED",
+        )

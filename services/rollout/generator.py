@@ -1,27 +1,36 @@
-"""One response, whatever engines do meanwhile: it is continued from its tokens when an engine dies or aborts it."""
+"""One response, whatever engines do meanwhile: it is continued from its tokens when an engine dies or aborts it.
+
+What an engine answers wrongly is asked again, and the engine is suspected. Tokens of weights whose publication is not
+committed yet are held back until it is; those of refused weights are cut off and made again.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
-from headrace.errors import DeadlineExceeded, Unavailable
-from services.rollout.engine.api import NOTHING_YET, Finish, Generation, SamplingParams
+from headrace.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
+from services.rollout.engine.answer import Answer, BadAnswer, Finish
+from services.rollout.engine.api import NOTHING_YET, Generation, SamplingParams
 from services.rollout.engine.client import EngineClient
+from services.rollout.engine.weights import ServedWeights
 
 _FIRST_BACKOFF_SECONDS = 0.1
 _LONGEST_BACKOFF_SECONDS = 2.0
 
 
 class Generator:
-    """Asks the router. `served_version` keeps the prefix caches of different weights apart."""
+    """Asks the router. `suspect` hears of every bad answer."""
 
-    def __init__(self, router: EngineClient, served_version: Callable[[], int]) -> None:
+    def __init__(
+        self, router: EngineClient, weights: ServedWeights, suspect: Callable[[BadAnswer], None] = lambda _: None
+    ) -> None:
         self._router = router
-        self._served_version = served_version
+        self._weights = weights
+        self._suspect = suspect
 
     async def generate(
         self,
@@ -72,18 +81,28 @@ class Generator:
             attempt += 1
             rest = replace(params, max_new_tokens=params.max_new_tokens - len(done.tokens))
             so_far = done
+            failure: Unavailable | None = None
             try:
-                async for piece in self._ask([*prompt, *done.tokens], rest, f"{request_id}#{attempt}", left, streaming):
-                    so_far = done.then(piece)
-                    yield so_far
+                pieces = self._ask([*prompt, *done.tokens], rest, f"{request_id}#{attempt}", left, streaming)
+                async with contextlib.aclosing(pieces):
+                    async for piece in pieces:
+                        if streaming and len(done.tokens) + len(piece.tokens) < len(so_far.tokens):
+                            raise Unavailable("weights were taken back: ask again", reason="WEIGHTS_REFUSED")
+                        so_far = done.then(piece)
+                        yield so_far
+            except BadAnswer as error:
+                self._suspect(error)
+                failure = error
+            except (InvalidArgument, FailedPrecondition) as error:
+                self._suspect(BadAnswer("refused", error.message))  # it may refuse whatever it is asked
+                raise
             except Unavailable as error:
-                if end - time.monotonic() <= backoff_seconds:
-                    raise
-                failure: Unavailable | None = error
+                failure = error
             else:
-                failure = None
                 if so_far.finish is not None and so_far.finish.is_final:
                     return
+            if failure is not None and end - time.monotonic() <= backoff_seconds:
+                raise failure
             if failure is None and len(so_far.tokens) > len(done.tokens):
                 backoff_seconds = _FIRST_BACKOFF_SECONDS
             done = replace(so_far, finish=Finish.ABORT)
@@ -98,17 +117,31 @@ class Generator:
 
     async def _ask(
         self, tokens: list[int], params: SamplingParams, request_id: str, seconds: float, streaming: bool
-    ) -> AsyncIterator[Generation]:
-        cache_key = f"v{self._served_version()}"
+    ) -> AsyncGenerator[Generation, None]:
+        end = time.monotonic() + seconds
+        cache_key = f"v{self._weights.policy_version}"
         if not streaming:
-            yield await self._router.generate(
+            answer = await self._router.generate(
                 tokens, params, request_id=request_id, cache_key=cache_key, seconds=seconds
             )
+            yield await self._accepted(answer, len(tokens), end)
             return
-        async for piece in self._router.stream(
-            tokens, params, request_id=request_id, cache_key=cache_key, seconds=seconds
-        ):
-            yield piece
+        answers = self._router.stream(tokens, params, request_id=request_id, cache_key=cache_key, seconds=seconds)
+        async with contextlib.aclosing(answers):
+            async for answer in answers:
+                generation = await self._accepted(answer, len(tokens), end)
+                yield generation
+                if len(generation.tokens) < len(answer.tokens):
+                    return  # what follows was made after tokens of refused weights
+
+    async def _accepted(self, answer: Answer, num_prompt_tokens: int, end: float) -> Generation:
+        """What accepted weights made of the answer, once every verdict on its weights is there."""
+        try:
+            async with asyncio.timeout(end - time.monotonic()):
+                ranges = await self._weights.ranges_of(answer.spans)
+        except TimeoutError as error:
+            raise DeadlineExceeded("its weights were neither committed nor refused in time") from error
+        return Generation.of(answer, ranges, num_prompt_tokens)
 
 
 async def _set_within(event: asyncio.Event | None, seconds: float) -> None:

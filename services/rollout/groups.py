@@ -8,6 +8,7 @@ from dataclasses import replace
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import HeadraceError
+from headrace.sample_checks import ModelBounds
 from headrace.trajectory import Failure, Sample, Status, from_json
 from headrace.workers import WorkerError
 from services.rollout.engine.api import SamplingParams
@@ -37,6 +38,7 @@ class GroupMaker:
         group_filter: GroupFilter | None = None,
         partial_rollout: PartialRollout | None = None,
         teacher: Teacher | None = None,
+        bounds: ModelBounds | None = None,
     ) -> None:
         self._encoder = encoder
         self._maker = maker
@@ -48,6 +50,7 @@ class GroupMaker:
         self._filter = group_filter
         self._partial = partial_rollout
         self._teacher = teacher
+        self._bounds = bounds
 
     @property
     def hands_back(self) -> bool:
@@ -57,7 +60,7 @@ class GroupMaker:
     async def make(self, lease: buffer_pb2.GroupLease, hand_back: asyncio.Event | None = None) -> Made:
         """What to put for the lease: COMPLETE, DROPPED or FAILED; or its release, when it was interrupted."""
         try:
-            prompt = self._encoder.encode(lease.prompt)
+            prompt = await self._encoder.off_loop(self._encoder.encode, lease.prompt)
             params = self._params_for(prompt)
         except HeadraceError as error:
             return _put(lease, buffer_pb2.PUT_OUTCOME_FAILED, failure=Failure(error.reason, error.message))
@@ -71,9 +74,20 @@ class GroupMaker:
         samples = await self._maker.make_all(requests, evaluation=False, hand_back=hand_back)
         if any(s.status is Status.ABORTED for s in samples):
             return self._interrupted(lease, samples)
+        samples = [self._bounded(sample) for sample in samples]
         if self._partial:
             samples = [self._partial.finished(sample, lease.policy_version) for sample in samples]
         return await self._judged(lease, samples)
+
+    def _bounded(self, sample: Sample) -> Sample:
+        """FAILED where it holds what the model does not have."""
+        if self._bounds is None or sample.status is Status.FAILED:
+            return sample
+        try:
+            self._bounds.check(sample.sample_id, sample.tokens, sample.columns)
+        except HeadraceError as error:
+            return replace(sample, status=Status.FAILED, failure=Failure("NOT_OF_THE_MODEL", error.message))
+        return sample
 
     def _interrupted(self, lease: buffer_pb2.GroupLease, samples: list[Sample]) -> Made:
         """An aborted sample, and one that fanned out with it, is never trained."""

@@ -19,6 +19,7 @@ _CALL_SECONDS = 20.0
 _PATIENCE_SECONDS = 300.0
 _PAUSE_SECONDS = 1.0
 _JUDGED_AT_ONCE = 16
+_KEPT_CLIENTS = 8  # their calls on the way may finish; those of the ones before are made again at the new address
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +51,12 @@ class Judge:
 
     async def retarget(self, *, address: str | None, scorer: str | None) -> JudgeTarget:
         """From the next call on; calls on their way finish where they are. None leaves as it is."""
-        if address is not None:
+        if address is not None and address != self.target.address:
             client = RewardClient(address)
             self._former.append(self._client)
             self._client = client
+            if len(self._former) > _KEPT_CLIENTS:
+                await self._former.pop(0).close()
         self.target = JudgeTarget(
             self.target.address if address is None else address,
             self.target.scorer if scorer is None else scorer,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from services.rollout.engine.watch import FleetObserver
+
 _SECONDS_BUCKETS = (0.05, 0.2, 1.0, 5.0, 20.0, 60.0, 300.0)
 
 
-class RolloutMetrics:
+class RolloutMetrics(FleetObserver):
     """Counts since the start; also what GetFleet answers."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -21,6 +23,31 @@ class RolloutMetrics:
             buckets=_SECONDS_BUCKETS,
             registry=registry,
         )
+
+        self._bad_answers = Counter(
+            "headrace_rollout_bad_answers", "What engines answered and cannot be.", ["kind"], registry=registry
+        )
+        self._background = Counter(
+            "headrace_rollout_background_work_ended",
+            "Background work that raised and was started again.",
+            ["work"],
+            registry=registry,
+        )
+        self._groups_raised = Counter(
+            "headrace_rollout_groups_raised", "Groups whose work ended in an unforeseen error.", registry=registry
+        )
+
+    def bad_answer(self, kind: str) -> None:
+        """An engine answered what cannot be."""
+        self._bad_answers.labels(kind).inc()
+
+    def background_work_ended(self, name: str) -> None:
+        """It raised, and is started again."""
+        self._background.labels(name).inc()
+
+    def group_raised(self) -> None:
+        """A group's work ended in an error that nobody foresaw."""
+        self._groups_raised.inc()
 
     def group_done(self, outcome: str, tokens: int) -> None:
         """A group reached the ledger."""

@@ -17,7 +17,8 @@ from headrace.api.buffer.v1 import buffer_pb2
 from headrace.errors import HeadraceError
 from headrace.rpc.log import log
 from headrace.trajectory import ROUTED_EXPERTS, Sample, Status
-from services.rollout.engine.api import Finish, Generation
+from services.rollout.engine.answer import Finish
+from services.rollout.engine.api import Generation
 from services.rollout.prompts import EncodedPrompt
 
 _FINISH = {Status.COMPLETED: Finish.STOP, Status.TRUNCATED: Finish.LENGTH, Status.ABORTED: Finish.ABORT}

@@ -2,23 +2,38 @@
 
 Consumes leases; waits for admission, a free place, engines with the ledger's version, and `resume`; produces puts.
 States: running ⇄ paused → drained. Leases are renewed while a group is made; a lost lease ends the work on its group.
+Work on a group ends in a put or in a release, with one line in the log.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 from headrace.api.buffer.v1 import buffer_pb2
-from headrace.errors import HeadraceError, ResourceExhausted
+from headrace.api.sample.v1 import sample_pb2
+from headrace.background import kept_running
+from headrace.errors import (
+    Aborted,
+    DeadlineExceeded,
+    HeadraceError,
+    InvalidArgument,
+    ResourceExhausted,
+    RetryableError,
+    Unavailable,
+)
 from headrace.rpc.log import log
-from services.rollout.groups import GroupMaker
+from headrace.wire.checks import cut_text
+from services.rollout.groups import GroupMaker, Made
 from services.rollout.ledger import Ledger
 from services.rollout.metrics import RolloutMetrics
 
 _RETRY_SECONDS = 1.0
 _RENEWALS_PER_LEASE = 3
 _INTERRUPT_SECONDS = 10.0
+_LEDGER_BEHIND_SECONDS = 30.0
+"""Engines serve a version a moment before the ledger hears of it: so long a put of its tokens may be refused."""
 
 
 class Producer:
@@ -54,7 +69,9 @@ class Producer:
 
     def start(self) -> None:
         """Begins to produce."""
-        self._tasks = [asyncio.create_task(self._lease_for_ever())]
+        self._tasks = [
+            asyncio.create_task(kept_running("lease groups", self._lease_for_ever, self._metrics.background_work_ended))
+        ]
 
     def pause(self) -> None:
         """Leases no more; groups in flight finish."""
@@ -129,23 +146,42 @@ class Producer:
         await asyncio.sleep(_RETRY_SECONDS)
 
     async def _work(self, lease: buffer_pb2.GroupLease) -> None:
-        keeper = asyncio.create_task(self._keep(lease))
+        """Ends in a put or in a release, whatever happens, unless the lease is lost."""
+        keeper = asyncio.create_task(
+            kept_running("renew a lease", lambda: self._keep(lease), self._metrics.background_work_ended)
+        )
         hand_back = self._interruptions[lease.lease_id] = asyncio.Event()
         try:
-            made = await self._maker.make(lease, hand_back if self._maker.hands_back else None)
-            if isinstance(made, buffer_pb2.LeaseRelease):
-                log.info("group_interrupted", group_id=lease.group_id, how=made.reason)
-                await self._release([made])
-            else:
-                await self._put(made)
-        except HeadraceError as error:
-            log.error("group_lost", group_id=lease.group_id, reason=error.reason, error=error.message)
-        except Exception as error:  # one group's bug must not end production; the lease expires and is counted
-            log.error("group_raised", group_id=lease.group_id, exc_info=error)
+            made = await self._made(lease, hand_back if self._maker.hands_back else None)
+            release = await self._put(lease, made) if isinstance(made, buffer_pb2.GroupPut) else made
+            if release is not None:
+                log.info("group_released", group_id=lease.group_id, why=release.reason)
+                await self._release([release])
         finally:
             keeper.cancel()
             del self._groups[lease.lease_id], self._interruptions[lease.lease_id]
             self._something_ended.set()
+
+    async def _made(self, lease: buffer_pb2.GroupLease, hand_back: asyncio.Event | None) -> Made:
+        try:
+            return await self._maker.make(lease, hand_back)
+        except (RetryableError, Aborted, DeadlineExceeded) as error:
+            return _release(lease.lease_id, cut_text(f"{error.reason}: {error.message}"))
+        except HeadraceError as error:
+            return self._failed(lease, error.reason, error.message)
+        except Exception as error:  # one group's bug is that group's failure
+            self._metrics.group_raised()
+            log.error("group_raised", group_id=lease.group_id, exc_info=error)
+            return self._failed(lease, "GROUP_RAISED", f"{type(error).__name__}: {error}")
+
+    def _failed(self, lease: buffer_pb2.GroupLease, reason: str, message: str) -> buffer_pb2.GroupPut:
+        log.error("group_failed", group_id=lease.group_id, reason=reason, error=message)
+        return buffer_pb2.GroupPut(
+            lease_id=lease.lease_id,
+            group_id=lease.group_id,
+            outcome=buffer_pb2.PUT_OUTCOME_FAILED,
+            failure=sample_pb2.Failure(reason=reason, message=cut_text(message)),
+        )
 
     async def _keep(self, lease: buffer_pb2.GroupLease) -> None:
         work = self._groups[lease.lease_id]
@@ -161,20 +197,45 @@ class Producer:
                 work.cancel()
                 return
 
-    async def _put(self, put: buffer_pb2.GroupPut) -> None:
-        while True:
-            try:
-                result = await self._ledger.put(put)
-                break
-            except ResourceExhausted as error:
-                await asyncio.sleep(error.retry_after_seconds)
+    async def _put(self, lease: buffer_pb2.GroupLease, put: buffer_pb2.GroupPut) -> buffer_pb2.LeaseRelease | None:
+        """None once the ledger has it. One that the ledger will never take is put as FAILED, or else released."""
+        newest = _newest_version(put)
+        if newest > self._served_version():
+            return _release(lease.lease_id, f"version {newest} is not served any more: its trainer started again")
+        try:
+            result = await self._delivered(put, may_be_early=newest > lease.policy_version)
+        except Exception as error:  # what it was made of cannot be stored; that it failed can be
+            if put.outcome == buffer_pb2.PUT_OUTCOME_FAILED:
+                return _release(lease.lease_id, cut_text(f"neither put nor failed: {error}"))
+            return await self._put(lease, self._failed(lease, "PUT_REFUSED", str(error)))
         if result.HasField("refused"):
             log.warning("put_refused", group_id=put.group_id, reason=result.refused.reason)
-            return
+            return None
         tokens = sum(sample.envelope.response_tokens for sample in put.samples)
         outcome = buffer_pb2.PutOutcome.Name(put.outcome).removeprefix("PUT_OUTCOME_").lower()
         self._metrics.group_done(outcome, tokens)
         log.info("group_put", group_id=put.group_id, outcome=outcome, tokens=tokens, reason=put.failure.reason)
+        return None
+
+    async def _delivered(self, put: buffer_pb2.GroupPut, *, may_be_early: bool) -> buffer_pb2.PutResult:
+        """Tries until the ledger has answered: a put is idempotent, and the end of its lease ends this work."""
+        end = time.monotonic() + _LEDGER_BEHIND_SECONDS
+        while True:
+            try:
+                return await self._ledger.put(put)
+            except ResourceExhausted as error:
+                await asyncio.sleep(error.retry_after_seconds)
+            except (Unavailable, DeadlineExceeded) as error:
+                log.warning("put_not_answered", group_id=put.group_id, error=error.message)
+                await asyncio.sleep(_RETRY_SECONDS)
+            except InvalidArgument:
+                if not may_be_early or time.monotonic() > end:
+                    raise
+                await asyncio.sleep(_RETRY_SECONDS)
+
+
+def _newest_version(put: buffer_pb2.GroupPut) -> int:
+    return max((r.policy_version for sample in put.samples for r in sample.envelope.policy_ranges), default=0)
 
 
 def _release(lease_id: str, why: str) -> buffer_pb2.LeaseRelease:

@@ -1,17 +1,27 @@
-"""Prompts become tokens here, once; responses are never tokenized again."""
+"""Prompts become tokens here, once; responses are never tokenized again.
+
+Tokenizing a prompt of megabytes takes seconds: what comes from outside is encoded by `off_loop`, in threads of its own.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import AutoTokenizer
 
 from headrace.api.sample.v1 import sample_pb2 as pb
 from headrace.errors import ConfigError, InvalidArgument
+from headrace.sample_checks import check_text
+from headrace.wire.checks import require_bytes, require_json_array, require_json_object
+from headrace.wire.limits import MAX_PROMPT_BYTES
+
+_THREADS = 2
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +43,7 @@ class PromptEncoder:
                 f"no tokenizer in {hf_checkpoint}: {str(error).splitlines()[0]}: give a Hugging Face folder",
                 field="model.hf_checkpoint",
             ) from error
+        self._threads = ThreadPoolExecutor(_THREADS, "tokenize")
         self._apply_chat_template = apply_chat_template
         self._answers_follow = answers_follow
 
@@ -41,11 +52,24 @@ class PromptEncoder:
         """Transformers' tokenizer, for hooks."""
         return self._tokenizer
 
+    async def off_loop(self, work: Callable[..., T], *args: Any) -> T:
+        """`work(*args)`, in one of the encoder's threads."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+
+    def close(self) -> None:
+        """Ends the threads, once they have nothing to do."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that the tokenizer knows."""
+        return len(self._tokenizer)
+
     def encode(self, prompt: pb.Prompt) -> EncodedPrompt:
         """Raises InvalidArgument for a prompt without content or one that the chat template refuses."""
         kind = prompt.WhichOneof("content")
         if kind == "messages":
-            tools = json.loads(prompt.tools_json) if prompt.tools_json else None
+            tools = require_json_array(prompt.tools_json, "prompt.tools_json") or None
             return self.encode_messages([_message(m) for m in prompt.messages.messages], tools)
         if kind != "text":
             raise InvalidArgument(f"prompt {prompt.prompt_id} has no content", field="prompt.content")
@@ -58,8 +82,8 @@ class PromptEncoder:
         return self.encode_plain(text)
 
     def encode_plain(self, text: str) -> EncodedPrompt:
-        """Tokenized as it is."""
-        return EncodedPrompt(text, tuple(self._tokenizer.encode(text)))
+        """Tokenized as it is. Raises InvalidArgument for a text that is too large."""
+        return EncodedPrompt(text, self._tokens(text, add_special_tokens=True))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """For people and rewards; special tokens are left out."""
@@ -73,9 +97,17 @@ class PromptEncoder:
             )
         except Exception as error:  # a template is code of the checkpoint's author: it may raise anything
             raise InvalidArgument(f"the chat template refused it: {error}", field="prompt.messages") from error
-        return EncodedPrompt(text, tuple(self._tokenizer.encode(text, add_special_tokens=False)))
+        return EncodedPrompt(text, self._tokens(text, add_special_tokens=False))
+
+    def _tokens(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        check_text("prompt", text)
+        require_bytes(len(text.encode()), MAX_PROMPT_BYTES, "prompt")
+        if self._tokenizer.is_fast:  # only the ids: all else that transformers makes of them holds the interpreter
+            backend = self._tokenizer.backend_tokenizer
+            return tuple(backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 
 def _message(message: pb.ChatMessage) -> dict[str, Any]:
-    extra = json.loads(message.extra_json) if message.extra_json else {}
+    extra = require_json_object(message.extra_json, "prompt.messages.extra_json")
     return {"role": message.role, "content": message.content, **extra}

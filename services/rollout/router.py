@@ -8,14 +8,15 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from headrace.errors import Unavailable
+from headrace.errors import HeadraceError, Unavailable
 from headrace.rpc.net import free_port
 from services.rollout.child import ChildProcess
+from services.rollout.engine.answer import BadAnswer
+from services.rollout.engine.http import Http
 
 _CALL_SECONDS = 10.0
 _READY_SECONDS = 180.0
@@ -41,7 +42,7 @@ class Router:
             log_path,
             {},
         )
-        self._http = httpx.AsyncClient(base_url=self.url, trust_env=False, verify=False, timeout=_CALL_SECONDS)
+        self._http = Http(self.url)
 
     async def start(self) -> None:
         """Returns when it answers. Raises Unavailable with its last log lines when it does not."""
@@ -58,7 +59,7 @@ class Router:
         return await self._child.wait()
 
     async def add(self, engine_url: str) -> None:
-        """Returns when requests are routed to it. Raises Unavailable when the router does not take it."""
+        """Returns when requests are routed to it. Raises HeadraceError when the router does not take it."""
         if await self._routes_to(engine_url):
             return
         await self._call("POST", "/workers", {"url": engine_url})
@@ -71,32 +72,44 @@ class Router:
     async def remove(self, engine_url: str) -> None:
         """Takes it out of routing; nothing happens when it is not in."""
         for worker in await self._workers():
-            if worker["url"] == engine_url:
-                await self._call("DELETE", f"/workers/{worker['id']}", None)
+            if worker.url == engine_url:
+                await self._call("DELETE", f"/workers/{worker.worker_id}", None)
 
     async def stop(self) -> None:
         """Ends it."""
-        await self._http.aclose()
+        await self._http.close()
         await self._child.stop(grace_seconds=1.0)
 
     async def _answers(self) -> bool:
         try:
-            return (await self._http.get("/liveness")).is_success
-        except httpx.TransportError:
+            (await self._http.request("GET", "/liveness", None, seconds=_CALL_SECONDS)).require_success()
+        except HeadraceError:
             return False
+        return True
 
     async def _routes_to(self, engine_url: str) -> bool:
-        return any(worker["url"] == engine_url and worker["is_healthy"] for worker in await self._workers())
+        return any(worker.url == engine_url and worker.is_healthy for worker in await self._workers())
 
-    async def _workers(self) -> list[dict[str, Any]]:
-        workers: list[dict[str, Any]] = (await self._call("GET", "/workers", None))["workers"]
-        return workers
+    async def _workers(self) -> list[_Worker]:
+        workers = (await self._http.request("GET", "/workers", None, seconds=_CALL_SECONDS)).json().get("workers")
+        if not isinstance(workers, list):
+            raise BadAnswer("workers", f"the router's workers are of type {type(workers).__name__}")
+        return [_Worker.of(worker) for worker in workers]
 
-    async def _call(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
-        try:
-            response = await self._http.request(method, path, json=body)
-        except httpx.TransportError as error:
-            raise Unavailable(f"the router at {self.url} does not answer: {type(error).__name__} {error}") from error
-        if response.is_error:
-            raise Unavailable(f"the router answered {response.status_code} to {method} {path}: {response.text[:300]}")
-        return response.json()
+    async def _call(self, method: str, path: str, body: dict[str, Any] | None) -> None:
+        (await self._http.request(method, path, body, seconds=_CALL_SECONDS)).require_success()
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    worker_id: str
+    url: str
+    is_healthy: bool
+
+    @classmethod
+    def of(cls, worker: Any) -> _Worker:
+        """One item of /workers. Raises BadAnswer."""
+        match worker:
+            case {"id": str(worker_id), "url": str(url), "is_healthy": bool(is_healthy)}:
+                return cls(worker_id, url, is_healthy)
+        raise BadAnswer("workers", "the router lists a worker without id, url and is_healthy")

@@ -16,10 +16,15 @@ from headrace.config.job import Job
 from headrace.errors import HeadraceError, InvalidArgument
 from headrace.rpc.log import log
 from headrace.trajectory import ROUTED_EXPERTS, Failure, Sample, Status
-from services.rollout.engine.api import NOTHING_YET, Finish, Generation, SamplingParams
+from headrace.wire.checks import require_at_most, require_between, require_finite
+from headrace.wire.limits import MAX_COUNTER, MAX_NEW_TOKENS, MAX_STOPS, MAX_TEMPERATURE, MAX_TEXT_CHARACTERS
+from services.rollout.engine.answer import BadAnswer, Finish
+from services.rollout.engine.api import NOTHING_YET, Generation, SamplingParams
 from services.rollout.generator import Generator
 from services.rollout.partial import generation_of
 from services.rollout.prompts import EncodedPrompt, PromptEncoder
+
+_MAX_TOP_K = (1 << 31) - 1  # what SGLang holds in an int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +66,26 @@ def merged_params(asked: pb.SamplingParams, defaults: SamplingParams) -> Samplin
         stop_token_ids=tuple(asked.stop_token_ids) or defaults.stop_token_ids,
         seed=asked.seed if asked.HasField("seed") else defaults.seed,
     )
-    if params.max_new_tokens < 1:
-        raise InvalidArgument("max_new_tokens is 0, must be at least 1", field="sampling.max_new_tokens")
-    if not params.temperature >= 0:
+    require_between(params.max_new_tokens, 1, MAX_NEW_TOKENS, "sampling.max_new_tokens")
+    require_finite(params.temperature, "sampling.temperature", most=MAX_TEMPERATURE)
+    require_at_most(len(params.stop), MAX_STOPS, "sampling.stop")
+    require_at_most(len(params.stop_token_ids), MAX_STOPS, "sampling.stop_token_ids")
+    if not all(0 < len(stop) <= MAX_TEXT_CHARACTERS for stop in params.stop):
         raise InvalidArgument(
-            f"temperature is {params.temperature:g}, must not be negative", field="sampling.temperature"
+            f"a stop string is empty, or longer than {MAX_TEXT_CHARACTERS} characters", field="sampling.stop"
         )
+    if any(token < 0 for token in params.stop_token_ids):
+        raise InvalidArgument(
+            f"stop token id {min(params.stop_token_ids)} is negative", field="sampling.stop_token_ids"
+        )
+    if params.seed is not None:
+        require_between(params.seed, -MAX_COUNTER, MAX_COUNTER, "sampling.seed")
     if not 0 < params.top_p <= 1:
         raise InvalidArgument(f"top_p is {params.top_p:g}, must be in (0, 1]", field="sampling.top_p")
     if params.top_k == 0:
         raise InvalidArgument("top_k is 0: leave it out to sample from all tokens", field="sampling.top_k")
+    if params.top_k is not None:
+        require_between(params.top_k, 1, _MAX_TOP_K, "sampling.top_k")
     return params
 
 
@@ -130,12 +145,12 @@ class SampleMaker:
                 begun=begun,
                 hand_back=hand_back,
             )
+            return self._sample(request, generation)
         except HeadraceError as error:
             log.warning("sample_failed", sample_id=request.sample_id, reason=error.reason, message=error.message)
             return failed_sample(request, Failure(error.reason, error.message))
         finally:
             self.in_flight -= 1
-        return self._sample(request, generation)
 
     def _sample(self, request: SampleRequest, generation: Generation) -> Sample:
         return Sample(
@@ -160,6 +175,10 @@ class SampleMaker:
             return {}
         num_tokens = len(request.prompt.tokens) + len(generation.tokens) - 1
         chosen = np.frombuffer(generation.routed_experts, dtype="<i4").astype(np.int16)
+        if not chosen.size or chosen.size % (num_tokens * self._num_layers):
+            raise BadAnswer(
+                "routed_experts", f"{chosen.size} experts for {num_tokens} tokens, {self._num_layers} layers"
+            )
         return {ROUTED_EXPERTS: chosen.reshape(num_tokens, self._num_layers, -1)}
 
 

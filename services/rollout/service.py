@@ -15,6 +15,7 @@ from headrace.client.open import open_buffer
 from headrace.config.job import Job
 from headrace.errors import ConfigError, HeadraceError
 from headrace.models.registry import read_architecture
+from headrace.sample_checks import ModelBounds
 from services.rollout.custom import CustomMaker, custom_args
 from services.rollout.engine import arguments
 from services.rollout.engine.api import Generation, SamplingParams
@@ -22,6 +23,7 @@ from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Fleet, FleetTiming
 from services.rollout.engine.machine import Machine
 from services.rollout.engine.process import EngineFactory, SglangProcess
+from services.rollout.eval_file import EvalFiles
 from services.rollout.evaluate import Evaluator
 from services.rollout.filter import GroupFilter
 from services.rollout.generator import Generator
@@ -78,7 +80,10 @@ class RolloutService:
         metrics = RolloutMetrics(registry)
         self._router = Router(job.rollout.router_policy, log_dir / "router.log", request_seconds=seconds)
         asks_for_experts = job.train.use_rollout_routing_replay
-        self._router_client = EngineClient(self._router.url, routed_experts=asks_for_experts)
+        architecture = read_architecture(job.model.hf_checkpoint)
+        self._router_client = EngineClient(
+            self._router.url, routed_experts=asks_for_experts, vocab_size=architecture.vocab_size
+        )
         self._buffer = open_buffer(_required(job.services.buffer_address, "buffer_address"))
         fleet = Fleet(
             job.placement.rollout_num_gpus // job.placement.rollout_num_gpus_per_engine,
@@ -86,11 +91,14 @@ class RolloutService:
             factory,
             self._router,
             FleetTiming(start_seconds=job.services.start_timeout_seconds),
+            metrics,
         )
-        generator = Generator(self._router_client, lambda: fleet.policy_version)
+        generator = Generator(self._router_client, fleet.weights, fleet.suspect)
         hook = job.rollout.custom_generate_function_path
-        self._custom = CustomMaker(hook, custom_args(job, self._router.url), seconds=seconds) if hook else None
-        num_layers = read_architecture(job.model.hf_checkpoint).num_layers if asks_for_experts else None
+        self._custom = (
+            CustomMaker(hook, custom_args(job, self._router.url), fleet.weights, seconds=seconds) if hook else None
+        )
+        num_layers = architecture.num_layers if asks_for_experts else None
         maker: Maker = self._custom or SampleMaker(generator, encoder, seconds=seconds, num_layers=num_layers)
         self._filter = GroupFilter.of(job)
         self._teacher = Teacher.of(job)
@@ -110,6 +118,7 @@ class RolloutService:
             group_filter=self._filter,
             partial_rollout=_partial_rollout(job),
             teacher=self._teacher,
+            bounds=ModelBounds.of(architecture),
         )
         producer = Producer(
             BufferLedger(self._buffer, _STREAM),
@@ -124,7 +133,7 @@ class RolloutService:
             generator=generator,
             maker=maker,
             judge=judge,
-            evaluator=Evaluator(encoder, maker, judge, params, seed=seed),
+            evaluator=Evaluator(encoder, maker, judge, params, seed=seed, files=_eval_files(job)),
             fleet=fleet,
             receiver=Receiver(fleet),
             producer=producer,
@@ -163,6 +172,7 @@ class RolloutService:
             await self._filter.close()
         if self._teacher:
             await self._teacher.close()
+        self.parts.encoder.close()
         await asyncio.gather(self._router_client.close(), self._buffer.close(), self.parts.judge.close())
 
 
@@ -170,6 +180,10 @@ def sglang_factory(job: Job, machine: Machine, log_dir: Path) -> EngineFactory:
     """Real engines. Raises ConfigError for --sglang-* flags that SGLang does not know."""
     arguments.check(job.sglang, machine)
     return lambda number: SglangProcess(job, machine, number, log_dir / f"engine-{number}.log")
+
+
+def _eval_files(job: Job) -> EvalFiles:
+    return EvalFiles([path for _, path in job.eval.eval_prompt_data], job.buffer.prompt_root)
 
 
 def _partial_rollout(job: Job) -> PartialRollout | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,10 +10,21 @@ import grpc
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.api.rollout.v1 import rollout_pb2_grpc
+from headrace.wire.checks import cut_text, require_id
+from services.rollout.publication.plan import plan_of
 from services.rollout.service import RolloutParts
-from services.rollout.wire import canary_of, engine_of, finish_response, generate_response, plan_of, prompt_of
+from services.rollout.wire import (
+    checksums_of,
+    engine_of,
+    finish_response,
+    generate_response,
+    probe_of,
+    prompt_of,
+    reward_target_of,
+)
 
 Context = grpc.aio.ServicerContext[Any, Any]
+_ID = "publication_id"
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
@@ -22,7 +34,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._parts = parts
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
-        prompt = prompt_of(request, self._parts.encoder)
+        encoder = self._parts.encoder
+        prompt = await encoder.off_loop(prompt_of, request, encoder)
         sent_tokens, sent_text = 0, ""
         async for so_far in self._parts.ask(prompt, request.sampling):
             text = self._parts.encoder.decode(so_far.tokens)
@@ -39,11 +52,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             yield finish_response(response, so_far, len(prompt.tokens)) if is_last else response
 
     async def Evaluate(self, request: pb.EvaluateRequest, context: Context) -> AsyncIterator[pb.EvaluateResponse]:
-        async for progress in self._parts.evaluator.run(request.datasets):
-            samples = [s.pack() for s in progress.samples] if request.return_samples else []
-            yield pb.EvaluateResponse(
-                done=progress.done, total=progress.total, results=progress.results, samples=samples
-            )
+        async with contextlib.aclosing(self._parts.evaluator.run(request.datasets)) as all_progress:
+            async for progress in all_progress:
+                samples = [s.pack() for s in progress.samples] if request.return_samples else []
+                yield pb.EvaluateResponse(
+                    done=progress.done, total=progress.total, results=progress.results, samples=samples
+                )
 
     async def GetFleet(self, request: pb.GetFleetRequest, context: Context) -> pb.GetFleetResponse:
         parts = self._parts
@@ -65,12 +79,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return pb.BeginPublishResponse(world_size=begun.world_size, engine_ids=begun.engine_ids)
 
     async def PublishBucket(self, request: pb.PublishBucketRequest, context: Context) -> pb.PublishBucketResponse:
-        lost = await self._parts.receiver.receive(request.publication_id, request.bucket)
+        lost = await self._parts.receiver.receive(require_id(request.publication_id, _ID), request.bucket)
         return pb.PublishBucketResponse(lost_engine_ids=lost)
 
     async def CommitPublish(self, request: pb.CommitPublishRequest, context: Context) -> pb.CommitPublishResponse:
-        expected = {c.name: c.checksum for c in request.engine_checksums}
-        committed = await self._parts.receiver.commit(request.publication_id, expected, canary_of(request))
+        publication_id, expected = require_id(request.publication_id, _ID), checksums_of(request)
+        committed = await self._parts.receiver.commit(publication_id, expected, probe_of(request))
         self._parts.metrics.published(committed.paused_seconds)
         return pb.CommitPublishResponse(
             engine_ids=committed.engine_ids,
@@ -80,7 +94,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         )
 
     async def AbortPublish(self, request: pb.AbortPublishRequest, context: Context) -> pb.AbortPublishResponse:
-        await self._parts.receiver.abort(request.publication_id, request.reason or "the trainer gave it up")
+        why = cut_text(request.reason) or "the trainer gave it up"
+        await self._parts.receiver.abort(require_id(request.publication_id, _ID), why)
         return pb.AbortPublishResponse()
 
     async def PauseProduction(self, request: pb.PauseProductionRequest, context: Context) -> pb.PauseProductionResponse:
@@ -94,10 +109,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return pb.ResumeProductionResponse()
 
     async def SetReward(self, request: pb.SetRewardRequest, context: Context) -> pb.SetRewardResponse:
-        target = await self._parts.judge.retarget(
-            address=request.address if request.HasField("address") else None,
-            scorer=request.scorer if request.HasField("scorer") else None,
-        )
+        address, scorer = reward_target_of(request)
+        target = await self._parts.judge.retarget(address=address, scorer=scorer)
         response = pb.SetRewardResponse(address=target.address, scorer=target.scorer)
         response.time.FromDatetime(target.since)
         return response

@@ -2,81 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
+from headrace.rpc.net import Address
+from headrace.sample_checks import ROLLOUT_LOG_PROBS, TOKENS, check_log_probs, check_row, check_token_ids
 from headrace.trajectory import Status, pack_column, unpack_column
-from services.rollout.engine.api import Finish, Generation, TensorSpec
+from headrace.wire.checks import optional_name, require_at_most, require_id, require_name
+from headrace.wire.limits import MAX_MESSAGES, MAX_PROBE_TOKENS, MAX_PROMPT_TOKENS, MAX_TENSORS
+from services.rollout.engine.answer import Finish
+from services.rollout.engine.api import Generation
 from services.rollout.engine.fleet import Engine
 from services.rollout.prompts import EncodedPrompt, PromptEncoder
-from services.rollout.publication.canary import Canary
-from services.rollout.publication.state import GroupPlan, Plan
-
-_PAUSE_MODES: Mapping[pb.PauseMode.ValueType, str] = {
-    pb.PAUSE_MODE_UNSPECIFIED: "in_place",
-    pb.PAUSE_MODE_IN_PLACE: "in_place",
-    pb.PAUSE_MODE_RETRACT: "retract",
-    pb.PAUSE_MODE_ABORT: "abort",
-}
-_COLLECTIVE = (pb.TRANSPORT_UNSPECIFIED, pb.TRANSPORT_COLLECTIVE)
-_BACKENDS = ("gloo", "nccl")
+from services.rollout.publication.probe import Probe
 
 
-def plan_of(request: pb.BeginPublishRequest) -> Plan:
-    """Raises InvalidArgument for what this service does not do, or what contradicts itself."""
-    if request.transport not in _COLLECTIVE:
-        name = pb.Transport.Name(request.transport)
-        raise InvalidArgument(f"{name} is not built yet: use TRANSPORT_COLLECTIVE", field="transport")
-    if request.backend not in _BACKENDS:
-        raise InvalidArgument(f"backend {request.backend!r} is not one of {', '.join(_BACKENDS)}", field="backend")
-    if request.pause_mode not in _PAUSE_MODES:
-        raise InvalidArgument(f"pause_mode {request.pause_mode} is not known", field="pause_mode")
-    buckets: dict[int, list[TensorSpec]] = {}
-    latest = 0
-    for tensor in request.manifest.tensors:
-        if tensor.bucket < latest:
-            raise InvalidArgument(f"{tensor.name}: bucket {tensor.bucket} after {latest}", field="manifest.tensors")
-        latest = tensor.bucket
-        buckets.setdefault(latest, []).append(TensorSpec(tensor.name, tuple(tensor.shape), tensor.dtype))
-    return Plan(
-        publication_id=request.publication_id,
-        epoch=request.epoch,
-        policy_version=request.policy_version,
-        pause_mode=_PAUSE_MODES[request.pause_mode],
-        backend=request.backend,
-        deadline_seconds=request.deadline_seconds,
-        buckets=buckets,
-        groups=[GroupPlan(g.name, g.master_address, g.master_port, tuple(g.buckets), g.joined) for g in request.groups],
-        engine_ids=tuple(request.engine_ids),
-    )
-
-
-def canary_of(request: pb.CommitPublishRequest) -> Canary | None:
+def probe_of(request: pb.CommitPublishRequest) -> Probe | None:
     """None where none is asked for. Raises InvalidArgument when its parts contradict each other."""
     if not request.HasField("canary"):
         return None
     canary = request.canary
-    tokens, log_probs = unpack_column(canary.tokens), unpack_column(canary.log_probs)
-    return Canary(tokens.tolist(), log_probs.tolist(), canary.max_mean_difference)
+    tokens = _token_ids(canary.tokens, MAX_PROBE_TOKENS, "canary.tokens")
+    log_probs = unpack_column(canary.log_probs)
+    check_row(f"canary {ROLLOUT_LOG_PROBS}", log_probs, len(tokens) - 1)
+    check_log_probs("canary.log_probs", log_probs)
+    return Probe(tokens, log_probs.tolist(), canary.max_mean_difference)
+
+
+def checksums_of(request: pb.CommitPublishRequest) -> dict[str, str]:
+    """By the engine's name. Raises InvalidArgument for a name that comes twice."""
+    require_at_most(len(request.engine_checksums), MAX_TENSORS, "engine_checksums")
+    checksums = {
+        require_id(c.name, "engine_checksums.name"): require_name(c.checksum, "engine_checksums.checksum")
+        for c in request.engine_checksums
+    }
+    if len(checksums) != len(request.engine_checksums):
+        raise InvalidArgument("a tensor has two checksums", field="engine_checksums.name")
+    return checksums
 
 
 def prompt_of(request: pb.GenerateRequest, encoder: PromptEncoder) -> EncodedPrompt:
-    """Raises InvalidArgument without a prompt."""
+    """Raises InvalidArgument without a prompt, or for one that cannot be. Tokenizes: not for an event loop."""
     kind = request.WhichOneof("prompt")
     if kind == "tokens":
-        tokens = tuple(int(token) for token in unpack_column(request.tokens))
+        tokens = _token_ids(request.tokens, MAX_PROMPT_TOKENS, "tokens", encoder.vocab_size)
         if not tokens:
             raise InvalidArgument("tokens is empty", field="tokens")
         return EncodedPrompt(encoder.decode(tokens), tokens)
     if kind == "messages":
+        require_at_most(len(request.messages.messages), MAX_MESSAGES, "messages")
         return encoder.encode(sample_pb2.Prompt(prompt_id="generate", messages=request.messages))
     if kind == "text":
         return encoder.encode_plain(request.text)
     raise InvalidArgument("one of text, messages and tokens is needed", field="prompt")
+
+
+def reward_target_of(request: pb.SetRewardRequest) -> tuple[str | None, str | None]:
+    """(address, scorer); None stays as it is. Raises InvalidArgument."""
+    address = None
+    if request.HasField("address"):
+        address = require_id(request.address, "address")
+        if Address.parse(address).port == 0:
+            raise InvalidArgument(f"address {address} has port 0: name the reward service's", field="address")
+    scorer = None
+    if request.HasField("scorer"):
+        scorer = optional_name(request.scorer, "scorer") or ""
+    return address, scorer
+
+
+def _token_ids(column: sample_pb2.Column, most: int, field: str, vocab_size: int | None = None) -> tuple[int, ...]:
+    tokens = unpack_column(column)
+    check_row(f"{field} {TOKENS}", tokens)
+    require_at_most(len(tokens), most, field)
+    check_token_ids(field, tokens, vocab_size)
+    return tuple(tokens.tolist())
 
 
 def generate_response(

@@ -8,6 +8,7 @@ from headrace.api.rollout.v1 import rollout_pb2 as rollout
 from headrace.api.sample.v1 import sample_pb2 as sample
 from headrace.client.rollout import RolloutClient
 from headrace.config.job import Job
+from headrace.errors import HeadraceError
 from headrace.rpc.log import log
 from services.trainer.schedule import JobSchedule
 from services.trainer.state import TrainState
@@ -43,7 +44,11 @@ class Evaluator:
     async def __call__(self, state: TrainState) -> dict[str, float]:
         if not self._schedule.evaluates(state):
             return {}
-        results = await self._client.evaluate(uuid.uuid4().hex, self._datasets, deadline_seconds=_SECONDS)
+        try:
+            results = await self._client.evaluate(uuid.uuid4().hex, self._datasets, deadline_seconds=_SECONDS)
+        except HeadraceError as error:  # it says how well the run does, the run does not depend on it
+            log.error("evaluation_failed", step=state.step, reason=error.reason, error=error.message)
+            return {}
         metrics: dict[str, float] = {}
         for result in results:
             metrics[f"eval/{result.name}"] = result.mean_reward

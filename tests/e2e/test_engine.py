@@ -17,14 +17,15 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from headrace.config.job import Job
-from headrace.errors import ChecksumMismatch, PublicationAborted, Unavailable
-from services.rollout.engine.api import Finish, Generation, SamplingParams, TensorSpec
+from headrace.errors import ChecksumMismatch, InvalidArgument, PublicationAborted, Unavailable
+from services.rollout.engine.answer import BadAnswer, Finish
+from services.rollout.engine.api import Generation, SamplingParams, TensorSpec
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Engine, EngineState, Fleet, FleetTiming
 from services.rollout.engine.machine import Machine, probe
 from services.rollout.engine.process import SglangProcess
 from services.rollout.generator import Generator
-from services.rollout.publication.canary import Canary
+from services.rollout.publication.probe import Probe
 from services.rollout.publication.publication import Committed
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan, Plan
@@ -63,7 +64,7 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
     client = EngineClient(router.url)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     yield Stack(
-        checkpoint, model, machine, fleet, Receiver(fleet), Generator(client, lambda: fleet.policy_version), router.url
+        checkpoint, model, machine, fleet, Receiver(fleet), Generator(client, fleet.weights, fleet.suspect), router.url
     )
     await client.close()
     await asyncio.gather(fleet.stop(), router.stop())
@@ -89,6 +90,32 @@ async def test_a_stop_token_ends_the_response_and_stays_in_it(stack: Stack) -> N
     generation = await stack.generator.generate(PROMPT, params, request_id="stop", seconds=240)
     assert generation.finish is Finish.STOP
     assert generation.tokens[-1] < 150
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_an_input_longer_than_the_context_is_refused_at_once_with_the_engines_words(
+    stack: Stack, streaming: bool
+) -> None:
+    prompt, params = [5] * 5000, SamplingParams(max_new_tokens=4)
+    if streaming:
+        asking = anext(stack.generator.stream(prompt, params, request_id="long-streamed", seconds=240))
+    else:
+        asking = stack.generator.generate(prompt, params, request_id="long", seconds=240)
+    with pytest.raises(InvalidArgument, match=r"(?i)length|context|longer"):
+        await asking
+
+
+async def test_engines_that_are_examined_and_answer_well_stay(stack: Stack) -> None:
+    restarts = [engine.restarts for engine in stack.fleet.engines]
+    stack.fleet.suspect(BadAnswer("not_json", "nobody's"))
+    async with asyncio.timeout(120):
+        while any(engine.is_suspect for engine in stack.fleet.engines):  # another party's state
+            await asyncio.sleep(0.05)
+    generation = await stack.generator.generate(PROMPT, SamplingParams(max_new_tokens=4), request_id="e", seconds=240)
+    assert generation.tokens
+    assert [(e.bad_answers, e.restarts, e.state) for e in stack.fleet.engines] == [
+        (0, before, EngineState.READY) for before in restarts
+    ]
 
 
 async def test_published_weights_are_served_by_all_engines(stack: Stack) -> None:
@@ -203,8 +230,8 @@ async def test_an_engine_killed_in_a_broadcast_does_not_take_the_other_with_it(s
 async def test_engines_that_compute_something_else_than_the_trainer_are_refused(stack: Stack) -> None:
     version = stack.fleet.policy_version
     sender = a_group()
-    with pytest.raises(PublicationAborted, match=r"canary's log-probs differ by 1 in the mean, more than 0\.001"):
-        await publish(stack, sender, shifted(stack.model, 0.01), version=version + 1, canary_error=1.0)
+    with pytest.raises(PublicationAborted, match=r"probe's log-probs differ by 1 in the mean, more than 0\.001"):
+        await publish(stack, sender, shifted(stack.model, 0.01), version=version + 1, probe_error=1.0)
     assert stack.fleet.policy_version == version
     async with asyncio.timeout(600):
         while any(e.state is not EngineState.STALE for e in stack.fleet.engines):  # another party's state
@@ -244,7 +271,7 @@ async def publish(
     pause_mode: str = "in_place",
     checksums: Mapping[str, str] | None = None,
     engine_ids: Sequence[str] = (),
-    canary_error: float = 0.0,
+    probe_error: float = 0.0,
     killed_in_the_last_bucket: Engine | None = None,
 ) -> Committed:
     buckets = two_buckets(weights)
@@ -279,8 +306,8 @@ async def publish(
         await receiving
         await sending
     truth = hugging_face_log_probs(stack.model, PROMPT[:1], PROMPT[1:])
-    canary = Canary(PROMPT, (truth + canary_error).tolist(), max_mean_difference=1e-3)
-    return await stack.receiver.commit(plan.publication_id, checksums or engine_checksums(weights), canary)
+    probe = Probe(PROMPT, (truth + probe_error).tolist(), max_mean_difference=1e-3)
+    return await stack.receiver.commit(plan.publication_id, checksums or engine_checksums(weights), probe)
 
 
 def a_group() -> WeightGroup:

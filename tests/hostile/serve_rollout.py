@@ -17,7 +17,7 @@ from services.rollout.engine.fake import FakeEngine
 from services.rollout.service import RolloutService
 from services.rollout.servicer import RolloutServicer
 from tests.support.fake_fleet import WIRE
-from tests.support.tiny_model import make_tiny_tokenizer
+from tests.support.tiny_model import make_tiny_qwen3
 
 NUM_ENGINES = 2
 TOKEN_SECONDS = 0.002
@@ -34,7 +34,7 @@ def main() -> int:
 
 async def _serve(arguments: argparse.Namespace) -> None:
     folder = Path(arguments.folder)
-    make_tiny_tokenizer().save_pretrained(folder / "tokenizer")
+    make_tiny_qwen3(folder / "tokenizer")
     job = Job(
         model=ModelSection(hf_checkpoint=folder / "tokenizer"),
         data=DataSection(prompt_data=(str(folder / "prompts.jsonl"),)),

@@ -39,6 +39,13 @@ class FakeFleet:
         assert isinstance(process, FakeEngine)
         return process
 
+    async def name_weights(self, number: int, policy_version: int) -> None:
+        """As a committed publication does."""
+        engine, weights = self.fleet.engines[number], self.fleet.weights
+        engine.weights_name = weights.new_name(policy_version, engine.engine_id)
+        weights.accept([engine.weights_name])
+        await engine.client.name_weights(engine.weights_name)
+
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(60):
             while not condition():  # what is waited for is another party's state

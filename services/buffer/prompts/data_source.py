@@ -10,13 +10,16 @@ from typing import Any
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import ConfigError, FailedPrecondition, InvalidArgument
 from headrace.hooks import HookArgs, Sample
-from headrace.hooks.data_source import add_to_data_source, load_data_source, read_data_source
+from headrace.hooks.data_source import add_to_data_source, load_data_source, read_data_source, wind_data_source
 from headrace.rpc.log import log
 from headrace.trajectory import from_json, to_json
 from headrace.workers import WorkerError, WorkerPool
 from services.buffer.group import Prompt
 from services.buffer.prompts.walk import Reading, Step
 from services.buffer.source import Cursor
+
+_WIND_SHARE = 0.2
+"""Of a call's time limit: the answer that is asked for last may take as long again, twice."""
 
 
 class DataSourceWalk:
@@ -44,6 +47,7 @@ class DataSourceWalk:
     async def read(self, cursor: Cursor, count: int) -> Reading:
         """Raises FailedPrecondition when the user's code fails or takes too long."""
         try:
+            await self._wind(cursor.prompts_read)
             work = (self._path, self._args, cursor.prompts_read, count)
             samples: Sequence[Sample] = await self._run(read_data_source, *work)
         except WorkerError as error:
@@ -55,6 +59,17 @@ class DataSourceWalk:
         if len(steps) < count:
             cursor = replace(cursor, epoch=1)
         return Reading(steps, cursor)
+
+    async def _wind(self, position: int) -> None:
+        """One that starts again is asked for what it gave before, call after call, however long all of them take."""
+        place = await self._wound(position)
+        while place < position:
+            log.info("data_source_wound", hook=self._path, groups=place, of=position)
+            place = await self._wound(position)
+
+    async def _wound(self, position: int) -> int:
+        seconds = self._seconds * _WIND_SHARE
+        return int(await self._run(wind_data_source, self._path, self._args, position, seconds))
 
     def is_end(self, cursor: Cursor) -> bool:
         """It gave fewer than it was asked for."""

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from base64 import b64decode
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 from headrace.trajectory import PolicyRange
-
-
-class Finish(StrEnum):
-    """Why a generation ended; ABORT means that it can be continued from its tokens."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
-
-    @property
-    def is_final(self) -> bool:
-        """False when it can be continued."""
-        return self is not Finish.ABORT
+from services.rollout.engine.answer import Answer, Finish
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +55,16 @@ class Generation:
     routed_experts: bytes | None = None
 
     @classmethod
-    def from_engine(cls, reply: Mapping[str, Any]) -> Generation:
-        """Reads one answer of SGLang's /generate."""
-        meta = reply["meta_info"]
-        pairs = meta.get("output_token_logprobs", [])
-        tokens = tuple(int(token) for _, token, _ in pairs)
-        finish = Finish(meta["finish_reason"]["type"]) if meta["finish_reason"] else None
-        spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
-        ranges = tuple(PolicyRange(int(s["version"]), s["start"], min(s["end"], len(tokens))) for s in spans)
-        log_probs = tuple(float(log_prob) for log_prob, _, _ in pairs)
-        experts = b64decode(meta["routed_experts"]) if meta.get("routed_experts") else None
-        return cls(tokens, log_probs, finish, tuple(r for r in ranges if r.end > r.start), experts)
+    def of(cls, answer: Answer, policy_ranges: tuple[PolicyRange, ...], num_prompt_tokens: int) -> Generation:
+        """The answer as far as its ranges go: what refused weights made is cut off, and can be made again."""
+        length = policy_ranges[-1].end if policy_ranges else 0
+        if length == len(answer.tokens):
+            return cls(answer.tokens, answer.log_probs, answer.finish, policy_ranges, answer.routed_experts)
+        experts = answer.routed_experts
+        if experts is not None:
+            row_bytes = len(experts) // (num_prompt_tokens + len(answer.tokens) - 1)
+            experts = experts[: row_bytes * max(num_prompt_tokens + length - 1, 0)]
+        return cls(answer.tokens[:length], answer.log_probs[:length], Finish.ABORT, policy_ranges, experts)
 
     def then(self, later: Generation) -> Generation:
         """This and what came when it was continued; neighbouring ranges of one version become one."""

@@ -12,9 +12,7 @@ from headrace.config.job import Job
 from headrace.errors import ConfigError
 from headrace.launch.openmp import openmp, threads_of_each
 from services.rollout.engine.machine import Machine
-
-INITIAL_VERSION = 0
-"""The policy version of hf_checkpoint's weights."""
+from services.rollout.engine.weights import INITIAL_VERSION
 
 # Measured on CPUs without AMX; without max_total_tokens the KV pool takes all memory and every step slows to seconds,
 # without sleep_on_idle the scheduler burns a core while idle.

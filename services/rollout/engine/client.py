@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-import httpx
-
-from headrace.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
-from services.rollout.engine.api import Generation, GroupJoin, SamplingParams, TensorSpec
+from headrace.errors import FailedPrecondition, InvalidArgument
+from services.rollout.engine.answer import (
+    Answer,
+    Asked,
+    BadAnswer,
+    message_of,
+    read_answer,
+    read_checksums,
+    read_scores,
+    read_weights_name,
+)
+from services.rollout.engine.api import GroupJoin, SamplingParams, TensorSpec
+from services.rollout.engine.http import Http
 
 _CONTROL_SECONDS = 30.0
-_CONNECT_SECONDS = 5.0
+# A token is its id, its text, and [log-prob, id, null]: some 60 bytes, more where its text is escaped.
+_BYTES_PER_ANSWER = 64 << 10
+_BYTES_PER_TOKEN = 256
+_FURTHER_EVENTS = 16  # of a stream, beside one for each token
+_BYTES_PER_ROUTED_TOKEN = 32 << 10  # base64 of 4 bytes for each layer and chosen expert
 
 
 class EngineClient:
@@ -22,12 +35,12 @@ class EngineClient:
     With `routed_experts` it answers with the experts of every token too; the engine must have been started so.
     """
 
-    def __init__(self, url: str, *, routed_experts: bool = False) -> None:
+    def __init__(self, url: str, *, routed_experts: bool = False, vocab_size: int | None = None) -> None:
         self.url = url
         self._further = {"return_routed_experts": True} if routed_experts else {}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        # Plain HTTP on a private address: without verify=False, loading certificates blocks the event loop for 50 ms.
-        self._http = httpx.AsyncClient(base_url=url, trust_env=False, verify=False, limits=limits)
+        self._bytes_per_token = _BYTES_PER_ROUTED_TOKEN if routed_experts else _BYTES_PER_TOKEN
+        self._vocab_size = vocab_size
+        self._http = Http(url)
 
     async def __aenter__(self) -> EngineClient:
         return self
@@ -37,33 +50,47 @@ class EngineClient:
 
     async def close(self) -> None:
         """Closes the connections."""
-        await self._http.aclose()
+        await self._http.close()
 
     async def generate(
         self, tokens: Sequence[int], params: SamplingParams, *, request_id: str, cache_key: str, seconds: float
-    ) -> Generation:
-        """Response tokens with log-probs. `cache_key` keeps prefixes made by other weights apart."""
-        body = self._generate_body(tokens, params, request_id, cache_key)
-        return Generation.from_engine(await self._post("/generate", body, seconds))
+    ) -> Answer:
+        """Response tokens with log-probs. `cache_key` keeps prefixes made by other weights apart.
+
+        Raises BadAnswer for what cannot be an answer, and InvalidArgument where the engine refuses the request.
+        """
+        body, asked = self._generate_body(tokens, params, request_id, cache_key), self._asked(tokens, params)
+        reply = await self._http.request(
+            "POST", "/generate", body, seconds=seconds, max_bytes=self._answer_bytes(asked)
+        )
+        answer = read_answer(reply.json(), asked)
+        if answer.finish is None:
+            raise BadAnswer("finish_reason", "a whole answer without a finish_reason")
+        return answer
 
     async def stream(
         self, tokens: Sequence[int], params: SamplingParams, *, request_id: str, cache_key: str, seconds: float
-    ) -> AsyncIterator[Generation]:
-        """All tokens so far, again and again; the last one has `finish`."""
+    ) -> AsyncGenerator[Answer, None]:
+        """All tokens so far, again and again; the last one has `finish`. Raises as `generate` does."""
         body = {**self._generate_body(tokens, params, request_id, cache_key), "stream": True}
-        try:
-            async with self._http.stream("POST", "/generate", json=body, timeout=_timeout(seconds)) as response:
-                if response.is_error:
-                    await response.aread()
-                    _raise_for(response)
-                async for line in response.aiter_lines():
-                    if line.startswith("data: {"):
-                        yield Generation.from_engine(json.loads(line.removeprefix("data: ")))
-        except httpx.TransportError as error:
-            raise self._unreachable("/generate", error, seconds) from error
+        asked = self._asked(tokens, params)
+        events = self._http.events(
+            "/generate",
+            body,
+            seconds=seconds,
+            max_bytes=self._answer_bytes(asked),
+            max_events=params.max_new_tokens + _FURTHER_EVENTS,
+        )
+        async with contextlib.aclosing(events):
+            async for event in events:
+                answer = read_answer(event, asked)
+                yield answer
+                if answer.finish is not None:
+                    return
+        raise BadAnswer("cut_short", "a stream that ended without a finish_reason")
 
     async def score(self, tokens: Sequence[int], *, cache_key: str, seconds: float) -> list[float]:
-        """Log-probs of all tokens but the first, at temperature 1. Raises Unavailable when they are others'."""
+        """Log-probs of all tokens but the first, at temperature 1. Raises BadAnswer."""
         body = {
             "input_ids": list(tokens),
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
@@ -71,16 +98,13 @@ class EngineClient:
             "logprob_start_len": 0,
             "extra_key": cache_key,
         }
-        reply = await self._post("/generate", body, seconds)
-        scored = reply["meta_info"]["input_token_logprobs"][1:]
-        if [token for _, token, _ in scored] != list(tokens[1:]):
-            raise Unavailable(f"{self.url} scored {len(scored)} other tokens than the {len(tokens) - 1} asked about")
-        return [float(log_prob) for log_prob, _, _ in scored]
+        max_bytes = _BYTES_PER_ANSWER + _BYTES_PER_TOKEN * len(tokens)
+        reply = await self._http.request("POST", "/generate", body, seconds=seconds, max_bytes=max_bytes)
+        return read_scores(reply.json(), tokens)
 
-    async def weight_version(self, *, seconds: float = 5.0) -> str:
-        """The version it believes to serve; the cheapest sign of life."""
-        reply = await self._request("GET", "/model_info", None, seconds)
-        return str(reply["weight_version"])
+    async def weights_name(self, *, seconds: float = 5.0) -> str:
+        """The name of the weights that it believes to serve; the cheapest sign of life."""
+        return read_weights_name((await self._http.request("GET", "/model_info", None, seconds=seconds)).json())
 
     async def pause(self, mode: str) -> None:
         """`in_place`, `retract` or `abort`."""
@@ -92,12 +116,14 @@ class EngineClient:
 
     async def abort_all(self) -> None:
         """Ends every request; they answer with finish `abort`."""
-        await self._request("POST", "/abort_request", {"abort_all": True}, _CONTROL_SECONDS, wants_json=False)
+        reply = await self._http.request("POST", "/abort_request", {"abort_all": True}, seconds=_CONTROL_SECONDS)
+        reply.require_success()
 
     async def flush_cache(self) -> bool:
         """Forgets prefixes. False when requests are in flight: SGLang refuses then."""
+        reply = await self._http.request("POST", "/flush_cache", {}, seconds=_CONTROL_SECONDS)
         try:
-            await self._request("POST", "/flush_cache", {}, _CONTROL_SECONDS, wants_json=False)
+            reply.require_success()
         except InvalidArgument:
             return False
         return True
@@ -146,12 +172,11 @@ class EngineClient:
 
     async def checksums(self, *, seconds: float = 120.0) -> list[dict[str, str]]:
         """Name → checksum of every tensor, for each tensor-parallel rank."""
-        reply = await self._post("/weights_checker", {"action": "checksum"}, seconds)
-        return [dict(rank["checksums"]) for rank in reply["ranks"]]
+        return read_checksums(await self._post("/weights_checker", {"action": "checksum"}, seconds))
 
-    async def set_weight_version(self, version: int) -> None:
-        """Stamps the weights; requests in flight go on and carry both versions."""
-        await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+    async def name_weights(self, name: str) -> None:
+        """Stamps the weights; requests in flight go on and carry both names."""
+        await self._post("/update_weight_version", {"new_version": name, "abort_all_requests": False})
 
     def _generate_body(
         self, tokens: Sequence[int], params: SamplingParams, request_id: str, cache_key: str
@@ -165,36 +190,15 @@ class EngineClient:
             **self._further,
         }
 
-    async def _post(self, path: str, body: dict[str, Any], seconds: float = _CONTROL_SECONDS) -> Any:
-        return await self._request("POST", path, body, seconds)
+    def _asked(self, tokens: Sequence[int], params: SamplingParams) -> Asked:
+        return Asked(len(tokens), params.max_new_tokens, self._vocab_size)
 
-    async def _request(
-        self, method: str, path: str, body: dict[str, Any] | None, seconds: float, *, wants_json: bool = True
-    ) -> Any:
-        try:
-            response = await self._http.request(method, path, json=body, timeout=_timeout(seconds))
-        except httpx.TransportError as error:
-            raise self._unreachable(path, error, seconds) from error
-        _raise_for(response)
-        return response.json() if wants_json else None
+    def _answer_bytes(self, asked: Asked) -> int:
+        tokens = asked.max_new_tokens + (asked.num_prompt_tokens if self._further else 0)
+        return _BYTES_PER_ANSWER + self._bytes_per_token * tokens
 
-    def _unreachable(self, path: str, error: httpx.TransportError, seconds: float) -> Exception:
-        if isinstance(error, httpx.ReadTimeout):
-            return DeadlineExceeded(f"{self.url}{path} did not answer within {seconds:g} s")
-        return Unavailable(f"{self.url}{path}: {type(error).__name__} {error}", reason="ENGINE_UNREACHABLE")
-
-
-def _timeout(seconds: float) -> httpx.Timeout:
-    return httpx.Timeout(seconds, connect=min(seconds, _CONNECT_SECONDS), pool=None)
-
-
-def _raise_for(response: httpx.Response) -> None:
-    if not response.is_error:
-        return
-    text = response.text[:500]
-    path = response.request.url.path
-    if response.status_code == 400 and '"success":false' in text:
-        raise FailedPrecondition(f"{path} was refused: {text}", reason="ENGINE_REFUSED")
-    if response.status_code < 500 and response.status_code not in (408, 429):
-        raise InvalidArgument(f"{path} answered {response.status_code}: {text}", reason="ENGINE_REFUSED")
-    raise Unavailable(f"{path} answered {response.status_code}: {text}", reason="ENGINE_UNREACHABLE")
+    async def _post(self, path: str, body: Mapping[str, Any], seconds: float = _CONTROL_SECONDS) -> Mapping[str, Any]:
+        reply = (await self._http.request("POST", path, body, seconds=seconds)).json()
+        if reply.get("success", True) is not True:  # with status 200, too
+            raise FailedPrecondition(f"{path} was refused: {message_of(reply)}", reason="ENGINE_REFUSED")
+        return reply

@@ -172,7 +172,9 @@ class FakeEngine:
                 await asyncio.sleep(self._token_seconds)
             reply = _reply(self._score(body["input_ids"]), made, versions, finish)
             if body.get("return_routed_experts"):
-                reply["meta_info"]["routed_experts"] = _routed([*body["input_ids"], *made], int(self._version))
+                reply["meta_info"]["routed_experts"] = _routed(
+                    [*body["input_ids"], *made], int(self._version.split(".")[0])
+                )
             if stream is not None:
                 await stream.write(f"data: {json.dumps(reply)}\n\n".encode())
         return stream if stream is not None else web.json_response(reply)

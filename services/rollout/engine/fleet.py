@@ -4,34 +4,28 @@
      └──────► STALE ⇄ UPDATING          a restarted engine has hf_checkpoint's weights: READY only while those are
                                         the served version, else STALE until the next commit; so is one that holds
                                         a mixture after a publication that was given up
-Nothing here is durable: weights come back by publication.
+Nothing here is durable: weights come back by publication. An engine that gives bad answers, or that names other weights
+than it was given, goes DOWN.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Protocol
 
-from headrace.errors import HeadraceError, Unavailable
+from headrace.background import kept_running
+from headrace.errors import HeadraceError
 from headrace.rpc.log import log
-from services.rollout.engine.arguments import INITIAL_VERSION
-from services.rollout.engine.client import EngineClient
+from services.rollout.engine.answer import BadAnswer
+from services.rollout.engine.engine import Engine, EngineState
 from services.rollout.engine.process import EngineFactory, EngineProcess
+from services.rollout.engine.watch import FleetObserver, FleetTiming, Watch
+from services.rollout.engine.weights import INITIAL_VERSION, ServedWeights
+
+__all__ = ["Engine", "EngineState", "Fleet", "FleetObserver", "FleetTiming", "Routing"]
 
 _LONGEST_BACKOFF_SECONDS = 30.0
-
-
-class EngineState(StrEnum):
-    """As in the proto."""
-
-    STARTING = "STARTING"
-    READY = "READY"
-    UPDATING = "UPDATING"
-    STALE = "STALE"
-    DOWN = "DOWN"
 
 
 class Routing(Protocol):
@@ -44,84 +38,44 @@ class Routing(Protocol):
         """Nothing happens when it is not in."""
 
 
-@dataclass(frozen=True, slots=True)
-class FleetTiming:
-    """Seconds, and how many missed checks in a row make an engine dead."""
-
-    start_seconds: float = 600.0
-    check_interval_seconds: float = 2.0
-    check_timeout_seconds: float = 10.0
-    missed_checks: int = 5
-
-
-class Engine:
-    """One place in the fleet; the process in it changes, `restarts` tells which one it is."""
-
-    def __init__(self, number: int, tensor_parallel_size: int) -> None:
-        self.engine_id = f"engine-{number}"
-        self.number = number
-        self.tensor_parallel_size = tensor_parallel_size
-        self.state = EngineState.STARTING
-        self.policy_version = INITIAL_VERSION
-        self.restarts = 0
-        self.weights_digest = ""
-        self.process: EngineProcess | None = None
-        self._client: EngineClient | None = None
-
-    @property
-    def url(self) -> str:
-        """Its HTTP address now; empty before its first start."""
-        return self.process.url if self.process else ""
-
-    @property
-    def client(self) -> EngineClient:
-        """Speaks to the process that is in the place now."""
-        assert self._client is not None, f"{self.engine_id} was never started"
-        return self._client
-
-    @property
-    def incarnation(self) -> str:
-        """Changes when its process does."""
-        return f"{self.engine_id}#{self.restarts}"
-
-    async def occupy(self, process: EngineProcess) -> None:
-        """Puts another process in the place."""
-        if self._client:
-            await self._client.close()
-        self.process, self._client = process, EngineClient(process.url)
-
-    async def leave(self) -> None:
-        """Ends the process."""
-        if self._client:
-            await self._client.close()
-        if self.process:
-            await self.process.stop()
-
-
 class Fleet:
     """Starts, watches and restarts engines, and keeps routing to those that have the served version."""
 
     def __init__(
-        self, count: int, tensor_parallel_size: int, factory: EngineFactory, routing: Routing, timing: FleetTiming
+        self,
+        count: int,
+        tensor_parallel_size: int,
+        factory: EngineFactory,
+        routing: Routing,
+        timing: FleetTiming,
+        observer: FleetObserver | None = None,
     ) -> None:
         self.engines: Sequence[Engine] = [Engine(number, tensor_parallel_size) for number in range(count)]
-        self.policy_version = INITIAL_VERSION
+        self.weights = ServedWeights()
+        self._observer = observer or FleetObserver()
         self._factory = factory
         self._routing = routing
         self._timing = timing
+        self._watch_over = Watch(timing, self._observer)
         self._watchers: list[asyncio.Task[None]] = []
+        self._published = False
+
+    @property
+    def policy_version(self) -> int:
+        """What new samples are made with."""
+        return self.weights.policy_version
 
     async def start(self) -> None:
         """Returns when all engines are ready. Raises Unavailable when one will not start."""
         starts = [asyncio.create_task(self._start(engine)) for engine in self.engines]
         try:
             await asyncio.gather(*starts)
-        except HeadraceError:
+        except (HeadraceError, OSError):
             for start in starts:
                 start.cancel()
             await asyncio.gather(*starts, return_exceptions=True)
             raise
-        self._watchers = [asyncio.create_task(self._watch(engine)) for engine in self.engines]
+        self._watchers = [asyncio.create_task(self._watched(engine)) for engine in self.engines]
 
     async def stop(self) -> None:
         """Ends all engines."""
@@ -141,23 +95,38 @@ class Fleet:
             if isinstance(result, HeadraceError):
                 log.warning("requests_not_aborted", error=result.message)
 
-    async def serve(self, engine: Engine, policy_version: int) -> None:
-        """The engine has these weights; it is in routing when they are the served ones."""
+    def suspect(self, error: BadAnswer) -> None:
+        """Counts a bad answer. Where it does not say whose it is, every engine in routing is examined soon."""
+        self._observer.bad_answer(error.kind)
+        log.warning("bad_answer", kind=error.kind, message=error.message, weights=error.name)
+        whose = self.weights.engine_of(error.name) if error.name else None
+        for engine in self.engines:
+            if whose is None:
+                engine.is_suspect = True
+            elif error.name == engine.weights_name:
+                engine.bad_answer(error.message)
+
+    async def serve(self, engine: Engine, policy_version: int, *, is_initial: bool = False) -> None:
+        """The engine has these weights; it is in routing when they are the served ones.
+
+        `is_initial`: they are hf_checkpoint's, which a publication of the same version may have replaced.
+        """
         engine.policy_version = policy_version
-        if policy_version != self.policy_version:
+        if policy_version != self.policy_version or (is_initial and self._published):
             engine.state = EngineState.STALE
             await self._take_out(engine)
             return
         try:
             await self._routing.add(engine.url)
-        except Unavailable as error:
+        except HeadraceError as error:
             await self.give_up(engine, error.message)
         else:
             engine.state = EngineState.READY
 
     async def switch_to(self, policy_version: int) -> None:
         """From now on this version is the served one; engines in routing with another one become STALE."""
-        self.policy_version = policy_version
+        self._published = True
+        self.weights.switch_to(policy_version)
         for engine in self.engines:
             if engine.state is EngineState.READY:
                 await self.serve(engine, engine.policy_version)
@@ -172,6 +141,7 @@ class Fleet:
         """Takes an engine out of routing and ends it; its watcher starts it again."""
         log.warning("engine_lost", engine=engine.engine_id, why=why)
         engine.state = EngineState.DOWN
+        self.weights.refuse(engine.weights_name)
         process = engine.process
         await self._take_out(engine)
         if process:  # its watcher may have put another in its place meanwhile
@@ -181,43 +151,33 @@ class Fleet:
         engine.state = EngineState.STARTING
         process = self._factory(engine.number)
         await engine.occupy(process)
-        await process.start(seconds=self._timing.start_seconds)
-        await self.serve(engine, INITIAL_VERSION)
+        try:
+            await self._started(engine, process)
+        except Exception:  # whatever it was: its process must not stay
+            await process.stop(grace_seconds=0.0)
+            raise
         log.info("engine_started", engine=engine.engine_id, url=engine.url, state=engine.state.value)
 
+    async def _started(self, engine: Engine, process: EngineProcess) -> None:
+        await process.start(seconds=self._timing.start_seconds)
+        engine.weights_name = self.weights.new_name(INITIAL_VERSION, engine.engine_id)
+        await engine.client.name_weights(engine.weights_name)
+        self.weights.accept([engine.weights_name])
+        await self.serve(engine, INITIAL_VERSION, is_initial=True)
+
+    async def _watched(self, engine: Engine) -> None:
+        await kept_running(
+            f"watch {engine.engine_id}", lambda: self._watch(engine), self._observer.background_work_ended
+        )
+
     async def _watch(self, engine: Engine) -> None:
-        """Unblocked by the end of the process or by missed checks; produces a restart."""
+        """Unblocked by the end of the process, by missed checks, by distrust; produces a restart."""
         while True:
-            why = await self._trouble(engine)
-            if engine.state is not EngineState.DOWN:
-                await self.give_up(engine, why)
+            if engine.state is not EngineState.STARTING:  # else this begins again after a restart that raised
+                why = await self._watch_over.trouble(engine)
+                if engine.state is not EngineState.DOWN:
+                    await self.give_up(engine, why)
             await self._restart(engine)
-
-    async def _trouble(self, engine: Engine) -> str:
-        process = engine.process
-        assert process is not None
-        ended = asyncio.ensure_future(process.wait())
-        missed = 0
-        try:
-            while True:
-                await asyncio.wait([ended], timeout=self._timing.check_interval_seconds)
-                if ended.done():
-                    return f"ended with exit code {ended.result()}; the end of its log:\n{process.last_lines()}"
-                missed = 0 if await self._is_well(engine) else missed + 1
-                if missed >= self._timing.missed_checks:
-                    return f"missed {missed} checks in a row"
-        finally:
-            ended.cancel()
-
-    async def _is_well(self, engine: Engine) -> bool:
-        if engine.state is EngineState.UPDATING:
-            return True  # the publication has its own deadline
-        try:
-            await engine.client.weight_version(seconds=self._timing.check_timeout_seconds)
-        except HeadraceError as error:
-            log.info("engine_check_missed", engine=engine.engine_id, error=error.message)
-            return False
-        return True
 
     async def _restart(self, engine: Engine) -> None:
         backoff_seconds = 0.5
@@ -226,14 +186,14 @@ class Fleet:
             engine.weights_digest = ""
             try:
                 return await self._start(engine)
-            except HeadraceError as error:
+            except (HeadraceError, OSError) as error:
                 engine.state = EngineState.DOWN
-                log.error("engine_restart_failed", engine=engine.engine_id, error=error.message)
+                log.error("engine_restart_failed", engine=engine.engine_id, error=str(error))
             await asyncio.sleep(backoff_seconds)
             backoff_seconds = min(backoff_seconds * 2, _LONGEST_BACKOFF_SECONDS)
 
     async def _take_out(self, engine: Engine) -> None:
         try:
             await self._routing.remove(engine.url)
-        except Unavailable as error:
+        except HeadraceError as error:
             log.warning("routing_not_changed", engine=engine.engine_id, error=error.message)

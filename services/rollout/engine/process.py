@@ -105,7 +105,7 @@ class SglangProcess(ServerProcess):
 
 async def _answers(client: EngineClient) -> bool:
     try:
-        await client.weight_version(seconds=2.0)
+        await client.weights_name(seconds=2.0)
     except HeadraceError:
         return False
     return True

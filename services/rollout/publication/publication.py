@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.rollout.engine.fleet import Engine, Fleet
+from services.rollout.engine.fleet import Engine, EngineState, Fleet
 from services.rollout.publication.participants import Participants
 from services.rollout.publication.state import Phase, Plan, Transaction
 
@@ -36,7 +36,7 @@ class Publication:
     def __init__(self, plan: Plan, engines: Sequence[Engine], begun: Begun, fleet: Fleet) -> None:
         self.transaction = Transaction(plan, begun.engine_ids)
         self.participants = Participants(self.transaction, engines, fleet)
-        self.versions_before = {engine.engine_id: engine.policy_version for engine in engines}
+        self.were_ready = {engine.engine_id for engine in engines if engine.state is EngineState.READY}
         self.begun = begun
         self.deadline = time.monotonic() + plan.deadline_seconds
         self.paused_at: float | None = None

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 from headrace.errors import ChecksumMismatch, FailedPrecondition, HeadraceError, NotFound, Unavailable
 from headrace.rpc.log import log
 from services.rollout.engine.fleet import Engine, EngineState, Fleet
-from services.rollout.publication.canary import Canary
 from services.rollout.publication.checksums import differences, digest
 from services.rollout.publication.groups import WeightGroups
 from services.rollout.publication.preparation import prepare
+from services.rollout.publication.probe import Probe
 from services.rollout.publication.publication import Begun, Committed, Publication
 from services.rollout.publication.settlement import settle
 from services.rollout.publication.state import Fence, Phase, Plan
@@ -75,14 +75,12 @@ class Receiver:
             publication.buckets[bucket] = self._start(publication, self._receive(publication, bucket))
         return await asyncio.shield(publication.buckets[bucket])
 
-    async def commit(
-        self, publication_id: str, checksums: Mapping[str, str], canary: Canary | None = None
-    ) -> Committed:
+    async def commit(self, publication_id: str, checksums: Mapping[str, str], probe: Probe | None = None) -> Committed:
         """Verifies, flips the version, lets requests go on. Raises ChecksumMismatch, and aborts, when nobody passes."""
         publication = self._find(publication_id)
         if publication.committing is None:
             publication.transaction.require_complete()
-            publication.committing = self._start(publication, self._commit(publication, checksums, canary))
+            publication.committing = self._start(publication, self._commit(publication, checksums, probe))
         return await asyncio.shield(publication.committing)
 
     async def abort(self, publication_id: str, why: str) -> None:
@@ -138,7 +136,10 @@ class Receiver:
         async def run() -> T:
             try:
                 return await work
-            except HeadraceError:
+            except Exception as error:  # whatever it was: the engines must not stay in it until the deadline
+                if not isinstance(error, HeadraceError):
+                    log.error("publication_raised", publication_id=publication.plan.publication_id, exc_info=error)
+                    publication.transaction.abort(f"{type(error).__name__}: {error}")
                 if publication.transaction.phase is Phase.ABORTED:
                     self._settle(publication)
                 raise
@@ -182,19 +183,22 @@ class Receiver:
             transaction.received.add(bucket)
         return tuple(sorted(transaction.lost))
 
-    async def _commit(self, publication: Publication, checksums: Mapping[str, str], canary: Canary | None) -> Committed:
+    async def _commit(self, publication: Publication, checksums: Mapping[str, str], probe: Probe | None) -> Committed:
         transaction, participants = publication.transaction, publication.participants
         await participants.each(lambda engine: engine.client.end_weight_update())
         publication.in_session.clear()
         digests = await self._verify(publication, checksums)
         transaction.require_open()
         version = transaction.plan.policy_version
-        await participants.each(lambda engine: engine.client.set_weight_version(version))
+        for engine in participants.remaining:
+            engine.weights_name = self._fleet.weights.new_name(version, engine.engine_id)
+        await participants.each(lambda engine: engine.client.name_weights(engine.weights_name))
         await participants.each(lambda engine: engine.client.flush_cache())
+        # A paused engine answers no probe. What it makes from here on is held back: its name is PENDING.
         await participants.each(lambda engine: engine.client.resume())
-        if canary:
+        if probe:
             await participants.each(
-                lambda engine: canary.ask(engine.client, version, seconds=publication.seconds_left())
+                lambda engine: probe.ask(engine.client, version, seconds=publication.seconds_left())
             )
         if transaction.plan.engine_ids:
             await self._leave_groups(publication)
@@ -202,6 +206,7 @@ class Receiver:
         publication.end_timer()
         assert publication.paused_at is not None
         paused_seconds = time.monotonic() - publication.paused_at
+        self._fleet.weights.accept(engine.weights_name for engine in participants.remaining)
         await self._fleet.switch_to(version)
         for engine in participants.remaining:
             engine.weights_digest = digests[engine.engine_id]

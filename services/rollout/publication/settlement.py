@@ -1,6 +1,6 @@
 """What becomes of the engines of a publication that was given up.
 
-untouched ──► as before, in routing
+untouched ──► as before: those that were in routing are again, those that were STALE stay so
 touched   ──► STALE: they hold a mixture, stay paused with their requests, and wait for the next publication
 gone, hung, or at odds with what was sent ──► DOWN, and started again
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 
-from headrace.errors import HeadraceError
 from headrace.rpc.log import log
 from services.rollout.engine.fleet import Engine, EngineState, Fleet
 from services.rollout.publication.groups import WeightGroups
@@ -43,10 +42,10 @@ async def _settle(
         await groups.leave(engine, publication.plan.group_names)
         if engine.engine_id in publication.in_session:
             await engine.client.end_weight_update()
-        if publication.transaction.touched:
+        if publication.transaction.touched or engine.engine_id not in publication.were_ready:
             await fleet.hold_back(engine)
         else:
             await engine.client.resume()
-            await fleet.serve(engine, publication.versions_before[engine.engine_id])
-    except HeadraceError as error:
-        await fleet.give_up(engine, f"did not come back from an aborted publication: {error.message}")
+            await fleet.serve(engine, engine.policy_version)
+    except Exception as error:  # whatever it was: an engine that nobody settles would be UPDATING until the end
+        await fleet.give_up(engine, f"did not come back from an aborted publication: {error}")

@@ -8,7 +8,7 @@ the new ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -53,7 +53,7 @@ class Plan:
         sent = sorted(bucket for group in self.groups for bucket in group.buckets)
         if not self.buckets or sent != sorted(self.buckets):
             raise InvalidArgument(
-                f"groups send buckets {sent}, the manifest has {sorted(self.buckets)}: each one exactly once",
+                f"groups send buckets {_some(sent)}, the manifest has {_some(self.buckets)}: each one exactly once",
                 field="groups",
             )
 
@@ -67,7 +67,12 @@ class Plan:
         for group in self.groups:
             if bucket in group.buckets:
                 return group
-        raise InvalidArgument(f"bucket {bucket} is not one of {sorted(self.buckets)}", field="bucket")
+        raise InvalidArgument(f"bucket {bucket} is not one of {_some(self.buckets)}", field="bucket")
+
+
+def _some(buckets: Iterable[int]) -> str:
+    numbers = sorted(buckets)
+    return f"{numbers[:20]} and {len(numbers) - 20} more" if len(numbers) > 20 else str(numbers)
 
 
 class Phase(StrEnum):
@@ -121,7 +126,8 @@ class Transaction:
         missing = sorted(set(self.plan.buckets) - self.received)
         if missing:
             raise FailedPrecondition(
-                f"publication {self.plan.publication_id} misses buckets {missing}: publish them before the commit"
+                f"publication {self.plan.publication_id} misses buckets {_some(missing)}: publish them before "
+                "the commit"
             )
 
     def commit(self) -> None:

@@ -17,6 +17,8 @@ from services.buffer import wire
 from services.buffer.application import Buffer
 from services.buffer.group import GroupState, Prompt
 from services.buffer.producing import GroupPut, PutOutcome
+from services.buffer.prompts.data_source import DataSourceWalk
+from services.buffer.source import Cursor
 from services.buffer.store.base import Store
 from services.buffer.store.memory import MemoryStore
 from services.buffer.stream import ExpiryAction, Selection, StreamConfig
@@ -217,3 +219,29 @@ async def test_a_class_that_is_no_data_source_is_refused(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=r"has no get_samples\(n\)"):
         async with opened(MemoryStore(), tmp_path, data_source=f"{tmp_path}/sources.py:Silent"):
             pass
+
+
+SLOW = """
+import time
+from headrace.hooks import Sample
+
+class Slow:
+    def __init__(self, args):
+        self.next = 0
+
+    def get_samples(self, n):
+        time.sleep(0.02 * n)
+        self.next += n
+        return [[Sample(prompt=f"q{i}")] for i in range(self.next - n, self.next)]
+"""
+
+
+async def test_a_slow_data_source_without_state_is_wound_forward_over_as_many_calls_as_it_takes(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    walk = DataSourceWalk(f"{tmp_path}/slow.py:Slow", HookArgs({}), seconds=1.5)
+    try:
+        reading = await walk.read(Cursor(prompts_read=200, row=200), 2)  # 4 s of asking, in calls of 1.5 s at most
+    finally:
+        await walk.close()
+    texts = [sample_pb2.Prompt.FromString(step.prompt.body).text for step in reading.steps]
+    assert texts == ["q200", "q201"]

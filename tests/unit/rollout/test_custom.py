@@ -11,6 +11,7 @@ from headrace.errors import ConfigError
 from headrace.trajectory import Sample, Status
 from services.rollout.custom import CustomMaker, custom_args
 from services.rollout.engine.api import SamplingParams
+from services.rollout.engine.weights import ServedWeights
 from services.rollout.prompts import EncodedPrompt
 from services.rollout.sampling import SampleRequest
 
@@ -58,7 +59,9 @@ async def test_a_function_with_other_arguments_is_refused_at_the_start(tmp_path:
 async def made_by(folder: Path, code: str) -> list[Sample]:
     (folder / "hook.py").write_text(code)
     job = Job.model_validate({"model": {"hf_checkpoint": folder}})
-    maker = CustomMaker(f"{folder / 'hook.py'}:f", custom_args(job, "http://127.0.0.1:4321"), seconds=60)
+    weights = ServedWeights()
+    weights.switch_to(3)
+    maker = CustomMaker(f"{folder / 'hook.py'}:f", custom_args(job, "http://127.0.0.1:4321"), weights, seconds=60)
     try:
         await maker.start()
         return await maker.make_all([request(0), request(1)], evaluation=False)

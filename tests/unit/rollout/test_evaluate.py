@@ -1,17 +1,26 @@
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
-from headrace.errors import InvalidArgument
+from headrace.errors import FailedPrecondition, InvalidArgument
+from headrace.trajectory import Failure, Sample, Status
+from services.rollout.engine.answer import BadAnswer
 from services.rollout.engine.api import SamplingParams
+from services.rollout.eval_file import EvalFiles
 from services.rollout.evaluate import Evaluator
 from services.rollout.generator import Generator
 from services.rollout.judge import Judge
 from services.rollout.prompts import PromptEncoder
-from services.rollout.sampling import SampleMaker
+from services.rollout.sampling import SampleMaker, SampleRequest, failed_sample
 from tests.support.fake_fleet import FakeFleet
 from tests.support.scripted_reward import refuse, score, scripted_reward
 from tests.support.tiny_model import make_tiny_tokenizer
@@ -50,6 +59,140 @@ async def test_a_bad_line_is_named_by_file_and_number(
 def evaluation(fakes: FakeFleet, folder: Path, reward_address: str) -> Evaluator:
     make_tiny_tokenizer().save_pretrained(folder / "tokenizer")
     encoder = PromptEncoder(folder / "tokenizer", apply_chat_template=False)
-    maker = SampleMaker(Generator(fakes.fleet.engines[0].client, lambda: 0), encoder, seconds=60)
+    maker = SampleMaker(Generator(fakes.fleet.engines[0].client, fakes.fleet.weights), encoder, seconds=60)
     judge = Judge(reward_address, item_seconds=1)
-    return Evaluator(encoder, maker, judge, SamplingParams(max_new_tokens=5), seed=1)
+    return Evaluator(encoder, maker, judge, SamplingParams(max_new_tokens=5), seed=1, files=EvalFiles([], folder))
+
+
+class Counting:
+    """A maker that fails for some, and says how many were made at once."""
+
+    in_flight = 0
+
+    def __init__(self, failing: Collection[int] = ()) -> None:
+        self.failing = failing
+        self.asked = 0
+        self.most = 0
+
+    async def make_all(
+        self, requests: Sequence[SampleRequest], *, evaluation: bool, hand_back: asyncio.Event | None = None
+    ) -> list[Sample]:
+        self.asked += 1
+        number = self.asked
+        self.in_flight += 1
+        self.most = max(self.most, self.in_flight)
+        await asyncio.sleep(0)
+        self.in_flight -= 1
+        if number in self.failing:
+            raise BadAnswer("log_prob", "NaN") if number % 2 else KeyError("a bug")
+        (request,) = requests
+        return [replace(failed_sample(request, Failure("NO", "")), status=Status.COMPLETED, failure=None, reward=1.0)]
+
+
+class Agreeing:
+    """Judges nothing again."""
+
+    async def judge(self, samples: Sequence[Sample]) -> list[Sample]:
+        return list(samples)
+
+
+def evaluator_with(maker: Counting, folder: Path, *files: Path, root: Path | None = None) -> Evaluator:
+    make_tiny_tokenizer().save_pretrained(folder / "tokenizer")
+    encoder = PromptEncoder(folder / "tokenizer", apply_chat_template=False)
+    params = SamplingParams(max_new_tokens=5)
+    return Evaluator(encoder, maker, cast(Judge, Agreeing()), params, seed=1, files=EvalFiles(files, root))
+
+
+def fifty(folder: Path) -> Path:
+    data = folder / "fifty.jsonl"
+    data.write_text("".join(f'{{"q": "{number}"}}\n' for number in range(50)))
+    return data
+
+
+def dataset(path: Path | str, n_samples: int = 1) -> pb.EvalDataset:
+    return pb.EvalDataset(name="d", path=str(path), n_samples_per_prompt=n_samples, input_key="q")
+
+
+async def test_one_bad_answer_of_fifty_is_counted_and_the_evaluation_goes_on(tmp_path: Path) -> None:
+    data = fifty(tmp_path)
+    evaluator = evaluator_with(Counting(failing=(7, 20)), tmp_path, data)
+    progress = [p async for p in evaluator.run([dataset(data)])]
+    (result,) = progress[-1].results
+    assert (result.num_samples, result.num_failed, result.mean_reward) == (48, 2, 1.0)
+
+
+async def test_an_evaluation_of_which_most_fails_says_why(tmp_path: Path) -> None:
+    data, maker = fifty(tmp_path), Counting(failing=range(1, 100))
+    with pytest.raises(FailedPrecondition, match=r"26 of 50 samples failed, the first by") as caught:
+        async for _ in evaluator_with(maker, tmp_path, data).run([dataset(data)]):
+            pass
+    assert caught.value.reason == "EVALUATION_FAILED"
+
+
+async def test_requests_are_made_as_places_become_free_and_never_more_than_an_evaluation_may_have(
+    tmp_path: Path,
+) -> None:
+    data, maker = fifty(tmp_path), Counting()
+    evaluator = evaluator_with(maker, tmp_path, data)
+    async with contextlib.aclosing(evaluator.run([dataset(data, 4096)])) as running:
+        await anext(running)
+        assert maker.asked <= 2 * 64, "of 204,800"
+    with pytest.raises(InvalidArgument, match="n_samples_per_prompt is 4097"):
+        await anext(evaluator.run([dataset(data, 4097)]))
+    with pytest.raises(InvalidArgument, match="samples, an evaluation may have"):
+        await anext(evaluator.run([dataset(data, 4096)] * 6))
+    async for _ in evaluator.run([dataset(data, 8)]):
+        pass
+    assert 1 < maker.most <= 64
+
+
+async def test_only_the_jobs_files_and_regular_files_below_the_root_are_read(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "secret.jsonl"
+    root.mkdir()
+    good = fifty(root)
+    outside.write_text('{"q": "secret"}\n')
+    (root / "link.jsonl").symlink_to(outside)
+    (root / "folder").mkdir()
+    os.mkfifo(root / "fifo")
+    evaluator = evaluator_with(Counting(), tmp_path, outside, root=root)
+    for path in (good, outside, good.name, root / "folder" / ".." / good.name):
+        assert (await anext(evaluator.run([dataset(path)]))).total >= 1
+    strict = evaluator_with(Counting(), tmp_path, root=root)
+    bad = (outside, root / "link.jsonl", root / "fifo", root / "folder", "../secret.jsonl", "/dev/zero", "/dev/stdin")
+    for path in (*bad, "/proc/self/environ", root / "none", "x" * 4096, "x" * 5000, "\0", ""):
+        async with asyncio.timeout(30):  # a FIFO is not waited for
+            with pytest.raises(InvalidArgument):
+                await anext(strict.run([dataset(path)]))
+    with pytest.raises(InvalidArgument, match="as there is no --prompt-root"):
+        await anext(evaluator_with(Counting(), tmp_path, good).run([dataset(outside)]))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"q": []}', '{"q": [1]}', '{"q": [{"content": "x"}]}', '{"q": null}', '{"q": 7}', "[" * 200_000, "9" * 5_000,
+        '{"q": "x", "l": "\\ud800"}', '{"q": "x", "m": {"a": NaN}}', "\x00",
+    ],
+)  # fmt: skip
+async def test_a_line_that_cannot_be_a_prompt_is_named(tmp_path: Path, line: str) -> None:
+    data = tmp_path / "bad.jsonl"
+    data.write_text(f'{{"q": "one"}}\n{line}\n')
+    asked = pb.EvalDataset(
+        name="d", path=str(data), n_samples_per_prompt=1, input_key="q", label_key="l", metadata_key="m"
+    )
+    with pytest.raises(InvalidArgument, match=r"bad\.jsonl:2"):
+        await anext(evaluator_with(Counting(), tmp_path, data).run([asked]))
+
+
+async def test_the_loop_goes_on_while_megabytes_are_tokenized(tmp_path: Path) -> None:
+    make_tiny_tokenizer().save_pretrained(tmp_path)
+    encoder = PromptEncoder(tmp_path, apply_chat_template=False)
+    encoding = asyncio.create_task(encoder.off_loop(encoder.encode_plain, "the quick brown fox " * 100_000))
+    turns = 0
+    while not encoding.done():
+        await asyncio.sleep(0.005)
+        turns += 1
+    assert turns > 10
+    assert len((await encoding).tokens) > 1_000_000
+    with pytest.raises(InvalidArgument, match="prompt has 9000000 bytes"):
+        encoder.encode_plain("x" * 9_000_000)

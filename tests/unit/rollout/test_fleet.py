@@ -50,5 +50,5 @@ async def test_an_engine_that_ends_while_it_is_given_up_is_started_once(fakes: F
     await fakes.until(lambda: engine.state is EngineState.READY)
     fakes.routing.answers.set()
     await giving_up
-    await engine.client.weight_version(seconds=60)
+    await engine.client.weights_name(seconds=60)
     assert engine.restarts == 1

@@ -5,10 +5,12 @@ import asyncio
 import pytest
 
 from headrace.errors import InvalidArgument, Unavailable
-from services.rollout.engine.api import Finish, Generation, SamplingParams
+from services.rollout.engine.answer import Finish
+from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fake import FakeEngine, response_to
 from services.rollout.engine.fleet import EngineState
+from services.rollout.engine.weights import ServedWeights
 from services.rollout.generator import Generator
 from tests.support.fake_fleet import FakeFleet
 
@@ -18,13 +20,13 @@ PARAMS = SamplingParams(max_new_tokens=60)
 
 async def test_an_aborted_request_is_continued_from_its_tokens(fakes: FakeFleet) -> None:
     engine = fakes.fleet.engines[0]
-    generator = Generator(engine.client, lambda: 0)
+    generator = Generator(engine.client, fakes.fleet.weights)
     pieces: list[Generation] = []
     async for piece in generator.stream(PROMPT, PARAMS, request_id="r", seconds=60):
         pieces.append(piece)
         if len(pieces) == 5:
             await engine.client.pause("abort")
-            await engine.client.set_weight_version(1)
+            await fakes.name_weights(0, 1)
             await engine.client.resume()
     assert list(pieces[-1].tokens) == response_to(PROMPT, 60)
     assert pieces[-1].finish is Finish.LENGTH
@@ -34,13 +36,13 @@ async def test_an_aborted_request_is_continued_from_its_tokens(fakes: FakeFleet)
 
 
 async def test_a_request_survives_its_engine(fakes: FakeFleet) -> None:
-    generator = Generator(fakes.fleet.engines[0].client, lambda: 0)
+    generator = Generator(fakes.fleet.engines[0].client, fakes.fleet.weights)
     fakes.fake(0).faults["/generate"] = "die"
     asking = asyncio.create_task(generator.generate(PROMPT, PARAMS, request_id="r", seconds=60))
     engine = fakes.fleet.engines[0]
     await fakes.until(lambda: engine.restarts == 1 and engine.state is EngineState.READY)
     asking.cancel()
-    other = Generator(fakes.fleet.engines[0].client, lambda: 0)
+    other = Generator(fakes.fleet.engines[0].client, fakes.fleet.weights)
     assert list((await other.generate(PROMPT, PARAMS, request_id="r", seconds=60)).tokens) == response_to(PROMPT, 60)
 
 
@@ -48,17 +50,20 @@ async def test_when_no_engine_answers_in_time_the_error_says_so() -> None:
     engine = FakeEngine()
     async with EngineClient(engine.url) as client:
         with pytest.raises(Unavailable, match="ConnectError"):
-            await Generator(client, lambda: 0).generate(PROMPT, PARAMS, request_id="r", seconds=0.5)
+            await Generator(client, ServedWeights()).generate(PROMPT, PARAMS, request_id="r", seconds=0.5)
 
 
 async def test_a_refused_request_is_not_tried_again(fakes: FakeFleet) -> None:
     fakes.fake(0).faults["/generate"] = "missing"
-    generator = Generator(fakes.fleet.engines[0].client, lambda: 0)
+    generator = Generator(fakes.fleet.engines[0].client, fakes.fleet.weights)
     with pytest.raises(InvalidArgument, match="answered 404"):
         await generator.generate(PROMPT, PARAMS, request_id="r", seconds=60)
     assert fakes.fake(0).calls.count("/generate") == 1
 
 
 async def test_prefixes_of_different_weights_are_kept_apart(fakes: FakeFleet) -> None:
-    await Generator(fakes.fleet.engines[0].client, lambda: 17).generate(PROMPT, PARAMS, request_id="r", seconds=60)
+    await fakes.fleet.switch_to(17)
+    await Generator(fakes.fleet.engines[0].client, fakes.fleet.weights).generate(
+        PROMPT, PARAMS, request_id="r", seconds=60
+    )
     assert fakes.fake(0).cache_keys == ["v17"]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from headrace.api.buffer.v1 import buffer_pb2
+from headrace.api.reward.v1 import reward_pb2
 from headrace.config.job import Job, ModelSection, RolloutSection
+from headrace.errors import DataLoss, InvalidArgument, Unavailable
 from headrace.hooks import HookArgs
 from headrace.rpc.net import free_port
 from headrace.trajectory import Sample, Status
@@ -19,6 +22,7 @@ from services.rollout.custom import CustomMaker, custom_args
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fake import response_to
+from services.rollout.engine.weights import ServedWeights
 from services.rollout.filter import GroupFilter
 from services.rollout.generator import Generator
 from services.rollout.groups import GroupMaker
@@ -45,6 +49,7 @@ class Production:
     reward: ScriptedReward
     encoder: PromptEncoder
     metrics: RolloutMetrics
+    registry: CollectorRegistry
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +79,7 @@ async def production(
     ):
         encoder = PromptEncoder(folder, apply_chat_template=False)
         judge = Judge(reward.address, item_seconds=0.1, call_seconds=judge_seconds, patience_seconds=judge_seconds)
-        maker = SampleMaker(Generator(client, lambda: fakes.fleet.policy_version), encoder, seconds=60.0)
+        maker = SampleMaker(Generator(client, fakes.fleet.weights, fakes.fleet.suspect), encoder, seconds=60.0)
         groups = GroupMaker(
             encoder,
             maker,
@@ -86,7 +91,8 @@ async def production(
             group_filter=group_filter,
             partial_rollout=partial_rollout,
         )
-        metrics = RolloutMetrics(CollectorRegistry())
+        registry = CollectorRegistry()
+        metrics = RolloutMetrics(registry)
         producer = Producer(
             ledger,
             groups,
@@ -97,7 +103,7 @@ async def production(
         )
         producer.start()
         try:
-            yield Production(fakes, ledger, producer, judge, reward, encoder, metrics)
+            yield Production(fakes, ledger, producer, judge, reward, encoder, metrics, registry)
         finally:
             await producer.drain()
             await judge.close()
@@ -259,9 +265,8 @@ async def test_tokens_of_an_older_policy_are_masked_when_asked(tokenizer_folder:
     first, partials = await interrupted(tokenizer_folder, mode)
     ledger = MemoryLedger([])
     async with production(tokenizer_folder, ledger, score(1.0), params=LONG, partial_rollout=mode) as made:
-        for engine in made.fakes.fleet.engines:
-            await engine.client.set_weight_version(3)
-        made.fakes.fleet.policy_version = 3
+        await made.fakes.name_weights(0, 3)
+        made.fakes.fleet.weights.policy_version = 3
         ledger.queued.append(continued(first, policy_version=3))
         await made.fakes.until(lambda: len(ledger.puts) == 1)
     for packed, begun in zip(ledger.puts[0].samples, partials, strict=True):
@@ -279,7 +284,8 @@ async def test_tokens_too_old_to_be_trained_are_made_anew(tokenizer_folder: Path
     first, _ = await interrupted(tokenizer_folder, mode)
     ledger = MemoryLedger([])
     async with production(tokenizer_folder, ledger, score(1.0), params=LONG, partial_rollout=mode) as made:
-        made.fakes.fleet.policy_version = 2
+        await made.fakes.name_weights(0, 2)
+        made.fakes.fleet.weights.policy_version = 2
         ledger.queued.append(continued(first, policy_version=2))
         await made.fakes.until(lambda: len(ledger.puts) == 1)
         assert made.fakes.fake(0).num_tokens == 3 * 60
@@ -375,7 +381,7 @@ async def test_an_aborted_group_that_fanned_out_is_not_trained(
 ) -> None:
     (tmp_path / "hook.py").write_text(ABORTED_FAN_OUT)
     job = Job(model=ModelSection(hf_checkpoint=tokenizer_folder))
-    maker = CustomMaker(f"{tmp_path}/hook.py:f", custom_args(job, "http://127.0.0.1:1"), seconds=60)
+    maker = CustomMaker(f"{tmp_path}/hook.py:f", custom_args(job, "http://127.0.0.1:1"), ServedWeights(), seconds=60)
     judge = Judge(f"127.0.0.1:{free_port()}", item_seconds=0.2)
     groups = GroupMaker(
         PromptEncoder(tokenizer_folder, apply_chat_template=False),
@@ -397,6 +403,98 @@ async def test_an_aborted_group_that_fanned_out_is_not_trained(
     else:
         assert isinstance(made, buffer_pb2.GroupPut)
         assert (made.outcome, made.failure.reason) == (buffer_pb2.PUT_OUTCOME_FAILED, "ABORTED")
+
+
+class RefusingLedger(MemoryLedger):
+    """Refuses puts as the ledger does what it can never take."""
+
+    def __init__(self, *args: object, error: Exception, takes_failed: bool = True) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self._error = error
+        self._takes_failed = takes_failed
+
+    async def put(self, group: buffer_pb2.GroupPut) -> buffer_pb2.PutResult:
+        if group.outcome == buffer_pb2.PUT_OUTCOME_COMPLETE or not self._takes_failed:
+            raise self._error
+        return await super().put(group)
+
+
+@pytest.mark.parametrize("error", [InvalidArgument("no such thing"), DataLoss("other bytes"), ValueError("too long")])
+async def test_a_group_that_the_ledger_never_takes_is_put_as_failed(tokenizer_folder: Path, error: Exception) -> None:
+    ledger = RefusingLedger([lease(0)], error=error)
+    async with production(tokenizer_folder, ledger, score(1.0)) as made:
+        await made.fakes.until(lambda: len(ledger.puts) == 1)
+    assert (ledger.puts[0].outcome, ledger.puts[0].failure.reason) == (buffer_pb2.PUT_OUTCOME_FAILED, "PUT_REFUSED")
+    assert str(error) in ledger.puts[0].failure.message
+
+
+async def test_a_group_that_cannot_even_be_put_as_failed_is_released(tokenizer_folder: Path) -> None:
+    ledger = RefusingLedger([lease(0)], error=InvalidArgument("no such thing"), takes_failed=False)
+    async with production(tokenizer_folder, ledger, score(1.0)) as made:
+        await made.fakes.until(lambda: ledger.released == ["lease-0"])
+
+
+@pytest.mark.parametrize(
+    ("error", "released", "reason"),
+    [
+        (KeyError("a bug"), False, "GROUP_RAISED"),
+        (RecursionError("deep"), False, "GROUP_RAISED"),
+        (InvalidArgument("bad metadata"), False, "INVALID_ARGUMENT"),
+        (Unavailable("later", reason="WEIGHTS_REFUSED"), True, "WEIGHTS_REFUSED"),
+    ],
+)
+async def test_whatever_a_groups_work_raises_ends_in_a_put_or_a_release(
+    tokenizer_folder: Path, error: Exception, released: bool, reason: str
+) -> None:
+    ledger = MemoryLedger([lease(0)])
+    async with production(tokenizer_folder, ledger, score(1.0)) as made:
+        await made.fakes.until(lambda: len(ledger.puts) == 1)
+
+        async def make(*_: object) -> object:
+            raise error
+
+        made.producer._maker = SimpleNamespace(make=make, hands_back=False)  # type: ignore[assignment]
+        ledger.queued.append(lease(1))
+        await made.fakes.until(lambda: bool(ledger.released) if released else len(ledger.puts) == 2)
+        assert made.producer._groups == {}
+    if released:
+        assert reason in ledger.releases[0].reason
+    else:
+        assert (ledger.puts[1].outcome, ledger.puts[1].failure.reason) == (buffer_pb2.PUT_OUTCOME_FAILED, reason)
+
+
+async def test_tokens_of_a_version_that_is_not_served_any_more_are_released(tokenizer_folder: Path) -> None:
+    def judged_while_another_trainer_starts(item: reward_pb2.ScoreItem) -> reward_pb2.ScoreResult:
+        made.fakes.fleet.weights.switch_to(3)  # from an older checkpoint
+        return score(1.0)(item)
+
+    ledger = MemoryLedger([])
+    async with production(tokenizer_folder, ledger, judged_while_another_trainer_starts) as made:
+        await made.fakes.name_weights(0, 5)
+        made.fakes.fleet.weights.switch_to(5)
+        ledger.queued.append(lease(0, policy_version=5))
+        await made.fakes.until(lambda: bool(ledger.released))
+    assert ledger.puts == []
+    assert "version 5 is not served any more" in ledger.releases[0].reason
+
+
+async def test_a_lease_loop_that_raises_begins_again_and_is_counted(tokenizer_folder: Path) -> None:
+    class Stumbling(MemoryLedger):
+        stumbles = 2
+
+        async def lease(self, max_groups: int) -> Sequence[buffer_pb2.GroupLease]:
+            if self.stumbles:
+                self.stumbles -= 1
+                raise TypeError("a bug")
+            return await super().lease(max_groups)
+
+    ledger = Stumbling([lease(0)])
+    async with production(tokenizer_folder, ledger, score(1.0)) as made:
+        await made.fakes.until(lambda: len(ledger.puts) == 1)
+        counted = made.registry.get_sample_value(
+            "headrace_rollout_background_work_ended_total", {"work": "lease groups"}
+        )
+    assert counted == 2
 
 
 def test_seeds_differ_by_every_part_and_repeat() -> None:

@@ -19,7 +19,7 @@ from headrace.errors import (
 from services.rollout.engine.api import TensorSpec
 from services.rollout.engine.fake import fake_checksum
 from services.rollout.engine.fleet import EngineState
-from services.rollout.publication.canary import Canary
+from services.rollout.publication.probe import Probe
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan, Plan
 from tests.support.fake_fleet import WIRE, FakeFleet
@@ -51,7 +51,7 @@ async def test_a_committed_version_is_served_by_all(fakes: FakeFleet) -> None:
     committed = await receiver.commit("p1", CHECKSUMS)
     assert committed.engine_ids == ("engine-0", "engine-1")
     assert fakes.fleet.policy_version == 3
-    assert [await e.client.weight_version() for e in fakes.fleet.engines] == ["3", "3"]
+    assert [await e.client.weights_name() for e in fakes.fleet.engines] == [e.weights_name for e in fakes.fleet.engines]
     assert receiver.open_id == ""
 
 
@@ -296,15 +296,15 @@ async def test_an_engine_that_computes_something_else_with_the_same_weights_is_t
         await receiver.receive("p1", bucket)
     fakes.fake(1).log_prob_error = 0.3
     truth = [-(token % 7 + 1) / 10 for token in tokens[1:]]
-    committed = await receiver.commit("p1", CHECKSUMS, Canary(tokens, truth, max_mean_difference=0.2))
+    committed = await receiver.commit("p1", CHECKSUMS, Probe(tokens, truth, max_mean_difference=0.2))
     assert (committed.engine_ids, committed.lost_engine_ids) == (("engine-0",), ("engine-1",))
 
 
-async def test_a_canary_that_all_engines_fail_ends_the_publication_and_the_old_version_stays(fakes: FakeFleet) -> None:
+async def test_a_probe_that_all_engines_fail_ends_the_publication_and_the_old_version_stays(fakes: FakeFleet) -> None:
     receiver = Receiver(fakes.fleet)
     await receiver.begin(PLAN)
     for bucket in (0, 1):
         await receiver.receive("p1", bucket)
-    with pytest.raises(PublicationAborted, match=r"canary's log-probs differ by 5 in the mean, more than 0\.2"):
-        await receiver.commit("p1", CHECKSUMS, Canary((1, 7), [-5.1], max_mean_difference=0.2))
+    with pytest.raises(PublicationAborted, match=r"probe's log-probs differ by 5 in the mean, more than 0\.2"):
+        await receiver.commit("p1", CHECKSUMS, Probe((1, 7), [-5.1], max_mean_difference=0.2))
     assert fakes.fleet.policy_version == 0

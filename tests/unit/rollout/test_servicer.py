@@ -24,7 +24,7 @@ from tests.support.tiny_model import make_tiny_tokenizer
 async def test_pieces_put_together_are_the_whole_response(fakes: FakeFleet, tmp_path: Path) -> None:
     make_tiny_tokenizer().save_pretrained(tmp_path)
     encoder = PromptEncoder(tmp_path, apply_chat_template=False)
-    generator = Generator(fakes.fleet.engines[0].client, lambda: 0)
+    generator = Generator(fakes.fleet.engines[0].client, fakes.fleet.weights)
 
     def ask(prompt: EncodedPrompt, sampling: sample_pb2.SamplingParams) -> Any:
         params = merged_params(sampling, SamplingParams(max_new_tokens=9))

@@ -1,11 +1,20 @@
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import numpy as np
 import pytest
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
+from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
+from headrace.trajectory import pack_column
+from services.rollout.engine.api import SamplingParams
 from services.rollout.publication.checksums import differences, digest
-from services.rollout.wire import plan_of
+from services.rollout.publication.plan import plan_of
+from services.rollout.sampling import merged_params
+from services.rollout.wire import probe_of, reward_target_of
 
 
 def begin(**changes: object) -> pb.BeginPublishRequest:
@@ -31,8 +40,11 @@ def test_a_request_becomes_a_plan_with_defaults() -> None:
     [
         ({"transport": pb.TRANSPORT_DISK}, "TRANSPORT_DISK is not built yet"),
         ({"backend": "mpi"}, "backend 'mpi' is not one of gloo, nccl"),
-        ({"deadline_seconds": -1.0}, "deadline_seconds is -1, must be above 0"),
-        ({"manifest": pb.Manifest(tensors=[pb.TensorSpec(name="b", bucket=3)])}, r"the manifest has \[0, 3\]"),
+        ({"deadline_seconds": -1.0}, "deadline_seconds is -1, must be 0 to 86400"),
+        (
+            {"manifest": pb.Manifest(tensors=[pb.TensorSpec(name="b", shape=[1], dtype="float32", bucket=3)])},
+            r"the manifest has \[0, 3\]",
+        ),
     ],
 )
 def test_what_contradicts_itself_is_refused(changes: dict[str, object], message: str) -> None:
@@ -48,3 +60,114 @@ def test_checksums_differ_by_value_by_absence_but_not_by_a_tied_head() -> None:
     assert "the sender says nothing about a" in (differences({"b": "3"}, [rank]) or "")
     assert "the engine has no c" in (differences({"c": "1"}, [rank]) or "")
     assert digest([rank]) != digest([{**rank, "a": "2"}])
+
+
+def commit(tokens: object = (1, 2, 3), log_probs: object = (-1.0, -2.0), tolerance: float = 0.1) -> Any:
+    return pb.CommitPublishRequest(
+        publication_id="p",
+        canary=pb.Canary(
+            tokens=pack_column("tokens", np.asarray(tokens)),
+            log_probs=pack_column("log_probs", np.asarray(log_probs)),
+            max_mean_difference=tolerance,
+        ),
+    )
+
+
+def test_a_probe_is_read_and_one_that_cannot_be_is_refused() -> None:
+    i, f = np.int32, np.float32
+    probe = probe_of(commit(np.asarray([1, 2, 3], i), np.asarray([-1, -2], f)))
+    assert probe is not None
+    assert (probe.tokens, probe.log_probs) == ((1, 2, 3), [-1.0, -2.0])
+    assert probe_of(pb.CommitPublishRequest(publication_id="p")) is None
+    for tokens, log_probs, tolerance in (
+        (np.asarray([1, 2, 3], np.int64), np.asarray([-1, -2], f), 0.1),
+        (np.asarray([[1, 2, 3]], i), np.asarray([-1, -2], f), 0.1),
+        (np.asarray([1, -2, 3], i), np.asarray([-1, -2], f), 0.1),
+        (np.asarray([1, 2, 3], i), np.asarray([-1], f), 0.1),
+        (np.asarray([1, 2, 3], i), np.asarray([-1, np.nan], f), 0.1),
+        (np.asarray([1, 2, 3], i), np.asarray([-1, 2], f), 0.1),
+        (np.asarray([1], i), np.asarray([], f), 0.1),
+        (np.asarray([], i), np.asarray([], f), 0.1),
+        (np.asarray([1, 2, 3], i), np.asarray([-1, -2], f), float("nan")),
+        (np.zeros(5000, i), np.zeros(4999, f), 0.1),
+    ):
+        with pytest.raises(InvalidArgument):
+            probe_of(commit(tokens, log_probs, tolerance))
+
+
+def tensor(**changes: Any) -> pb.Manifest:
+    return pb.Manifest(tensors=[pb.TensorSpec(**{"name": "b", "shape": [1], "dtype": "float32"} | changes)])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"transport": 99},
+        {"pause_mode": 99},
+        {"backend": "x" * 100_000},
+        {"publication_id": "x" * 600},
+        {"publication_id": "\0"},
+        {"policy_version": -1},
+        {"policy_version": 2**53 + 1},
+        {"epoch": 2**63 - 1},
+        {"epoch": -1},
+        {"deadline_seconds": math.nan},
+        {"deadline_seconds": math.inf},
+        {"deadline_seconds": 1e9},
+        {"manifest": tensor(name="a")},
+        {"manifest": tensor(name="")},
+        {"manifest": tensor(name="a\nb")},
+        {"manifest": tensor(shape=[-1])},
+        {"manifest": tensor(shape=[0])},
+        {"manifest": tensor(shape=[2**62, 2**62])},
+        {"manifest": tensor(shape=[1] * 9)},
+        {"manifest": tensor(dtype="float64")},
+        {"manifest": tensor(dtype="")},
+        {"manifest": tensor(bucket=2**32 - 1)},
+        {"manifest": pb.Manifest(total_bytes=2**64 - 1)},
+        {"groups": [pb.PublishGroup(name="g", master_address="h", master_port=1)]},
+        {"groups": [pb.PublishGroup(name="h", master_address="", master_port=1)]},
+        {"groups": [pb.PublishGroup(name="h", master_address="h", master_port=70_000)]},
+        {"groups": [pb.PublishGroup(name="h", master_address="h", master_port=1, buckets=[7])]},
+        {"engine_ids": ["engine-0", "engine-0"]},
+        {"engine_ids": [""]},
+    ],
+)
+def test_every_field_of_a_publication_has_a_bound(changes: dict[str, object]) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        plan_of(begin(**changes))
+    assert caught.value.field
+    assert len(caught.value.message) < 500
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"temperature": -1.0},
+        {"top_p": math.nan},
+        {"top_p": 0.0},
+        {"top_k": 0},
+        {"top_k": 2**32 - 1},
+        {"max_new_tokens": 0},
+        {"max_new_tokens": 2**32 - 1},
+        {"stop": [""]},
+        {"stop": ["x" * 5_000]},
+        {"stop": ["x"] * 2_000},
+        {"stop_token_ids": [-1]},
+        {"stop_token_ids": [1] * 2_000},
+        {"seed": 2**63 - 1},
+    ],
+)
+def test_every_sampling_parameter_has_a_bound(sampling: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        merged_params(sample_pb2.SamplingParams(**sampling), SamplingParams(max_new_tokens=4))
+    assert (caught.value.field or "").startswith("sampling.")
+
+
+@pytest.mark.parametrize("address", ["", "host", "host:", "host:0", "host:99999", "h\0st:1", ":1", "x" * 600 + ":1"])
+def test_a_reward_service_has_an_address(address: str) -> None:
+    assert reward_target_of(pb.SetRewardRequest(address="127.0.0.1:9000", scorer="")) == ("127.0.0.1:9000", "")
+    with pytest.raises(InvalidArgument):
+        reward_target_of(pb.SetRewardRequest(address=address))

@@ -14,7 +14,7 @@ from services.rollout.engine.client import EngineClient
 
 
 @dataclass(frozen=True, slots=True)
-class Canary:
+class Probe:
     """`log_probs` are of all tokens but the first, at temperature 1."""
 
     tokens: Sequence[int]
@@ -24,7 +24,7 @@ class Canary:
     def __post_init__(self) -> None:
         if len(self.tokens) < 2 or len(self.log_probs) != len(self.tokens) - 1:
             raise InvalidArgument(
-                f"a canary of {len(self.tokens)} tokens with {len(self.log_probs)} log-probs: it needs two tokens or "
+                f"a probe of {len(self.tokens)} tokens with {len(self.log_probs)} log-probs: it needs two tokens or "
                 "more, and a log-prob for all but the first",
                 field="canary",
             )
@@ -36,11 +36,11 @@ class Canary:
 
     async def ask(self, engine: EngineClient, policy_version: int, *, seconds: float) -> None:
         """Raises ChecksumMismatch with both sides' figures when the engine disagrees."""
-        theirs = await engine.score(self.tokens, cache_key=f"canary-{policy_version}", seconds=seconds)
+        theirs = await engine.score(self.tokens, cache_key=f"probe-{policy_version}", seconds=seconds)
         difference = sum(abs(a - b) for a, b in zip(self.log_probs, theirs, strict=True)) / len(theirs)
         if not difference <= self.max_mean_difference:  # NaN disagrees too
             raise ChecksumMismatch(
-                f"the canary's log-probs differ by {difference:.4g} in the mean, more than "
+                f"the probe's log-probs differ by {difference:.4g} in the mean, more than "
                 f"{self.max_mean_difference:g}: trainer {_first(self.log_probs)} …, engine {_first(theirs)} …"
             )
 

@@ -1,0 +1,33 @@
+"""Work in the background that cannot end unseen: what raises is logged, counted, and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from headrace.rpc.log import log
+
+_FIRST_PAUSE_SECONDS = 0.1
+_LONGEST_PAUSE_SECONDS = 30.0
+_GOOD_SECONDS = 60.0
+"""Work that went on for so long is started again without a long pause."""
+
+
+async def kept_running(name: str, work: Callable[[], Awaitable[None]], ended: Callable[[str], None]) -> None:
+    """Runs `work()` until it returns.
+
+    After an exception `ended(name)` is called, and `work()` begins again after a pause that grows.
+    """
+    pause_seconds = _FIRST_PAUSE_SECONDS
+    while True:
+        started = time.monotonic()
+        try:
+            return await work()
+        except Exception as error:  # whatever it is: the service depends on this work and cannot tell that it is gone
+            log.error("background_work_ended", work=name, again_in_seconds=pause_seconds, exc_info=error)
+            ended(name)
+        if time.monotonic() - started > _GOOD_SECONDS:
+            pause_seconds = _FIRST_PAUSE_SECONDS
+        await asyncio.sleep(pause_seconds)
+        pause_seconds = min(pause_seconds * 2, _LONGEST_PAUSE_SECONDS)

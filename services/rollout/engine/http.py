@@ -1,0 +1,150 @@
+"""HTTP to engines and routers: one time limit around a whole exchange, and no more bytes than an answer may have.
+
+A limit on each read would never end an answer that drips, and an answer without a cap fills memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from headrace.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
+from services.rollout.engine.answer import BadAnswer, parse
+
+CONTROL_ANSWER_BYTES = 16 << 20
+"""Enough for a checksum of every tensor of the largest models."""
+
+_CONNECT_SECONDS = 5.0
+_SHOWN_BYTES = 500
+_IDENTITY = {"Accept-Encoding": "identity"}  # what is compressed has no size before it is unpacked
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An answer with its whole body."""
+
+    path: str
+    status: int
+    body: bytes
+
+    def json(self) -> Mapping[str, Any]:
+        """Its JSON object. Raises what an answer that is no success means, and BadAnswer."""
+        self.require_success()
+        return parse(self.body)
+
+    def require_success(self) -> None:
+        """FailedPrecondition and InvalidArgument are the server's refusals, Unavailable is its failure."""
+        if 200 <= self.status < 300:
+            return
+        text = self.body[:_SHOWN_BYTES].decode(errors="replace")
+        if self.status == 400 and '"success":false' in text.replace(" ", ""):
+            raise FailedPrecondition(f"{self.path} was refused: {text}", reason="ENGINE_REFUSED")
+        if 400 <= self.status < 500 and self.status not in (408, 429):
+            raise InvalidArgument(f"{self.path} answered {self.status}: {text}", reason="ENGINE_REFUSED")
+        raise Unavailable(f"{self.path} answered {self.status}: {text}", reason="ENGINE_UNREACHABLE")
+
+
+class Http:
+    """One server at http://host:port."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        # Plain HTTP on a private address: without verify=False, loading certificates blocks the event loop for 50 ms.
+        self._http = httpx.AsyncClient(
+            base_url=url, trust_env=False, verify=False, limits=limits, headers=_IDENTITY, timeout=None
+        )
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._http.aclose()
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        *,
+        seconds: float,
+        max_bytes: int = CONTROL_ANSWER_BYTES,
+    ) -> Reply:
+        """The whole answer. Raises DeadlineExceeded, Unavailable, and BadAnswer for one of more than `max_bytes`."""
+        with self._mapped(path, seconds):
+            async with asyncio.timeout(seconds), self._sent(method, path, body, seconds) as response:
+                content = bytearray()
+                async for chunk in response.aiter_raw():
+                    content += chunk
+                    _require_size(path, len(content), max_bytes)
+                return Reply(path, response.status_code, bytes(content))
+
+    async def events(
+        self, path: str, body: Mapping[str, Any], *, seconds: float, max_bytes: int, max_events: int
+    ) -> AsyncGenerator[Mapping[str, Any], None]:
+        """The JSON objects of an event stream, each of at most `max_bytes`. Raises as `request` does."""
+        end = time.monotonic() + seconds
+        async with contextlib.AsyncExitStack() as stack:
+            with self._mapped(path, seconds):
+                async with asyncio.timeout(seconds):
+                    response = await stack.enter_async_context(self._sent("POST", path, body, seconds))
+                if not response.is_success:
+                    async with asyncio.timeout(end - time.monotonic()):
+                        Reply(path, response.status_code, await _start_of(response)).require_success()
+            num_events, line, chunks = 0, bytearray(), response.aiter_raw()
+            while True:
+                with self._mapped(path, seconds):
+                    async with asyncio.timeout(end - time.monotonic()):
+                        chunk = await anext(chunks, None)
+                if chunk is None:
+                    return
+                first, *others = chunk.split(b"\n")
+                line += first
+                for following in others:
+                    _require_size(path, len(line), max_bytes)
+                    if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
+                        num_events += 1
+                        if num_events > max_events:
+                            raise BadAnswer("too_many_events", f"{path} sent more than {max_events} events")
+                        yield parse(bytes(data))
+                    line = bytearray(following)
+                _require_size(path, len(line), max_bytes)
+
+    @contextlib.asynccontextmanager
+    async def _sent(
+        self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float
+    ) -> AsyncIterator[httpx.Response]:
+        timeout = httpx.Timeout(None, connect=min(seconds, _CONNECT_SECONDS))
+        async with self._http.stream(method, path, json=body, timeout=timeout) as response:
+            if response.headers.get("Content-Encoding", "identity") != "identity":
+                raise BadAnswer("encoded", f"{path} answered with a Content-Encoding that was not asked for")
+            yield response
+
+    @contextlib.contextmanager
+    def _mapped(self, path: str, seconds: float) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{self.url}{path} did not answer within {seconds:g} s") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise Unavailable(
+                f"{self.url}{path}: {type(error).__name__} {error}", reason="ENGINE_UNREACHABLE"
+            ) from error
+
+
+async def _start_of(response: httpx.Response) -> bytes:
+    content = bytearray()
+    async for chunk in response.aiter_raw():
+        content += chunk
+        if len(content) >= _SHOWN_BYTES:
+            break
+    return bytes(content)
+
+
+def _require_size(path: str, size: int, max_bytes: int) -> None:
+    if size > max_bytes:
+        raise BadAnswer("too_large", f"{path} answered with more than {max_bytes} bytes")

@@ -1,0 +1,130 @@
+"""Which weights the engines hold, by the names that they are stamped with.
+
+  PENDING ──► ACCEPTED   the publication was committed: tokens with the name are of its policy version
+     └──────► REFUSED    checksums or the probe failed, or the engine was lost before the verdict
+Each name is used once: for one engine in one attempt to publish. So a later good version is never taken for one that
+was refused, and what an engine made before its own verdict is held back until the verdict.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from headrace.trajectory import PolicyRange
+from services.rollout.engine.answer import BadAnswer, NamedSpan
+
+INITIAL_VERSION = 0
+"""The policy version of hf_checkpoint's weights."""
+
+# A request in flight may carry names of earlier publications; one that lived through more of them is made again.
+_REMEMBERED = 1 << 14
+
+
+class Verdict(StrEnum):
+    """What became of the weights behind a name."""
+
+    PENDING = "pending"
+    ACCEPTED = "accepted"
+    REFUSED = "refused"
+
+
+@dataclass(slots=True)
+class _Named:
+    policy_version: int
+    engine_id: str
+    verdict: Verdict = Verdict.PENDING
+
+
+class ServedWeights:
+    """`policy_version` is what new samples are made with; `refusals` counts the names refused so far."""
+
+    def __init__(self) -> None:
+        self.policy_version = INITIAL_VERSION
+        self.refusals = 0
+        self._named: dict[str, _Named] = {}
+        self._pending: set[str] = set()
+        self._verdict_given = asyncio.Event()
+
+    def new_name(self, policy_version: int, engine_id: str) -> str:
+        """A PENDING name for one engine's weights."""
+        name = f"{policy_version}.{secrets.token_hex(4)}.{engine_id}"
+        self._named[name] = _Named(policy_version, engine_id)
+        self._pending.add(name)
+        while len(self._named) > _REMEMBERED and (oldest := next(iter(self._named))) not in self._pending:
+            del self._named[oldest]
+        return name
+
+    def accept(self, names: Iterable[str]) -> None:
+        """Tokens with these names are of the names' policy version."""
+        for name in names:
+            self._judge(name, Verdict.ACCEPTED)
+
+    def refuse(self, name: str) -> None:
+        """Tokens with this name are never stored; nothing happens unless it is PENDING."""
+        if name in self._pending:
+            self.refusals += 1
+            self._judge(name, Verdict.REFUSED)
+
+    def switch_to(self, policy_version: int) -> None:
+        """What is served from now on. Higher versions are refused: their trainer started again before them."""
+        self.policy_version = policy_version
+        for named in self._named.values():
+            if named.policy_version > policy_version and named.verdict is Verdict.ACCEPTED:
+                named.verdict = Verdict.REFUSED
+                self.refusals += 1
+
+    def engine_of(self, name: str) -> str | None:
+        """Whose name it is; None where nobody was given it."""
+        return self._named[name].engine_id if name in self._named else None
+
+    async def settled(self) -> None:
+        """Returns when no verdict is awaited."""
+        while self._pending:
+            await self._verdict_given.wait()
+
+    async def version_of(self, name: str) -> int | None:
+        """The policy version behind a name, once there is a verdict; None for refused weights.
+
+        Raises BadAnswer for a name that was never given.
+        """
+        if name not in self._named:
+            raise BadAnswer("unknown_version", f"weights named {name[:80]!r} were never published")
+        while name in self._pending:
+            await self._verdict_given.wait()
+        named = self._named[name]
+        return named.policy_version if named.verdict is Verdict.ACCEPTED else None
+
+    async def ranges_of(self, spans: Sequence[NamedSpan]) -> tuple[PolicyRange, ...]:
+        """The spans with policy versions, up to the first token of refused weights, once all verdicts are there.
+
+        Raises BadAnswer for names that were never given, and for versions that decrease.
+        """
+        ranges: list[PolicyRange] = []
+        for span in spans:
+            version = await self.version_of(span.name)
+            if version is None:
+                break
+            if ranges and version < ranges[-1].policy_version:
+                raise BadAnswer("version_order", f"version {version} after {ranges[-1].policy_version}", span.name)
+            ranges.append(PolicyRange(version, span.start, span.end))
+        return _joined(ranges)
+
+    def _judge(self, name: str, verdict: Verdict) -> None:
+        self._named[name].verdict = verdict
+        self._pending.discard(name)
+        self._verdict_given.set()
+        self._verdict_given = asyncio.Event()
+
+
+def _joined(ranges: Sequence[PolicyRange]) -> tuple[PolicyRange, ...]:
+    """Neighbours of one version become one: an engine can be given the served weights again."""
+    joined: list[PolicyRange] = []
+    for item in ranges:
+        if joined and joined[-1].policy_version == item.policy_version:
+            item = PolicyRange(item.policy_version, joined.pop().start, item.end)
+        joined.append(item)
+    return tuple(joined)

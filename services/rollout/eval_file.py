@@ -1,0 +1,138 @@
+"""A JSONL file of prompts to evaluate on: one that the operator named or allowed, a regular file, of bounded size."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from headrace.errors import InvalidArgument
+from headrace.json_text import to_json
+from headrace.sample_checks import check_text
+from headrace.wire.checks import shown
+from headrace.wire.limits import MAX_EVAL_FILE_BYTES, MAX_EVAL_PROMPTS, MAX_PROMPT_LINE_BYTES
+
+_FIELD = "datasets.path"
+
+
+@dataclass(frozen=True, slots=True)
+class EvalKeys:
+    """Which keys of a line are used; None where there is none."""
+
+    prompt: str
+    label: str | None
+    metadata: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class EvalRow:
+    """One prompt; `where` is file:line."""
+
+    where: str
+    prompt: str | list[dict[str, Any]]
+    label: str | None
+    metadata: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EvalFiles:
+    """What a client may name: `files` themselves, and everything under the `root`."""
+
+    files: Sequence[Path]
+    root: Path | None
+
+    def read(self, path: str, keys: EvalKeys, max_prompts: int | None) -> list[EvalRow]:
+        """All rows, checked. Blocks; raises InvalidArgument with file and line for what cannot be used."""
+        allowed = self._allowed(path)
+        with _opened(allowed) as file:
+            rows = [_row(where, line, keys) for where, line in _lines(allowed, file, max_prompts)]
+        if not rows:
+            raise InvalidArgument(f"{allowed} has no prompts", field=_FIELD)
+        return rows
+
+    def _allowed(self, path: str) -> Path:
+        """With links followed, so that none leads out of the root."""
+        try:
+            real = ((self.root or Path()) / path).resolve()
+            if any(real == file.resolve() for file in self.files):
+                return real
+            if self.root is not None and real.is_relative_to(self.root.resolve()):
+                return real
+        except (OSError, RuntimeError, ValueError) as error:
+            raise InvalidArgument(f"path {shown(path)} cannot be read: {error}", field=_FIELD) from error
+        under = f"or lie under --prompt-root {self.root}" if self.root else "as there is no --prompt-root"
+        raise InvalidArgument(f"path {shown(path)} must be one of the job's eval_prompt_data, {under}", field=_FIELD)
+
+
+def _opened(path: Path) -> BinaryIO:
+    """A FIFO is not waited for, a device is not read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        raise InvalidArgument(
+            f"there is no file {path} to be read on the rollout service's machine: {error.strerror}", field=_FIELD
+        ) from error
+    facts = os.fstat(descriptor)
+    if not stat.S_ISREG(facts.st_mode) or facts.st_size > MAX_EVAL_FILE_BYTES:
+        os.close(descriptor)
+        raise InvalidArgument(
+            f"{path} must be a regular file of at most {MAX_EVAL_FILE_BYTES} bytes, has {facts.st_size}", field=_FIELD
+        )
+    return os.fdopen(descriptor, "rb")
+
+
+def _lines(path: Path, file: BinaryIO, max_prompts: int | None) -> Iterator[tuple[str, bytes]]:
+    """(file:line, line) of each line used."""
+    used, number = 0, 0
+    while line := file.readline(MAX_PROMPT_LINE_BYTES + 1):
+        number += 1
+        if len(line) > MAX_PROMPT_LINE_BYTES:
+            raise InvalidArgument(f"{path}:{number}: longer than {MAX_PROMPT_LINE_BYTES} bytes", field=_FIELD)
+        if not line.strip():
+            continue
+        if max_prompts is not None and used >= max_prompts:
+            return
+        used += 1
+        if used > MAX_EVAL_PROMPTS:
+            raise InvalidArgument(
+                f"{path} has more than {MAX_EVAL_PROMPTS} prompts: pass max_prompts", field="datasets.max_prompts"
+            )
+        yield f"{path}:{number}", line
+
+
+def _row(where: str, line: bytes, keys: EvalKeys) -> EvalRow:
+    try:
+        record = json.loads(line, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{where}: not JSON: {error}", field=_FIELD) from error
+    if not isinstance(record, dict):
+        raise InvalidArgument(f"{where}: not a JSON object: {shown(line)}", field=_FIELD)
+    prompt = record.get(keys.prompt)
+    if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(map(_is_message, prompt)) and prompt):
+        raise InvalidArgument(
+            f"{where}: {keys.prompt!r} must be text or an array of messages; keys here: {shown(sorted(record))}",
+            field="datasets.input_key",
+        )
+    label = record.get(keys.label) if keys.label else None
+    metadata = record.get(keys.metadata) if keys.metadata else None
+    try:
+        found = EvalRow(
+            where, prompt, None if label is None else str(label), metadata if isinstance(metadata, dict) else {}
+        )
+        check_text("label", found.label or "")
+        to_json(found.metadata)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{where}: {error.message}", field=_FIELD) from error
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str)

@@ -1,0 +1,119 @@
+"""From a BeginPublish request to what a publication brings: every field checked before anything begins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from headrace.api.rollout.v1 import rollout_pb2 as pb
+from headrace.errors import InvalidArgument
+from headrace.wire.checks import (
+    require_at_most,
+    require_between,
+    require_counter,
+    require_finite,
+    require_id,
+    require_name,
+    shown,
+)
+from headrace.wire.limits import (
+    MAX_BUCKETS,
+    MAX_COLUMN_BYTES,
+    MAX_COLUMN_RANK,
+    MAX_ENGINES,
+    MAX_PUBLISH_GROUPS,
+    MAX_PUBLISH_SECONDS,
+    MAX_TENSORS,
+)
+from services.rollout.engine.api import TensorSpec
+from services.rollout.publication.state import GroupPlan, Plan
+
+_PAUSE_MODES: Mapping[int, str] = {
+    pb.PAUSE_MODE_UNSPECIFIED: "in_place",
+    pb.PAUSE_MODE_IN_PLACE: "in_place",
+    pb.PAUSE_MODE_RETRACT: "retract",
+    pb.PAUSE_MODE_ABORT: "abort",
+}
+_COLLECTIVE = (pb.TRANSPORT_UNSPECIFIED, pb.TRANSPORT_COLLECTIVE)
+_BACKENDS = ("gloo", "nccl")
+_ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def plan_of(request: pb.BeginPublishRequest) -> Plan:
+    """Raises InvalidArgument for what this service does not do, or what contradicts itself."""
+    if request.transport not in _COLLECTIVE:
+        names = {number: name for name, number in pb.Transport.items()}
+        name = names.get(request.transport, f"transport {request.transport}")
+        raise InvalidArgument(f"{name} is not built yet: use TRANSPORT_COLLECTIVE", field="transport")
+    if request.backend not in _BACKENDS:
+        raise InvalidArgument(f"backend {shown(request.backend)} is not one of {', '.join(_BACKENDS)}", field="backend")
+    if request.pause_mode not in _PAUSE_MODES:
+        raise InvalidArgument(f"pause_mode {request.pause_mode} is not known", field="pause_mode")
+    require_counter(request.manifest.total_bytes, "manifest.total_bytes")
+    require_at_most(len(request.engine_ids), MAX_ENGINES, "engine_ids")
+    return Plan(
+        publication_id=require_id(request.publication_id, "publication_id"),
+        epoch=require_counter(request.epoch, "epoch"),
+        policy_version=require_counter(request.policy_version, "policy_version"),
+        pause_mode=_PAUSE_MODES[request.pause_mode],
+        backend=request.backend,
+        deadline_seconds=require_finite(request.deadline_seconds, "deadline_seconds", most=MAX_PUBLISH_SECONDS),
+        buckets=_buckets(request.manifest.tensors),
+        groups=_groups(request.groups),
+        engine_ids=_distinct([require_name(i, "engine_ids") for i in request.engine_ids], "engine_ids"),
+    )
+
+
+def _buckets(tensors: Sequence[pb.TensorSpec]) -> dict[int, list[TensorSpec]]:
+    field = "manifest.tensors"
+    require_at_most(len(tensors), MAX_TENSORS, field)
+    _distinct([require_id(tensor.name, f"{field}.name") for tensor in tensors], f"{field}.name")
+    buckets: dict[int, list[TensorSpec]] = {}
+    latest = sent_bytes = 0
+    for tensor in tensors:
+        require_between(tensor.bucket, 0, MAX_BUCKETS, f"{field}.bucket")
+        if tensor.bucket < latest:
+            raise InvalidArgument(f"{tensor.name}: bucket {tensor.bucket} after {latest}", field=field)
+        sent_bytes = _bytes_of(tensor) + (sent_bytes if tensor.bucket == latest else 0)
+        if sent_bytes > MAX_COLUMN_BYTES:
+            raise InvalidArgument(f"bucket {tensor.bucket} has more than {MAX_COLUMN_BYTES} bytes", field=field)
+        latest = tensor.bucket
+        buckets.setdefault(latest, []).append(TensorSpec(tensor.name, tuple(tensor.shape), tensor.dtype))
+    return buckets
+
+
+def _bytes_of(tensor: pb.TensorSpec) -> int:
+    if tensor.dtype not in _ITEM_BYTES:
+        raise InvalidArgument(
+            f"{tensor.name}: dtype {shown(tensor.dtype)} is not one of {', '.join(_ITEM_BYTES)}",
+            field="manifest.tensors.dtype",
+        )
+    shape = tuple(tensor.shape[: MAX_COLUMN_RANK + 1])
+    if len(shape) > MAX_COLUMN_RANK or any(n < 1 for n in shape) or prod(shape) > MAX_COLUMN_BYTES:
+        raise InvalidArgument(
+            f"{tensor.name}: shape {list(shape)} has more than {MAX_COLUMN_RANK} dimensions, one below 1, or too many "
+            "elements",
+            field="manifest.tensors.shape",
+        )
+    return prod(shape) * _ITEM_BYTES[tensor.dtype]
+
+
+def _groups(groups: Sequence[pb.PublishGroup]) -> list[GroupPlan]:
+    require_at_most(len(groups), MAX_PUBLISH_GROUPS, "groups")
+    _distinct([require_id(group.name, "groups.name") for group in groups], "groups.name")
+    plans: list[GroupPlan] = []
+    for group in groups:
+        require_at_most(len(group.buckets), MAX_BUCKETS, "groups.buckets")
+        host = require_name(group.master_address, "groups.master_address")
+        port = require_between(group.master_port, 1, 65535, "groups.master_port")
+        plans.append(GroupPlan(group.name, host, port, tuple(group.buckets), group.joined))
+    return plans
+
+
+def _distinct(names: Sequence[str], field: str) -> tuple[str, ...]:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise InvalidArgument(f"{field} has {shown(name)} twice", field=field)
+        seen.add(name)
+    return tuple(names)

@@ -1,0 +1,245 @@
+"""An engine that answers badly, in some ninety ways, beside a good one: nothing of it reaches the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from headrace.api.buffer.v1 import buffer_pb2
+from headrace.errors import DeadlineExceeded, HeadraceError, InvalidArgument
+from headrace.rpc.net import free_port
+from headrace.trajectory import Sample, Status
+from services.rollout.engine.answer import BadAnswer
+from services.rollout.engine.api import SamplingParams
+from services.rollout.engine.client import EngineClient
+from services.rollout.engine.fake import VOCAB_SIZE, FakeEngine, response_to
+from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
+from services.rollout.engine.weights import ServedWeights
+from services.rollout.generator import Generator
+from services.rollout.groups import GroupMaker
+from services.rollout.judge import Judge
+from services.rollout.metrics import RolloutMetrics
+from services.rollout.producer import Producer
+from services.rollout.prompts import PromptEncoder
+from services.rollout.sampling import SampleMaker
+from tests.support.fake_fleet import RememberedRouting
+from tests.support.hostile_engine import HOSTILE, NUM_TOKENS, Hostile, HostileEngine, TakingTurns
+from tests.support.memory_ledger import MemoryLedger, lease
+from tests.support.scripted_reward import ScriptedReward, score, scripted_reward
+from tests.support.tiny_model import make_tiny_tokenizer
+
+GROUPS = 4
+PARAMS = SamplingParams(max_new_tokens=NUM_TOKENS)
+PROMPT = (1, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> PromptEncoder:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tiny_tokenizer().save_pretrained(folder)
+    return PromptEncoder(folder, apply_chat_template=False)
+
+
+@pytest.fixture
+async def reward() -> AsyncIterator[ScriptedReward]:
+    async with scripted_reward(score(1.0)) as reward:
+        yield reward
+
+
+@dataclass
+class Attacked:
+    fleet: Fleet
+    ledger: MemoryLedger
+    registry: CollectorRegistry
+
+    def counted(self, kind: str) -> float:
+        return self.registry.get_sample_value("headrace_rollout_bad_answers_total", {"kind": kind}) or 0.0
+
+
+@contextlib.asynccontextmanager
+async def attacked(hostile: Hostile, encoder: PromptEncoder, reward: ScriptedReward) -> AsyncIterator[Attacked]:
+    """Production with two engines, one of them hostile; where it is started again, a good one comes."""
+    started: list[HostileEngine] = []
+
+    def build(number: int) -> HostileEngine:
+        started.append(HostileEngine(hostile if number == 0 and len(started) < 2 else None))
+        return started[-1]
+
+    registry, routing = CollectorRegistry(), RememberedRouting()
+    metrics = RolloutMetrics(registry)
+    timing = FleetTiming(start_seconds=60, check_interval_seconds=0.01, check_timeout_seconds=5.0)
+    fleet = Fleet(2, 1, build, routing, timing, metrics)
+    await fleet.start()
+    router = TakingTurns(routing, vocab_size=VOCAB_SIZE)
+    judge = Judge(reward.address, item_seconds=1.0)
+    maker = SampleMaker(Generator(router, fleet.weights, fleet.suspect), encoder, seconds=60.0)
+    groups = GroupMaker(encoder, maker, judge, PARAMS, rollout_seed=1, max_prompt_tokens=None, max_context_tokens=None)
+    ledger = MemoryLedger([lease(number) for number in range(GROUPS)])
+    producer = Producer(ledger, groups, lambda: fleet.policy_version, metrics, max_groups_in_flight=GROUPS)
+    producer.start()
+    try:
+        yield Attacked(fleet, ledger, registry)
+    finally:
+        await producer.drain()
+        await judge.close()
+        await router.close()
+        await fleet.stop()
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_nothing_of_a_bad_answer_reaches_the_ledger_and_the_run_goes_on(
+    name: str, encoder: PromptEncoder, reward: ScriptedReward
+) -> None:
+    hostile = HOSTILE[name]
+    async with attacked(hostile, encoder, reward) as run:
+        async with asyncio.timeout(60):
+            while len(run.ledger.puts) < GROUPS:  # another party's work
+                await asyncio.sleep(0.005)
+            if hostile.kind:
+                while run.fleet.engines[0].restarts == 0:
+                    await asyncio.sleep(0.005)
+        counted = run.counted(hostile.kind)
+    assert run.ledger.released == []
+    assert {put.outcome for put in run.ledger.puts} == {buffer_pb2.PUT_OUTCOME_COMPLETE}
+    whole = [*encoder.encode_text("hello").tokens]
+    whole += response_to(whole, NUM_TOKENS)
+    samples = [Sample.unpack(packed) for put in run.ledger.puts for packed in put.samples]
+    good = [sample for sample in samples if sample.status is not Status.FAILED]
+    assert good
+    for sample in good:
+        assert sample.tokens.tolist() == whole
+        assert sample.rollout_log_probs.round(3).tolist() == pytest.approx(
+            [-(token % 7 + 1) / 10 for token in whole[-NUM_TOKENS:]], abs=1e-3
+        )
+        assert [(r.policy_version, r.start, r.end) for r in sample.policy_ranges] == [(0, 0, NUM_TOKENS)]
+    refused = [sample.failure.reason for sample in samples if sample.failure]
+    assert set(refused) <= ({"ENGINE_REFUSED"} if hostile.kind == "refused" else set())
+    assert counted > 0 if hostile.kind else run.counted("") == 0
+
+
+def test_the_table_has_more_than_fifty_kinds() -> None:
+    assert len(HOSTILE) > 80
+    assert len({hostile.kind for hostile in HOSTILE.values()}) > 15
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [(99_999, "experts from"), (-2, "experts from"), (None, "bytes for"), ("%", "not base64")],
+)
+async def test_experts_that_cannot_be_are_a_bad_answer(value: int | str | None, reason: str) -> None:
+    def spoil(reply: dict[str, object]) -> dict[str, object]:
+        rows = 5 if value is None else len(PROMPT) + NUM_TOKENS - 1
+        data = (value if isinstance(value, int) else 0).to_bytes(4, "little", signed=True) * rows
+        meta = reply["meta_info"]
+        assert isinstance(meta, dict)
+        meta["routed_experts"] = value if isinstance(value, str) else base64(data)
+        return reply
+
+    async with asked_alone(Hostile("routed_experts", spoil), routed_experts=True) as client:
+        with pytest.raises(BadAnswer, match=reason) as caught:
+            await client.generate(PROMPT, PARAMS, request_id="r", cache_key="", seconds=30)
+    assert caught.value.kind == "routed_experts"
+
+
+async def test_an_answer_that_drips_ends_at_the_deadline_of_the_whole_request() -> None:
+    async with asked_alone(HOSTILE["closed"]) as client:
+        drip = await asyncio.start_server(dripping, "127.0.0.1", free_port())
+        async with drip, EngineClient(f"http://127.0.0.1:{drip.sockets[0].getsockname()[1]}") as slow:
+            for work in (
+                slow.generate(PROMPT, PARAMS, request_id="r", cache_key="", seconds=0.3),
+                slow.weights_name(seconds=0.3),
+                slow.score(PROMPT, cache_key="", seconds=0.3),
+                anext(slow.stream(PROMPT, PARAMS, request_id="r", cache_key="", seconds=0.3)),
+            ):
+                async with asyncio.timeout(20):
+                    with pytest.raises(DeadlineExceeded):
+                        await work
+        with pytest.raises(HeadraceError):
+            await client.generate(PROMPT, PARAMS, request_id="r", cache_key="", seconds=30)
+
+
+@pytest.mark.parametrize(
+    "finish",
+    [
+        {"type": "abort", "message": "Input length (5000 tokens) exceeds the maximum length.", "status_code": 400},
+        {"type": "abort", "message": "The input (5000 tokens) is longer than the model's context length."},
+        {"type": "abort", "message": "no such thing", "err_type": "BadRequestError"},
+    ],
+)  # fmt: skip
+async def test_a_request_that_the_engine_refuses_fails_at_once_with_its_message(finish: dict[str, object]) -> None:
+    def spoil(reply: dict[str, object]) -> dict[str, object]:
+        reply["output_ids"], reply["meta_info"] = [], {"finish_reason": finish, "weight_version": "0"}
+        return reply
+
+    async with asked_alone(Hostile("", spoil)) as client:
+        generator = Generator(client, ServedWeights())
+        with pytest.raises(InvalidArgument, match=str(finish["message"])[:20].replace("(", r"\(")):
+            await generator.generate(PROMPT, PARAMS, request_id="r", seconds=60)
+
+
+MODEL_INFO: dict[str, object] = {
+    "a list": [],
+    "null": None,
+    "no name": {},
+    "name a number": {"weight_version": 0},
+    "name a list": {"weight_version": ["0"]},
+    "name null": {"weight_version": None},
+    "name empty": {"weight_version": ""},
+    "another name": {"weight_version": "7"},
+    "a name of megabytes": {"weight_version": "x" * 3_000_000},
+}
+
+
+@pytest.mark.parametrize("info", MODEL_INFO.values(), ids=MODEL_INFO)
+async def test_an_engine_that_names_no_weights_or_other_ones_is_started_again(info: object) -> None:
+    class Liar(FakeEngine):
+        def _control(self, path: str, body: dict[str, object]) -> object:  # type: ignore[override]
+            lies = path == "/model_info" and self is started[0] and path in self.calls[:-1]
+            return super()._control(path, body) if not lies else web.json_response(info)
+
+    from aiohttp import web
+
+    started: list[FakeEngine] = []
+
+    def build(number: int) -> FakeEngine:
+        started.append(Liar() if not started else FakeEngine())
+        return started[-1]
+
+    routing = RememberedRouting()
+    fleet = Fleet(1, 1, build, routing, FleetTiming(check_interval_seconds=0.005, missed_checks=2))
+    await fleet.start()
+    engine = fleet.engines[0]
+    async with asyncio.timeout(60):
+        while engine.restarts == 0 or engine.state is not EngineState.READY:  # another party's state
+            await asyncio.sleep(0.005)
+    assert routing.urls == {engine.url} == {started[1].url}
+    await fleet.stop()
+
+
+async def dripping(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+        while not writer.is_closing():
+            writer.write(b"    ")
+            await writer.drain()
+            await asyncio.sleep(0.05)
+
+
+@contextlib.asynccontextmanager
+async def asked_alone(hostile: Hostile, *, routed_experts: bool = False) -> AsyncIterator[EngineClient]:
+    engine = HostileEngine(hostile)
+    await engine.start(seconds=60)
+    async with EngineClient(engine.url, routed_experts=routed_experts, vocab_size=VOCAB_SIZE) as client:
+        yield client
+    await engine.stop()
+
+
+def base64(data: bytes) -> str:
+    from base64 import b64encode
+
+    return b64encode(data).decode()
