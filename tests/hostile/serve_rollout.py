@@ -10,7 +10,15 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from headrace.config.job import DataSection, Job, ModelSection, PlacementSection, RolloutSection, ServicesSection
+from headrace.config.job import (
+    DataSection,
+    EvalSection,
+    Job,
+    ModelSection,
+    PlacementSection,
+    RolloutSection,
+    ServicesSection,
+)
 from headrace.rpc.log import configure_logging
 from headrace.rpc.server import RpcServer, Service
 from services.rollout.engine.fake import FakeEngine
@@ -42,6 +50,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
             rollout_batch_size=2, n_samples_per_prompt=2, rollout_max_response_len=4, generate_timeout_seconds=5.0
         ),
         services=ServicesSection(buffer_address=arguments.buffer, reward_address=arguments.reward),
+        eval=EvalSection(eval_prompt_data=(("e", folder / "prompts.jsonl"),)),
         placement=PlacementSection(rollout_num_gpus=NUM_ENGINES),
     )
     registry = CollectorRegistry()
