@@ -24,7 +24,7 @@ from tests.support.faulty_files import ACTIONS, POINTS
 
 _FIRST_STEPS = 2
 # How often a point is passed before it acts: beyond the start of the buffer, in the middle of the work.
-_PASSES = {"create": 3, "created": 3, "truncate": 3, "sync-folder": 3, "delete": 1}
+_PASSES = {"create": 3, "created": 3, "sync-folder": 3, "delete": 1}
 _MANY_PASSES = 30
 _FILE_BYTES = 16_384
 

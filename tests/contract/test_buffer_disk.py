@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,3 +86,24 @@ async def test_below_the_disk_reserve_puts_are_refused_and_consume_and_commit_go
         assert await client.commit("train", epoch, 1) == 1
         store.free = 1 << 30
         await client.put_groups([complete_put(second)])
+
+
+def may_mount() -> bool:
+    return subprocess.run(["unshare", "-rm", "true"], check=False, capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not may_mount(), reason="this user may not mount a small disk")
+def test_a_start_with_little_space_commits_and_frees_and_a_full_disk_says_its_path_and_the_way_out(
+    tmp_path: Path,
+) -> None:
+    mount = f"mount -t tmpfs -o size=3m tmpfs {tmp_path} && exec {sys.executable} -m tests.support.full_disk {tmp_path}"
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", mount], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if "[info" not in line]
+    assert said[0] == "committed"
+    assert said[-1] == "whole"
+    full = said[1:-1]
+    assert full
+    for message in full:
+        assert "[Errno 28] the disk is full. Delete other files on it" in message
+        assert str(tmp_path / "ledger") in message

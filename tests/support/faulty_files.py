@@ -1,6 +1,6 @@
 """Files that fail at a named point: `NAME:ACTION:N` acts at the N-th time the point is passed.
 
-Points: create, created, write, half-written, written, synced, sync, sync-folder, truncate, delete.
+Points: create, created, write, half-written, written, synced, sync, sync-folder, delete.
 Actions: kill (as kill -9 does), EIO, ENOSPC, pause (half a second, once).
 """
 
@@ -15,7 +15,7 @@ from services.buffer.store.files import Buffer, DiskFiles
 from tests.support.failpoint import Failpoint
 
 POINTS = (
-    "create", "created", "write", "half-written", "written", "sync", "synced", "sync-folder", "truncate", "delete",
+    "create", "created", "write", "half-written", "written", "sync", "synced", "sync-folder", "delete",
 )  # fmt: skip
 ACTIONS = ("kill", "EIO", "ENOSPC", "pause")
 
@@ -50,10 +50,6 @@ class FaultyFiles(DiskFiles):
     def sync_folder(self) -> None:
         self._pass("sync-folder")
         super().sync_folder()
-
-    def truncate(self, name: str, num_bytes: int) -> None:
-        self._pass("truncate")
-        super().truncate(name, num_bytes)
 
     def delete(self, name: str) -> None:
         self._pass("delete")

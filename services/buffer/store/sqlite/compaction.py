@@ -18,7 +18,8 @@ from services.buffer.store.sqlite.payload_files import PayloadFiles
 _WORTH_LIVE_FRACTION = 0.5
 _SMALL_FRACTION = 1 / 16
 _PORTION_BYTES = 2 << 20
-_SPARE_BYTES = 1 << 20
+_SPARE_BYTES = 128 << 10
+"""For SQLite's log."""
 
 
 class Compacted(Protocol):
@@ -90,8 +91,8 @@ class Compactor:
         return num_bytes < self._small_bytes or self._extents.live_bytes(file_id) < num_bytes * _WORTH_LIVE_FRACTION
 
     def _compact(self, file_id: bytes) -> bool:
-        free_bytes = self._store.free_bytes()
-        if free_bytes is not None and free_bytes < self._extents.live_bytes(file_id) + _SPARE_BYTES:
+        live_bytes, free_bytes = self._extents.live_bytes(file_id), self._store.free_bytes()
+        if live_bytes and free_bytes is not None and free_bytes < live_bytes + _SPARE_BYTES:
             return False
         moved = sum(self._store.move(portion) for portion in _portions(self._extents.of_file(file_id)))
         if not self._store.delete_unnamed(file_id):

@@ -58,12 +58,16 @@ class SqliteStore:
         connect_writer: Callable[[Path], sqlite3.Connection] = connect,
     ) -> None:
         self._lock_file = lock_folder(folder)
-        delete_leftovers(folder)
         self._folder = folder
-        with disk_errors(folder):
-            self._files = open_files(folder / PAYLOADS)
-            self._opened: Opened = open_ledger(folder, self._files, file_bytes, connect_writer)
-            self._reader = connect(folder / FILE)
+        try:
+            with disk_errors(folder):
+                delete_leftovers(folder)
+                self._files = open_files(folder / PAYLOADS)
+                self._opened: Opened = open_ledger(folder, self._files, file_bytes, connect_writer)
+                self._reader = connect(folder / FILE)
+        except BaseException:
+            self._lock_file.close()
+            raise
         self._writer, self._extents = self._opened.writer, self._opened.extents
         self._payload_files, self._mark = self._opened.payload_files, self._opened.mark
         self._reading = threading.Lock()
