@@ -117,7 +117,8 @@ def run(mutants: Sequence[Mutant], jobs: int) -> list[Mutant]:
 def _require_green(mutants: Sequence[Mutant], free: SimpleQueue[TreeUnderTest]) -> None:
     tests = free.get()
     files = sorted({file for mutant in mutants for file in mutant.killed_by})
-    assert tests.pass_(files), f"{files} fail without any mutant"
+    failing = [] if tests.pass_(files) else [file for file in files if not tests.pass_([file])]
+    assert not failing, f"{failing} fail without any mutant"
     free.put(tests)
 
 
