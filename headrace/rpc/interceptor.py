@@ -116,7 +116,12 @@ class _Call:
         return DEFAULT_DEADLINE_SECONDS if remaining is None else min(remaining, DEFAULT_DEADLINE_SECONDS)
 
     async def abort(self, error: Exception) -> None:
-        """Answers the error's status. An exception outside of the tree is a bug: logged, and INTERNAL."""
+        """Answers the error's status. An exception outside of the tree is a bug: logged, and INTERNAL.
+
+        A caller that has gone, or whose deadline was first, hears nothing: gRPC cannot write to it any more.
+        """
+        if isinstance(error, grpc.aio.InternalError):
+            raise asyncio.CancelledError from error
         if isinstance(error, TimeoutError):
             error = DeadlineExceeded(
                 f"{self._method} did not finish within its deadline: give it more time or less work"
@@ -134,7 +139,10 @@ class _Call:
             log.info("call_refused", code=error.status.name, reason=error.reason[:64], message=status.message)
         self._code = error.status
         trailer = ((DETAILS_KEY, status.SerializeToString()),)
-        await self._context.abort(error.status, status.message, trailer)
+        try:
+            await self._context.abort(error.status, status.message, trailer)
+        except grpc.aio.InternalError as gone:
+            raise asyncio.CancelledError from gone
 
 
 def _decode(handler: Any, data: bytes, most: int | None) -> Any:

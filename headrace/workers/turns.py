@@ -52,6 +52,8 @@ class Turns(Generic[Place]):
         if not self._held[caller]:
             del self._held[caller]
         following = self._next(only_without_place=place is self._guest)
+        while following is not None and following[1].cancelled():  # gone, and not woken yet to leave the line itself
+            following = self._next(only_without_place=place is self._guest)
         if following is not None:
             self._given(following[0], place)
             following[1].set_result(place)
@@ -79,7 +81,10 @@ class Turns(Generic[Place]):
         return None
 
     def _leave(self, caller: Caller, turn: asyncio.Future[Place]) -> None:
-        self._peers[caller[0]][caller].remove(turn)
+        calls = self._peers.get(caller[0])
+        if calls is None or turn not in calls.get(caller, ()):
+            return  # a place that came meanwhile went past it
+        calls[caller].remove(turn)
         self._tidy(caller)
         self.waiting -= 1
 

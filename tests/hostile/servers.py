@@ -94,7 +94,7 @@ def tracebacks(log: str) -> list[str]:
     found = []
     for i, line in enumerate(lines):
         if "Traceback (most recent call last)" in line or "never retrieved" in line or '"call_failed"' in line:
-            found.append("\n".join(lines[i : i + 3])[:3000])
+            found.append("\n".join(lines[i : i + 60])[:6000])
     return found
 
 
