@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import ResourceExhausted
 from headrace.rpc.log import log
 from headrace.trajectory import check_payload
@@ -27,6 +28,7 @@ from services.buffer.journal import Journal
 from services.buffer.lease_timer import LeaseTimer
 from services.buffer.ledger import Ledger
 from services.buffer.pace import paced
+from services.buffer.payload_check import check_sample
 from services.buffer.portions import portions
 from services.buffer.producing import GroupPut, NoLeaseReason, PutResult, Release
 from services.buffer.prompts.files import PromptFiles
@@ -382,6 +384,8 @@ class Buffer:
         for sample in samples:
             record = sample.record
             check_payload(record.sample_id, record.digest, record.payload_bytes, sample.payload)
+            envelope = sample_pb2.SampleEnvelope.FromString(record.envelope)
+            check_sample(envelope, sample.payload, self.ledger.vocab_size(envelope.group_id))
 
     def _require_disk(self) -> None:
         free = self._store.free_bytes()

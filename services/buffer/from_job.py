@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from headrace.client.shard_answers import share_of_count
 from headrace.config.job import BufferSection, DataSection, Job
 from headrace.config.prompt_path import PromptPath
 from headrace.errors import ConfigError
+from headrace.models.registry import read_architecture
 from services.buffer.limiter import Limiter
 from services.buffer.source import FileSource
 from services.buffer.stream import ExpiryAction, Selection, StreamConfig
@@ -45,7 +48,13 @@ def train_stream(job: Job) -> StreamConfig:
         limiter=_limiter(job.buffer),
         shard=shard,
         num_shards=num_shards,
+        vocab_size=_vocab_size(job.model.hf_checkpoint),
     )
+
+
+def _vocab_size(checkpoint: Path) -> int | None:
+    """None where the buffer's machine has no checkpoint: then the trainer alone looks at token ids."""
+    return read_architecture(checkpoint).vocab_size if (checkpoint / "config.json").is_file() else None
 
 
 def _shard(buffer: BufferSection) -> tuple[int, int]:

@@ -84,6 +84,11 @@ class Ledger:
             )
         return self.books[stream]
 
+    def vocab_size(self, group_id: str) -> int | None:
+        """Of the group's stream; None where nobody said it, or there is no such stream."""
+        book = self.books.get(group_id.rpartition("/")[0])
+        return None if book is None else book.state.config.vocab_size
+
     # Streams
 
     def create_stream(self, now: Instant, state: StreamState) -> Result[bool]:

@@ -14,7 +14,7 @@ from itertools import chain
 import msgspec
 from msgspec.structs import replace
 
-from headrace.errors import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted
+from headrace.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from headrace.trajectory import Failure
 from headrace.wire.limits import MAX_SAMPLES_PER_STEP
 from services.buffer.admission import oldest_trainable
@@ -23,6 +23,8 @@ from services.buffer.group import Group, GroupState, Lease, Prompt
 from services.buffer.portions import first_within
 from services.buffer.source import Cursor
 from services.buffer.work import NewSample, Work
+
+VERSION_NOT_SERVED = "VERSION_NOT_SERVED"
 
 
 class PutOutcome(StrEnum):
@@ -54,9 +56,11 @@ class GroupPut(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def fingerprint(self) -> bytes:
-        """Equal for the same put made again."""
-        parts = [sample.record.sample_id.encode() + b"\0" + sample.record.digest for sample in self.samples]
-        return hashlib.sha256(self.outcome.value.encode() + b"".join(parts)).digest()[:16]
+        """Equal for the same put made again: the same payloads, rewards, versions, tags and all else of envelopes."""
+        digest = hashlib.sha256(self.outcome.value.encode())
+        for sample in self.samples:
+            digest.update(len(sample.record.envelope).to_bytes(8, "little") + sample.record.envelope)
+        return digest.digest()[:16]
 
 
 class PutResult(msgspec.Struct, frozen=True, gc=False):
@@ -229,6 +233,7 @@ def check_put(work: Work, book: StreamBook, put: GroupPut) -> int:
     if _was_answered(group, put):
         return 0  # even where the group was expired since and made anew under the same sample ids
     _check_samples(book, put)
+    _check_versions(book, put)
     if _is_duplicate(book, group, put) or not _is_live(group, put):
         return 0
     return sum(s.record.stored_bytes for s in put.samples)
@@ -307,17 +312,40 @@ def _check_samples(book: StreamBook, put: GroupPut) -> None:
             f"groups of a step may have {most}: a batch has {MAX_SAMPLES_PER_STEP} at most",
             field="groups.samples",
         )
-    kept = {record.sample_id: record.digest for record in book.groups[put.group_id].samples}
+    kept = {record.sample_id: record for record in book.groups[put.group_id].samples}
     for sample in put.samples:
         record = sample.record
         if record.sample_id not in book.samples:
             continue
         group_id = book.samples[record.sample_id]
-        if group_id != put.group_id or kept[record.sample_id] != record.digest:
+        if group_id != put.group_id or kept[record.sample_id].envelope != record.envelope:
             raise AlreadyExists(
-                f"sample {record.sample_id} was kept before, in group {group_id}, with another content: "
-                "a new sample needs a new sample_id"
+                f"sample {record.sample_id} was kept before, in group {group_id}, with another content "
+                "(payload, reward, versions or tags): a new sample needs a new sample_id"
             )
+
+
+def _check_versions(book: StreamBook, put: GroupPut) -> None:
+    """Engines sampled with versions that are served, or with the one that is being published.
+
+    That one was committed by the engines and will be told of at once; should its trainer die first, it never is, and
+    then the tokens are of weights that nobody has.
+    """
+    newest = max((s.newest_version for s in put.samples if s.newest_version is not None), default=0)
+    served, step = book.state.policy_version, book.state.step
+    if newest <= served:
+        return
+    message = f"group {put.group_id} has tokens of policy version {newest}, version {served} is served"
+    if newest <= step:
+        raise FailedPrecondition(
+            f"{message} as yet: put it again in a moment, the trainer tells of {newest} when it is published",
+            reason=VERSION_NOT_SERVED,
+        )
+    raise InvalidArgument(
+        f"{message}: sample it with weights that the trainer has published",
+        field="groups.samples.envelope.policy_ranges",
+        reason=VERSION_NOT_SERVED,
+    )
 
 
 def _is_live(group: Group, put: GroupPut) -> bool:

@@ -35,6 +35,7 @@ _LIMITS = (
     "retain_steps",
     "over_sampling_groups",
     "limiter",
+    "vocab_size",
 )
 
 
@@ -85,6 +86,8 @@ class StreamConfig:
     shard: int = 0
     """Of `num_shards` buffers this one has the groups whose number is `shard` modulo num_shards."""
     num_shards: int = 1
+    vocab_size: int | None = None
+    """Token ids of samples are below it; None: not checked here."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -103,6 +106,8 @@ class StreamConfig:
             raise InvalidArgument(
                 f"shard {self.shard} of {self.num_shards}: they are counted from 0", field="config.shard"
             )
+        if self.vocab_size is not None and not 0 < self.vocab_size < 1 << 31:
+            raise InvalidArgument(f"vocab_size is {self.vocab_size}, must be 1 or more", field="config.vocab_size")
         if self.limiter:
             self.limiter.check(self.groups_per_step)
 

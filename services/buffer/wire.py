@@ -59,7 +59,7 @@ def to_put(put: RawPut) -> GroupPut:
         lease_id=require_id(message.lease_id, "groups.lease_id"),
         group_id=group_id,
         outcome=outcome,
-        samples=tuple(_to_finished(s, group_id, payload_key(message.lease_id, i)) for i, s in enumerate(samples)),
+        samples=_distinct([_to_finished(s, group_id, payload_key(message.lease_id, i)) for i, s in enumerate(samples)]),
         failure=to_failure(message.failure, "groups.failure") if message.HasField("failure") else None,
     )
 
@@ -67,7 +67,23 @@ def to_put(put: RawPut) -> GroupPut:
 def _to_finished(sample: RawSample, group_id: str, key: str) -> NewSample:
     envelope = _parse_envelope(sample.envelope)
     _check_finished(envelope)
-    return _to_sample(sample, envelope, group_id, key)
+    # However a producer has encoded it: the same envelope is the same bytes, by which puts are compared.
+    canonical = envelope.SerializeToString(deterministic=True)
+    return _to_sample(RawSample(canonical, sample.payload), envelope, group_id, key)
+
+
+def _distinct(samples: Sequence[NewSample]) -> tuple[NewSample, ...]:
+    """Raises InvalidArgument for two samples of one index, unless one execution fanned out into both."""
+    rollouts: dict[int, str] = {}
+    for sample in samples:
+        index = sample.record.index
+        if rollouts.setdefault(index, sample.rollout_id) != sample.rollout_id:
+            raise InvalidArgument(
+                f"sample {sample.record.sample_id} has the index {index} of another sample of its group: samples of "
+                "one execution share a rollout_id, others have an index each",
+                field="groups.samples.envelope.index",
+            )
+    return tuple(samples)
 
 
 def _parse_envelope(data: bytes) -> sample_pb2.SampleEnvelope:
@@ -118,6 +134,8 @@ def _to_sample(sample: RawSample, envelope: sample_pb2.SampleEnvelope, group_id:
         ),
         sample.payload,
         tuple([column.sha256 for column in envelope.out_of_line]),
+        max([r.policy_version for r in envelope.policy_ranges], default=None),
+        envelope.rollout_id or envelope.sample_id,
     )
 
 

@@ -45,8 +45,8 @@ class RawPut(msgspec.Struct, frozen=True, gc=False):
 def parse_puts(data: bytes) -> list[RawPut]:
     """A PutGroupsRequest. Raises DecodeError as its generated class does."""
     try:
-        fields = _fields(data, 0, len(data))
-        return [_put(data, start, end) for number, _, start, end in fields if number == _GROUPS]
+        walked = fields(data, 0, len(data))
+        return [_put(data, start, end) for number, _, start, end in walked if number == _GROUPS]
     except (IndexError, ValueError):  # not protobuf, or not as every encoder writes it
         return [raw_put(put) for put in pb.PutGroupsRequest.FromString(data).groups]
 
@@ -105,7 +105,7 @@ def _put(data: bytes, start: int, end: int) -> RawPut:
     samples: list[RawSample] = []
     rest: list[bytes] = []
     view = memoryview(data)
-    for number, field, contents, stop in _fields(data, start, end):
+    for number, field, contents, stop in fields(data, start, end):
         if number == _SAMPLES:
             samples.append(_sample(data, view, contents, stop))
         else:
@@ -116,7 +116,7 @@ def _put(data: bytes, start: int, end: int) -> RawPut:
 def _sample(data: bytes, view: memoryview, start: int, end: int) -> RawSample:
     envelope: bytes | None = None
     payload: Payload | None = None
-    for number, _, contents, stop in _fields(data, start, end):
+    for number, _, contents, stop in fields(data, start, end):
         if number == _ENVELOPE and envelope is None:
             envelope = data[contents:stop]
         elif number == _PAYLOAD and payload is None:
@@ -126,18 +126,18 @@ def _sample(data: bytes, view: memoryview, start: int, end: int) -> RawSample:
     return RawSample(envelope or b"", b"" if payload is None else payload)
 
 
-def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+def fields(data: Payload, at: int, end: int) -> Iterator[tuple[int, int, int, int]]:
     """(number, where the field starts, where its contents do, where both end)."""
     while at < end:
         start = at
-        tag, at = (data[at], at + 1) if data[at] < 0x80 else _read_varint(data, at)
+        tag, at = (data[at], at + 1) if data[at] < 0x80 else read_varint(data, at)
         contents = at
         match tag & 7:
             case 2:  # bytes
-                length, contents = (data[at], at + 1) if data[at] < 0x80 else _read_varint(data, at)
+                length, contents = (data[at], at + 1) if data[at] < 0x80 else read_varint(data, at)
                 at = contents + length
             case 0:  # a number
-                _, at = _read_varint(data, at)
+                _, at = read_varint(data, at)
             case 1:
                 at += 8
             case 5:
@@ -149,7 +149,7 @@ def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int, int
         yield tag >> 3, start, contents, at
 
 
-def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+def read_varint(data: Payload, at: int) -> tuple[int, int]:
     byte = data[at]
     if byte < 0x80:
         return byte, at + 1

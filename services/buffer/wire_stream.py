@@ -68,6 +68,7 @@ def to_config(message: pb.StreamConfig) -> StreamConfig:
         limiter=_to_limiter(message.limiter) if message.HasField("limiter") else None,
         shard=message.shard,
         num_shards=message.num_shards or 1,
+        vocab_size=message.vocab_size if message.HasField("vocab_size") else None,
     )
 
 
@@ -121,6 +122,7 @@ def from_config(config: StreamConfig) -> pb.StreamConfig:
         retain_steps=config.retain_steps,
         over_sampling_groups=config.over_sampling_groups,
         limiter=_from_limiter(config.limiter) if config.limiter else None,
+        vocab_size=config.vocab_size,
     )
 
 

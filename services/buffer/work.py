@@ -26,6 +26,10 @@ class NewSample(msgspec.Struct, frozen=True, gc=False):
     payload: Payload
     columns: tuple[bytes, ...] = ()
     """SHA-256 of its columns that lie out of line."""
+    newest_version: int | None = None
+    """Of all its tokens, masked ones too."""
+    rollout_id: str = ""
+    """The execution that it came out of; its own id unless that fanned out."""
 
 
 class Work:

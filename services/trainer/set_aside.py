@@ -24,7 +24,7 @@ class SetAside:
     def applied(self, batch: Batch) -> Batch:
         """The batch with what was set aside before."""
         known = self._messages
-        samples = [s.without(known[s.sample_id]) if s.sample_id in known else s for s in batch.samples]
+        samples = tuple(s.without(known[s.sample_id]) if s.sample_id in known else s for s in batch.samples)
         return replace(batch, samples=samples)
 
     def append(self, step: int, bad: Sequence[Unreadable]) -> None:

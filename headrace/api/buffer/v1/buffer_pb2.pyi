@@ -364,6 +364,7 @@ class StreamConfig(_message.Message):
     DATA_SOURCE_FIELD_NUMBER: _builtins.int
     SHARD_FIELD_NUMBER: _builtins.int
     NUM_SHARDS_FIELD_NUMBER: _builtins.int
+    VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"train", "eval/gsm8k", …: letters, digits and ._/- , at most 128."""
     n_samples_per_prompt: _builtins.int
@@ -400,6 +401,8 @@ class StreamConfig(_message.Message):
     """
     num_shards: _builtins.int
     """How many there are. 0 means 1."""
+    vocab_size: _builtins.int
+    """Token ids of samples are below it: others are refused by PutGroups. Absent: only negative ones are."""
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___FileSource]:
         """Where prompts come from besides SubmitPrompts. Of several each keeps its share of the trained batches by weight,
@@ -432,19 +435,24 @@ class StreamConfig(_message.Message):
         data_source: _builtins.str = ...,
         shard: _builtins.int = ...,
         num_shards: _builtins.int = ...,
+        vocab_size: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "_retain_steps", b"_retain_steps", "limiter", b"limiter", "max_staleness", b"max_staleness", "retain_steps", b"retain_steps"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "_retain_steps", b"_retain_steps", "_vocab_size", b"_vocab_size", "limiter", b"limiter", "max_staleness", b"max_staleness", "retain_steps", b"retain_steps", "vocab_size", b"vocab_size"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "_retain_steps", b"_retain_steps", "data_source", b"data_source", "expiry_action", b"expiry_action", "files", b"files", "groups_per_step", b"groups_per_step", "lease_seconds", b"lease_seconds", "limiter", b"limiter", "max_attempts", b"max_attempts", "max_groups", b"max_groups", "max_leases", b"max_leases", "max_payload_bytes", b"max_payload_bytes", "max_queued_groups", b"max_queued_groups", "max_staleness", b"max_staleness", "n_samples_per_prompt", b"n_samples_per_prompt", "name", b"name", "num_shards", b"num_shards", "over_sampling_groups", b"over_sampling_groups", "retain_steps", b"retain_steps", "selection", b"selection", "shard", b"shard"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness", "_retain_steps", b"_retain_steps", "_vocab_size", b"_vocab_size", "data_source", b"data_source", "expiry_action", b"expiry_action", "files", b"files", "groups_per_step", b"groups_per_step", "lease_seconds", b"lease_seconds", "limiter", b"limiter", "max_attempts", b"max_attempts", "max_groups", b"max_groups", "max_leases", b"max_leases", "max_payload_bytes", b"max_payload_bytes", "max_queued_groups", b"max_queued_groups", "max_staleness", b"max_staleness", "n_samples_per_prompt", b"n_samples_per_prompt", "name", b"name", "num_shards", b"num_shards", "over_sampling_groups", b"over_sampling_groups", "retain_steps", b"retain_steps", "selection", b"selection", "shard", b"shard", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_staleness: _TypeAlias = _typing.Literal["max_staleness"]  # noqa: Y015
     _WhichOneofArgType__max_staleness: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness"]  # noqa: Y015
     _WhichOneofReturnType__retain_steps: _TypeAlias = _typing.Literal["retain_steps"]  # noqa: Y015
     _WhichOneofArgType__retain_steps: _TypeAlias = _typing.Literal["_retain_steps", b"_retain_steps"]  # noqa: Y015
+    _WhichOneofReturnType__vocab_size: _TypeAlias = _typing.Literal["vocab_size"]  # noqa: Y015
+    _WhichOneofArgType__vocab_size: _TypeAlias = _typing.Literal["_vocab_size", b"_vocab_size"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_staleness) -> _WhichOneofReturnType__max_staleness | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__retain_steps) -> _WhichOneofReturnType__retain_steps | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__vocab_size) -> _WhichOneofReturnType__vocab_size | None: ...
 
 Global___StreamConfig: _TypeAlias = StreamConfig  # noqa: Y015
 
