@@ -47,9 +47,11 @@ def unpack_column(column: pb.Column) -> NDArray[Any]:
 
 def check_shape(name: str, dtype: np.dtype[Any], shape: Sequence[int], num_bytes: int) -> None:
     """Raises InvalidArgument unless an array of this shape has exactly these bytes. No product overflows."""
-    shown = f"column {name}: shape {list(shape[:MAX_COLUMN_RANK])} of {dtype}"
-    # Zeros count as ones: numpy refuses shapes of no elements by their other dimensions.
-    if len(shape) > MAX_COLUMN_RANK or min(shape, default=0) < 0 or prod(n or 1 for n in shape) > MAX_COLUMN_BYTES:
-        raise InvalidArgument(f"{shown} is none: {MAX_COLUMN_RANK} dimensions and {MAX_COLUMN_BYTES} bytes at most")
-    if (expected := prod(shape) * dtype.itemsize) != num_bytes:
-        raise InvalidArgument(f"{shown} is {expected} bytes, not {num_bytes}")
+    if len(shape) <= MAX_COLUMN_RANK and min(shape, default=0) >= 0:
+        elements = prod(shape)
+        if elements * dtype.itemsize == num_bytes and (elements or prod(n or 1 for n in shape) <= MAX_COLUMN_BYTES):
+            return  # numpy refuses shapes of no elements by their other dimensions
+    raise InvalidArgument(
+        f"column {name}: shape {[str(n)[:20] for n in shape[:MAX_COLUMN_RANK]]} of {dtype} is no array of {num_bytes} "
+        f"bytes; {MAX_COLUMN_RANK} dimensions at most"
+    )

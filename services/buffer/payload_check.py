@@ -7,6 +7,7 @@ encoded as every encoder writes it goes through the generated class; the checks 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,8 @@ _JSON_FIELDS = (4, 5, 7)  # of SamplePayload
 _COLUMNS = 6
 _NAME, _DTYPE, _SHAPE, _DATA = 1, 2, 3, 4  # of Column
 _BYTES = 2  # the wire type
+_PARSED_BYTES = 16 << 10
+"""Up to here a copy costs less than the walk."""
 _REQUIRED = frozenset((TOKENS, LOSS_MASK, ROLLOUT_LOG_PROBS))
 
 
@@ -97,7 +100,8 @@ def _arrays(envelope: sample_pb2.SampleEnvelope, payload: Payload) -> dict[str, 
             _check_header(column, dtype, lengths)
         elif column.name in COLUMN_DTYPES:
             arrays[column.name] = np.frombuffer(column.data, dtype=dtype).reshape(column.shape)
-    if missing := (_REQUIRED | outside.keys()) - seen:
+    if not (seen >= _REQUIRED and seen >= outside.keys()):
+        missing = (_REQUIRED | outside.keys()) - seen
         raise InvalidArgument(f"the payload lacks the columns {sorted(missing)}")
     return arrays
 
@@ -154,11 +158,10 @@ def _check_versions(ranges: list[PolicyRange], mask: NDArray[Any] | None, envelo
 
 def _columns(envelope: sample_pb2.SampleEnvelope, payload: Payload) -> list[_Column]:
     """The columns of a payload whose other fields were checked."""
-    view = memoryview(payload)
-    try:
-        return list(_walked(view))
-    except (IndexError, ValueError):  # not protobuf, or not as every encoder writes it
-        message = parsed_payload(envelope.sample_id, bytes(payload))
+    if len(payload) > _PARSED_BYTES:
+        with suppress(IndexError, ValueError):  # not protobuf, or not as every encoder writes it
+            return list(_walked(memoryview(payload)))
+    message = parsed_payload(envelope.sample_id, bytes(payload))
     for text in (message.metadata_json, message.sampling_params_json, message.train_metadata_json):
         from_json(text)
     return [_Column(c.name, c.dtype, tuple(c.shape), c.data) for c in message.columns]

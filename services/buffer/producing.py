@@ -14,7 +14,7 @@ from itertools import chain
 import msgspec
 from msgspec.structs import replace
 
-from headrace.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from headrace.errors import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted
 from headrace.trajectory import Failure
 from headrace.wire.limits import MAX_SAMPLES_PER_STEP
 from services.buffer.admission import oldest_trainable
@@ -23,8 +23,6 @@ from services.buffer.group import Group, GroupState, Lease, Prompt
 from services.buffer.portions import first_within
 from services.buffer.source import Cursor
 from services.buffer.work import NewSample, Work
-
-VERSION_NOT_SERVED = "VERSION_NOT_SERVED"
 
 
 class PutOutcome(StrEnum):
@@ -326,26 +324,17 @@ def _check_samples(book: StreamBook, put: GroupPut) -> None:
 
 
 def _check_versions(book: StreamBook, put: GroupPut) -> None:
-    """Engines sampled with versions that are served, or with the one that is being published.
+    """Weights that the trainer has not told of are not served: a refused publication's tokens never get in.
 
-    That one was committed by the engines and will be told of at once; should its trainer die first, it never is, and
-    then the tokens are of weights that nobody has.
+    A group that was finished between the engines' commit and the trainer's word is put again a moment later.
     """
     newest = max((s.newest_version for s in put.samples if s.newest_version is not None), default=0)
-    served, step = book.state.policy_version, book.state.step
-    if newest <= served:
-        return
-    message = f"group {put.group_id} has tokens of policy version {newest}, version {served} is served"
-    if newest <= step:
-        raise FailedPrecondition(
-            f"{message} as yet: put it again in a moment, the trainer tells of {newest} when it is published",
-            reason=VERSION_NOT_SERVED,
+    if newest > (served := book.state.policy_version):
+        raise InvalidArgument(
+            f"group {put.group_id} has tokens of policy version {newest}, version {served} is served",
+            field="groups.samples.envelope.policy_ranges",
+            reason="VERSION_NOT_SERVED",
         )
-    raise InvalidArgument(
-        f"{message}: sample it with weights that the trainer has published",
-        field="groups.samples.envelope.policy_ranges",
-        reason=VERSION_NOT_SERVED,
-    )
 
 
 def _is_live(group: Group, put: GroupPut) -> bool:

@@ -9,7 +9,7 @@ from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import HeadraceError
 from headrace.sample_checks import ModelBounds
-from headrace.trajectory import Failure, Sample, Status, from_json
+from headrace.trajectory import Failure, PolicyRange, Sample, Status, from_json
 from headrace.workers import WorkerError
 from services.rollout.engine.api import SamplingParams
 from services.rollout.filter import GroupFilter
@@ -71,7 +71,8 @@ class GroupMaker:
             replace(self._request(lease, prompt, params, index), begun=begun.get(index))
             for index in range(lease.n_samples)
         ]
-        samples = await self._maker.make_all(requests, evaluation=False, hand_back=hand_back)
+        made = await self._maker.make_all(requests, evaluation=False, hand_back=hand_back)
+        samples = [_of_version(sample, lease.policy_version) for sample in made]
         if any(s.status is Status.ABORTED for s in samples):
             return self._interrupted(lease, samples)
         samples = [self._bounded(sample) for sample in samples]
@@ -142,6 +143,13 @@ class GroupMaker:
             metadata=from_json(lease.prompt.metadata_json),
             params=replace(params, seed=seed_of(self._rollout_seed, lease.group_id, lease.attempt, index)),
         )
+
+
+def _of_version(sample: Sample, policy_version: int) -> Sample:
+    """A hook's tokens, or a data set's, count as the lease's version where nobody says which they are of."""
+    if sample.policy_ranges or not sample.response_length:
+        return sample
+    return replace(sample, policy_ranges=(PolicyRange(policy_version, 0, sample.response_length),))
 
 
 def _put(

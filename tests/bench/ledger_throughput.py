@@ -19,11 +19,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import uvloop
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.buffer import BufferClient
+from headrace.column import pack_column
 from headrace.config.job import BufferSection
 from headrace.digest import digest_of
 from services.buffer.store.files import DiskFiles
@@ -75,10 +77,20 @@ async def leased(client: BufferClient, stream: str, num_groups: int) -> list[pb.
 
 
 def put_of(lease: pb.GroupLease, size: int) -> pb.GroupPut:
-    samples = [sample(lease, index, os.urandom(size)) for index in range(PER_GROUP)]
+    samples = [sample(lease, index, payload_of(size)) for index in range(PER_GROUP)]
     return pb.GroupPut(
         lease_id=lease.lease_id, group_id=lease.group_id, outcome=pb.PUT_OUTCOME_COMPLETE, samples=samples
     )
+
+
+def payload_of(size: int) -> bytes:
+    """About so many bytes: 64 tokens of prompt, 256 of response, and a column of noise."""
+    tokens = np.random.randint(0, 1 << 17, 320, np.int32)
+    columns = {"tokens": tokens, "loss_mask": np.ones(256, np.uint8), "rollout_log_probs": np.zeros(256, np.float32)}
+    used = sum(array.nbytes for array in columns.values())
+    noise = {"noise": np.frombuffer(os.urandom(max(size - used, 0)), np.uint8)} if size > used else {}
+    packed = [pack_column(name, array) for name, array in (columns | noise).items()]
+    return sample_pb2.SamplePayload(columns=packed).SerializeToString()
 
 
 def sample(lease: pb.GroupLease, index: int, payload: bytes) -> sample_pb2.Sample:
@@ -91,7 +103,7 @@ def sample(lease: pb.GroupLease, index: int, payload: bytes) -> sample_pb2.Sampl
         prompt_tokens=64,
         response_tokens=256,
         trained_tokens=256,
-        policy_ranges=[sample_pb2.PolicyRange(policy_version=3, start=0, end=256)],
+        policy_ranges=[sample_pb2.PolicyRange(policy_version=0, start=0, end=256)],
         digest=digest_of(payload),
         payload_bytes=len(payload),
     )

@@ -106,14 +106,15 @@ def sample(
     assert group.lease is not None
     payload = f"{group.lease.lease_id} {index} v{policy_version} {text}".encode()
     name = sample_id or f"{group.lease.lease_id}/{index}"
+    digest = hashlib.sha256(payload).digest()
     record = SampleRecord(
         payload_key(group.lease.lease_id, index),
         name,
         index,
-        hashlib.sha256(payload).digest(),
+        digest,
         len(payload),
         policy_version,
-        sample_pb2.SampleEnvelope(sample_id=name).SerializeToString(),
+        sample_pb2.SampleEnvelope(sample_id=name, digest=digest, reward=reward).SerializeToString(),
         reward,
     )
     return NewSample(record, payload)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from headrace.errors import AlreadyExists, FailedPrecondition, Fenced, InvalidArgument, NotFound, ResourceExhausted
 from services.buffer.group import GroupState, Prompt
 from services.buffer.producing import GroupPut, NoLeaseReason, PutOutcome, Release
 from services.buffer.stream import ExpiryAction, Selection
 from services.buffer.training import Batch
-from tests.support.ledger_under_test import LedgerUnderTest, complete, sample, without_samples
+from tests.support.ledger_under_test import LedgerUnderTest, complete, rewarded, sample, without_samples
 
 
 @pytest.fixture
@@ -505,3 +506,25 @@ def test_producers_get_groups_by_age_those_that_came_back_first_and_by_priority_
     assert [urgent.prompt.prompt_id, a.prompt.prompt_id] == ["urgent", "a"]
     it.do(it.ledger.release(it.now, [Release(a.lease.lease_id)]))
     assert [g.prompt.prompt_id for g in it.lease()] == ["a", "b", "c"]
+
+
+def test_a_put_of_weights_that_are_not_served_is_refused_and_may_come_again(it: LedgerUnderTest) -> None:
+    (group, *_) = it.lease(1)
+    ahead = complete(group, 1)
+    put = GroupPut(
+        ahead.lease_id, ahead.group_id, ahead.outcome, tuple(replace(s, newest_version=1) for s in ahead.samples)
+    )
+    with pytest.raises(InvalidArgument, match="version 1, version 0 is served"):
+        it.ledger.put(it.now, [put])
+    it.serve(it.rewind(), 1)
+    assert [result.state for result in it.do(it.ledger.put(it.now, [put]))] == [GroupState.READY]
+
+
+@pytest.mark.parametrize("rewards", [(0.0, 1.0), (None, 1.0), (1.0, 1.0)])
+def test_the_same_samples_with_another_reward_are_others(it: LedgerUnderTest, rewards: tuple[float, float]) -> None:
+    (group, *_) = it.lease(1)
+    first = rewarded(group, (0.5, 1.0))
+    it.do(it.ledger.put(it.now, [first]))
+    assert it.do(it.ledger.put(it.now, [first]))[0].duplicate
+    with pytest.raises(AlreadyExists, match="another content"):
+        it.ledger.put(it.now, [rewarded(group, rewards)])
