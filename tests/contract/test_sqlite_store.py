@@ -8,12 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.client.buffer import BufferClient
 from headrace.config.job import BufferSection
-from headrace.errors import ConfigError, DataLoss
+from headrace.errors import ConfigError, DataLoss, NotFound
 from services.buffer.store.base import Damage
 from services.buffer.store.kinds import open_store
 from services.buffer.store.sqlite.store import SqliteStore
+from services.buffer.transaction import Transaction
 from tests.contract.test_buffer_stores import busy_ledger
+from tests.support.buffer_samples import complete_put, text_prompts
+from tests.support.buffer_server import served_buffer
 
 
 def test_a_folder_of_the_segment_store_is_refused_with_the_way_out(tmp_path: Path) -> None:
@@ -59,3 +64,102 @@ def test_two_processes_cannot_have_one_data_dir(tmp_path: Path) -> None:
         SqliteStore(tmp_path)
     store.close()
     SqliteStore(tmp_path).close()
+
+
+def test_what_no_row_names_is_cut_off_and_deleted(tmp_path: Path) -> None:
+    it = busy_ledger(SqliteStore(tmp_path))
+    records = [r for g in it.ledger.book("train").groups.values() for r in g.records]
+    it.store.close()
+    (file,) = (tmp_path / "payloads").iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(whole + b"half a record")
+    file.with_name(f"{'ab' * 16}.payloads").write_bytes(whole)
+    file.with_name("notes.txt").write_text("not ours")
+    store = SqliteStore(tmp_path)
+    assert store.load().torn_bytes == len(b"half a record")
+    assert file.read_bytes() == whole
+    assert {path.name for path in (tmp_path / "payloads").iterdir()} == {file.name, "notes.txt"}
+    assert len(store.read_payloads(records)) == len(records)
+    store.close()
+
+
+def test_a_missing_payload_file_is_named_at_the_start_and_the_rest_is_served(tmp_path: Path) -> None:
+    it = busy_ledger(SqliteStore(tmp_path, file_bytes=1))
+    records = [r for g in it.ledger.book("train").groups.values() for r in g.records]
+    it.store.close()
+    lost, *_ = (tmp_path / "payloads").iterdir()
+    data = lost.read_bytes()
+    lost.unlink()
+    store = SqliteStore(tmp_path, file_bytes=1)
+    assert [damage.what for damage in store.damage()][:1] == [f"payloads/{lost.name} is not there"]
+    store.load()
+    store.scrub()
+    victims = {r.sample_id for r in records if r.key.encode() in data}
+    assert victims
+    assert {damage.sample_id for damage in store.damage()} == {None, *victims}
+    for record in records:
+        if record.sample_id in victims:
+            with pytest.raises(DataLoss, match="is damaged: drop its group or rewind past it"):
+                store.read_payloads([record])
+        else:
+            assert len(store.read_payloads([record])[0]) == record.payload_bytes
+    store.close()
+
+
+def test_what_dies_while_its_file_is_compacted_is_not_brought_back(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path)
+    it = busy_ledger(store)
+    (file,) = (tmp_path / "payloads").iterdir()
+    extents = store.extents_of(bytes.fromhex(file.stem))
+    group = next(g for g in it.ledger.book("train").groups.values() if g.step == 1)
+    dying = [r.key for r in group.samples]
+    store.commit([Transaction(groups={}, deleted_payloads=dying)])
+    assert store.move(extents) > 0
+    with pytest.raises(NotFound):
+        store.read_payloads(group.samples)
+    store.close()
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as database:
+        bodies = b"".join(body for (body,) in database.execute("SELECT body FROM payloads"))
+    assert not any(key.encode() in bodies for key in dying)
+
+
+async def test_names_with_slashes_never_share_a_payload(tmp_path: Path) -> None:
+    async with served_buffer(SqliteStore(tmp_path)) as (_, server), BufferClient(server.address) as client:
+        payloads: dict[tuple[str, str], bytes] = {}
+        for stream, sample_id in (("s", "0/x"), ("s/0", "x")):
+            await client.create_stream(pb.StreamConfig(name=stream, n_samples_per_prompt=1, groups_per_step=1))
+            await client.submit_prompts(stream, text_prompts(f"asked of {stream}"))
+            (lease,) = (await client.lease_groups(stream, "p", 1)).leases
+            put = complete_put(lease)
+            put.samples[0].envelope.sample_id = sample_id
+            await client.put_groups([put])
+            payloads[stream, sample_id] = put.samples[0].payload
+        assert len(set(payloads.values())) == 2
+        for (stream, sample_id), payload in payloads.items():
+            (sample,) = await client.fetch_samples(stream, [sample_id])
+            assert (sample.payload, sample.envelope.group_id) == (payload, f"{stream}/0")
+
+
+async def test_damage_is_in_the_stats_and_the_rest_is_served(tmp_path: Path) -> None:
+    it = busy_ledger(SqliteStore(tmp_path))
+    it.store.close()
+    damage(tmp_path, "UPDATE groups SET crc = crc + 1 WHERE group_id = 'train/5'")
+    async with served_buffer(SqliteStore(tmp_path)) as (_, server), BufferClient(server.address) as client:
+        (found,) = await client.damage()
+        assert (found.what, found.group_id) == ("the row groups/train/5 is damaged", "train/5")
+        assert sum((await client.stats("train")).groups.values()) == 11
+
+
+async def test_a_stream_whose_row_is_damaged_is_data_loss_alone(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path)
+    async with served_buffer(store) as (_, server), BufferClient(server.address) as client:
+        for name in ("one", "two"):
+            await client.create_stream(pb.StreamConfig(name=name, n_samples_per_prompt=1, groups_per_step=1))
+            await client.submit_prompts(name, text_prompts("a"))
+    damage(tmp_path, "UPDATE streams SET crc = crc + 1 WHERE name = 'one'")
+    async with served_buffer(SqliteStore(tmp_path)) as (_, server), BufferClient(server.address) as client:
+        with pytest.raises(DataLoss, match="row of stream one is damaged"):
+            await client.lease_groups("one", "p", 1)
+        with pytest.raises(DataLoss, match="row of stream one is damaged"):
+            await client.create_stream(pb.StreamConfig(name="one", n_samples_per_prompt=1, groups_per_step=1))
+        assert len((await client.lease_groups("two", "p", 1)).leases) == 1

@@ -28,6 +28,9 @@ class Compacted(Protocol):
     def move(self, extents: Sequence[Extent]) -> int:
         """Copies them, but for those that died meanwhile; the payload bytes that are durable at their new place."""
 
+    def extents_of(self, file_id: bytes) -> list[Extent]:
+        """What rows name in a file now."""
+
     def delete_unnamed(self, file_id: bytes) -> bool:
         """Deletes a file unless a row names it; whether it did."""
 
@@ -94,7 +97,7 @@ class Compactor:
         live_bytes, free_bytes = self._extents.live_bytes(file_id), self._store.free_bytes()
         if live_bytes and free_bytes is not None and free_bytes < live_bytes + _SPARE_BYTES:
             return False
-        moved = sum(self._store.move(portion) for portion in _portions(self._extents.of_file(file_id)))
+        moved = sum(self._store.move(portion) for portion in _portions(self._store.extents_of(file_id)))
         if not self._store.delete_unnamed(file_id):
             self._stuck.add(file_id)
             return False

@@ -176,6 +176,10 @@ class SqliteStore:
                 self._extents.move(old, new)
         return sum(new.num_bytes for _, new in moved)
 
+    def extents_of(self, file_id: bytes) -> list[Extent]:
+        """What rows name in a file now."""
+        return self._extents.of_file(file_id)
+
     def delete_unnamed(self, file_id: bytes) -> bool:
         """Deletes a file unless a row names it; whether it did."""
         with self._writing, disk_errors(self._folder):
