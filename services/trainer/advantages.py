@@ -112,13 +112,14 @@ class Advantages:
 
     def _by_hook(self, batch: Sequence[Evidence], traces: Sequence[Trace]) -> tuple[list[Tensor], list[Tensor]]:
         assert self._hook is not None
-        data = RolloutData.of([e.micro for e in batch])
-        data["kl"] = [t.kl if t.kl is not None else torch.zeros_like(t.mask) for t in traces]
+        micros = [e.micro for e in batch]
+        data = RolloutData.of(micros)
+        data["kl"] = [t.kl.clone() if t.kl is not None else torch.zeros_like(t.mask) for t in traces]
         for name in ("log_probs", "teacher_log_probs", "values"):
             found = [getattr(trace, name) for trace in traces]
-            data[name] = found if all(f is not None for f in found) else None
+            data[name] = [f.clone() for f in found if f is not None] if all(f is not None for f in found) else None
         self._hook(self._args, data)
-        advantages, returns = data.per_token("advantages"), data.per_token("returns")
+        advantages, returns = data.per_token("advantages", micros), data.per_token("returns", micros)
         return advantages, returns
 
 

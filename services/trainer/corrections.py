@@ -18,7 +18,7 @@ from services.trainer.algorithms.mis import mis_weights
 from services.trainer.algorithms.opsm import opsm_mask
 from services.trainer.algorithms.reduction import weighted_sum
 from services.trainer.algorithms.tis import ImportanceWeights, importance_weights
-from services.trainer.hooks import of_samples
+from services.trainer.hooks import of_samples, per_token
 from services.trainer.inputs import MicroInputs
 from services.trainer.terms import Terms, masked_max, masked_sum
 
@@ -94,21 +94,30 @@ def _custom(path: str, job: Job) -> Correction:
         micro = terms.micro
         if not micro.samples:
             return Corrected(loss)
-        masks = micro.cut(micro.mask)
+        masks = micro.copies(micro.mask)
         facts = of_samples(micro.samples)
-        corrected, kept, metrics = hook(
+        found = hook(
             args,
             pg_loss=torch.cat(micro.cut(loss)),
-            train_log_probs=micro.cut(terms.trainer_log_probs),
-            rollout_log_probs=micro.cut(micro.rollout_log_probs),
+            train_log_probs=micro.copies(terms.trainer_log_probs),
+            rollout_log_probs=micro.copies(micro.rollout_log_probs),
             loss_masks=masks,
             total_lengths=facts["total_lengths"],
             response_lengths=[len(mask) for mask in masks],
             metadata=facts["metadata"],
         )
-        lengths = [len(mask) for mask in masks]
+        if not isinstance(found, tuple) or len(found) != 3:
+            raise InvalidArgument(f"hook {path} must return (pg_loss, loss_masks, metrics)")
+        corrected, kept, metrics = found
+        lengths = [sample.response_length for sample in micro.samples]
         if not isinstance(corrected, Tensor) or corrected.shape != (sum(lengths),):
             raise InvalidArgument(f"hook {path} must return pg_loss as a tensor [{sum(lengths)}], one loss a token")
+        kept = per_token(f"loss_masks of {path}", kept, lengths)
+        if any(((mask < 0) | (mask > 1)).any() for mask in kept):
+            raise InvalidArgument(f"hook {path} must return loss_masks of 0 to 1")
+        trained = torch.cat(micro.cut(micro.mask)) * torch.cat(kept) > 0
+        if not torch.isfinite(corrected[trained]).all():
+            raise InvalidArgument(f"hook {path} returned a pg_loss that is not finite for a token that is trained")
         parts = [part * mask for part, mask in zip(torch.split(corrected, lengths), kept, strict=True)]
         return Corrected(micro.put(parts), hooks=_reported(path, metrics, micro))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,15 +43,29 @@ class CustomLoss:
             lengths = [sample.response_length for sample in micro.samples]
             return weighted_sum(micro.put(torch.split(flat, lengths)), micro.weights) * micro.loss_scale
 
+        before = _version(terms.logits)
         found = self._hook(self._args, _batch(terms), terms.logits, sum_of_sample_mean)
         loss, log = found if isinstance(found, tuple) and len(found) == 2 else (None, None)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(log, dict):
             raise InvalidArgument(f"hook {self._path} must return (loss, log): a tensor of one number, and a dict")
+        self._check(loss, terms, before)
         # A loss that touches no logits still has to run backward with those of the other ranks.
         share = loss.squeeze() / micro.loss_scale + weighted_sum(terms.log_probs, torch.zeros_like(micro.weights))
         return share, {
             f"loss/custom/{name}": self._number(name, value) / micro.loss_scale for name, value in log.items()
         }
+
+    def _check(self, loss: Tensor, terms: Terms, logits_before: int) -> None:
+        if not torch.isfinite(loss).all():
+            raise InvalidArgument(f"hook {self._path} returned a loss of {loss.item()}, must be finite")
+        if _version(terms.logits) != logits_before:
+            raise InvalidArgument(f"hook {self._path} has written into the logits: they are too large to be copied")
+        sources = [tensor for tensor in (terms.log_probs, terms.entropy, terms.logits) if tensor is not None]
+        if terms.micro.mask.any() and not has_gradient(loss, sources):
+            raise InvalidArgument(
+                f"hook {self._path} returned a loss without a gradient, which trains nothing: compute it from the "
+                "logits, or from batch['current_log_probs'] or batch['entropy'], and detach none of it"
+            )
 
     def _number(self, name: str, value: object) -> Tensor:
         if isinstance(value, int | float):
@@ -59,6 +73,26 @@ class CustomLoss:
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise InvalidArgument(f"hook {self._path}: log[{name!r}] must be one number")
         return value.detach().float().squeeze()
+
+
+def has_gradient(loss: Tensor, sources: Sequence[Tensor]) -> bool:
+    """Whether a gradient of the loss reaches one of them; True where none of them has one."""
+    wanted = [source.grad_fn for source in sources if source.grad_fn is not None]
+    seen, front = set(), [loss.grad_fn]
+    while front:
+        node = front.pop()
+        if node is None or node in seen:
+            continue
+        if node in wanted:
+            return True
+        seen.add(node)
+        front += [following for following, _ in node.next_functions]
+    return not wanted
+
+
+def _version(tensor: Tensor | None) -> int:
+    """Goes up whenever the tensor is written into."""
+    return 0 if tensor is None else tensor._version
 
 
 class PolicyReducer:
@@ -76,12 +110,17 @@ class PolicyReducer:
             if not micro.samples:
                 return weighted_sum(per_token, weights)
             facts = of_samples(micro.samples)
-            masks = micro.cut(micro.mask)
+            masks = micro.copies(micro.mask)
             lengths = [len(mask) for mask in masks]
             reducer = self._hook(facts["total_lengths"], lengths, masks, self._per_token)
             found = reducer(torch.cat(micro.cut(per_token)))
             if not isinstance(found, Tensor) or found.numel() != 1:
                 raise InvalidArgument(f"hook {self._path}: its reducer must return a tensor of one number")
+            if not torch.isfinite(found).all() or (micro.mask.any() and not has_gradient(found, [per_token])):
+                raise InvalidArgument(
+                    f"hook {self._path}: its reducer returned {found.item()}, must be finite and have the gradient of "
+                    "the losses it was given"
+                )
             return found.squeeze() / micro.loss_scale
 
         return reduce
@@ -89,7 +128,7 @@ class PolicyReducer:
 
 def _batch(terms: Terms) -> dict[str, Any]:
     micro = terms.micro
-    cut = micro.cut
+    cut = micro.copies
     facts = of_samples(micro.samples)
     return facts | {
         "unconcat_tokens": facts["tokens"],

@@ -32,18 +32,23 @@ class RolloutData(dict[str, Any]):
         data["rollout_log_probs"] = _cut(micros, "rollout_log_probs")
         return data
 
-    def per_token(self, key: str) -> list[Tensor]:
+    def per_token(self, key: str, micros: Sequence[MicroInputs]) -> list[Tensor]:
         """What the hook left under `key`. Raises InvalidArgument unless it is one finite tensor [R] a sample."""
-        found, masks = self.get(key), self["loss_masks"]
-        if not isinstance(found, list) or len(found) != len(masks):
-            raise InvalidArgument(f"the hook must set rollout_data[{key!r}] to a list of {len(masks)} tensors")
-        for index, (tensor, mask) in enumerate(zip(found, masks, strict=True)):
-            if not isinstance(tensor, Tensor) or tensor.shape != mask.shape:
-                shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-                raise InvalidArgument(f"rollout_data[{key!r}][{index}] is {shape}, must be {list(mask.shape)}")
-            if not torch.isfinite(tensor).all():
-                raise InvalidArgument(f"rollout_data[{key!r}][{index}] is not finite")
-        return [tensor.float() for tensor in found]
+        lengths = [sample.response_length for micro in micros for sample in micro.samples]
+        return per_token(f"rollout_data[{key!r}]", self.get(key), lengths)
+
+
+def per_token(name: str, found: Any, lengths: Sequence[int]) -> list[Tensor]:
+    """What a hook gave for each sample. Raises InvalidArgument unless it is one finite tensor [R] a sample."""
+    if not isinstance(found, list | tuple) or len(found) != len(lengths):
+        raise InvalidArgument(f"the hook must give {name} as a list of {len(lengths)} tensors")
+    for index, (tensor, length) in enumerate(zip(found, lengths, strict=True)):
+        if not isinstance(tensor, Tensor) or tensor.shape != (length,):
+            shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise InvalidArgument(f"{name}[{index}] is {shape}, must be {[length]}")
+        if not torch.isfinite(tensor).all():
+            raise InvalidArgument(f"{name}[{index}] is not finite")
+    return [tensor.float() for tensor in found]
 
 
 def of_samples(samples: Sequence[Sample]) -> dict[str, Any]:
@@ -73,7 +78,7 @@ class RolloutDataHook:
         data = RolloutData.of(micros)
         data["advantages"], data["returns"] = _cut(micros, "advantages"), _cut(micros, "returns")
         self._hook(self._args, step, data)
-        return put_back(micros, data.per_token("advantages"), data.per_token("returns"))
+        return put_back(micros, data.per_token("advantages", micros), data.per_token("returns", micros))
 
 
 class BeforeTrainStep:
@@ -109,4 +114,4 @@ def load_advantage_hook(path: str) -> AdvantageHook:
 
 
 def _cut(micros: Sequence[MicroInputs], name: str) -> list[Tensor]:
-    return [part for micro in micros for part in micro.cut(getattr(micro, name))]
+    return [part for micro in micros for part in micro.copies(getattr(micro, name))]

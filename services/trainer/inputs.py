@@ -58,6 +58,10 @@ class MicroInputs:
         """Each sample's part of [B, S], [R] each: views, differentiable."""
         return [row[: sample.response_length] for row, sample in zip(values, self.samples, strict=False)]
 
+    def copies(self, values: Tensor) -> list[Tensor]:
+        """As `cut`, for a user's function: what it writes into them reaches nothing else."""
+        return [part.clone() for part in self.cut(values)]
+
     def put(self, parts: Sequence[Tensor]) -> Tensor:
         """The other way: float32 [B, S], 0 where there is no token."""
         whole = torch.zeros_like(self.mask)

@@ -1,0 +1,130 @@
+"""What the trainer's hooks give back is checked, and what they are given is theirs: they change nothing else by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.errors import InvalidArgument
+from headrace.trajectory import Sample, Status
+from services.trainer.custom_loss import CustomLoss, PolicyReducer
+from services.trainer.hooks import per_token
+from services.trainer.inputs import MicroInputs
+from services.trainer.terms import Terms
+
+LENGTHS = (3, 2)
+Loss = Callable[[Any, dict[str, Any], Tensor, Callable[[Tensor], Tensor]], Any]
+
+
+def micro() -> MicroInputs:
+    """Two responses of three and two tokens, all of them trained."""
+    mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
+    samples = [
+        Sample(
+            sample_id=str(length),
+            group_id="g",
+            index=length,
+            prompt="",
+            response="",
+            tokens=np.arange(length + 1, dtype=np.int32),
+            loss_mask=np.ones(length, np.uint8),
+            rollout_log_probs=np.zeros(length, np.float32),
+            status=Status.COMPLETED,
+        )
+        for length in LENGTHS
+    ]
+    fields: dict[str, Any] = dict.fromkeys(("rows", "sources", "places", "targets", "experts"))
+    tensors: dict[str, Any] = {name: torch.zeros_like(mask) for name in ("rollout_log_probs", "advantages", "returns")}
+    return MicroInputs(
+        **fields, **tensors, mask=mask, weights=mask / 5, loss_scale=1.0, lags=mask, rewards=(), samples=samples
+    )
+
+
+def terms() -> Terms:
+    logits = torch.zeros(2, 3, 7, requires_grad=True) * 1.0
+    log_probs = logits.log_softmax(-1)[..., 0]
+    return Terms(micro(), log_probs, -log_probs, None, None, logits)
+
+
+def custom(loss: Loss) -> CustomLoss:
+    """Without a job."""
+    hook = CustomLoss.__new__(CustomLoss)
+    hook._path, hook._args, hook._hook = "mine", cast(Any, None), loss
+    return hook
+
+
+@pytest.mark.parametrize(
+    ("loss", "refused"),
+    [
+        (lambda a, batch, logits, mean: (torch.zeros((), requires_grad=True), {}), "without a gradient"),
+        (lambda a, batch, logits, mean: (mean(torch.cat(batch["log_probs"])), {}), "without a gradient"),
+        (lambda a, batch, logits, mean: (logits.detach().sum(), {}), "without a gradient"),
+        (lambda a, batch, logits, mean: (logits.sum() * float("nan"), {}), "finite"),
+        (lambda a, batch, logits, mean: (logits.mul_(2).sum(), {}), "written into the logits"),
+        (lambda a, batch, logits, mean: (logits, {}), "one number"),
+        (lambda a, batch, logits, mean: logits.sum(), "one number"),
+        (lambda a, batch, logits, mean: (logits.sum(), None), "a dict"),
+    ],
+)
+def test_a_loss_that_trains_nothing_or_is_no_loss_is_an_error(loss: Loss, refused: str) -> None:
+    with pytest.raises(InvalidArgument, match=refused):
+        custom(loss)(terms())
+
+
+@pytest.mark.parametrize("source", ["logits", "current_log_probs", "entropy"])
+def test_a_loss_may_come_from_anything_that_has_a_gradient(source: str) -> None:
+    given = terms()
+    found, _ = custom(lambda a, batch, logits, mean: ((batch | {"logits": [logits]})[source][0].square().sum(), {}))(
+        given
+    )
+    torch.autograd.backward([found])
+
+
+def test_what_a_loss_writes_into_its_batch_reaches_nothing() -> None:
+    def loss(args: Any, batch: dict[str, Any], logits: Tensor, mean: Callable[[Tensor], Tensor]) -> Any:
+        for name in ("loss_masks", "advantages", "returns", "rollout_log_probs", "log_probs"):
+            for tensor in batch[name]:
+                tensor.fill_(9.0)
+        return mean(torch.cat(batch["current_log_probs"])), {}
+
+    given = terms()
+    before = [given.log_probs.detach().clone(), given.micro.mask.clone()]
+    custom(loss)(given)
+    assert given.log_probs.equal(before[0])
+    assert given.micro.mask.equal(before[1])
+    assert not given.micro.advantages.any()
+
+
+def test_a_reducer_has_the_gradient_of_what_it_reduces() -> None:
+    def reduced(reduce: Callable[[Tensor], Tensor]) -> Tensor:
+        hook = PolicyReducer.__new__(PolicyReducer)
+        hook._path, hook._per_token, hook._hook = "mine", False, lambda *args: reduce
+        given = terms()
+        return hook.of(given.micro)(given.log_probs, given.micro.weights)
+
+    torch.autograd.backward([reduced(lambda losses: losses.mean())])
+    for reduce in (lambda losses: losses.detach().mean(), lambda losses: losses.sum() / 0.0, lambda losses: losses):
+        with pytest.raises(InvalidArgument, match="reducer"):
+            reduced(reduce)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        None,
+        [torch.zeros(3)],
+        [torch.zeros(3), torch.zeros(3)],
+        [torch.zeros(3), torch.zeros(2, 1)],
+        [torch.zeros(3), [0.0, 0.0]],
+        [torch.zeros(3), torch.tensor([0.0, float("nan")])],
+        [torch.zeros(3), torch.tensor([0.0, float("inf")])],
+    ],
+)
+def test_numbers_for_tokens_are_one_finite_row_a_sample(found: Any) -> None:
+    with pytest.raises(InvalidArgument, match="advantages"):
+        per_token("advantages", found, LENGTHS)
