@@ -13,11 +13,11 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
-from headrace.errors import FailedPrecondition, HeadraceError, InvalidArgument
+from headrace.errors import FailedPrecondition, HeadraceError, InvalidArgument, ResourceExhausted
 from headrace.rpc.log import log
 from headrace.trajectory import Failure, Sample, Status
 from headrace.wire.checks import optional_name, require_at_most, require_between, require_name, require_path
-from headrace.wire.limits import MAX_EVAL_DATASETS, MAX_EVAL_SAMPLES, MAX_SAMPLES_PER_GROUP
+from headrace.wire.limits import MAX_EVAL_DATASETS, MAX_EVAL_SAMPLES, MAX_EVALUATIONS, MAX_SAMPLES_PER_GROUP
 from services.rollout.engine.api import SamplingParams
 from services.rollout.eval_file import EvalFiles, EvalKeys, EvalRow
 from services.rollout.judge import Judge
@@ -115,12 +115,27 @@ class Evaluator:
         self._defaults = defaults
         self._seed = seed
         self._files = files
+        self._running = 0
 
     async def run(self, datasets: Sequence[pb.EvalDataset]) -> AsyncGenerator[Progress, None]:
         """Progress as samples finish, then the results.
 
-        Raises InvalidArgument with file and line for bad data, and FailedPrecondition when most samples failed.
+        Raises InvalidArgument with file and line for bad data, FailedPrecondition when most samples failed, and
+        ResourceExhausted while too many evaluations run.
         """
+        if self._running >= MAX_EVALUATIONS:
+            raise ResourceExhausted(
+                f"{self._running} evaluations run, the limit: come back when one has ended", retry_after_seconds=10.0
+            )
+        self._running += 1
+        try:
+            async with contextlib.aclosing(self._run(datasets)) as all_progress:
+                async for progress in all_progress:
+                    yield progress
+        finally:
+            self._running -= 1
+
+    async def _run(self, datasets: Sequence[pb.EvalDataset]) -> AsyncGenerator[Progress, None]:
         if not datasets:
             raise InvalidArgument("no data set is named", field="datasets")
         require_at_most(len(datasets), MAX_EVAL_DATASETS, "datasets")

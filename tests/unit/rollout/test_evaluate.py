@@ -11,8 +11,9 @@ from typing import cast
 import pytest
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
-from headrace.errors import FailedPrecondition, InvalidArgument
+from headrace.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from headrace.trajectory import Failure, Sample, Status
+from headrace.wire.limits import MAX_EVALUATIONS
 from services.rollout.engine.answer import BadAnswer
 from services.rollout.engine.api import SamplingParams
 from services.rollout.eval_file import EvalFiles
@@ -144,6 +145,20 @@ async def test_requests_are_made_as_places_become_free_and_never_more_than_an_ev
     async for _ in evaluator.run([dataset(data, 8)]):
         pass
     assert 1 < maker.most <= 64
+
+
+async def test_so_many_evaluations_run_at_once_and_one_that_ends_makes_room(tmp_path: Path) -> None:
+    data = fifty(tmp_path)
+    evaluator = evaluator_with(Counting(), tmp_path, data)
+    running = [evaluator.run([dataset(data)]) for _ in range(MAX_EVALUATIONS)]
+    for one in running:
+        await anext(one)
+    with pytest.raises(ResourceExhausted, match="8 evaluations run"):
+        await anext(evaluator.run([dataset(data)]))
+    await running[0].aclose()
+    assert (await anext(evaluator.run([dataset(data)]))).total == 50
+    for one in running:
+        await one.aclose()
 
 
 async def test_only_the_jobs_files_and_regular_files_below_the_root_are_read(tmp_path: Path) -> None:

@@ -95,6 +95,8 @@ async def test_what_new_weights_made_waits_for_the_probe_and_then_counts() -> No
         await commit
         for generation in await asyncio.gather(*asked):
             assert [(r.policy_version, r.start, r.end) for r in generation.policy_ranges] == [(3, 0, 12)]
+        asked_of_engines = sum(attempts.fakes.fake(number).calls.count("/generate") for number in (0, 1))
+        assert asked_of_engines == 4 + 2, "and the probes: nothing was made twice"
 
 
 async def test_what_refused_weights_made_is_made_again_and_the_next_attempt_is_not_taken_for_it() -> None:
@@ -188,6 +190,15 @@ async def test_names_decide_and_versions_do_not_decrease() -> None:
     assert caught.value.kind == "version_order"
     with pytest.raises(BadAnswer, match="never published"):
         await weights.ranges_of((NamedSpan("2", 0, 4),))
+
+
+async def test_what_follows_refused_tokens_is_refused_with_them() -> None:
+    weights = ServedWeights()
+    good, bad, later = (weights.new_name(version, "engine-0") for version in (1, 2, 3))
+    weights.accept([good, later])
+    weights.refuse(bad)
+    spans = (NamedSpan(good, 0, 4), NamedSpan(bad, 4, 6), NamedSpan(later, 6, 9))
+    assert [(r.policy_version, r.start, r.end) for r in await weights.ranges_of(spans)] == [(1, 0, 4)]
 
 
 async def test_weights_of_a_trainer_that_started_again_before_them_are_refused() -> None:
