@@ -16,6 +16,7 @@ from headrace.config.old_log_probs import trains_on_old_log_probs
 from headrace.config.routing_rules import check_routing_replay
 from headrace.config.secrets import passwords
 from headrace.errors import ConfigError
+from headrace.models.exported import is_torn
 from headrace.models.megatron import contradictions
 from headrace.models.presets import differences, find
 from headrace.models.registry import read_architecture
@@ -165,7 +166,9 @@ def _several_machines(job: Job) -> None:
 
 def _export_folder_is_new(job: Job) -> None:
     folder = job.checkpoint.save_hf
-    if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder is None or not folder.exists() or (folder.is_dir() and is_torn(folder)):
+        return
+    if not folder.is_dir() or any(folder.iterdir()):
         raise ConfigError(
             f"save_hf {folder} is there already and not empty: name a new folder, or remove it",
             field="save_hf",

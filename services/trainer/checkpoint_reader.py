@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
 from headrace.errors import DataLoss
 from headrace.models.rows import Sharding
 from headrace.rpc.log import log
+from services.trainer.agreement import FileWork
 from services.trainer.manifest import Manifest
 from services.trainer.models.shards import cut, merge
 from services.trainer.parallel import Layout
 from services.trainer.piece import Place
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What this job has a place for."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor, whatever the layout."""
+    dtype: str | None = None
+    """None: any that can be converted."""
 
 
 class CheckpointReader:
@@ -45,12 +59,17 @@ class CheckpointReader:
         """The parts' numbers."""
         return self._manifest.scalars
 
-    def require(self, names: Iterable[str]) -> None:
-        """Raises DataLoss that names the tensors which are not there."""
-        if missing := sorted(set(names) - self._places.keys()):
+    def require(self, expected: Mapping[str, Expected]) -> None:
+        """Raises DataLoss that names the tensors which are not there, or are another model's."""
+        if missing := sorted(expected.keys() - self._places.keys()):
             raise DataLoss(
                 f"checkpoint {self._folder} lacks {len(missing)} tensors that this job has: {_some(missing)}: resume "
                 "with the settings it was saved with, or take its weights alone with --initial-megatron-checkpoint"
+            )
+        if others := [found for name in sorted(expected) if (found := self._difference(name, expected[name]))]:
+            raise DataLoss(
+                f"checkpoint {self._folder} is not of this job's model: {len(others)} tensors differ: "
+                f"{_some(others)}: resume with the --hf-checkpoint and the precision that it was saved with"
             )
 
     def has(self, name: str) -> bool:
@@ -70,6 +89,14 @@ class CheckpointReader:
         shards = [self._shard(name, number) for number in range(first.num_shards)]
         mine = cut(sharding, merge(sharding, shards), shard, num_shards)
         return mine.reshape(-1)[start:end].clone()
+
+    def _difference(self, name: str, expected: Expected) -> str | None:
+        for place in self._places[name]:
+            if place.whole_shape != expected.shape:
+                return f"{name} has shape {list(place.whole_shape)} there and {list(expected.shape)} here"
+            if expected.dtype is not None and place.dtype != expected.dtype:
+                return f"{name} is {place.dtype} there and {expected.dtype} here"
+        return None
 
     def _shard(self, name: str, shard: int) -> Tensor:
         shape = next(place.shape for place in self._of(name) if place.shard == shard)
@@ -96,28 +123,27 @@ class CheckpointReader:
 
     def _of(self, name: str) -> list[Place]:
         if name not in self._places:
-            self.require([name])
+            raise DataLoss(f"checkpoint {self._folder} lacks {name}: resume with the settings it was saved with")
         self.read_names.add(name)
         return self._places[name]
 
 
 def all_true(folder: Path, manifest: Manifest, layout: Layout) -> bool:
     """True on all ranks when every byte is what was written; each rank looks through a part of the files."""
-    num_damaged = 0
+    work = FileWork(layout.files_group, _CPU)
     for name in sorted(manifest.files)[layout.rank :: layout.world_size]:
-        try:
-            manifest.verify(folder, name)
-        except DataLoss as error:
-            log.warning("checkpoint_damaged", error=error.message)
-            num_damaged += 1
-    box = torch.tensor([num_damaged], dtype=torch.int64, device=layout.device)
-    dist.all_reduce(box)
-    return int(box.item()) == 0
+        work.attempt(partial(manifest.verify, folder, name))
+    try:
+        work.agree()
+    except DataLoss as error:
+        log.warning("checkpoint_damaged", error=error.message)
+        return False
+    return True
 
 
 def opened(folder: Path, layout: Layout) -> CheckpointReader:
     """A checkpoint by its own folder. Raises DataLoss when it is damaged. Collective."""
-    manifest = Manifest.read(folder)
+    manifest = FileWork(layout.files_group, _CPU).do(lambda: Manifest.read(folder))
     if not all_true(folder, manifest, layout):
         raise DataLoss(f"{folder} is damaged: name another checkpoint")
     return CheckpointReader(folder, manifest)

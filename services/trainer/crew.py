@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from services.trainer.commands import Command, Leave
+from headrace.errors import HeadraceError
+from headrace.rpc.log import log
+from services.trainer.commands import Command, Export, Leave, Save
 from services.trainer.control import Control
 from services.trainer.reading import Unreadable
 from services.trainer.worker import Worker
@@ -41,5 +43,10 @@ class Crew:
 def follow(control: Control, worker: Worker) -> None:
     """What every other rank does until rank 0 says Leave."""
     for command in control.receive():
-        worker.execute(command)
+        try:
+            worker.execute(command)
+        except HeadraceError as error:
+            if not isinstance(command, Save | Export):
+                raise
+            log.warning("files_failed", reason=error.reason, error=error.message)  # rank 0 has it too and decides
     worker.execute(Leave())

@@ -4,12 +4,17 @@ Each rank holds a connection to rank 0 and both ends send a byte a second. A con
 died; one that is silent for SILENT_SECONDS is a rank that hangs or a machine that is cut off. Rank 0 then ends, which
 closes the other connections, so all ranks end. Collectives could wait for their own, longer, timeout instead.
 
+Rank 0 sends a challenge to whoever connects. Only a rank that is still missing, and that answers with the run's secret,
+is listened to; all others are hung up on and change nothing. Once every rank is there nobody can connect any more.
+
 Lives on the rank's event loop: computation has a thread of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
+import secrets
 from collections.abc import Awaitable
 from contextlib import suppress
 
@@ -19,6 +24,11 @@ from headrace.rpc.log import log
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 30.0
 _CONNECT_SECONDS = 60.0
+_ANSWER_SECONDS = 10.0
+_MAX_STRANGERS = 64
+_NONCE_BYTES = 32
+_RANK_BYTES = 4
+_DIGEST_BYTES = 32
 _GOODBYE = b"."
 _BEAT = b"+"
 
@@ -30,8 +40,11 @@ class PeerLost(Unavailable):
 class Lifeline:
     """States: open → (a peer is gone) lost, or → closed. After `close` nobody's end is a loss."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, world_size: int, secret: bytes) -> None:
         self._rank = rank
+        self._secret = secret
+        self._missing = set(range(1, world_size))
+        self._strangers = 0
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: list[asyncio.StreamWriter] = []
@@ -48,7 +61,9 @@ class Lifeline:
         """On every other rank."""
         async with asyncio.timeout(_CONNECT_SECONDS):
             reader, writer = await asyncio.open_connection(host, port)
-        writer.write(self._rank.to_bytes(4, "big"))
+            nonce = await reader.readexactly(_NONCE_BYTES)
+        rank = self._rank.to_bytes(_RANK_BYTES, "big")
+        writer.write(rank + self._answer(nonce, rank))
         self._keep(reader, writer, peer=0)
 
     async def until_lost(self) -> None:
@@ -81,13 +96,36 @@ class Lifeline:
             self._server.close()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            async with asyncio.timeout(_CONNECT_SECONDS):
-                peer = int.from_bytes(await reader.readexactly(4), "big")
-        except (TimeoutError, asyncio.IncompleteReadError, OSError):
-            writer.close()  # somebody else who knocked
+        if self._strangers >= _MAX_STRANGERS:
+            writer.close()
             return
+        self._strangers += 1
+        try:
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                peer = await self._known(reader, writer)
+        except (TimeoutError, asyncio.IncompleteReadError, OSError):
+            peer = None
+        finally:
+            self._strangers -= 1
+        if peer is None or peer not in self._missing:
+            log.warning("stranger_refused", peer=str(writer.get_extra_info("peername")))
+            writer.close()
+            return
+        self._missing.remove(peer)
         self._keep(reader, writer, peer)
+        if not self._missing and self._server is not None:
+            self._server.close()
+
+    async def _known(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int | None:
+        """The rank that knows the secret; None for anybody else."""
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        writer.write(nonce)
+        answer = await reader.readexactly(_RANK_BYTES + _DIGEST_BYTES)
+        rank, digest = answer[:_RANK_BYTES], answer[_RANK_BYTES:]
+        return int.from_bytes(rank, "big") if hmac.compare_digest(digest, self._answer(nonce, rank)) else None
+
+    def _answer(self, nonce: bytes, rank: bytes) -> bytes:
+        return hmac.digest(self._secret, nonce + rank, "sha256")
 
     def _keep(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: int) -> None:
         self._writers.append(writer)

@@ -1,14 +1,17 @@
 """The training loop.
 
 It waits for a full batch, trains on it, tells the ledger, gives the weights to the engines, and saves. Consumed is not
-committed: what a checkpoint does not cover comes back, in the same batches, when a trainer starts again.
+committed: what a checkpoint does not cover comes back, in the same batches, when a trainer starts again. A checkpoint
+that cannot be written does not end the run before its last step: the next interval tries again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Protocol
 
+from headrace.errors import Fenced, HeadraceError
+from headrace.rpc.log import log
 from services.trainer.batch import Batch
 from services.trainer.lacking import Lacking
 from services.trainer.state import TrainState
@@ -42,6 +45,9 @@ class Ranks(Protocol):
     async def restore(self) -> int:
         """Loads the latest checkpoint, if there is one; returns its step."""
 
+    async def claim(self, state: TrainState) -> None:
+        """From here on only trainers of this epoch, or a newer one, put checkpoints into the folder."""
+
     async def train(self, step: int, batch: Batch) -> dict[str, float]:
         """One rollout step's optimizer steps; returns their metrics."""
 
@@ -58,10 +64,10 @@ class Ranks(Protocol):
         """Engines that started again get the served weights, while the others go on."""
 
     async def save(self, state: TrainState) -> None:
-        """Takes a checkpoint; writing it may go on in the background."""
+        """Takes a checkpoint; writing it may go on in the background. Raises what keeps it from being written."""
 
     async def flush(self) -> None:
-        """Waits until what was taken is safe."""
+        """Waits until what was taken is safe. Raises what kept it from that."""
 
     def take_safe(self) -> TrainState | None:
         """The newest state whose checkpoint became safe since this was asked last."""
@@ -103,8 +109,9 @@ async def train(ledger: Ledger, ranks: Ranks, console: Console, schedule: Schedu
     """Runs the job to its end, or to where the console stops it."""
     step = await ranks.restore()
     state = TrainState(step, policy_version=step, epoch=await ledger.rewind(step))
+    await ranks.claim(state)
     state, _ = await publish(ledger, ranks, state)
-    saved = state
+    covered = state
     await console.evaluate(state)
 
     while state.step < schedule.num_steps and await console.before_step(state):
@@ -120,18 +127,29 @@ async def train(ledger: Ledger, ranks: Ranks, console: Console, schedule: Schedu
             state, figures = await publish(ledger, ranks, state)
             metrics |= figures
         if schedule.saves(state):
-            await ranks.save(state)
-            saved = state
-        await commit(ledger, ranks)
+            await tried(ranks.save(state))
+        covered = await commit(ledger, ranks, covered)
         console.report(state, metrics)
         await console.evaluate(state)
 
-    if saved.step != state.step:
+    await tried(ranks.flush())
+    covered = await commit(ledger, ranks, covered)
+    if covered.step != state.step:
         await ranks.save(state)
-    await ranks.flush()
-    await commit(ledger, ranks)
+        await ranks.flush()
+        await commit(ledger, ranks, covered)
     await ranks.export()
     return state
+
+
+async def tried(saving: Awaitable[None]) -> None:
+    """What keeps a checkpoint from being written now may be gone by the next one; a newer trainer will not."""
+    try:
+        await saving
+    except Fenced:
+        raise
+    except HeadraceError as error:
+        log.warning("checkpoint_failed", reason=error.reason, error=error.message)
 
 
 async def next_batch(
@@ -153,10 +171,12 @@ async def look_ahead(ledger: Ledger, ranks: Ranks, state: TrainState) -> None:
         await ranks.prefetch(upcoming)
 
 
-async def commit(ledger: Ledger, ranks: Ranks) -> None:
-    """Once a checkpoint is safe, the ledger lets go what it covers."""
-    if (safe := ranks.take_safe()) is not None:
-        await ledger.commit(safe.epoch, safe.step)
+async def commit(ledger: Ledger, ranks: Ranks, covered: TrainState) -> TrainState:
+    """Once a checkpoint is safe, the ledger lets go what it covers; returns the state of the newest safe one."""
+    if (safe := ranks.take_safe()) is None:
+        return covered
+    await ledger.commit(safe.epoch, safe.step)
+    return safe
 
 
 async def publish(ledger: Ledger, ranks: Ranks, state: TrainState) -> tuple[TrainState, dict[str, float]]:

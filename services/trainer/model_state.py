@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from headrace.errors import DataLoss
-from services.trainer.checkpoint_reader import CheckpointReader
+from services.trainer.checkpoint_reader import CheckpointReader, Expected
 from services.trainer.models.model_shard import ModelShard
+from services.trainer.models.shards import split_dim
 from services.trainer.optimizer import Optimizer
 from services.trainer.optimizer_slots import Slot, put
-from services.trainer.piece import Piece
+from services.trainer.piece import Piece, whole_shape
 
 WEIGHT, MAIN = "weight", "main"
 
@@ -48,7 +49,7 @@ class ModelState:
     def restore(self, reader: CheckpointReader) -> None:
         """Weights, optimizer and schedule, bit for bit. Raises DataLoss that names what is missing."""
         reader.require(self._expected(reader))
-        self.restore_weights(reader)
+        self._read_weights(reader)
         if self._optimizer is None:
             return
         kinds = self._state_kinds(reader)
@@ -57,8 +58,11 @@ class ModelState:
         self._optimizer.restore_scalars(reader.scalars[self._name])
 
     def restore_weights(self, reader: CheckpointReader) -> None:
-        """Weights alone: the start of another run."""
-        reader.require(self._tensor(shard, WEIGHT) for shard in self._shards)
+        """Weights alone: the start of another run, perhaps in another precision."""
+        reader.require({self._tensor(shard, WEIGHT): Expected(_whole(shard)) for shard in self._shards})
+        self._read_weights(reader)
+
+    def _read_weights(self, reader: CheckpointReader) -> None:
         with torch.no_grad():
             for shard in self._shards:
                 values = self._read(reader, shard, WEIGHT, 0, shard.parameter.numel())
@@ -75,10 +79,14 @@ class ModelState:
             else:
                 put(slot.state, kind, self._read(reader, shard, kind, slot.start, slot.end), like)
 
-    def _expected(self, reader: CheckpointReader) -> list[str]:
-        names = [self._tensor(shard, WEIGHT) for shard in self._shards]
+    def _expected(self, reader: CheckpointReader) -> dict[str, Expected]:
+        """Moments may be kept in any precision; weights and their master copies are the job's."""
+        found = {
+            self._tensor(shard, WEIGHT): Expected(_whole(shard), str(shard.parameter.dtype).removeprefix("torch."))
+            for shard in self._shards
+        }
         if self._optimizer is None:
-            return names
+            return found
         scalars = reader.scalars.get(self._name)
         if scalars is None:
             raise DataLoss(f"the checkpoint has no part {self._name!r}: it was saved by another kind of job")
@@ -86,10 +94,11 @@ class ModelState:
         kinds = self._state_kinds(reader)
         for slot in self._slots():
             shard = self._by_parameter[id(slot.parameter)]
-            names += [self._tensor(shard, kind) for kind in kinds]
+            for kind in kinds:
+                found[self._tensor(shard, kind)] = Expected(() if kind == "step" else _whole(shard))
             if slot.main is not None:
-                names.append(self._tensor(shard, MAIN))
-        return names
+                found[self._tensor(shard, MAIN)] = Expected(_whole(shard), "float32")
+        return found
 
     def _state_kinds(self, reader: CheckpointReader) -> list[str]:
         """None before the first step; then every parameter that is trained has all of them."""
@@ -118,6 +127,7 @@ class ModelState:
             shard.shard,
             shard.num_shards,
             start,
+            split_dim(shard.sharding),
         )
 
     def _read(self, reader: CheckpointReader, shard: ModelShard, kind: str, start: int, end: int) -> Tensor:
@@ -128,3 +138,7 @@ class ModelState:
 
     def _slots(self) -> Iterator[Slot]:
         return iter(()) if self._optimizer is None else self._optimizer.slots()
+
+
+def _whole(shard: ModelShard) -> tuple[int, ...]:
+    return whole_shape(shard.parameter.shape, shard.num_shards, split_dim(shard.sharding))

@@ -19,6 +19,8 @@ from services.trainer.context import Context
 
 # A collective that takes longer has lost a peer.
 _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
+# How long one rank may write its part of a checkpoint after the first has written its own.
+_FILES_TIMEOUT = datetime.timedelta(minutes=60)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,8 @@ class Layout:
     edp_rank: int
     """Counts the ranks that hold the same expert."""
     edp_size: int
+    files_group: dist.ProcessGroup
+    """All ranks, on CPUs: what they tell each other of files, in threads that compute nothing."""
     tp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
     data_group: dist.ProcessGroup
@@ -150,6 +154,7 @@ def initialize(job: Job) -> Layout:
         etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
         edp_rank=parallel_state.get_expert_data_parallel_rank(),
         edp_size=parallel_state.get_expert_data_parallel_world_size(),
+        files_group=dist.new_group(backend="gloo", timeout=_FILES_TIMEOUT),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
         data_group=data_group,

@@ -8,6 +8,7 @@ tensor's name, which shard of how many, and where in it the run begins. Any layo
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -25,6 +26,8 @@ class Piece:
     shard: int = 0
     num_shards: int = 1
     start: int = 0
+    split_dim: int = 0
+    """The dimension that the shards divide."""
 
     @classmethod
     def whole(cls, tensor: str, values: Tensor, *, shard: int = 0, num_shards: int = 1) -> Piece:
@@ -36,6 +39,11 @@ class Piece:
         """Its name in a file; unique over all ranks."""
         return f"{self.tensor}@{self.shard}.{self.start}"
 
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of all shards together: the same under every layout."""
+        return whole_shape(self.shape, self.num_shards, self.split_dim)
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -46,6 +54,9 @@ class Place:
     key: str
     dtype: str
     shape: tuple[int, ...]
+    """Of the shard."""
+    whole_shape: tuple[int, ...]
+    """Of all shards together."""
     shard: int
     num_shards: int
     start: int
@@ -60,6 +71,7 @@ class Place:
             key=piece.key,
             dtype=str(piece.values.dtype).removeprefix("torch."),
             shape=piece.shape,
+            whole_shape=piece.whole_shape,
             shard=piece.shard,
             num_shards=piece.num_shards,
             start=piece.start,
@@ -70,3 +82,10 @@ class Place:
     def shard_elements(self) -> int:
         """Of the whole shard."""
         return math.prod(self.shape)
+
+
+def whole_shape(shape: Sequence[int], num_shards: int, split_dim: int) -> tuple[int, ...]:
+    """Of `num_shards` shards of that shape, side by side."""
+    if num_shards == 1:
+        return tuple(shape)
+    return tuple(size * num_shards if dim == split_dim else size for dim, size in enumerate(shape))

@@ -5,7 +5,9 @@ Everything here runs in the rank's compute thread. All ranks call the same metho
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from headrace.config.algorithm_rules import uses_critic, uses_reference
 from headrace.config.job import Job
 from headrace.config.megatron import megatron
 from headrace.config.routing_rules import replays_routing
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, DataLoss
 from headrace.models.megatron import contradictions
 from headrace.models.registry import read_architecture
 from headrace.sample_checks import ModelBounds
@@ -55,6 +57,8 @@ from services.trainer.speed import Speed, peak_tflops
 from services.trainer.stopwatch import Stopwatch
 from services.trainer.trainable import choose_trainable
 
+_MODEL = "model"
+
 
 class Policy:
     """The model that is trained."""
@@ -67,6 +71,7 @@ class Policy:
         self._job = job
         self._layout = layout
         self._bounds = ModelBounds.of(architecture)
+        self._facts = json.loads(json.dumps(asdict(architecture)))
         objective = Objective(job)
         config = transformer_config(architecture, args, layout)
         self._packing = packing_of(job, config, layout)
@@ -186,10 +191,12 @@ class Policy:
 
     def scalars(self) -> dict[str, Any]:
         """The numbers of a checkpoint, equal on all ranks."""
-        return {name: value for state in self._states for name, value in state.scalars().items()}
+        scalars = {name: value for state in self._states for name, value in state.scalars().items()}
+        return {_MODEL: self._facts} | scalars
 
     def restore(self, reader: CheckpointReader) -> None:
-        """The other way, bit for bit, whatever layout wrote it."""
+        """The other way, bit for bit, whatever layout wrote it. Raises DataLoss unless it is of this very model."""
+        require_same_model(reader.scalars[_MODEL], self._facts)
         for part in self._parts:
             part.restore(reader)
 
@@ -258,6 +265,17 @@ class Policy:
         if not job.distillation.use_opd or job.distillation.opd_type != "megatron":
             return None
         return ReferencePolicy(self._weights, self._converter, job.distillation.opd_teacher_load)
+
+
+def require_same_model(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raises DataLoss that names facts in which two architectures differ; their tensors may have the same shapes."""
+    names = [name for name in sorted(saved.keys() | here.keys()) if saved.get(name) != here.get(name)]
+    if names:
+        differences = ", ".join(f"{name} is {saved.get(name)} there and {here.get(name)} here" for name in names[:5])
+        raise DataLoss(
+            f"the checkpoint is of another model: {differences}: resume with the --hf-checkpoint that it was saved "
+            "with, or take its weights alone with --initial-megatron-checkpoint"
+        )
 
 
 def _max_tokens(per_rank: int | None, layout: Layout) -> int | None:

@@ -53,7 +53,7 @@ async def meet(job: Job, compute: ThreadPoolExecutor) -> Met:
     log.info("joining")
     layout = await loop.run_in_executor(compute, initialize, job)
     control = await loop.run_in_executor(compute, Control, layout.rank, layout.device)
-    lifeline = Lifeline(layout.rank)
+    lifeline = Lifeline(layout.rank, layout.world_size, control.secret)
     if layout.rank == 0:
         control.put(_LIFELINE, str(await lifeline.listen(control.host)))
     else:

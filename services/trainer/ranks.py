@@ -8,6 +8,7 @@ from pathlib import Path
 
 from headrace.api.trainer.v1 import trainer_pb2 as pb
 from headrace.config.job import Job
+from headrace.models.exported import is_whole
 from services.trainer.batch import Batch, statistics
 from services.trainer.checkpoint import Checkpoints, checkpoint_folder, step_name
 from services.trainer.commands import Export, Prefetch, Save, Train
@@ -46,6 +47,10 @@ class TrainerRanks:
     async def restore(self) -> int:
         """The ranks restored themselves while they were built; this is the step they came to."""
         return self._restored_step
+
+    async def claim(self, state: TrainState) -> None:
+        """From here on its folder takes no checkpoint of an older trainer."""
+        await asyncio.to_thread(self._checkpoints.claim, state.epoch)
 
     async def train(self, step: int, batch: Batch) -> dict[str, float]:
         """One rollout step's optimizer steps."""
@@ -91,12 +96,12 @@ class TrainerRanks:
         return self._checkpoint_folder / step_name(step)
 
     async def export(self) -> None:
-        """Writes save_hf, if the job has it and a trainer that died at the very end has not written it yet."""
+        """Writes save_hf, if the job has it and a trainer that died at the very end has not written all of it yet."""
         if self._console.leaving:
             return
         folder = self._job.checkpoint.save_hf
         was_finished = self._restored_step == self._job.rollout.num_rollout
-        if folder is None or (was_finished and await asyncio.to_thread(folder.exists)):
+        if folder is None or (was_finished and await asyncio.to_thread(is_whole, folder)):
             return
         await self.export_to(folder)
 

@@ -1,14 +1,16 @@
 """How ranks find each other: through torchrun's environment, or through a file that rank 0 leaves for the others.
 
 HEADRACE_RENDEZVOUS names the file, in a folder that all machines share; its name is new at every start of the ranks.
-Rank 0 listens on a port that the system gives and writes `host port`. So no port is chosen before it is bound, and no
-machine's name has to be known before its process runs.
+Rank 0 listens on a port that the system gives and writes `host port token`. So no port is chosen before it is bound,
+and no machine's name has to be known before its process runs. Only this user can read the file, and without the token
+nobody finds the keys that the ranks use.
 """
 
 from __future__ import annotations
 
 import datetime
 import os
+import secrets
 import socket
 import time
 from pathlib import Path
@@ -26,19 +28,37 @@ def join(rank: int, world_size: int, backend: str, timeout: datetime.timedelta) 
     """torch.distributed's default group. Raises DeadlineExceeded when rank 0 does not appear."""
     if RENDEZVOUS in os.environ:
         store = _meet(Path(os.environ[RENDEZVOUS]), rank, world_size)
-    elif "MASTER_ADDR" in os.environ:
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent keeps the store
         dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
         return
+    elif "MASTER_ADDR" in os.environ:
+        store = _at(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, world_size)
     else:
-        store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+        store = listening_store("127.0.0.1", _WAIT)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def listening_store(host: str, timeout: datetime.timedelta, port: int = 0) -> dist.TCPStore:
+    """A store that listens at `host` and nowhere else: torch's own listens on every interface."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=1024)
+    address = listener.getsockname()[0]
+    if address.startswith("127.") and host not in (address, "localhost") and not _on_one_machine():
+        raise ConfigError(
+            f"{host} means {address} on this machine, which other machines cannot reach: set MASTER_ADDR to an address "
+            "of the first machine"
+        )
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+    )
 
 
 def own_host() -> str:
     """Where the other ranks reach this one: loopback when all of them are on this machine."""
     if "MASTER_ADDR" in os.environ:
         return os.environ["MASTER_ADDR"]
-    if os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
+    if _on_one_machine():
         return "127.0.0.1"
     host = socket.gethostbyname(socket.gethostname())
     if host.startswith("127."):
@@ -49,16 +69,27 @@ def own_host() -> str:
     return host
 
 
-def _meet(file: Path, rank: int, world_size: int) -> dist.TCPStore:
+def _on_one_machine() -> bool:
+    return os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1")
+
+
+def _at(host: str, port: int, rank: int, world_size: int) -> dist.TCPStore:
     if rank == 0:
-        host = own_host()
-        store = dist.TCPStore(host, 0, world_size, is_master=True, wait_for_workers=False, timeout=_WAIT)
+        return listening_store(host, _WAIT, port)
+    return dist.TCPStore(host, port, world_size, is_master=False, timeout=_WAIT)
+
+
+def _meet(file: Path, rank: int, world_size: int) -> dist.Store:
+    if rank == 0:
+        host, token = own_host(), secrets.token_hex(16)
+        store = listening_store(host, _WAIT)
         part = file.with_name(f"{file.name}.part")
-        part.write_text(f"{host} {store.port}")
+        with open(part, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as text:
+            text.write(f"{host} {store.port} {token}")
         part.replace(file)
-        return store
-    host, port = _read(file).split()
-    return dist.TCPStore(host, int(port), world_size, is_master=False, timeout=_WAIT)
+        return dist.PrefixStore(token, store)
+    host, port, token = _read(file).split()
+    return dist.PrefixStore(token, dist.TCPStore(host, int(port), world_size, is_master=False, timeout=_WAIT))
 
 
 def _read(file: Path) -> str:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper
 
 from headrace.errors import DeadlineExceeded, PublicationAborted
+from services.trainer.rendezvous import listening_store
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.05
@@ -26,7 +27,7 @@ class WeightGroup:
         self._backend = backend
         self._timeout_seconds = timeout_seconds
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        self._store = listening_store(host, self._timeout)
         self._group: dist.ProcessGroup | None = None
 
     @property

@@ -28,7 +28,9 @@ class Worker:
         return self._policy.set_aside
 
     def execute(self, command: Command) -> dict[str, float]:
-        """Metrics of a Train, nothing otherwise. An error ends the rank, and with it the trainer."""
+        """Metrics of a Train, nothing otherwise. An error ends the rank, and with it the trainer; but a HeadraceError
+        of a Save or an Export is raised on all ranks alike (`agreement`), and they can go on.
+        """
         match command:
             case Train(step, samples):
                 return self._policy.train(step, samples, self._fetch)
@@ -45,5 +47,5 @@ class Worker:
             case Export(path):
                 self._policy.export(Path(path))
             case Leave():
-                self._checkpoints.flush()
+                self._checkpoints.wait()
         return {}

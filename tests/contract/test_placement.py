@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from headrace.errors import ConfigError
 from headrace.launch.placement import starter
 from headrace.launch.run_folder import RunFolder
 from headrace.launch.slurm_rank import first_host
+from tests.support.listening import open_to_others
 
 ROOT = Path(__file__).parents[2]
 PLACEMENTS = [
@@ -59,6 +61,10 @@ def test_ranks_meet_and_end_together(folder: RunFolder, placement: str, nodes: i
     for rank in range(world_size):
         place = [f"{total:g}", rank, rank % per_node, world_size, per_node]
         assert (folder.path / f"rank-{rank}").read_text() == " ".join(map(str, place)), told
+        if nodes == 1:
+            listens = json.loads((folder.path / f"listening-{rank}").read_text())
+            assert listens
+            assert open_to_others(listens) == []
     assert ended.returncode in EXIT_CODES.get(placement, {137}), told
     assert "rank 1 says its last words" in told
     if placement in ("local", "ray"):

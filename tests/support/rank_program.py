@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import json
 import os
 import signal
 import sys
@@ -17,6 +18,8 @@ from headrace.launch.ranks import PEER_LOST
 from services.trainer.control import Control
 from services.trainer.lifeline import Lifeline, PeerLost
 from services.trainer.rendezvous import join
+from services.trainer.weight_group import WeightGroup
+from tests.support.listening import listening
 
 
 def meet(folder: Path, rank: int, world_size: int) -> Control:
@@ -32,11 +35,14 @@ async def main(folder: Path) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     loop, compute = asyncio.get_running_loop(), ThreadPoolExecutor(1)
     control = await loop.run_in_executor(compute, meet, folder, rank, world_size)
-    lifeline = Lifeline(rank)
+    lifeline = Lifeline(rank, world_size, control.secret)
     if rank == 0:
         control.put("lifeline", str(await lifeline.listen(control.host)))
     else:
         await lifeline.connect(control.host, int(await loop.run_in_executor(compute, control.wait_for, "lifeline")))
+    group = WeightGroup("weights", control.host, "gloo", 60.0)
+    (folder / f"listening-{rank}").write_text(json.dumps(listening([os.getpid()])))
+    group.drop()
     await loop.run_in_executor(compute, dist.barrier)
     if rank == 1:
         print("rank 1 says its last words", flush=True)

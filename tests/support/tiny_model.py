@@ -21,7 +21,9 @@ _CORPUS = (
 )
 
 
-def make_tiny_qwen3(folder: Path, *, seed: int = 0, tie_word_embeddings: bool = True, num_layers: int = 2) -> Path:
+def make_tiny_qwen3(
+    folder: Path, *, seed: int = 0, tie_word_embeddings: bool = True, num_layers: int = 2, ffn_size: int = 128
+) -> Path:
     """Writes a Hugging Face folder (float32 weights, config, tokenizer, chat template) and answers its path."""
     tokenizer = make_tiny_tokenizer()
     torch.manual_seed(seed)
@@ -29,7 +31,7 @@ def make_tiny_qwen3(folder: Path, *, seed: int = 0, tie_word_embeddings: bool = 
         Qwen3Config(
             vocab_size=_padded_vocab(len(tokenizer)),
             hidden_size=64,
-            intermediate_size=128,
+            intermediate_size=ffn_size,
             num_hidden_layers=num_layers,
             num_attention_heads=4,
             num_key_value_heads=2,

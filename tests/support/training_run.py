@@ -66,6 +66,12 @@ class TrainingRun:
         self._environment = _environment() | dict(environment or {})
         self._process: asyncio.subprocess.Process | None = None
 
+    @property
+    def pid(self) -> int:
+        """Of the launcher, once it is started."""
+        assert self._process is not None
+        return self._process.pid
+
     @asynccontextmanager
     async def started(self) -> AsyncIterator[TrainingRun]:
         """Ended by SIGTERM when the block is left, by SIGKILL when that does not help."""

@@ -13,6 +13,11 @@ from torch import Tensor
 from headrace.models.rows import FusedGateUp, GateUp, QueryKeyValue, Replicated, Sharding, Split
 
 
+def split_dim(sharding: Sharding) -> int:
+    """The dimension of a parameter that tensor ranks divide."""
+    return sharding.dim if isinstance(sharding, Split) else 0
+
+
 def cut(sharding: Sharding, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
     """Hugging Face tensors, in the table's order → this rank's parameter."""
     match sharding:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
-from collections.abc import Iterator
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from headrace.config.job import Job
-from headrace.errors import ConfigError, DataLoss
+from headrace.errors import ConfigError, DataLoss, FailedPrecondition, Fenced
 from services.trainer.checkpoint import Checkpoints, newest, step_name
-from services.trainer.checkpoint_reader import CheckpointReader, opened
+from services.trainer.checkpoint_reader import CheckpointReader, Expected, opened
 from services.trainer.context import Context
 from services.trainer.parallel import Layout
 from services.trainer.piece import Piece
@@ -38,7 +43,7 @@ class Note:
         assert len(self.text) == reader.scalars["length"]
 
 
-class PowerCut(Exception):
+class PowerCut(BaseException):
     """Raised in the middle of a save."""
 
 
@@ -105,7 +110,7 @@ def test_the_manifest_says_what_the_checkpoint_is(checkpoints: Checkpoints, tmp_
         "places": [
             {
                 "tensor": "note/text", "file": "rank-00000.safetensors", "key": "note/text@0.0", "dtype": "uint8",
-                "shape": [5], "shard": 0, "num_shards": 1, "start": 0, "end": 5,
+                "shape": [5], "whole_shape": [5], "shard": 0, "num_shards": 1, "start": 0, "end": 5,
             }
         ],
     }  # fmt: skip
@@ -114,7 +119,7 @@ def test_the_manifest_says_what_the_checkpoint_is(checkpoints: Checkpoints, tmp_
 def test_the_newest_two_are_kept(checkpoints: Checkpoints, tmp_path: Path) -> None:
     for step in range(1, 5):
         _save(checkpoints, step)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [step_name(3), step_name(4)]
+    assert _names(tmp_path) == [step_name(3), step_name(4)]
 
 
 def test_a_power_cut_while_saving_leaves_the_checkpoint_before(checkpoints: Checkpoints) -> None:
@@ -163,7 +168,7 @@ def test_a_damaged_checkpoint_of_another_run_is_refused(
 def test_missing_tensors_are_named(checkpoints: Checkpoints) -> None:
     class Reader(Note):
         def restore(self, reader: CheckpointReader) -> None:
-            reader.require(["note/text", "note/author"])
+            reader.require({"note/text": Expected((6,)), "note/author": Expected((4,))})
 
     _save(checkpoints, 1)
     with pytest.raises(DataLoss, match="lacks 1 tensors that this job has: note/author: resume with the settings"):
@@ -182,7 +187,7 @@ def test_a_step_may_be_saved_again(checkpoints: Checkpoints, tmp_path: Path) -> 
     policy = Note()
     assert checkpoints.restore_latest(policy) == 1
     assert policy.text == "step 1 of a later epoch"
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [step_name(1)]
+    assert _names(tmp_path) == [step_name(1)]
 
 
 def test_a_power_cut_while_a_step_is_replaced_keeps_the_older_one(checkpoints: Checkpoints, tmp_path: Path) -> None:
@@ -201,7 +206,7 @@ def test_the_best_are_kept_by_their_steps_metric(tmp_path: Path, layout: Layout)
         _save(checkpoints, step)
         with (tmp_path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": step, "reward/mean": reward}) + "\n")
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [step_name(n) for n in (2, 4, 5)]
+    assert _names(tmp_path) == [step_name(n) for n in (2, 4, 5)]
 
 
 def test_a_state_is_safe_once_it_is_written_and_told_once(checkpoints: Checkpoints) -> None:
@@ -235,7 +240,7 @@ def test_a_failure_in_the_background_is_raised_when_it_is_asked_for(tmp_path: Pa
     class Unwritable(Note):
         def pieces(self) -> Iterator[Piece]:
             yield Piece.whole("twice", torch.zeros(1))
-            (tmp_path / "checkpoints" / ".draft").rename(tmp_path / "elsewhere")
+            (tmp_path / "checkpoints" / ".draft-1").rename(tmp_path / "elsewhere")
 
     checkpoints = Checkpoints(_job(tmp_path, async_save=True), tmp_path, layout)
     checkpoints.save(Unwritable(), step=1, policy_version=1, epoch=1)
@@ -263,6 +268,269 @@ def test_a_load_folder_without_a_checkpoint_is_refused(tmp_path: Path, layout: L
 
 def test_nothing_is_newest_in_a_folder_that_is_not_there(tmp_path: Path) -> None:
     assert newest(tmp_path / "nowhere") is None
+
+
+OPERATIONS = ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir")
+
+
+class Power:
+    """Writes down what is done to the disk, and is cut before one of the operations, or after it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done: list[str] = []
+        self.cut_before: int | None = None
+        self.cut_after: int | None = None
+        for name in OPERATIONS:
+            monkeypatch.setattr(os, name, self._observed(name, getattr(os, name)))
+
+    def _observed(self, name: str, real: Callable[..., None]) -> Callable[..., None]:
+        def operation(path: Any, *more: Any, **named: Any) -> None:
+            what = os.readlink(f"/proc/self/fd/{path}") if name == "fsync" else str(path)
+            if len(self.done) == self.cut_before:
+                raise PowerCut
+            real(path, *more, **named)
+            self.done.append(
+                f"{name} {Path(what).name}" + (f" {Path(more[0]).name}" if more and name == "rename" else "")
+            )
+            if len(self.done) - 1 == self.cut_after:
+                raise PowerCut
+
+        return operation
+
+
+@pytest.fixture
+def power(monkeypatch: pytest.MonkeyPatch) -> Power:
+    return Power(monkeypatch)
+
+
+def test_every_file_and_every_new_folders_name_is_on_the_disk_before_a_checkpoint_is_visible(
+    tmp_path: Path, layout: Layout, power: Power
+) -> None:
+    Checkpoints(_job(tmp_path, save=tmp_path / "new" / "folder"), tmp_path, layout).save(
+        Note("text"), step=1, policy_version=1, epoch=1
+    )
+    visible = power.done.index(f"rename .draft-1 {step_name(1)}")
+    before = power.done[:visible]
+    assert before.index("mkdir new") < before.index(f"fsync {tmp_path.name}") < before.index("mkdir .draft-1")
+    assert before.index("mkdir folder") < before.index("fsync new") < before.index("mkdir .draft-1")
+    named = before.index("rename .manifest.json.draft manifest.json")
+    assert before.index("fsync rank-00000.safetensors") < before.index("fsync .manifest.json.draft") < named
+    assert "fsync .draft-1" in before[named:]
+    assert power.done[visible + 1] == "fsync folder"
+
+
+@pytest.mark.parametrize("cut", ["cut_before", "cut_after"])
+def test_a_power_cut_at_any_operation_of_a_save_leaves_the_older_or_the_newer_checkpoint(
+    tmp_path: Path, layout: Layout, power: Power, cut: str
+) -> None:
+    def saved_with_cut(place: int | None) -> int:
+        run = tmp_path / f"{cut}-{place}"
+        checkpoints = Checkpoints(_job(run, keep_last=1), run, layout)
+        _save(checkpoints, 1)
+        checkpoints.save(Note("step 2 before"), step=2, policy_version=2, epoch=1)
+        begun = len(power.done)
+        setattr(power, cut, None if place is None else begun + place)
+        try:
+            checkpoints.save(Note("step 2 again"), step=2, policy_version=2, epoch=1)
+        except PowerCut:
+            safe = {"step 2 before", "step 2 again"}
+        else:
+            safe = {"step 2 again"}
+        operations = len(power.done) - begun
+        setattr(power, cut, None)
+        policy = Note()
+        assert Checkpoints(_job(run), run, layout).restore_latest(policy) == 2
+        assert policy.text in safe
+        if checkpoints.take_safe() == TrainState(2, 2, 1) and safe == {"step 2 again"}:
+            assert policy.text == "step 2 again"
+        again = Checkpoints(_job(run, keep_last=1), run, layout)
+        _save(again, 3)
+        assert again.restore_latest(policy) == 3
+        assert [path.name for path in (run / "checkpoints").iterdir() if not path.name.startswith(".")] == [
+            step_name(3)
+        ]
+        return operations
+
+    for place in range(saved_with_cut(None)):
+        saved_with_cut(place)
+
+
+def test_pruning_deletes_nothing_through_a_symlink_and_keeps_no_save_from_being_safe(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    _save(checkpoints, 1)
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    (folder / step_name(1)).rename(elsewhere)
+    (folder / step_name(1)).symlink_to(elsewhere)
+    (folder / "step-00000000").symlink_to(tmp_path / "nowhere")
+    for step in (2, 3, 4):
+        _save(checkpoints, step)
+        assert checkpoints.take_safe() == TrainState(step, step, 1)
+    assert _names(tmp_path) == ["step-00000000", step_name(1), step_name(3), step_name(4)]
+    assert (elsewhere / "manifest.json").is_file()
+
+
+def test_a_folder_that_cannot_be_emptied_keeps_no_save_from_being_safe(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(f"{path} is immutable")
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    for step in (1, 2, 3, 4):
+        _save(checkpoints, step)
+        assert checkpoints.take_safe() == TrainState(step, step, 1)
+    assert [name for name in _names(tmp_path) if name.startswith("step-")] == [step_name(3), step_name(4)]
+    assert len(_names(tmp_path)) == 4
+
+
+def test_a_draft_that_is_a_symlink_is_not_written_through(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    _save(checkpoints, 1)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "checkpoints" / ".draft-1").symlink_to(tmp_path / "mine")
+    _save(checkpoints, 2)
+    assert checkpoints.restore_latest(Note()) == 2
+    assert list((tmp_path / "mine").iterdir()) == []
+
+
+def test_a_trainer_of_an_older_epoch_replaces_nothing(tmp_path: Path, layout: Layout) -> None:
+    older, newer = (Checkpoints(_job(tmp_path), tmp_path, layout) for _ in range(2))
+    older.save(Note("older"), step=3, policy_version=3, epoch=1)
+    newer.restore_latest(Note())
+    newer.claim(2)
+    for step in (3, 4):
+        with pytest.raises(Fenced, match="takes checkpoints of epoch 2, and this trainer has epoch 1: a newer trainer"):
+            older.save(Note("older again"), step=step, policy_version=step, epoch=1)
+    newer.save(Note("newer"), step=3, policy_version=3, epoch=2)
+    with pytest.raises(Fenced):
+        older.save(Note("older again"), step=3, policy_version=3, epoch=1)
+    policy = Note()
+    assert newer.restore_latest(policy) == 3
+    assert policy.text == "newer"
+
+
+def test_a_save_that_was_under_way_when_a_newer_trainer_came_is_not_put_in_place(
+    tmp_path: Path, layout: Layout
+) -> None:
+    class Overtaken(Note):
+        def pieces(self) -> Iterator[Piece]:
+            Checkpoints(_job(tmp_path), tmp_path, layout).claim(2)
+            yield from super().pieces()
+
+    with pytest.raises(Fenced):
+        Checkpoints(_job(tmp_path), tmp_path, layout).save(Overtaken("late"), step=1, policy_version=1, epoch=1)
+    assert _names(tmp_path) == []
+
+
+def test_a_trainer_that_another_one_has_overtaken_since_it_restored_starts_again(
+    tmp_path: Path, layout: Layout
+) -> None:
+    older, newer = (Checkpoints(_job(tmp_path), tmp_path, layout) for _ in range(2))
+    _save(older, 1)
+    newer.restore_latest(Note())
+    _save(older, 2)
+    with pytest.raises(
+        FailedPrecondition, match=r"has saved step-00000002 in .* while this one started: start it again"
+    ):
+        newer.claim(2)
+
+
+def test_the_trainers_of_two_runs_do_not_share_a_folder_while_both_live(tmp_path: Path, layout: Layout) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    first = Checkpoints(_job(tmp_path, save=tmp_path / "shared"), one, layout)
+    first.claim(5)
+    second = Checkpoints(_job(tmp_path, save=tmp_path / "shared"), other, layout)
+    with pytest.raises(FailedPrecondition, match=r"belongs to run .*/one, whose trainer lives \(process \d+ on .*\)"):
+        second.claim(1)
+    del first  # as when its process ends
+    gc.collect()
+    second.claim(1)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[" * 200_000,
+        '{"manifest": ' + "[" * 200_000,
+        "{}",
+        "[]",
+        "null",
+        '"text"',
+        '{"crc32": 1, "manifest": "text"}',
+        "\0",
+    ],
+)
+def test_a_manifest_that_is_not_one_is_a_damaged_checkpoint(
+    checkpoints: Checkpoints, tmp_path: Path, content: str
+) -> None:
+    for step in (1, 2):
+        _save(checkpoints, step)
+    manifest = tmp_path / "checkpoints" / step_name(2) / "manifest.json"
+    manifest.write_text(content)
+    assert checkpoints.restore_latest(Note()) == 1
+
+
+def test_a_manifest_that_is_true_and_says_nonsense_is_a_damaged_checkpoint(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    for step in (1, 2):
+        _save(checkpoints, step)
+    path = tmp_path / "checkpoints" / step_name(2) / "manifest.json"
+    true = json.loads(path.read_text())["manifest"]
+    strange: list[Any] = [
+        "text", [], {}, true | {"files": []}, true | {"places": [1]}, true | {"step": "x"},
+        true | {"places": [true["places"][0] | {"file": "../../secret"}]},
+    ]  # fmt: skip
+    for body in strange:
+        crc = zlib.crc32(json.dumps(body, sort_keys=True).encode())
+        path.write_text(json.dumps({"format": 2, "crc32": crc, "manifest": body}))
+        assert checkpoints.restore_latest(Note()) == 1
+
+
+def test_what_is_no_file_is_not_waited_for(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    for step in (1, 2):
+        _save(checkpoints, step)
+    folder = tmp_path / "checkpoints" / step_name(2)
+    (folder / "dangling").symlink_to(tmp_path / "nowhere")
+    assert checkpoints.restore_latest(Note()) == 2
+    (folder / "manifest.json").unlink()
+    os.mkfifo(folder / "manifest.json")
+    assert checkpoints.restore_latest(Note()) == 1
+
+
+def test_a_checkpoint_of_an_older_headrace_is_refused_and_the_way_out_told(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    _save(checkpoints, 1)
+    path = tmp_path / "checkpoints" / step_name(1) / "manifest.json"
+    path.write_text(
+        json.dumps({name: value for name, value in json.loads(path.read_text()).items() if name != "format"})
+    )
+    with pytest.raises(
+        FailedPrecondition, match=r"is a checkpoint of format 1, and this headrace reads 2: resume it with"
+    ):
+        checkpoints.restore_latest(Note())
+
+
+@pytest.mark.parametrize(("expected", "why"), [
+    (Expected((5,)), r"note/text has shape \[6\] there and \[5\] here"),
+    (Expected((2, 3)), r"note/text has shape \[6\] there and \[2, 3\] here"),
+    (Expected((6,), "float32"), "note/text is uint8 there and float32 here"),
+])  # fmt: skip
+def test_tensors_of_another_model_are_refused_by_name(checkpoints: Checkpoints, expected: Expected, why: str) -> None:
+    class Reader(Note):
+        def restore(self, reader: CheckpointReader) -> None:
+            reader.require({"note/text": expected})
+
+    _save(checkpoints, 1)
+    with pytest.raises(DataLoss, match=f"is not of this job's model: 1 tensors differ: {why}: resume with the --hf-ch"):
+        checkpoints.restore_latest(Reader())
+
+
+def _names(tmp_path: Path) -> list[str]:
+    """Of everything in the folder of checkpoints but its owner's files."""
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    return sorted(names - {".owner.json", ".alive", ".lock"})
 
 
 def _save(checkpoints: Checkpoints, step: int) -> None:

@@ -13,11 +13,12 @@ import pytest
 from services.trainer import lifeline
 from services.trainer.lifeline import Lifeline, PeerLost
 
+SECRET = b"secret"
 FOLLOWER = """
 import asyncio, sys
 from services.trainer.lifeline import Lifeline
 async def follow():
-    life = Lifeline(1)
+    life = Lifeline(1, 2, b"secret")
     await life.connect("127.0.0.1", int(sys.argv[1]))
     print("connected", flush=True)
     await life.guard(asyncio.sleep(600))
@@ -72,16 +73,75 @@ async def test_an_error_without_a_death_is_itself() -> None:
 
 
 async def test_after_goodbye_nobody_is_missed() -> None:
-    leader, follower = Lifeline(0), Lifeline(1)
+    leader, follower = Lifeline(0, 2, SECRET), Lifeline(1, 2, SECRET)
     await follower.connect("127.0.0.1", await leader.listen("127.0.0.1"))
     await follower.close()
     await leader.guard(asyncio.sleep(0.2))
     await leader.close()
 
 
+async def test_strangers_cost_nothing_and_a_rank_that_is_missing_is_still_let_in() -> None:
+    leader, follower = Lifeline(0, 2, SECRET), Lifeline(1, 2, SECRET)
+    port = await leader.listen("127.0.0.1")
+    guarding = asyncio.create_task(leader.guard(asyncio.Event().wait()))  # type: ignore[arg-type]  # never returns
+    tls = bytes.fromhex("16030100c8010000c40303") + os.urandom(200)
+    for words in (b"", b"\0\0\0\1", b"+" * 36, (1).to_bytes(4, "big") + bytes(32), tls, os.urandom(100_000)):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(words)
+        writer.close()
+    idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+    await follower.connect("127.0.0.1", port)
+    await until_refused(port)
+    assert not guarding.done()
+    for _, writer in idle:
+        writer.close()
+    await follower.close()
+    guarding.cancel()
+    await leader.close()
+
+
+@pytest.mark.parametrize(("rank", "secret"), [(2, SECRET), (0, SECRET), (2**31, SECRET), (1, b"another")])
+async def test_a_rank_that_is_not_of_this_run_is_hung_up_on(rank: int, secret: bytes) -> None:
+    leader, other = Lifeline(0, 2, SECRET), Lifeline(rank, 2, secret)
+    await other.connect("127.0.0.1", await leader.listen("127.0.0.1"))
+    with pytest.raises(PeerLost, match="rank 0 is gone"):
+        async with asyncio.timeout(60):
+            await other.until_lost()
+    await leader.guard(asyncio.sleep(0))
+    await leader.close()
+
+
+async def test_a_second_rank_of_the_same_number_is_hung_up_on() -> None:
+    leader, first, second = Lifeline(0, 3, SECRET), Lifeline(1, 3, SECRET), Lifeline(1, 3, SECRET)
+    port = await leader.listen("127.0.0.1")
+    await first.connect("127.0.0.1", port)
+    await second.connect("127.0.0.1", port)
+    async with asyncio.timeout(60):
+        done, _ = await asyncio.wait(
+            [asyncio.create_task(each.until_lost()) for each in (first, second)], return_when=asyncio.FIRST_COMPLETED
+        )
+    assert len(done) == 1
+    assert isinstance(done.pop().exception(), PeerLost)
+    await leader.guard(asyncio.sleep(0))
+    for each in (first, second, leader):
+        await each.close()
+
+
+async def until_refused(port: int) -> None:
+    """Nobody can connect once every rank is there."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+            except ConnectionRefusedError:
+                return
+            writer.close()
+            await asyncio.sleep(0.01)
+
+
 async def started() -> tuple[Lifeline, subprocess.Popen[str]]:
     """Rank 0 here, rank 1 as a process that is connected."""
-    leader = Lifeline(0)
+    leader = Lifeline(0, 2, SECRET)
     port = await leader.listen("127.0.0.1")
     process = subprocess.Popen([sys.executable, "-c", FOLLOWER, str(port)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

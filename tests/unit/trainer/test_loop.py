@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import pytest
+
+from headrace.errors import Fenced, ResourceExhausted
 from services.trainer.batch import Batch
 from services.trainer.lacking import Lacking
 from services.trainer.loop import train
@@ -26,6 +29,8 @@ class Everything:
     lack: tuple[str, ...] = ()
     background_steps: int = 0
     """So many steps after it was taken, a checkpoint is safe."""
+    full_disk_at: frozenset[int] = frozenset()
+    """Steps whose first checkpoint cannot be written."""
     stop_after_leases: int | None = None
     taken: list[TrainState] = field(default_factory=list)
     diary: list[str] = field(default_factory=list)
@@ -65,6 +70,9 @@ class Everything:
     async def restore(self) -> int:
         return self.restored
 
+    async def claim(self, state: TrainState) -> None:
+        assert self.diary == [f"rewind {state.step}"]
+
     async def train(self, step: int, batch: Batch) -> dict[str, float]:
         self.diary.append(f"train {step}")
         return {}
@@ -82,8 +90,11 @@ class Everything:
         return {}
 
     async def save(self, state: TrainState) -> None:
-        self.taken.append(state)
         self.diary.append(f"save {state.step}")
+        if state.step in self.full_disk_at:
+            self.full_disk_at -= {state.step}
+            raise ResourceExhausted("the disk is full")
+        self.taken.append(state)
 
     async def flush(self) -> None:
         self.background_steps = 0
@@ -151,6 +162,32 @@ async def test_a_checkpoint_in_the_background_is_committed_when_it_is_safe() -> 
     assert diary.index("train 2") < diary.index("commit 7/2") < diary.index("train 3")
     assert [line for line in diary if line.startswith("commit")] == ["commit 7/2", "commit 7/4", "commit 7/5"]
     assert diary[-2:] == ["commit 7/5", "export"]
+
+
+async def test_a_checkpoint_that_cannot_be_written_is_tried_again_at_the_next_interval() -> None:
+    diary = await run(Everything(num_steps=7, save_every=2, full_disk_at=frozenset({2, 4})))
+    assert [line for line in diary if line.startswith(("save", "commit"))] == [
+        "save 2", "save 4", "save 6", "commit 7/6", "save 7", "commit 7/7"
+    ]  # fmt: skip
+
+
+async def test_the_last_checkpoint_is_tried_twice_and_then_ends_the_run_with_its_reason() -> None:
+    diary = await run(Everything(num_steps=4, save_every=2, full_disk_at=frozenset({4})))
+    assert diary[-3:] == ["save 4", "commit 7/4", "export"]
+    assert diary.count("save 4") == 2
+    everything = Everything(num_steps=4, full_disk_at=frozenset({4}))
+    with pytest.raises(ResourceExhausted):
+        await run(everything)
+    assert everything.diary[-1] == "save 4"
+
+
+async def test_a_checkpoint_that_a_newer_trainer_refuses_ends_the_run() -> None:
+    class Fencing(Everything):
+        async def save(self, state: TrainState) -> None:
+            raise Fenced("a newer trainer has taken over")
+
+    with pytest.raises(Fenced):
+        await run(Fencing(num_steps=4, save_every=2))
 
 
 async def test_a_stop_ends_the_wait_for_a_batch_and_saves_what_is_trained() -> None:
