@@ -33,6 +33,7 @@ from services.rollout.router import Router
 from services.rollout.service import sglang_factory
 from services.trainer.weight_group import WeightGroup
 from tests.support.engine_checksums import engine_checksums, flat_bytes
+from tests.support.listening import listening_of_tree, open_to_others
 from tests.support.tiny_model import make_tiny_qwen3
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
@@ -83,6 +84,12 @@ async def test_generated_log_probs_equal_hugging_faces(stack: Stack) -> None:
         ]
         expected = hugging_face_log_probs(stack.model, prompt, generation.tokens)
         assert torch.allclose(torch.tensor(generation.log_probs), expected, atol=1e-4)
+
+
+async def test_engines_and_router_listen_on_loopback_alone(stack: Stack) -> None:
+    listens = listening_of_tree(os.getpid())
+    assert sum("sglang.launch_server" in command for command in listens.values()) >= 2
+    assert open_to_others(listens) == [], listens
 
 
 async def test_a_stop_token_ends_the_response_and_stays_in_it(stack: Stack) -> None:

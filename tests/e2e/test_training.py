@@ -19,6 +19,7 @@ from headrace.api.trainer.v1 import trainer_pb2
 from headrace.cli.main import main
 from headrace.client.rollout import RolloutClient
 from headrace.rpc.net import free_port
+from tests.support.listening import listening_of_tree, open_to_others
 from tests.support.malformed import MALFORMED, call_raw, methods
 from tests.support.tiny_model import make_tiny_qwen3
 from tests.support.training_run import ROOT, TrainingRun, consumed_by_step
@@ -92,6 +93,9 @@ async def test_two_data_ranks_learn_while_the_reward_service_is_replaced(tmp_pat
             assert len(fleet.engines) == 2
             assert len({engine.weights_digest for engine in fleet.engines}) == 1
             assert fleet.engines[0].weights_digest
+            listens = listening_of_tree(run.pid)
+            assert any("sglang" in command for command in listens.values())
+            assert open_to_others(listens) == [], listens
             await send_malformed_bytes(run)
             await run.until_step(24)
             await reward.stop()

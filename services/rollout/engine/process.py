@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -100,7 +102,14 @@ class SglangProcess(ServerProcess):
     def __init__(self, job: Job, machine: Machine, engine: int, log_path: Path) -> None:
         port = free_port()
         command = arguments.command(job, machine, engine=engine, port=port)
-        super().__init__(f"http://127.0.0.1:{port}", command, log_path, arguments.environment(job, machine))
+        # Its own ranks meet in a file: SGLang's store would listen on every interface.
+        meeting = Path(tempfile.gettempdir()) / f"headrace-engine-{uuid.uuid4().hex}"
+        environment = arguments.environment(job, machine) | {
+            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{meeting}",
+            "MASTER_ADDR": "127.0.0.1",  # with the port, the name of its shared memory
+            "MASTER_PORT": str(port),
+        }
+        super().__init__(f"http://127.0.0.1:{port}", command, log_path, environment)
 
 
 async def _answers(client: EngineClient) -> bool:
