@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,6 +35,16 @@ def descendants(pid: int) -> list[int]:
     for each in found:
         found.extend(children.get(each, []))
     return found
+
+
+def kill_descendants() -> None:
+    """Ends every process below this one; what their ends orphan is adopted and ended as well."""
+    adopt_orphans()
+    while running := [pid for pid in descendants(os.getpid()) if runs(pid)]:
+        for pid in running:
+            with suppress(ProcessLookupError):  # it ended meanwhile
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
 
 
 def children(pid: int) -> list[int]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +26,7 @@ from headrace.cli.train import train
 from headrace.cli.up import up
 from headrace.config.suggest import did_you_mean
 from headrace.errors import HeadraceError, InvalidArgument
+from headrace.wire.checks import cut_text
 
 _USAGE_EXIT_CODE = 2
 
@@ -68,11 +72,34 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise InvalidArgument(f"unknown command {name}{did_you_mean(name, _COMMANDS)}\n{_overview()}")
         return _COMMANDS[name].run(arguments)
     except HeadraceError as error:
-        said = Text.assemble(("headrace: ", "bold red"), error.message)
-        Console(stderr=True).print(said, highlight=False, soft_wrap=True)
+        _say(error.message)
         return _USAGE_EXIT_CODE if isinstance(error, InvalidArgument) else 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read what we print has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+    except OSError as error:
+        _say(f"{error.filename or name}: {error.strerror or error}")
+        return 1
+    except Exception as error:  # no traceback at a person
+        _say(f"this is a bug of headrace: {type(error).__name__}: {error}. Please report it with {_kept(error)}")
+        return 1
+
+
+def _say(message: str) -> None:
+    printable = cut_text(message).encode("utf-8", "backslashreplace").decode()
+    said = Text.assemble(("headrace: ", "bold red"), printable)
+    Console(stderr=True).print(said, highlight=False, soft_wrap=True)
+
+
+def _kept(error: Exception) -> str:
+    """The file that has the traceback."""
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="headrace-", suffix=".txt", delete=False, errors="backslashreplace"
+    ) as file:
+        traceback.print_exception(error, file=file)
+        return file.name
 
 
 def _overview() -> str:

@@ -33,6 +33,7 @@ def up(argv: Sequence[str]) -> int:
 
 
 async def _up(launcher: Launcher) -> None:
+    """A signal is how it ends; only trainers end by themselves."""
     await until_signal(asyncio.create_task(launcher.run()))
 
 

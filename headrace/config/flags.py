@@ -10,8 +10,10 @@ from headrace.config.leaf import ALIASES, Leaf, Setting, Shape
 from headrace.config.literal import literal
 from headrace.config.suggest import did_you_mean
 from headrace.errors import ConfigError
+from headrace.wire.checks import shown
 
 SGLANG_PREFIX = "--sglang-"
+_SHOWN = 80
 
 
 def parse_flags(argv: Sequence[str], known: Mapping[str, Leaf]) -> list[Setting]:
@@ -50,7 +52,7 @@ def _split(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
         elif found:
             found[-1][1].append(word)
         else:
-            raise ConfigError(f"unexpected argument {word!r}: flags begin with --")
+            raise ConfigError(f"unexpected argument {shown(word)}: flags begin with --")
     return found
 
 
@@ -67,7 +69,7 @@ def _setting(flag: str, words: list[str], known: Mapping[str, Leaf]) -> Setting:
             raise ConfigError(f"{flag} takes no value, got {_shown(words)}", field=negated)
         return Setting(known[negated].section, negated, False, flag)
     names = [leaf.flag for leaf in known.values()] + [f"--{alias.replace('_', '-')}" for alias in ALIASES]
-    raise ConfigError(f"unknown flag {flag}{did_you_mean(flag, names)}", field=flag)
+    raise ConfigError(f"unknown flag {flag[:_SHOWN]}{did_you_mean(flag, names)}", field=flag)
 
 
 def _sglang(flag: str, words: list[str]) -> Setting:
@@ -81,7 +83,8 @@ def _joined(first: Setting, second: Setting, known: Mapping[str, Leaf]) -> Setti
     if first.section != "sglang" and known[first.name].shape in (Shape.MANY, Shape.PAIRS):
         return Setting(first.section, first.name, [*first.value, *second.value], first.origin)
     raise ConfigError(
-        f"{first.name} is given twice: {first.origin} {first.value} and {second.origin} {second.value}: leave one out",
+        f"{first.name} is given twice: {first.origin} {str(first.value)[:_SHOWN]} and {second.origin} "
+        f"{str(second.value)[:_SHOWN]}: leave one out",
         field=first.name,
     )
 
@@ -92,4 +95,4 @@ def _name(flag: str) -> str:
 
 
 def _shown(words: Sequence[str]) -> str:
-    return f"{len(words)}: {' '.join(words)}" if words else "none"
+    return f"{len(words)}: {' '.join(words)[:_SHOWN]}" if words else "none"

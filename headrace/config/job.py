@@ -12,8 +12,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from headrace.config.section import Above, NonNegative, Positive, Seconds, Section, Share
+from headrace.config.section import Above, Bytes, NonNegative, Positive, Seconds, Section, Seed, Share, Temperature
+from headrace.config.sound import plain
 from headrace.config.training import CriticSection, DistillationSection, HooksSection, TrainSection
+from headrace.wire.limits import MAX_ATTEMPTS, MAX_FILE_WORKERS, MAX_SAMPLES_PER_GROUP, MAX_STALENESS
 
 
 def _several(value: Any) -> Any:
@@ -33,10 +35,13 @@ def _one_folder(name: str) -> str:
     return name
 
 
+Arguments = Annotated[dict[str, Any], AfterValidator(plain)]
+
+
 class RunSection(Section):
     run_name: Annotated[str, AfterValidator(_one_folder)] = Field("run", description="Names the run and its folder.")
     run_dir: Path = Field(Path("runs"), description="Folder that holds the runs' folders.")
-    seed: NonNegative = Field(1234, description="Seeds initialisation, data order and sampling.")
+    seed: Seed = Field(1234, description="Seeds initialisation, data order and sampling.")
 
 
 class ModelSection(Section):
@@ -59,7 +64,9 @@ class DataSection(Section):
         (), description="Each file's share of every trained batch, relative to the others; absent: equal shares."
     )
     streaming_data: bool = Field(False, description="Read prompt_data in blocks and keep none of it in memory.")
-    num_data_workers: Positive = Field(1, description="Processes that parse a streamed file's blocks ahead.")
+    num_data_workers: Annotated[Positive, Field(le=MAX_FILE_WORKERS)] = Field(
+        1, description="Processes that parse a streamed file's blocks ahead."
+    )
     data_source_path: str | None = Field(
         None, description="pkg.mod.Class or file.py:Class with get_samples(n), instead of prompt_data."
     )
@@ -70,7 +77,7 @@ class DataSection(Section):
     priority_key: str | None = Field(None, description="Key of an integer; larger goes first with selection priority.")
     apply_chat_template: bool = Field(False, description="Text prompts become one user turn of the chat template.")
     rollout_shuffle: bool = Field(False, description="Walk every epoch in an order of its own.")
-    rollout_seed: NonNegative = Field(42, description="Seeds that order and the engines' sampling.")
+    rollout_seed: Seed = Field(42, description="Seeds that order and the engines' sampling.")
     num_epoch: Positive | None = Field(None, description="Walks over prompt_data at most; absent: without end.")
     skip_bad_lines: bool = Field(False, description="Count and pass over lines that do not parse, instead of refusing.")
 
@@ -78,18 +85,20 @@ class DataSection(Section):
 class RolloutSection(Section):
     num_rollout: Positive = Field(100, description="Rollout steps in the run.")
     rollout_batch_size: Positive | None = Field(None, description="Prompts (groups) in a step; may be derived.")
-    n_samples_per_prompt: Positive | None = Field(None, description="Samples in a group; may be derived.")
+    n_samples_per_prompt: Annotated[Positive, Field(le=MAX_SAMPLES_PER_GROUP)] | None = Field(
+        None, description="Samples in a group; may be derived."
+    )
     over_sampling_batch_size: Positive | None = Field(
         None, description="Groups in production for a step, so that it fills in spite of drops; absent: its own."
     )
-    rollout_temperature: Annotated[float, Field(ge=0)] = Field(1.0, description="Logits are divided by it.")
+    rollout_temperature: Temperature = Field(1.0, description="Logits are divided by it.")
     rollout_top_p: Share = Field(1.0, description="Nucleus sampling.")
     rollout_top_k: Positive | None = Field(None, description="Sample from so many tokens; absent: from all.")
     rollout_max_response_len: Positive = Field(1024, description="Response tokens at most.")
     rollout_max_prompt_len: Positive | None = Field(None, description="Longer prompts are dropped, and counted.")
     rollout_max_context_len: Positive | None = Field(None, description="Prompt and response tokens at most.")
     rollout_stop: tuple[str, ...] = Field((), description="Stop strings.")
-    rollout_stop_token_ids: tuple[int, ...] = Field((), description="Token ids that end a response.")
+    rollout_stop_token_ids: tuple[NonNegative, ...] = Field((), description="Token ids that end a response.")
     dynamic_sampling_filter_path: str | None = Field(
         None, description="pkg.mod.fn or file.py:fn that keeps or drops a judged group; dropped ones are replaced."
     )
@@ -113,19 +122,23 @@ class RewardSection(Section):
     reward_model_path: Path | None = Field(None, description="Folder given to a custom_rm_path that is a class.")
     reward_key: str | None = Field(None, description="Which part of a dict reward is trained on.")
     reward_timeout_seconds: Seconds = Field(30.0, description="Limit of one sample's judgement.")
-    reward_workers: Positive = Field(2, description="Worker processes of the reward service.")
+    reward_workers: Annotated[Positive, Field(le=1024)] = Field(
+        2, description="Worker processes of the reward service."
+    )
 
 
 class BufferSection(Section):
-    max_staleness: NonNegative = Field(
+    max_staleness: Annotated[NonNegative, Field(le=MAX_STALENESS)] = Field(
         0, description="Steps a token may be behind: 0 on-policy, 1 one-step-off, k async."
     )
     lease_seconds: Seconds = Field(60.0, description="A producer that is silent for so long loses its groups.")
-    max_attempts: Positive = Field(3, description="Leases of a group before it is FAILED.")
+    max_attempts: Annotated[Positive, Field(le=MAX_ATTEMPTS)] = Field(
+        3, description="Leases of a group before it is FAILED."
+    )
     buffer_store: Annotated[Literal["memory", "sqlite", "postgres"], BeforeValidator(_no_segments)] = Field(
         "sqlite", description="Where the ledger lives: memory loses it with the process."
     )
-    min_free_disk_bytes: NonNegative = Field(256 << 20, description="Puts are refused when the disk has less left.")
+    min_free_disk_bytes: Bytes = Field(256 << 20, description="Puts are refused when the disk has less left.")
     buffer_postgres: str | None = Field(
         None, description="URL of the database of buffer_store postgres; its password comes from ~/.pgpass."
     )
@@ -135,7 +148,7 @@ class BufferSection(Section):
     buffer_shard: NonNegative | None = Field(
         None, description="Which of buffer_addresses, from 0, `headrace up buffer` starts here."
     )
-    max_payload_bytes: Positive = Field(
+    max_payload_bytes: Annotated[Bytes, Field(gt=0)] = Field(
         8 << 30, description="Bytes held at most: payloads, envelopes, prompts, columns."
     )
     prompt_root: Path | None = Field(
@@ -144,7 +157,7 @@ class BufferSection(Section):
     max_groups: Positive = Field(2_000_000, description="Groups queued, leased, ready and consumed at most.")
     max_calls_per_peer: Positive = Field(40_000, description="Calls that one host may have in progress at the buffer.")
     max_leases: Positive = Field(100_000, description="Leases out at most.")
-    retain_steps: NonNegative = Field(
+    retain_steps: Annotated[NonNegative, Field(le=MAX_STALENESS)] = Field(
         100, description="Committed and dropped groups leave memory and store so many steps after their own."
     )
     retain_events: Positive | None = Field(
@@ -170,12 +183,14 @@ class BufferSection(Section):
 
 class PublishSection(Section):
     update_weight_transport: Literal["collective"] = Field("collective", description="How weights travel.")
-    update_weight_buffer_size: Positive = Field(512 << 20, description="Bytes in a bucket at most.")
+    update_weight_buffer_size: Annotated[Bytes, Field(gt=0)] = Field(
+        512 << 20, description="Bytes in a bucket at most."
+    )
     update_weight_pause_mode: Literal["in_place", "retract", "abort"] = Field(
         "in_place", description="What requests in flight do meanwhile."
     )
     update_weight_timeout_seconds: Seconds = Field(300.0, description="A publication that takes longer is aborted.")
-    update_weight_canary_tolerance: Annotated[float, Field(gt=0)] = Field(
+    update_weight_canary_tolerance: Above = Field(
         0.5, description="Largest mean log-prob difference of a canary between trainer and engines."
     )
     update_weights_interval: Positive = Field(1, description="Rollout steps between publications.")
@@ -187,7 +202,7 @@ class EvalSection(Section):
         None, description="Rollout steps between evaluations; absent: first and last."
     )
     n_samples_per_eval_prompt: Positive = Field(1, description="Samples of each prompt.")
-    eval_temperature: Annotated[float, Field(ge=0)] = Field(0.0, description="0 is greedy.")
+    eval_temperature: Temperature = Field(0.0, description="0 is greedy.")
     eval_max_response_len: Positive | None = Field(None, description="Absent: rollout_max_response_len.")
 
 
@@ -268,5 +283,5 @@ class Job(Section):
     services: ServicesSection = ServicesSection()
     placement: PlacementSection = PlacementSection()
     tracking: TrackingSection = TrackingSection()
-    megatron: dict[str, Any] = Field({}, description="Megatron-core's own fields, by name; checked by the trainer.")
-    sglang: dict[str, Any] = Field({}, description="SGLang's ServerArgs, by name; checked by rollout.")
+    megatron: Arguments = Field({}, description="Megatron-core's own fields, by name; checked by the trainer.")
+    sglang: Arguments = Field({}, description="SGLang's ServerArgs, by name; checked by rollout.")

@@ -6,6 +6,8 @@ import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
+from types import MappingProxyType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -64,13 +66,14 @@ class Setting:
     origin: str
 
 
-def leaves() -> dict[str, Leaf]:
+@cache
+def leaves() -> Mapping[str, Leaf]:
     """Every leaf by name, Megatron's included; aliases are not in it."""
     found: dict[str, Leaf] = {}
     for section, field in Job.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             found |= _of(section, field.annotation)
-    return _of("megatron", MegatronArgs) | found
+    return MappingProxyType(_of("megatron", MegatronArgs) | found)
 
 
 def _of(section: str, model: type[BaseModel]) -> dict[str, Leaf]:

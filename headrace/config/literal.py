@@ -12,7 +12,7 @@ def literal(word: str) -> Any:
     """A number, true, false, null or JSON where the word is one; else the word itself."""
     try:
         return json.loads(word)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # no JSON, or a number or nesting beyond what Python reads
         return {"True": True, "False": False, "None": None}.get(word, word)
 
 

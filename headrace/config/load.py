@@ -14,8 +14,10 @@ from headrace.config.leaf import Leaf, Setting, leaves
 from headrace.config.megatron import MegatronArgs
 from headrace.config.resolve import resolve
 from headrace.config.rules import check
+from headrace.config.sound import plain
 from headrace.config.sources import read_environment, read_file
 from headrace.errors import ConfigError
+from headrace.wire.checks import shown
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -32,6 +34,9 @@ def read(path: Path | None, argv: Sequence[str], environment: Mapping[str, str])
     known = leaves()
     given = read_file(path, known) if path else []
     given += [*read_environment(environment, known), *parse_flags(argv, known)]
+    for setting in given:
+        if setting.section == "sglang":  # SGLang's arguments have no types here
+            _require_plain(setting)
     settings = {(setting.section, setting.name): setting for setting in given}
     tree: dict[str, dict[str, Any]] = {}
     for setting in settings.values():
@@ -41,6 +46,13 @@ def read(path: Path | None, argv: Sequence[str], environment: Mapping[str, str])
         tree["megatron"] = megatron.model_dump(exclude_unset=True)
     tree.setdefault("model", {})
     return _validated(Job, tree, (), settings, known)
+
+
+def _require_plain(setting: Setting) -> None:
+    try:
+        plain(setting.value)
+    except ValueError as error:
+        raise ConfigError(f"{setting.origin}: {error}, got {shown(setting.value)}", field=setting.name) from error
 
 
 def _validated(
@@ -68,4 +80,4 @@ def _messages(
             yield f"{name} is not given: set it under [{section}] of the job file or pass {known[name].flag}"
         else:
             message = each["msg"].removeprefix("Input ").removeprefix("Value error, ")
-            yield f"{settings[section, name].origin}: {message}, got {each['input']!r}"
+            yield f"{settings[section, name].origin}: {message}, got {shown(each['input'])}"

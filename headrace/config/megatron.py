@@ -13,9 +13,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from headrace.config.job import Job
 from headrace.config.megatron_fields import MegatronFields
 from headrace.config.megatron_owned import GPU_ONLY, OWNED
-from headrace.config.section import NonNegative, Positive
-
-Rate = Annotated[float, Field(ge=0)]
+from headrace.config.section import NonNegative, Positive, Rate
 
 MEGATRON_ALIASES: Mapping[str, str] = {
     "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
@@ -49,9 +47,11 @@ class ArchitectureArgs(MegatronFields):
     kv_channels: Positive | None = Field(None, description="Width of a head.")
     max_position_embeddings: Positive | None = Field(None, description="Longest sequence.")
     vocab_size: Positive | None = Field(None, description="Rows of the embedding.")
-    rotary_base: Annotated[float, Field(gt=0)] | None = Field(None, description="Base of the rotary frequencies.")
+    rotary_base: Annotated[float, Field(ge=1, le=1e15)] | None = Field(
+        None, description="Base of the rotary frequencies."
+    )
     rotary_percent: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Share of a head to rotate.")
-    norm_epsilon: Annotated[float, Field(gt=0)] | None = Field(None, description="Epsilon of the norms.")
+    norm_epsilon: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Epsilon of the norms.")
     normalization: Literal["RMSNorm", "LayerNorm"] | None = Field(None, description="Kind of norm.")
     swiglu: bool | None = Field(None, description="Gated SiLU in the MLP.")
     qk_layernorm: bool | None = Field(None, description="Norms on queries and keys.")
@@ -106,8 +106,8 @@ class MegatronArgs(ArchitectureArgs):
     wd_incr_steps: Positive | None = Field(None, description="Optimizer steps between them; absent: all.")
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="Decay of the first moment.")
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.999, description="Decay of the second moment.")
-    adam_eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="Adam's epsilon.")
-    clip_grad: Rate = Field(1.0, description="Largest gradient norm; 0: no clipping.")
+    adam_eps: Annotated[float, Field(gt=0, le=1)] = Field(1e-8, description="Adam's epsilon.")
+    clip_grad: Annotated[float, Field(ge=0, le=1e9)] = Field(1.0, description="Largest gradient norm; 0: no clipping.")
     grad_reduce_in_fp32: bool = Field(True, description="Gradients are summed over data ranks in float32.")
     check_for_nan_in_grad: bool = Field(True, description="A gradient that is not a number ends the run.")
 

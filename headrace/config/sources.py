@@ -19,12 +19,11 @@ from headrace.errors import ConfigError
 
 PREFIX = "HEADRACE_"
 SGLANG_PREFIX = "HEADRACE_SGLANG_"
+_MAX_FILE_BYTES = 16 << 20
 
 
 def read_file(path: Path, known: Mapping[str, Leaf]) -> list[Setting]:
     """Settings of a job file. Raises ConfigError that names file, section and key."""
-    if not path.is_file():
-        raise ConfigError(f"job file {path} does not exist")
     tree = _parsed(path)
     settings: list[Setting] = []
     for section, table in tree.items():
@@ -47,13 +46,31 @@ def read_environment(environment: Mapping[str, str], known: Mapping[str, Leaf]) 
 
 def _parsed(path: Path) -> dict[str, Any]:
     """TOML, or the JSON of a run's folder (where what is absent is null)."""
+    text = _text(path)
     try:
         if path.suffix != ".json":
-            return tomllib.loads(path.read_text())
-        tree: dict[str, dict[str, Any]] = json.loads(path.read_text())
-    except ValueError as error:  # both parsers' errors, and bytes that are no text
+            return tomllib.loads(text)
+        tree: Any = json.loads(text)
+    except (ValueError, RecursionError) as error:  # both parsers' errors
         raise ConfigError(f"{path} is not {path.suffix.removeprefix('.').upper() or 'TOML'}: {error}") from error
+    if not isinstance(tree, dict) or not all(isinstance(table, dict) for table in tree.values()):
+        raise ConfigError(f"{path} is no job: it must be an object of sections, each an object")
     return {name: {key: value for key, value in table.items() if value is not None} for name, table in tree.items()}
+
+
+def _text(path: Path) -> str:
+    try:
+        if path.is_dir():
+            raise ConfigError(f"job file {path} is a folder: name the file in it")
+        if not path.is_file():
+            raise ConfigError(f"job file {path} does not exist")
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise ConfigError(f"job file {path} is larger than {_MAX_FILE_BYTES} bytes: it is no job")
+        return path.read_text()
+    except OSError as error:
+        raise ConfigError(f"job file {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"job file {path} is no text: {error}") from error
 
 
 def _of_file(path: Path, section: str, key: str, value: Any, known: Mapping[str, Leaf]) -> Setting:
@@ -89,5 +106,8 @@ def _of_environment(variable: str, text: str, known: Mapping[str, Leaf]) -> Sett
         near = did_you_mean(variable, [leaf.variable for leaf in known.values()])
         raise ConfigError(f"unknown environment variable {variable}{near}", field=variable)
     leaf = known[name]
-    words = shlex.split(text) if leaf.shape in (Shape.MANY, Shape.PAIRS) else [text]
+    try:
+        words = shlex.split(text) if leaf.shape in (Shape.MANY, Shape.PAIRS) else [text]
+    except ValueError as error:
+        raise ConfigError(f"{variable}: {error}", field=leaf.name) from error
     return Setting(leaf.section, leaf.name, shaped(leaf, words, variable), variable)

@@ -24,4 +24,4 @@ def _value(value: Any) -> str:
         return f"[{', '.join(_value(each) for each in value)}]"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{json.dumps(key)} = {_value(each)}' for key, each in value.items())}}}"
-    return json.dumps(value)
+    return json.dumps(value, ensure_ascii=False)  # TOML has no surrogate pairs

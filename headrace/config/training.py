@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from headrace.config.section import NonNegative, Positive, Section, Share
+from headrace.config.section import Above, Coefficient, NonNegative, Positive, Rate, Section, Share
 
 Estimator = Literal["grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"]
 
@@ -41,41 +41,39 @@ class TrainSection(Section):
     normalize_advantages: bool = Field(False, description="Whiten advantages over the whole rollout batch.")
     gamma: Share = Field(1.0, description="Discount of later tokens' rewards: ppo and reinforce_plus_plus.")
     lambd: Annotated[float, Field(ge=0, le=1)] = Field(1.0, description="Lambda of GAE: ppo.")
-    kl_coef: Annotated[float, Field(ge=0)] = Field(
+    kl_coef: Coefficient = Field(
         0.0, description="Weight of the KL in the reward: ppo, reinforce_plus_plus and its baseline variant."
     )
-    eps_clip: Annotated[float, Field(gt=0)] = Field(0.2, description="Lower clip of the ratio: 1 - eps.")
-    eps_clip_high: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="Upper clip: 1 + eps; absent: eps_clip."
-    )
-    eps_clip_c: Annotated[float, Field(gt=1)] | None = Field(None, description="Dual clip for negative advantages.")
+    eps_clip: Above = Field(0.2, description="Lower clip of the ratio: 1 - eps.")
+    eps_clip_high: Above | None = Field(None, description="Upper clip: 1 + eps; absent: eps_clip.")
+    eps_clip_c: Annotated[Above, Field(gt=1)] | None = Field(None, description="Dual clip for negative advantages.")
     use_kl_loss: bool = Field(False, description="Add kl_loss_coef times the KL to the reference policy.")
-    kl_loss_coef: Annotated[float, Field(ge=0)] = Field(0.0, description="Weight of that KL.")
+    kl_loss_coef: Coefficient = Field(0.0, description="Weight of that KL.")
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = Field(
         "low_var_kl", description="Estimator of the KL, in the loss and in the reward."
     )
     use_unbiased_kl: bool = Field(False, description="The KL of the loss times the importance ratio.")
-    entropy_coef: Annotated[float, Field(ge=0)] = Field(0.0, description="Weight of the entropy bonus.")
+    entropy_coef: Coefficient = Field(0.0, description="Weight of the entropy bonus.")
     calculate_per_token_loss: bool = Field(False, description="Mean over tokens instead of over rollouts.")
-    loss_constant_length: Annotated[float, Field(gt=0)] | None = Field(
+    loss_constant_length: Above | None = Field(
         None, description="Divide a rollout's sum by this length, not by its own (Dr.GRPO)."
     )
     use_tis: bool = Field(False, description="Importance weights between trainer and engine.")
     tis_mode: Literal["truncate", "icepop", "mis"] = Field(
         "truncate", description="Beyond the bounds: truncated weights, tokens left out, or answers left out."
     )
-    tis_clip: Annotated[float, Field(gt=0)] = Field(2.0, description="Their upper bound (alias: tis_threshold).")
-    tis_clip_low: Annotated[float, Field(ge=0)] = Field(0.0, description="Their lower bound.")
+    tis_clip: Above = Field(2.0, description="Their upper bound (alias: tis_threshold).")
+    tis_clip_low: Coefficient = Field(0.0, description="Their lower bound.")
     mis_level: Literal["sequence", "geometric"] = Field(
         "sequence", description="An answer's ratio: the product over its tokens, or their geometric mean."
     )
     use_opsm: bool = Field(False, description="Leave out bad answers that the policy has moved away from.")
-    opsm_delta: Annotated[float, Field(ge=0)] = Field(1e-4, description="Mean log-ratio from which it has.")
+    opsm_delta: Coefficient = Field(1e-4, description="Mean log-ratio from which it has.")
     use_rollout_logprobs: bool = Field(False, description="The engine's log-probs are the old policy's.")
     true_on_policy_mode: bool = Field(
         False, description="Refuse all that makes the ratio differ from 1; stop when trainer and engine disagree."
     )
-    true_on_policy_bound: Annotated[float, Field(gt=0)] = Field(
+    true_on_policy_bound: Above = Field(
         1e-3, description="Largest difference of their log-probs that is no disagreement."
     )
     only_train_params_name_list: tuple[str, ...] = Field(
@@ -102,10 +100,10 @@ class CriticSection(Section):
     """For advantage_estimator ppo."""
 
     critic_load: Path | None = Field(None, description="Hugging Face folder it starts from; absent: hf_checkpoint.")
-    critic_lr: Annotated[float, Field(ge=0)] = Field(1e-6, description="Its highest learning rate.")
+    critic_lr: Rate = Field(1e-6, description="Its highest learning rate.")
     critic_lr_warmup_iters: NonNegative = Field(0, description="Optimizer steps of its warm-up.")
     num_critic_only_steps: NonNegative = Field(0, description="Rollout steps at the start that train the critic alone.")
-    value_clip: Annotated[float, Field(gt=0)] = Field(0.2, description="Largest change of a value that counts.")
+    value_clip: Above = Field(0.2, description="Largest change of a value that counts.")
 
 
 class DistillationSection(Section):
@@ -115,7 +113,7 @@ class DistillationSection(Section):
     opd_type: Literal["sglang", "megatron"] = Field(
         "sglang", description="The teacher is served at opd_teacher_url, or held by the trainer's ranks."
     )
-    opd_kl_coef: Annotated[float, Field(gt=0)] = Field(1.0, description="Weight of the reverse KL.")
+    opd_kl_coef: Annotated[Coefficient, Field(gt=0)] = Field(1.0, description="Weight of the reverse KL.")
     opd_teacher_url: str | None = Field(None, description="An SGLang server of the teacher, with our tokenizer.")
     opd_teacher_load: Path | None = Field(None, description="Hugging Face folder of the teacher; same architecture.")
 

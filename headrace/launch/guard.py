@@ -1,6 +1,7 @@
 """`python -m headrace.launch.guard PARENT GRACE_SECONDS COMMAND…`: runs one command, and leaves nothing of it behind.
 
-running → (SIGTERM, or the parent's death) → stopping: SIGTERM to the command, GRACE_SECONDS of patience → sweeping
+running → (SIGTERM, or the parent's death) → stopping: SIGTERM and SIGCONT to the command, GRACE_SECONDS of patience,
+    or until a second signal → sweeping
 running → (the command ends) → sweeping: SIGTERM, a little patience and SIGKILL to every descendant that is left → exit
 Orphans of the command (engines, ranks) are adopted, so even `kill -9` of it leaves none. The exit code is its own;
 128 + n when signal n ended it.
@@ -33,7 +34,8 @@ def main(argv: list[str]) -> int:
     os.dup2(2, 1)  # nothing more goes to the parent
     code = _wait(child.pid, deadline=None)
     if code is None:
-        os.kill(child.pid, signal.SIGTERM)  # not buried yet: the id is still its own
+        for number in (signal.SIGTERM, signal.SIGCONT):  # one that was stopped has to go on to end
+            os.kill(child.pid, number)  # not buried yet: the id is still its own
         code = _wait(child.pid, deadline=time.monotonic() + grace_seconds)
     _sweep(guard, code)
     return 128 + signal.SIGKILL if code is None else code
@@ -46,7 +48,7 @@ def _before_exec(guard: int) -> None:
 
 
 def _wait(pid: int, deadline: float | None) -> int | None:
-    """The command's exit code, or None: asked to stop (without a deadline), or out of time (with one)."""
+    """The command's exit code, or None: asked to stop, or out of time."""
     while True:
         if (code := _reap(pid)) is not None:
             return code
@@ -54,7 +56,7 @@ def _wait(pid: int, deadline: float | None) -> int | None:
         if left <= 0:
             return None
         received = signal.sigtimedwait(_WATCHED, left)
-        if received and received.si_signo != signal.SIGCHLD and deadline is None:
+        if received and received.si_signo != signal.SIGCHLD:
             return None
 
 

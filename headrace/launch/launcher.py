@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,9 @@ from headrace.launch.process import ServiceSpec
 from headrace.launch.run_folder import RunFolder, ServiceEntry
 from headrace.launch.specs import SERVICES, address_in, addressed, spec
 from headrace.launch.supervisor import RestartPolicy, Supervisor
+from headrace.linux import kill_descendants
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -43,11 +46,12 @@ class Launcher:
         """To the trainer's end, or for ever without one. Raises ServiceFailed; ends everything on the way out."""
         names = [each.name for each in self._specs]
         with ExitStack() as held:
-            self.folder.path.mkdir(parents=True, exist_ok=True)
-            for name in names:
-                held.enter_context(_lock(self.folder.path, name))
-            self.folder.create(self.job)
-            self._write_services({})
+            with _usable(self.folder.path):
+                self.folder.path.mkdir(parents=True, exist_ok=True)
+                for name in names:
+                    held.enter_context(_lock(self.folder.path, name))
+                self.folder.create(self.job)
+                self._write_services({})
             self._tell(f"run {self.folder.path}: starting {', '.join(names)}; what they say is in its logs/")
             until = "trainer" if "trainer" in names else None
             await Supervisor(self._specs, until, self._tell, self._policy, self._write_services).run()
@@ -64,6 +68,20 @@ class Launcher:
 
 
 @contextmanager
+def _usable(folder: Path) -> Iterator[None]:
+    """Raises FailedPrecondition, with the way out, for a folder that cannot be made or written."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename2 or error.filename or folder
+        way = "free some space there" if error.errno in _FULL else "make it a folder that you may write"
+        raise FailedPrecondition(
+            f"run folder {folder} cannot be used: {where}: {error.strerror}: {way}, or choose another --run-dir or "
+            "--run-name"
+        ) from error
+
+
+@contextmanager
 def _lock(folder: Path, name: str) -> Iterator[None]:
     """One of each service to a folder. The lock ends with the process, however it ends."""
     with (folder / f".{name}.lock").open("w") as lock:
@@ -77,10 +95,14 @@ def _lock(folder: Path, name: str) -> Iterator[None]:
 
 
 async def until_signal(work: asyncio.Task[None]) -> bool:
-    """Waits for `work`; a signal cancels it. True when it came to its own end, False when it was cancelled."""
+    """Waits for `work`. True when it came to its own end, False when a signal cancelled it.
+
+    The first signal lets it end in order; the second kills every process below this one, stopped ones too.
+    """
     loop = asyncio.get_running_loop()
+    stopping = _Stopping(work)
     for number in _SIGNALS:
-        loop.add_signal_handler(number, work.cancel)
+        loop.add_signal_handler(number, stopping.signalled)
     try:
         await work
     except asyncio.CancelledError:
@@ -88,4 +110,19 @@ async def until_signal(work: asyncio.Task[None]) -> bool:
     finally:
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
-    return True
+    return not stopping.asked
+
+
+class _Stopping:
+    """What signals have done so far."""
+
+    def __init__(self, work: asyncio.Task[None]) -> None:
+        self._work = work
+        self.asked = False
+
+    def signalled(self) -> None:
+        if not self.asked:
+            self.asked = True
+            self._work.cancel()
+        else:
+            kill_descendants()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.errors import Internal
+from headrace.linux import descendants
 
 GRACE_SECONDS = 20.0
 _TAIL_BYTES = 16_384
@@ -78,8 +79,10 @@ class ServiceProcess:
                 self._guard.send_signal(signal.SIGTERM)
         try:
             await asyncio.wait_for(self._guard.wait(), GRACE_SECONDS + 10.0)
-        except TimeoutError:
-            os.killpg(self._guard.pid, signal.SIGKILL)
+        except TimeoutError:  # the guard itself is stopped
+            for pid in (*descendants(self._guard.pid), self._guard.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             await self._guard.wait()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from headrace.config.job import Job
 from headrace.config.toml import to_toml
-from headrace.errors import NotFound
+from headrace.errors import DataLoss, NotFound
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,13 @@ class RunFolder:
         """What was written last. Raises NotFound."""
         if not self.services_file.is_file():
             raise NotFound(f"{self.path} has no services.json: it is no run's folder, or the run never started")
-        tree = json.loads(self.services_file.read_text())
-        return {name: ServiceEntry(**entry) for name, entry in tree.items()}
+        try:
+            tree = json.loads(self.services_file.read_text())
+            return {name: ServiceEntry(**entry) for name, entry in tree.items()}
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise DataLoss(
+                f"{self.services_file} is damaged ({error}): start the run again, which writes it anew"
+            ) from error
 
     def running_services(self) -> dict[str, ServiceEntry]:
         """Those that a launcher of this folder started and that live."""

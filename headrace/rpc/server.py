@@ -73,11 +73,12 @@ class RpcServer:
         self._address = Address.parse(address)
         self._metrics_address = Address.parse(metrics_address) if metrics_address else None
         self._services = services
-        if not insecure and not self._address.is_loopback:
-            raise ConfigError(
-                f"{self._address} can be reached from other machines and the wire is not encrypted: "
-                "listen on 127.0.0.1, or pass --insecure on a private network"
-            )
+        for each in (self._address, self._metrics_address):
+            if not insecure and each is not None and not each.is_loopback:
+                raise ConfigError(
+                    f"{each} can be reached from other machines and the wire is not encrypted: "
+                    "listen on 127.0.0.1, or pass --insecure on a private network"
+                )
         self._health = HealthServicer()
         names = frozenset(s.full_name for s in services)
         self.peers = PeerCalls(max_calls_per_peer)

@@ -27,6 +27,7 @@ from headrace.workers.spawner_process import MAX_PACKET_BYTES, Command, Ended, E
 _MARK = "HEADRACE_WORKER_OF"
 _END_SECONDS = 10.0
 _START_SECONDS = 120.0
+_TRIES = 5
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from headrace.workers.spawner_process import main; main(int(sys.argv[1]))"
@@ -66,18 +67,14 @@ class Spawner:
 
     async def spawn(self) -> Spawned:
         """A new worker. Raises Unavailable when the machine gives no process."""
-        async with self._lock:
-            if self._running is None or self._running.gone:
-                self._running = await _start()
-        running, secret = self._running, secrets.token_bytes(SECRET_BYTES)
-        ours, theirs = socket.socketpair()
-        asked: asyncio.Future[Spawned] = asyncio.get_running_loop().create_future()
-        running.asked[secret] = asked
-        running.channels[secret] = ours
-        with theirs:
-            _send(running, Fork(secret), theirs)
-        async with asyncio.timeout(_START_SECONDS):
-            return await asked
+        for _ in range(_TRIES):  # user code of a neighbour may end the spawner meanwhile
+            async with self._lock:
+                if self._running is None or self._running.gone:
+                    self._running = await _start()
+                running = self._running
+            with contextlib.suppress(_Gone):
+                return await _ask(running)
+        raise Unavailable("the process that forks workers ended again and again; the log has its last words")
 
     def kill(self, spawned: Spawned) -> None:
         """Begins to end the worker."""
@@ -101,7 +98,8 @@ class Spawner:
         running = self._running
         if running is None:
             return
-        running.control.shutdown(socket.SHUT_WR)
+        if not running.gone:
+            running.control.shutdown(socket.SHUT_WR)
         try:
             async with asyncio.timeout(_END_SECONDS):
                 await running.process.wait()
@@ -116,6 +114,22 @@ class Spawner:
         await running.process.wait()
         if running.listening:
             await running.listening
+
+
+class _Gone(Exception):
+    """The spawner ended before it answered."""
+
+
+async def _ask(running: _Running) -> Spawned:
+    secret = secrets.token_bytes(SECRET_BYTES)
+    ours, theirs = socket.socketpair()
+    asked: asyncio.Future[Spawned] = asyncio.get_running_loop().create_future()
+    running.asked[secret] = asked
+    running.channels[secret] = ours
+    with theirs:
+        _send(running, Fork(secret), theirs)
+    async with asyncio.timeout(_START_SECONDS):
+        return await asked
 
 
 async def _start() -> _Running:
@@ -148,7 +162,7 @@ async def _listen(running: _Running) -> None:
     for ended in running.workers.values():
         ended.set_result(-signal.SIGKILL)
     for secret in list(running.asked):
-        _refuse(running, secret, "the process that forks workers ended: try again")
+        _refuse(running, secret, _Gone())
 
 
 def _take(running: _Running, event: Event) -> None:
@@ -162,16 +176,16 @@ def _take(running: _Running, event: Event) -> None:
             else:
                 asked.set_result(Spawned(pid, channel, secret, ended))
         case NotForked(secret, message):
-            _refuse(running, secret, message)
+            _refuse(running, secret, Unavailable(message))
         case Ended(pid, returncode):
             running.workers.pop(pid).set_result(returncode)
 
 
-def _refuse(running: _Running, secret: bytes, message: str) -> None:
+def _refuse(running: _Running, secret: bytes, error: Exception) -> None:
     running.channels.pop(secret).close()
     asked = running.asked.pop(secret)
     if not asked.done():
-        asked.set_exception(Unavailable(message))
+        asked.set_exception(error)
 
 
 def _end_marked(mark: str) -> None:

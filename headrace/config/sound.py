@@ -1,0 +1,74 @@
+"""What every value of a job must be, whatever it is for: it can be written down, read back, and computed with."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+from headrace.wire.limits import MAX_COUNTER, MAX_JSON_DEPTH, MAX_PATH_CHARACTERS
+
+_LARGEST = 1e30
+_SMALLEST = 1e-30
+_MAX_ENTRIES = 4096
+_MAX_FOLDER_NAME_BYTES = 255
+_BREAKS = "\n\t\r"
+
+
+def sound(value: Any, depth: int = 0) -> Any:
+    """The value. Raises ValueError for what a run could not be given as it was meant.
+
+    Numbers are finite, and float32 and JSON hold them; text has no control characters but line breaks and tabs.
+    """
+    match value:
+        case float():
+            _number(value)
+        case int():
+            if abs(value) > MAX_COUNTER:
+                raise ValueError(f"should be at most {MAX_COUNTER} in size")
+        case str():
+            _text(value)
+        case Path():
+            _path(value)
+        case dict() | list() | tuple():
+            if depth > MAX_JSON_DEPTH or len(value) > _MAX_ENTRIES:
+                raise ValueError(f"should have at most {_MAX_ENTRIES} entries, and {MAX_JSON_DEPTH} levels")
+            for inner in (*value, *value.values()) if isinstance(value, dict) else value:
+                sound(inner, depth + 1)
+    return value
+
+
+def plain(value: Any) -> Any:
+    """The value of an argument without a type of its own. Raises ValueError for what JSON has no word for."""
+    if isinstance(value, dict):
+        for inner in value.values():
+            plain(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            plain(inner)
+    elif not isinstance(value, str | int | float | None):
+        raise ValueError(f"should be text, a number, true, false or a list, not {type(value).__name__}")
+    return sound(value)
+
+
+def _number(value: float) -> None:
+    if not math.isfinite(value):
+        raise ValueError("should be a finite number")
+    if value and not _SMALLEST <= abs(value) <= _LARGEST:
+        raise ValueError(f"should be 0, or between {_SMALLEST:g} and {_LARGEST:g} in size: float32 holds no other")
+
+
+def _text(value: str) -> None:
+    if len(value) > MAX_PATH_CHARACTERS:
+        raise ValueError(f"should have at most {MAX_PATH_CHARACTERS} characters, not {len(value)}")
+    if any(unicodedata.category(each) in ("Cc", "Cs") for each in value if each not in _BREAKS):
+        raise ValueError("should have no control characters, nor half of a surrogate pair")
+
+
+def _path(value: Path) -> None:
+    _text(str(value))
+    if any(each in str(value) for each in _BREAKS):
+        raise ValueError("should be a path in one line")
+    if any(len(part.encode()) > _MAX_FOLDER_NAME_BYTES for part in value.parts):
+        raise ValueError(f"should be a path whose names have at most {_MAX_FOLDER_NAME_BYTES} bytes")
