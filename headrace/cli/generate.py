@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace.api.sample.v1 import sample_pb2
 from headrace.cli.runs import add_run_argument, address_in, find_run
+from headrace.cli.words import count, temperature, text
 from headrace.rpc.call import stream
 from headrace.rpc.channel import connect
 
@@ -18,11 +19,11 @@ _DEADLINE_SECONDS = 600.0
 def generate(argv: Sequence[str]) -> int:
     """Prints the answer, then which weights made it."""
     parser = argparse.ArgumentParser(prog="headrace generate")
-    parser.add_argument("text", help="one user turn")
+    parser.add_argument("text", type=text, help="one user turn")
     add_run_argument(parser, "--run")
     parser.add_argument("--rollout-address", help="instead of a run")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--temperature", type=temperature, default=0.0)
+    parser.add_argument("--max-new-tokens", type=count, default=256)
     parser.add_argument("--raw", action="store_true", help="give the text to the tokenizer without the chat template")
     args = parser.parse_args(argv)
     sampling = sample_pb2.SamplingParams(temperature=args.temperature, max_new_tokens=args.max_new_tokens)

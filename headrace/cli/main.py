@@ -26,9 +26,9 @@ from headrace.cli.train import train
 from headrace.cli.up import up
 from headrace.config.suggest import did_you_mean
 from headrace.errors import HeadraceError, InvalidArgument
-from headrace.wire.checks import cut_text
 
 _USAGE_EXIT_CODE = 2
+_MAX_CHARACTERS = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, arguments = words[0], words[1:]
     try:
         if name not in _COMMANDS:
-            raise InvalidArgument(f"unknown command {name}{did_you_mean(name, _COMMANDS)}\n{_overview()}")
+            raise InvalidArgument(f"unknown command {name[:80]}{did_you_mean(name, _COMMANDS)}\n{_overview()}")
         return _COMMANDS[name].run(arguments)
     except HeadraceError as error:
         _say(error.message)
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(message: str) -> None:
-    printable = cut_text(message).encode("utf-8", "backslashreplace").decode()
+    printable = message[:_MAX_CHARACTERS].encode("utf-8", "backslashreplace").decode()
     said = Text.assemble(("headrace: ", "bold red"), printable)
     Console(stderr=True).print(said, highlight=False, soft_wrap=True)
 

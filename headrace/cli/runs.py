@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from headrace.config.job import Job
-from headrace.errors import FailedPrecondition, NotFound
+from headrace.errors import DataLoss, FailedPrecondition, NotFound
 from headrace.launch.run_folder import RunFolder, newest_run
 
 RUNS = Path("runs")
@@ -36,7 +38,10 @@ def address_in(folder: RunFolder, service: str, given: str | None = None) -> str
     """`given`, else the service's address in the run. Raises FailedPrecondition for a run that has ended."""
     if given:
         return given
-    entry = folder.services()[service]
+    services = folder.services()
+    if service not in services:
+        raise NotFound(f"{folder.path} has no {service} service: its services are {', '.join(services) or 'none'}")
+    entry = services[service]
     if entry.pid is not None and not folder.running_services():
         raise FailedPrecondition(
             f"{folder.path} has ended, and its {service} service with it: run the command that started it again, "
@@ -49,4 +54,9 @@ def job_of(folder: RunFolder) -> Job:
     """The resolved job of a run."""
     if not folder.job_file.is_file():
         raise NotFound(f"{folder.path} has no job.json: it is no run's folder")
-    return Job.model_validate_json(folder.job_file.read_text())
+    try:
+        return Job.model_validate_json(folder.job_file.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise DataLoss(f"{folder.job_file} is no job of this version: {where} {first['msg']}") from error

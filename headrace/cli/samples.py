@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.cli.runs import add_run_argument, address_in, find_run
+from headrace.cli.words import count, text
 from headrace.client.open import open_buffer
 from headrace.trajectory import Sample
 
@@ -21,8 +22,8 @@ def samples(argv: Sequence[str]) -> int:
     """Prints `-n` samples, newest group first."""
     parser = argparse.ArgumentParser(prog="headrace samples")
     add_run_argument(parser)
-    parser.add_argument("-n", type=int, default=5, help="samples at most")
-    parser.add_argument("--stream", default="train")
+    parser.add_argument("-n", type=count, default=5, help="samples at most")
+    parser.add_argument("--stream", type=text, default="train")
     parser.add_argument("--buffer-address", help="instead of a run; of a sharded ledger all, with commas")
     args = parser.parse_args(argv)
     address = args.buffer_address or address_in(find_run(args.run), "buffer")

@@ -254,6 +254,7 @@ async def test_the_process_shows_metrics_and_ends_on_sigterm() -> None:
         (["--custom-rm-path", "nowhere/x.py:f"], "headrace reward: hook nowhere/x.py:f: no file"),
         (["--group-rm"], "headrace reward: --group-rm says how --custom-rm-path is called"),
         (["--address", "0.0.0.0:0", "--rm-type", "math"], "can be reached from other machines"),
+        (["--metrics-address", "0.0.0.0:0", "--rm-type", "math"], "0.0.0.0:0 can be reached from other machines"),
     ],
 )
 def test_a_start_that_cannot_be_ends_with_one_line(arguments: list[str], message: str) -> None:

@@ -1,0 +1,141 @@
+"""What a person can get wrong at a command ends in one sentence and a code that is not 0: never in a traceback."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from headrace.cli import main as cli
+from headrace.cli.main import main
+from headrace.errors import FailedPrecondition
+from headrace.launch.launcher import Launcher
+from headrace.launch.run_folder import RunFolder
+from headrace.launch.supervisor import ServiceFailed
+from headrace.rpc.net import free_port
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    try:
+        code = main(words)
+    except SystemExit as ended:  # argparse
+        code = int(ended.code or 0)
+    said = capsys.readouterr()
+    assert code not in (0, None)
+    assert "Traceback" not in said.err + said.out
+    assert "bug" not in said.err
+    assert said.err.strip()
+    return said.err
+
+
+@pytest.mark.parametrize("command", ["status", "samples", "audit", "eval", "export", "generate"])
+@pytest.mark.parametrize("run", ["nowhere", "no\0where", "\ud800", "x" * 5000, "../..", "/dev/null", ""])
+def test_a_run_that_is_none(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, run: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = {"generate": ["hello", "--run", run], "export": ["out", "--run", run]}.get(command, [run])
+    refused(capsys, command, *words)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "[1]", '{"buffer": 3}', '{"buffer": {"pid": 1}}', "[" * 200_000, "\0"]
+)
+@pytest.mark.parametrize("command", ["status", "samples", "generate"])
+def test_a_run_whose_files_are_damaged(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str, content: str
+) -> None:
+    (tmp_path / "services.json").write_text(content)
+    (tmp_path / "job.json").write_text(content)
+    words = ["hello", "--run", str(tmp_path)] if command == "generate" else [str(tmp_path)]
+    assert str(tmp_path) in refused(capsys, command, *words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("samples", "-n", "-1"),
+        ("samples", "-n", "9" * 5000),
+        ("samples", "--stream", "\ud800"),
+        ("generate", "\ud800"),
+        ("generate", "x", "--max-new-tokens", "-1"),
+        ("generate", "x", "--temperature", "nan"),
+        ("nothing",),
+        ("x" * 100_000,),
+        ("\ud800",),
+        ("up", "nothing"),
+        ("up", "buffer", "--config"),
+        ("check", "hook", "\ud800"),
+        ("check", "hook", "/nowhere.py:f"),
+    ],
+)
+def test_words_that_are_no_arguments(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+    if words[:2] == ("check", "hook"):
+        assert main(words) == 1
+        assert "failed" in capsys.readouterr().out
+    else:
+        assert len(refused(capsys, *words)) < 12_000
+
+
+def test_nobody_at_an_address(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "address" in refused(capsys, "samples", "--buffer-address", "nonsense")
+
+
+@pytest.mark.parametrize("place", ["a file", "below a file", "of the system"])
+def test_a_run_folder_that_cannot_be_made(load_with, tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    folder = {"a file": tmp_path, "below a file": tmp_path / "file", "of the system": Path("/proc/self")}[place]
+    job = load_with("--run-dir", str(folder), "--run-name", "file")
+    with pytest.raises(FailedPrecondition, match=r"run folder .* cannot be used: .*choose another --run-dir"):
+        asyncio_run(Launcher(job, ["buffer"], print))
+
+
+def test_a_full_disk_says_where_and_what_helps(load_with, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: RunFolder, job: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.job_file))
+
+    monkeypatch.setattr(RunFolder, "create", full)
+    job = load_with("--run-dir", str(tmp_path / "runs"))
+    with pytest.raises(FailedPrecondition, match=r"job\.json: No space left on device: free some space there"):
+        asyncio_run(Launcher(job, ["buffer"], print))
+
+
+def asyncio_run(launcher: Launcher) -> None:
+    asyncio.run(launcher.run())
+
+
+def test_what_nobody_expected_is_one_line_and_a_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(argv: object) -> int:
+        raise ZeroDivisionError("\ud800")
+
+    monkeypatch.setitem(cli._COMMANDS, "models", cli.Command(broken, "", ""))  # type: ignore[arg-type]
+    assert main(["models"]) == 1
+    said = capsys.readouterr().err
+    assert "this is a bug of headrace: ZeroDivisionError" in said
+    kept = Path(said.split()[-1])
+    assert "Traceback" in kept.read_text()
+    kept.unlink()
+
+
+def test_a_disk_that_is_full_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(argv: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/data/out")
+
+    monkeypatch.setitem(cli._COMMANDS, "export", cli.Command(full, "", ""))  # type: ignore[arg-type]
+    assert refused(capsys, "export") == "headrace: /data/out: No space left on device\n"
+
+
+def test_a_port_that_is_taken(load_with, tmp_path: Path) -> None:
+    port = free_port()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        job = load_with("--run-dir", str(tmp_path / "r"), "--buffer-address", f"127.0.0.1:{port}")
+        with pytest.raises(ServiceFailed, match=rf"buffer cannot be started: 127\.0\.0\.1:{port} is taken"):
+            asyncio_run(Launcher(job, ["buffer"], print))

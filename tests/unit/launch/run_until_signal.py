@@ -1,0 +1,38 @@
+"""`python run_until_signal.py FOLDER`: what `headrace train` does around its services, with a fake one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+from headrace.launch.launcher import until_signal
+from headrace.launch.process import ServiceSpec
+from headrace.launch.supervisor import RestartPolicy, Supervisor
+from headrace.rpc.net import free_port
+
+folder = Path(sys.argv[1])
+address = f"127.0.0.1:{free_port()}"
+spec = ServiceSpec(
+    name="fake",
+    command=[
+        *(sys.executable, str(Path(__file__).parent / "fake_service.py")),
+        *("--address", address, "--children", str(folder / "children")),
+    ],
+    address=address,
+    metrics_address="127.0.0.1:0",
+    log_file=folder / "fake.log",
+    start_seconds=120.0,
+)
+
+
+async def main() -> int:
+    supervisor = Supervisor(
+        *([spec], None, lambda line: print(line, flush=True), RestartPolicy()),
+        lambda pids: (folder / "pids").write_text(json.dumps(pids)),
+    )
+    return 0 if await until_signal(asyncio.create_task(supervisor.run())) else 130
+
+
+sys.exit(asyncio.run(main()))
