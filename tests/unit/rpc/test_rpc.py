@@ -168,7 +168,7 @@ async def test_a_taken_port_is_named(server: RpcServer) -> None:
 
 
 @pytest.mark.parametrize("metrics_address", ["0.0.0.0:9100", "[::]:9100", "10.0.0.1:9100", "example.org:9100"])
-def test_so_does_a_routable_metrics_address(metrics_address: str) -> None:
+async def test_so_does_a_routable_metrics_address(metrics_address: str) -> None:
     with pytest.raises(ConfigError, match="can be reached from other machines.*--insecure"):
         RpcServer("reward", "127.0.0.1:0", [], metrics_address=metrics_address)
     assert RpcServer("reward", "127.0.0.1:0", [], metrics_address=metrics_address, insecure=True)
