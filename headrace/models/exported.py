@@ -1,0 +1,47 @@
+"""Whether a Hugging Face folder is all there, without reading its weights. Knows no torch.
+
+An export takes its name in one rename, when it is durable. Still a folder may be torn: written before that was so, or
+copied in part.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_LONGEST_HEADER = 100 << 20
+
+
+def is_whole(folder: Path) -> bool:
+    """True when the config can be read and every file of weights is as long as its header says."""
+    try:
+        json.loads((folder / "config.json").read_bytes())
+        return all(_is_whole_file(folder / name) for name in _weights(folder))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
+def is_torn(folder: Path) -> bool:
+    """True for what is recognisably an export and nothing else, and not whole: it may be written again."""
+    names = {path.name for path in folder.iterdir()}
+    return "config.json" in names and any(name.endswith(".safetensors") for name in names) and not is_whole(folder)
+
+
+def _weights(folder: Path) -> Iterable[str]:
+    if (folder / _INDEX).exists():
+        return set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values())
+    return [_SINGLE]
+
+
+def _is_whole_file(path: Path) -> bool:
+    """The format: eight bytes with the header's length, the header, the tensors (huggingface.co/docs/safetensors)."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > _LONGEST_HEADER:
+            return False
+        header = json.loads(file.read(length))
+    ends: list[int] = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+    return path.stat().st_size == 8 + length + max(ends, default=0)
