@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import sys
 from pathlib import Path
 
@@ -36,6 +37,7 @@ def main() -> int:
     for name in ("--address", "--folder", "--buffer", "--reward"):
         parser.add_argument(name, required=True)
     configure_logging("rollout")
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # the fake engines', whom the router asks for HTTP/2
     asyncio.run(_serve(parser.parse_args()))
     return 0
 

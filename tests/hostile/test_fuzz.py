@@ -41,7 +41,6 @@ MEMORY_SLACK_BYTES = 96 << 20
 """What a ledger may hold of the calls that it accepted, and an allocator of what it gave back."""
 
 pytestmark = pytest.mark.timeout(600 + NUM_CALLS // 5)
-open_findings = pytest.mark.xfail(reason="what the fuzzer found is being mended", strict=False)
 
 
 _ENDED_OR_READY = (
@@ -135,7 +134,6 @@ async def test_the_reward_service_answers_every_call(folder: Path) -> None:
         await _attack(server, REWARD, folder)
 
 
-@open_findings
 async def test_the_rollout_service_answers_every_call_and_goes_on_producing(folder: Path) -> None:
     buffer, reward = _buffer(folder), reward_process(folder)
     server = rollout_process(folder, buffer.address, reward.address)
