@@ -1,0 +1,23 @@
+"""Whoever is held back, and what is said of it."""
+
+from __future__ import annotations
+
+from services.buffer.limiter import Limiter
+from services.buffer.producing import NoLeaseReason
+from tests.support.ledger_under_test import LedgerUnderTest
+
+
+def test_a_version_ahead_of_the_steps_gives_no_places() -> None:
+    it = LedgerUnderTest()
+    it.create(max_staleness=0, groups_per_step=2)
+    it.submit(*"abcdef")
+    it.serve(it.rewind(), 3)
+    assert len(it.lease()) == 2
+
+
+def test_the_limiter_says_that_it_is_the_one_who_holds_producers() -> None:
+    it = LedgerUnderTest()
+    it.create(max_staleness=None, groups_per_step=1, limiter=Limiter(1, 1.0, 1.0))
+    it.submit(*"abcdef")
+    it.lease()
+    assert it.ledger.no_lease_reason("train") is NoLeaseReason.LIMITER
