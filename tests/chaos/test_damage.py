@@ -22,7 +22,7 @@ from services.buffer.store.sqlite.store import SqliteStore
 from tests.support.durable_points import image
 from tests.support.ledger_history import History
 
-# `make chaos` makes 5,000 of each kind that is drawn.
+# `make chaos` makes 1,000 of each kind that is drawn.
 NUM_DAMAGES = int(os.environ.get("HEADRACE_DAMAGES", "12"))
 _FILE_BYTES = 4096
 
