@@ -1060,7 +1060,7 @@ Global___PutResult: _TypeAlias = PutResult  # noqa: Y015
 
 @_typing.final
 class PutGroupsResponse(_message.Message):
-    """One result a put, in order. ALREADY_EXISTS: a sample_id with another digest was kept before."""
+    """One result a put, in order. ALREADY_EXISTS: a sample_id with another payload or envelope (another reward, say) was kept before."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -207,7 +207,9 @@ class BufferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PutGroups(self, request, context):
-        """Ends leases with their outcome. Each group is kept whole or not at all. Idempotent by sample_id and digest.
+        """Ends leases with their outcome. Each group is kept whole or not at all. Idempotent by sample_id, envelope and payload.
+        INVALID_ARGUMENT with reason BAD_SAMPLE: a sample that no trainer could read; VERSION_NOT_SERVED: tokens of a version
+        above the one of SetPolicyVersion.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

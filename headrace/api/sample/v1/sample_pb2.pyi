@@ -374,17 +374,17 @@ class SampleEnvelope(_message.Message):
     TAGS_FIELD_NUMBER: _builtins.int
     OUT_OF_LINE_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
-    """Chosen by the producer, unique in its stream; with `digest` the idempotency key of PutGroups."""
+    """Chosen by the producer, unique in its stream; with all else of the envelope the idempotency key of PutGroups."""
     group_id: _builtins.str
     """The group (one prompt and its samples) this belongs to."""
     index: _builtins.int
-    """Position in the group, from 0."""
+    """Position in the group, from 0; shared only by samples of one rollout_id."""
     rollout_id: _builtins.str
     """Samples that came out of one execution share it (a multi-turn run that fans out). Equal to sample_id otherwise."""
     status: Global___SampleStatus.ValueType
     """How the generation ended."""
     reward: _builtins.float
-    """The scalar that is trained on. Absent exactly when nobody judged the sample."""
+    """The scalar that is trained on: finite, at most 1e6 in size. Absent exactly when nobody judged the sample."""
     scorer: _builtins.str
     """Who judged, as RewardService.Score answered."""
     scorer_version: _builtins.str
@@ -411,7 +411,7 @@ class SampleEnvelope(_message.Message):
 
     @_builtins.property
     def policy_ranges(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyRange]:
-        """Which weights sampled which response tokens. Empty when there are no response tokens."""
+        """Which weights sampled which response tokens: every one that is trained is in one of them."""
 
     @_builtins.property
     def tags(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
