@@ -95,12 +95,11 @@ class PromptSupply:
             # A data source has a time limit of its own.
             async with asyncio.timeout(None if state.config.data_source else _READ_SECONDS):
                 return await self._read_alone(state, mix, counts)
-        except InvalidArgument as error:
-            raise FailedPrecondition(error.message, reason=error.reason, **error.metadata) from error
-        except (OSError, TimeoutError) as error:
-            why = str(error) or f"no answer within {_READ_SECONDS:g} s"
+        except (InvalidArgument, OSError, TimeoutError) as error:
+            if isinstance(error, InvalidArgument) and error.reason == "BAD_LINE":
+                raise FailedPrecondition(error.message, reason=error.reason, **error.metadata) from error
             await self._close(state.name)
-            self._begin_trouble(state, f"prompt files {[file.path for file in state.config.files]}: {why}")
+            self._begin_trouble(state, str(error) or f"its prompt files did not answer within {_READ_SECONDS:g} s")
             self.require(state)
             raise
 

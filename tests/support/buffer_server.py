@@ -44,7 +44,7 @@ async def served_buffer(
         store,
         columns_folder=columns_folder,
         user_code=user_code,
-        prompt_files=PromptFiles(prompt_root),
+        prompt_files=PromptFiles(prompt_root, None if prompt_root is None else ()),
         max_column_bytes=max_column_bytes,
         max_watch_lag=max_watch_lag,
         min_free_disk_bytes=min_free_disk_bytes,

@@ -50,6 +50,17 @@ class PromptFiles:
             self.of_client(path)
 
 
+def open_same(path: str | Path, inode: int) -> BinaryIO:
+    """The file that it was when it was opened first. Raises InvalidArgument where another one has its name now."""
+    file = open_regular(path)
+    if os.fstat(file.fileno()).st_ino != inode:
+        file.close()
+        raise InvalidArgument(
+            f"prompt file {path} was replaced since it was opened", field=_FIELD, reason="PROMPT_FILE_REFUSED"
+        )
+    return file
+
+
 def open_regular(path: str | Path) -> BinaryIO:
     """The file, for reading. Raises OSError where there is none, InvalidArgument where it is not a regular file."""
     # O_NONBLOCK: a pipe would keep us until somebody writes to it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from array import array
 from collections.abc import Iterator, Sequence
 from io import BytesIO
@@ -13,7 +14,7 @@ from typing import BinaryIO
 from headrace.errors import InvalidArgument
 from headrace.wire.limits import MAX_PROMPT_LINE_BYTES
 from services.buffer.group import Prompt
-from services.buffer.prompts.files import open_regular
+from services.buffer.prompts.files import open_regular, open_same
 from services.buffer.prompts.row import RowReader
 from services.buffer.prompts.streamed import Block, BlockPlace, edges_digest
 from services.buffer.prompts.walk import check_num_rows, unreadable
@@ -30,6 +31,7 @@ class JsonlRows:
         self._path = Path(reader.source.path)
         self._offsets = array("Q")
         self._lines = array("Q")
+        self._inode = 0
         self.digest = self._index()
 
     def numbers(self) -> Iterator[int]:
@@ -41,7 +43,7 @@ class JsonlRows:
 
     def prompts(self, indices: Sequence[int], epoch: int) -> list[Prompt]:
         found = []
-        with open_regular(self._path) as file:
+        with open_same(self._path, self._inode) as file:
             for i in indices:
                 file.seek(self._offsets[i])
                 found.append(self._reader.from_line(_line_of(file), self._lines[i], epoch))
@@ -53,6 +55,7 @@ class JsonlRows:
         offset = 0
         try:
             with open_regular(self._path) as file:
+                self._inode = os.fstat(file.fileno()).st_ino
                 for number, line in enumerate(iter(lambda: _line_of(file), b""), 1):
                     _check_size(self._path, number, line)
                     digest.update(line)
