@@ -1,4 +1,4 @@
-"""`headrace buffer backup | restore | export | retry`: the ledger as files, and its failed groups."""
+"""`headrace buffer backup | restore | export | retry | delete-stream`: the ledger as files, failed groups, streams."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from headrace.backup import Backup, require_new, restore_backup, write_backup
 from headrace.cli import retry
 from headrace.cli.runs import find_run
 from headrace.client.buffer import BufferClient
+from headrace.client.open import open_buffer
 from headrace.errors import DataLoss
 from headrace.export import export_parquet
 from headrace.launch.buffer_of_run import buffer_of_run
@@ -26,7 +27,7 @@ _MAX_LISTED = 20
 def buffer(argv: Sequence[str]) -> int:
     """Does one of them."""
     parser = argparse.ArgumentParser(prog="headrace buffer")
-    commands = parser.add_subparsers(required=True, metavar="backup | restore | export | retry")
+    commands = parser.add_subparsers(required=True, metavar="backup | restore | export | retry | delete-stream")
     backup = commands.add_parser("backup", help="a consistent copy of a ledger that goes on serving")
     backup.add_argument("address", help="host:port of the buffer")
     backup.add_argument("folder", type=Path, help="a new folder")
@@ -41,6 +42,11 @@ def buffer(argv: Sequence[str]) -> int:
     export.add_argument("--stream", default="train")
     export.add_argument("--parquet", type=Path, required=True, help="the file to write")
     export.set_defaults(run=_export)
+    delete = commands.add_parser("delete-stream", help="a stream with its groups, samples and columns")
+    delete.add_argument("address", help="host:port of the buffer; of a sharded ledger all, with commas")
+    delete.add_argument("stream")
+    delete.add_argument("--force", action="store_true", help="also where groups are queued, leased, ready or consumed")
+    delete.set_defaults(run=_delete_stream)
     retry.add_arguments(commands.add_parser("retry", help="FAILED groups go back to producers, their attempts anew"))
     args = parser.parse_args(argv)
     code: int = args.run(args)
@@ -89,6 +95,17 @@ def _restored(backup: Path, ledger: Path) -> dict[str, Any]:
             f"itself; the rest is there:\n{listed}"
         )
     return {**there, "store": store}
+
+
+def _delete_stream(args: argparse.Namespace) -> int:
+    deleted = asyncio.run(_deleted(args.address, args.stream, args.force))
+    print(f"{args.stream}: {'deleted' if deleted else 'was not there'}")
+    return 0
+
+
+async def _deleted(address: str, stream: str, force: bool) -> bool:
+    async with open_buffer(address) as buffer:
+        return await buffer.delete_stream(stream, force=force)
 
 
 def _export(args: argparse.Namespace) -> int:

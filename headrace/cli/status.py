@@ -85,7 +85,8 @@ async def _buffer(address: str) -> str:
         f"{source.batched} in batches"
         for source in stats.sources
     )
-    return f"step {stats.step} (committed {stats.committed_step}); groups: {groups or 'none'}{mix}{damaged}"
+    trouble = f"; no prompts: {stats.trouble}" if stats.trouble else ""
+    return f"step {stats.step} (committed {stats.committed_step}); groups: {groups or 'none'}{mix}{trouble}{damaged}"
 
 
 def _described(damage: buffer_pb2.Damage) -> str:

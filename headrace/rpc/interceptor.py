@@ -19,6 +19,8 @@ from headrace.rpc.log import log
 from headrace.rpc.metrics import RpcMetrics
 from headrace.rpc.peers import PeerCalls
 from headrace.rpc.status import DETAILS_KEY, to_status
+from headrace.wire.checks import require_few_fields
+from headrace.wire.limits import MAX_PUT_REQUEST_BYTES
 
 # For callers that set no deadline (curl-like tools): nothing waits for ever.
 DEFAULT_DEADLINE_SECONDS = 600.0
@@ -152,6 +154,8 @@ def _decode(handler: Any, data: bytes, most: int | None) -> Any:
             reason="TOO_LARGE",
             limit=str(most),
         )
+    if most is not None and most < MAX_PUT_REQUEST_BYTES:
+        require_few_fields(data)
     try:
         return handler.request_deserializer(data)
     except DecodeError as error:

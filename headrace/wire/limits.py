@@ -44,6 +44,8 @@ MAX_RELEASE_REQUEST_BYTES: Final = 64 << 20
 """A ReleaseLeases request."""
 MAX_PUT_REQUEST_BYTES: Final = 256 << 20
 """A PutGroups request."""
+MAX_FIELDS: Final = 70_000
+"""Fields of a request, each entry of a repeated one being one."""
 MAX_ANSWER_BYTES: Final = 3 << 20
 """Answers are filled up to here, below the 4 MiB that gRPC takes by default; a larger item comes alone."""
 MAX_BATCH_ANSWER_BYTES: Final = 32 << 20
@@ -63,7 +65,7 @@ MAX_PROMPTS_PER_CALL: Final = 10_000
 """SubmitPrompts."""
 MAX_PUTS_PER_CALL: Final = 1_000
 """PutGroups."""
-MAX_PUT_SAMPLES_PER_CALL: Final = 8_192
+MAX_PUT_SAMPLES_PER_CALL: Final = 2_048
 """Samples of all groups of a PutGroups, or of all leases of a ReleaseLeases."""
 MAX_SAMPLES_PER_FETCH: Final = 65_536
 """FetchSamples."""
@@ -148,11 +150,11 @@ MAX_STREAMS: Final = 256
 """Streams of a ledger."""
 MAX_STREAM_NAMES: Final = 4_096
 """Names of streams that a ledger has ever had, those of deleted ones included."""
-MAX_SAMPLES_PER_GROUP: Final = 4_096
+MAX_SAMPLES_PER_GROUP: Final = 2_048
 """n_samples_per_prompt, the samples of a group that fanned out, and its partial samples."""
 MAX_SAMPLES_PER_STEP: Final = 65_536
 """groups_per_step x n_samples_per_prompt; a group may fan out to its even share of them."""
-MAX_GROUPS_PER_STEP: Final = 4_096
+MAX_GROUPS_PER_STEP: Final = 2_048
 """groups_per_step and over_sampling_groups, of one shard."""
 MAX_STALENESS: Final = 1_000_000
 """max_staleness and retain_steps."""

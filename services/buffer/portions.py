@@ -9,6 +9,7 @@ from headrace.wire.limits import MAX_ANSWER_BYTES
 from services.buffer.group import SampleRecord
 
 _Item = TypeVar("_Item")
+_MOST_ITEMS = 2_048
 
 
 def portions(records: Iterable[SampleRecord]) -> Iterator[list[SampleRecord]]:
@@ -22,7 +23,7 @@ def cut(items: Iterable[_Item], size: Callable[[_Item], int], most: int = MAX_AN
     num_bytes = 0
     for item in items:
         item_bytes = size(item)
-        if some and num_bytes + item_bytes > most:
+        if some and (num_bytes + item_bytes > most or len(some) == _MOST_ITEMS):
             yield some
             some, num_bytes = [], 0
         some.append(item)

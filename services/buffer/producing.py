@@ -234,7 +234,7 @@ def check_put(work: Work, book: StreamBook, put: GroupPut) -> int:
     _check_versions(book, put)
     if _is_duplicate(book, group, put) or not _is_live(group, put):
         return 0
-    return sum(s.record.stored_bytes for s in put.samples)
+    return sum([s.record.stored_bytes for s in put.samples])
 
 
 def check_bytes(book: StreamBook, num_bytes: int, held_bytes: int) -> None:

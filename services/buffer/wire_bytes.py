@@ -11,13 +11,20 @@ from typing import Any
 
 import grpc
 import msgspec
+from google.protobuf.message import DecodeError
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.buffer.v1 import buffer_pb2_grpc
 from headrace.client.put_request import varint
+from headrace.wire.checks import require_at_most
+from headrace.wire.limits import MAX_PUT_SAMPLES_PER_CALL, MAX_PUTS_PER_CALL
 from services.buffer.group import SampleRecord
 from services.buffer.transaction import Payload
 
+_PARSED_BYTES = 4 << 20
+"""A request beyond it is only walked, never parsed as a whole: many small parts would take much memory and time."""
+_MOST_FIELDS = 64
+"""Of a put without its samples, and of a sample, those unknown here included."""
 _GROUPS = 1  # of PutGroupsRequest
 _SAMPLES = 4  # of GroupPut
 _ENVELOPE, _PAYLOAD = 1, 2  # of Sample
@@ -43,12 +50,24 @@ class RawPut(msgspec.Struct, frozen=True, gc=False):
 
 
 def parse_puts(data: bytes) -> list[RawPut]:
-    """A PutGroupsRequest. Raises DecodeError as its generated class does."""
+    """A PutGroupsRequest. Raises DecodeError as its generated class does, InvalidArgument for too many parts."""
     try:
-        walked = fields(data, 0, len(data))
-        return [_put(data, start, end) for number, _, start, end in walked if number == _GROUPS]
-    except (IndexError, ValueError):  # not protobuf, or not as every encoder writes it
+        return _puts(data)
+    except (IndexError, ValueError) as error:  # not protobuf, or not as every encoder writes it
+        if len(data) > _PARSED_BYTES:
+            raise DecodeError(f"{error}: put groups as every encoder writes them") from error
         return [raw_put(put) for put in pb.PutGroupsRequest.FromString(data).groups]
+
+
+def _puts(data: bytes) -> list[RawPut]:
+    puts: list[RawPut] = []
+    num_samples = 0
+    for count, (number, _, start, end) in enumerate(fields(data, 0, len(data)), 1):
+        require_at_most(count, MAX_PUTS_PER_CALL, "groups")
+        if number == _GROUPS:
+            puts.append(_put(data, start, end, MAX_PUT_SAMPLES_PER_CALL - num_samples))
+            num_samples += len(puts[-1].samples)
+    return puts
 
 
 def raw_put(message: pb.GroupPut) -> RawPut:
@@ -101,14 +120,16 @@ def add_to_server(servicer: Any, server: Any) -> None:
     server.add_registered_method_handlers(name, handlers)
 
 
-def _put(data: bytes, start: int, end: int) -> RawPut:
+def _put(data: bytes, start: int, end: int, most_samples: int) -> RawPut:
     samples: list[RawSample] = []
     rest: list[bytes] = []
     view = memoryview(data)
     for number, field, contents, stop in fields(data, start, end):
         if number == _SAMPLES:
+            require_at_most(len(samples) + 1, most_samples, "groups.samples")
             samples.append(_sample(data, view, contents, stop))
         else:
+            require_at_most(len(rest) + 1, _MOST_FIELDS, "groups")
             rest.append(data[field:stop])
     return RawPut(pb.GroupPut.FromString(b"".join(rest)), tuple(samples))
 
@@ -116,7 +137,8 @@ def _put(data: bytes, start: int, end: int) -> RawPut:
 def _sample(data: bytes, view: memoryview, start: int, end: int) -> RawSample:
     envelope: bytes | None = None
     payload: Payload | None = None
-    for number, _, contents, stop in fields(data, start, end):
+    for count, (number, _, contents, stop) in enumerate(fields(data, start, end)):
+        require_at_most(count, _MOST_FIELDS, "groups.samples")
         if number == _ENVELOPE and envelope is None:
             envelope = data[contents:stop]
         elif number == _PAYLOAD and payload is None:

@@ -96,7 +96,7 @@ class Work:
 
     def keep(self, samples: Iterable[NewSample]) -> None:
         """Payloads to be written."""
-        self.transaction.payloads.update((s.record.key, s.payload) for s in samples)
+        self.transaction.payloads.update({s.record.key: s.payload for s in samples})
 
     def forget_group(self, book: StreamBook, group_id: str) -> Group:
         """An ended group leaves memory and store."""
