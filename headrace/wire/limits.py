@@ -65,7 +65,7 @@ MAX_PROMPTS_PER_CALL: Final = 10_000
 """SubmitPrompts."""
 MAX_PUTS_PER_CALL: Final = 1_000
 """PutGroups."""
-MAX_PUT_SAMPLES_PER_CALL: Final = 2_048
+MAX_PUT_SAMPLES_PER_CALL: Final = 1_024
 """Samples of all groups of a PutGroups, or of all leases of a ReleaseLeases."""
 MAX_SAMPLES_PER_FETCH: Final = 65_536
 """FetchSamples."""
@@ -150,7 +150,7 @@ MAX_STREAMS: Final = 256
 """Streams of a ledger."""
 MAX_STREAM_NAMES: Final = 4_096
 """Names of streams that a ledger has ever had, those of deleted ones included."""
-MAX_SAMPLES_PER_GROUP: Final = 2_048
+MAX_SAMPLES_PER_GROUP: Final = 1_024
 """n_samples_per_prompt, the samples of a group that fanned out, and its partial samples."""
 MAX_SAMPLES_PER_STEP: Final = 65_536
 """groups_per_step x n_samples_per_prompt; a group may fan out to its even share of them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -259,9 +260,7 @@ async def test_partial_samples_beyond_an_answer_come_alone(served: Any) -> None:
     client, _ = served
     await client.submit_prompts("train", text_prompts("a", "b"))
     for granted in (await client.lease_groups("train", "p", 2)).leases:
-        partial = completed_sample(granted, 0, 0).pack()
-        partial.payload = b"x" * (5 << 20)
-        partial.envelope.payload_bytes, partial.envelope.digest = len(partial.payload), digest_of(partial.payload)
+        partial = dataclasses.replace(completed_sample(granted, 0, 0), prompt="x" * (5 << 20)).pack()
         await client.release_leases([pb.LeaseRelease(lease_id=granted.lease_id, partial_samples=[partial])])
     assert [len((await client.lease_groups("train", "p", 2)).leases) for _ in range(2)] == [1, 1]
 
@@ -285,6 +284,10 @@ async def test_everything_that_is_stored_counts_towards_the_streams_bytes(served
             data = granted.lease_id.encode().ljust(60_000)
             name = hashlib.sha256(data).digest()
             sample = completed_sample(granted, 0, 0).pack()
+            payload = sample_pb2.SamplePayload.FromString(sample.payload)
+            payload.columns.add(name="extra", dtype=sample_pb2.DTYPE_UINT8, shape=[len(data)])
+            sample.payload = payload.SerializeToString()
+            sample.envelope.payload_bytes, sample.envelope.digest = len(sample.payload), digest_of(sample.payload)
             sample.envelope.out_of_line.add(name="extra", sha256=name, num_bytes=len(data))
             await uploaded(client, name, data)
             whole = complete_put(granted)
@@ -361,7 +364,7 @@ async def test_a_deleted_stream_is_gone_with_its_samples_and_its_numbers_are_not
 
 async def test_samples_that_come_twice_are_found_in_time_that_grows_with_their_number(served: Any) -> None:
     client, stub = served
-    await client.create_stream(stream(name="wide", n_samples_per_prompt=2_000))
+    await client.create_stream(stream(name="wide", n_samples_per_prompt=1_000))
     await client.submit_prompts("wide", text_prompts("a"))
     (granted,) = (await client.lease_groups("wide", "p", 1)).leases
     whole = complete_put(granted)

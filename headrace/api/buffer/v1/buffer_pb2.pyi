@@ -1007,7 +1007,7 @@ class PutGroupsRequest(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupPut]:
-        """At least one, at most 1,000 with 2,048 samples. The call is atomic: all are kept or none."""
+        """At least one, at most 1,000 with 1,024 samples. The call is atomic: all are kept or none."""
 
     def __init__(
         self,
