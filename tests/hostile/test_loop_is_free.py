@@ -191,7 +191,8 @@ async def many_steps(buffer: Buffer, watchdog: Watchdog) -> None:
         request = pb.LeaseGroupsRequest(stream="train", producer_id="p", request_id=f"{i}", max_groups=1_000)
         leases += (await call("LeaseGroups", request)).leases
         done = leases[-500:]
-        await call("PutGroups", pb.PutGroupsRequest(groups=[put_of(x) for x in done]))
+        for first in (0, 250):
+            await call("PutGroups", pb.PutGroupsRequest(groups=[put_of(x) for x in done[first : first + 250]]))
     epoch = (await call("Rewind", pb.RewindRequest(stream="train", step=900_000, request_id="ahead"))).epoch
     request = pb.SetPolicyVersionRequest(stream="train", epoch=epoch, policy_version=900_000)
     assert (await call("SetPolicyVersion", request, "that expires thousands")).num_expired > 3_000
