@@ -47,7 +47,9 @@ MOVES: Mapping[str, Move] = {
     "rewound": _move((CONSUMED,), (READY,)),
     "committed": _move((CONSUMED,), (COMMITTED,)),
 }
-STREAM_KINDS = frozenset({"stream_created", "limits_changed", "policy_version", "rewound", "forgotten"})
+STREAM_KINDS = frozenset(
+    {"stream_created", "stream_deleted", "limits_changed", "policy_version", "rewound", "forgotten"}
+)
 
 
 def state_name(state: State) -> str:

@@ -62,6 +62,9 @@ async def _replay(buffer: BufferClient, config: pb.StreamConfig, end: int, silen
         position = event.position
         if event.stream == config.name:
             replay.add(event)
+            if event.kind == "stream_deleted":  # one of this name that comes later goes on with its epochs
+                replay = Replay(config, findings=replay.findings)
+                replay.steps.epoch = event.epoch
     if position < end:
         replay.findings.append(Finding("history", f"has no events at the positions {position + 1} to {end}"))
     replay.finish()

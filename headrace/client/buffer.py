@@ -194,7 +194,7 @@ class BufferClient(Buffer):
                     found.update((sample.envelope.sample_id, sample) for sample in reply.samples)
                 return [found[sample_id] for sample_id in sample_ids if sample_id in found]
             except Unavailable:  # the buffer restarts: what has come is kept
-                if loop.time() >= end:
+                if loop.time() + _RETRY_SECONDS >= end:
                     raise
                 if len(found) == len(sample_ids):
                     return [found[sample_id] for sample_id in sample_ids]

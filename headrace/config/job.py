@@ -142,6 +142,9 @@ class BufferSection(Section):
     buffer_postgres: str | None = Field(
         None, description="URL of the database of buffer_store postgres; its password comes from ~/.pgpass."
     )
+    buffer_postgres_wait_seconds: Seconds = Field(
+        120.0, description="A database that is away for longer (a failover) ends the buffer; until then it waits."
+    )
     buffer_addresses: tuple[str, ...] = Field(
         (), description="host:port of every shard of the ledger, in an order that stays; instead of buffer_address."
     )
@@ -234,6 +237,9 @@ class ServicesSection(Section):
     trainer_address: str | None = Field(None, description="host:port to listen on; absent: a free port.")
     start_timeout_seconds: Seconds = Field(
         1800.0, description="A service or an engine that does not serve by then is given up."
+    )
+    peer_wait_seconds: Seconds = Field(
+        300.0, description="A service waits so long for another one that does not answer, before it ends for a restart."
     )
 
 

@@ -14,6 +14,7 @@ _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "max_tokens_per_gpu": ("use_dynamic_batch_size", lambda job: job.train.use_dynamic_batch_size),
     "balance_by": ("balance_data", lambda job: job.train.balance_data),
     "buffer_postgres": ("buffer_store", lambda job: job.buffer.buffer_store == "postgres"),
+    "buffer_postgres_wait_seconds": ("buffer_store", lambda job: job.buffer.buffer_store == "postgres"),
     "buffer_shard": ("buffer_addresses", lambda job: bool(job.buffer.buffer_addresses)),
     "ref_update_interval": ("use_kl_loss", uses_reference),
     "keep_best_metric": ("keep_best", lambda job: job.checkpoint.keep_best > 0),

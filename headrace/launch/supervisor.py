@@ -2,7 +2,8 @@
 
 A service: started → healthy → (ends) → waits its backoff → started again at the same address, at most `max_restarts`
 times within `window_seconds`. One that ends before it was ever healthy, or with exit code 2, has a mistake in it and
-fails the run at once.
+fails the run at once. One that ends with PEER_AWAY has waited for another service in vain: its restart could not have
+helped, so it does not count, but for `max_away_seconds` in a row.
 The one that is named `until` ends the run with exit code 0.
 """
 
@@ -15,14 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.errors import HeadraceError, Unavailable
+from headrace.launch.exit_codes import NOT_WORTH_RESTARTING, PEER_AWAY
 from headrace.launch.health import is_serving
 from headrace.launch.process import ServiceProcess, ServiceSpec, meaning, tail
 from headrace.rpc.net import Address, require_free
 
-NOT_WORTH_RESTARTING = 2
-"""Exit code of a service that finds a mistake in its job or command line."""
-
 _ASK_AGAIN_SECONDS = 0.25
+_ANOTHER_ABSENCE_SECONDS = 1800.0
+"""A service that ran for longer had its peers meanwhile."""
 
 
 class ServiceFailed(HeadraceError):
@@ -37,6 +38,8 @@ class RestartPolicy:
     window_seconds: float = 600.0
     first_backoff_seconds: float = 0.5
     longest_backoff_seconds: float = 15.0
+    max_away_seconds: float = 3600.0
+    """How long a service may end again and again because another one, or the database, does not answer."""
 
     def backoff_seconds(self, restarts: int) -> float:
         """The pause before the restart after `restarts` recent ones."""
@@ -61,6 +64,8 @@ class Supervisor:
         self._changed = changed
         self._running: dict[str, ServiceProcess] = {}
         self._started_at = {spec.name: deque[float]() for spec in specs}
+        self._away: dict[str, tuple[float, float]] = {}
+        """When a service ended for want of another one: the first time in a row, and the last."""
 
     async def run(self) -> None:
         """Returns when `until` has finished. Raises ServiceFailed. Cancelling it, or leaving by an error, ends all."""
@@ -91,6 +96,9 @@ class Supervisor:
                 raise ServiceFailed(
                     f"{spec.name} ended with {meaning(code)}{when}; the end of {spec.log_file}:\n{tail(spec.log_file)}"
                 )
+            if code == PEER_AWAY:
+                await self._until_peers_may_be_back(spec)
+                continue
             if spec.no_restart is not None:
                 raise ServiceFailed(
                     f"{spec.name} ended with {meaning(code)}: {spec.no_restart}; the end of {spec.log_file}:\n"
@@ -122,6 +130,22 @@ class Supervisor:
                 )
             await asyncio.sleep(_ASK_AGAIN_SECONDS)
         return False
+
+    async def _until_peers_may_be_back(self, spec: ServiceSpec) -> None:
+        """The start that led to this is not counted. Raises ServiceFailed when it has been so for too long."""
+        self._started_at[spec.name].pop()
+        now = time.monotonic()
+        since, last = self._away.get(spec.name, (now, now))
+        since = now if now - last > _ANOTHER_ABSENCE_SECONDS else since
+        self._away[spec.name] = (since, now)
+        if now - since > self._policy.max_away_seconds:
+            raise ServiceFailed(
+                f"{spec.name} has waited in vain for another service for {now - since:.0f} s; the end of "
+                f"{spec.log_file}:\n{tail(spec.log_file)}"
+            )
+        pause = self._policy.longest_backoff_seconds
+        self._tell(f"{spec.name} ended because a service that it needs was away: another start in {pause:g} s")
+        await asyncio.sleep(pause)
 
     async def _before_restart(self, spec: ServiceSpec, code: int) -> None:
         started_at = self._started_at[spec.name]

@@ -32,12 +32,19 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
     """Wraps unary-unary and unary-stream handlers of the given services; all others pass untouched."""
 
     def __init__(
-        self, services: frozenset[str], metrics: RpcMetrics, peers: PeerCalls, request_limits: Mapping[str, int]
+        self,
+        services: frozenset[str],
+        metrics: RpcMetrics,
+        peers: PeerCalls,
+        request_limits: Mapping[str, int],
+        gate: Callable[[], None],
     ) -> None:
+        """`gate` raises what every call is to be answered now."""
         self._services = services
         self._metrics = metrics
         self._peers = peers
         self._request_limits = request_limits
+        self._gate = gate
         self._wrapped: dict[str, Any] = {}
 
     async def intercept_service(
@@ -64,6 +71,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         async def behavior(data: bytes, context: Context) -> Any:
             with _Call(method, context, self._metrics) as call:
                 try:
+                    self._gate()
                     async with asyncio.timeout(call.seconds_left()):
                         with self._peers.one_of(context.peer()):
                             return await handler.unary_unary(_decode(handler, data, most), context)
@@ -79,6 +87,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         async def behavior(data: bytes, context: Context) -> None:
             with _Call(method, context, self._metrics) as call:
                 try:
+                    self._gate()
                     with self._peers.one_of(context.peer()):
                         async for reply in handler.unary_stream(_decode(handler, data, most), context):
                             await context.write(handler.response_serializer(reply))

@@ -65,8 +65,12 @@ class RpcServer:
         insecure: bool = False,
         max_calls_per_peer: int = DEFAULT_MAX_CALLS,
         request_limits: Mapping[str, int] = NO_REQUEST_LIMITS,
+        gate: Callable[[], None] = lambda: None,
     ) -> None:
-        """`request_limits`: the bytes of a request by its method, "" being every other one."""
+        """`request_limits`: the bytes of a request by its method, "" being every other one.
+
+        `gate` raises what every call of the services is to be answered now; health and reflection go on.
+        """
         self.name = name
         self.port = 0
         self.metrics_port: int | None = None
@@ -83,7 +87,7 @@ class RpcServer:
         names = frozenset(s.full_name for s in services)
         self.peers = PeerCalls(max_calls_per_peer)
         self.metrics = RpcMetrics(lambda: self.peers.in_progress)
-        interceptor = CallInterceptor(names, self.metrics, self.peers, request_limits)
+        interceptor = CallInterceptor(names, self.metrics, self.peers, request_limits, gate)
         self._server = grpc.aio.server(interceptors=[interceptor], options=list(OPTIONS))
 
     @property
@@ -113,6 +117,11 @@ class RpcServer:
     async def set_ready(self) -> None:
         """Health says SERVING from now on."""
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health says from now on."""
+        status = health_pb2.HealthCheckResponse
+        await self._set_health(status.SERVING if serving else status.NOT_SERVING)
 
     async def run_until_signal(self) -> None:
         """Serves until SIGTERM or SIGINT, then drains."""

@@ -12,7 +12,8 @@ import uvloop
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.config.job import Job
-from headrace.errors import DataLoss, HeadraceError
+from headrace.errors import DataLoss, HeadraceError, Unavailable
+from headrace.launch.exit_codes import PEER_AWAY
 from headrace.rpc.log import configure_logging, log
 from headrace.rpc.server import RpcServer, Service
 from services.buffer.allocator import keep_large_blocks
@@ -32,7 +33,7 @@ _FAILED_GRACE_SECONDS = 0.5
 
 
 def main(open_store: Callable[[Job, Path], Store] = store_of_job) -> int:
-    """0 after a signal, 1 with one line when it cannot start or its disk fails."""
+    """0 after a signal, 1 with one line when it cannot start or its disk fails, PEER_AWAY without its database."""
     arguments = _parser().parse_args()
     configure_logging("buffer")
     keep_large_blocks()
@@ -43,6 +44,9 @@ def main(open_store: Callable[[Job, Path], Store] = store_of_job) -> int:
             store = open_store(job, arguments.data_dir)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(job, arguments, store))
+    except Unavailable as error:
+        log.error("buffer_failed", message=error.message)
+        return PEER_AWAY
     except (HeadraceError, OSError, ValueError) as error:
         log.error("buffer_failed", message=str(error))
         return 1
@@ -86,9 +90,11 @@ async def _serve(job: Job, arguments: argparse.Namespace, buffer: Buffer) -> Non
         insecure=arguments.insecure,
         max_calls_per_peer=job.buffer.max_calls_per_peer,
         request_limits=REQUEST_LIMITS,
+        gate=buffer.store_watch.require,
     )
     server.metrics.registry.register(LedgerCollector(buffer.ledger))
     await server.start()
+    buffer.store_watch.listeners.append(server.set_serving)
     signalled = asyncio.create_task(server.run_until_signal())
     await asyncio.wait({signalled, buffer.journal.failed}, return_when=asyncio.FIRST_COMPLETED)
     if buffer.journal.failed.done():

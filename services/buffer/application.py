@@ -34,6 +34,7 @@ from services.buffer.producing import GroupPut, NoLeaseReason, PutResult, Releas
 from services.buffer.prompts.files import PromptFiles
 from services.buffer.retrying import Retried
 from services.buffer.store.base import Damage, Store
+from services.buffer.store_watch import StoreWatch
 from services.buffer.stream import StreamConfig, StreamState
 from services.buffer.stream_limits import check_limits
 from services.buffer.supply import PromptSupply
@@ -82,6 +83,8 @@ class Buffer:
         self._hashers = BlockingPool("payload-hasher", 4)
         self._copiers = BlockingPool("backup", 1)
         self._timer = LeaseTimer(ledger, self._changes)
+        self.store_watch = StoreWatch(store, journal)
+        self.store_watch.listeners.append(self._keep_leases)
 
     @classmethod
     async def open(
@@ -125,13 +128,17 @@ class Buffer:
         for stream in ledger.deleted:
             buffer._forget_deleted(stream)
         buffer._timer.start()
+        buffer.store_watch.start()
         return buffer
 
     async def close(self) -> None:
-        """Waits for what is being written."""
+        """Waits for what is being written, but not for a store that is away: nobody was told that it is kept."""
         self._timer.stop()
         for task in self._deleting:
             task.cancel()
+        self.store_watch.stop()
+        if self._store.waiting_for:
+            self._store.stop_waiting()
         await self.journal.close()
         await self._supply.close()
         if self._chooser:
@@ -151,6 +158,14 @@ class Buffer:
                 f"{MAX_STREAM_NAMES} is the most: delete streams, or use a name again"
             )
         return await self.create_stream(replace(config, files=files))
+
+    async def _keep_leases(self, store_answers: bool) -> None:
+        """No lease ends while nobody can renew it."""
+        if store_answers:
+            self.ledger.renew_all(now())
+            self._timer.start()
+        else:
+            self._timer.stop()
 
     async def create_stream(self, config: StreamConfig) -> tuple[StreamConfig, bool]:
         """(config, created)."""

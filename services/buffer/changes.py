@@ -7,10 +7,9 @@ groups dropped by age go back to the data source that they came from.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TypeVar
 
 from headrace.errors import Unavailable
@@ -24,6 +23,7 @@ from services.buffer.transaction import Transaction
 from services.buffer.work import NewSample
 
 _Answer = TypeVar("_Answer")
+_SETTLE_AGAIN_SECONDS = 0.5
 
 
 class Changes:
@@ -35,7 +35,7 @@ class Changes:
         self._columns = columns
         self._supply = supply
         self._changed: defaultdict[str, Signal] = defaultdict(Signal)
-        self._releasing: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def commit(self, result: Result[_Answer]) -> _Answer:
         """The answer, once what goes with it is durable."""
@@ -44,10 +44,12 @@ class Changes:
         for name in {e.stream for e in transaction.events}:
             self._changed[name].set()
         if transaction.deleted_payloads:
-            releasing = asyncio.create_task(self._release_columns(transaction.deleted_payloads))
-            self._releasing.add(releasing)
-            releasing.add_done_callback(self._releasing.discard)
-        await durable
+            self._later(self._release_columns(transaction.deleted_payloads))
+        try:
+            await durable
+        except Unavailable:
+            self._later(self._give_back_when_settled(transaction))
+            raise
         await self._give_back(transaction)
         return answer
 
@@ -76,9 +78,28 @@ class Changes:
 
     async def _release_columns(self, keys: Sequence[str]) -> None:
         """Also where the call that deleted the samples was cancelled."""
-        with contextlib.suppress(Unavailable):  # the disk failed: the process is ending
-            await self.settled()
+        if await self._settled_at_last():
             self._columns.release(keys)
+
+    async def _give_back_when_settled(self, transaction: Transaction) -> None:
+        if await self._settled_at_last():
+            await self._give_back(transaction)
+
+    async def _settled_at_last(self) -> bool:
+        """After the store was away as well; False when it has failed and the process is ending."""
+        while not self._journal.failed.done():
+            try:
+                await self.settled()
+            except Unavailable:
+                await asyncio.sleep(_SETTLE_AGAIN_SECONDS)
+            else:
+                return True
+        return False
+
+    def _later(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _give_back(self, transaction: Transaction) -> None:
         """Groups dropped by age, to the data sources they came from."""

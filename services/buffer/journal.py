@@ -32,6 +32,7 @@ class Journal:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._pending: list[Transaction] = []
         self._next_batch: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._being_written: asyncio.Future[None] | None = None
         self._writing: asyncio.Task[None] | None = None
 
     def append(self, transaction: Transaction) -> Awaitable[None]:
@@ -43,7 +44,15 @@ class Journal:
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write())
         # A caller that is cancelled must not cancel the others' future.
-        return asyncio.shield(batch)
+        waiting = asyncio.shield(batch)
+        waiting.add_done_callback(_retrieved)
+        return waiting
+
+    def refuse(self, error: Unavailable) -> None:
+        """Tells all who wait that they cannot be answered now. What they asked for stays queued, in its order."""
+        for batch in (self._being_written, self._next_batch):
+            if batch is not None and not batch.done():
+                batch.set_exception(error)
 
     async def close(self) -> None:
         """Waits for what is queued."""
@@ -56,6 +65,7 @@ class Journal:
         while self._pending:
             transactions, self._pending = self._pending, []
             batch, self._next_batch = self._next_batch, loop.create_future()
+            self._being_written = batch
             try:
                 await self._commit(transactions)
             except Exception as error:  # whatever it is, the disk does not have what memory has
@@ -63,7 +73,8 @@ class Journal:
                 log.critical("ledger_write_failed", exc_info=error)
                 return
             self._advance(transactions)
-            batch.set_result(None)
+            if not batch.done():
+                batch.set_result(None)
 
     async def _commit(self, transactions: Sequence[Transaction]) -> None:
         changed = [t for t in transactions if t.events or t.streams]
@@ -80,6 +91,14 @@ class Journal:
 
     def _fail(self, error: Exception, batch: asyncio.Future[None]) -> None:
         self.failed.set_exception(error)
+        self.failed.exception()  # read: a server that is ending by itself does not ask
+        self._being_written = batch
+        self.refuse(Unavailable("the ledger's disk failed, its process is ending: try again later"))
         for waiting in (batch, self._next_batch):
-            waiting.set_exception(Unavailable("the ledger's disk failed, its process is ending: try again later"))
-            waiting.exception()  # read, so that a batch without callers is not reported
+            _retrieved(waiting)
+
+
+def _retrieved(waiting: asyncio.Future[None]) -> None:
+    """A batch that nobody waits for is not reported."""
+    if not waiting.cancelled():
+        waiting.exception()

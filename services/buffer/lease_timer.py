@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 
+from headrace.errors import Unavailable
 from headrace.rpc.log import log
 from services.buffer.changes import Changes
 from services.buffer.clock import now
@@ -39,7 +41,8 @@ class LeaseTimer:
             ticket = self._granted.ticket()
             result = self._ledger.expire_leases(now())
             if result[0]:
-                await self._changes.commit(result)
+                with suppress(Unavailable):  # the store is away: they have ended, and it will hear of it
+                    await self._changes.commit(result)
                 log.info("leases_expired", num_groups=result[0])
             deadline = self._ledger.next_lease_deadline()
             if deadline is None:

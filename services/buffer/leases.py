@@ -34,6 +34,10 @@ class LeaseTable:
         self._deadlines[lease_id] = deadline
         self._ends.add(deadline, lease_id)
 
+    def live(self) -> list[Group]:
+        """The groups of all leases."""
+        return list(self._groups.values())
+
     def end(self, lease_id: str) -> None:
         """The lease is over."""
         group = self._groups.pop(lease_id)

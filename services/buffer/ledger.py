@@ -217,6 +217,10 @@ class Ledger:
             renewed.append(lease_id)
         return renewed, lost
 
+    def renew_all(self, now: Instant) -> None:
+        """Every lease gets its full time again: nobody could renew it."""
+        self.renew(now, [group.lease.lease_id for group in self._leases.live() if group.lease])
+
     def release(self, now: Instant, releases: Sequence[Release]) -> Result[None]:
         """Live leases are given back, ended ones ignored."""
         _check_distinct("lease_id", [r.lease_id for r in releases])

@@ -84,7 +84,9 @@ class RolloutService:
         self._router_client = EngineClient(
             self._router.url, routed_experts=asks_for_experts, vocab_size=architecture.vocab_size
         )
-        self._buffer = open_buffer(_required(job.services.buffer_address, "buffer_address"))
+        self._buffer = open_buffer(
+            _required(job.services.buffer_address, "buffer_address"), deadline_seconds=job.services.peer_wait_seconds
+        )
         fleet = Fleet(
             job.placement.rollout_num_gpus // job.placement.rollout_num_gpus_per_engine,
             job.placement.rollout_num_gpus_per_engine,

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from headrace.client.open import open_buffer
 from headrace.config.job import Job
-from headrace.errors import HeadraceError
+from headrace.errors import DeadlineExceeded, HeadraceError, Unavailable
+from headrace.launch.exit_codes import PEER_AWAY
 from headrace.launch.ranks import PEER_LOST
 from headrace.rpc.log import configure_logging, log
 from services.trainer.crew import follow
@@ -30,7 +31,10 @@ STREAM = "train"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: the run is finished, or was stopped by request. 1: an error, said in one line. PEER_LOST: another rank's."""
+    """0: the run is finished, or was stopped by request. 1: an error, said in one line. PEER_LOST: another rank's.
+
+    PEER_AWAY: a service that it needs did not answer in time.
+    """
     parser = argparse.ArgumentParser(prog="python -m services.trainer", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="the resolved job (JSON)")
     parser.add_argument("--address", default="127.0.0.1:0", help="where rank 0 serves")
@@ -50,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HeadraceError as error:
         log.error("trainer_failed", reason=error.reason, error=error.message)
         print(f"trainer: {error.message}", file=sys.stderr)
-        return 1
+        return PEER_AWAY if isinstance(error, Unavailable | DeadlineExceeded) else 1
     return 0
 
 
@@ -58,7 +62,9 @@ async def run_rank(job: Job, args: argparse.Namespace) -> None:
     """Builds this rank's share, then leads or follows."""
     compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
     loop = asyncio.get_running_loop()
-    buffer = open_buffer(required(job.services.buffer_address, "buffer_address"))
+    buffer = open_buffer(
+        required(job.services.buffer_address, "buffer_address"), deadline_seconds=job.services.peer_wait_seconds
+    )
     fetch = Fetch(buffer, STREAM, loop)
     if int(os.environ.get("RANK", "0")) == 0:
         serving = Serving(args.address, args.metrics_address, args.insecure)

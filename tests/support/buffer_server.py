@@ -53,9 +53,15 @@ async def served_buffer(
     name = buffer_pb2.DESCRIPTOR.services_by_name["BufferService"].full_name
     service = Service(BufferServicer(buffer), add_to_server, name)
     server = RpcServer(
-        "buffer", address, [service], max_calls_per_peer=max_calls_per_peer, request_limits=REQUEST_LIMITS
+        "buffer",
+        address,
+        [service],
+        max_calls_per_peer=max_calls_per_peer,
+        request_limits=REQUEST_LIMITS,
+        gate=buffer.store_watch.require,
     )
     await server.start()
+    buffer.store_watch.listeners.append(server.set_serving)
     try:
         yield buffer, server
     finally:

@@ -69,5 +69,12 @@ class Store(Protocol):
     def free_bytes(self) -> int | None:
         """What is left on its disk; None where nobody can say."""
 
+    @property
+    def waiting_for(self) -> str | None:
+        """What `commit` waits for, in a sentence that callers are told; None while it does not."""
+
+    def stop_waiting(self) -> None:
+        """`commit` raises instead of waiting longer."""
+
     def close(self) -> None:
         """No call comes after it."""

@@ -38,10 +38,10 @@ def open_store(section: BufferSection, folder: Path, name: str) -> Store:
         case "postgres":
             if section.buffer_postgres is None:
                 raise ConfigError("buffer_store postgres needs a database: pass --buffer-postgres postgresql://…")
-            return _postgres_store(section.buffer_postgres, name)
+            return _postgres_store(section.buffer_postgres, name, section.buffer_postgres_wait_seconds)
 
 
-def _postgres_store(dsn: str, name: str) -> Store:
+def _postgres_store(dsn: str, name: str, wait_seconds: float) -> Store:
     from services.buffer.store.postgres import PostgresStore  # its driver is an extra: headrace[postgres]
 
-    return PostgresStore(dsn, name)
+    return PostgresStore(dsn, name, wait_seconds=wait_seconds)

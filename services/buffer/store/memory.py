@@ -65,5 +65,12 @@ class MemoryStore:
     def free_bytes(self) -> int | None:
         return None
 
+    @property
+    def waiting_for(self) -> str | None:
+        return None
+
+    def stop_waiting(self) -> None:
+        pass
+
     def close(self) -> None:
         pass

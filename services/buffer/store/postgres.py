@@ -7,61 +7,61 @@ it: one that was cut off and comes back is fenced, whatever it still believes.
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, LiteralString
 
 import psycopg
 from psycopg import sql
 
-from headrace.errors import ConfigError, DataLoss, FailedPrecondition, Fenced
+from headrace.errors import DataLoss, FailedPrecondition, Unavailable
 from headrace.rpc.log import log
 from services.buffer.group import Group, Prompt, SampleRecord
 from services.buffer.store import rows as codec
 from services.buffer.store.base import Damage, Snapshot
 from services.buffer.store.copy import CopiedFile
 from services.buffer.store.payload import checked_payload
+from services.buffer.store.postgres_sessions import AWAY, Session, Sessions, answered
 from services.buffer.transaction import LedgerEvent, Payload, Transaction
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS claim (id integer PRIMARY KEY);
-CREATE TABLE IF NOT EXISTS owner (id integer PRIMARY KEY, epoch bigint NOT NULL, ledger_id text NOT NULL);
-CREATE TABLE IF NOT EXISTS streams (name text PRIMARY KEY, body bytea NOT NULL, crc bigint NOT NULL);
-CREATE TABLE IF NOT EXISTS prompts (group_id text PRIMARY KEY, body bytea NOT NULL, crc bigint NOT NULL);
-CREATE TABLE IF NOT EXISTS groups (group_id text PRIMARY KEY, body bytea NOT NULL, crc bigint NOT NULL);
-CREATE TABLE IF NOT EXISTS samples (key text PRIMARY KEY, body bytea NOT NULL, crc bigint NOT NULL);
-CREATE TABLE IF NOT EXISTS payloads (key text PRIMARY KEY, body bytea NOT NULL);
-CREATE TABLE IF NOT EXISTS events (position bigint PRIMARY KEY, body bytea NOT NULL, crc bigint NOT NULL);
-ALTER TABLE payloads ALTER COLUMN body SET STORAGE EXTERNAL;
-INSERT INTO claim VALUES (1) ON CONFLICT DO NOTHING;
-"""
 _UPSERT = "INSERT INTO {0} VALUES (%s, %b, %s) ON CONFLICT ({1}) DO UPDATE SET body = excluded.body, crc = excluded.crc"
-_CLAIM_SECONDS = 0.1
+_LONG_SECONDS = 2.0
+"""A commit that takes longer is told to those who wait for it."""
+_LOAD_SECONDS = 600.0
 
 
 class PostgresStore:
-    """Waits until the ledger is free, or raises ConfigError after `claim_seconds`. Any error of `commit` is final."""
+    """Waits until the ledger is free, or raises ConfigError after `claim_seconds`.
+
+    `wait_seconds`: how long PostgreSQL may be away before `commit` gives up. What it raises then is final.
+    """
 
     name = "postgres"
 
-    def __init__(self, dsn: str, ledger: str, *, claim_seconds: float | None = None) -> None:
-        self._dsn = dsn
-        self._schema = f"headrace_{ledger}"
-        self._claim = self._connect()
-        self._claim.execute(sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(sql.Identifier(self._schema)))
-        self._claim.execute(_SCHEMA)
-        self._wait_for_claim(claim_seconds)
-        self._writer = self._connect()
-        self._reader = self._connect()
+    def __init__(
+        self, dsn: str, ledger: str, *, wait_seconds: float = 120.0, claim_seconds: float | None = None
+    ) -> None:
+        self._sessions = Sessions(dsn, f"headrace_{ledger}", wait_seconds, claim_seconds)
+        self._num_commits = self._sessions.num_commits
         self._reading = threading.Lock()
-        self._epoch, self._ledger_id = self._next_epoch()
+        self._reader: Session | None = None
+        self._since: float | None = None
+        self._error = ""
         self._damage: tuple[Damage, ...] = ()
 
     def load(self) -> Snapshot:
+        while True:
+            since = time.monotonic()
+            try:
+                with answered(self._sessions.writer, _LOAD_SECONDS):
+                    return self._load()
+            except AWAY:
+                self._num_commits = self._sessions.recover(since)
+
+    def _load(self) -> Snapshot:
         damaged: list[str] = []
         streams = [codec.load_stream(body) for _, body in self._rows("streams", "name", damaged)]
         if damaged:
@@ -74,51 +74,121 @@ class PostgresStore:
             if (group := _group(group_id, body, prompts, records, damaged))
         ]
         (oldest, position) = _one(
-            self._writer.execute("SELECT coalesce(min(position), 1), coalesce(max(position), 0) FROM events")
+            self._sessions.writer.execute("SELECT coalesce(min(position), 1), coalesce(max(position), 0) FROM events")
         )
         self._damage = tuple(map(Damage, damaged))
-        return Snapshot(self._ledger_id, tuple(streams), tuple(groups), position, oldest)
+        return Snapshot(self._sessions.ledger_id, tuple(streams), tuple(groups), position, oldest)
+
+    @property
+    def waiting_for(self) -> str | None:
+        """PostgreSQL, in a sentence, while a commit waits for it; None while it answers."""
+        since = self._since
+        if since is None:
+            return None
+        seconds = time.monotonic() - since
+        if seconds < _LONG_SECONDS and not self._error:
+            return None
+        why = f" ({self._error})" if self._error else ""
+        return (
+            f"PostgreSQL has not answered for {seconds:.0f} s{why}: the buffer waits for it, "
+            f"{self._sessions.wait_seconds:g} s at most, and then goes on; try again"
+        )
+
+    def stop_waiting(self) -> None:
+        self._sessions.stop_waiting()
 
     def commit(self, transactions: Sequence[Transaction]) -> None:
+        """One that was cut off is made again, unless the owner's row says that it was kept."""
+        self._since = since = time.monotonic()
         try:
+            while not self._try_commit(transactions):
+                num_commits = self._sessions.recover(since)
+                if num_commits == self._num_commits + 1:
+                    break
+            self._num_commits += 1
+        finally:
+            self._since, self._error = None, ""
+
+    def _try_commit(self, transactions: Sequence[Transaction]) -> bool:
+        """False when PostgreSQL is away: whether it was kept is not known."""
+        try:
+            self._sessions.check_claim()
             self._commit(transactions)
+        except AWAY as error:
+            self._error = " ".join(str(error).split())
+            log.warning("postgres_away", error=self._error)
+            return False
         except psycopg.Error as error:
             raise OSError(f"PostgreSQL did not keep a transaction: {str(error).strip()}") from error
+        return True
 
     def _commit(self, transactions: Sequence[Transaction]) -> None:
-        with self._writer.transaction():
-            (epoch,) = _one(self._writer.execute("SELECT epoch FROM owner FOR SHARE"))
-            if epoch != self._epoch:
-                raise Fenced(
-                    f"owner epoch {self._epoch} of ledger {self._schema} has ended, {epoch} owns it: this server ends"
-                )
-            with self._writer.cursor() as cursor:
+        """The first statement locks the owner's row: no other owner, and no lost try of this one, commits beside it."""
+        writer = self._sessions.writer
+        with answered(writer), writer.transaction():
+            updated = writer.execute(
+                "UPDATE owner SET commits = commits + 1 WHERE epoch = %s AND commits = %s",
+                (self._sessions.epoch, self._num_commits),
+            )
+            if updated.rowcount != 1:
+                raise self._not_ours(*_one(writer.execute("SELECT epoch, commits FROM owner")))
+            with writer.cursor() as cursor:
                 for transaction in transactions:
                     _write(cursor.executemany, transaction)
 
+    def _not_ours(self, epoch: int, num_commits: int) -> Exception:
+        if epoch != self._sessions.epoch:
+            return self._sessions.fenced(epoch)
+        return OSError(f"PostgreSQL counts {num_commits} commits of this owner, which made {self._num_commits}")
+
     def read_payloads(self, records: Sequence[SampleRecord]) -> Sequence[Payload]:
         keys = [record.key for record in records]
-        with self._reading:
-            rows: dict[str, bytes] = dict(
-                self._reader.execute("SELECT key, body FROM payloads WHERE key = ANY(%s)", (keys,), binary=True)
-            )
-        return [checked_payload(record, rows.get(record.key)) for record in records]
+        found: dict[str, bytes] = dict(
+            self._read("SELECT key, body FROM payloads WHERE key = ANY(%s)", (keys,), binary=True)
+        )
+        return [checked_payload(record, found.get(record.key)) for record in records]
 
     def read_events(self, from_position: int, count: int) -> list[LedgerEvent]:
-        with self._reading:
-            rows = self._reader.execute(
-                "SELECT position, body, crc FROM events WHERE position >= %s ORDER BY position LIMIT %s",
-                (from_position, count),
-            ).fetchall()
-        for position, body, crc in rows:
+        """To the first damaged one; raises DataLoss when that is the first asked for."""
+        events: list[LedgerEvent] = []
+        for position, body, crc in self._read(
+            "SELECT position, body, crc FROM events WHERE position >= %s ORDER BY position LIMIT %s",
+            (from_position, count),
+        ):
             if _crc(str(position), body) != crc:
-                raise DataLoss(f"event {position} of the history is damaged: watch from position {position + 1}")
-        return [codec.load_event(body) for _, body, _ in rows]
+                if events:
+                    break
+                raise DataLoss(
+                    f"event {position} of the history is damaged: watch from position {position + 1}",
+                    next_position=str(position + 1),
+                )
+            events.append(codec.load_event(body))
+        return events
+
+    def _read(self, query: LiteralString, values: Sequence[Any], *, binary: bool = False) -> list[Any]:
+        """Once more with a new session when the one at hand was cut. Raises Unavailable while PostgreSQL is away."""
+        with self._reading:
+            for _ in range(2):
+                if reason := self.waiting_for:
+                    raise Unavailable(reason)
+                try:
+                    self._reader = self._reader or self._sessions.connect("reader")
+                    with answered(self._reader):
+                        return self._reader.execute(query, values, binary=binary).fetchall()
+                except AWAY as error:
+                    why = " ".join(str(error).split())
+                    self._end_reader()
+            raise Unavailable(f"PostgreSQL does not answer ({why}): the buffer tries again when it is asked again")
+
+    def _end_reader(self) -> None:
+        if self._reader:
+            self._reader.close()
+            self._reader = None
 
     def copy(self) -> AbstractContextManager[Sequence[CopiedFile]]:
         raise FailedPrecondition(
             "a ledger in PostgreSQL is copied by PostgreSQL, while it serves: "
-            f"pg_dump --schema {self._schema} DATABASE > FILE; psql DATABASE < FILE brings it back"
+            f"pg_dump --schema {self._sessions.schema} DATABASE > FILE; psql DATABASE < FILE brings it back"
         )
 
     def damage(self) -> Sequence[Damage]:
@@ -128,58 +198,12 @@ class PostgresStore:
         return None
 
     def close(self) -> None:
-        for connection in (self._writer, self._reader, self._claim):
-            connection.close()
-
-    def _connect(self) -> psycopg.Connection[Any]:
-        try:
-            connection = psycopg.connect(
-                self._dsn,
-                autocommit=True,
-                connect_timeout=10,
-                keepalives_idle=2,
-                keepalives_interval=2,
-                keepalives_count=3,
-            )
-        except psycopg.OperationalError as error:
-            raise ConfigError(f"no PostgreSQL answers at buffer_postgres: {str(error).strip()}") from error
-        path = sql.SQL("SET search_path TO {}").format(sql.Identifier(self._schema))
-        connection.execute(path)
-        return connection
-
-    def _wait_for_claim(self, claim_seconds: float | None) -> None:
-        """Its transaction stays open: the lock ends with the connection."""
-        end = None if claim_seconds is None else time.monotonic() + claim_seconds
-        is_told = False
-        self._claim.execute("SET idle_in_transaction_session_timeout = 0")
-        while True:
-            self._claim.execute("BEGIN")
-            if self._claim.execute("SELECT id FROM claim FOR UPDATE SKIP LOCKED").fetchone():
-                return
-            self._claim.execute("ROLLBACK")
-            if end is not None and time.monotonic() >= end:
-                raise ConfigError(
-                    f"ledger {self._schema} is in use by another buffer: stop it, or use another run_name"
-                )
-            if not is_told:
-                log.info("standing_by", ledger=self._schema)
-                is_told = True
-            time.sleep(_CLAIM_SECONDS)
-
-    def _next_epoch(self) -> tuple[int, str]:
-        row: tuple[int, str] = _one(
-            self._writer.execute(
-                "INSERT INTO owner VALUES (1, 1, %s) ON CONFLICT (id) DO UPDATE SET epoch = owner.epoch + 1 "
-                "RETURNING epoch, ledger_id",
-                (secrets.token_hex(4),),
-            )
-        )
-        log.info("ledger_owned", ledger=self._schema, owner_epoch=row[0])
-        return row
+        self._end_reader()
+        self._sessions.close()
 
     def _rows(self, table: str, key: str, damaged: list[str]) -> Iterable[tuple[str, bytes]]:
         query = sql.SQL("SELECT {}, body, crc FROM {}").format(sql.Identifier(key), sql.Identifier(table))
-        for name, body, crc in self._writer.execute(query, binary=True):
+        for name, body, crc in self._sessions.writer.execute(query, binary=True):
             if _crc(name, body) == crc:
                 yield name, body
             else:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.launch.exit_codes import PEER_AWAY
 from headrace.launch.health import is_serving
 from headrace.launch.process import ServiceSpec
 from headrace.launch.ranks import PEER_LOST
@@ -191,6 +192,25 @@ async def test_a_service_that_cannot_start_is_not_tried_again(stage: Stage) -> N
 async def test_a_mistake_in_the_job_is_not_tried_again(stage: Stage) -> None:
     with pytest.raises(ServiceFailed, match="fake ended with exit code 2;"):
         await stage.supervisor(stage.dying(2)).run()
+
+
+async def test_a_service_whose_peer_is_away_is_started_again_as_often_as_it_takes(stage: Stage) -> None:
+    spec = replace(stage.dying(PEER_AWAY), no_restart="only for its own faults")
+    async with running(stage.supervisor(spec)):
+        await becomes(lambda: sum("a service that it needs was away" in line for line in stage.told) == 2 * 2 + 1)
+    assert not any("restart" in line for line in stage.told)
+
+
+async def test_a_peer_that_never_comes_back_ends_the_run(stage: Stage) -> None:
+    policy = replace(QUICK, max_away_seconds=0.2)
+    with pytest.raises(ServiceFailed, match="fake has waited in vain for another service for .* s; the end of"):
+        await Supervisor([stage.dying(PEER_AWAY)], None, stage.hear, policy, stage.pids.update).run()
+
+
+async def test_a_service_whose_peer_never_was_there_is_not_tried_again(stage: Stage) -> None:
+    spec = replace(stage.spec(), command=["/bin/sh", "-c", f"exit {PEER_AWAY}"])
+    with pytest.raises(ServiceFailed, match="fake ended with exit code 75 before it was ready"):
+        await stage.supervisor(spec).run()
 
 
 async def test_the_last_service_ends_the_run(stage: Stage) -> None:

@@ -153,6 +153,13 @@ class SqliteStore:
     def free_bytes(self) -> int | None:
         return self._files.free_bytes()
 
+    @property
+    def waiting_for(self) -> str | None:
+        return None
+
+    def stop_waiting(self) -> None:
+        pass
+
     def close(self) -> None:
         self._scrub.close()
         self._compactor.close()

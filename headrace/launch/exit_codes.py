@@ -1,0 +1,9 @@
+"""Exit codes by which a service tells its supervisor whether another start may help. All others mean: it may."""
+
+from __future__ import annotations
+
+NOT_WORTH_RESTARTING = 2
+"""There is a mistake in its job or command line."""
+
+PEER_AWAY = 75
+"""Another service, or the database, did not answer for as long as this one waits (sysexits.h: EX_TEMPFAIL)."""

@@ -1,0 +1,248 @@
+"""PostgreSQL is killed, stopped, or ends its sessions under load: the buffer waits, says so, and goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from headrace.client.buffer import BufferClient
+from headrace.config.job import BufferSection, RunSection
+from headrace.errors import Fenced, Unavailable
+from headrace.launch.exit_codes import PEER_AWAY
+from headrace.launch.health import is_serving
+from services.buffer.store import postgres_sessions
+from services.buffer.store.postgres import PostgresStore
+from tests.chaos.workload import working
+from tests.support.buffer_samples import text_prompts
+from tests.support.buffer_server import BufferProcess
+from tests.support.ledger_under_test import LedgerUnderTest
+from tests.support.postgres import PostgresServer, needs_postgres
+
+pytestmark = needs_postgres
+
+# `make chaos` asks for more, and for half a minute.
+NUM_CUTS = int(os.environ.get("HEADRACE_POSTGRES_CUTS", "12"))
+AWAY_SECONDS = float(os.environ.get("HEADRACE_POSTGRES_AWAY_SECONDS", "3"))
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[PostgresServer]:
+    server = PostgresServer()
+    server.start()
+    yield server
+    server.stop()
+
+
+def buffer_of(folder: Path, postgres: PostgresServer, run_name: str, *, wait_seconds: float = 120.0) -> BufferProcess:
+    folder.mkdir(exist_ok=True)
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"q{i}"}) + "\n" for i in range(50)))
+    section = BufferSection(
+        max_staleness=1,
+        buffer_store="postgres",
+        buffer_postgres=postgres.dsn,
+        buffer_postgres_wait_seconds=wait_seconds,
+    )
+    return BufferProcess(folder, prompts, buffer=section, run=RunSection(run_name=run_name))
+
+
+@pytest.mark.timeout(600)
+async def test_a_server_that_is_killed_under_load_and_comes_back_costs_nothing(
+    tmp_path: Path, postgres: PostgresServer
+) -> None:
+    buffer = buffer_of(tmp_path, postgres, "killed")
+    await buffer.start()
+    pid = buffer.pid
+    try:
+        async with working(buffer, tmp_path) as workload:
+            await workload.steps(2)
+            postgres.kill()
+            await _says_so(buffer.address)
+            await asyncio.sleep(AWAY_SECONDS)
+            await asyncio.to_thread(postgres.start)
+            await workload.steps(3)
+            assert await is_serving(buffer.address)
+        assert buffer.pid == pid
+        assert '"postgres_back"' in buffer.log
+    finally:
+        await buffer.kill()
+
+
+async def _says_so(address: str) -> None:
+    """UNAVAILABLE with RetryInfo and a sentence; health says NOT_SERVING."""
+    async with asyncio.timeout(30):
+        while await is_serving(address):
+            await asyncio.sleep(0.05)
+    async with BufferClient(address, deadline_seconds=1.0) as client:
+        with pytest.raises(Unavailable, match=r"PostgreSQL has not answered .* waits for it, 120 s") as told:
+            await client.stats("train")
+        assert told.value.retry_after_seconds == 1.0
+        for call in (client.lease_groups("train", "p", 1), client.fetch_samples("train", ["x"])):
+            with pytest.raises(Unavailable, match="PostgreSQL has not answered"):
+                await call
+
+
+@pytest.mark.timeout(600)
+async def test_sessions_that_are_ended_at_random_points_cost_nothing(tmp_path: Path, postgres: PostgresServer) -> None:
+    buffer = buffer_of(tmp_path, postgres, "cut")
+    chance = random.Random(11)
+    await buffer.start()
+    try:
+        async with working(buffer, tmp_path) as workload:
+            await workload.steps(1)
+            for _ in range(NUM_CUTS):
+                await asyncio.sleep(chance.uniform(0.05, 0.4))
+                purpose = chance.choice(["writer", "reader", "claim", ""])
+                await asyncio.to_thread(postgres.end_sessions, f"headrace-%{purpose}")
+            await workload.steps(2)
+    finally:
+        await buffer.kill()
+
+
+@pytest.mark.timeout(600)
+async def test_a_server_that_is_stopped_and_goes_on_costs_nothing(tmp_path: Path, postgres: PostgresServer) -> None:
+    buffer = buffer_of(tmp_path, postgres, "stopped")
+    await buffer.start()
+    try:
+        async with working(buffer, tmp_path) as workload:
+            await workload.steps(1)
+            postgres.signal(signal.SIGSTOP)
+            await _says_so(buffer.address)
+            await asyncio.sleep(AWAY_SECONDS)
+            postgres.signal(signal.SIGCONT)
+            await workload.steps(2)
+    finally:
+        postgres.signal(signal.SIGCONT)
+        await buffer.kill()
+
+
+async def test_a_buffer_that_starts_while_the_database_is_away_waits_for_it(
+    tmp_path: Path, postgres: PostgresServer
+) -> None:
+    postgres.kill()
+    buffer = buffer_of(tmp_path, postgres, "early")
+    await buffer.start()
+    try:
+        async with asyncio.timeout(60):
+            while "postgres_away" not in buffer.log:
+                await asyncio.sleep(0.05)
+        await asyncio.to_thread(postgres.start)
+        async with BufferClient(buffer.address) as client:
+            assert (await client.stats("train")).step == 0
+    finally:
+        await buffer.kill()
+
+
+async def test_a_database_that_stays_away_ends_the_buffer_with_its_own_exit_code(
+    tmp_path: Path, postgres: PostgresServer
+) -> None:
+    buffer = buffer_of(tmp_path, postgres, "away", wait_seconds=1.0)
+    await buffer.start()
+    try:
+        async with BufferClient(buffer.address) as client:
+            await client.stats("train")
+            postgres.kill()
+            submitting = asyncio.create_task(client.submit_prompts("train", text_prompts("x")))
+            assert await buffer.wait() == PEER_AWAY
+            submitting.cancel()
+        assert "this buffer waits 1 s (--buffer-postgres-wait-seconds)" in buffer.log
+    finally:
+        await buffer.kill()
+        await asyncio.to_thread(postgres.start)
+
+
+async def test_a_buffer_that_waits_ends_when_it_is_asked_to(tmp_path: Path, postgres: PostgresServer) -> None:
+    buffer = buffer_of(tmp_path, postgres, "asked")
+    await buffer.start()
+    try:
+        async with BufferClient(buffer.address) as client:
+            await client.stats("train")
+            postgres.signal(signal.SIGSTOP)
+            submitting = asyncio.create_task(client.submit_prompts("train", text_prompts("x")))
+            await _says_so(buffer.address)
+            async with asyncio.timeout(20):
+                await buffer.terminate()
+            submitting.cancel()
+    finally:
+        postgres.signal(signal.SIGCONT)
+        await buffer.kill()
+
+
+def test_a_commit_of_unknown_outcome_is_made_once(postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session ends before COMMIT arrives, and after it was kept but before anybody heard so."""
+    store = PostgresStore(postgres.dsn, "unknown")
+    it = LedgerUnderTest(store)
+    it.create()
+    committed = psycopg.Transaction.__exit__
+    for kept in (False, True, False, True):
+        cuts = iter([True])
+
+        def cut(self: psycopg.Transaction, *error: object, kept: bool = kept, cuts: Iterator[bool] = cuts) -> object:
+            if next(cuts, False):
+                if kept:
+                    committed(self, *error)  # type: ignore[arg-type]
+                postgres_sessions._cut(self.connection)
+                raise psycopg.OperationalError("the connection is lost")
+            return committed(self, *error)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(psycopg.Transaction, "__exit__", cut)
+        position = it.ledger.position
+        it.submit(f"prompt {position}")
+        assert [event.position for event in store.read_events(position + 1, 10)] == [position + 1]
+    assert len(store.load().groups) == 4
+    store.close()
+
+
+def test_whoever_was_cut_off_while_another_owned_the_ledger_is_fenced(postgres: PostgresServer) -> None:
+    store = PostgresStore(postgres.dsn, "taken", wait_seconds=20.0)
+    it = LedgerUnderTest(store)
+    it.create()
+    postgres.end_sessions("headrace-%")
+    heir = PostgresStore(postgres.dsn, "taken", claim_seconds=60.0)
+    with pytest.raises(Fenced, match="owner epoch 1 of ledger headrace_taken has ended, 2 owns it"):
+        it.submit("too late")
+    assert heir.load().groups == ()
+    heir.close()
+
+
+def test_the_same_owner_goes_on_under_its_epoch(postgres: PostgresServer) -> None:
+    store = PostgresStore(postgres.dsn, "same", wait_seconds=20.0)
+    it = LedgerUnderTest(store)
+    it.create()
+    for number in range(3):
+        postgres.end_sessions("headrace-%")
+        it.submit(f"prompt {number}")
+    postgres.end_sessions("headrace-%")
+    assert len(store.load().groups) == 3
+    assert len(store.read_events(1, 100)) == it.ledger.position
+    store.close()
+    heir = PostgresStore(postgres.dsn, "same", claim_seconds=60.0)
+    with psycopg.connect(postgres.dsn) as admin:
+        assert admin.execute("SELECT epoch FROM headrace_same.owner").fetchone() == (2,)
+    heir.close()
+
+
+def test_a_server_that_hangs_is_cut_and_the_commit_made_again(
+    postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(postgres_sessions, "_CONNECT_SECONDS", 2)
+    monkeypatch.setattr(postgres_sessions.answered.__wrapped__, "__defaults__", (1.0,))  # type: ignore[attr-defined]
+    store = PostgresStore(postgres.dsn, "hangs", wait_seconds=60.0)
+    it = LedgerUnderTest(store)
+    it.create()
+    postgres.signal(signal.SIGSTOP)
+    waking = threading.Timer(4.0, postgres.signal, (signal.SIGCONT,))
+    waking.start()
+    it.submit("after all")
+    waking.join()
+    assert len(store.load().groups) == 1
+    store.close()
