@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -15,7 +15,7 @@ from headrace.api.trainer.v1 import trainer_pb2
 from headrace.cli.runs import add_run_argument, find_run
 from headrace.client.open import open_buffer
 from headrace.client.trainer import TrainerClient
-from headrace.errors import DataLoss, HeadraceError
+from headrace.errors import DataLoss, DeadlineExceeded, HeadraceError
 from headrace.launch.health import is_serving
 from headrace.launch.run_folder import RunFolder
 from headrace.rpc.call import call
@@ -35,22 +35,24 @@ def status(argv: Sequence[str]) -> int:
 async def _status(folder: RunFolder) -> int:
     table = Table("service", "address", "process", "state", title=str(folder.path), title_justify="left", box=None)
     services = folder.services()
-    answers = await asyncio.gather(*(is_serving(entry.address) for entry in services.values()))
-    details = {"trainer": _trainer, "rollout": _rollout, "buffer": _buffer}
-    for (name, entry), serving in zip(services.items(), answers, strict=True):
-        detail = "serving" if serving else "does not answer"
-        if serving and name in details:
-            detail = await _said(details[name], entry.address)
+    said = await asyncio.gather(*(_said(name, entry.address) for name, entry in services.items()))
+    for (name, entry), (_, detail) in zip(services.items(), said, strict=True):
         table.add_row(name, entry.address, str(entry.pid or "elsewhere"), detail)
     Console().print(table)
-    return 0 if all(answers) else 1
+    return 0 if all(serving for serving, _ in said) else 1
 
 
-async def _said(ask: Callable[[str], Awaitable[str]], address: str) -> str:
+async def _said(name: str, address: str) -> tuple[bool, str]:
+    """Whether a service serves, and what it says: one that waits for its database does not serve and says so."""
+    serving = await is_serving(address)
     try:
-        return await ask(address)
+        if name in _DETAILS:
+            return serving, await _DETAILS[name](address)
+    except DeadlineExceeded:
+        return serving, "does not answer"
     except HeadraceError as error:
-        return error.message
+        return serving, error.message
+    return serving, "serving" if serving else "does not answer"
 
 
 async def _trainer(address: str) -> str:
@@ -92,3 +94,6 @@ async def _buffer(address: str) -> str:
 def _described(damage: buffer_pb2.Damage) -> str:
     whose = [f"{name} {value}" for name, value in (("group", damage.group_id), ("sample", damage.sample_id)) if value]
     return f"{damage.what} ({', '.join(whose)})" if whose else damage.what
+
+
+_DETAILS: Mapping[str, Callable[[str], Awaitable[str]]] = {"trainer": _trainer, "rollout": _rollout, "buffer": _buffer}

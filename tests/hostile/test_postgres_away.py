@@ -7,6 +7,8 @@ import json
 import os
 import random
 import signal
+import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from headrace.config.job import BufferSection, RunSection
 from headrace.errors import Fenced, Unavailable
 from headrace.launch.exit_codes import PEER_AWAY
 from headrace.launch.health import is_serving
+from headrace.launch.run_folder import RunFolder, ServiceEntry
 from services.buffer.store import postgres_sessions
 from services.buffer.store.postgres import PostgresStore
 from tests.chaos.workload import working
@@ -89,6 +92,19 @@ async def _says_so(address: str) -> None:
         for call in (client.lease_groups("train", "p", 1), client.fetch_samples("train", ["x"])):
             with pytest.raises(Unavailable, match="PostgreSQL has not answered"):
                 await call
+    assert "PostgreSQL has not answered" in await _status(address)
+
+
+async def _status(address: str) -> str:
+    """What `headrace status` prints of a run with this buffer."""
+    with tempfile.TemporaryDirectory() as folder:
+        RunFolder(Path(folder)).write_services({"buffer": ServiceEntry(address, None, None)})
+        command = [sys.executable, "-m", "headrace.cli.main", "status", folder]
+        environment = {**os.environ, "COLUMNS": "300"}
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, env=environment)
+        output, _ = await process.communicate()
+    assert process.returncode == 1
+    return output.decode()
 
 
 @pytest.mark.timeout(600)

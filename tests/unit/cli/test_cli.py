@@ -62,6 +62,13 @@ def test_a_run_that_is_not_there(tmp_path: Path, monkeypatch, capsys: pytest.Cap
     assert "no run two; runs here: one" in capsys.readouterr().err
 
 
+def test_the_status_of_services_that_are_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gone = ServiceEntry("127.0.0.1:1", None, None)
+    RunFolder(tmp_path).write_services({"buffer": gone, "reward": gone})
+    assert main(["status", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.count("does not answer") == 2
+
+
 @pytest.mark.parametrize("command", [["samples"], ["submit", "--prompt", "2 + 2 ="]])
 def test_a_run_that_has_ended_says_so_at_once(
     command: list[str], tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
