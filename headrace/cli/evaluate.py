@@ -12,7 +12,7 @@ from rich.progress import Progress
 
 from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace.api.sample.v1 import sample_pb2
-from headrace.cli.runs import add_run_argument, address_in, find_run, job_of
+from headrace.cli.runs import add_run_argument, address_of, find_run
 from headrace.config.job import Job
 from headrace.errors import InvalidArgument
 from headrace.rpc.call import stream
@@ -28,13 +28,12 @@ def evaluate(argv: Sequence[str]) -> int:
     parser.add_argument("--data", nargs=2, action="append", metavar=("NAME", "PATH"), help="instead of the job's")
     parser.add_argument("--max-prompts", type=int, help="of each data set, from the first")
     args = parser.parse_args(argv)
-    folder = find_run(args.run)
-    job = job_of(folder)
+    job = find_run(args.run).job()
     data = args.data or job.eval.eval_prompt_data
     if not data:
         raise InvalidArgument("the job has no eval_prompt_data: pass --data NAME PATH")
     datasets = [_dataset(job, name, Path(path).absolute(), args.max_prompts) for name, path in data]
-    results = asyncio.run(_evaluate(address_in(folder, "rollout"), datasets))
+    results = asyncio.run(_evaluate(address_of(args.run, "rollout"), datasets))
     for result in results:
         print(
             f"eval/{result.name}: mean reward {result.mean_reward:.4f} over {result.num_samples} samples "

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from headrace.api.trainer.v1 import trainer_pb2
-from headrace.cli.runs import add_run_argument, address_in, find_run
+from headrace.cli.runs import add_run_argument, address_of
 from headrace.client.trainer import TrainerClient
 
 
@@ -21,7 +21,7 @@ def export(argv: Sequence[str]) -> int:
     add_run_argument(parser, "--run")
     parser.add_argument("--trainer-address", help="instead of a run")
     args = parser.parse_args(argv)
-    address = args.trainer_address or address_in(find_run(args.run), "trainer")
+    address = address_of(args.run, "trainer", args.trainer_address)
     with Console().status("exporting after the current step"):
         reply = asyncio.run(_export(address, args.folder.absolute()))
     print(f"{reply.path}: weights of step {reply.step}")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace.api.sample.v1 import sample_pb2
-from headrace.cli.runs import add_run_argument, address_in, find_run
+from headrace.cli.runs import add_run_argument, address_of
 from headrace.cli.words import count, temperature, text
 from headrace.rpc.call import stream
 from headrace.rpc.channel import connect
@@ -32,7 +32,7 @@ def generate(argv: Sequence[str]) -> int:
         request.text = args.text
     else:
         request.messages.messages.append(sample_pb2.ChatMessage(role="user", content=args.text))
-    asyncio.run(_generate(args.rollout_address or address_in(find_run(args.run), "rollout"), request))
+    asyncio.run(_generate(address_of(args.run, "rollout", args.rollout_address), request))
     return 0
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from headrace.config.job import Job
-from headrace.errors import DataLoss, FailedPrecondition, NotFound
+from headrace.errors import FailedPrecondition, NotFound, Unavailable
 from headrace.launch.run_folder import RunFolder, newest_run
+from headrace.rpc.channel import connect
 
 RUNS = Path("runs")
+_ANSWER_SECONDS = 10.0
 
 
 def add_run_argument(parser: argparse.ArgumentParser, name: str = "run") -> None:
@@ -34,10 +34,28 @@ def find_run(text: str | None) -> RunFolder:
     raise NotFound(f"no run {text}; runs here: {', '.join(there) or 'none'}")
 
 
-def address_in(folder: RunFolder, service: str, given: str | None = None) -> str:
-    """`given`, else the service's address in the run. Raises FailedPrecondition for a run that has ended."""
-    if given:
-        return given
+def address_of(run: str | None, service: str, given: str | None = None) -> str:
+    """`given`, else the service's address in the run. Raises FailedPrecondition for a run that has ended.
+
+    Raises Unavailable when nothing there speaks gRPC: a command's own deadline is as long as its longest work.
+    """
+    address = given or _address_in(find_run(run), service)
+    asyncio.run(_require_answer(address, service))
+    return address
+
+
+async def _require_answer(address: str, service: str) -> None:
+    for shard in address.split(","):
+        async with connect(shard) as channel:
+            try:
+                await asyncio.wait_for(channel.channel_ready(), _ANSWER_SECONDS)
+            except TimeoutError as error:
+                raise Unavailable(
+                    f"no {service} service answers at {shard} within {_ANSWER_SECONDS:g} s: see `headrace status`"
+                ) from error
+
+
+def _address_in(folder: RunFolder, service: str) -> str:
     services = folder.services()
     if service not in services:
         raise NotFound(f"{folder.path} has no {service} service: its services are {', '.join(services) or 'none'}")
@@ -48,15 +66,3 @@ def address_in(folder: RunFolder, service: str, given: str | None = None) -> str
             "or read metrics.jsonl there and `headrace audit`"
         )
     return entry.address
-
-
-def job_of(folder: RunFolder) -> Job:
-    """The resolved job of a run."""
-    if not folder.job_file.is_file():
-        raise NotFound(f"{folder.path} has no job.json: it is no run's folder")
-    try:
-        return Job.model_validate_json(folder.job_file.read_bytes())
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise DataLoss(f"{folder.job_file} is no job of this version: {where} {first['msg']}") from error

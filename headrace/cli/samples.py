@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from headrace.api.buffer.v1 import buffer_pb2
-from headrace.cli.runs import add_run_argument, address_in, find_run
+from headrace.cli.runs import add_run_argument, address_of
 from headrace.cli.words import count, text
 from headrace.client.open import open_buffer
 from headrace.trajectory import Sample
@@ -26,7 +26,7 @@ def samples(argv: Sequence[str]) -> int:
     parser.add_argument("--stream", type=text, default="train")
     parser.add_argument("--buffer-address", help="instead of a run; of a sharded ledger all, with commas")
     args = parser.parse_args(argv)
-    address = args.buffer_address or address_in(find_run(args.run), "buffer")
+    address = address_of(args.run, "buffer", args.buffer_address)
     found = asyncio.run(_newest(address, args.stream, args.n))
     console = Console()
     for sample in found:

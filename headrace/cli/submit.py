@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.api.sample.v1 import sample_pb2
-from headrace.cli.runs import add_run_argument, address_in, find_run
+from headrace.cli.runs import add_run_argument, address_of
 from headrace.client.open import open_buffer
 from headrace.errors import InvalidArgument
 from headrace.trajectory import to_json
@@ -33,7 +33,7 @@ def submit(argv: Sequence[str]) -> int:
     parser.add_argument("--label", help="the reference answer of --prompt")
     parser.add_argument("--chat", action="store_true", help="text prompts become one user turn of the chat template")
     args = parser.parse_args(argv)
-    address = args.buffer_address or address_in(find_run(args.run), "buffer")
+    address = address_of(args.run, "buffer", args.buffer_address)
     if args.file:
         prompts = prompts_of(args.file, args.chat)
     else:

@@ -8,8 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from headrace.client.buffer import BufferClient
-from headrace.config.job import Job
-from headrace.errors import NotFound, Unavailable
+from headrace.errors import Unavailable
 from headrace.launch.process import ServiceProcess, tail
 from headrace.launch.run_folder import RunFolder
 from headrace.launch.specs import spec
@@ -25,9 +24,7 @@ async def buffer_of_run(folder: RunFolder, start_seconds: float = START_SECONDS)
     if address := _living(folder):
         yield address
         return
-    if not folder.job_file.is_file():
-        raise NotFound(f"{folder.path} has no job.json: it is no run's folder")
-    job = Job.model_validate_json(folder.job_file.read_text())
+    job = folder.job()
     address = f"127.0.0.1:{free_port()}"
     job = job.model_copy(update={"services": job.services.model_copy(update={"buffer_address": address})})
     reader = replace(spec(job, "buffer", folder), name="buffer reader", log_file=folder.logs / "buffer-reader.log")

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from headrace.config.job import Job
 from headrace.config.toml import to_toml
 from headrace.errors import DataLoss, NotFound
@@ -59,6 +61,17 @@ class RunFolder:
             folder.mkdir(parents=True, exist_ok=True)
         _replace(self.job_file, job.model_dump_json(indent=2) + "\n")
         _replace(self.path / "job.toml", to_toml(job))
+
+    def job(self) -> Job:
+        """The resolved job. Raises NotFound, and DataLoss for a file that no launcher of this version wrote."""
+        if not self.job_file.is_file():
+            raise NotFound(f"{self.path} has no job.json: it is no run's folder")
+        try:
+            return Job.model_validate_json(self.job_file.read_bytes())
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise DataLoss(f"{self.job_file} is no job of this version: {where} {first['msg']}") from error
 
     def write_services(self, entries: Mapping[str, ServiceEntry]) -> None:
         """Replaces services.json at once, so that readers never see half of it."""

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from headrace.cli import main as cli
+from headrace.cli import runs
 from headrace.cli.main import main
 from headrace.errors import FailedPrecondition
 from headrace.launch.launcher import Launcher
-from headrace.launch.run_folder import RunFolder
+from headrace.launch.run_folder import RunFolder, ServiceEntry
 from headrace.launch.supervisor import ServiceFailed
 from headrace.rpc.net import free_port
 
@@ -53,6 +54,35 @@ def test_a_run_whose_files_are_damaged(
     (tmp_path / "job.json").write_text(content)
     words = ["hello", "--run", str(tmp_path)] if command == "generate" else [str(tmp_path)]
     assert str(tmp_path) in refused(capsys, command, *words)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"run": 3}', "[" * 200_000, "\0"])
+@pytest.mark.parametrize("command", [("eval",), ("audit",), ("buffer", "retry")])
+def test_a_run_whose_job_is_damaged(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: tuple[str, ...], content: str
+) -> None:
+    RunFolder(tmp_path).write_services({})
+    (tmp_path / "job.json").write_text(content)
+    assert "job.json is no job of this version" in refused(capsys, *command, str(tmp_path))
+
+
+@pytest.mark.parametrize("command", ["samples", "submit", "generate", "export"])
+def test_a_service_that_takes_connections_and_never_answers(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr(runs, "_ANSWER_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        silence = ServiceEntry(address, None, None)
+        RunFolder(tmp_path).write_services(dict.fromkeys(("buffer", "rollout", "trainer"), silence))
+        run = ["--run", str(tmp_path)]
+        words = {
+            "samples": [str(tmp_path)],
+            "submit": [*run, "--prompt", "2 + 2 ="],
+            "generate": [*run, "hello"],
+            "export": [*run, "out"],
+        }
+        assert f"service answers at {address} within 0.3 s" in refused(capsys, command, *words[command])
 
 
 @pytest.mark.parametrize(

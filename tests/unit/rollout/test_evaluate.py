@@ -13,7 +13,7 @@ import pytest
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from headrace.trajectory import Failure, Sample, Status
-from headrace.wire.limits import MAX_EVALUATIONS
+from headrace.wire.limits import MAX_EVALUATIONS, MAX_SAMPLES_PER_GROUP
 from services.rollout.engine.answer import BadAnswer
 from services.rollout.engine.api import SamplingParams
 from services.rollout.eval_file import EvalFiles
@@ -135,13 +135,13 @@ async def test_requests_are_made_as_places_become_free_and_never_more_than_an_ev
 ) -> None:
     data, maker = fifty(tmp_path), Counting()
     evaluator = evaluator_with(maker, tmp_path, data)
-    async with contextlib.aclosing(evaluator.run([dataset(data, 4096)])) as running:
+    async with contextlib.aclosing(evaluator.run([dataset(data, MAX_SAMPLES_PER_GROUP)])) as running:
         await anext(running)
-        assert maker.asked <= 2 * 64, "of 204,800"
-    with pytest.raises(InvalidArgument, match="n_samples_per_prompt is 4097"):
-        await anext(evaluator.run([dataset(data, 4097)]))
+        assert maker.asked <= 2 * 64, "of 51,200"
+    with pytest.raises(InvalidArgument, match=f"n_samples_per_prompt is {MAX_SAMPLES_PER_GROUP + 1}"):
+        await anext(evaluator.run([dataset(data, MAX_SAMPLES_PER_GROUP + 1)]))
     with pytest.raises(InvalidArgument, match="samples, an evaluation may have"):
-        await anext(evaluator.run([dataset(data, 4096)] * 6))
+        await anext(evaluator.run([dataset(data, MAX_SAMPLES_PER_GROUP)] * 21))
     async for _ in evaluator.run([dataset(data, 8)]):
         pass
     assert 1 < maker.most <= 64
