@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 
-SECONDS = 240
+SECONDS = 150
 _LIBRARIES = (
     *("_pytest.assertion", "pytest", "pytest_asyncio.plugin", "hypothesis.stateful"),
     *("google.protobuf.json_format", "google.rpc.status_pb2", "grpc.aio", "grpc_health.v1.health_pb2_grpc"),

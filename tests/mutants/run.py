@@ -1,7 +1,7 @@
 """`python -m tests.mutants.run [AREA …] [--jobs N] [--only TEXT]`: which mutants the tests kill, and which survive.
 
 Each is applied to a copy of the tree; its tests run there with -x and a time limit (one that hangs them is killed).
-Exit status 1 when a mutant survives that README.md does not explain.
+Exit status 1 when a mutant survives that README.md does not explain. One that it explains and that is killed is named.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,14 @@ from tests.mutants.mutant import AREAS, ROOT, Mutant, mutants_of
 
 _LIBRARIES = ("aiohttp.web", "pyarrow", "safetensors.torch", "torch.distributed")
 _README = Path(__file__).parent / "README.md"
+_SLOW = (
+    "tests/contract/test_buffer_service.py::test_a_client_waits_through_a_restart_of_the_buffer",
+    "tests/contract/test_buffer_service.py::test_a_restart_may_change_the_limits_and_nothing_else",
+    "tests/contract/test_buffer_shards.py::test_a_shard_that_is_down_delays_its_groups_and_loses_none",
+    "tests/contract/test_buffer_shards.py::test_failed_groups_are_tried_again_on_every_shard",
+    "tests/unit/rollout/test_refused_weights.py::test_a_publication_that_ends_before_its_verdict_is_refused",
+)
+_ARGUMENTS = ("-x", "-q", "-p", "no:cacheprovider", "-k", "not postgres", *(f"--deselect={test}" for test in _SLOW))
 
 
 @contextmanager
@@ -61,7 +70,7 @@ class TreeUnderTest:
     def pass_(self, tests: Sequence[str]) -> bool:
         """Whether they do; False as well when they take too long."""
         assert self._process.stdin
-        print(json.dumps(["-x", "-q", "-p", "no:cacheprovider", *tests]), file=self._process.stdin, flush=True)
+        print(json.dumps([*_ARGUMENTS, *tests]), file=self._process.stdin, flush=True)
         return self._answer() == "0"
 
     def survives(self, mutant: Mutant) -> bool:
@@ -117,9 +126,14 @@ def run(mutants: Sequence[Mutant], jobs: int) -> list[Mutant]:
 def _require_green(mutants: Sequence[Mutant], free: SimpleQueue[TreeUnderTest]) -> None:
     tests = free.get()
     files = sorted({file for mutant in mutants for file in mutant.killed_by})
-    failing = [] if tests.pass_(files) else [file for file in files if not tests.pass_([file])]
+    failing = [file for file in files if not tests.pass_([file])]
     assert not failing, f"{failing} fail without any mutant"
     free.put(tests)
+
+
+def explained() -> set[str]:
+    """The names of the survivors that README.md gives a reason for."""
+    return set(re.findall(r"^- `([\w-]+)`:", _README.read_text(), re.MULTILINE))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -130,12 +144,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     mutants = [m for area in options.areas or AREAS for m in mutants_of(area) if options.only in str(m)]
     survivors = run(mutants, options.jobs)
-    explained = _README.read_text()
-    unexplained = [mutant for mutant in survivors if f"`{mutant.name}`" not in explained]
+    unexplained = [mutant for mutant in survivors if mutant.name not in explained()]
     counts = Counter(mutant.area for mutant in mutants)
     print(f"{len(mutants)} mutants ({dict(counts)}): {len(mutants) - len(survivors)} killed, {len(survivors)} survived")
     for mutant in unexplained:
         print(f"not explained in README.md: {mutant}")
+    for mutant in mutants:
+        if mutant.name in explained() and mutant not in survivors:
+            print(f"explained in README.md, and killed: take it out there: {mutant}")
     return 1 if unexplained else 0
 
 
