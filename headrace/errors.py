@@ -147,8 +147,8 @@ def _upper_snake(name: str) -> str:
 
 
 def error_classes() -> list[type[HeadraceError]]:
-    """The whole tree, base first."""
+    """The tree of this module, base first. Classes of services are theirs: what they raise arrives as its base."""
     found: list[type[HeadraceError]] = [HeadraceError]
     for cls in found:
-        found.extend(cls.__subclasses__())
+        found.extend(each for each in cls.__subclasses__() if each.__module__ == __name__)
     return found

@@ -77,6 +77,20 @@ async def test_a_client_catches_the_class_the_server_raised(servicer, stub, cls:
     assert type(caught.value) is cls
 
 
+class OfAService(Unavailable):
+    """A service's own, with a constructor of its own."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(f"{kind}: {message}", reason="OF_A_SERVICE")
+
+
+async def test_a_services_own_class_arrives_as_the_one_that_it_is_made_of(servicer, stub) -> None:
+    servicer.error = OfAService("torn", "half of it")
+    with pytest.raises(Unavailable, match="torn: half of it") as caught:
+        await call(stub.ListScorers, reward_pb2.ListScorersRequest(), deadline_seconds=1)
+    assert (type(caught.value), caught.value.reason) == (Unavailable, "OF_A_SERVICE")
+
+
 @pytest.mark.parametrize("cls", [NotFound, ResourceExhausted, InvalidArgument, Internal])
 @pytest.mark.parametrize(
     "text",
