@@ -28,6 +28,20 @@ def compare_batch(ledgers: Sequence[Ledger], line: RecordLine) -> Iterator[Findi
         )
 
 
+def is_superseded(ledgers: Sequence[Ledger], line: RecordLine) -> bool:
+    """It feeds what was the step's batch until an operator dropped a group of it, and no step has consumed since."""
+    every = [ledger.replay.steps for ledger in ledgers]
+    if any(steps.used.get(line.step) for steps in every):
+        return False
+    has_changed = any(line.step in steps.earlier for steps in every)
+    parts = [(_part(ledger, line), ledger) for ledger in ledgers]
+    return (
+        has_changed
+        and any(part != _samples(ledger, line.step) for part, ledger in parts)
+        and all(part in _versions(ledger, line.step) for part, ledger in parts)
+    )
+
+
 def compare_rerun(ledgers: Sequence[Ledger], line: RecordLine, last: RecordLine) -> Iterator[Finding]:
     """A line of a step that was run again later: with the same data, unless groups were taken out of its batch."""
     if line.sample_ids == last.sample_ids:

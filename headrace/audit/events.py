@@ -43,6 +43,7 @@ MOVES: Mapping[str, Move] = {
     "expired": _move((READY,), (QUEUED, DROPPED)),
     "retried": _move((FAILED,), (QUEUED,)),
     "batched": _move((READY,), (READY,)),
+    "unbatched": _move((READY,), (READY,)),
     "consumed": _move((READY,), (CONSUMED,)),
     "rewound": _move((CONSUMED,), (READY,)),
     "committed": _move((CONSUMED,), (COMMITTED,)),

@@ -96,6 +96,8 @@ class Replay:
             case "batched":
                 self._check_fresh(event)
                 self.steps.batched(event)
+            case "unbatched":
+                self.steps.unbatched(event, self.samples_of)
             case "consumed":
                 self._check_samples(event, group)
                 self.steps.consumed(event)

@@ -2,7 +2,7 @@
 
 One command's events stand side by side: a batch is given whole, a step is consumed whole, and a rewind first takes
 every group back (or consumes what the trainer's checkpoint has passed) under its new epoch and then says so for the
-stream.
+stream. A batch from which an operator drops a group is dissolved whole.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class Steps:
     twice: list[str] = field(default_factory=list)
     """Samples that two steps consumed."""
     _of: dict[str, int] = field(default_factory=dict)
+    _dissolving: dict[int, pb.LedgerEvent] = field(default_factory=dict)
+    """Step → the event with which the first group left its batch, while others may follow."""
     _rewinding: bool = False
     _giving: tuple[int, pb.LedgerEvent] | None = None
     _consuming: tuple[int, pb.LedgerEvent] | None = None
@@ -59,6 +61,8 @@ class Steps:
             self._end_giving()
         if self._consuming and (event.kind, event.step) != ("consumed", self._consuming[0]):
             self._end_consuming()
+        if self._dissolving and event.kind not in ("dropped", "unbatched"):
+            self._end_dissolving()
         if self._rewinding and event.kind not in ("consumed", "rewound"):
             self.found("epoch", event, f"is of epoch {event.epoch}, which no rewind has opened")
             self._rewinding = False
@@ -76,6 +80,7 @@ class Steps:
             self._end_giving()
         if self._consuming:
             self._end_consuming()
+        self._end_dissolving()
 
     def batched(self, event: pb.LedgerEvent) -> None:
         """A group was given to a step."""
@@ -126,15 +131,30 @@ class Steps:
         self.next_step = event.step
 
     def leaves(self, event: pb.LedgerEvent, samples_of: Callable[[Sequence[str]], tuple[str, ...]]) -> None:
-        """A group is READY no more; if a step had it, the step's batch is another one from now on."""
+        """A group is READY no more; if a step had it, the step's batch is dissolved."""
         step = self._of.pop(event.group_id, None)
         if step is None:
             return
-        self.earlier.setdefault(step, []).append(samples_of(self.batches[step]))
+        if step not in self._dissolving:
+            self.earlier.setdefault(step, []).append(samples_of(self.batches[step]))
+            self._dissolving[step] = event
         self.batches[step].remove(event.group_id)
         used = self.used.get(step, [])
         if event.group_id in used:
             used.remove(event.group_id)
+
+    def unbatched(self, event: pb.LedgerEvent, samples_of: Callable[[Sequence[str]], tuple[str, ...]]) -> None:
+        """A group is READY and belongs to no step any more."""
+        if self._of.get(event.group_id) != event.step or event.step not in self._dissolving:
+            what = f"took group {event.group_id} out of the batch of step {event.step}"
+            self.found("batch", event, f"{what}, from which no group was dropped")
+        self.leaves(event, samples_of)
+
+    def _end_dissolving(self) -> None:
+        for step, event in self._dissolving.items():
+            if left := self.batches[step]:
+                self.found("batch", event, f"took a group out of the batch of step {step} and left the groups {left}")
+        self._dissolving.clear()
 
     def _end_giving(self) -> None:
         assert self._giving is not None

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from headrace.audit.batches import compare_batch, compare_rerun
+from headrace.audit.batches import compare_batch, compare_rerun, is_superseded
 from headrace.audit.comparison import compare
 from headrace.audit.feeding import compare_lines
 from headrace.audit.finding import Finding
@@ -51,10 +51,14 @@ def judge(
     for ledger in ledgers:
         findings += [*ledger.replay.findings, *compare(ledger), *_not_fed(ledger, known)]
         findings += [Finding("doubled", sample_id) for sample_id in ledger.replay.steps.twice]
+    living = {step: line for step, line in known.last_lines.items() if not is_superseded(ledgers, line)}
     for line in known.lines:
         last = known.last_lines[line.step]
-        findings += compare_batch(ledgers, line) if line is last else compare_rerun(ledgers, line, last)
-    times = Counter(sample_id for line in known.last_lines.values() for sample_id in line.sample_ids)
+        if line is not last:
+            findings += compare_rerun(ledgers, line, last)
+        elif line.step in living:
+            findings += compare_batch(ledgers, line)
+    times = Counter(sample_id for line in living.values() for sample_id in line.sample_ids)
     findings += [Finding("doubled", sample_id) for sample_id, count in times.items() if count > 1]
     ids = {kind: sorted({each.what for each in findings if each.kind == kind}) for kind in _SAMPLE_KINDS}
     others = list(dict.fromkeys(each for each in findings if each.kind not in _SAMPLE_KINDS))

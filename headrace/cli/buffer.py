@@ -1,4 +1,4 @@
-"""`headrace buffer backup | restore | export | retry | delete-stream`: the ledger as files, failed groups, streams."""
+"""`headrace buffer backup | restore | export | retry | drop | delete-stream`: the ledger as files, groups, streams."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.backup import Backup, require_new, restore_backup, write_backup
-from headrace.cli import retry
+from headrace.cli import drop, retry
 from headrace.cli.runs import find_run
 from headrace.client.buffer import BufferClient
 from headrace.client.open import open_buffer
@@ -27,7 +27,7 @@ _MAX_LISTED = 20
 def buffer(argv: Sequence[str]) -> int:
     """Does one of them."""
     parser = argparse.ArgumentParser(prog="headrace buffer")
-    commands = parser.add_subparsers(required=True, metavar="backup | restore | export | retry | delete-stream")
+    commands = parser.add_subparsers(required=True, metavar="backup | restore | export | retry | drop | delete-stream")
     backup = commands.add_parser("backup", help="a consistent copy of a ledger that goes on serving")
     backup.add_argument("address", help="host:port of the buffer")
     backup.add_argument("folder", type=Path, help="a new folder")
@@ -48,6 +48,7 @@ def buffer(argv: Sequence[str]) -> int:
     delete.add_argument("--force", action="store_true", help="also where groups are queued, leased, ready or consumed")
     delete.set_defaults(run=_delete_stream)
     retry.add_arguments(commands.add_parser("retry", help="FAILED groups go back to producers, their attempts anew"))
+    drop.add_arguments(commands.add_parser("drop", help="groups that shall never be trained are taken out"))
     args = parser.parse_args(argv)
     code: int = args.run(args)
     return code

@@ -3,45 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 from collections import Counter
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
-from headrace.cli.runs import find_run
-from headrace.client.open import open_buffer
+from headrace.cli.of_buffer import add_buffer_command
 from headrace.client.port import Buffer
-from headrace.launch.buffer_of_run import buffer_of_run
 
 _PAGE = 1_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of the subcommand."""
-    parser.add_argument("run_name", nargs="?", metavar="RUN", help="a run's folder or name; the newest if absent")
-    parser.add_argument("--buffer-address", help="instead of a run")
-    parser.add_argument("--stream", default="train")
+    add_buffer_command(parser, _retry)
     parser.add_argument("--group", dest="groups", action="append", default=[], help="only this one; repeatable")
     parser.add_argument("--dry-run", action="store_true", help="show what failed, and change nothing")
-    parser.set_defaults(run=_run)
 
 
-def _run(args: argparse.Namespace) -> int:
-    return asyncio.run(_retry(args))
-
-
-async def _retry(args: argparse.Namespace) -> int:
-    if args.buffer_address:
-        return await _at(args.buffer_address, args)
-    async with buffer_of_run(find_run(args.run_name)) as address:
-        return await _at(address, args)
-
-
-async def _at(address: str, args: argparse.Namespace) -> int:
-    async with open_buffer(address) as buffer:
-        for reason, number in (await _reasons(buffer, args.stream)).most_common():
-            print(f"{number:6} FAILED  {reason}")
-        if not args.dry_run:
-            print(f"{await _queued(buffer, args.stream, args.groups)} groups queued again")
+async def _retry(buffer: Buffer, args: argparse.Namespace) -> int:
+    for reason, number in (await _reasons(buffer, args.stream)).most_common():
+        print(f"{number:6} FAILED  {reason}")
+    if not args.dry_run:
+        print(f"{await _queued(buffer, args.stream, args.groups)} groups queued again")
     return 0
 
 

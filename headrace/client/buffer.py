@@ -133,6 +133,16 @@ class BufferClient(Buffer):
         reply: pb.RetryGroupsResponse = await self._call(self._stub.RetryGroups, request)
         return reply
 
+    async def drop_groups(
+        self, stream: str, group_ids: Sequence[str], reason: str, *, request_id: str | None = None
+    ) -> pb.DropGroupsResponse:
+        """Groups are never trained, and batches that have one are dissolved. Repeats do nothing."""
+        request = pb.DropGroupsRequest(
+            stream=stream, request_id=request_id or uuid.uuid4().hex, group_ids=group_ids, reason=reason
+        )
+        reply: pb.DropGroupsResponse = await self._call(self._stub.DropGroups, request)
+        return reply
+
     # The trainer
 
     async def rewind(

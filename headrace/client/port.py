@@ -71,6 +71,11 @@ class Buffer(ABC):
     ) -> pb.RetryGroupsResponse: ...
 
     @abstractmethod
+    async def drop_groups(
+        self, stream: str, group_ids: Sequence[str], reason: str, *, request_id: str | None = None
+    ) -> pb.DropGroupsResponse: ...
+
+    @abstractmethod
     async def rewind(self, stream: str, step: int, *, request_id: str | None = None) -> pb.RewindResponse: ...
 
     @abstractmethod

@@ -171,6 +171,22 @@ class ShardedBuffer(Buffer):
             num_groups=sum(reply.num_groups for reply in replies), num_failed=sum(reply.num_failed for reply in replies)
         )
 
+    async def drop_groups(
+        self, stream: str, group_ids: Sequence[str], reason: str, *, request_id: str | None = None
+    ) -> pb.DropGroupsResponse:
+        """Each shard's part is dropped whole or not at all."""
+        request, parts = request_id or uuid.uuid4().hex, self._parts(group_ids, lambda group_id: group_id)
+        replies = await asyncio.gather(
+            *(
+                self.shards[k].drop_groups(stream, [group_ids[i] for i in part], reason, request_id=request)
+                for k, part in parts.items()
+            )
+        )
+        return pb.DropGroupsResponse(
+            num_groups=sum(reply.num_groups for reply in replies),
+            num_batches=sum(reply.num_batches for reply in replies),
+        )
+
     # The trainer
 
     async def rewind(self, stream: str, step: int, *, request_id: str | None = None) -> pb.RewindResponse:

@@ -71,6 +71,8 @@ MAX_SAMPLES_PER_FETCH: Final = 65_536
 """FetchSamples."""
 MAX_RETRIES_PER_CALL: Final = 4_096
 """RetryGroups."""
+MAX_DROPS_PER_CALL: Final = 1_024
+"""DropGroups."""
 MAX_PAGE_SIZE: Final = 1_000
 """ListGroups; larger ones are cut to it."""
 MAX_STATES: Final = 16

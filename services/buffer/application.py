@@ -23,6 +23,7 @@ from services.buffer.changes import Changes
 from services.buffer.chooser import GroupChooser
 from services.buffer.clock import now
 from services.buffer.columns import Columns
+from services.buffer.dropping import Dropped
 from services.buffer.group import Group, GroupState, Prompt, SampleRecord
 from services.buffer.journal import Journal
 from services.buffer.lease_timer import LeaseTimer
@@ -107,7 +108,13 @@ class Buffer:
             log.warning("torn_tail_cut", num_bytes=snapshot.torn_bytes)
         ledger = Ledger(snapshot.ledger_id, retain_events=retain_events)
         ledger.restore(
-            now(), snapshot.streams, snapshot.groups, snapshot.position, snapshot.oldest_position, snapshot.lost_streams
+            now(),
+            snapshot.streams,
+            snapshot.groups,
+            snapshot.position,
+            snapshot.oldest_position,
+            snapshot.lost_streams,
+            snapshot.lost_groups,
         )
         columns = Columns(columns_folder, max_bytes=max_column_bytes)
         await columns.restore(snapshot.groups)
@@ -265,6 +272,10 @@ class Buffer:
     async def retry(self, stream: str, request_id: str, group_ids: Sequence[str]) -> Retried:
         """FAILED groups go back to the queue."""
         return await self._changes.commit(self.ledger.retry(now(), stream, request_id, group_ids))
+
+    async def drop(self, stream: str, request_id: str, group_ids: Sequence[str], reason: str) -> Dropped:
+        """Groups are never trained, by an operator's word."""
+        return await self._changes.commit(self.ledger.drop(now(), stream, request_id, group_ids, reason))
 
     async def lease_batch(self, stream: str, epoch: int, step: int, wait_seconds: float) -> tuple[Batch | None, int]:
         """The batch, and how many groups are READY."""

@@ -13,6 +13,7 @@ from services.buffer.recency import Recency
 from services.buffer.stream import StreamState
 
 _WITH_SAMPLES = frozenset((GroupState.READY, GroupState.CONSUMED))
+_MAX_NAMED = 10
 _UNENDED = frozenset((GroupState.QUEUED, GroupState.LEASED, GroupState.READY, GroupState.CONSUMED))
 
 
@@ -26,6 +27,8 @@ class StreamBook:
         self.prompts: dict[str, str] = {}
         self.samples: dict[str, str] = {}
         """Sample id → the group that has it."""
+        self.lost_groups: set[str] = set()
+        """Ids of groups whose records are damaged: nothing else is known of them."""
         self.counts: Counter[GroupState] = Counter()
         self.payload_bytes = 0
         self.sample_bytes = 0
@@ -57,16 +60,43 @@ class StreamBook:
             self.recency.left(before.state)
 
     def batch(self, step: int) -> list[Group] | None:
-        """The groups of a step's batch in training order. Raises DataLoss when the store lost one of them."""
+        """The groups of a step's batch in training order. Raises DataLoss when the store lost one of them.
+
+        Where the ids of lost groups are lost, too, dropping any group of the batch dissolves it.
+        """
         members = self.members(step)
         if not members:
             return None
-        if len(members) != self.state.config.groups_per_step:
-            raise DataLoss(
-                f"stream {self.state.name}: {len(members)} of the {self.state.config.groups_per_step} groups "
-                f"in the batch of step {step} are left, the others' records are damaged: see the log of the start"
-            )
-        return members
+        if (missing := self.state.config.groups_per_step - len(members)) == 0:
+            return members
+        named = sorted(self.lost_groups)[:_MAX_NAMED] or [members[0].group_id]
+        lost = f", of the lost groups {named}" if self.lost_groups else ""
+        options = " ".join(f"--group {group_id}" for group_id in named)
+        raise DataLoss(
+            f"stream {self.state.name}: the records of {missing} of the {len(members) + missing} groups in the batch "
+            f"of step {step} are damaged{lost}; to give the step another batch: "
+            f"headrace buffer drop --stream {self.state.name} {options} --reason damaged",
+            reason="GROUP_LOST",
+        )
+
+    def incomplete_steps(self) -> list[int]:
+        """Steps whose batch lacks groups that the store lost."""
+        wanted = self.state.config.groups_per_step
+        return sorted(step for step, members in self._batches.items() if len(members) != wanted)
+
+    def note_lost(self, group_id: str) -> None:
+        """The store found the group's record damaged. A name that no group here has had is damaged itself."""
+        if group_id not in self.groups and 0 <= self.seq_of(group_id) < self.state.next_seq:
+            self.lost_groups.add(group_id)
+
+    def seq_of(self, group_id: str) -> int:
+        """The number in the stream that a group's id says; -1 where it is no id of this stream's."""
+        config = self.state.config
+        number = group_id.removeprefix(f"{config.name}/")
+        if number == group_id or not number.isdecimal() or str(int(number)) != number:
+            return -1
+        seq, shard = divmod(int(number), config.num_shards)
+        return seq if shard == config.shard else -1
 
     def members(self, step: int) -> list[Group]:
         """The groups of a step's batch that are there, in training order."""

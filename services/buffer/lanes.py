@@ -52,6 +52,10 @@ class Lanes:
         """QUEUED."""
         self._queues[self._lane(group)].add(group)
 
+    def discard_queued(self, group: Group) -> None:
+        """Takes a QUEUED group out that is dropped."""
+        self._queues[self._lane(group)].discard(group.group_id)
+
     def lease(self, group: Group) -> None:
         """LEASED."""
         self._leased[self._lane(group)] += 1

@@ -19,6 +19,7 @@ from headrace.errors import AlreadyExists, DataLoss, FailedPrecondition, Invalid
 from headrace.wire.checks import shown
 from services.buffer import producing, training
 from services.buffer.book import StreamBook
+from services.buffer.dropping import Dropped, drop
 from services.buffer.group import Group, GroupState, Prompt, SampleRecord
 from services.buffer.leases import LeaseTable
 from services.buffer.producing import GroupPut, NoLeaseReason, PutResult, Release
@@ -59,10 +60,12 @@ class Ledger:
         position: int,
         oldest_position: int = 1,
         lost_streams: Iterable[str] = (),
+        lost_groups: Iterable[str] = (),
     ) -> None:
         """Takes over what a store kept. Every lease gets its full time again.
 
-        Nothing can be done with `lost_streams`, whose own rows are damaged, and their names are not free.
+        Nothing can be done with `lost_streams`, whose own rows are damaged, and their names are not free. Of
+        `lost_groups` only the ids are known: they can be dropped.
         """
         self.lost_streams = frozenset(lost_streams)
         self.position = position
@@ -74,6 +77,9 @@ class Ledger:
             book.place(group)
             if group.lease and not book.state.deleted:
                 self._leases.grant(group, now.monotonic + book.state.config.lease_seconds)
+        for group_id in lost_groups:
+            if lacking := self.books.get(group_id.rpartition("/")[0]):
+                lacking.note_lost(group_id)
 
     def book(self, stream: str) -> StreamBook:
         """Raises NotFound for a stream that was never created, DataLoss for one whose row is damaged."""
@@ -241,6 +247,14 @@ class Ledger:
         _check_distinct("group_id", group_ids)
         work = self._work(now)
         return self._done(work, retry(work, self.book(stream), request_id, group_ids))
+
+    def drop(
+        self, now: Instant, stream: str, request_id: str, group_ids: Sequence[str], reason: str
+    ) -> Result[Dropped]:
+        """Groups become DROPPED, all of them or none; batches that had one are dissolved."""
+        _check_distinct("group_id", group_ids)
+        work = self._work(now)
+        return self._done(work, drop(work, self.book(stream), request_id, group_ids, reason))
 
     def put(self, now: Instant, puts: Sequence[GroupPut]) -> Result[list[PutResult]]:
         """All are kept or none; a lost lease is refused in its result."""

@@ -11,14 +11,16 @@ from services.buffer.stream import Selection
 
 
 class PromptQueue:
-    """Groups leave it from its front only."""
+    """Groups leave it from its front, or are passed over there once they were dropped, never to come back."""
 
     def __init__(self, selection: Selection) -> None:
         self._by_priority = selection is Selection.PRIORITY
         self._waiting: Ordered[tuple[int, int]] = Ordered()
+        self._dropped: set[str] = set()
+        """Of those that wait."""
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) - len(self._dropped)
 
     def add(self, group: Group) -> None:
         """Puts it in its place."""
@@ -26,4 +28,15 @@ class PromptQueue:
 
     def take(self, count: int) -> list[str]:
         """Removes at most `count` ids from the front."""
-        return [self._waiting.pop()[1] for _ in range(min(count, len(self._waiting)))]
+        taken: list[str] = []
+        while len(taken) < count and len(self._waiting):
+            _, group_id = self._waiting.pop()
+            if group_id in self._dropped:
+                self._dropped.remove(group_id)
+            else:
+                taken.append(group_id)
+        return taken
+
+    def discard(self, group_id: str) -> None:
+        """Takes out one that waits and is dropped."""
+        self._dropped.add(group_id)

@@ -11,6 +11,7 @@ from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.buffer.v1 import buffer_pb2_grpc
 from headrace.rpc.interceptor import DEFAULT_DEADLINE_SECONDS
 from headrace.wire.checks import (
+    cut_text,
     require_at_most,
     require_bytes,
     require_counter,
@@ -21,6 +22,7 @@ from headrace.wire.checks import (
 from headrace.wire.limits import (
     MAX_BATCH_ANSWER_BYTES,
     MAX_COLUMN_BYTES,
+    MAX_DROPS_PER_CALL,
     MAX_GROUPS_PER_LEASE,
     MAX_ID_CHARACTERS,
     MAX_LEASES_PER_CALL,
@@ -129,6 +131,15 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         request_id = require_id(request.request_id, "request_id")
         retried = await self._buffer.retry(request.stream, request_id, request.group_ids)
         return pb.RetryGroupsResponse(num_groups=retried.num_groups, num_failed=retried.num_failed)
+
+    async def DropGroups(self, request: pb.DropGroupsRequest, context: Context) -> pb.DropGroupsResponse:
+        require_some(len(request.group_ids), "group_ids")
+        require_at_most(len(request.group_ids), MAX_DROPS_PER_CALL, "group_ids")
+        group_ids = [require_id(group_id, "group_ids") for group_id in request.group_ids]
+        require_some(len(request.reason), "reason")
+        request_id = require_id(request.request_id, "request_id")
+        dropped = await self._buffer.drop(request.stream, request_id, group_ids, cut_text(request.reason))
+        return pb.DropGroupsResponse(num_groups=dropped.num_groups, num_batches=dropped.num_batches)
 
     async def PutGroups(self, request: Sequence[RawPut], context: Context) -> pb.PutGroupsResponse:
         require_some(len(request), "groups")

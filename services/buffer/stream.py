@@ -152,6 +152,8 @@ class StreamState(msgspec.Struct, frozen=True):
     """request_id → (epoch, groups that came back)."""
     retries: Mapping[str, int] = msgspec.field(default_factory=dict)
     """request_id → groups that were queued again."""
+    drops: Mapping[str, tuple[int, int]] = msgspec.field(default_factory=dict)
+    """request_id → (groups that were dropped, batches that were dissolved)."""
     num_inserted: int = 0
     """Groups that became READY, ever; what the limiter counts."""
     num_taken: int = 0

@@ -47,9 +47,18 @@ class Work:
         self.transaction.streams[state.name] = state
 
     def change(
-        self, book: StreamBook, group: Group, kind: str, *, sample_ids: Sequence[str] = (), detail: str = ""
+        self,
+        book: StreamBook,
+        group: Group,
+        kind: str,
+        *,
+        sample_ids: Sequence[str] = (),
+        step: int | None = None,
+        detail: str = "",
     ) -> Group:
-        """The group as it is now, and the event that says so."""
+        """The group as it is now, and the event that says so; `step` where it is not the group's own."""
+        if step is None:
+            step = group.ended_step if group.step is None else group.step
         self.position += 1
         admitted_at = self.position if kind == "leased" else group.admitted_at
         group = replace(group, position=self.position, admitted_at=admitted_at)
@@ -64,7 +73,7 @@ class Work:
                 group_id=group.group_id,
                 state=group.state,
                 epoch=book.state.epoch or None,
-                step=group.ended_step if group.step is None else group.step,
+                step=step,
                 policy_version=group.oldest_version,
                 sample_ids=tuple(sample_ids),
                 detail=detail,
@@ -134,6 +143,8 @@ class Work:
             samples=(),
             partials=(),
             oldest_version=None,
+            step=None,
+            batch_index=None,
             ended_step=book.state.step,
         )
         return self.change(book, dropped, "dropped", detail=f"{failure.reason}: {failure.message}")

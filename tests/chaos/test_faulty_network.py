@@ -117,6 +117,10 @@ async def stream_is_there_once(scene: Scene, answer: pb.CreateStreamResponse) ->
     return answer.config.name == scene.stream and names.count(scene.stream) == 1
 
 
+async def stream_is_gone(scene: Scene, _: bool) -> bool:
+    return scene.stream not in [config.name for config in await scene.client.list_streams()]
+
+
 async def groups_are_there_once(scene: Scene, group_ids: Any) -> bool:
     there = [group.group_id for group in (await scene.client.list_groups(scene.stream)).groups]
     return list(group_ids) == sorted(there) and len(there) == len(PROMPTS)
@@ -137,6 +141,12 @@ async def both_went_back_once(scene: Scene, _: Any) -> bool:
 async def both_are_tried_again_once(scene: Scene, answer: pb.RetryGroupsResponse) -> bool:
     is_once = (answer.num_groups, answer.num_failed) == (2, 0) and (await scene.kinds())["retried"] == 2
     return is_once and await scene.states() == {"QUEUED": 4}
+
+
+async def one_is_dropped_once(scene: Scene, answer: pb.DropGroupsResponse) -> bool:
+    kinds = await scene.kinds()
+    is_once = (answer.num_groups, answer.num_batches) == (1, 1) and (kinds["dropped"], kinds["unbatched"]) == (1, 1)
+    return is_once and await scene.states() == {"DROPPED": 1, "READY": 1, "QUEUED": 2}
 
 
 async def both_are_kept_once(scene: Scene, answer: Any) -> bool:
@@ -204,6 +214,7 @@ async def it_says_what_is_there(scene: Scene, answer: Any) -> bool:
 
 CASES: Mapping[str, Case] = {
     "CreateStream": Case(Scene.submitted, lambda s, c: c.create_stream(s.config), stream_is_there_once),
+    "DeleteStream": Case(Scene.submitted, lambda s, c: c.delete_stream(s.stream, force=True), stream_is_gone),
     "ListStreams": Case(
         Scene.created, lambda s, c: c.list_streams(), lambda s, answer: stream_is_there_once(s, _named(s, answer))
     ),
@@ -225,6 +236,11 @@ CASES: Mapping[str, Case] = {
         Scene.failed,
         lambda s, c: c.retry_groups(s.stream, [lease.group_id for lease in s.leases], request_id="the one"),
         both_are_tried_again_once,
+    ),
+    "DropGroups": Case(
+        Scene.batched,
+        lambda s, c: c.drop_groups(s.stream, [s.batch.groups[0].group_id], "poison", request_id="the one"),
+        one_is_dropped_once,
     ),
     "PutGroups": Case(
         Scene.leased, lambda s, c: c.put_groups([complete_put(lease) for lease in s.leases]), both_are_kept_once

@@ -82,10 +82,43 @@ async def test_failed_groups_are_tried_again_on_every_shard(buffer: Buffer, caps
         await buffer.retry_groups("train", chosen)
 
 
+async def test_groups_are_dropped_on_every_shard_by_an_operators_command(
+    buffer: Buffer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    queued = list(await buffer.submit_prompts("train", text_prompts(*NAMES)))[-1]
+    epoch = (await buffer.rewind("train", 0)).epoch
+    await produce(buffer, 12)
+    batch = await buffer.lease_batch("train", epoch, 0, timeout_seconds=30)
+    chosen = [batch.groups[0].group_id, batch.groups[-1].group_id, queued]
+    words = [word for group_id in chosen for word in ("--group", group_id)]
+    assert await told(buffer, "drop", *words, "--reason", "poison", "--dry-run") == 0
+    shown = capsys.readouterr().out
+    assert f"{chosen[0]}  READY, in the batch of step 0" in shown
+    assert f"{queued}  QUEUED" in shown
+    assert "dropped" not in shown
+    assert (await buffer.try_lease_batch("train", epoch, 0)).digest == batch.digest
+    assert await told(buffer, "drop", *words, "--reason", "poison") == 0
+    assert "3 groups dropped, " in capsys.readouterr().out
+    assert (await buffer.stats("train")).groups["DROPPED"] == 3
+    again = await buffer.lease_batch("train", epoch, 0, timeout_seconds=30)
+    assert not {group.group_id for group in again.groups} & set(chosen)
+    assert len(again.groups) == 6
+    await buffer.consume("train", epoch, 0, again.digest)
+    first = again.groups[0].group_id
+    assert await told(buffer, "drop", "--group", first, "--reason", "too late") == 1
+    assert f"{first} is CONSUMED" in capsys.readouterr().err
+    with pytest.raises(NotFound):
+        await buffer.drop_groups("train", ["train/999999"], "not there")
+
+
 async def retried(buffer: Buffer, *words: str) -> int:
+    return await told(buffer, "retry", *words)
+
+
+async def told(buffer: Buffer, command: str, *words: str) -> int:
     shards = buffer.shards if isinstance(buffer, ShardedBuffer) else [buffer]
     address = ",".join(shard.address for shard in shards)
-    return await asyncio.to_thread(main, ["buffer", "retry", "--buffer-address", address, *words])
+    return await asyncio.to_thread(main, ["buffer", command, "--buffer-address", address, *words])
 
 
 async def test_steps_over_all_shards(buffer: Buffer) -> None:

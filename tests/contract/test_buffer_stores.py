@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import FailedPrecondition, NotFound, ResourceExhausted
+from services.buffer.dropping import Dropped
 from services.buffer.group import GroupState, Prompt
 from services.buffer.ledger import Ledger
 from services.buffer.producing import PutOutcome, Release
@@ -94,6 +95,22 @@ def test_failed_groups_are_tried_again_once_for_each_request_and_keep_their_stor
     assert {result.state for result in it.put(leased)} == {GroupState.READY}
     told = [event.detail for event in it.store.read_events(1, 100) if event.kind == "retried"]
     assert told == ["DOWN: for the test"] * 2
+    it.store.close()
+
+
+def test_dropped_groups_and_dissolved_batches_are_so_after_a_restart(store: Store, reopen: Reopen) -> None:
+    it = busy_ledger(store)
+    first, second = it.batch(2, 1).groups
+    dropped = it.do(it.ledger.drop(it.now, "train", "poison", [first.group_id, "train/11"], "poison"))
+    assert dropped == Dropped(2, 1)
+    before = contents(it.ledger)
+    it.store = reopen(store)
+    it.restart()
+    assert contents(it.ledger) == before
+    assert it.do(it.ledger.drop(it.now, "train", "poison", [first.group_id, "train/11"], "poison")) == dropped
+    assert it.batch(2, 1).groups[0].group_id == second.group_id
+    with pytest.raises(NotFound):
+        it.store.read_payloads(first.samples)
     it.store.close()
 
 

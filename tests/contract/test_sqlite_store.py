@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.cli.main import main
 from headrace.client.buffer import BufferClient
 from headrace.config.job import BufferSection
 from headrace.errors import ConfigError, DataLoss, NotFound
@@ -54,8 +56,31 @@ def test_promise_9_a_batch_that_lost_a_group_is_data_loss_and_not_a_smaller_batc
     victim = it.batch(2, 1).groups[0].group_id
     damage(tmp_path, f"UPDATE groups SET crc = crc + 1 WHERE group_id = '{victim}'")
     it.restart()
-    with pytest.raises(DataLoss, match="1 of the 2 groups in the batch of step 1"):
+    with pytest.raises(DataLoss, match="the records of 1 of the 2 groups in the batch of step 1 are damaged"):
         it.batch(2, 1)
+
+
+@pytest.mark.parametrize("table", ["groups", "prompts", "samples"])
+async def test_a_batch_that_lost_a_group_says_which_command_helps_and_it_does(table: str, tmp_path: Path) -> None:
+    it = busy_ledger(SqliteStore(tmp_path))
+    lost, kept = it.batch(2, 1).groups
+    row = f"key = '{lost.samples[0].key}'" if table == "samples" else f"group_id = '{lost.group_id}'"
+    it.store.close()
+    damage(tmp_path, f"UPDATE {table} SET crc = crc + 1 WHERE {row}")
+    async with served_buffer(SqliteStore(tmp_path)) as (_, server), BufferClient(server.address) as client:
+        with pytest.raises(DataLoss) as refused:
+            await client.try_lease_batch("train", 2, 1)
+        assert refused.value.reason == "GROUP_LOST"
+        command = refused.value.message.rpartition(": headrace ")[2].split()
+        assert lost.group_id in command
+        assert await asyncio.to_thread(main, [*command, "--buffer-address", server.address]) == 0
+        batch = await client.try_lease_batch("train", 2, 1)
+        assert [group.group_id for group in batch.groups] == [kept.group_id, "train/5"]
+    async with served_buffer(SqliteStore(tmp_path)) as (_, server), BufferClient(server.address) as client:
+        (found,) = (await client.list_groups("train", group_ids=[lost.group_id])).groups
+        assert (found.state, found.failure.reason) == (pb.GROUP_STATE_DROPPED, "OPERATOR")
+        assert await client.try_lease_batch("train", 2, 1) == batch
+        await client.consume("train", 2, 1, batch.digest)
 
 
 def test_two_processes_cannot_have_one_data_dir(tmp_path: Path) -> None:
@@ -99,7 +124,7 @@ def test_a_missing_payload_file_is_named_at_the_start_and_the_rest_is_served(tmp
     assert {damage.sample_id for damage in store.damage()} == {None, *victims}
     for record in records:
         if record.sample_id in victims:
-            with pytest.raises(DataLoss, match="is damaged: drop its group or rewind past it"):
+            with pytest.raises(DataLoss, match="is damaged: headrace buffer drop --group train/"):
                 store.read_payloads([record])
         else:
             assert len(store.read_payloads([record])[0]) == record.payload_bytes

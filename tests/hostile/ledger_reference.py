@@ -150,6 +150,23 @@ class Stream:
             group.told.append("retried")
         return len(failed)
 
+    def take_out(self, groups: list[Group]) -> tuple[int, int]:
+        """(groups, batches) that an operator's word ends; the others of these batches are READY without one."""
+        if any(group.state in (CONSUMED, COMMITTED) for group in groups):
+            raise No(grpc.StatusCode.FAILED_PRECONDITION)
+        taken = [group for group in groups if group.state != DROPPED]
+        steps = {group.step for group in taken if group.step is not None}
+        for group in taken:
+            group.state, group.reason, group.lease_id = DROPPED, "OPERATOR", ""
+            group.samples, group.partials, group.step = (), (), None
+            group.told.append("dropped")
+        for step in steps:
+            for group in (self.groups[group_id] for group_id in self.batches.pop(step)):
+                if group.state == READY:
+                    group.step = None
+                    group.told.append("unbatched")
+        return len(taken), len(steps)
+
     def _end_lease(self, group: Group, samples: tuple[sample_pb2.Sample, ...] | None) -> None:
         if samples:
             self.ended_leases[group.lease_id] = _fingerprint(samples)

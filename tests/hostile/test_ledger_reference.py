@@ -68,7 +68,8 @@ class Driver:
         often = (self.submit, self.put, self.put, self.train, self.train)
         commands = (
             *often, *often, self.lease, self.lease, self.lease, self.put_again, self.put_other, self.drop, self.fail,
-            self.release, self.renew, self.retry, self.serve, self.serve, self.commit, self.rewind, self.old_epoch,
+            self.release, self.renew, self.retry, self.take_out, self.serve, self.serve, self.commit, self.rewind,
+            self.old_epoch,
         )  # fmt: skip
         for number in range(1, count + 1):
             self._kill_next = number % COMMANDS_PER_KILL == 0
@@ -225,6 +226,23 @@ class Driver:
         request = pb.RetryGroupsRequest(stream=stream.name, request_id=self._name("retry"))
         reply, _ = await self._ask("RetryGroups", request)
         assert (reply.num_groups, reply.num_failed) == (stream.retry(), 0)
+
+    async def take_out(self, stream: Stream) -> None:
+        """By an operator's word: one or two groups of any state."""
+        if not stream.groups or self._chance.random() < 0.5:
+            return
+        groups = self._chance.sample(
+            list(stream.groups.values()), k=min(len(stream.groups), self._chance.choice((1, 2)))
+        )
+        request = pb.DropGroupsRequest(stream=stream.name, request_id=self._name("drop"), reason="poison")
+        request.group_ids.extend(group.group_id for group in groups)
+        try:
+            expected = stream.take_out(groups)
+        except No as no:
+            await self._is_refused("DropGroups", request, no.code)
+            return
+        reply, _ = await self._ask("DropGroups", request)
+        assert (reply.num_groups, reply.num_batches) == expected
 
     async def train(self, stream: Stream) -> None:
         """A batch, its samples as they were put, and (mostly) the step."""

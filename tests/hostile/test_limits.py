@@ -78,6 +78,11 @@ CREATE = [
     {"files": [pb.FileSource(path="p", input_key="k")] * 65},
 ]  # fmt: skip
 
+
+def drop(**fields: Any) -> pb.DropGroupsRequest:
+    return pb.DropGroupsRequest(**{"stream": "train", "request_id": "r", "reason": "why", **fields})
+
+
 REFUSED: list[tuple[str, Any]] = [
     *(("CreateStream", pb.CreateStreamRequest(config=stream(**bad))) for bad in CREATE),
     *(("SubmitPrompts", prompt(**bad)) for bad in (
@@ -100,6 +105,10 @@ REFUSED: list[tuple[str, Any]] = [
     ("ReleaseLeases", pb.ReleaseLeasesRequest(releases=[pb.LeaseRelease(lease_id="\0")])),
     ("RetryGroups", pb.RetryGroupsRequest(stream="train", request_id="r", group_ids=["a"] * 5_000)),
     ("RetryGroups", pb.RetryGroupsRequest(stream="train", request_id=LONG)),
+    *(("DropGroups", drop(**bad)) for bad in (
+        {}, {"group_ids": ["a"] * 1_025}, {"group_ids": ["a"], "request_id": LONG}, {"group_ids": ["a\0"]},
+        {"group_ids": [LONG]}, {"group_ids": ["a"], "reason": ""}, {"group_ids": ["a", "a"]},
+    )),
     *(("PutGroups", put(**bad)) for bad in (
         {"sample_id": ""}, {"sample_id": LONG}, {"sample_id": "a\0"}, {"rollout_id": LONG}, {"scorer": LONG},
         {"tags": {LONG: "v"}}, {"tags": {"k": "v" * 3_000}}, {"tags": {f"{i}": "v" for i in range(65)}},

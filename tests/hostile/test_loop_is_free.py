@@ -176,6 +176,25 @@ async def many_streams(buffer: Buffer, watchdog: Watchdog) -> None:
     await call("GetStats", pb.GetStatsRequest(), "of 256")
 
 
+async def many_drops(buffer: Buffer, watchdog: Watchdog) -> None:
+    """Half of the largest batch: it is dissolved; and as many that are queued."""
+    call = Calls(buffer, watchdog)
+    config = pb.StreamConfig(name="train", n_samples_per_prompt=1, groups_per_step=limits.MAX_GROUPS_PER_STEP)
+    await call("CreateStream", pb.CreateStreamRequest(config=config))
+    group_ids = (await call("SubmitPrompts", prompts(0, 4_000))).group_ids
+    for i in range(3):
+        request = pb.LeaseGroupsRequest(stream="train", producer_id="p", request_id=f"{i}", max_groups=800)
+        puts = [put_of(lease) for lease in (await call("LeaseGroups", request)).leases]
+        await call("PutGroups", pb.PutGroupsRequest(groups=puts))
+    epoch = (await call("Rewind", pb.RewindRequest(stream="train", request_id="r"))).epoch
+    assert await call("LeaseBatch", pb.LeaseBatchRequest(stream="train", epoch=epoch, step=0))
+    for first, num_batches in ((0, 1), (len(group_ids) - limits.MAX_DROPS_PER_CALL, 0)):
+        drop = pb.DropGroupsRequest(stream="train", request_id=f"{first}", reason="poison")
+        drop.group_ids.extend(group_ids[first : first + limits.MAX_DROPS_PER_CALL])
+        reply = await call("DropGroups", drop, f"of {num_batches} batches")
+        assert (reply.num_groups, reply.num_batches) == (limits.MAX_DROPS_PER_CALL, num_batches)
+
+
 async def many_steps(buffer: Buffer, watchdog: Watchdog) -> None:
     """A step number far ahead, stale groups by the thousand."""
     call = Calls(buffer, watchdog)
@@ -206,7 +225,7 @@ async def buffer(tmp_path: Path) -> AsyncIterator[Buffer]:
     await buffer.close()
 
 
-@pytest.mark.parametrize("scene", [at_the_limits, many_streams, many_steps])
+@pytest.mark.parametrize("scene", [at_the_limits, many_streams, many_drops, many_steps])
 async def test_no_call_holds_the_loop(buffer: Buffer, watchdog: Watchdog, scene: Any) -> None:
     before = slowness()
     await scene(buffer, watchdog)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from headrace.cli.audit import audit_ledger, described
 from services.buffer.group import Group, GroupState
 from services.buffer.transaction import LedgerEvent
-from tests.support.audited_run import STREAM, AuditedRun, good_run
+from tests.support.audited_run import STREAM, AuditedRun, good_run, run_with_drops
 from tests.support.buffer_server import served_buffer
 
 Plant = Callable[[AuditedRun], Sequence[str]]
@@ -56,6 +56,60 @@ async def test_a_planted_corruption_is_named(good: AuditedRun, tmp_path: Path, n
     assert wanted
     for pattern in wanted:
         assert any(re.search(pattern, line) for line in lines), f"no line matches {pattern!r} in\n" + "\n".join(lines)
+
+
+# Groups that an operator dropped
+
+
+@pytest.fixture(scope="module")
+def dropped(tmp_path_factory: pytest.TempPathFactory) -> AuditedRun:
+    return asyncio.run(run_with_drops(tmp_path_factory.mktemp("dropped")))
+
+
+async def test_a_run_with_dropped_groups_and_dissolved_batches_is_clean(dropped: AuditedRun, tmp_path: Path) -> None:
+    assert (await said_of(dropped.copied(), tmp_path)).splitlines()[1:] == ["lost, doubled, unaccounted: 0 0 0"]
+    assert len(dropped.events("unbatched")) == 3
+
+
+async def test_a_batch_that_was_dissolved_by_half_is_named(dropped: AuditedRun, tmp_path: Path) -> None:
+    run = dropped.copied()
+    index = run.events("unbatched")[-1]
+    group_id = run.store.events[index].group_id
+    event = change(run, index, kind="policy_version", group_id=None, state=None, policy_version=4, step=4)
+    said = await said_of(run, tmp_path)
+    pattern = rf"^batch: position {event.position - 1} took a group out of the batch of step 4 and left .*{group_id}"
+    assert re.search(pattern, said, re.MULTILINE), said
+
+
+async def test_a_batch_that_was_dissolved_without_a_drop_is_named(dropped: AuditedRun, tmp_path: Path) -> None:
+    run = dropped.copied()
+    index = run.events("unbatched")[-1]
+    event = run.store.events[index]
+    change(run, index - 1, kind="policy_version", group_id=None, state=None, policy_version=4, step=4)
+    said = await said_of(run, tmp_path)
+    pattern = rf"^batch: position {event.position} took group {event.group_id} .* step 4, from which no group was"
+    assert re.search(pattern, said, re.MULTILINE), said
+
+
+async def test_a_step_that_was_fed_neither_its_batch_nor_the_dissolved_one_is_named(
+    dropped: AuditedRun, tmp_path: Path
+) -> None:
+    run = dropped.copied()
+    ids = run.rows()[-1]["sample_ids"]
+    line_with(run, -1, {"sample_ids": ["another", *ids[1:]]})
+    assert re.search("^unaccounted: another$", await said_of(run, tmp_path), re.MULTILINE)
+
+
+async def test_a_step_that_was_consumed_and_not_fed_its_new_batch_is_named(dropped: AuditedRun, tmp_path: Path) -> None:
+    run = dropped.copied()
+    rows = run.rows()
+    old, new = (next(r for r in order if r["step"] == 2) for order in (rows, rows[::-1]))
+    assert old["sample_ids"] != new["sample_ids"]
+    line_with(run, rows.index(new), {"sample_ids": old["sample_ids"], "digest": old["digest"]})
+    said = await said_of(run, tmp_path)
+    lost = [each for each in new["sample_ids"] if each not in old["sample_ids"]]
+    assert lost
+    assert all(f"lost: {each}" in said.splitlines() for each in lost), said
 
 
 # The history

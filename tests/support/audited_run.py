@@ -104,6 +104,45 @@ async def good_run(folder: Path) -> AuditedRun:
     return AuditedRun(store, record_file.read_text().splitlines())
 
 
+async def run_with_drops(folder: Path) -> AuditedRun:
+    """Groups dropped in every state, batches dissolved that were only given, only fed, or consumed and taken back.
+
+    Steps 0 1 2 3 | 1 2 3, and step 4 fed under a batch that is dissolved then.
+    """
+    store, record_file = OpenStore(), folder / "trained.jsonl"
+    async with served_buffer(store) as (_, server), BufferClient(server.address) as client:
+        await client.create_stream(
+            pb.StreamConfig(name=STREAM, n_samples_per_prompt=2, groups_per_step=2, max_staleness=3, max_attempts=1)
+        )
+        await client.submit_prompts(STREAM, text_prompts(*(f"q{i}" for i in range(24))))
+        trainer = FakeTrainer(client, TrainingRecord(record_file))
+        await trainer.begin(0)
+        failed, leased = (await client.lease_groups(STREAM, "p", 2)).leases
+        await client.put_groups([failed_put(failed)])
+        await client.drop_groups(STREAM, [failed.group_id, leased.group_id, f"{STREAM}/23"], "poison")
+        await trainer.step(put=4)
+        await trainer.step(put=2)
+        await trainer.step(put=2)
+        await trainer.step(put=2, consumed=False)
+        await _drop_first_of(client, trainer, 3)  # it was fed, and the ledger had not heard of it
+        await trainer.begin(1)
+        await _drop_first_of(client, trainer, 2)  # it was consumed by the trainer before
+        await trainer.step()
+        await trainer.step()
+        await trainer.step(put=4)
+        await trainer.step(put=2, consumed=False)
+        await _drop_first_of(client, trainer, 4)
+    return AuditedRun(store, record_file.read_text().splitlines())
+
+
+async def _drop_first_of(client: BufferClient, trainer: FakeTrainer, step: int) -> None:
+    """Of a batch, which is dissolved."""
+    groups = (await client.list_groups(STREAM, [pb.GROUP_STATE_READY])).groups
+    members = sorted(group.group_id for group in groups if group.HasField("step") and group.step == step)
+    done = await client.drop_groups(STREAM, members[:1], "poison")
+    assert (done.num_groups, done.num_batches) == (1, 1)
+
+
 @dataclass
 class FakeTrainer:
     """Does to the ledger and the record what a trainer does."""

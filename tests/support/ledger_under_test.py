@@ -41,7 +41,14 @@ class LedgerUnderTest:
     def restart(self) -> None:
         snapshot = self.store.load()
         self.ledger = Ledger(snapshot.ledger_id, retain_events=self.retain_events)
-        self.ledger.restore(self.now, snapshot.streams, snapshot.groups, snapshot.position, snapshot.oldest_position)
+        self.ledger.restore(
+            self.now,
+            snapshot.streams,
+            snapshot.groups,
+            snapshot.position,
+            snapshot.oldest_position,
+            lost_groups=snapshot.lost_groups,
+        )
 
     def do(self, result: Result[_Answer]) -> _Answer:
         answer, transaction = result

@@ -37,6 +37,8 @@ class Snapshot:
     """Of the history: what was before it is deleted."""
     lost_streams: tuple[str, ...] = ()
     """Streams whose own row is damaged: their groups are not loaded, and their names are not free."""
+    lost_groups: tuple[str, ...] = ()
+    """Ids of groups that cannot be loaded, because records of theirs are damaged, of the other streams."""
     torn_bytes: int = 0
     """Cut off the end: what was being written, and was never answered, when the process before this one ended."""
 

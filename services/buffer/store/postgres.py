@@ -77,7 +77,11 @@ class PostgresStore:
             self._sessions.writer.execute("SELECT coalesce(min(position), 1), coalesce(max(position), 0) FROM events")
         )
         self._damage = tuple(map(Damage, damaged))
-        return Snapshot(self._sessions.ledger_id, tuple(streams), tuple(groups), position, oldest)
+        lost = {name.partition("/")[2] for name in damaged if not name.startswith("samples/")}
+        lost_groups = tuple(sorted(lost - {group.group_id for group in groups}))
+        return Snapshot(
+            self._sessions.ledger_id, tuple(streams), tuple(groups), position, oldest, lost_groups=lost_groups
+        )
 
     @property
     def waiting_for(self) -> str | None:

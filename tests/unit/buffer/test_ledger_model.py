@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from headrace.errors import NotFound
+from services.buffer.dropping import Dropped
 from services.buffer.group import Group, GroupState
 from services.buffer.producing import GroupPut, PutOutcome, Release
 from services.buffer.stream import ExpiryAction, Selection
@@ -24,6 +25,7 @@ from tests.support.stores import STORES, reopened
 GROUPS_PER_STEP = 2
 LEASE_SECONDS = 60.0
 MAX_ATTEMPTS = 2
+DROPPABLE = (GroupState.QUEUED, GroupState.LEASED, GroupState.READY, GroupState.FAILED)
 REWARDS = (0.0, 0.25, 0.5, 1.0)
 
 
@@ -218,6 +220,28 @@ class LedgerModel(RuleBasedStateMachine):
         for group_id in again:
             self.model.groups[group_id].state, self.model.groups[group_id].attempts = GroupState.QUEUED, 0
         assert self.it.do(self.it.ledger.retry(self.it.now, "train", name, chosen)) == answer
+
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        """An operator's; batches that have one of the groups are dissolved."""
+        model = self.model
+        droppable = [group_id for state in DROPPABLE for group_id in model.of(state)]
+        if not droppable:
+            return
+        chosen = data.draw(st.lists(st.sampled_from(droppable), min_size=1, max_size=3, unique=True))
+        dissolved = [step for step, ids in model.batches.items() if not set(ids).isdisjoint(chosen)]
+        records = [record for group_id in chosen for record in self.held(group_id).records]
+        self.it.requests += 1
+        name = f"drop-{self.it.requests}"
+        for _ in range(2):
+            answer = self.it.do(self.it.ledger.drop(self.it.now, "train", name, chosen, "poison"))
+            assert answer == Dropped(len(chosen), len(dissolved))
+        for group in (model.groups[group_id] for group_id in chosen):
+            group.state, group.ended_step, group.num_partials = GroupState.DROPPED, model.step, 0
+        for step in dissolved:
+            del model.batches[step]
+        for record in records[:2]:
+            self.assert_gone(record)
 
     # The trainer
 

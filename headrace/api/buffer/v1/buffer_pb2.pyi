@@ -128,7 +128,7 @@ class _GroupStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GroupState
     GROUP_STATE_COMMITTED: _GroupState.ValueType  # 5
     """A checkpoint covers it; its payload may be gone."""
     GROUP_STATE_DROPPED: _GroupState.ValueType  # 6
-    """Filtered; never trained. `reason` says by what."""
+    """Filtered, too stale, or taken out by DropGroups; never trained. `failure` says by what."""
     GROUP_STATE_FAILED: _GroupState.ValueType  # 7
     """Out of attempts; kept and visible, never trained. RetryGroups gives it others."""
 
@@ -148,7 +148,7 @@ GROUP_STATE_CONSUMED: GroupState.ValueType  # 4
 GROUP_STATE_COMMITTED: GroupState.ValueType  # 5
 """A checkpoint covers it; its payload may be gone."""
 GROUP_STATE_DROPPED: GroupState.ValueType  # 6
-"""Filtered; never trained. `reason` says by what."""
+"""Filtered, too stale, or taken out by DropGroups; never trained. `failure` says by what."""
 GROUP_STATE_FAILED: GroupState.ValueType  # 7
 """Out of attempts; kept and visible, never trained. RetryGroups gives it others."""
 Global___GroupState: _TypeAlias = GroupState  # noqa: Y015
@@ -955,6 +955,68 @@ class RetryGroupsResponse(_message.Message):
 Global___RetryGroupsResponse: _TypeAlias = RetryGroupsResponse  # noqa: Y015
 
 @_typing.final
+class DropGroupsRequest(_message.Message):
+    """Takes groups out."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STREAM_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    GROUP_IDS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    stream: _builtins.str
+    """The stream."""
+    request_id: _builtins.str
+    """Idempotency key, a new one for every wish: the same id answers what it answered and changes nothing more."""
+    reason: _builtins.str
+    """Why, for the history and ListGroups."""
+    @_builtins.property
+    def group_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Which, 1 to 1,024. Those that are DROPPED already stay as they are and are not counted."""
+
+    def __init__(
+        self,
+        *,
+        stream: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        group_ids: _abc.Iterable[_builtins.str] | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_ids", b"group_ids", "reason", b"reason", "request_id", b"request_id", "stream", b"stream"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropGroupsRequest: _TypeAlias = DropGroupsRequest  # noqa: Y015
+
+@_typing.final
+class DropGroupsResponse(_message.Message):
+    """What was taken out."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_GROUPS_FIELD_NUMBER: _builtins.int
+    NUM_BATCHES_FIELD_NUMBER: _builtins.int
+    num_groups: _builtins.int
+    """Groups dropped by this request."""
+    num_batches: _builtins.int
+    """Batches dissolved by this request: their steps get others."""
+    def __init__(
+        self,
+        *,
+        num_groups: _builtins.int = ...,
+        num_batches: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_batches", b"num_batches", "num_groups", b"num_groups"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropGroupsResponse: _TypeAlias = DropGroupsResponse  # noqa: Y015
+
+@_typing.final
 class GroupPut(_message.Message):
     """One group's end."""
 
@@ -1522,7 +1584,7 @@ class LedgerEvent(_message.Message):
     """The group; empty for events of a stream."""
     kind: _builtins.str
     """lower_snake_case: submitted, leased, released, lease_expired, put, dropped, failed, retried, expired,
-    batched, consumed, committed, forgotten, rewound, policy_version, stream_created, stream_deleted, limits_changed.
+    batched, unbatched, consumed, committed, forgotten, rewound, policy_version, stream_created, stream_deleted, limits_changed.
     """
     state: Global___GroupState.ValueType
     """The group's state after it."""

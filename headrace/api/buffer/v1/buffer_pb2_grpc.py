@@ -75,6 +75,11 @@ class BufferServiceStub:
                 request_serializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.RetryGroupsRequest.SerializeToString,
                 response_deserializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.RetryGroupsResponse.FromString,
                 _registered_method=True)
+        self.DropGroups = channel.unary_unary(
+                '/headrace.api.buffer.v1.BufferService/DropGroups',
+                request_serializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.DropGroupsRequest.SerializeToString,
+                response_deserializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.DropGroupsResponse.FromString,
+                _registered_method=True)
         self.PutGroups = channel.unary_unary(
                 '/headrace.api.buffer.v1.BufferService/PutGroups',
                 request_serializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.PutGroupsRequest.SerializeToString,
@@ -201,6 +206,19 @@ class BufferServiceServicer:
     def RetryGroups(self, request, context):
         """Gives FAILED groups back to producers, with all of their attempts before them. Idempotent by request_id.
         NOT_FOUND: no such group. FAILED_PRECONDITION with reason NOT_FAILED: a group is in another state; nothing changed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropGroups(self, request, context):
+        """Takes groups out for good, by an operator's word: QUEUED, LEASED (the lease ends), READY and FAILED ones become
+        DROPPED, their payloads are deleted, and others take their places. If a step that is not consumed has such a group
+        in its batch, the batch is dissolved: its other groups are READY without a batch again, and the next LeaseBatch of
+        the step chooses anew. A trainer that holds the old batch is refused at ConsumeBatch and starts from its checkpoint.
+        A group whose record is damaged is dropped by its id alone. Idempotent by request_id.
+        NOT_FOUND: no such group. FAILED_PRECONDITION with reason CONSUMED: a step has trained on it and no checkpoint has it
+        (Rewind first); COMMITTED: it is in a checkpoint. All of them are dropped or none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -345,6 +363,11 @@ def add_BufferServiceServicer_to_server(servicer, server):
                     servicer.RetryGroups,
                     request_deserializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.RetryGroupsRequest.FromString,
                     response_serializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.RetryGroupsResponse.SerializeToString,
+            ),
+            'DropGroups': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropGroups,
+                    request_deserializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.DropGroupsRequest.FromString,
+                    response_serializer=headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.DropGroupsResponse.SerializeToString,
             ),
             'PutGroups': grpc.unary_unary_rpc_method_handler(
                     servicer.PutGroups,
@@ -629,6 +652,33 @@ class BufferService:
             '/headrace.api.buffer.v1.BufferService/RetryGroups',
             headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.RetryGroupsRequest.SerializeToString,
             headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.RetryGroupsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropGroups(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.api.buffer.v1.BufferService/DropGroups',
+            headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.DropGroupsRequest.SerializeToString,
+            headrace_dot_api_dot_buffer_dot_v1_dot_buffer__pb2.DropGroupsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -29,6 +29,7 @@ class LoadedState:
     groups: tuple[Group, ...]
     position: int
     oldest_position: int
+    lost_groups: tuple[str, ...]
     damage: tuple[Damage, ...]
 
 
@@ -59,13 +60,15 @@ def load_state(connection: sqlite3.Connection) -> LoadedState:
     oldest, position = read("SELECT COALESCE(MIN(position), 1), COALESCE(MAX(position), 0) FROM events").fetchone()
     lost = {name.removeprefix("streams/") for name in damaged if name.startswith("streams/")}
     lost |= {group.stream for group in groups if group.stream not in streams}
+    damages = tuple(map(_row_damage, damaged))
     return LoadedState(
         tuple(streams.values()),
         tuple(sorted(lost)),
         tuple(group for group in groups if group.stream in streams),
         max(position, max((group.position for group in groups), default=0)),
         oldest,
-        tuple(map(_row_damage, damaged)),
+        tuple(sorted({damage.group_id for damage in damages if damage.group_id} - there)),
+        damages,
     )
 
 

@@ -96,6 +96,7 @@ class SqliteStore:
             state.position,
             state.oldest_position,
             state.lost_streams,
+            state.lost_groups,
             self._opened.torn_bytes,
         )
 
@@ -232,11 +233,11 @@ class SqliteStore:
                 self._note_damage(*found)
                 raise DataLoss(
                     f"the payload of sample {record.sample_id} in {PAYLOADS}/{file_name(found[0].file_id)} is "
-                    "damaged: drop its group or rewind past it"
+                    f"damaged: {_way_out(record)}"
                 )
             found = moved
         if record.key in self._payload_damage:
-            raise DataLoss(f"{self._payload_damage[record.key].what}: drop its group or rewind past it")
+            raise DataLoss(f"{self._payload_damage[record.key].what}: {_way_out(record)}")
         return checked_payload(record, None)
 
     def _check_extent(self, extent: Extent) -> None:
@@ -264,6 +265,11 @@ class SqliteStore:
                 (target / path.name).hardlink_to(path)
             active = self._payload_files.active
             return file_name(active) if active else None, self._payload_files.end
+
+
+def _way_out(record: SampleRecord) -> str:
+    """A payload's key begins with the id of its group."""
+    return f"headrace buffer drop --group {record.key.rpartition('#')[0]} --reason damaged takes its group out"
 
 
 def _new_extents(transaction: Transaction, rows: codec.Rows) -> list[NewExtent]:
