@@ -113,9 +113,11 @@ class Stream:
             return group.state, True, False
         if len(samples) < self.n_samples:
             raise No(grpc.StatusCode.INVALID_ARGUMENT)
-        held = {s.envelope.sample_id: s.envelope.digest for g in self.groups.values() for s in g.samples}
-        if any(held.get(s.envelope.sample_id, s.envelope.digest) != s.envelope.digest for s in samples):
+        held = {s.envelope.sample_id: s.envelope for g in self.groups.values() for s in g.samples}
+        if any(held.get(s.envelope.sample_id, s.envelope) != s.envelope for s in samples):
             raise No(grpc.StatusCode.ALREADY_EXISTS)
+        if any(r.policy_version > self.version for s in samples for r in s.envelope.policy_ranges):
+            raise No(grpc.StatusCode.INVALID_ARGUMENT)
         if group.state != LEASED or group.lease_id != lease_id:
             return group.state, False, True
         self._end_lease(group, samples)
@@ -264,4 +266,4 @@ class Stream:
 
 
 def _fingerprint(samples: tuple[sample_pb2.Sample, ...]) -> str:
-    return " ".join(f"{s.envelope.sample_id} {s.envelope.digest.hex()}" for s in samples)
+    return " ".join(s.envelope.SerializeToString(deterministic=True).hex() for s in samples)

@@ -68,6 +68,7 @@ class Driver:
         often = (self.submit, self.put, self.put, self.train, self.train)
         commands = (
             *often, *often, self.lease, self.lease, self.lease, self.put_again, self.put_other, self.drop, self.fail,
+            self.put_other_reward, self.put_ahead,
             self.release, self.renew, self.retry, self.take_out, self.serve, self.serve, self.commit, self.rewind,
             self.old_epoch,
         )  # fmt: skip
@@ -173,6 +174,29 @@ class Driver:
         names = [s.envelope.sample_id for s in group.samples]
         others = tuple(sample(name, group.group_id, i, 0, body=body) for i, name in enumerate(names))
         await self._put(stream, group, lease_id, others)
+
+    async def put_other_reward(self, stream: Stream) -> None:
+        """The same samples and bytes, and one with another reward."""
+        put = [group for group in stream.groups.values() if group.samples and group.state != COMMITTED]
+        if put:
+            group = self._chance.choice(put)
+            first, *others = group.samples
+            changed = sample_pb2.Sample.FromString(first.SerializeToString())
+            changed.envelope.reward += 1
+            await self._put(stream, group, first.envelope.sample_id.rpartition("/")[0], (changed, *others))
+
+    async def put_ahead(self, stream: Stream) -> None:
+        """Tokens of a policy version that is not served yet."""
+        group = self._leased(stream)
+        if group:
+            body = payload([1, 2, 3, 4, 5], 2)
+            ahead = stream.version + self._chance.choice((1, 1_000_000))
+            versions = [stream.version] * (stream.n_samples - 1) + [ahead]
+            samples = [
+                sample(f"{group.lease_id}/{i}", group.group_id, i, version, body=body)
+                for i, version in enumerate(versions)
+            ]
+            await self._put(stream, group, group.lease_id, tuple(samples))
 
     async def _put(self, stream: Stream, group: Group, lease_id: str, samples: tuple[sample_pb2.Sample, ...]) -> None:
         one = pb.GroupPut(lease_id=lease_id, group_id=group.group_id, outcome=pb.PUT_OUTCOME_COMPLETE, samples=samples)

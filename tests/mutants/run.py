@@ -7,6 +7,7 @@ Exit status 1 when a mutant survives that README.md does not explain. One that i
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import os
 import re
@@ -19,11 +20,15 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from py_compile import PycInvalidationMode
 from queue import SimpleQueue
 
 from tests.mutants.mutant import AREAS, ROOT, Mutant, mutants_of
 
-_LIBRARIES = ("aiohttp.web", "pyarrow", "safetensors.torch", "torch.distributed")
+_LIBRARIES = (
+    *("aiohttp.web", "grpc_reflection.v1alpha.reflection", "httpx", "psycopg", "pyarrow", "sqlite3", "yaml"),
+    *("safetensors.torch", "torch.distributed", "megatron.core.optimizer"),
+)
 _README = Path(__file__).parent / "README.md"
 _SLOW = (
     "tests/contract/test_buffer_service.py::test_a_client_waits_through_a_restart_of_the_buffer",
@@ -45,6 +50,8 @@ def tree_copy() -> Iterator[Path]:
             if (ROOT / path).is_file():
                 (folder / path).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / path, folder / path)
+        # By hash: of a file that is changed and changed back within a second, no stale bytecode is taken.
+        compileall.compile_dir(folder, quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
         yield folder
 
 
@@ -55,7 +62,7 @@ class TreeUnderTest:
         self.folder = folder
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("forked_pytest.py")), str(folder), *libraries],
-            env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
+            env={**os.environ, "PYTHONPATH": str(folder)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

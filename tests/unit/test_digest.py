@@ -26,4 +26,5 @@ def test_nothing_matches_a_hash_that_is_not_known() -> None:
     assert matches(digest_of(b"payload"), b"payload")
     assert not matches(digest_of(b"payload"), b"another")
     assert not matches(b"\x99" + digest_of(b"payload")[1:], b"payload")
+    assert not matches(b"\x99\x20" + hashlib.sha256(b"payload").digest(), b"payload")
     assert not matches(b"", b"")

@@ -20,7 +20,7 @@ from headrace.hooks import from_hook
 from headrace.json_text import from_json, to_json
 from headrace.judgement import ScoreError, unpack_result
 from headrace.policy_range import PolicyRange, check_covered, check_ranges
-from headrace.sample_checks import ModelBounds
+from headrace.sample_checks import ModelBounds, check_experts, check_loss_mask, check_row
 from headrace.trajectory import Failure, Sample, Status
 from headrace.wire.limits import MAX_JSON_DEPTH
 
@@ -237,6 +237,28 @@ def test_a_payload_that_is_no_payload_is_not_read() -> None:
     sample.envelope.digest, sample.envelope.payload_bytes = digest_of(sample.payload), len(sample.payload)
     with pytest.raises(InvalidArgument, match="does not parse"):
         Sample.unpack(sample)
+
+
+@pytest.mark.parametrize("length", [2, 4])
+def test_a_row_is_neither_shorter_nor_longer_than_the_response(length: int) -> None:
+    check_row("sample s: loss_mask", np.ones(3, np.uint8), 3)
+    with pytest.raises(InvalidArgument, match=f"has {length} entries, must have 3"):
+        check_row("sample s: loss_mask", np.ones(length, np.uint8), 3)
+
+
+def test_a_mask_is_zero_or_one() -> None:
+    check_loss_mask("mask", np.asarray([0, 1], np.uint8))
+    with pytest.raises(InvalidArgument, match=r"mask\[1\] is 2, must be 0 or 1"):
+        check_loss_mask("mask", np.asarray([0, 2], np.uint8))
+
+
+@pytest.mark.parametrize(
+    "experts", [np.zeros((4, 2, 2), np.int32), np.zeros((3, 2, 2), np.int16), np.zeros((5, 2, 2), np.int16)]
+)
+def test_experts_are_int16_of_all_tokens_but_the_last(experts: np.ndarray[Any, Any]) -> None:
+    check_experts("experts", np.zeros((4, 2, 2), np.int16), num_tokens=5)
+    with pytest.raises(InvalidArgument, match="experts is"):
+        check_experts("experts", experts, num_tokens=5)
 
 
 def test_the_model_bounds_tokens_and_experts() -> None:

@@ -21,6 +21,11 @@ def test_a_plan_without_buckets_is_refused() -> None:
         replace(PLAN, buckets={}, groups=[])
 
 
+def test_a_plan_without_a_name_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="publication_id is empty"):
+        replace(PLAN, publication_id="")
+
+
 def test_what_is_committed_is_neither_open_nor_aborted_any_more() -> None:
     transaction = Transaction(PLAN, ("engine-0",), received=set(PLAN.buckets))
     transaction.commit()

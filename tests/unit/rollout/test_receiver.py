@@ -90,6 +90,24 @@ async def test_a_joined_group_of_other_engines_is_refused_before_any_engine_noti
     assert fakes.fake(0).groups == {"h"}
 
 
+async def test_a_group_that_engines_left_at_an_abort_is_not_used_again(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    await publish(receiver, PLAN)
+    joined = replace(PLAN, publication_id="p2", policy_version=4, groups=[replace(PLAN.groups[0], joined=True)])
+    await receiver.begin(joined)
+    await receiver.abort("p2", "no")
+    with pytest.raises(GroupGone):
+        await receiver.begin(replace(joined, publication_id="p3"))
+
+
+async def test_what_the_old_weights_left_in_the_cache_goes_before_an_engine_goes_on(fakes: FakeFleet) -> None:
+    await publish(Receiver(fakes.fleet), PLAN)
+    for number in (0, 1):
+        calls = fakes.fake(number).calls
+        received = len(calls) - calls[::-1].index("/update_weights_from_distributed")
+        assert received < calls.index("/flush_cache", received) < calls.index("/continue_generation", received)
+
+
 async def test_every_call_may_be_repeated(fakes: FakeFleet) -> None:
     receiver = Receiver(fakes.fleet)
     assert await receiver.begin(PLAN) == await receiver.begin(PLAN)
@@ -148,6 +166,8 @@ async def test_without_the_senders_checksums_engines_are_compared_with_each_othe
     with pytest.raises(ChecksumMismatch, match="engines differ from each other"):
         await receiver.commit("p1", {})
     assert fakes.fleet.policy_version == 0
+    assert EngineState.STALE not in [e.state for e in fakes.fleet.engines], "nobody knows which of them is right"
+    await fakes.until(lambda: [e.restarts for e in fakes.fleet.engines] == [1, 1])
 
 
 async def test_when_all_engines_fail_the_publication_is_aborted(fakes: FakeFleet) -> None:
@@ -210,6 +230,17 @@ async def test_when_all_refuse_a_bucket_none_is_started_again(fakes: FakeFleet) 
         await receiver.receive("p1", 0)
     await receiver.abort("p1", "the sender heard of it")
     assert [(e.state, e.restarts) for e in fakes.fleet.engines] == [(EngineState.STALE, 0)] * 2
+
+
+async def test_engines_that_all_refused_leave_the_publication_though_nobody_aborts_it(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    for number in (0, 1):
+        fakes.fake(number).faults["/update_weights_from_distributed"] = "refuse"
+    await receiver.begin(PLAN)
+    with pytest.raises(PublicationAborted):
+        await receiver.receive("p1", 0)
+    async with asyncio.timeout(20):
+        await fakes.until(lambda: [e.state for e in fakes.fleet.engines] == [EngineState.STALE] * 2)
 
 
 async def test_a_publication_past_its_deadline_aborts_itself(fakes: FakeFleet) -> None:

@@ -270,6 +270,17 @@ def test_nothing_is_newest_in_a_folder_that_is_not_there(tmp_path: Path) -> None
     assert newest(tmp_path / "nowhere") is None
 
 
+@pytest.mark.parametrize("damage", ["no file", "a short file"])
+def test_the_newest_whole_checkpoint_has_all_its_files_in_full(
+    checkpoints: Checkpoints, tmp_path: Path, damage: str
+) -> None:
+    for step in (1, 2):
+        _save(checkpoints, step)
+    _damage(tmp_path / "checkpoints" / step_name(2), damage)
+    found = newest(tmp_path / "checkpoints")
+    assert found and found[1].step == 1
+
+
 OPERATIONS = ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir")
 
 

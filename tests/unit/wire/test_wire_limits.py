@@ -48,6 +48,26 @@ def test_a_float_is_finite_and_in_its_range(number: float) -> None:
         checks.require_finite(number, "seconds", most=10.0)
 
 
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_float_without_an_upper_bound_is_finite_all_the_same(number: float) -> None:
+    assert checks.require_finite(1e300, "seconds") == 1e300
+    with pytest.raises(InvalidArgument, match="must be 0 or more"):
+        checks.require_finite(number, "seconds")
+
+
+def test_a_list_has_some_entries_and_not_too_many_and_bytes_have_an_end() -> None:
+    checks.require_some(1, "ids")
+    checks.require_at_most(5, 5, "ids")
+    checks.require_bytes(5, 5, "data")
+    for refused in (
+        lambda: checks.require_some(0, "ids"),
+        lambda: checks.require_at_most(6, 5, "ids"),
+        lambda: checks.require_bytes(6, 5, "data"),
+    ):
+        with pytest.raises(InvalidArgument):
+            refused()
+
+
 def test_json_is_an_object_of_a_size_and_a_depth() -> None:
     deepest = '{"a":' * 64 + "1" + "}" * 64
     assert checks.require_json_object("", "f") == {}
