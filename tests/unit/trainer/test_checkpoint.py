@@ -278,7 +278,8 @@ def test_the_newest_whole_checkpoint_has_all_its_files_in_full(
         _save(checkpoints, step)
     _damage(tmp_path / "checkpoints" / step_name(2), damage)
     found = newest(tmp_path / "checkpoints")
-    assert found and found[1].step == 1
+    assert found is not None
+    assert found[1].step == 1
 
 
 OPERATIONS = ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir")
