@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
+from types import BuiltinMethodType
 from typing import Any
 
 import grpc
@@ -18,9 +19,9 @@ from headrace.errors import DeadlineExceeded, HeadraceError, Internal, InvalidAr
 from headrace.rpc.log import log
 from headrace.rpc.metrics import RpcMetrics
 from headrace.rpc.peers import PeerCalls
+from headrace.rpc.request_limits import RequestLimits
 from headrace.rpc.status import DETAILS_KEY, to_status
-from headrace.wire.checks import require_few_fields
-from headrace.wire.limits import MAX_PUT_REQUEST_BYTES
+from headrace.wire.field_count import layout_of, require_few_fields
 
 # For callers that set no deadline (curl-like tools): nothing waits for ever.
 DEFAULT_DEADLINE_SECONDS = 600.0
@@ -36,14 +37,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         services: frozenset[str],
         metrics: RpcMetrics,
         peers: PeerCalls,
-        request_limits: Mapping[str, int],
+        request_limits: RequestLimits,
         gate: Callable[[], None],
     ) -> None:
         """`gate` raises what every call is to be answered now."""
         self._services = services
         self._metrics = metrics
         self._peers = peers
-        self._request_limits = request_limits
+        self._limits = request_limits
         self._gate = gate
         self._wrapped: dict[str, Any] = {}
 
@@ -66,7 +67,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         return grpc.unary_unary_rpc_method_handler(self._unary(handler, method), None, handler.response_serializer)
 
     def _unary(self, handler: Any, method: str) -> Callable[[bytes, Context], Awaitable[Any]]:
-        most = self._most_bytes(method)
+        decode = self._decoder(handler.request_deserializer, method)
 
         async def behavior(data: bytes, context: Context) -> Any:
             with _Call(method, context, self._metrics) as call:
@@ -74,7 +75,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
                     self._gate()
                     async with asyncio.timeout(call.seconds_left()):
                         with self._peers.one_of(context.peer()):
-                            return await handler.unary_unary(_decode(handler, data, most), context)
+                            return await handler.unary_unary(await decode(data), context)
                 except Exception as error:  # the RPC boundary: everything becomes a status
                     await call.abort(error)
 
@@ -82,14 +83,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
 
     def _streaming(self, handler: Any, method: str) -> Callable[[bytes, Context], Awaitable[None]]:
         """Writes the replies: gRPC keeps the last one of a generator until the next, for which a watch waits long."""
-        most = self._most_bytes(method)
+        decode = self._decoder(handler.request_deserializer, method)
 
         async def behavior(data: bytes, context: Context) -> None:
             with _Call(method, context, self._metrics) as call:
                 try:
                     self._gate()
                     with self._peers.one_of(context.peer()):
-                        async for reply in handler.unary_stream(_decode(handler, data, most), context):
+                        async for reply in handler.unary_stream(await decode(data), context):
                             await context.write(handler.response_serializer(reply))
                             del reply
                 except Exception as error:  # the RPC boundary: everything becomes a status
@@ -97,8 +98,30 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
 
         return behavior
 
-    def _most_bytes(self, method: str) -> int | None:
-        return self._request_limits.get(method, self._request_limits.get(""))
+    def _decoder(self, deserializer: Any, method: str) -> Callable[[bytes], Awaitable[Any]]:
+        """Generated classes parse a request as a whole; a function of a service's own bounds what it reads."""
+        most_bytes, most_fields = self._limits.most_bytes(method), self._limits.most_fields(method)
+        is_generated = isinstance(deserializer, BuiltinMethodType)
+        layout = layout_of(deserializer.__self__.DESCRIPTOR) if is_generated else None
+
+        async def decode(data: bytes) -> Any:
+            if len(data) > most_bytes:
+                raise InvalidArgument(
+                    f"the request has {len(data)} bytes, may have {most_bytes}: make several calls of it",
+                    reason="TOO_LARGE",
+                    limit=str(most_bytes),
+                )
+            if layout is not None:
+                await require_few_fields(data, layout, most_fields)
+            try:
+                return deserializer(data)
+            except DecodeError as error:
+                raise InvalidArgument(
+                    f"the request's {len(data)} bytes are not the message this method takes: {error}",
+                    reason="MALFORMED_REQUEST",
+                ) from error
+
+        return decode
 
 
 class _Call:
@@ -154,21 +177,3 @@ class _Call:
             await self._context.abort(error.status, status.message, trailer)
         except grpc.aio.InternalError as gone:
             raise asyncio.CancelledError from gone
-
-
-def _decode(handler: Any, data: bytes, most: int | None) -> Any:
-    if most is not None and len(data) > most:
-        raise InvalidArgument(
-            f"the request has {len(data)} bytes, may have {most}: make several calls of it",
-            reason="TOO_LARGE",
-            limit=str(most),
-        )
-    if most is not None and most < MAX_PUT_REQUEST_BYTES:
-        require_few_fields(data)
-    try:
-        return handler.request_deserializer(data)
-    except DecodeError as error:
-        raise InvalidArgument(
-            f"the request's {len(data)} bytes are not the message this method takes: {error}",
-            reason="MALFORMED_REQUEST",
-        ) from error

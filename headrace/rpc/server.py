@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +22,11 @@ from headrace.rpc.log import log
 from headrace.rpc.metrics import RpcMetrics
 from headrace.rpc.net import Address, require_free
 from headrace.rpc.peers import DEFAULT_MAX_CALLS, PeerCalls
+from headrace.rpc.request_limits import RequestLimits
 
 MAX_MESSAGE_BYTES = 256 << 20
 DRAIN_SECONDS = 3.0
-NO_REQUEST_LIMITS: Mapping[str, int] = {}
+DEFAULT_LIMITS = RequestLimits()
 
 # Without the pending limits gRPC cuts calls beyond about 3,000 waiting; with so_reuseport two servers share a port.
 OPTIONS: Sequence[tuple[str, int]] = (
@@ -64,10 +65,10 @@ class RpcServer:
         metrics_address: str | None = None,
         insecure: bool = False,
         max_calls_per_peer: int = DEFAULT_MAX_CALLS,
-        request_limits: Mapping[str, int] = NO_REQUEST_LIMITS,
+        request_limits: RequestLimits = DEFAULT_LIMITS,
         gate: Callable[[], None] = lambda: None,
     ) -> None:
-        """`request_limits`: the bytes of a request by its method, "" being every other one.
+        """`request_limits`: what a request may have, by its method.
 
         `gate` raises what every call of the services is to be answered now; health and reflection go on.
         """

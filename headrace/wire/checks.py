@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 from headrace.errors import InvalidArgument
 from headrace.wire.limits import (
     MAX_COUNTER,
-    MAX_FIELDS,
     MAX_ID_CHARACTERS,
     MAX_JSON_BYTES,
     MAX_JSON_DEPTH,
@@ -76,36 +75,6 @@ def require_bytes(num_bytes: int, most: int, field: str) -> None:
         raise InvalidArgument(
             f"{field} has {num_bytes} bytes, may have {most}", field=field, reason="TOO_LARGE", limit=str(most)
         )
-
-
-def require_few_fields(data: bytes) -> None:
-    """Raises InvalidArgument for a message of too many fields, before it is parsed: empty ones cost two bytes each."""
-    if len(data) <= 2 * MAX_FIELDS:
-        return
-    at = count = 0
-    try:
-        while at < len(data) and count <= MAX_FIELDS:
-            count += 1
-            tag, at = _varint(data, at)
-            kind = tag & 7
-            if kind == 2:
-                length, at = _varint(data, at)
-                at += length
-            elif kind == 0:
-                _, at = _varint(data, at)
-            else:
-                at += 8 if kind == 1 else 4
-    except IndexError:
-        return  # cut off: the parser says so
-    require_at_most(count, MAX_FIELDS, "the request")
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while data[at] > 0x7F:
-        value |= (data[at] & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-    return value | data[at] << shift, at + 1
 
 
 def require_between(value: int, least: int, most: int, field: str) -> int:

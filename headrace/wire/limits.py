@@ -44,8 +44,12 @@ MAX_RELEASE_REQUEST_BYTES: Final = 64 << 20
 """A ReleaseLeases request."""
 MAX_PUT_REQUEST_BYTES: Final = 256 << 20
 """A PutGroups request."""
-MAX_FIELDS: Final = 70_000
-"""Fields of a request, each entry of a repeated one being one."""
+MAX_SCORE_REQUEST_BYTES: Final = 64 << 20
+"""A Score request."""
+MAX_FIELDS: Final = 200_000
+"""Fields of a request, those of nested messages included; each entry of a repeated one is one."""
+MAX_PUBLISH_FIELDS: Final = 600_000
+"""The same of a BeginPublish or CommitPublish."""
 MAX_ANSWER_BYTES: Final = 3 << 20
 """Answers are filled up to here, below the 4 MiB that gRPC takes by default; a larger item comes alone."""
 MAX_BATCH_ANSWER_BYTES: Final = 32 << 20
@@ -98,7 +102,7 @@ MAX_EVAL_SAMPLES: Final = 1 << 20
 """Samples of an evaluation."""
 MAX_EVALUATIONS: Final = 8
 """Evaluations at the same time."""
-MAX_TENSORS: Final = 1 << 20
+MAX_TENSORS: Final = 100_000
 """Tensors of a manifest, and checksums of a commit."""
 MAX_BUCKETS: Final = 1 << 16
 """Buckets of a publication."""
@@ -126,7 +130,7 @@ MAX_ENVELOPE_BYTES: Final = 64 << 10
 MAX_PAYLOAD_BYTES: Final = 64 << 20
 """A sample's payload; larger columns come out of line."""
 MAX_GROUP_ENVELOPE_BYTES: Final = 16 << 20
-"""The envelopes of a group."""
+"""The envelopes of a group, and those of all groups of a PutGroups."""
 MAX_PARTIAL_BYTES: Final = 64 << 20
 """Envelopes and payloads of the partial samples of a group."""
 MAX_TAGS: Final = 64

@@ -10,6 +10,7 @@ import grpc
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.buffer.v1 import buffer_pb2_grpc
 from headrace.rpc.interceptor import DEFAULT_DEADLINE_SECONDS
+from headrace.rpc.request_limits import RequestLimits
 from headrace.wire.checks import (
     cut_text,
     require_at_most,
@@ -33,7 +34,6 @@ from headrace.wire.limits import (
     MAX_PUTS_PER_CALL,
     MAX_RELEASE_REQUEST_BYTES,
     MAX_RELEASES_PER_CALL,
-    MAX_REQUEST_BYTES,
     MAX_RETRIES_PER_CALL,
     MAX_SAMPLES_PER_FETCH,
     MAX_SUBMIT_REQUEST_BYTES,
@@ -52,13 +52,13 @@ from services.buffer.wire_bytes import RawPut, batch_group_bytes, sample_bytes
 from services.buffer.wire_checks import require_sha256
 
 DEFAULT_PAGE_SIZE = 100
-REQUEST_LIMITS = {
-    "": MAX_REQUEST_BYTES,
-    "SubmitPrompts": MAX_SUBMIT_REQUEST_BYTES,
-    "ReleaseLeases": MAX_RELEASE_REQUEST_BYTES,
-    "PutGroups": MAX_PUT_REQUEST_BYTES,
-}
-"""Bytes of a request, by method; "" is every other."""
+REQUEST_LIMITS = RequestLimits(
+    num_bytes={
+        "SubmitPrompts": MAX_SUBMIT_REQUEST_BYTES,
+        "ReleaseLeases": MAX_RELEASE_REQUEST_BYTES,
+        "PutGroups": MAX_PUT_REQUEST_BYTES,
+    }
+)
 _ANSWER_MARGIN_SECONDS = 0.25
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -123,7 +123,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         require_at_most(len(request.releases), MAX_RELEASES_PER_CALL, "releases")
         num_samples = sum(len(release.partial_samples) for release in request.releases)
         require_at_most(num_samples, MAX_PUT_SAMPLES_PER_CALL, "releases.partial_samples")
-        await self._buffer.release([wire.to_release(release) async for release in paced(request.releases)])
+        await self._buffer.release([await wire.to_release(release) async for release in paced(request.releases)])
         return pb.ReleaseLeasesResponse()
 
     async def RetryGroups(self, request: pb.RetryGroupsRequest, context: Context) -> pb.RetryGroupsResponse:
@@ -145,7 +145,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         require_some(len(request), "groups")
         require_at_most(len(request), MAX_PUTS_PER_CALL, "groups")
         require_at_most(sum(len(put.samples) for put in request), MAX_PUT_SAMPLES_PER_CALL, "groups.samples")
-        results = await self._buffer.put([wire.to_put(put) async for put in paced(request)])
+        results = await self._buffer.put([await wire.to_put(put) async for put in paced(request)])
         return pb.PutGroupsResponse(results=[wire.from_put_result(result) for result in results])
 
     async def LeaseBatch(self, request: pb.LeaseBatchRequest, context: Context) -> bytes:

@@ -13,6 +13,7 @@ from headrace.trajectory import Failure
 from headrace.wire.checks import cut_text, require_at_most, require_bytes, require_id, require_some, shown
 from headrace.wire.limits import MAX_COUNTER, MAX_PARTIAL_BYTES, MAX_STATES
 from services.buffer.group import Group, GroupState, Prompt, SampleRecord, payload_key
+from services.buffer.pace import paced
 from services.buffer.producing import GroupPut, NoLeaseReason, PutOutcome, PutResult, Release
 from services.buffer.store.base import Damage
 from services.buffer.transaction import LedgerEvent, Payload
@@ -42,7 +43,7 @@ def from_prompt(prompt: Prompt) -> sample_pb2.Prompt:
     return sample_pb2.Prompt.FromString(prompt.body)
 
 
-def to_put(put: RawPut) -> GroupPut:
+async def to_put(put: RawPut) -> GroupPut:
     """Checked by itself, but for its payloads' digests."""
     message = put.rest
     group_id = require_id(message.group_id, "groups.group_id")
@@ -55,11 +56,12 @@ def to_put(put: RawPut) -> GroupPut:
     elif not message.HasField("failure"):
         raise InvalidArgument(f"the put of {group_id} is {outcome.value} and does not say why", field="groups.failure")
     samples = put.samples if outcome is PutOutcome.COMPLETE else ()
+    new = [_to_finished(s, group_id, payload_key(message.lease_id, i)) async for i, s in paced(enumerate(samples))]
     return GroupPut(
         lease_id=require_id(message.lease_id, "groups.lease_id"),
         group_id=group_id,
         outcome=outcome,
-        samples=_distinct([_to_finished(s, group_id, payload_key(message.lease_id, i)) for i, s in enumerate(samples)]),
+        samples=_distinct(new),
         failure=to_failure(message.failure, "groups.failure") if message.HasField("failure") else None,
     )
 
@@ -97,19 +99,20 @@ def _parse_envelope(data: bytes) -> sample_pb2.SampleEnvelope:
         ) from error
 
 
-def to_release(message: pb.LeaseRelease) -> Release:
+async def to_release(message: pb.LeaseRelease) -> Release:
     """A lease given back."""
     lease_id = require_id(message.lease_id, "releases.lease_id")
-    samples = [RawSample(s.envelope.SerializeToString(), s.payload) for s in message.partial_samples]
+    samples = [RawSample(s.envelope.SerializeToString(), s.payload) async for s in paced(message.partial_samples)]
     field = "releases.partial_samples"
     check_group([len(sample.envelope) for sample in samples], field)
     require_bytes(sum(len(s.envelope) + len(s.payload) for s in samples), MAX_PARTIAL_BYTES, field)
     group_id = lease_id.rpartition("#")[0]
-    partials = tuple(
+    pairs = enumerate(zip(samples, message.partial_samples, strict=True))
+    partials = [
         _to_sample(sample, packed.envelope, group_id, payload_key(lease_id, i))
-        for i, (sample, packed) in enumerate(zip(samples, message.partial_samples, strict=True))
-    )
-    return Release(lease_id, partials, cut_text(message.reason))
+        async for i, (sample, packed) in paced(pairs)
+    ]
+    return Release(lease_id, tuple(partials), cut_text(message.reason))
 
 
 def _to_sample(sample: RawSample, envelope: sample_pb2.SampleEnvelope, group_id: str, key: str) -> NewSample:

@@ -16,13 +16,20 @@ from google.protobuf.message import DecodeError
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.buffer.v1 import buffer_pb2_grpc
 from headrace.client.put_request import varint
-from headrace.wire.checks import require_at_most
-from headrace.wire.limits import MAX_PUT_SAMPLES_PER_CALL, MAX_PUTS_PER_CALL
+from headrace.wire.checks import require_at_most, require_bytes
+from headrace.wire.limits import (
+    MAX_ENVELOPE_BYTES,
+    MAX_GROUP_ENVELOPE_BYTES,
+    MAX_PUT_SAMPLES_PER_CALL,
+    MAX_PUTS_PER_CALL,
+)
 from services.buffer.group import SampleRecord
 from services.buffer.transaction import Payload
 
-_PARSED_BYTES = 4 << 20
+_PARSED_BYTES = 256 << 10
 """A request beyond it is only walked, never parsed as a whole: many small parts would take much memory and time."""
+_REST_BYTES = 4 << 20
+"""Of all puts of a request without their samples: two ids and a failure each."""
 _MOST_FIELDS = 64
 """Of a put without its samples, and of a sample, those unknown here included."""
 _GROUPS = 1  # of PutGroupsRequest
@@ -61,12 +68,16 @@ def parse_puts(data: bytes) -> list[RawPut]:
 
 def _puts(data: bytes) -> list[RawPut]:
     puts: list[RawPut] = []
-    num_samples = 0
+    num_samples = envelope_bytes = rest_bytes = 0
     for count, (number, _, start, end) in enumerate(fields(data, 0, len(data)), 1):
         require_at_most(count, MAX_PUTS_PER_CALL, "groups")
         if number == _GROUPS:
-            puts.append(_put(data, start, end, MAX_PUT_SAMPLES_PER_CALL - num_samples))
-            num_samples += len(puts[-1].samples)
+            put, num_bytes = _put(data, start, end, MAX_PUT_SAMPLES_PER_CALL - num_samples, _REST_BYTES - rest_bytes)
+            num_samples += len(put.samples)
+            envelope_bytes += sum([len(sample.envelope) for sample in put.samples])
+            require_bytes(envelope_bytes, MAX_GROUP_ENVELOPE_BYTES, "groups.samples.envelope")
+            rest_bytes += num_bytes
+            puts.append(put)
     return puts
 
 
@@ -120,9 +131,11 @@ def add_to_server(servicer: Any, server: Any) -> None:
     server.add_registered_method_handlers(name, handlers)
 
 
-def _put(data: bytes, start: int, end: int, most_samples: int) -> RawPut:
+def _put(data: bytes, start: int, end: int, most_samples: int, most_bytes: int) -> tuple[RawPut, int]:
+    """The put, and the bytes of all of it but its samples: `most_bytes` at most."""
     samples: list[RawSample] = []
     rest: list[bytes] = []
+    num_bytes = 0
     view = memoryview(data)
     for number, field, contents, stop in fields(data, start, end):
         if number == _SAMPLES:
@@ -130,8 +143,10 @@ def _put(data: bytes, start: int, end: int, most_samples: int) -> RawPut:
             samples.append(_sample(data, view, contents, stop))
         else:
             require_at_most(len(rest) + 1, _MOST_FIELDS, "groups")
+            num_bytes += stop - field
+            require_bytes(num_bytes, most_bytes, "groups without their samples")
             rest.append(data[field:stop])
-    return RawPut(pb.GroupPut.FromString(b"".join(rest)), tuple(samples))
+    return RawPut(pb.GroupPut.FromString(b"".join(rest)), tuple(samples)), num_bytes
 
 
 def _sample(data: bytes, view: memoryview, start: int, end: int) -> RawSample:
@@ -140,6 +155,7 @@ def _sample(data: bytes, view: memoryview, start: int, end: int) -> RawSample:
     for count, (number, _, contents, stop) in enumerate(fields(data, start, end)):
         require_at_most(count, _MOST_FIELDS, "groups.samples")
         if number == _ENVELOPE and envelope is None:
+            require_bytes(stop - contents, MAX_ENVELOPE_BYTES, "groups.samples.envelope")
             envelope = data[contents:stop]
         elif number == _PAYLOAD and payload is None:
             payload = view[contents:stop]

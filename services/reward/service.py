@@ -10,8 +10,9 @@ from headrace.api.reward.v1.reward_pb2_grpc import add_RewardServiceServicer_to_
 from headrace.config.job import RewardSection
 from headrace.errors import ConfigError
 from headrace.hooks import HookArgs, RewardForm, RewardHook, prepare_reward, reward_hook
+from headrace.rpc.request_limits import RequestLimits
 from headrace.rpc.server import RpcServer, Service
-from headrace.wire.limits import MAX_SCORE_ITEMS
+from headrace.wire.limits import MAX_SCORE_ITEMS, MAX_SCORE_REQUEST_BYTES
 from headrace.workers import WorkerError, WorkerPool
 from services.reward.builtin import prepare_builtin
 from services.reward.judge import Judge
@@ -53,7 +54,14 @@ class RewardServer:
             timeout_seconds=reward.reward_timeout_seconds,
         )
         service = Service(RewardServicer(judge), add_RewardServiceServicer_to_server, NAME)
-        rpc = RpcServer("reward", address, [service], metrics_address=metrics_address, insecure=insecure)
+        rpc = RpcServer(
+            "reward",
+            address,
+            [service],
+            metrics_address=metrics_address,
+            insecure=insecure,
+            request_limits=RequestLimits(num_bytes={"Score": MAX_SCORE_REQUEST_BYTES}),
+        )
         metrics.show(rpc.metrics.registry, pool)
         try:
             await pool.start()

@@ -17,7 +17,7 @@ from headrace.rpc.net import Address, require_free
 from headrace.rpc.server import RpcServer, Service
 from services.rollout.engine.machine import probe
 from services.rollout.service import RolloutService, sglang_factory
-from services.rollout.servicer import RolloutServicer
+from services.rollout.servicer import REQUEST_LIMITS, RolloutServicer
 
 
 def main() -> int:
@@ -46,6 +46,7 @@ async def _serve(job: Job, arguments: argparse.Namespace) -> None:
         [Service(RolloutServicer(service.parts), rollout_pb2_grpc.add_RolloutServiceServicer_to_server, name)],
         metrics_address=arguments.metrics_address,
         insecure=arguments.insecure,
+        request_limits=REQUEST_LIMITS,
     )
     server.metrics.registry.register(registry)
     await service.start()

@@ -10,7 +10,9 @@ import grpc
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.api.rollout.v1 import rollout_pb2_grpc
+from headrace.rpc.request_limits import RequestLimits
 from headrace.wire.checks import cut_text, require_id
+from headrace.wire.limits import MAX_PUBLISH_FIELDS
 from services.rollout.publication.plan import plan_of
 from services.rollout.service import RolloutParts
 from services.rollout.wire import (
@@ -25,6 +27,7 @@ from services.rollout.wire import (
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _ID = "publication_id"
+REQUEST_LIMITS = RequestLimits(num_fields={"BeginPublish": MAX_PUBLISH_FIELDS, "CommitPublish": MAX_PUBLISH_FIELDS})
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):

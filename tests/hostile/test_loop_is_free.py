@@ -8,25 +8,34 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import hashlib
+import random
 import time
 from asyncio import events
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from google.protobuf.message_factory import GetMessageClass
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
+from headrace.rpc.server import OPTIONS
 from headrace.wire import limits
 from services.buffer.application import Buffer
-from services.buffer.servicer import BufferServicer
 from services.buffer.store.memory import MemoryStore
-from services.buffer.wire_bytes import parse_puts
+from services.buffer.store.sqlite.store import SqliteStore
+from services.buffer.wire_bytes import length_delimited
 from tests.support.buffer_samples import completed_sample, failed_put
+from tests.support.buffer_server import served_buffer
 
+MESSAGES = {name: GetMessageClass(kind) for name, kind in pb.DESCRIPTOR.message_types_by_name.items()}
 MOST_SECONDS = 0.05
 CALM_SECONDS = 0.009
 """Of `slowness` where nothing else runs."""
@@ -36,7 +45,7 @@ CALM_SECONDS = 0.009
 class Watchdog:
     """The longest step of the loop, by the call that was made."""
 
-    longest: dict[str, float] = field(default_factory=dict)
+    longest: dict[str, float] = dataclass_field(default_factory=dict)
     call: str | None = None
 
     @contextmanager
@@ -48,8 +57,8 @@ class Watchdog:
             self.call = None
 
     def note(self, seconds: float) -> None:
-        if self.call:
-            self.longest[self.call] = max(seconds, self.longest.get(self.call, 0.0))
+        assert self.call
+        self.longest[self.call] = max(seconds, self.longest.get(self.call, 0.0))
 
 
 @pytest.fixture
@@ -57,9 +66,10 @@ def watchdog(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watchdog]:
     watchdog, run = Watchdog(), events.Handle._run
 
     def timed(handle: events.Handle) -> None:
-        began = time.thread_time()
+        call, began = watchdog.call, time.thread_time()
         run(handle)
-        watchdog.note(time.thread_time() - began)
+        if call and call == watchdog.call:
+            watchdog.note(time.thread_time() - began)
 
     monkeypatch.setattr(events.Handle, "_run", timed)
     gc.collect()
@@ -75,26 +85,41 @@ def slowness() -> float:
     return max((time.thread_time() - began) / CALM_SECONDS, 1.0)
 
 
-class Context:
-    def time_remaining(self) -> float:
-        return 600.0
-
-
 class Calls:
-    """The servicer's methods as gRPC would call them, but for the bytes on the wire."""
+    """Calls by a client in a thread of its own: all that the server's loop does for them is measured.
 
-    def __init__(self, buffer: Buffer, watchdog: Watchdog) -> None:
-        self.servicer = BufferServicer(buffer)
+    Whatever the loop's callbacks do that began before a call or go on behind it is the test's own work.
+    """
+
+    def __init__(self, address: str, watchdog: Watchdog) -> None:
         self.watchdog = watchdog
+        self._channel = grpc.insecure_channel(address, options=OPTIONS)
+
+    def close(self) -> None:
+        self._channel.close()
 
     async def __call__(self, method: str, request: Any, label: str = "") -> Any:
-        if method == "PutGroups":
-            request = parse_puts(request.SerializeToString())
-        handler = getattr(self.servicer, method)(request, Context())
+        """What the buffer answers; of a stream all its messages."""
+        description = pb.DESCRIPTOR.services_by_name["BufferService"].methods_by_name[method]
+        answers = await self.send(method, request.SerializeToString(), label)
+        parsed = [MESSAGES[description.output_type.name].FromString(answer) for answer in answers]
+        return parsed if description.server_streaming else parsed[0]
+
+    async def send(self, method: str, data: bytes, label: str = "", stop_after: int | None = None) -> list[bytes]:
+        """The same in bytes."""
+        description = pb.DESCRIPTOR.services_by_name["BufferService"].methods_by_name[method]
+        path = f"/{description.containing_service.full_name}/{method}"
+
+        def call() -> list[bytes]:
+            if not description.server_streaming:
+                return [self._channel.unary_unary(path)(data, timeout=120)]
+            replies = self._channel.unary_stream(path)(data, timeout=120)
+            some = list(islice(replies, stop_after))
+            replies.cancel()
+            return some
+
         with self.watchdog.watching(f"{method} {label}".strip()):
-            if hasattr(handler, "__aiter__"):
-                return [answer async for answer in handler]
-            return await asyncio.create_task(handler)
+            return await asyncio.to_thread(call)
 
 
 def prompts(first: int, count: int, **fields: Any) -> pb.SubmitPromptsRequest:
@@ -102,8 +127,11 @@ def prompts(first: int, count: int, **fields: Any) -> pb.SubmitPromptsRequest:
     return pb.SubmitPromptsRequest(stream="train", prompts=some)
 
 
-def put_of(lease: pb.GroupLease) -> pb.GroupPut:
+def put_of(lease: pb.GroupLease, tag_bytes: int = 0) -> pb.GroupPut:
+    """All of its samples; each with so many bytes of tags."""
     packed = completed_sample(lease, 0, 0).pack()
+    for i in range(tag_bytes // 2_000):
+        packed.envelope.tags[f"{i}"] = "x" * 2_000
     put = pb.GroupPut(lease_id=lease.lease_id, group_id=lease.group_id, outcome=pb.PUT_OUTCOME_COMPLETE)
     for i in range(lease.n_samples):
         sample = put.samples.add()
@@ -112,9 +140,8 @@ def put_of(lease: pb.GroupLease) -> pb.GroupPut:
     return put
 
 
-async def at_the_limits(buffer: Buffer, watchdog: Watchdog) -> None:
+async def at_the_limits(buffer: Buffer, call: Calls) -> None:
     """Every call of the buffer, as large as it may be."""
-    call = Calls(buffer, watchdog)
     config = pb.StreamConfig(
         name="train", n_samples_per_prompt=8, groups_per_step=limits.MAX_GROUPS_PER_STEP, max_attempts=1,
         lease_seconds=600.0, retain_steps=0,
@@ -144,7 +171,7 @@ async def at_the_limits(buffer: Buffer, watchdog: Watchdog) -> None:
         await call("PutGroups", request, "of 1,024 samples again")
     epoch = (await call("Rewind", pb.RewindRequest(stream="train", request_id="r"))).epoch
     batch_request = pb.LeaseBatchRequest(stream="train", epoch=epoch, step=0)
-    batch = pb.LeaseBatchResponse.FromString(await call("LeaseBatch", batch_request))
+    batch = await call("LeaseBatch", batch_request)
     assert len(batch.groups) == limits.MAX_GROUPS_PER_STEP
     ids = [sample.sample_id for group in batch.groups for sample in group.samples]
     await call("FetchSamples", pb.FetchSamplesRequest(stream="train", sample_ids=ids))
@@ -162,13 +189,12 @@ async def at_the_limits(buffer: Buffer, watchdog: Watchdog) -> None:
     await call("GetStats", pb.GetStatsRequest())
     await call("ListStreams", pb.ListStreamsRequest())
     await call("DeleteStream", pb.DeleteStreamRequest(stream="train", force=True))
-    with watchdog.watching("DeleteStream and what follows"):
+    with call.watchdog.watching("DeleteStream and what follows"):
         while buffer.ledger.deleted["train"].groups:
             await asyncio.sleep(0.01)
 
 
-async def many_streams(buffer: Buffer, watchdog: Watchdog) -> None:
-    call = Calls(buffer, watchdog)
+async def many_streams(buffer: Buffer, call: Calls) -> None:
     for i in range(limits.MAX_STREAMS):
         config = pb.StreamConfig(name=f"{i}", n_samples_per_prompt=1, groups_per_step=1)
         await call("CreateStream", pb.CreateStreamRequest(config=config))
@@ -176,9 +202,8 @@ async def many_streams(buffer: Buffer, watchdog: Watchdog) -> None:
     await call("GetStats", pb.GetStatsRequest(), "of 256")
 
 
-async def many_drops(buffer: Buffer, watchdog: Watchdog) -> None:
+async def many_drops(buffer: Buffer, call: Calls) -> None:
     """Half of the largest batch: it is dissolved; and as many that are queued."""
-    call = Calls(buffer, watchdog)
     config = pb.StreamConfig(name="train", n_samples_per_prompt=1, groups_per_step=limits.MAX_GROUPS_PER_STEP)
     await call("CreateStream", pb.CreateStreamRequest(config=config))
     group_ids = (await call("SubmitPrompts", prompts(0, 4_000))).group_ids
@@ -195,9 +220,8 @@ async def many_drops(buffer: Buffer, watchdog: Watchdog) -> None:
         assert (reply.num_groups, reply.num_batches) == (limits.MAX_DROPS_PER_CALL, num_batches)
 
 
-async def many_steps(buffer: Buffer, watchdog: Watchdog) -> None:
+async def many_steps(buffer: Buffer, call: Calls) -> None:
     """A step number far ahead, stale groups by the thousand."""
-    call = Calls(buffer, watchdog)
     config = pb.StreamConfig(
         name="train", n_samples_per_prompt=1, groups_per_step=8, max_staleness=2_000, lease_seconds=600.0,
         retain_steps=0,
@@ -218,16 +242,109 @@ async def many_steps(buffer: Buffer, watchdog: Watchdog) -> None:
     await call("CommitStep", pb.CommitStepRequest(stream="train", epoch=epoch, step=900_000), "of 900,000 steps")
 
 
+async def large_groups(buffer: Buffer, call: Calls) -> None:
+    """As many samples and as large envelopes as a call may bring, in one group and in a thousand."""
+    for name, n_samples in (("wide", limits.MAX_SAMPLES_PER_GROUP), ("many", 1)):
+        config = pb.StreamConfig(name=name, n_samples_per_prompt=n_samples, groups_per_step=8, lease_seconds=600.0)
+        await call("CreateStream", pb.CreateStreamRequest(config=config))
+        request = prompts(0, 2 * limits.MAX_PUTS_PER_CALL)
+        request.stream = name
+        await call("SubmitPrompts", request)
+    for name, count, tag_bytes in (("wide", 1, 0), ("wide", 1, 14_000), ("many", 1_000, 0), ("many", 1_000, 14_000)):
+        request = pb.LeaseGroupsRequest(stream=name, producer_id="p", request_id=f"{tag_bytes}", max_groups=count)
+        leases = (await call("LeaseGroups", request)).leases
+        assert len(leases) == count
+        put = pb.PutGroupsRequest(groups=[put_of(lease, tag_bytes) for lease in leases])
+        results = (await call("PutGroups", put, f"of {count} groups, {tag_bytes} bytes of tags")).results
+        assert {result.state for result in results} == {pb.GROUP_STATE_READY}
+        results = (await call("PutGroups", put, f"of {count} groups, {tag_bytes} bytes of tags again")).results
+        assert all(result.duplicate for result in results)
+    lease = (await call("LeaseGroups", pb.LeaseGroupsRequest(
+        stream="wide", producer_id="p", request_id="partial", max_groups=1))).leases[0]  # fmt: skip
+    release = pb.LeaseRelease(lease_id=lease.lease_id, partial_samples=put_of(lease, 14_000).samples)
+    await call("ReleaseLeases", pb.ReleaseLeasesRequest(releases=[release]), "of 1,024 partial samples")
+    await call.send("Watch", pb.WatchRequest(stream="many", from_position=1).SerializeToString(), stop_after=4)
+
+
+async def large_payloads(buffer: Buffer, call: Calls) -> None:
+    """Columns, piece by piece, and requests of as many bytes as they may have."""
+    data = random.Random(0).randbytes(4 * limits.MAX_UPLOAD_BYTES)
+    name = hashlib.sha256(data).digest()
+    for offset in range(0, len(data), limits.MAX_UPLOAD_BYTES):
+        request = pb.UploadColumnRequest(sha256=name, num_bytes=len(data), offset=offset)
+        request.data = data[offset : offset + limits.MAX_UPLOAD_BYTES]
+        await call("UploadColumn", request)
+    assert b"".join(part.data for part in await call("FetchColumn", pb.FetchColumnRequest(sha256=name))) == data
+    config = pb.StreamConfig(name="train", n_samples_per_prompt=1, groups_per_step=1)
+    await call("CreateStream", pb.CreateStreamRequest(config=config))
+    large = [sample_pb2.Prompt(prompt_id=f"{i}", text="x" * ((8 << 20) - 100)) for i in range(3)]
+    await call("SubmitPrompts", pb.SubmitPromptsRequest(stream="train", prompts=large), "of 24 MiB")
+
+
 @pytest.fixture
-async def buffer(tmp_path: Path) -> AsyncIterator[Buffer]:
-    buffer = await Buffer.open(MemoryStore())
-    yield buffer
-    await buffer.close()
+async def served(tmp_path: Path) -> AsyncIterator[tuple[Buffer, str]]:
+    async with served_buffer(MemoryStore(), columns_folder=tmp_path) as (buffer, server):
+        yield buffer, server.address
 
 
-@pytest.mark.parametrize("scene", [at_the_limits, many_streams, many_drops, many_steps])
-async def test_no_call_holds_the_loop(buffer: Buffer, watchdog: Watchdog, scene: Any) -> None:
+@pytest.fixture
+def calls(served: tuple[Buffer, str], watchdog: Watchdog) -> Iterator[Calls]:
+    calls = Calls(served[1], watchdog)
+    yield calls
+    calls.close()
+
+
+@pytest.mark.parametrize("scene", [at_the_limits, many_streams, many_drops, many_steps, large_groups, large_payloads])
+async def test_no_call_holds_the_loop(served: tuple[Buffer, str], calls: Calls, scene: Any) -> None:
     before = slowness()
-    await scene(buffer, watchdog)
+    await scene(served[0], calls)
     most = MOST_SECONDS * max(before, slowness())
-    assert not {call: seconds for call, seconds in watchdog.longest.items() if seconds > most}
+    assert not {call: seconds for call, seconds in calls.watchdog.longest.items() if seconds > most}
+
+
+async def test_a_backup_does_not_hold_the_loop(tmp_path: Path, watchdog: Watchdog) -> None:
+    before = slowness()
+    store = SqliteStore(tmp_path / "ledger")
+    async with served_buffer(store, columns_folder=tmp_path / "columns") as (buffer, server):
+        call = Calls(server.address, watchdog)
+        await large_payloads(buffer, call)
+        parts = await call("Backup", pb.BackupRequest())
+        call.close()
+    assert sum(len(part.chunk.data) for part in parts) > 24 << 20
+    assert watchdog.longest["Backup"] < MOST_SECONDS * max(before, slowness())
+
+
+def field(number: int, data: bytes) -> bytes:
+    return length_delimited(number, data)
+
+
+EMPTY = 4 << 20
+"""Empty messages of two bytes each."""
+FLOODS: dict[str, tuple[str, bytes]] = {
+    "prompts": ("SubmitPrompts", field(2, b"") * EMPTY),
+    "messages of a prompt": ("SubmitPrompts", field(2, field(3, field(1, b"") * EMPTY))),
+    "releases": ("ReleaseLeases", field(1, b"") * EMPTY),
+    "partial samples": ("ReleaseLeases", field(1, field(2, b"") * EMPTY)),
+    "ranges of a partial sample": ("ReleaseLeases", field(1, field(2, field(1, field(14, b"") * EMPTY)))),
+    "files of a stream": ("CreateStream", field(1, field(7, b"") * EMPTY)),
+    "packed states": ("ListGroups", field(2, b"\1" * (15 << 20))),
+    "ids": ("RenewLeases", field(1, b"") * EMPTY),
+    "unknown fields": ("GetStats", b"\x78\0" * EMPTY),
+    "behind a group of unknown fields": ("RenewLeases", b"\x7b\x0a\xff\xff\x7f\x7c" + field(1, b"") * EMPTY),
+    "groups of a put": ("PutGroups", field(1, b"") * EMPTY),
+    "samples of a put": ("PutGroups", field(1, field(4, b"") * EMPTY)),
+    "ranges of a put": ("PutGroups", field(1, field(4, field(1, field(14, b"") * EMPTY)))),
+    "a failure's unknown fields": ("PutGroups", field(1, field(5, b"\x78\0" * (10 << 20)))),
+    "failures' unknown fields": ("PutGroups", field(1, field(5, b"\x78\0" * 100_000)) * 100),
+    "a put that is parsed whole": ("PutGroups", b"\x7b\x7c" + field(1, field(4, field(1, field(14, b"") * EMPTY)))),
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+async def test_a_flood_of_nested_messages_is_refused_before_it_is_parsed(calls: Calls, flood: str) -> None:
+    method, data = FLOODS[flood]
+    before = slowness()
+    with pytest.raises(grpc.RpcError) as caught:
+        await calls.send(method, data)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]  # a call as well
+    assert calls.watchdog.longest[method] < MOST_SECONDS * max(before, slowness())

@@ -91,12 +91,12 @@ def test_a_group_whose_producer_crashed_keeps_its_prompt() -> None:
 
 
 @pytest.mark.parametrize("status", [sample_pb2.SAMPLE_STATUS_ABORTED, sample_pb2.SAMPLE_STATUS_PENDING])
-def test_a_group_with_an_unfinished_sample_is_refused_whatever_else_it_holds(status: int) -> None:
+async def test_a_group_with_an_unfinished_sample_is_refused_whatever_else_it_holds(status: int) -> None:
     lease = pb.GroupLease(lease_id="l", group_id="train/0", n_samples=3, prompt=sample_pb2.Prompt(text="?"))
     put = complete_put(lease, 0)
     put.samples[1].envelope.status = status  # type: ignore[assignment]
     with pytest.raises(InvalidArgument, match=r"l/1 is not finished, .* release the lease with partial_samples"):
-        wire.to_put(raw_put(put))
+        await wire.to_put(raw_put(put))
 
 
 def test_rollouts_left_over_at_the_end_of_a_step_are_trained_in_the_next() -> None:
@@ -123,7 +123,7 @@ async def test_a_rest_too_small_for_a_step_is_named_and_kept(tmp_path: Path) -> 
     )
     epoch, _ = await buffer.rewind("train", 0, "one", 0)
     groups, _ = await buffer.lease("train", "me", "all", 10, 0.0)
-    await buffer.put([wire.to_put(raw_put(complete_put(wire.from_lease(group, 1.0, 2, [])))) for group in groups])
+    await buffer.put([await wire.to_put(raw_put(complete_put(wire.from_lease(group, 1.0, 2, [])))) for group in groups])
     batch, _ = await buffer.lease_batch("train", epoch, 0, 0.0)
     assert batch is not None
     await buffer.consume("train", epoch, 0, batch.digest)

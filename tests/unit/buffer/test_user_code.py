@@ -78,7 +78,7 @@ async def put_all(buffer: Buffer, policy_version: int = 0) -> list[str]:
     """Leases and puts what there is; the prompts' texts."""
     groups, _ = await buffer.lease("train", "me", f"request-{buffer.ledger.position}", 100, 0.0)
     leases = [wire.from_lease(group, 1.0, 1, []) for group in groups]
-    await buffer.put([wire.to_put(raw_put(labelled_put(lease, policy_version))) for lease in leases])
+    await buffer.put([await wire.to_put(raw_put(labelled_put(lease, policy_version))) for lease in leases])
     return [lease.prompt.text for lease in leases]
 
 
