@@ -116,9 +116,29 @@ async def retried(buffer: Buffer, *words: str) -> int:
 
 
 async def told(buffer: Buffer, command: str, *words: str) -> int:
+    return await asyncio.to_thread(main, ["buffer", command, "--buffer-address", addresses(buffer), *words])
+
+
+def addresses(buffer: Buffer) -> str:
     shards = buffer.shards if isinstance(buffer, ShardedBuffer) else [buffer]
-    address = ",".join(shard.address for shard in shards)
-    return await asyncio.to_thread(main, ["buffer", command, "--buffer-address", address, *words])
+    return ",".join(shard.address for shard in shards)
+
+
+async def test_an_operator_deletes_a_stream_from_every_shard(
+    buffer: Buffer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def deleted(*words: str) -> int:
+        return await asyncio.to_thread(main, ["buffer", "delete-stream", *words])
+
+    await buffer.submit_prompts("train", text_prompts(*NAMES[:6]))
+    assert await deleted(addresses(buffer), "train") == 1
+    assert "set force to delete them" in capsys.readouterr().err
+    assert (await buffer.stats("train")).groups["QUEUED"] == 6
+    assert await deleted(addresses(buffer), "train", "--force") == 0
+    assert "train: deleted" in capsys.readouterr().out
+    assert not await buffer.list_streams()
+    assert await deleted(addresses(buffer), "train") == 0
+    assert "train: was not there" in capsys.readouterr().out
 
 
 async def test_steps_over_all_shards(buffer: Buffer) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from headrace.errors import FailedPrecondition, NotFound, ResourceExhausted
 from services.buffer.dropping import Dropped
@@ -16,7 +17,8 @@ from services.buffer.retrying import Retried
 from services.buffer.source import FileSource
 from services.buffer.store.base import Store
 from services.buffer.stream import Selection
-from tests.support.ledger_under_test import LedgerUnderTest, sample, without_samples
+from services.buffer.work import NewSample
+from tests.support.ledger_under_test import LedgerUnderTest, complete, sample, without_samples
 from tests.support.mixed_ledger import Mixed
 from tests.support.postgres import needs_postgres
 from tests.support.stores import STORES, reopened
@@ -70,6 +72,30 @@ def test_a_reopened_store_gives_the_ledger_back(store: Store, reopen: Reopen) ->
     it.restart()
     assert contents(it.ledger) == before
     it.store.close()
+
+
+def test_a_reopened_store_knows_the_bytes_of_columns_out_of_line(store: Store, reopen: Reopen) -> None:
+    it = LedgerUnderTest(store)
+    it.create(groups_per_step=1, max_staleness=3)
+    it.submit("a", "b")
+    whole, unfinished = it.lease(2)
+    put = complete(whole)
+    samples = tuple(with_columns(sample, 1_000 + i) for i, sample in enumerate(put.samples))
+    it.do(it.ledger.put(it.now, [replace(put, samples=samples)]))
+    partial = with_columns(sample(unfinished, 0, 0), 50)
+    it.do(it.ledger.release(it.now, [Release(unfinished.lease.lease_id, (partial,), "stop")]))
+    held = it.ledger.book("train").stored_bytes
+    it.store = reopen(store)
+    it.restart()
+    groups = it.ledger.book("train").groups
+    assert [record.column_bytes for record in groups[whole.group_id].samples] == [1_000, 1_001]
+    assert [record.column_bytes for record in groups[unfinished.group_id].partials] == [50]
+    assert it.ledger.book("train").stored_bytes == held > 2_051
+    it.store.close()
+
+
+def with_columns(sample: NewSample, num_bytes: int) -> NewSample:
+    return replace(sample, record=replace(sample.record, column_bytes=num_bytes))
 
 
 def test_failed_groups_are_tried_again_once_for_each_request_and_keep_their_story(store: Store, reopen: Reopen) -> None:
