@@ -21,6 +21,7 @@ from headrace.errors import ConfigError, DataLoss, FailedPrecondition, Fenced
 from services.trainer.checkpoint import Checkpoints, newest, step_name
 from services.trainer.checkpoint_reader import CheckpointReader, Expected, opened
 from services.trainer.context import Context
+from services.trainer.manifest import Manifest, crc32
 from services.trainer.parallel import Layout
 from services.trainer.piece import Piece
 from services.trainer.state import TrainState
@@ -280,6 +281,22 @@ def test_the_newest_whole_checkpoint_has_all_its_files_in_full(
     found = newest(tmp_path / "checkpoints")
     assert found is not None
     assert found[1].step == 1
+
+
+def test_a_files_checksum_is_of_all_its_bytes(tmp_path: Path) -> None:
+    content = b"a" * (1 << 22) + b"b"
+    (tmp_path / "file").write_bytes(content)
+    assert crc32(tmp_path / "file") == zlib.crc32(content)
+
+
+def test_a_tensor_of_which_a_part_is_nowhere_is_not_read(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    _save(checkpoints, 1)
+    folder = tmp_path / "checkpoints" / step_name(1)
+    manifest = Manifest.read(folder)
+    (place,) = manifest.places
+    reader = CheckpointReader(folder, dataclasses.replace(manifest, places=[dataclasses.replace(place, end=3)]))
+    with pytest.raises(DataLoss, match="note/text has no elements 3 to 6 of shard 0"):
+        reader.whole("note/text")
 
 
 OPERATIONS = ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir")

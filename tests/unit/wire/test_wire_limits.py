@@ -86,6 +86,14 @@ def test_json_is_an_object_of_a_size_and_a_depth() -> None:
         assert len(caught.value.message) < 400
 
 
+@pytest.mark.parametrize("bad", ['{"a":1}', '"text"', "null", "[", "nothing"])
+def test_a_json_array_is_one(bad: str) -> None:
+    assert checks.require_json_array("", "f") == []
+    assert checks.require_json_array('[1, {"a": 2}]', "f") == [1, {"a": 2}]
+    with pytest.raises(InvalidArgument):
+        checks.require_json_array(bad, "f")
+
+
 def test_a_message_for_people_is_cut_and_a_value_in_an_error_is_too() -> None:
     assert checks.cut_text("a" * 2_048) == "a" * 2_048
     assert len(checks.cut_text("a" * 100_000)) == 2_048
