@@ -194,7 +194,8 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
             events = [wire.from_event(e) for e in page if not request.stream or e.stream == request.stream]
             for some in cut(events, lambda event: event.ByteSize()):
                 yield pb.WatchResponse(events=some)
-            del page, events  # not kept while the next is waited for
+                del some  # nor is it kept, nor the page, while the next is waited for
+            del page, events
 
     async def ListGroups(self, request: pb.ListGroupsRequest, context: Context) -> bytes:
         states = wire.to_states(request.states)

@@ -112,7 +112,7 @@ async def test_a_run_goes_on_without_it_and_takes_it_in_again(tmp_path: Path) ->
             tmp_path, make_tiny_qwen3(tmp_path / "model"),
             "--rollout-address", rollout.address, "--reward-address", "127.0.0.1:9",
             "--num-rollout", str(STEPS), "--actor-num-gpus-per-node", "1", "--save-hf", str(tmp_path / "export"),
-            "--update-weight-canary-tolerance", "1e9",  # the engines have no model to compare with
+            "--update-weight-canary-tolerance", "1e6",  # the engines have no model to compare with
         )  # fmt: skip
         async with run.started():
             producing = asyncio.create_task(produce(await run.address_of("buffer"), supply))

@@ -50,9 +50,17 @@ class PostgresServer:
         return f"postgresql://{_USER}@127.0.0.1:{self._port}/postgres"
 
     def start(self) -> None:
-        """Returns when it answers."""
+        """Returns when it answers. One that was killed may hold its memory or port for another moment."""
         options = f"-c listen_addresses=127.0.0.1 -c unix_socket_directories={self.folder} -c fsync=off -p {self._port}"
-        _run("pg_ctl", "-D", self._data, "-w", "-l", self.folder / "log", "-o", options, "start")
+        end = time.monotonic() + 60.0
+        while True:
+            try:
+                _run("pg_ctl", "-D", self._data, "-w", "-l", self.folder / "log", "-o", options, "start")
+                return
+            except subprocess.CalledProcessError as error:
+                if time.monotonic() > end:
+                    raise AssertionError((self.folder / "log").read_text()[-4000:]) from error
+                time.sleep(0.5)
 
     def kill(self) -> None:
         """`kill -9` of the server and all its sessions: what the kernel keeps of a machine that fell."""
