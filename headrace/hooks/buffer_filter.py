@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
@@ -23,6 +26,28 @@ ACCEPTED = (
 def load_buffer_filter(path: str) -> None:
     """Runs in a worker. Raises ConfigError for what cannot be loaded or called."""
     _filter(path)
+
+
+def pack_groups(file: Path, groups: Iterable[Sequence[bytes]]) -> None:
+    """Writes groups of serialized samples: all that wait may be more than a message between processes should hold."""
+    with file.open("wb") as out:
+        for group in groups:
+            data = msgspec.msgpack.encode(group)
+            out.write(len(data).to_bytes(8, "little"))
+            out.write(data)
+
+
+def _unpacked(file: Path) -> Iterator[Sequence[bytes]]:
+    with file.open("rb") as packed:
+        while length := packed.read(8):
+            yield msgspec.msgpack.decode(packed.read(int.from_bytes(length, "little")), type=list[bytes])
+
+
+async def run_packed_buffer_filter(
+    path: str, args: HookArgs, step: int, file: Path, num_groups: int
+) -> tuple[list[int], list[int]]:
+    """`run_buffer_filter` of the groups in a file that `pack_groups` has written."""
+    return await run_buffer_filter(path, args, step, list(_unpacked(file)), num_groups)
 
 
 async def run_buffer_filter(

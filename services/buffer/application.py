@@ -10,9 +10,11 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import ResourceExhausted
+from headrace.hooks.buffer_filter import pack_groups
 from headrace.rpc.log import log
 from headrace.trajectory import check_payload
 from headrace.wire.limits import MAX_COLUMN_BYTES, MAX_STREAM_NAMES, MAX_STREAMS
@@ -297,14 +299,16 @@ class Buffer:
             groups = self.ledger.candidates(stream, step)
             if not groups:
                 return None
-            packed = [await self._packed(group) for group in groups]
-            chosen, dropped = await self._chooser.choose(step, packed, book.state.config.groups_per_step)
+            with TemporaryDirectory(prefix="headrace-filter-") as folder:
+                packed = Path(folder) / "groups"
+                await self._payload_readers.run(pack_groups, packed, map(self._packed, groups))
+                chosen, dropped = await self._chooser.choose(step, packed, book.state.config.groups_per_step)
             ids = [[groups[place].group_id for place in places] for places in (chosen, dropped)]
             return await self._changes.commit(self.ledger.choose(now(), stream, epoch, step, *ids))
 
-    async def _packed(self, group: Group) -> list[bytes]:
-        payloads = await self.payloads(group.samples)
-        samples = zip(group.samples, payloads, strict=True)
+    def _packed(self, group: Group) -> list[bytes]:
+        """In a thread: a user's function is shown all that waits."""
+        samples = zip(group.samples, self._store.read_payloads(group.samples), strict=True)
         return [wire.from_sample(record, payload).SerializeToString() for record, payload in samples]
 
     async def consume(self, stream: str, epoch: int, step: int, digest: bytes) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from pathlib import Path
 
 from headrace.errors import ConfigError, FailedPrecondition
 from headrace.hooks import HookArgs
-from headrace.hooks.buffer_filter import load_buffer_filter, run_buffer_filter
+from headrace.hooks.buffer_filter import load_buffer_filter, run_packed_buffer_filter
 from headrace.workers import WorkerError, WorkerPool
 
 _LOAD_SECONDS = 120.0
@@ -34,14 +34,15 @@ class GroupChooser:
         """Ends the worker."""
         await self._pool.close()
 
-    async def choose(
-        self, step: int, groups: Sequence[Sequence[bytes]], num_groups: int
-    ) -> tuple[list[int], list[int]]:
-        """(chosen, dropped) places in `groups`. Raises FailedPrecondition when the function fails or takes too long."""
+    async def choose(self, step: int, groups: Path, num_groups: int) -> tuple[list[int], list[int]]:
+        """(chosen, dropped) places in the file, which `pack_groups` has written.
+
+        Raises FailedPrecondition when the function fails or takes too long.
+        """
         work = (self._path, self._args, step, groups, num_groups)
         try:
             chosen, dropped = await self._pool.run(
-                run_buffer_filter, *work, timeout_seconds=self._seconds, name=f"hook {self._path}"
+                run_packed_buffer_filter, *work, timeout_seconds=self._seconds, name=f"hook {self._path}"
             )
         except WorkerError as error:
             raise FailedPrecondition(

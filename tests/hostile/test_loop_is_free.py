@@ -7,6 +7,7 @@ it a piece of work that is always the same, for a machine whose cores are shared
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import hashlib
 import random
@@ -26,11 +27,14 @@ from google.protobuf.message_factory import GetMessageClass
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
+from headrace.hooks import HookArgs
 from headrace.rpc.server import OPTIONS
 from headrace.wire import limits
 from services.buffer.application import Buffer
 from services.buffer.store.memory import MemoryStore
 from services.buffer.store.sqlite.store import SqliteStore
+from services.buffer.stream import Selection, StreamConfig
+from services.buffer.user_code import UserCode
 from services.buffer.wire_bytes import length_delimited
 from tests.support.buffer_samples import completed_sample, failed_put
 from tests.support.buffer_server import served_buffer
@@ -312,6 +316,26 @@ async def test_a_backup_does_not_hold_the_loop(tmp_path: Path, watchdog: Watchdo
         call.close()
     assert sum(len(part.chunk.data) for part in parts) > 24 << 20
     assert watchdog.longest["Backup"] < MOST_SECONDS * max(before, slowness())
+
+
+async def test_what_a_buffer_filter_is_shown_does_not_hold_the_loop(tmp_path: Path, watchdog: Watchdog) -> None:
+    (tmp_path / "mine.py").write_text("def first(args, buffer, num_samples):\n    return buffer[:num_samples]\n")
+    code = UserCode(HookArgs({}), f"{tmp_path}/mine.py:first", 120.0)
+    before = slowness()
+    async with served_buffer(MemoryStore(), user_code=code) as (buffer, server):
+        call = Calls(server.address, watchdog)
+        await buffer.create_stream(StreamConfig("train", 1, 40, selection=Selection.HOOK))
+        await call("SubmitPrompts", prompts(0, 40))
+        request = pb.LeaseGroupsRequest(stream="train", producer_id="p", request_id="r", max_groups=40)
+        for lease in (await call("LeaseGroups", request)).leases:
+            put = put_of(lease)
+            large = dataclasses.replace(completed_sample(lease, 0, 0), label="x" * (3 << 20))
+            put.samples[0].CopyFrom(large.pack())
+            await call("PutGroups", pb.PutGroupsRequest(groups=[put]))
+        epoch = (await call("Rewind", pb.RewindRequest(stream="train", request_id="r"))).epoch
+        assert (await call("LeaseBatch", pb.LeaseBatchRequest(stream="train", epoch=epoch, step=0))).ready
+        call.close()
+    assert watchdog.longest["LeaseBatch"] < MOST_SECONDS * max(before, slowness())
 
 
 def field(number: int, data: bytes) -> bytes:
