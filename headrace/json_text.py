@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from headrace.errors import InvalidArgument
 from headrace.wire.limits import MAX_JSON_DEPTH
@@ -18,7 +19,7 @@ def to_json(value: Mapping[str, Any]) -> str:
     if not value:
         return ""
     try:
-        text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
         text.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgument(f"metadata cannot be written as JSON: {error}") from error
@@ -31,7 +32,7 @@ def from_json(text: str) -> dict[str, Any]:
     if not text:
         return {}
     try:
-        value = json.loads(text)
+        value = read_json(text)
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"not JSON: {text[:80]!r}: {error}") from error
     if not isinstance(value, dict):
@@ -40,6 +41,22 @@ def from_json(text: str) -> dict[str, Any]:
     if "\\u" in text:
         _check_encodable(value)
     return value
+
+
+def read_json(text: str) -> Any:
+    """As `json.loads`, without what JSON does not have: NaN, Infinity, and numbers that a float holds as infinite."""
+    return json.loads(text, parse_constant=_refuse, parse_float=_finite)
+
+
+def _refuse(number: str) -> NoReturn:
+    raise ValueError(f"{number[:80]} is no JSON number, or too large for one")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        _refuse(text)
+    return number
 
 
 def _check_depth(text: str, value: Mapping[str, Any]) -> None:

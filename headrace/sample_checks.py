@@ -6,7 +6,6 @@ whenever one is built; who knows the model calls `ModelBounds` as well.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +36,9 @@ COLUMN_RANKS: Mapping[str, int] = {ROUTED_EXPERTS: 3}
 MAX_REWARD = 1e6
 LOG_PROB_SLACK = 1e-3
 """How far above 0 a log-probability may be: float32's x - logsumexp(x) of logits in the thousands rounds by that."""
+MIN_LOG_PROB = -1e4
+"""A token that was sampled has never had less: of float32 logits, probabilities below e^-10000 come of broken numbers,
+and the importance ratio of such a token is infinite."""
 MAX_INDEX = (1 << 32) - 1
 
 
@@ -83,14 +85,14 @@ def check_loss_mask(name: str, mask: NDArray[Any]) -> None:
 
 
 def check_log_probs(name: str, values: NDArray[Any]) -> None:
-    """Natural logarithms of probabilities: finite, and not above 0."""
+    """Natural logarithms of probabilities: not above 0, and not below MIN_LOG_PROB."""
     if not len(values):
         return
     largest = values.max()  # NaN where there is one
-    if largest <= LOG_PROB_SLACK and values.min() > -math.inf:
+    if largest <= LOG_PROB_SLACK and values.min() >= MIN_LOG_PROB:
         return
-    wrong = ~(np.isfinite(values) & (values <= LOG_PROB_SLACK))
-    raise InvalidArgument(f"{name}{_place(wrong)} is {values[wrong][0]}, must be finite and not above 0")
+    wrong = ~((values >= MIN_LOG_PROB) & (values <= LOG_PROB_SLACK))
+    raise InvalidArgument(f"{name}{_place(wrong)} is {values[wrong][0]}, must be {MIN_LOG_PROB:g} to 0")
 
 
 def check_token_ids(name: str, tokens: NDArray[Any], vocab_size: int | None = None) -> None:

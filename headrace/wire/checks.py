@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
-from typing import Any, NoReturn
+from typing import Any
 
 from headrace.errors import InvalidArgument
+from headrace.json_text import read_json
 from headrace.wire.limits import (
     MAX_COUNTER,
     MAX_ID_CHARACTERS,
@@ -124,16 +124,12 @@ def _printable(value: str, field: str, most: int) -> str:
 def _json(text: str, field: str) -> Any:
     require_bytes(len(text.encode("utf-8", "surrogatepass")), MAX_JSON_BYTES, field)
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = read_json(text)
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(f"{field} is not JSON: {shown(text)}: {error}", field=field) from error
     if _depth(value) > MAX_JSON_DEPTH:
         raise InvalidArgument(f"{field} is nested deeper than {MAX_JSON_DEPTH} levels", field=field)
     return value
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
 
 
 def _depth(value: Any) -> int:

@@ -434,3 +434,20 @@ async def test_a_restart_may_change_the_limits_and_nothing_else(
         assert (config.max_staleness, config.max_payload_bytes) == (3, 1000)
         assert (await client.stats("train")).groups["QUEUED"] == 1
     await second.kill()
+
+
+async def test_two_samples_of_one_index_need_a_shared_rollout_id(client: BufferClient) -> None:
+    await client.submit_prompts("train", text_prompts("a"))
+    (lease,) = (await client.lease_groups("train", "p", 1)).leases
+    put = complete_put(lease)
+    for sample in put.samples:
+        sample.envelope.index = 0
+    for rollout_ids in (("", ""), ("one", "other"), ("one", "")):
+        for sample, rollout_id in zip(put.samples, rollout_ids, strict=True):
+            sample.envelope.rollout_id = rollout_id
+        with pytest.raises(InvalidArgument, match="samples of one execution share a rollout_id"):
+            await client.put_groups([put])
+    for sample in put.samples:
+        sample.envelope.rollout_id = "one"
+    (result,) = await client.put_groups([put])
+    assert (result.state, result.HasField("refused")) == (pb.GROUP_STATE_READY, False)

@@ -22,6 +22,7 @@ from headrace.judgement import ScoreError, unpack_result
 from headrace.policy_range import PolicyRange, check_covered, check_ranges
 from headrace.sample_checks import ModelBounds, check_experts, check_loss_mask, check_row
 from headrace.trajectory import Failure, Sample, Status
+from headrace.wire.checks import require_json_object
 from headrace.wire.limits import MAX_JSON_DEPTH
 
 NESTED: dict[str, Any] = {}
@@ -75,6 +76,7 @@ BAD_HOOK_SAMPLES: dict[str, dict[str, Any]] = {
     "log-probs of two dimensions": {"rollout_log_probs": [[-0.5], [-0.5], [-0.5]]},
     "log-probs of NaN": {"rollout_log_probs": [-0.5, math.nan, -0.5]},
     "log-probs of minus infinity": {"rollout_log_probs": [-0.5, -math.inf, -0.5]},
+    "log-probs of nothing that was sampled": {"rollout_log_probs": [-0.5, -1e30, -0.5]},
     "log-probs beyond float32": {"rollout_log_probs": [-0.5, -1e300, -0.5]},
     "log-probs above zero": {"rollout_log_probs": [-0.5, 0.5, -0.5]},
     "log-probs as words": {"rollout_log_probs": ["-0.5", "-0.5", "-0.5"]},
@@ -295,6 +297,18 @@ def test_json_is_what_can_be_read_back() -> None:
     assert from_json(to_json(NESTED)) == NESTED
     with pytest.raises(InvalidArgument, match="nested"):
         to_json({"a": NESTED})
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
+def test_json_holds_no_number_that_is_not_finite(number: str) -> None:
+    for text in (f'{{"a":{number}}}', f'{{"a":[{{"b":{number}}}]}}'):
+        with pytest.raises(InvalidArgument, match="no JSON number"):
+            from_json(text)
+        with pytest.raises(InvalidArgument, match="no JSON number"):
+            require_json_object(text, "metadata_json")
+    with pytest.raises(InvalidArgument, match="cannot be written as JSON"):
+        to_json({"a": [float(number)]})
+    assert from_json('{"a":1e300,"b":-0.5}') == {"a": 1e300, "b": -0.5}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e308, -1e7])

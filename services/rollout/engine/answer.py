@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 
 from headrace.errors import InvalidArgument, Unavailable
-from headrace.sample_checks import LOG_PROB_SLACK
+from headrace.sample_checks import LOG_PROB_SLACK, MIN_LOG_PROB
 
-_LOWEST_LOG_PROB = -1e6
 _MAX_EXPERT = np.iinfo(np.int16).max
 _LONGEST_NAME = 200
 _REFUSED_STATUS = range(400, 500)
@@ -223,8 +222,8 @@ def _pair(value: Any) -> tuple[Any, Any]:
 
 
 def _log_prob(value: Any) -> float:
-    if type(value) not in (float, int) or not _LOWEST_LOG_PROB <= value <= LOG_PROB_SLACK:  # NaN is not either
-        raise BadAnswer("log_prob", f"a log-prob is {_shown(value)}, must be finite and not above 0")
+    if type(value) not in (float, int) or not MIN_LOG_PROB <= value <= LOG_PROB_SLACK:  # NaN is not either
+        raise BadAnswer("log_prob", f"a log-prob is {_shown(value)}, must be {MIN_LOG_PROB:g} to 0")
     return min(float(value), 0.0)
 
 

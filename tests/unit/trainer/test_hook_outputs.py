@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from headrace.errors import InvalidArgument
 from headrace.trajectory import Sample, Status
+from services.trainer import corrections
 from services.trainer.custom_loss import CustomLoss, PolicyReducer
 from services.trainer.hooks import per_token
 from services.trainer.inputs import MicroInputs
@@ -111,6 +113,43 @@ def test_a_reducer_has_the_gradient_of_what_it_reduces() -> None:
     for reduce in (lambda losses: losses.detach().mean(), lambda losses: losses.sum() / 0.0, lambda losses: losses):
         with pytest.raises(InvalidArgument, match="reducer"):
             reduced(reduce)
+
+
+def tis(hook: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What a user's tis function makes of a loss of one a token."""
+    monkeypatch.setattr(corrections, "trainer_hook", lambda path, name: SimpleNamespace(target=hook))
+    monkeypatch.setattr(corrections, "hook_args", lambda job: None)
+    correct = corrections._custom("mine", cast(Any, None))
+    return correct(terms(), torch.zeros(2, 3), torch.ones(2, 3)).loss
+
+
+@pytest.mark.parametrize(
+    ("returned", "refused"),
+    [
+        (lambda loss, masks: (loss, masks), "must return .pg_loss, loss_masks, metrics."),
+        (lambda loss, masks: (loss, masks[:1], {}), "loss_masks of mine"),
+        (lambda loss, masks: (loss, [*masks[:1], masks[0]], {}), "loss_masks of mine"),
+        (lambda loss, masks: (loss, [mask.unsqueeze(0) for mask in masks], {}), "loss_masks of mine"),
+        (lambda loss, masks: (loss, [mask * float("nan") for mask in masks], {}), "loss_masks of mine"),
+        (lambda loss, masks: (loss, [mask * 2 for mask in masks], {}), "loss_masks of 0 to 1"),
+        (lambda loss, masks: (loss, [mask - 1.5 for mask in masks], {}), "loss_masks of 0 to 1"),
+        (lambda loss, masks: (loss[:-1], masks, {}), "one loss a token"),
+        (lambda loss, masks: (loss / 0, masks, {}), "not finite for a token that is trained"),
+        (lambda loss, masks: (loss, masks, None), "metrics as a dict"),
+        (lambda loss, masks: (loss, masks, {"kept": loss[:1]}), "one number a token"),
+    ],
+)
+def test_the_masks_of_a_tis_function_are_checked(returned: Any, refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidArgument, match=refused):
+        tis(lambda args, **given: returned(given["pg_loss"], given["loss_masks"]), monkeypatch)
+
+
+def test_a_tis_function_takes_tokens_out_by_its_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hook(args: Any, **given: Any) -> Any:
+        kept = [torch.tensor([1.0, 0.5, 0.0]), torch.tensor([1.0, 1.0])]
+        return given["pg_loss"] * 3, kept, {}
+
+    assert tis(hook, monkeypatch).tolist() == [[3.0, 1.5, 0.0], [3.0, 3.0, 0.0]]
 
 
 @pytest.mark.parametrize(
