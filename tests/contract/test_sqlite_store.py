@@ -108,6 +108,17 @@ def test_what_no_row_names_is_cut_off_and_deleted(tmp_path: Path) -> None:
     store.close()
 
 
+def test_payload_files_without_their_database_are_not_taken_for_a_new_ledgers(tmp_path: Path) -> None:
+    busy_ledger(SqliteStore(tmp_path)).store.close()
+    for name in ("ledger.sqlite", "position"):
+        (tmp_path / name).unlink()
+    before = {path.name: path.read_bytes() for path in (tmp_path / "payloads").iterdir()}
+    assert before
+    with pytest.raises(DataLoss, match=r"ledger\.sqlite is gone, .*: restore a backup"):
+        SqliteStore(tmp_path)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "payloads").iterdir()} == before
+
+
 def test_a_missing_payload_file_is_named_at_the_start_and_the_rest_is_served(tmp_path: Path) -> None:
     it = busy_ledger(SqliteStore(tmp_path, file_bytes=1))
     records = [r for g in it.ledger.book("train").groups.values() for r in g.records]
