@@ -47,6 +47,8 @@ def unpack_column(column: pb.Column) -> NDArray[Any]:
 
 def check_shape(name: str, dtype: np.dtype[Any], shape: Sequence[int], num_bytes: int) -> None:
     """Raises InvalidArgument unless an array of this shape has exactly these bytes. No product overflows."""
+    if len(shape) == 1 and shape[0] * dtype.itemsize == num_bytes:
+        return
     if len(shape) <= MAX_COLUMN_RANK and min(shape, default=0) >= 0:
         elements = prod(shape)
         if elements * dtype.itemsize == num_bytes and (elements or prod(n or 1 for n in shape) <= MAX_COLUMN_BYTES):

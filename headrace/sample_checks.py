@@ -33,6 +33,9 @@ COLUMN_DTYPES: Mapping[str, np.dtype[Any]] = {
 COLUMN_RANKS: Mapping[str, int] = {ROUTED_EXPERTS: 3}
 """Of those that are not rows."""
 
+_largest, _smallest = np.maximum.reduce, np.minimum.reduce
+"""As `max` and `min` of an array of one dimension, in half the time: every sample that is put passes here."""
+
 MAX_REWARD = 1e6
 LOG_PROB_SLACK = 1e-3
 """How far above 0 a log-probability may be: float32's x - logsumexp(x) of logits in the thousands rounds by that."""
@@ -80,7 +83,7 @@ def check_row(name: str, values: object, length: int | None = None) -> None:
 
 def check_loss_mask(name: str, mask: NDArray[Any]) -> None:
     """0 or 1 everywhere."""
-    if len(mask) and mask.max() > 1:
+    if len(mask) and _largest(mask) > 1:
         raise InvalidArgument(f"{name}{_place(mask > 1)} is {mask.max()}, must be 0 or 1")
 
 
@@ -88,8 +91,8 @@ def check_log_probs(name: str, values: NDArray[Any]) -> None:
     """Natural logarithms of probabilities: not above 0, and not below MIN_LOG_PROB."""
     if not len(values):
         return
-    largest = values.max()  # NaN where there is one
-    if largest <= LOG_PROB_SLACK and values.min() >= MIN_LOG_PROB:
+    largest = _largest(values)  # NaN where there is one
+    if largest <= LOG_PROB_SLACK and _smallest(values) >= MIN_LOG_PROB:
         return
     wrong = ~((values >= MIN_LOG_PROB) & (values <= LOG_PROB_SLACK))
     raise InvalidArgument(f"{name}{_place(wrong)} is {values[wrong][0]}, must be {MIN_LOG_PROB:g} to 0")
@@ -100,7 +103,7 @@ def check_token_ids(name: str, tokens: NDArray[Any], vocab_size: int | None = No
     if not len(tokens):
         return
     end = vocab_size if vocab_size is not None else 1 << 31
-    if tokens.min() >= 0 and tokens.max() < end:
+    if _smallest(tokens) >= 0 and _largest(tokens) < end:
         return
     wrong = (tokens < 0) | (tokens >= end)
     raise InvalidArgument(f"{name}{_place(wrong)} is {tokens[wrong][0]}, not an id of a vocabulary of {end}")

@@ -6,10 +6,9 @@ encoded as every encoder writes it goes through the generated class; the checks 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,8 +45,7 @@ _PARSED_BYTES = 16 << 10
 _REQUIRED = frozenset((TOKENS, LOSS_MASK, ROLLOUT_LOG_PROBS))
 
 
-@dataclass(frozen=True, slots=True)
-class _Column:
+class _Column(NamedTuple):
     name: str
     dtype: int
     shape: tuple[int, ...]
@@ -74,42 +72,75 @@ def _check(envelope: sample_pb2.SampleEnvelope, payload: Payload, vocab_size: in
         check_reward(f"reward_parts[{name!r}]", value)
     ranges = [PolicyRange(r.policy_version, r.start, r.end, r.masked) for r in envelope.policy_ranges]
     check_ranges("policy_ranges", ranges, envelope.response_tokens)
-    arrays = _arrays(envelope, payload)
-    _check_arrays(arrays, envelope, vocab_size)
+    mask = _check_columns(envelope, _columns(envelope, payload), vocab_size)
     if envelope.status in _SAMPLED:
-        _check_versions(ranges, arrays.get(LOSS_MASK), envelope)
+        _check_versions(ranges, mask, envelope)
 
 
 _SAMPLED = (sample_pb2.SAMPLE_STATUS_COMPLETED, sample_pb2.SAMPLE_STATUS_TRUNCATED)
 
 
-def _arrays(envelope: sample_pb2.SampleEnvelope, payload: Payload) -> dict[str, NDArray[Any]]:
-    """Views of the columns whose bytes are here; of the others the envelope and the header agree."""
+def _check_columns(
+    envelope: sample_pb2.SampleEnvelope, columns: Sequence[_Column], vocab_size: int | None
+) -> NDArray[Any] | None:
+    """The loss mask, unless it lies out of line: of those columns the envelope and the header agree."""
     outside = {column.name: column.num_bytes for column in envelope.out_of_line}
     lengths = _lengths(envelope)
     arrays: dict[str, NDArray[Any]] = {}
     seen: set[str] = set()
-    for column in _columns(envelope, payload):
+    for column in columns:
         dtype = DTYPES.get(column.dtype)
         if dtype is None or column.name in seen:
             raise InvalidArgument(f"column {column.name} comes twice, or is of dtype {column.dtype}, unknown here")
         seen.add(column.name)
-        is_outside = column.name in outside
-        check_shape(column.name, dtype, column.shape, outside[column.name] if is_outside else len(column.data))
-        if is_outside:
+        num_bytes = outside.get(column.name)
+        check_shape(column.name, dtype, column.shape, len(column.data) if num_bytes is None else num_bytes)
+        if num_bytes is not None:
             _check_header(column, dtype, lengths)
         elif column.name in COLUMN_DTYPES:
-            arrays[column.name] = np.frombuffer(column.data, dtype=dtype).reshape(column.shape)
+            arrays[column.name] = np.frombuffer(column.data, dtype)
+            expected = COLUMN_DTYPES[column.name], (lengths[column.name],)
+            if column.name == ROUTED_EXPERTS or (dtype, column.shape) != expected:
+                _check_odd(column.name, arrays[column.name].reshape(column.shape), lengths)
     if not (seen >= _REQUIRED and seen >= outside.keys()):
         missing = (_REQUIRED | outside.keys()) - seen
         raise InvalidArgument(f"the payload lacks the columns {sorted(missing)}")
-    return arrays
+    if not lengths[TOKENS] and envelope.status != sample_pb2.SAMPLE_STATUS_FAILED:
+        raise InvalidArgument("prompt_tokens and response_tokens are 0: a sample has a prompt or a response")
+    for name, values in arrays.items():
+        _check_values(name, values, envelope, vocab_size)
+    return arrays.get(LOSS_MASK)
+
+
+def _check_odd(name: str, values: NDArray[Any], lengths: Mapping[str, int]) -> None:
+    """A column that is no row of its dtype and length: raises InvalidArgument, unless it has another rank by right."""
+    if name == ROUTED_EXPERTS:
+        check_experts(name, values, lengths[TOKENS])
+    else:
+        check_row(name, values, lengths[name])
+
+
+def _check_values(name: str, values: NDArray[Any], envelope: sample_pb2.SampleEnvelope, vocab_size: int | None) -> None:
+    """Of a column whose shape and dtype were checked."""
+    if name == TOKENS:
+        check_token_ids(name, values, vocab_size)
+    elif name == LOSS_MASK:
+        check_loss_mask(name, values)
+        if (trained := int(np.count_nonzero(values))) != envelope.trained_tokens:
+            raise InvalidArgument(f"trained_tokens is {envelope.trained_tokens}, loss_mask has {trained}")
+    elif name != ROUTED_EXPERTS:
+        check_log_probs(name, values)
 
 
 def _lengths(envelope: sample_pb2.SampleEnvelope) -> Mapping[str, int]:
-    total, response = envelope.prompt_tokens + envelope.response_tokens, envelope.response_tokens
-    rows = {LOSS_MASK: response, ROLLOUT_LOG_PROBS: response, TEACHER_LOG_PROBS: response}
-    return {TOKENS: total, ROUTED_EXPERTS: max(total - 1, 0), **rows}
+    prompt, response = envelope.prompt_tokens, envelope.response_tokens
+    return {
+        TOKENS: prompt + response,
+        LOSS_MASK: response,
+        ROLLOUT_LOG_PROBS: response,
+        TEACHER_LOG_PROBS: response,
+        ROUTED_EXPERTS: max(prompt + response - 1, 0),
+    }
 
 
 def _check_header(column: _Column, dtype: np.dtype[Any], lengths: Mapping[str, int]) -> None:
@@ -124,27 +155,6 @@ def _check_header(column: _Column, dtype: np.dtype[Any], lengths: Mapping[str, i
             f"column {column.name} is {dtype} {list(column.shape)}, must be {COLUMN_DTYPES[column.name]} of "
             f"{lengths[column.name]} tokens"
         )
-
-
-def _check_arrays(
-    arrays: Mapping[str, NDArray[Any]], envelope: sample_pb2.SampleEnvelope, vocab_size: int | None
-) -> None:
-    lengths = _lengths(envelope)
-    if not lengths[TOKENS] and envelope.status != sample_pb2.SAMPLE_STATUS_FAILED:
-        raise InvalidArgument("prompt_tokens and response_tokens are 0: a sample has a prompt or a response")
-    for name, values in arrays.items():
-        if name == ROUTED_EXPERTS:
-            check_experts(name, values, lengths[TOKENS])
-            continue
-        check_row(name, values, lengths[name])
-        if name == TOKENS:
-            check_token_ids(name, values, vocab_size)
-        elif name == LOSS_MASK:
-            check_loss_mask(name, values)
-            if (trained := int(np.count_nonzero(values))) != envelope.trained_tokens:
-                raise InvalidArgument(f"trained_tokens is {envelope.trained_tokens}, loss_mask has {trained}")
-        else:
-            check_log_probs(name, values)
 
 
 def _check_versions(ranges: list[PolicyRange], mask: NDArray[Any] | None, envelope: sample_pb2.SampleEnvelope) -> None:
@@ -164,7 +174,7 @@ def _columns(envelope: sample_pb2.SampleEnvelope, payload: Payload) -> list[_Col
     message = parsed_payload(envelope.sample_id, bytes(payload))
     for text in (message.metadata_json, message.sampling_params_json, message.train_metadata_json):
         from_json(text)
-    return [_Column(c.name, c.dtype, tuple(c.shape), c.data) for c in message.columns]
+    return [_Column(c.name, c.dtype, tuple(c.shape[:]), c.data) for c in message.columns]
 
 
 def _walked(view: memoryview) -> Iterator[_Column]:

@@ -1,6 +1,6 @@
 """What a ledger asks of a disk. `memory`, `sqlite` and `postgres` keep the same contract tests.
 
-`commit` is called by one thread; the reads come from others at the same time.
+`commit` is called by one thread, `prepare` by another; the reads come from others at the same time.
 """
 
 from __future__ import annotations
@@ -49,8 +49,11 @@ class Store(Protocol):
     def load(self) -> Snapshot:
         """What was committed, damaged records set aside."""
 
+    def prepare(self, transactions: Sequence[Transaction]) -> None:
+        """Writes ahead what a later `commit` of them names. Nothing of it is there before that."""
+
     def commit(self, transactions: Sequence[Transaction]) -> None:
-        """Durable, all or nothing, when it returns."""
+        """Durable, all or nothing, when it returns. They were prepared, or are now."""
 
     def read_payloads(self, records: Sequence[SampleRecord]) -> Sequence[Payload]:
         """In order. Raises NotFound for a payload that was deleted, DataLoss for one that does not match its digest."""

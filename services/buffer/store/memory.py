@@ -33,6 +33,9 @@ class MemoryStore:
         streams, groups = tuple(self._streams.values()), tuple(self._groups.values())
         return Snapshot(self._ledger_id, streams, groups, position, self._oldest_position)
 
+    def prepare(self, transactions: Sequence[Transaction]) -> None:
+        pass
+
     def commit(self, transactions: Sequence[Transaction]) -> None:
         for transaction in transactions:
             self._streams.update(transaction.streams)

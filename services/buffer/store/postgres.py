@@ -101,6 +101,9 @@ class PostgresStore:
     def stop_waiting(self) -> None:
         self._sessions.stop_waiting()
 
+    def prepare(self, transactions: Sequence[Transaction]) -> None:
+        pass
+
     def commit(self, transactions: Sequence[Transaction]) -> None:
         """One that was cut off is made again, unless the owner's row says that it was kept."""
         self._since = since = time.monotonic()

@@ -86,7 +86,7 @@ class Compactor:
 
     def _candidates(self) -> list[bytes]:
         """Sealed files that are worth it, the emptiest first: on a full disk they make room for the others."""
-        sealed = self._files.file_ids() - {self._files.active} - self._stuck
+        sealed = {f for f in self._files.file_ids() - self._stuck if not self._files.is_open(f)}
         return sorted(filter(self._is_worth, sealed), key=self._extents.live_bytes)
 
     def _is_worth(self, file_id: bytes) -> bool:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Sequence
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from services.buffer.store.files import Buffer, Files
 from services.buffer.store.sqlite.extent import Extent, StoredPayload
@@ -27,23 +30,26 @@ NewExtent = Sequence[tuple[str, Buffer]]
 
 
 class PayloadFiles:
-    """`append` is called by one thread at a time, `read` by any."""
+    """Any thread may call any method; one appends at a time."""
 
     def __init__(self, files: Files, file_bytes: int) -> None:
         self._files = files
         self._file_bytes = file_bytes
+        self._appending = threading.Lock()
         self._active: bytes | None = None
         self._end = 0
+        self._num_unnamed: Counter[bytes] = Counter()
+        """Extents of each file that were appended, and wait for the transaction that names them."""
 
-    @property
-    def active(self) -> bytes | None:
-        """The file that is written to; None before the first payload."""
-        return self._active
+    def is_open(self, file_id: bytes) -> bool:
+        """Whether payloads may come, or wait for their row: such a file is neither emptied nor deleted."""
+        return file_id == self._active or self._num_unnamed[file_id] > 0
 
-    @property
-    def end(self) -> int:
-        """Length of the active file."""
-        return self._end
+    @contextmanager
+    def still(self) -> Iterator[tuple[bytes | None, int]]:
+        """(the file that is written to, its length), which stay as they are meanwhile."""
+        with self._appending:
+            yield self._active, self._end
 
     def file_ids(self) -> set[bytes]:
         """Of the files that are there."""
@@ -51,6 +57,17 @@ class PayloadFiles:
 
     def append(self, extents: Sequence[NewExtent]) -> list[Extent]:
         """Durable when it returns. Raises OSError, after which nobody knows what is on the disk."""
+        with self._appending:
+            placed = self._append(extents)
+            self._num_unnamed.update(extent.file_id for extent in placed)
+        return placed
+
+    def settle(self, extents: Sequence[Extent]) -> None:
+        """Rows name them, or never will."""
+        with self._appending:
+            self._num_unnamed.subtract(extent.file_id for extent in extents)
+
+    def _append(self, extents: Sequence[NewExtent]) -> list[Extent]:
         is_new = self._active is None or self._end >= self._file_bytes
         if is_new:
             self._active, self._end = secrets.token_bytes(FILE_ID_BYTES), 0

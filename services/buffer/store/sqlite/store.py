@@ -1,6 +1,7 @@
 """The ledger in a folder: `ledger.sqlite` is the only truth, payloads lie in append-only files beside it.
 
-commit: payloads appended and synced → one transaction that names their places (durable here) → places in memory.
+prepare: payloads appended and synced, beside the commit before.
+commit: one transaction that names their places (durable here) → places in memory.
 open: the tables, then the files that rows name; whatever else is in the payload files does not count, and is cut off.
 Files that are mostly dead are emptied and deleted by `compaction`; what was written earlier is read once by `scrub`.
 """
@@ -11,7 +12,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -44,6 +45,15 @@ FILE_BYTES = 64 << 20
 PAYLOADS = "payloads"
 
 
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A transaction whose payloads are on the disk, where no row names them yet."""
+
+    transaction: Transaction
+    rows: codec.Rows
+    extents: list[Extent]
+
+
 class SqliteStore:
     """`folder`/ledger.sqlite and `folder`/payloads/. Raises ConfigError when another process has it."""
 
@@ -72,6 +82,8 @@ class SqliteStore:
         self._payload_files, self._mark = self._opened.payload_files, self._opened.mark
         self._reading = threading.Lock()
         self._writing = threading.Lock()
+        self._prepared: dict[int, _Prepared] = {}
+        """By the identity of the transaction."""
         self._state_damage: tuple[Damage, ...] = ()
         self._payload_damage: dict[str, Damage] = {}
         """By key."""
@@ -100,18 +112,26 @@ class SqliteStore:
             self._opened.torn_bytes,
         )
 
-    def commit(self, transactions: Sequence[Transaction]) -> None:
-        self._compactor.check()
+    def prepare(self, transactions: Sequence[Transaction]) -> None:
         rows = [codec.to_rows(t) for t in transactions]
         new = [_new_extents(t, r) for t, r in zip(transactions, rows, strict=True)]
-        with self._writing, disk_errors(self._folder):
-            flat = [extent for extents in new for extent in extents]
+        flat = [extent for extents in new for extent in extents]
+        with disk_errors(self._folder):
             placed = iter(self._payload_files.append(flat) if flat else ())
-            added, dead = self._place(transactions, [[next(placed) for _ in extents] for extents in new])
+        for one, its_rows, extents in zip(transactions, rows, new, strict=True):
+            self._prepared[id(one)] = _Prepared(one, its_rows, [next(placed) for _ in extents])
+
+    def commit(self, transactions: Sequence[Transaction]) -> None:
+        self._compactor.check()
+        self.prepare([t for t in transactions if id(t) not in self._prepared])
+        prepared = [self._prepared.pop(id(t)) for t in transactions]
+        with self._writing, disk_errors(self._folder):
+            added, dead = self._place(prepared)
             with transaction(self._writer):
-                write_state(self._writer, rows)
+                write_state(self._writer, [one.rows for one in prepared])
                 delete_extents(self._writer, dead)
                 write_extents(self._writer, added)
+            self._payload_files.settle([extent for one in prepared for extent in one.extents])
             positions = [t.events[-1].position for t in transactions if t.events]
             if positions:
                 self._mark.write(self._opened.ledger_id, positions[-1])
@@ -182,6 +202,7 @@ class SqliteStore:
                 write_extents(self._writer, [new for _, new in moved])
             for old, new in moved:
                 self._extents.move(old, new)
+            self._payload_files.settle([new for _, new in moved])
         return sum(new.num_bytes for _, new in moved)
 
     def extents_of(self, file_id: bytes) -> list[Extent]:
@@ -191,7 +212,7 @@ class SqliteStore:
     def delete_unnamed(self, file_id: bytes) -> bool:
         """Deletes a file unless a row names it; whether it did."""
         with self._writing, disk_errors(self._folder):
-            if file_id == self._payload_files.active or has_extents(self._writer, file_id):
+            if self._payload_files.is_open(file_id) or has_extents(self._writer, file_id):
                 return False
             self._payload_files.delete(file_id)
             return True
@@ -206,18 +227,16 @@ class SqliteStore:
 
     # Inside
 
-    def _place(
-        self, transactions: Sequence[Transaction], placed: Sequence[Sequence[Extent]]
-    ) -> tuple[list[Extent], list[Extent]]:
+    def _place(self, prepared: Sequence[_Prepared]) -> tuple[list[Extent], list[Extent]]:
         """(extents that came and are there, extents that were there and are dead)."""
         added: dict[tuple[bytes, int], Extent] = {}
         dead: list[Extent] = []
-        for one, extents in zip(transactions, placed, strict=True):
-            for key in one.deleted_payloads:
+        for one in prepared:
+            for key in one.transaction.deleted_payloads:
                 extent = self._extents.drop(key)
                 if extent and not added.pop(extent.place, None):
                     dead.append(extent)
-            for extent in extents:
+            for extent in one.extents:
                 added[extent.place] = extent
                 self._extents.add(extent)
         return list(added.values()), dead
@@ -258,13 +277,12 @@ class SqliteStore:
         """One moment: what `source` reads from now on, and links to all payload files; (the active one, its end)."""
         target = folder / PAYLOADS
         target.mkdir()
-        with self._writing:
+        with self._writing, self._payload_files.still() as (active, end):
             source.execute("BEGIN")
             source.execute("SELECT COUNT(*) FROM meta").fetchone()
             for path in (self._folder / PAYLOADS).iterdir():
                 (target / path.name).hardlink_to(path)
-            active = self._payload_files.active
-            return file_name(active) if active else None, self._payload_files.end
+            return file_name(active) if active else None, end
 
 
 def _way_out(record: SampleRecord) -> str:
