@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -21,6 +23,7 @@ from services.buffer.store.base import Snapshot
 from services.buffer.store.sqlite.store import SqliteStore
 from tests.support.durable_points import image
 from tests.support.ledger_history import History
+from tests.support.ledger_under_test import LedgerUnderTest
 
 # `make chaos` makes 1,000 of each kind that is drawn.
 NUM_DAMAGES = int(os.environ.get("HEADRACE_DAMAGES", "12"))
@@ -215,3 +218,51 @@ def outcome(case: Case, folder: Path) -> Outcome:
     store.close()
     assert is_whole or store.damage()
     return WHOLE if is_whole and not store.damage() else NAMED
+
+
+def test_a_damaged_page_costs_what_is_on_it_and_the_ledger_goes_on(cases: dict[str, Case], tmp_path: Path) -> None:
+    """Every page in turn. What is written after such a start is there at the next one."""
+    case = cases["closed"]
+    page_bytes, num_pages = pages_of(case.folder / "ledger.sqlite")
+    outcomes: list[Outcome] = []
+    for page in range(num_pages):
+        folder = tmp_path / str(page)
+        shutil.copytree(case.folder, folder)
+        with (folder / "ledger.sqlite").open("r+b") as file:
+            file.seek(page * page_bytes + page_bytes // 2)
+            file.write(b"\xff" * (page_bytes // 2))  # where cells are
+            file.seek(page * page_bytes + (100 if page == 0 else 0) + 3)
+            file.write(b"\x7f\x7f")  # how many there are
+        outcomes.append(outcome(case, folder))
+        if outcomes[-1] is not REFUSED:
+            goes_on(folder)
+        shutil.rmtree(folder)
+    assert outcomes.count(REFUSED) <= _NEEDED_PAGES
+    assert outcomes.count(NAMED) >= 8
+
+
+_NEEDED_PAGES = 7
+"""Of the schema, meta and streams; those of the history that say where it begins and ends."""
+
+
+def pages_of(database: Path) -> tuple[int, int]:
+    """(bytes of a page, number of pages)."""
+    with closing(sqlite3.connect(database)) as connection:
+        (page_bytes,) = connection.execute("PRAGMA page_size").fetchone()
+    return page_bytes, database.stat().st_size // page_bytes
+
+
+def goes_on(folder: Path) -> None:
+    """Prompts are submitted and leased, and are there after another start, with what is damaged still named."""
+    it = LedgerUnderTest(SqliteStore(folder, file_bytes=_FILE_BYTES))
+    damaged = {damage.what for damage in it.store.damage()}
+    if "train" not in it.ledger.books:
+        it.store.close()
+        return
+    submitted = it.submit("after the damage")
+    it.store.close()
+    it.store = SqliteStore(folder, file_bytes=_FILE_BYTES)
+    it.restart()
+    assert it.ledger.book("train").groups.keys() >= set(submitted)
+    assert {damage.what for damage in it.store.damage()} >= damaged
+    it.store.close()

@@ -21,6 +21,8 @@ from services.buffer.transaction import Transaction
 from tests.contract.test_buffer_stores import busy_ledger
 from tests.support.buffer_samples import complete_put, text_prompts
 from tests.support.buffer_server import served_buffer
+from tests.support.durable_points import image
+from tests.support.ledger_under_test import complete
 
 
 def test_a_folder_of_the_segment_store_is_refused_with_the_way_out(tmp_path: Path) -> None:
@@ -157,6 +159,41 @@ def test_what_dies_while_its_file_is_compacted_is_not_brought_back(tmp_path: Pat
     with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as database:
         bodies = b"".join(body for (body,) in database.execute("SELECT body FROM payloads"))
     assert not any(key.encode() in bodies for key in dying)
+
+
+def test_what_is_prepared_is_not_there_before_its_commit(tmp_path: Path) -> None:
+    it = busy_ledger(SqliteStore(tmp_path / "run"))
+    it.submit("prepared")
+    groups = it.lease()
+    _, put = it.ledger.put(it.now, [complete(group) for group in groups])
+    it.store.prepare([put])
+    killed = SqliteStore(image(tmp_path / "run", tmp_path / "killed"))
+    snapshot = killed.load()
+    assert snapshot.torn_bytes > 0
+    records = [record for group_id in put.groups for record in put.groups[group_id].records]
+    held = {record.key for group in snapshot.groups for record in group.records}
+    assert not held & {record.key for record in records}
+    assert killed.damage() == []
+    killed.close()
+    it.store.commit([put])
+    assert [bytes(p) for p in it.store.read_payloads(records)] == [put.payloads[r.key] for r in records]
+    it.store.close()
+
+
+def test_a_file_whose_payloads_wait_for_their_row_is_neither_emptied_nor_deleted(tmp_path: Path) -> None:
+    it = busy_ledger(SqliteStore(tmp_path, file_bytes=1))
+    it.submit("first", "second")
+    first, second = (it.ledger.put(it.now, [complete(group)])[1] for group in it.lease(2))
+    it.store.prepare([first])
+    it.store.prepare([second])  # in a file of its own: the first one's is sealed
+    it.store.compact()
+    it.store.commit([first])
+    it.store.commit([second])
+    it.store.compact()
+    for one in (first, second):
+        records = [record for group in one.groups.values() for record in group.records]
+        assert [bytes(p) for p in it.store.read_payloads(records)] == [one.payloads[r.key] for r in records]
+    it.store.close()
 
 
 async def test_names_with_slashes_never_share_a_payload(tmp_path: Path) -> None:

@@ -18,20 +18,20 @@ from headrace.errors import ConfigError, DataLoss
 FILE = "ledger.sqlite"
 LAYOUT = 3
 """Of the tables; what releases before it wrote is refused."""
-_SCHEMA = f"""
-BEGIN IMMEDIATE;
-CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, body BLOB NOT NULL, crc INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS streams (name TEXT PRIMARY KEY, body BLOB NOT NULL, crc INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS prompts (group_id TEXT PRIMARY KEY, body BLOB NOT NULL, crc INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS groups (group_id TEXT PRIMARY KEY, body BLOB NOT NULL, crc INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS samples (key TEXT PRIMARY KEY, body BLOB NOT NULL, crc INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS payloads (
-    file_id BLOB NOT NULL, offset INTEGER NOT NULL, body BLOB NOT NULL, crc INTEGER NOT NULL,
-    PRIMARY KEY (file_id, offset)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS events (position INTEGER PRIMARY KEY, body BLOB NOT NULL, crc INTEGER NOT NULL);
-PRAGMA user_version = {LAYOUT};
-COMMIT;
-"""
+TABLES = {
+    "meta": "(key TEXT PRIMARY KEY, body BLOB NOT NULL, crc INTEGER NOT NULL) WITHOUT ROWID",
+    "streams": "(name TEXT PRIMARY KEY, body BLOB NOT NULL, crc INTEGER NOT NULL) WITHOUT ROWID",
+    "prompts": "(group_id TEXT PRIMARY KEY, body BLOB NOT NULL, crc INTEGER NOT NULL)",
+    "groups": "(group_id TEXT PRIMARY KEY, body BLOB NOT NULL, crc INTEGER NOT NULL) WITHOUT ROWID",
+    "samples": "(key TEXT PRIMARY KEY, body BLOB NOT NULL, crc INTEGER NOT NULL)",
+    "payloads": (
+        "(file_id BLOB NOT NULL, offset INTEGER NOT NULL, body BLOB NOT NULL, crc INTEGER NOT NULL, "
+        "PRIMARY KEY (file_id, offset)) WITHOUT ROWID"
+    ),
+    "events": "(position INTEGER PRIMARY KEY, body BLOB NOT NULL, crc INTEGER NOT NULL)",
+}
+_SCHEMA = "BEGIN IMMEDIATE;" + "".join(f"CREATE TABLE {name} {columns};" for name, columns in TABLES.items())
+_SCHEMA += f"PRAGMA user_version = {LAYOUT}; COMMIT;"
 _ROWS_PER_STATEMENT = 250
 _PAGE_CACHE_KIB = 16 << 10
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from headrace.errors import DataLoss
 from services.buffer.group import Group, Prompt, SampleRecord
 from services.buffer.store import rows as codec
 from services.buffer.store.base import Damage
@@ -33,16 +32,6 @@ class LoadedState:
     damage: tuple[Damage, ...]
 
 
-def check_pages(connection: sqlite3.Connection) -> None:
-    """Raises DataLoss when they contradict each other."""
-    try:
-        (problem,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-    except sqlite3.DatabaseError as error:
-        problem = str(error)
-    if problem != "ok":
-        raise DataLoss(f"ledger.sqlite is damaged ({problem}): restore a backup")
-
-
 def load_state(connection: sqlite3.Connection) -> LoadedState:
     """Groups of a stream whose own row is damaged are not loaded."""
     read, damaged = connection.execute, list[str]()
@@ -57,7 +46,8 @@ def load_state(connection: sqlite3.Connection) -> LoadedState:
     there = {group.group_id for group in groups}
     # A group whose row has lost its key is known by its prompt.
     damaged += [name for group_id in prompts if group_id not in there and (name := f"groups/{group_id}") not in damaged]
-    oldest, position = read("SELECT COALESCE(MIN(position), 1), COALESCE(MAX(position), 0) FROM events").fetchone()
+    (oldest,) = read("SELECT COALESCE(MIN(position), 1) FROM events").fetchone()
+    (position,) = read("SELECT COALESCE(MAX(position), 0) FROM events").fetchone()  # both at once read the whole table
     lost = {name.removeprefix("streams/") for name in damaged if name.startswith("streams/")}
     lost |= {group.stream for group in groups if group.stream not in streams}
     damages = tuple(map(_row_damage, damaged))

@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, DataLoss
 from services.buffer.store.base import Damage
 from services.buffer.store.files import Files, sync_folder
 from services.buffer.store.sqlite.database import FILE, checksum, open_database
 from services.buffer.store.sqlite.extent import Extents
-from services.buffer.store.sqlite.loading import check_pages, load_extents
+from services.buffer.store.sqlite.loading import load_extents
 from services.buffer.store.sqlite.payload_files import PayloadFiles
 from services.buffer.store.sqlite.position_mark import PositionMark
+from services.buffer.store.sqlite.salvage import check_pages, salvage_tables, salvaged
 
 MARK = "position"
 
@@ -62,19 +63,30 @@ def open_ledger(folder: Path, files: Files, file_bytes: int, connect: Callable[[
     sync_folder(folder)  # the name of payloads/
     sync_folder(folder.parent)
     may_be_new = not payload_files.file_ids() and not (folder / MARK).exists()
+    was_closed = not _num_bytes(folder / f"{FILE}-wal")
     writer = open_database(folder / FILE, connect, may_be_new=may_be_new)
     try:
-        check_pages(writer)
+        if not was_closed:
+            check_pages(writer)
         mark = PositionMark(folder / MARK)
         ledger_id = _require_marked(writer, mark)
+        if was_closed:
+            salvage_tables(writer)
         found, damage = load_extents(writer)
+        damage += salvaged(writer)
         extents = Extents(found)
         lost = _damaged_files(payload_files, extents)
         torn_bytes = 0 if damage else _cut(payload_files, extents, set(lost))
-    except BaseException:
+    except BaseException as error:
         writer.close()
+        if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
+            raise DataLoss(f"{folder / FILE} is damaged ({error}): restore a backup") from error
         raise
     return Opened(writer, payload_files, extents, mark, ledger_id, torn_bytes, (*damage, *lost.values()))
+
+
+def _num_bytes(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _require_marked(writer: sqlite3.Connection, mark: PositionMark) -> str:

@@ -1,0 +1,85 @@
+"""Pages of `ledger.sqlite` that are damaged: what can still be read moves to a new table, and the rest is served.
+
+Only of a ledger that was closed: where a log is replayed, another ledger's log may be why pages contradict each other,
+and the start is refused. Checked are the tables that are read whole at a start, and the history as long as it is short:
+it says itself where a line is missing. A table that fails is renamed, never written again, and listed at each start.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from headrace.errors import DataLoss
+from headrace.rpc.log import log
+from services.buffer.store.base import Damage
+from services.buffer.store.sqlite.database import FILE, TABLES, write_rows
+from services.buffer.store.sqlite.writing import transaction
+
+_NEEDED = ("sqlite_schema", "meta", "streams")
+_ORDERS = {"prompts": "rowid", "samples": "rowid", "groups": "group_id", "payloads": "file_id {0}, offset"}
+_FEW_PAGES = 32 << 10
+"""128 MiB, which takes a part of a second to check."""
+_DAMAGED = re.compile(r"damaged_\d+_(\w+)")
+
+
+def check_pages(connection: sqlite3.Connection) -> None:
+    """Raises DataLoss when they contradict each other."""
+    (num_pages,) = connection.execute("PRAGMA page_count").fetchone()
+    tables = (*_NEEDED, *_ORDERS) if num_pages > _FEW_PAGES else ("1",)  # 1: all, up to the first problem
+    for table in tables:
+        if problem := _problem(connection, table):
+            raise DataLoss(f"{FILE} is damaged ({problem}): restore a backup")
+
+
+def salvage_tables(connection: sqlite3.Connection) -> None:
+    """Raises DataLoss where nothing can go on without a table that is damaged."""
+    for table in _NEEDED:
+        if problem := _problem(connection, table):
+            raise DataLoss(f"the table {table} of {FILE} is damaged ({problem}): restore a backup")
+    for table in _ORDERS:
+        if problem := _problem(connection, table):
+            _salvage(connection, table, problem)
+
+
+def salvaged(connection: sqlite3.Connection) -> list[Damage]:
+    """Tables that were damaged at this start or an earlier one."""
+    names = connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table' ORDER BY rowid").fetchall()
+    return [_damage(match) for (name,) in names if (match := _DAMAGED.fullmatch(name))]
+
+
+def _problem(connection: sqlite3.Connection, table: str) -> str | None:
+    try:
+        (found,) = connection.execute(f"PRAGMA quick_check({table})").fetchone()
+    except sqlite3.OperationalError:  # of the disk, not of what is on it
+        raise
+    except sqlite3.DatabaseError as error:
+        found = str(error)
+    return None if found == "ok" else found
+
+
+def _salvage(connection: sqlite3.Connection, table: str, problem: str) -> None:
+    *keys, _, _ = (row[1] for row in connection.execute(f"PRAGMA table_info({table})"))
+    rows = {row[: len(keys)]: row for row in _readable(connection, table) if None not in row}
+    (number,) = connection.execute("SELECT COUNT(*) FROM sqlite_schema WHERE type = 'table'").fetchone()
+    aside = f"damaged_{number}_{table}"
+    with transaction(connection):
+        connection.execute(f"ALTER TABLE {table} RENAME TO {aside}")
+        connection.execute(f"CREATE TABLE {table} {TABLES[table]}")
+        write_rows(connection, table, list(rows.values()))
+    log.error("table_damaged", table=table, problem=problem, num_rows_read=len(rows), aside=aside)
+
+
+def _readable(connection: sqlite3.Connection, table: str) -> Iterator[tuple[Any, ...]]:
+    """From the front up to the damage, and from the back down to it; some rows come twice."""
+    for direction in ("ASC", "DESC"):
+        order = _ORDERS[table].format(direction)
+        with suppress(sqlite3.DatabaseError):
+            yield from connection.execute(f"SELECT * FROM {table} NOT INDEXED ORDER BY {order} {direction}")
+
+
+def _damage(match: re.Match[str]) -> Damage:
+    return Damage(f"pages of the table {match[1]} were damaged, and what could not be read of it is in {match[0]}")
