@@ -148,7 +148,7 @@ WANTED: dict[tuple[str, str, str], set[Outcome]] = {
     ("killed", "log", "cut"): {WHOLE, REFUSED},
     ("killed", "log", "swap"): {REFUSED},
     ("killed", "log", "copy"): {REFUSED},
-    ("killed", "log", "delete"): {REFUSED},
+    ("killed", "log", "delete"): {WHOLE, REFUSED},  # whole where SQLite had just copied all of it to ledger.sqlite
 } | {
     (state, file, harm): wanted
     for state in ("closed", "killed")
