@@ -16,6 +16,7 @@ from headrace.config.job import BufferSection
 from headrace.errors import ConfigError, DataLoss, NotFound
 from services.buffer.store.base import Damage
 from services.buffer.store.kinds import open_store
+from services.buffer.store.payload import checked_payload
 from services.buffer.store.sqlite.store import SqliteStore
 from services.buffer.transaction import Transaction
 from tests.contract.test_buffer_stores import busy_ledger
@@ -119,6 +120,17 @@ def test_payload_files_without_their_database_are_not_taken_for_a_new_ledgers(tm
     with pytest.raises(DataLoss, match=r"ledger\.sqlite is gone, .*: restore a backup"):
         SqliteStore(tmp_path)
     assert {path.name: path.read_bytes() for path in (tmp_path / "payloads").iterdir()} == before
+
+
+def test_a_payload_that_is_not_the_one_that_was_put_is_data_loss(tmp_path: Path) -> None:
+    it = busy_ledger(SqliteStore(tmp_path))
+    record = next(r for g in it.ledger.book("train").groups.values() for r in g.records)
+    (payload,) = it.store.read_payloads([record])
+    assert checked_payload(record, payload) == payload
+    with pytest.raises(DataLoss, match="does not match the digest it was put with"):
+        checked_payload(record, bytes(payload) + b"x")
+    with pytest.raises(NotFound, match="is gone"):
+        checked_payload(record, None)
 
 
 def test_a_missing_payload_file_is_named_at_the_start_and_the_rest_is_served(tmp_path: Path) -> None:
