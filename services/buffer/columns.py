@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import re
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
@@ -29,6 +30,7 @@ from services.buffer.work import NewSample
 
 _READ_BYTES = 1 << 20
 _ORPHAN_SECONDS = 3600.0
+_FILE_NAME = re.compile(r"[0-9a-f]{64}(\.part|\.\d+\.deleted)?")
 _THREADS = 4
 _Answer = TypeVar("_Answer")
 
@@ -76,7 +78,7 @@ class Columns:
         """What the ledger's samples name is held again."""
         if self._maybe_folder is None:
             return
-        for path in self._folder.iterdir():
+        for path in filter(_is_ours, self._folder.iterdir()):
             if path.suffix == "":
                 self._whole[bytes.fromhex(path.name)] = path.stat().st_size
             elif path.suffix == ".part":
@@ -287,7 +289,8 @@ class Columns:
             path.unlink(missing_ok=True)
 
     def _old_files(self) -> list[Path]:
-        return [path for path in self._folder.iterdir() if self._swept - path.stat().st_mtime > _ORPHAN_SECONDS]
+        ours = filter(_is_ours, self._folder.iterdir())
+        return [path for path in ours if self._swept - path.stat().st_mtime > _ORPHAN_SECONDS]
 
     @property
     def _folder(self) -> Path:
@@ -297,3 +300,8 @@ class Columns:
 
     def _path(self, sha256: bytes) -> Path:
         return self._folder / sha256.hex()
+
+
+def _is_ours(path: Path) -> bool:
+    """What an operator left in the folder stays as it is."""
+    return _FILE_NAME.fullmatch(path.name) is not None and path.is_file()

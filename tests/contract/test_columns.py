@@ -107,6 +107,16 @@ async def test_a_column_is_kept_once_and_deleted_with_the_last_sample_that_names
     await become(tmp_path, 0)
 
 
+async def test_a_stranger_in_the_folder_is_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "ledger" / "columns"
+    (folder / "folder").mkdir(parents=True)
+    (folder / "notes").write_text("of an operator")
+    os.utime(folder / "notes", (0, 0))
+    async with served_buffer(SqliteStore(tmp_path / "ledger"), columns_folder=folder):
+        pass
+    assert files(tmp_path) == {"folder", "notes"}
+
+
 async def test_a_put_that_names_a_column_which_is_not_here_is_refused(client: BufferClient) -> None:
     await client.submit_prompts("train", text_prompts("a"))
     (lease,) = (await client.lease_groups("train", "p", 1)).leases
