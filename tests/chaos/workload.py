@@ -18,7 +18,7 @@ from headrace.audit.ledger import read_ledger
 from headrace.cli.audit import audit_ledger, described
 from headrace.client.buffer import BufferClient
 from headrace.digest import digest_of
-from headrace.errors import FailedPrecondition, Fenced, NotFound
+from headrace.errors import FailedPrecondition, Fenced, InvalidArgument, NotFound
 from services.trainer.batch import Batch
 from services.trainer.record import TrainingRecord
 from tests.support.buffer_samples import complete_put
@@ -84,7 +84,15 @@ class Workload:
                 puts = [complete_put(lease) for lease in reply.leases]
                 if not puts:
                     continue
-                for put, result in zip(puts, await client.put_groups(puts), strict=True):
+                try:
+                    results = await client.put_groups(puts)
+                except InvalidArgument as error:
+                    # The next trainer began below the version of the lease: nothing of that is trained any more.
+                    if error.reason != "VERSION_NOT_SERVED":
+                        raise
+                    await client.release_leases([pb.LeaseRelease(lease_id=lease.lease_id) for lease in reply.leases])
+                    continue
+                for put, result in zip(puts, results, strict=True):
                     if not result.HasField("refused"):
                         self.told.acknowledged.update((s.envelope.sample_id, s.payload) for s in put.samples)
 

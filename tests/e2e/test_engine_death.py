@@ -50,7 +50,8 @@ async def test_an_engine_killed_in_mid_run_comes_back_with_the_served_weights(tm
     assert [survivor.engine_id] in begun, "the survivor was published to alone"
     assert [victim.engine_id] in begun, "and so was the one that came back: the survivor did not pause"
     assert begun[-1] == [survivor.engine_id, victim.engine_id]
-    assert not [event for event in run.events("trainer") if event["event"] == "publication_failed"]
+    failed = [event for event in run.events("trainer") if event["event"] == "publication_failed"]
+    assert len(failed) <= 1, "but for the broadcast that the kill may have hit, which is made again"
 
     assert [row["step"] for row in run.metrics()] == list(range(1, STEPS + 1))
     assert sorted(consumed_by_step(await run.history())) == list(range(STEPS))

@@ -144,7 +144,9 @@ class Receiver:
                     self._settle(publication)
                 raise
 
-        return asyncio.create_task(run())
+        task = asyncio.create_task(run())
+        task.add_done_callback(_retrieved)
+        return task
 
     def _settle(self, publication: Publication) -> asyncio.Task[None]:
         if publication.settling is None:
@@ -241,3 +243,9 @@ class Receiver:
         await asyncio.sleep(plan.deadline_seconds)
         if publication.transaction.abort(f"not committed within {plan.deadline_seconds:g} s"):
             self._settle(publication)
+
+
+def _retrieved(task: asyncio.Task[Any]) -> None:
+    """A caller that went away does not ask for what came of its call: that is no error of its own."""
+    if not task.cancelled():
+        task.exception()
