@@ -6,9 +6,12 @@ import logging
 import sys
 
 import structlog
+from grpc._cython import cygrpc  # type: ignore[attr-defined]  # its stubs leave it out
 from structlog.typing import EventDict
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+_GRPC = "grpc._cython.cygrpc"
 
 
 def configure_logging(service: str, *, run: str | None = None, level: str = "INFO") -> None:
@@ -20,6 +23,7 @@ def configure_logging(service: str, *, run: str | None = None, level: str = "INF
         return {**constants, **event}
 
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    logging.getLogger(_GRPC).addFilter(_concerns_the_server)
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -32,3 +36,8 @@ def configure_logging(service: str, *, run: str | None = None, level: str = "INF
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level]),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
+
+
+def _concerns_the_server(record: logging.LogRecord) -> bool:
+    """gRPC writes a traceback when a caller leaves between our answer and its way out, where no interceptor reaches."""
+    return not (record.exc_info and isinstance(record.exc_info[1], cygrpc.ExecuteBatchError))
