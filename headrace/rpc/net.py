@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
+import secrets
 import socket
 from dataclasses import dataclass
 
 from headrace.errors import ConfigError, Unavailable
+
+_NAMED_PORTS = range(15_000, 32_000)
+"""Below Linux's net.ipv4.ip_local_port_range."""
+_TRIES = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,17 @@ class Address:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that was free a moment ago."""
+    """A TCP port that was free a moment ago, of those that the kernel gives to nobody who does not name one.
+
+    A service may listen there minutes later: any other port would by then be some outgoing connection's.
+    """
+    for port in secrets.SystemRandom().sample(_NAMED_PORTS, _TRIES):
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:  # somebody has it
+                continue
+            return port
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
