@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from services.trainer.durable import sync
+
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Durable when it returns. A line that a kill has cut stays a line of its own."""
@@ -18,7 +20,7 @@ def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         file.flush()
         os.fsync(file.fileno())
     if is_new:
-        _sync_folder(path.parent)
+        sync(path.parent)
 
 
 def _ends_a_line(file: BinaryIO) -> bool:
@@ -26,12 +28,3 @@ def _ends_a_line(file: BinaryIO) -> bool:
         return True
     file.seek(-1, os.SEEK_END)
     return file.read(1) == b"\n"
-
-
-def _sync_folder(folder: Path) -> None:
-    """A new file's name is durable when its folder is."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
