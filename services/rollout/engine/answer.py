@@ -71,8 +71,9 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Response tokens, their log-probs and the names of the weights that made them. `finish` is None in mid-stream.
+    """Response tokens, their log-probs and the names of the weights that made them.
 
+    `finish` is None in mid-stream, where SGLang says only which weights it holds now: one span has that name.
     `routed_experts` are int32, little-endian, token by token from the prompt's first to the last but one, layer by
     layer; None where the engine was not asked for them.
     """
@@ -145,7 +146,11 @@ def _read(reply: Mapping[str, Any], meta: Mapping[str, Any], asked: Asked) -> An
     finish = _finish(meta)
     tokens = _token_ids(reply.get("output_ids"), asked)
     log_probs = _log_probs(meta, tokens, finish)
-    spans = _spans(meta)
+    name = _name(meta.get("weight_version"))
+    if finish is None and name is not None and meta.get("weight_versions") is None:  # SGLang tells them at the end
+        spans: tuple[NamedSpan, ...] = (NamedSpan(name, 0, len(tokens)),)
+    else:
+        spans = _spans(meta)
     covered = spans[-1].end if spans else 0
     if finish is None:  # in mid-stream SGLang sends lists that grow while it sends them
         length = min(len(tokens), len(log_probs), covered)

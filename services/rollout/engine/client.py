@@ -71,7 +71,11 @@ class EngineClient:
     async def stream(
         self, tokens: Sequence[int], params: SamplingParams, *, request_id: str, cache_key: str, seconds: float
     ) -> AsyncGenerator[Answer, None]:
-        """All tokens so far, again and again; the last one has `finish`. Raises as `generate` does."""
+        """All tokens so far, again and again; the last one has `finish`. Raises as `generate` does.
+
+        Once the engine holds other weights than at the first answer, only the last one says which token is of which:
+        those between are left out.
+        """
         body = {**self._generate_body(tokens, params, request_id, cache_key), "stream": True}
         asked = self._asked(tokens, params)
         events = self._http.events(
@@ -81,12 +85,17 @@ class EngineClient:
             max_bytes=self._answer_bytes(asked),
             max_events=params.max_new_tokens + _FURTHER_EVENTS,
         )
+        first_name: str | None = None
         async with contextlib.aclosing(events):
             async for event in events:
                 answer = read_answer(event, asked)
-                yield answer
                 if answer.finish is not None:
+                    yield answer
                     return
+                if answer.spans:
+                    first_name = first_name or answer.spans[0].name
+                    if answer.spans[-1].name == first_name:
+                        yield answer
         raise BadAnswer("cut_short", "a stream that ended without a finish_reason")
 
     async def score(self, tokens: Sequence[int], *, cache_key: str, seconds: float) -> list[float]:

@@ -215,7 +215,7 @@ def _reply(
             "input_token_logprobs": list(scores),
             "output_token_logprobs": [[-(token % 7 + 1) / 10, token, None] for token in made],
             "weight_version": versions[-1] if versions else "0",
-            "weight_versions": spans,
+            **({"weight_versions": spans} if finish else {}),  # as SGLang: not in mid-stream
         },
     }
 

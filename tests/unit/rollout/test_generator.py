@@ -35,6 +35,24 @@ async def test_an_aborted_request_is_continued_from_its_tokens(fakes: FakeFleet)
     assert first.end == second.start >= 5
 
 
+async def test_mid_stream_has_tokens_of_the_first_weights_and_the_end_has_all(fakes: FakeFleet) -> None:
+    engine = fakes.fleet.engines[0]
+    pieces: list[Generation] = []
+    stream = Generator(engine.client, fakes.fleet.weights).stream(PROMPT, PARAMS, request_id="r", seconds=60)
+    async for piece in stream:
+        pieces.append(piece)
+        if len(pieces) == 5:
+            await engine.client.pause("in_place")
+            await fakes.name_weights(0, 1)
+            await engine.client.resume()
+    assert [len(piece.tokens) for piece in pieces[:5]] == [1, 2, 3, 4, 5]
+    assert {r.policy_version for piece in pieces[:-1] for r in piece.policy_ranges} == {0}
+    assert list(pieces[-1].tokens) == response_to(PROMPT, 60)
+    first, second = pieces[-1].policy_ranges
+    assert (first.policy_version, second.policy_version, second.end) == (0, 1, 60)
+    assert len(pieces[-2].tokens) <= first.end
+
+
 async def test_a_request_survives_its_engine(fakes: FakeFleet) -> None:
     generator = Generator(fakes.fleet.engines[0].client, fakes.fleet.weights)
     fakes.fake(0).faults["/generate"] = "die"
