@@ -17,8 +17,9 @@ PIP     = $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 quickstart: $(STAMPS)/headrace $(MODEL)/model.safetensors $(DATA)/train.jsonl
 	@examples/quickstart/run.sh $(BIN) $(MODEL)
 
+# Two files of tests at a time: most of them wait for processes that they have started.
 test: lint $(STAMPS)/node $(STAMPS)/extras
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(STAMPS)/headrace $(STAMPS)/dev check-protos
 	@echo "── ruff";         $(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -33,6 +33,7 @@ from services.rollout.router import Router
 from services.rollout.service import sglang_factory
 from services.trainer.weight_group import WeightGroup
 from tests.support.engine_checksums import engine_checksums, flat_bytes
+from tests.support.engine_contract import CONTRACT, EngineUnderTest
 from tests.support.listening import listening_of_tree, open_to_others
 from tests.support.tiny_model import make_tiny_qwen3
 
@@ -84,6 +85,11 @@ async def test_generated_log_probs_equal_hugging_faces(stack: Stack) -> None:
         ]
         expected = hugging_face_log_probs(stack.model, prompt, generation.tokens)
         assert torch.allclose(torch.tensor(generation.log_probs), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("promise", CONTRACT)
+async def test_an_sglang_engine_keeps_the_contract(stack: Stack, promise: str) -> None:
+    await CONTRACT[promise](EngineUnderTest(stack.fleet.engines[0], stack.fleet.weights))
 
 
 async def test_engines_and_router_listen_on_loopback_alone(stack: Stack) -> None:

@@ -6,6 +6,7 @@ A token follows from all tokens before it, so a continued response equals an uni
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 from base64 import b64encode
@@ -48,6 +49,7 @@ class FakeEngine:
         self._in_session = False
         self._aborting = False
         self._num_aborts = 0
+        self._num_in_flight = 0
         self._running = asyncio.Event()
         self._running.set()
         self._runner: web.AppRunner | None = None
@@ -107,7 +109,11 @@ class FakeEngine:
             return _refusal("told to")
         body = await request.json() if request.can_read_body else {}
         if path == "/generate":
-            return await self._generate(request, body)
+            self._num_in_flight += 1
+            try:
+                return await self._generate(request, body)
+            finally:
+                self._num_in_flight -= 1
         return self._control(path, body)
 
     def _control(self, path: str, body: dict[str, Any]) -> web.Response:
@@ -122,6 +128,8 @@ class FakeEngine:
                 self._running.set()
             case "/abort_request":
                 self._num_aborts += 1
+            case "/flush_cache" if self._num_in_flight:
+                return web.Response(status=400, text="Flush cache failed.")
             case "/flush_cache" | "/health":
                 pass
             case "/init_weights_update_group":
@@ -176,7 +184,8 @@ class FakeEngine:
                     [*body["input_ids"], *made], int(self._version.split(".")[0])
                 )
             if stream is not None:
-                await stream.write(f"data: {json.dumps(reply)}\n\n".encode())
+                with contextlib.suppress(ConnectionError):  # a caller that left; its tokens are made all the same
+                    await stream.write(f"data: {json.dumps(reply)}\n\n".encode())
         return stream if stream is not None else web.json_response(reply)
 
 

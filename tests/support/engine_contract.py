@@ -1,0 +1,157 @@
+"""What headrace counts on in an engine, as checks that run on SGLang and on the fake that stands for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import pytest
+
+from headrace.errors import FailedPrecondition, InvalidArgument
+from services.rollout.engine.answer import Answer, Finish
+from services.rollout.engine.api import SamplingParams
+from services.rollout.engine.client import EngineClient
+from services.rollout.engine.fleet import Engine
+from services.rollout.engine.weights import ServedWeights
+
+PROMPT = (1, 45, 67, 89, 2)
+SECONDS = 240.0
+_NO_STOP = SamplingParams(max_new_tokens=120)
+
+
+@dataclass(frozen=True)
+class EngineUnderTest:
+    """One engine of a fleet, and the names that the fleet knows."""
+
+    engine: Engine
+    weights: ServedWeights
+
+    @property
+    def client(self) -> EngineClient:
+        return self.engine.client
+
+    async def rename(self) -> str:
+        """The same weights under a new name, as the fleet would be told of it."""
+        name = self.weights.new_name(self.weights.policy_version, self.engine.engine_id)
+        self.engine.weights_name = name
+        self.weights.accept([name])
+        await self.client.name_weights(name)
+        return name
+
+    async def ask(self, request_id: str, params: SamplingParams = _NO_STOP) -> Answer:
+        return await self.client.generate(PROMPT, params, request_id=request_id, cache_key="c", seconds=SECONDS)
+
+
+def _stream(it: EngineUnderTest, request_id: str, params: SamplingParams = _NO_STOP) -> AsyncGenerator[Answer, None]:
+    return it.client.stream(PROMPT, params, request_id=request_id, cache_key="c", seconds=SECONDS)
+
+
+async def _begun(it: EngineUnderTest, name: str) -> tuple[AsyncGenerator[Answer, None], Answer]:
+    """A request in flight and its first tokens; one that ended with them is asked again."""
+    for attempt in range(100):
+        stream = _stream(it, f"{name}-{attempt}")
+        async for answer in stream:
+            if answer.finish is None and answer.tokens:
+                return stream, answer
+    raise AssertionError("every request ended with its first tokens")
+
+
+async def _renamed_in_flight(
+    it: EngineUnderTest, pause_mode: Literal["in_place", "abort"]
+) -> tuple[str, str, list[Answer]]:
+    """Both names, and the answers of a request that had tokens when the engine paused."""
+    old = await it.rename()
+    stream, first = await _begun(it, pause_mode)
+    async with contextlib.aclosing(stream):
+        await it.client.pause(pause_mode)
+        new = await it.rename()
+        await it.client.resume()
+        return old, new, [first, *[answer async for answer in stream]]
+
+
+async def a_whole_answer_has_as_many_tokens_log_probs_and_named_tokens(it: EngineUnderTest) -> None:
+    name = await it.rename()
+    answer = await it.ask("whole", SamplingParams(max_new_tokens=8))
+    assert 1 <= len(answer.tokens) == len(answer.log_probs) <= 8
+    assert answer.finish in (Finish.STOP, Finish.LENGTH)
+    assert [(span.name, span.start, span.end) for span in answer.spans] == [(name, 0, len(answer.tokens))]
+    assert await it.client.weights_name() == name
+
+
+async def a_stream_grows_while_it_is_made(it: EngineUnderTest) -> None:
+    name = await it.rename()
+    answers = [answer async for answer in _stream(it, "grows", SamplingParams(max_new_tokens=24))]
+    growing = [answer for answer in answers if answer.tokens]
+    assert len(answers[-1].tokens) == 1 or len(growing) > 1
+    for one, other in pairwise(growing):
+        assert other.tokens[: len(one.tokens)] == one.tokens
+        assert other.log_probs[: len(one.log_probs)] == pytest.approx(one.log_probs)
+    assert {span.name for answer in growing for span in answer.spans} == {name}
+    assert [answer.finish is None for answer in answers] == [True] * (len(answers) - 1) + [False]
+
+
+async def tokens_on_both_sides_of_a_new_name_bear_their_own(it: EngineUnderTest) -> None:
+    old, new, answers = await _renamed_in_flight(it, "in_place")
+    assert {span.name for answer in answers[:-1] for span in answer.spans} == {old}
+    assert [span.name for span in answers[-1].spans] == [old, new]
+    assert answers[-1].spans[0].end == answers[-1].spans[1].start >= len(answers[0].tokens)
+    assert answers[-1].spans[1].end == len(answers[-1].tokens)
+
+
+async def an_aborting_pause_ends_requests_with_their_tokens(it: EngineUnderTest) -> None:
+    old, _, answers = await _renamed_in_flight(it, "abort")
+    assert answers[-1].finish is Finish.ABORT
+    assert [span.name for span in answers[-1].spans] == [old]
+    assert len(answers[-1].tokens) == len(answers[-1].log_probs) >= len(answers[0].tokens) > 0
+
+
+async def what_is_aborted_answers_with_its_tokens(it: EngineUnderTest) -> None:
+    stream, first = await _begun(it, "aborted")
+    async with contextlib.aclosing(stream):
+        await it.client.abort_all()
+        last = [answer async for answer in stream][-1]
+    assert last.finish is Finish.ABORT
+    assert last.tokens[: len(first.tokens)] == first.tokens
+
+
+async def scores_are_log_probs_of_all_tokens_but_the_first(it: EngineUnderTest) -> None:
+    answer = await it.ask("scored", SamplingParams(max_new_tokens=8))
+    whole = [*PROMPT, *answer.tokens]
+    scores = await it.client.score(whole, cache_key="c", seconds=SECONDS)
+    assert len(scores) == len(whole) - 1
+    assert scores[len(PROMPT) - 1 :] == pytest.approx(answer.log_probs, abs=1e-4)
+
+
+async def prefixes_are_not_forgotten_beside_requests(it: EngineUnderTest) -> None:
+    stream, _ = await _begun(it, "flushed")
+    async with contextlib.aclosing(stream):
+        assert not await it.client.flush_cache()
+        await it.client.abort_all()
+        assert [answer async for answer in stream][-1].finish is Finish.ABORT
+    async with asyncio.timeout(60):
+        while not await it.client.flush_cache():  # another party's state
+            await asyncio.sleep(0.01)
+
+
+async def a_group_that_it_is_not_in_cannot_be_left(it: EngineUnderTest) -> None:
+    with pytest.raises((FailedPrecondition, InvalidArgument)):
+        await it.client.leave_group("nobody's")
+
+
+CONTRACT: Mapping[str, Callable[[EngineUnderTest], Awaitable[None]]] = {
+    check.__name__: check
+    for check in (
+        a_whole_answer_has_as_many_tokens_log_probs_and_named_tokens,
+        a_stream_grows_while_it_is_made,
+        tokens_on_both_sides_of_a_new_name_bear_their_own,
+        an_aborting_pause_ends_requests_with_their_tokens,
+        what_is_aborted_answers_with_its_tokens,
+        scores_are_log_probs_of_all_tokens_but_the_first,
+        prefixes_are_not_forgotten_beside_requests,
+        a_group_that_it_is_not_in_cannot_be_left,
+    )
+}
