@@ -1,11 +1,13 @@
 """A stream's samples as a Parquet file: one row a sample, arrays as lists.
 
-Samples of committed groups have their envelope still and their payload no more: their arrays are null.
+Samples of committed groups have their envelope still and their payload no more: their text comes from the run's sample
+log, and their arrays are null. Samples that the ledger has forgotten, or never took because they failed, follow with
+what the log knows.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -15,27 +17,77 @@ from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.buffer import BufferClient
 from headrace.errors import FailedPrecondition, NotFound
+from headrace.sample_log import Answer, SampleLog
 from headrace.trajectory import Sample, Status, to_json
 
 _GROUPS_AT_ONCE = 100
 _SAMPLES_AT_ONCE = 64
+_LOGGED_AT_ONCE = 1_000
+_STEPS_AT_ONCE = 4
+_LOGGED_STREAM = "train"
+_SAME = (
+    *("sample_id", "group_id", "index", "rollout_id", "status", "reward", "scorer", "scorer_version"),
+    *("failure_reason", "failure_message", "prompt_tokens", "response_tokens", "trained_tokens"),
+)
+"""Columns that the log has as they are."""
 _WITH_PAYLOAD = frozenset({pb.GROUP_STATE_READY, pb.GROUP_STATE_CONSUMED})
 
 
-async def export_parquet(address: str, stream: str, file: Path) -> int:
-    """Samples written. Raises FailedPrecondition without pyarrow."""
+async def export_parquet(address: str, stream: str, file: Path, log: SampleLog | None = None) -> int:
+    """Samples written. `log` is the run's, for its `train` stream. Raises FailedPrecondition without pyarrow."""
     arrow = _arrow()
     schema, num_rows = _schema(arrow), 0
     from pyarrow.parquet import ParquetWriter
 
+    logged = _Logged(log if log and stream == _LOGGED_STREAM else None)
     async with BufferClient(address) as buffer:
         await buffer.stats(stream)
         with ParquetWriter(file, schema, compression="zstd") as writer:
             async for groups in _pages(buffer, stream):
-                rows = [row async for row in _rows(buffer, stream, groups)]
+                rows = [row async for row in _rows(buffer, stream, groups, logged)]
+                writer.write_table(arrow.Table.from_pylist(rows, schema=schema))
+                num_rows += len(rows)
+            for rows in logged.others():
                 writer.write_table(arrow.Table.from_pylist(rows, schema=schema))
                 num_rows += len(rows)
     return num_rows
+
+
+class _Logged:
+    """The run's sample log beside the ledger's pages."""
+
+    def __init__(self, log: SampleLog | None) -> None:
+        self._log = log
+        self._rows = set[str]()
+        self._steps: dict[int, dict[str, Answer]] = {}
+
+    def text_of(self, group: pb.Group, sample_id: str) -> dict[str, Any]:
+        """Columns that a committed sample's payload had; empty where nobody wrote them down."""
+        if self._log is None or not group.HasField("step"):
+            return {}
+        answer = self._of_step(self._log, group.step + 1).get(sample_id)
+        return _text(answer) if answer else {}
+
+    def exported(self, sample_id: str) -> None:
+        """It has its row."""
+        self._rows.add(sample_id)
+
+    def others(self) -> Iterator[list[dict[str, Any]]]:
+        """Rows of samples that no page had, step by step."""
+        if self._log is None:
+            return
+        sources = [self._log.of_step(step) for step in self._log.steps()]
+        for answers in (*sources, self._log.failed()):
+            while some := list(islice(answers, _LOGGED_AT_ONCE)):
+                yield [_logged_row(one) for one in some if one.sample_id not in self._rows]
+
+    def _of_step(self, log: SampleLog, step: int) -> dict[str, Answer]:
+        """Pages go by last change, so the steps of a page are few and near each other."""
+        if step not in self._steps:
+            if len(self._steps) >= _STEPS_AT_ONCE:
+                del self._steps[next(iter(self._steps))]
+            self._steps[step] = {answer.sample_id: answer for answer in log.of_step(step)}
+        return self._steps[step]
 
 
 async def _pages(buffer: BufferClient, stream: str) -> AsyncIterator[Sequence[pb.Group]]:
@@ -50,7 +102,9 @@ async def _pages(buffer: BufferClient, stream: str) -> AsyncIterator[Sequence[pb
             return
 
 
-async def _rows(buffer: BufferClient, stream: str, groups: Sequence[pb.Group]) -> AsyncIterator[dict[str, Any]]:
+async def _rows(
+    buffer: BufferClient, stream: str, groups: Sequence[pb.Group], logged: _Logged
+) -> AsyncIterator[dict[str, Any]]:
     """In the order of the page."""
     owners = {sample.sample_id: group for group in groups for sample in group.samples}
     envelopes = iter([sample for group in groups for sample in group.samples])
@@ -58,7 +112,9 @@ async def _rows(buffer: BufferClient, stream: str, groups: Sequence[pb.Group]) -
         held = [e.sample_id for e in some if owners[e.sample_id].state in _WITH_PAYLOAD]
         opened = {sample.sample_id: sample for sample in await _fetch(buffer, stream, held)}
         for envelope in some:
-            yield _row(owners[envelope.sample_id], envelope, opened.get(envelope.sample_id))
+            group, sample = owners[envelope.sample_id], opened.get(envelope.sample_id)
+            yield _row(group, envelope) | (_payload(sample) if sample else logged.text_of(group, envelope.sample_id))
+            logged.exported(envelope.sample_id)
 
 
 async def _fetch(buffer: BufferClient, stream: str, sample_ids: Sequence[str]) -> list[Sample]:
@@ -74,7 +130,7 @@ async def _fetch(buffer: BufferClient, stream: str, sample_ids: Sequence[str]) -
     return await _fetch(buffer, stream, sample_ids[:half]) + await _fetch(buffer, stream, sample_ids[half:])
 
 
-def _row(group: pb.Group, envelope: sample_pb2.SampleEnvelope, sample: Sample | None) -> dict[str, Any]:
+def _row(group: pb.Group, envelope: sample_pb2.SampleEnvelope) -> dict[str, Any]:
     return {
         "sample_id": envelope.sample_id,
         "group_id": group.group_id,
@@ -97,8 +153,20 @@ def _row(group: pb.Group, envelope: sample_pb2.SampleEnvelope, sample: Sample | 
             {"policy_version": r.policy_version, "start": r.start, "end": r.end} for r in envelope.policy_ranges
         ],
         "tags": list(envelope.tags.items()),
-        **(_payload(sample) if sample else {}),
     }
+
+
+def _logged_row(answer: Answer) -> dict[str, Any]:
+    """Steps are the ledger's here, from 0."""
+    trained = {} if answer.step is None else {"state": "COMMITTED", "step": answer.step - 1}
+    ranges = [dict(zip(("policy_version", "start", "end"), each, strict=True)) for each in answer.policy_ranges]
+    same = {name: getattr(answer, name) for name in _SAME}
+    parts = list(answer.reward_parts.items())
+    return {**same, "reward_parts": parts, "policy_ranges": ranges, **trained, **_text(answer)}
+
+
+def _text(answer: Answer) -> dict[str, Any]:
+    return {name: getattr(answer, name) for name in ("prompt", "response", "label", "metadata")}
 
 
 def _payload(sample: Sample) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def audit(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--timeout-seconds", type=_seconds, default=_TIMEOUT_SECONDS, help="how long a buffer may be silent (20)"
     )
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     found = asyncio.run(audited(find_run(args.run), args.stream, args.timeout_seconds, deep=args.deep))
     print(described(found))
     return 0 if found.verdict.is_clean else 1

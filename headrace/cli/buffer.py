@@ -8,50 +8,59 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headrace.backup import Backup, require_new, restore_backup, write_backup
 from headrace.cli import drop, retry
+from headrace.cli.of_buffer import add_stream_arguments
 from headrace.cli.runs import find_run
 from headrace.client.buffer import BufferClient
 from headrace.client.open import open_buffer
-from headrace.errors import DataLoss
+from headrace.config.suggest import did_you_mean
+from headrace.errors import DataLoss, InvalidArgument
 from headrace.export import export_parquet
 from headrace.launch.buffer_of_run import buffer_of_run
+from headrace.sample_log import SampleLog
 
 _MAX_LISTED = 20
 
 
 def buffer(argv: Sequence[str]) -> int:
     """Does one of them."""
-    parser = argparse.ArgumentParser(prog="headrace buffer")
-    commands = parser.add_subparsers(required=True, metavar="backup | restore | export | retry | drop | delete-stream")
-    backup = commands.add_parser("backup", help="a consistent copy of a ledger that goes on serving")
-    backup.add_argument("address", help="host:port of the buffer")
-    backup.add_argument("folder", type=Path, help="a new folder")
-    backup.set_defaults(run=_backup)
-    restore = commands.add_parser("restore", help="a ledger's folder from a backup, opened and read to the end")
-    restore.add_argument("backup", type=Path, help="the backup's folder")
-    restore.add_argument("ledger", type=Path, help="a new folder, e.g. runs/NAME/ledger")
-    restore.set_defaults(run=_restore)
-    export = commands.add_parser("export", help="one row a sample, for DuckDB, pandas and offline training")
-    export.add_argument("run_name", nargs="?", metavar="RUN", help="a run's folder or name; the newest if absent")
-    export.add_argument("--buffer-address", help="instead of a run")
-    export.add_argument("--stream", default="train")
-    export.add_argument("--parquet", type=Path, required=True, help="the file to write")
-    export.set_defaults(run=_export)
-    delete = commands.add_parser("delete-stream", help="a stream with its groups, samples and columns")
-    delete.add_argument("address", help="host:port of the buffer; of a sharded ledger all, with commas")
-    delete.add_argument("stream")
-    delete.add_argument("--force", action="store_true", help="also where groups are queued, leased, ready or consumed")
-    delete.set_defaults(run=_delete_stream)
-    retry.add_arguments(commands.add_parser("retry", help="FAILED groups go back to producers, their attempts anew"))
-    drop.add_arguments(commands.add_parser("drop", help="groups that shall never be trained are taken out"))
-    args = parser.parse_args(argv)
-    code: int = args.run(args)
-    return code
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_overview())
+        return 0
+    name, words = argv[0], argv[1:]
+    if name not in _COMMANDS:
+        raise InvalidArgument(f"unknown command buffer {name[:80]}{did_you_mean(name, _COMMANDS)}\n{_overview()}")
+    command = _COMMANDS[name]
+    parser = argparse.ArgumentParser(prog=f"headrace buffer {name}", description=command.help)
+    command.add_arguments(parser)
+    return command.run(parser.parse_intermixed_args(words))
+
+
+def _backup_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("address", help="host:port of the buffer")
+    parser.add_argument("folder", type=Path, help="a new folder")
+
+
+def _restore_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("backup", type=Path, help="the backup's folder")
+    parser.add_argument("ledger", type=Path, help="a new folder, e.g. runs/NAME/ledger")
+
+
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
+    add_stream_arguments(parser)
+    parser.add_argument("--parquet", type=Path, required=True, help="the file to write")
+
+
+def _delete_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("address", help="host:port of the buffer; of a sharded ledger all, with commas")
+    parser.add_argument("stream")
+    parser.add_argument("--force", action="store_true", help="also where groups are queued, leased, ready or consumed")
 
 
 def _backup(args: argparse.Namespace) -> int:
@@ -118,5 +127,30 @@ def _export(args: argparse.Namespace) -> int:
 async def _exported(args: argparse.Namespace) -> int:
     if args.buffer_address:
         return await export_parquet(args.buffer_address, args.stream, args.parquet)
-    async with buffer_of_run(find_run(args.run_name)) as address:
-        return await export_parquet(address, args.stream, args.parquet)
+    run = find_run(args.run)
+    async with buffer_of_run(run) as address:
+        return await export_parquet(address, args.stream, args.parquet, SampleLog(run.samples))
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """One of them."""
+
+    run: Callable[[argparse.Namespace], int]
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    help: str
+
+
+_COMMANDS: Mapping[str, _Command] = {
+    "backup": _Command(_backup, _backup_arguments, "a consistent copy of a ledger that goes on serving"),
+    "restore": _Command(_restore, _restore_arguments, "a ledger's folder from a backup, opened and read to the end"),
+    "export": _Command(_export, _export_arguments, "one row a sample, for DuckDB, pandas and offline training"),
+    "retry": _Command(retry.run, retry.add_arguments, "FAILED groups go back to producers, their attempts start again"),
+    "drop": _Command(drop.run, drop.add_arguments, "groups that shall never be trained are taken out"),
+    "delete-stream": _Command(_delete_stream, _delete_arguments, "a stream with its groups, samples and columns"),
+}
+
+
+def _overview() -> str:
+    lines = [f"  headrace buffer {name:<14} {command.help}" for name, command in _COMMANDS.items()]
+    return "\n".join(["usage:", *lines, "", "headrace buffer COMMAND --help lists its arguments."])

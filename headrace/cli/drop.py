@@ -6,16 +6,21 @@ import argparse
 from collections.abc import AsyncIterator, Sequence
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
-from headrace.cli.of_buffer import add_buffer_command
+from headrace.cli.of_buffer import add_stream_arguments, run_on_buffer
 from headrace.client.port import Buffer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of the subcommand."""
-    add_buffer_command(parser, _drop)
+    add_stream_arguments(parser)
     parser.add_argument("--group", dest="groups", action="append", required=True, help="its id; repeatable")
     parser.add_argument("--reason", required=True, help="why, for the history")
     parser.add_argument("--dry-run", action="store_true", help="show the groups, and change nothing")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0, and what was done."""
+    return run_on_buffer(_drop, args)
 
 
 async def _drop(buffer: Buffer, args: argparse.Namespace) -> int:

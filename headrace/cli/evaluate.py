@@ -27,7 +27,7 @@ def evaluate(argv: Sequence[str]) -> int:
     add_run_argument(parser)
     parser.add_argument("--data", nargs=2, action="append", metavar=("NAME", "PATH"), help="instead of the job's")
     parser.add_argument("--max-prompts", type=int, help="of each data set, from the first")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     job = find_run(args.run).job()
     data = args.data or job.eval.eval_prompt_data
     if not data:

@@ -18,9 +18,9 @@ def export(argv: Sequence[str]) -> int:
     """Waits for the end of the current step, then for the files."""
     parser = argparse.ArgumentParser(prog="headrace export")
     parser.add_argument("folder", type=Path, help="must not exist or be empty")
-    add_run_argument(parser, "--run")
+    add_run_argument(parser)
     parser.add_argument("--trainer-address", help="instead of a run")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     address = address_of(args.run, "trainer", args.trainer_address)
     with Console().status("exporting after the current step"):
         reply = asyncio.run(_export(address, args.folder.absolute()))

@@ -20,12 +20,12 @@ def generate(argv: Sequence[str]) -> int:
     """Prints the answer, then which weights made it."""
     parser = argparse.ArgumentParser(prog="headrace generate")
     parser.add_argument("text", type=text, help="one user turn")
-    add_run_argument(parser, "--run")
+    add_run_argument(parser)
     parser.add_argument("--rollout-address", help="instead of a run")
     parser.add_argument("--temperature", type=temperature, default=0.0)
     parser.add_argument("--max-new-tokens", type=count, default=256)
     parser.add_argument("--raw", action="store_true", help="give the text to the tokenizer without the chat template")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     sampling = sample_pb2.SamplingParams(temperature=args.temperature, max_new_tokens=args.max_new_tokens)
     request = rollout_pb2.GenerateRequest(sampling=sampling)
     if args.raw:

@@ -46,17 +46,17 @@ _COMMANDS: Mapping[str, Command] = {
     "models": Command(models, "models", "the models that --model knows, their sizes and layouts"),
     "up": Command(up, "up SERVICE --config JOB.toml [flags]", "run one service here: buffer, reward, rollout, trainer"),
     "status": Command(status, "status [RUN]", "where a run and its services are"),
-    "samples": Command(samples, "samples [RUN] [-n 5]", "the newest rollouts: prompt, response, reward, versions"),
+    "samples": Command(samples, "samples [RUN] [-n 5]", "what the policy answered: by step, group, reward, text"),
     "audit": Command(audit, "audit [RUN]", "hold the ledger against what the trainer was fed: 0 0 0, or the ids"),
     "buffer": Command(
         buffer,
-        "buffer backup | restore | export | retry",
+        "buffer backup | restore | export | retry | drop",
         "the ledger as files: a copy, a ledger of it, Parquet; failed groups again",
     ),
-    "submit": Command(submit, "submit --prompt TEXT | --file PATH", "bring prompts to a stream"),
-    "generate": Command(generate, "generate TEXT [--run RUN]", "ask the current policy"),
+    "submit": Command(submit, "submit [RUN] --prompt TEXT | --file PATH", "bring prompts to a stream"),
+    "generate": Command(generate, "generate TEXT [RUN]", "ask the current policy"),
     "eval": Command(evaluate, "eval [RUN] [--data NAME PATH]", "evaluate the current policy"),
-    "export": Command(export, "export FOLDER [--run RUN]", "write the current weights as a Hugging Face folder"),
+    "export": Command(export, "export FOLDER [RUN]", "write the current weights as a Hugging Face folder"),
 }
 
 

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from headrace.cli.runs import find_run
+from headrace.cli.runs import add_run_argument, find_run
 from headrace.client.open import open_buffer
 from headrace.client.port import Buffer
 from headrace.launch.buffer_of_run import buffer_of_run
@@ -14,18 +14,22 @@ from headrace.launch.buffer_of_run import buffer_of_run
 Command = Callable[[Buffer, argparse.Namespace], Awaitable[int]]
 
 
-def add_buffer_command(parser: argparse.ArgumentParser, command: Command) -> None:
-    """The arguments that say which stream, and the command to run with them."""
-    parser.add_argument("run_name", nargs="?", metavar="RUN", help="a run's folder or name; the newest if absent")
+def add_stream_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which stream of which ledger."""
+    add_run_argument(parser)
     parser.add_argument("--buffer-address", help="instead of a run")
     parser.add_argument("--stream", default="train")
-    parser.set_defaults(run=lambda args: asyncio.run(_run(command, args)))
+
+
+def run_on_buffer(command: Command, args: argparse.Namespace) -> int:
+    """The command's exit code. A run that has ended has its buffer started for as long as it takes."""
+    return asyncio.run(_run(command, args))
 
 
 async def _run(command: Command, args: argparse.Namespace) -> int:
     if args.buffer_address:
         return await _at(args.buffer_address, command, args)
-    async with buffer_of_run(find_run(args.run_name)) as address:
+    async with buffer_of_run(find_run(args.run)) as address:
         return await _at(address, command, args)
 
 

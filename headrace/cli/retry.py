@@ -6,7 +6,7 @@ import argparse
 from collections import Counter
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
-from headrace.cli.of_buffer import add_buffer_command
+from headrace.cli.of_buffer import add_stream_arguments, run_on_buffer
 from headrace.client.port import Buffer
 
 _PAGE = 1_000
@@ -14,9 +14,14 @@ _PAGE = 1_000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of the subcommand."""
-    add_buffer_command(parser, _retry)
+    add_stream_arguments(parser)
     parser.add_argument("--group", dest="groups", action="append", default=[], help="only this one; repeatable")
     parser.add_argument("--dry-run", action="store_true", help="show what failed, and change nothing")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0, and what was done."""
+    return run_on_buffer(_retry, args)
 
 
 async def _retry(buffer: Buffer, args: argparse.Namespace) -> int:

@@ -4,34 +4,59 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from headrace.errors import FailedPrecondition, NotFound, Unavailable
-from headrace.launch.run_folder import RunFolder, newest_run
+from headrace.launch.run_folder import RunFolder, living_runs, newest_run
 from headrace.rpc.channel import connect
 
 RUNS = Path("runs")
 _ANSWER_SECONDS = 10.0
+_HELP = "a run's folder, or its name in runs/; absent: the run that lives, else the newest"
 
 
-def add_run_argument(parser: argparse.ArgumentParser, name: str = "run") -> None:
-    """`RUN` or `--run RUN`: a run's folder, its name, or nothing for the newest."""
-    help_text = "a run's folder, or its name in runs/; the newest run if absent"
-    if name.startswith("--"):
-        parser.add_argument(name, help=help_text)
-    else:
-        parser.add_argument(name, nargs="?", help=help_text)
+class _Run(argparse.Action):
+    """`RUN` and `--run RUN` are one argument."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        if values is None or isinstance(values, list):  # an optional positional that nobody typed
+            return
+        before = getattr(namespace, self.dest)
+        if before not in (None, values):
+            parser.error(f"two runs are named, {before} and {values}: name one")
+        setattr(namespace, self.dest, values)
+
+
+def add_run_argument(parser: argparse.ArgumentParser) -> None:
+    """`RUN` or `--run RUN`, as `args.run`; behind the command's own positional arguments."""
+    parser.add_argument("run", nargs="?", metavar="RUN", action=_Run, help=_HELP)
+    parser.add_argument("--run", dest="run", metavar="RUN", action=_Run, help="the same")
 
 
 def find_run(text: str | None) -> RunFolder:
-    """Raises NotFound with what there is."""
+    """Raises NotFound with what there is, FailedPrecondition when several runs live and none is named."""
     if text is None:
-        return newest_run(RUNS)
+        return _default_run()
     for path in (Path(text), RUNS / text):
         if (path / "services.json").is_file():
             return RunFolder(path)
     there = sorted(file.parent.name for file in RUNS.glob("*/services.json"))
     raise NotFound(f"no run {text}; runs here: {', '.join(there) or 'none'}")
+
+
+def _default_run() -> RunFolder:
+    living = living_runs(RUNS)
+    if len(living) > 1:
+        raise FailedPrecondition(f"{len(living)} runs live: {', '.join(run.path.name for run in living)}: name one")
+    return living[0] if living else newest_run(RUNS)
 
 
 def address_of(run: str | None, service: str, given: str | None = None) -> str:
@@ -40,11 +65,12 @@ def address_of(run: str | None, service: str, given: str | None = None) -> str:
     Raises Unavailable when nothing there speaks gRPC: a command's own deadline is as long as its longest work.
     """
     address = given or _address_in(find_run(run), service)
-    asyncio.run(_require_answer(address, service))
+    asyncio.run(require_answer(address, service))
     return address
 
 
-async def _require_answer(address: str, service: str) -> None:
+async def require_answer(address: str, service: str) -> None:
+    """Raises Unavailable when nothing at the address speaks gRPC."""
     for shard in address.split(","):
         async with connect(shard) as channel:
             try:
@@ -63,6 +89,6 @@ def _address_in(folder: RunFolder, service: str) -> str:
     if entry.pid is not None and not folder.running_services():
         raise FailedPrecondition(
             f"{folder.path} has ended, and its {service} service with it: run the command that started it again, "
-            "or read metrics.jsonl there and `headrace audit`"
+            "or read what it left: `headrace status`, `headrace samples` and `headrace audit` know ended runs"
         )
     return entry.address

@@ -29,7 +29,7 @@ def status(argv: Sequence[str]) -> int:
     """0 when every service serves, 1 otherwise."""
     parser = argparse.ArgumentParser(prog="headrace status")
     add_run_argument(parser)
-    return asyncio.run(_status(find_run(parser.parse_args(argv).run)))
+    return asyncio.run(_status(find_run(parser.parse_intermixed_args(argv).run)))
 
 
 async def _status(folder: RunFolder) -> int:

@@ -24,7 +24,7 @@ _AT_ONCE = 500
 def submit(argv: Sequence[str]) -> int:
     """Prints one group id a prompt, in order. A file that is submitted twice makes its groups once."""
     parser = argparse.ArgumentParser(prog="headrace submit")
-    add_run_argument(parser, "--run")
+    add_run_argument(parser)
     parser.add_argument("--buffer-address", help="instead of a run; of a sharded ledger all, with commas")
     parser.add_argument("--stream", default="train")
     source = parser.add_mutually_exclusive_group(required=True)
@@ -32,7 +32,7 @@ def submit(argv: Sequence[str]) -> int:
     source.add_argument("--file", type=Path, help="JSONL: prompt (text or messages), label, metadata")
     parser.add_argument("--label", help="the reference answer of --prompt")
     parser.add_argument("--chat", action="store_true", help="text prompts become one user turn of the chat template")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     address = address_of(args.run, "buffer", args.buffer_address)
     if args.file:
         prompts = prompts_of(args.file, args.chat)

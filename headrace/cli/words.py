@@ -33,3 +33,12 @@ def text(word: str) -> str:
     except UnicodeEncodeError:
         raise argparse.ArgumentTypeError("it holds bytes that are no UTF-8") from None
     return word
+
+
+_CONTROLS = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+_CONTROLS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
+
+def printable(text: str) -> str:
+    """Text of a model or of a peer for a terminal: control characters as their pictures, so they steer nothing."""
+    return text.translate(_CONTROLS)

@@ -265,6 +265,11 @@ class TrackingSection(Section):
     wandb_mode: Literal["online", "offline"] = Field(
         "online", description="Offline: into the run's folder, for wandb sync."
     )
+    sample_log_bytes: Bytes = Field(
+        1 << 30,
+        description="Text of trained and failed samples in the run's folder, compressed, for `headrace samples`: bytes "
+        "at most, the oldest steps go first; 0 writes none.",
+    )
     peak_tflops: Above | None = Field(
         None, description="Peak of one rank's device in TFLOP/s, for mfu; absent: a GPU's from a table."
     )

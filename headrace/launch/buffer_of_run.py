@@ -21,7 +21,7 @@ START_SECONDS = 120.0
 @asynccontextmanager
 async def buffer_of_run(folder: RunFolder, start_seconds: float = START_SECONDS) -> AsyncIterator[str]:
     """Its address. Raises NotFound for a folder without a job, Unavailable when its ledger cannot be opened in time."""
-    if address := _living(folder):
+    if address := living_buffer(folder):
         yield address
         return
     job = folder.job()
@@ -47,7 +47,8 @@ async def _answering(address: str, process: ServiceProcess, start_seconds: float
         await answers
 
 
-def _living(folder: RunFolder) -> str | None:
+def living_buffer(folder: RunFolder) -> str | None:
+    """The address of the run's buffer, unless it has ended with the run."""
     entry = folder.services().get("buffer")
     is_ours = entry is not None and entry.pid is not None
     if entry is None or (is_ours and "buffer" not in folder.running_services()):

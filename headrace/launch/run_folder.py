@@ -51,6 +51,11 @@ class RunFolder:
         return self.path / "trained.jsonl"
 
     @property
+    def samples(self) -> Path:
+        """What the policy answered, step by step."""
+        return self.path / "samples"
+
+    @property
     def services_file(self) -> Path:
         """Addresses and process ids."""
         return self.path / "services.json"
@@ -96,6 +101,12 @@ class RunFolder:
             return {}
         services = self.services().items()
         return {name: entry for name, entry in services if entry.pid and Path(f"/proc/{entry.pid}").exists()}
+
+
+def living_runs(run_dir: Path) -> list[RunFolder]:
+    """Those with a service that a launcher started here and that lives, by name."""
+    runs = [RunFolder(file.parent) for file in sorted(run_dir.glob("*/services.json"))]
+    return [run for run in runs if run.running_services()]
 
 
 def newest_run(run_dir: Path) -> RunFolder:

@@ -82,7 +82,7 @@ def spec(job: Job, service: str, folder: RunFolder) -> ServiceSpec:
     extra = {
         "buffer": ["--data-dir", str(folder.ledger)],
         "reward": [],
-        "rollout": ["--log-dir", str(folder.logs)],
+        "rollout": ["--log-dir", str(folder.logs), "--samples-dir", str(folder.samples)],
         "trainer": ["--run-dir", str(folder.path)],
     }
     return ServiceSpec(

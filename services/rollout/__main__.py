@@ -39,7 +39,7 @@ async def _serve(job: Job, arguments: argparse.Namespace) -> None:
     name = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
     factory = sglang_factory(job, await probe(), arguments.log_dir)
     registry = CollectorRegistry()
-    service = RolloutService(job, factory, arguments.log_dir, registry)
+    service = RolloutService(job, factory, arguments.log_dir, registry, arguments.samples_dir)
     server = RpcServer(
         "rollout",
         arguments.address,
@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--address", required=True, help="host:port to listen on")
     parser.add_argument("--metrics-address", help="host:port of Prometheus metrics")
     parser.add_argument("--log-dir", type=Path, default=Path("logs"), help="logs of engines and router")
+    parser.add_argument("--samples-dir", type=Path, help="texts of samples that failed; absent: none are written")
     parser.add_argument("--insecure", action="store_true", help="listen on an address that other machines can reach")
     return parser
 

@@ -12,6 +12,7 @@ from headrace.sample_checks import ModelBounds
 from headrace.trajectory import Failure, PolicyRange, Sample, Status, from_json
 from headrace.workers import WorkerError
 from services.rollout.engine.api import SamplingParams
+from services.rollout.failed_samples import FailedSamples
 from services.rollout.filter import GroupFilter
 from services.rollout.judge import Judge
 from services.rollout.partial import PartialRollout
@@ -39,6 +40,7 @@ class GroupMaker:
         partial_rollout: PartialRollout | None = None,
         teacher: Teacher | None = None,
         bounds: ModelBounds | None = None,
+        failed_samples: FailedSamples | None = None,
     ) -> None:
         self._encoder = encoder
         self._maker = maker
@@ -51,6 +53,7 @@ class GroupMaker:
         self._partial = partial_rollout
         self._teacher = teacher
         self._bounds = bounds
+        self._failed_samples = failed_samples
 
     @property
     def hands_back(self) -> bool:
@@ -103,6 +106,8 @@ class GroupMaker:
             samples = await self._teacher.mark(samples)
         if self._judge:
             samples = await self._judge.judge(samples)
+        if self._failed_samples:
+            await self._failed_samples.write(samples)
         if all(s.status is Status.FAILED for s in samples):
             return _put(lease, buffer_pb2.PUT_OUTCOME_FAILED, failure=samples[0].failure)
         try:

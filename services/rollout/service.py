@@ -25,6 +25,7 @@ from services.rollout.engine.machine import Machine
 from services.rollout.engine.process import EngineFactory, SglangProcess
 from services.rollout.eval_file import EvalFiles
 from services.rollout.evaluate import Evaluator
+from services.rollout.failed_samples import FailedSamples
 from services.rollout.filter import GroupFilter
 from services.rollout.generator import Generator
 from services.rollout.groups import GroupMaker
@@ -73,7 +74,14 @@ class RolloutParts:
 class RolloutService:
     """States: built → started → stopped."""
 
-    def __init__(self, job: Job, factory: EngineFactory, log_dir: Path, registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        job: Job,
+        factory: EngineFactory,
+        log_dir: Path,
+        registry: CollectorRegistry,
+        samples_dir: Path | None = None,
+    ) -> None:
         seconds = job.rollout.generate_timeout_seconds
         params, seed = job_params(job), job.data.rollout_seed
         encoder = PromptEncoder(job.model.hf_checkpoint, apply_chat_template=job.data.apply_chat_template)
@@ -121,6 +129,7 @@ class RolloutService:
             partial_rollout=_partial_rollout(job),
             teacher=self._teacher,
             bounds=ModelBounds.of(architecture),
+            failed_samples=FailedSamples.of(job, samples_dir),
         )
         producer = Producer(
             BufferLedger(self._buffer, _STREAM),

@@ -89,7 +89,9 @@ def _console(job: Job, report: Report, rollout: RolloutClient, schedule: JobSche
 
 def _exports(job: Job, run_dir: Path) -> ExportFolders:
     run = RunFolder(run_dir)
-    return ExportFolders(job.checkpoint.export_root or run_dir, [checkpoint_folder(job, run_dir), run.ledger, run.logs])
+    return ExportFolders(
+        job.checkpoint.export_root or run_dir, [checkpoint_folder(job, run_dir), run.ledger, run.logs, run.samples]
+    )
 
 
 def _server(serving: Serving, desk: TrainerServicer) -> RpcServer:

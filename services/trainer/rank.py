@@ -13,14 +13,17 @@ from pathlib import Path
 
 from headrace.config.job import Job
 from headrace.errors import ConfigError
+from headrace.launch.run_folder import RunFolder
 from headrace.rpc.log import log
 from headrace.rpc.net import Address
+from headrace.sample_log import SampleLog
 from services.trainer.checkpoint import Checkpoints, checkpoint_folder
 from services.trainer.control import Control
 from services.trainer.fetch import Fetch
 from services.trainer.lifeline import Lifeline
 from services.trainer.parallel import Layout, initialize
 from services.trainer.policy import Policy
+from services.trainer.sample_log import TrainedSamples
 from services.trainer.sender import WeightSender
 from services.trainer.worker import Worker
 
@@ -79,7 +82,15 @@ def build(job: Job, run_dir: Path, fetch: Fetch, met: Met) -> Built:
         timeout_seconds=job.publish.update_weight_timeout_seconds,
     )
     log.info("built", restored_step=restored_step)
-    return Built(layout, control, Worker(policy, sender, fetch, checkpoints), checkpoints, restored_step)
+    worker = Worker(policy, sender, fetch, checkpoints, _trained_samples(job, run_dir, layout))
+    return Built(layout, control, worker, checkpoints, restored_step)
+
+
+def _trained_samples(job: Job, run_dir: Path, layout: Layout) -> TrainedSamples | None:
+    """One rank writes for those that have the same samples."""
+    if not (layout.speaks and layout.is_last_stage and job.tracking.sample_log_bytes):
+        return None
+    return TrainedSamples(SampleLog(RunFolder(run_dir).samples), layout.data_rank, job.tracking.sample_log_bytes)
 
 
 def _sender_host(job: Job) -> str:

@@ -5,22 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from services.trainer.batch import SampleFacts
 from services.trainer.checkpoint import Checkpoints
 from services.trainer.commands import Command, DropGroups, Export, Leave, OpenGroups, Prefetch, Save, SendWeights, Train
 from services.trainer.fetch import Fetch
 from services.trainer.policy import Policy
 from services.trainer.reading import Unreadable
+from services.trainer.sample_log import SamplesRead, TrainedSamples
 from services.trainer.sender import WeightSender
 
 
 class Worker:
     """One rank's share of the trainer: its part of the policy, of the samples and of the sending."""
 
-    def __init__(self, policy: Policy, sender: WeightSender, fetch: Fetch, checkpoints: Checkpoints) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        sender: WeightSender,
+        fetch: Fetch,
+        checkpoints: Checkpoints,
+        trained_samples: TrainedSamples | None,
+    ) -> None:
         self._policy = policy
         self._sender = sender
         self._fetch = fetch
         self._checkpoints = checkpoints
+        self._trained_samples = trained_samples
+        """None on ranks that know no samples of their own, and where the job wants none written"""
 
     @property
     def set_aside(self) -> Sequence[Unreadable]:
@@ -33,7 +44,7 @@ class Worker:
         """
         match command:
             case Train(step, samples):
-                return self._policy.train(step, samples, self._fetch)
+                return self._train(step, samples)
             case Prefetch(samples):
                 self._fetch.begin(self._policy.own_sample_ids(samples))
             case OpenGroups(publication_id):
@@ -43,9 +54,23 @@ class Worker:
             case DropGroups():
                 self._sender.drop()
             case Save(step, policy_version, epoch):
+                self._wait_for_samples()
                 self._checkpoints.save(self._policy, step=step, policy_version=policy_version, epoch=epoch)
             case Export(path):
                 self._policy.export(Path(path))
             case Leave():
+                self._wait_for_samples()
                 self._checkpoints.wait()
         return {}
+
+    def _train(self, step: int, samples: Sequence[SampleFacts]) -> dict[str, float]:
+        if self._trained_samples is None:
+            return self._policy.train(step, samples, self._fetch)
+        read = SamplesRead(self._fetch, step + 1)
+        metrics = self._policy.train(step, samples, read)
+        self._trained_samples.write(step + 1, read.but(self._policy.set_aside))
+        return metrics
+
+    def _wait_for_samples(self) -> None:
+        if self._trained_samples is not None:
+            self._trained_samples.wait()

@@ -16,9 +16,13 @@ from headrace.backup import write_backup
 from headrace.cli.main import main
 from headrace.client.buffer import BufferClient
 from headrace.errors import DataLoss, FailedPrecondition
+from headrace.export import export_parquet
+from headrace.sample_log import Answer, SampleLog
+from headrace.trajectory import Failure, Sample
 from services.buffer.store.memory import MemoryStore
 from services.buffer.store.postgres import PostgresStore
 from services.buffer.store.sqlite.store import SqliteStore
+from tests.support.answers import answered
 from tests.support.buffer_samples import complete_put, text_prompts
 from tests.support.buffer_server import served_buffer
 from tests.support.postgres import cluster, needs_postgres, run_postgres
@@ -167,6 +171,30 @@ async def test_a_ledger_in_postgresql_says_how_it_is_copied_and_that_way_works(
     ):
         assert len(await client.fetch_samples("train", sample_ids)) == 4
         await produce(client, 2, "goes on")
+
+
+async def test_what_was_committed_is_exported_with_its_text(served: Served, tmp_path: Path) -> None:
+    """From the run's log, and so is what the ledger has forgotten or never took."""
+    groups = (await served.client.list_groups("train", [pb.GROUP_STATE_CONSUMED])).groups
+    ids = [envelope.sample_id for group in groups for envelope in group.samples]
+    held = [Sample.unpack(packed) for packed in await served.client.fetch_samples("train", ids)]
+    log, file = SampleLog(tmp_path / "samples"), tmp_path / "samples.parquet"
+    forgotten = Answer.of(answered("forgotten", "2 + 2 =", " 5"), 1)
+    log.write_step(1, 0, [*(Answer.of(sample, 1) for sample in held), forgotten], 1 << 20)
+    failed = Answer.of(answered("failed", response="?", failure=Failure("SCORER_RAISED", "KeyError")))
+    log.write_failed(log.new_failed_file(), [failed], 1 << 20)
+    await served.client.commit("train", (await served.client.stats("train")).epoch, 1)
+    assert await export_parquet(served.address, "train", file, log) == 24 + 2
+    rows = {row["sample_id"]: row for row in pyarrow.parquet.read_table(file).to_pylist()}
+    committed = [row for row in rows.values() if row["state"] == "COMMITTED" and row["sample_id"] != "forgotten"]
+    assert {row["sample_id"] for row in committed} == set(ids)
+    assert all(row["prompt"].startswith("What is q") and row["response"] == "ok" for row in committed)
+    assert [rows["forgotten"][name] for name in ("step", "response", "reward", "scorer")] == [0, " 5", 1.0, "math"]
+    assert [rows["failed"][name] for name in ("status", "response", "failure_reason")] == [
+        "failed",
+        "?",
+        "SCORER_RAISED",
+    ]
 
 
 async def test_samples_are_exported_as_a_table(served: Served, tmp_path: Path) -> None:

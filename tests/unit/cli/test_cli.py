@@ -14,6 +14,7 @@ from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.trainer.v1 import trainer_pb2
 from headrace.cli.main import main
 from headrace.cli.run_view import RunView, sparkline
+from headrace.cli.runs import find_run
 from headrace.cli.submit import prompts_of
 from headrace.errors import FailedPrecondition, InvalidArgument
 from headrace.launch.launcher import Launcher
@@ -62,6 +63,31 @@ def test_a_run_that_is_not_there(tmp_path: Path, monkeypatch, capsys: pytest.Cap
     assert "no run two; runs here: one" in capsys.readouterr().err
 
 
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three runs: the newest folder's has ended, an older one lives."""
+    monkeypatch.chdir(tmp_path)
+    for name, pid in (("early", 2**22 + 1), ("alive", os.getpid()), ("newest", 2**22 + 1)):
+        folder = RunFolder(tmp_path / "runs" / name)
+        folder.path.mkdir(parents=True)
+        folder.write_services({"buffer": ServiceEntry("127.0.0.1:1", None, pid)})
+    return tmp_path / "runs"
+
+
+def test_the_default_run_is_the_one_that_lives(runs: Path) -> None:
+    assert find_run(None).path.name == "alive"
+    RunFolder(runs / "alive").write_services({"buffer": ServiceEntry("127.0.0.1:1", None, 2**22 + 1)})
+    os.utime(runs / "newest" / "services.json", (2e9, 2e9))
+    assert find_run(None).path.name == "newest"
+
+
+def test_of_two_runs_that_live_one_is_named(runs: Path) -> None:
+    RunFolder(runs / "early").write_services({"buffer": ServiceEntry("127.0.0.1:1", None, os.getpid())})
+    with pytest.raises(FailedPrecondition, match="2 runs live: alive, early: name one"):
+        find_run(None)
+    assert find_run("early").path.name == "early"
+
+
 def test_the_status_of_services_that_are_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gone = ServiceEntry("127.0.0.1:1", None, None)
     RunFolder(tmp_path).write_services({"buffer": gone, "reward": gone})
@@ -69,16 +95,17 @@ def test_the_status_of_services_that_are_gone(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().out.count("does not answer") == 2
 
 
-@pytest.mark.parametrize("command", [["samples"], ["submit", "--prompt", "2 + 2 ="]])
+@pytest.mark.parametrize("command", [["generate", "2 + 2 ="], ["submit", "--prompt", "2 + 2 ="]])
 def test_a_run_that_has_ended_says_so_at_once(
     command: list[str], tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     folder = RunFolder(tmp_path / "runs" / "one")
     folder.path.mkdir(parents=True)
-    folder.write_services({"buffer": ServiceEntry("127.0.0.1:1", None, 2**22 + 1)})
+    ended = ServiceEntry("127.0.0.1:1", None, 2**22 + 1)
+    folder.write_services({"buffer": ended, "rollout": ended})
     assert main(command) == 1
-    assert "runs/one has ended, and its buffer service with it" in capsys.readouterr().err
+    assert "runs/one has ended, and its" in capsys.readouterr().err
 
 
 def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,12 +17,14 @@ from headrace.config.job import Job, ModelSection, RolloutSection
 from headrace.errors import DataLoss, InvalidArgument, Unavailable
 from headrace.hooks import HookArgs
 from headrace.rpc.net import free_port
+from headrace.sample_log import SampleLog
 from headrace.trajectory import Sample, Status
 from services.rollout.custom import CustomMaker, custom_args
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fake import response_to
 from services.rollout.engine.weights import ServedWeights
+from services.rollout.failed_samples import FailedSamples
 from services.rollout.filter import GroupFilter
 from services.rollout.generator import Generator
 from services.rollout.groups import GroupMaker
@@ -71,6 +73,7 @@ async def production(
     partial_rollout: PartialRollout | None = None,
     group_filter: GroupFilter | None = None,
     judge_seconds: float = 60.0,
+    failed_samples: FailedSamples | None = None,
 ) -> AsyncIterator[Production]:
     async with (
         fake_fleet(1, token_seconds=token_seconds) as fakes,
@@ -90,6 +93,7 @@ async def production(
             max_context_tokens=None,
             group_filter=group_filter,
             partial_rollout=partial_rollout,
+            failed_samples=failed_samples,
         )
         registry = CollectorRegistry()
         metrics = RolloutMetrics(registry)
@@ -124,6 +128,23 @@ async def test_every_lease_becomes_a_judged_group(tokenizer_folder: Path) -> Non
         assert (sample.label, sample.metadata) == ("7", {"n": 1})
     assert made.metrics.groups_produced == 5
     assert made.metrics.tokens_produced == 5 * 3 * 8
+
+
+async def test_what_failed_stays_readable_and_a_folder_that_cannot_be_written_fails_no_group(
+    tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    """Also of a group whose samples all failed: the ledger takes none of them."""
+    (tmp_path / "taken").write_text("a file where the folder should be")
+    for folder, expected in ((tmp_path / "samples", 3), (tmp_path / "taken", 0)):
+        log = SampleLog(folder)
+        ledger = MemoryLedger([lease(0)])
+        failed = FailedSamples(log, 1 << 20)
+        async with production(tokenizer_folder, ledger, refuse("SCORER_RAISED"), failed_samples=failed) as made:
+            await made.fakes.until(lambda ledger=ledger: len(ledger.puts) == 1)
+        assert ledger.puts[0].outcome == buffer_pb2.PUT_OUTCOME_FAILED
+        answers = list(log.failed())
+        assert len(answers) == expected
+        assert all(answer.failure_reason == "SCORER_RAISED" and answer.response for answer in answers)
 
 
 async def test_a_sample_that_nobody_could_judge_is_failed_and_has_no_reward(tokenizer_folder: Path) -> None:

@@ -1,0 +1,194 @@
+"""What the policy answered, in a run's folder: text, reward, scorer, versions and lengths, without tokens.
+
+The trainer writes the samples of a step when the step is trained, one file a data rank; the rollout service writes
+samples that failed, as they fail. Files are gzip of JSON lines, so `zcat` reads them too. The ledger's payloads go with
+a commit, these stay: until the folder has `sample_log_bytes`, and then the oldest file goes first.
+"""
+
+from __future__ import annotations
+
+import gzip
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from pydantic import TypeAdapter, ValidationError
+
+from headrace.json_text import to_json
+from headrace.trajectory import Sample
+
+_STEP = re.compile(r"step-(?P<step>\d{7,})-rank-\d+\.jsonl\.gz")
+_FAILED = re.compile(r"failed-(?P<number>\d{6,})\.jsonl\.gz")
+_LEVEL = 3
+_FAILED_SHARE, _FAILED_FILES = 10, 4
+"""Failed samples have a tenth of the bytes, in four files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A sample as it is read by people. Lengths are in tokens; columns of the Parquet export have the same names."""
+
+    sample_id: str
+    group_id: str
+    index: int
+    rollout_id: str
+    status: str
+    prompt: str
+    response: str
+    label: str | None
+    metadata: str
+    """JSON"""
+    reward: float | None
+    reward_parts: Mapping[str, float]
+    scorer: str
+    scorer_version: str
+    failure_reason: str | None
+    failure_message: str | None
+    prompt_tokens: int
+    response_tokens: int
+    trained_tokens: int
+    policy_ranges: Sequence[tuple[int, int, int]]
+    """(policy version, first response token, the one after the last)"""
+    step: int | None
+    """The step that trained it, counted from 1 as metrics.jsonl counts; None: none did."""
+
+    @classmethod
+    def of(cls, sample: Sample, step: int | None = None) -> Answer:
+        """What is worth reading of a sample."""
+        return cls(
+            sample_id=sample.sample_id,
+            group_id=sample.group_id,
+            index=sample.index,
+            rollout_id=sample.rollout_id,
+            status=sample.status.value,
+            prompt=sample.prompt,
+            response=sample.response,
+            label=sample.label,
+            metadata=to_json(sample.metadata),
+            reward=sample.reward,
+            reward_parts=dict(sample.reward_parts),
+            scorer=sample.scorer,
+            scorer_version=sample.scorer_version,
+            failure_reason=sample.failure.reason if sample.failure else None,
+            failure_message=sample.failure.message if sample.failure else None,
+            prompt_tokens=sample.prompt_length,
+            response_tokens=sample.response_length,
+            trained_tokens=int(sample.loss_mask.sum()),
+            policy_ranges=[(each.policy_version, each.start, each.end) for each in sample.policy_ranges],
+            step=step,
+        )
+
+
+_LINE = TypeAdapter(Answer)
+
+
+class SampleLog:
+    """The files of one run. Everything here touches the disk: call it from a thread that may wait."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def write_step(self, step: int, rank: int, answers: Sequence[Answer], max_bytes: int) -> int:
+        """How many of them fitted. Takes the place of what an earlier try of the step wrote."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self.folder / f"step-{step:07}-rank-{rank}.jsonl.gz"
+        draft, share = file.with_name(f".{file.name}.draft"), max_bytes - max_bytes // _FAILED_SHARE
+        with draft.open("wb") as raw:
+            written = _write(raw, answers, share)
+            size = raw.tell()
+        self._prune(_STEP, share - size)
+        draft.replace(file)
+        return written
+
+    def write_failed(self, file: Path, answers: Sequence[Answer], max_bytes: int) -> Path:
+        """Appends to `file`, from `new_failed_file` or an earlier call; returns the file for the next call."""
+        share = max_bytes // _FAILED_SHARE
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with file.open("ab") as raw:
+            _write(raw, answers, max(0, share - raw.tell()))
+            is_full = raw.tell() > share // _FAILED_FILES
+        self._prune(_FAILED, share)
+        return self.new_failed_file() if is_full else file
+
+    def new_failed_file(self) -> Path:
+        """Behind those that are there: the end of an earlier one may be torn."""
+        numbers = [int(match["number"]) for _, match in self._files(_FAILED)]
+        return self.folder / f"failed-{max(numbers, default=0) + 1:06}.jsonl.gz"
+
+    def is_empty(self) -> bool:
+        """Nothing was written yet."""
+        return not (self._files(_STEP) or self._files(_FAILED))
+
+    def steps(self) -> list[int]:
+        """Those that have a file, oldest first."""
+        return sorted({int(match["step"]) for _, match in self._files(_STEP)})
+
+    def of_step(self, step: int) -> Iterator[Answer]:
+        """Each sample once: a file of an earlier layout of ranks may be beside the newer ones."""
+        files = [file for file, match in self._files(_STEP) if int(match["step"]) == step]
+        seen = set[str]()
+        for file in sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True):
+            for answer in _read(file):
+                if answer.sample_id not in seen:
+                    seen.add(answer.sample_id)
+                    yield answer
+
+    def failed(self) -> Iterator[Answer]:
+        """Newest file first, each in the order of failing."""
+        for file, _ in sorted(self._files(_FAILED), reverse=True):
+            yield from _read(file)
+
+    def _files(self, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:
+        if not self.folder.is_dir():
+            return []
+        return [(file, match) for file in self.folder.iterdir() if (match := pattern.fullmatch(file.name))]
+
+    def _prune(self, pattern: re.Pattern[str], max_bytes: int) -> None:
+        """Names order files by age. Other ranks prune too: a file may be gone already."""
+        files = sorted((match.group(1).zfill(20), file) for file, match in self._files(pattern))
+        sizes = [_size(file) for _, file in files]
+        total = sum(sizes)
+        for (_, file), size in zip(files, sizes, strict=True):
+            if total <= max_bytes:
+                return
+            file.unlink(missing_ok=True)
+            total -= size
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _write(raw: BinaryIO, answers: Sequence[Answer], max_bytes: int) -> int:
+    """One gzip member of the answers that fit."""
+    start = raw.tell()
+    with gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=_LEVEL, filename="", mtime=0) as packed:
+        for number, answer in enumerate(answers):
+            if raw.tell() - start > max_bytes:
+                return number
+            packed.write(_LINE.dump_json(answer) + b"\n")
+    return len(answers)
+
+
+def _read(file: Path) -> Iterator[Answer]:
+    """Up to where a kill tore it. A line that is none is left out."""
+    try:
+        with gzip.open(file, "rb") as lines:
+            for line in lines:
+                try:
+                    yield _LINE.validate_json(line)
+                except ValidationError:
+                    continue
+    except (EOFError, zlib.error, gzip.BadGzipFile, FileNotFoundError):
+        return
+
+
+def as_row(answer: Answer) -> dict[str, object]:
+    """Plain JSON, for programs."""
+    return asdict(answer)
