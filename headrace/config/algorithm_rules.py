@@ -81,6 +81,7 @@ _READ_BY: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "opd_teacher_url": ("opd_type sglang", lambda job: job.distillation.opd_type == "sglang"),
     "opd_teacher_load": ("opd_type megatron", lambda job: job.distillation.opd_type == "megatron"),
     "loss_mask_type": ("loss_type sft_loss", lambda job: job.train.loss_type == "sft_loss"),
+    "keep_earlier_thoughts": ("a loss_mask_type", lambda job: job.train.loss_mask_type is not None),
     "normalize_advantages": ("a policy loss", _policy),
     "use_tis": ("a policy loss", lambda job: job.train.loss_type == "policy_loss"),
     "use_opsm": ("a policy loss", lambda job: job.train.loss_type == "policy_loss"),

@@ -35,6 +35,9 @@ class TrainSection(Section):
     loss_mask_type: Literal["qwen", "qwen3", "llama3", "glm4", "distill_qwen", "deepseek", "kimi"] | None = Field(
         None, description="Prompts are conversations, their assistants' turns are trained; whose chat marks they have."
     )
+    keep_earlier_thoughts: bool = Field(
+        False, description="Earlier turns of a conversation keep their thoughts; off: what the chat template keeps."
+    )
     advantage_estimator: Estimator = Field("grpo", description="How rewards become advantages.")
     disable_grpo_std_normalization: bool = Field(False, description="Do not divide by the group's deviation.")
     disable_rewards_normalization: bool = Field(False, description="Advantages are the rewards themselves.")

@@ -19,6 +19,7 @@ from headrace.errors import ConfigError, InvalidArgument
 from headrace.sample_checks import check_text
 from headrace.wire.checks import require_bytes, require_json_array, require_json_object
 from headrace.wire.limits import MAX_PROMPT_BYTES
+from services.rollout.chat_segments import Segment
 
 _THREADS = 2
 T = TypeVar("T")
@@ -30,12 +31,14 @@ class EncodedPrompt:
 
     text: str
     tokens: tuple[int, ...]
+    trained: tuple[range, ...] = ()
+    """Of a conversation for supervised fine-tuning: the tokens that its assistants wrote."""
 
 
 class PromptEncoder:
-    """The checkpoint's tokenizer and chat template. `answers_follow`: conversations are to be continued."""
+    """The checkpoint's tokenizer and chat template."""
 
-    def __init__(self, hf_checkpoint: Path, *, apply_chat_template: bool, answers_follow: bool = True) -> None:
+    def __init__(self, hf_checkpoint: Path, *, apply_chat_template: bool) -> None:
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(hf_checkpoint))
         except (OSError, ValueError) as error:
@@ -45,7 +48,6 @@ class PromptEncoder:
             ) from error
         self._threads = ThreadPoolExecutor(_THREADS, "tokenize")
         self._apply_chat_template = apply_chat_template
-        self._answers_follow = answers_follow
 
     @property
     def tokenizer(self) -> Any:
@@ -69,8 +71,7 @@ class PromptEncoder:
         """Raises InvalidArgument for a prompt without content or one that the chat template refuses."""
         kind = prompt.WhichOneof("content")
         if kind == "messages":
-            tools = require_json_array(prompt.tools_json, "prompt.tools_json") or None
-            return self.encode_messages([_message(m) for m in prompt.messages.messages], tools)
+            return self.encode_messages(*messages_of(prompt))
         if kind != "text":
             raise InvalidArgument(f"prompt {prompt.prompt_id} has no content", field="prompt.content")
         return self.encode_text(prompt.text)
@@ -93,11 +94,23 @@ class PromptEncoder:
         """A conversation in OpenAI's shape. Raises InvalidArgument when the chat template refuses it."""
         try:
             text = self._tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=self._answers_follow
+                messages, tools=tools, tokenize=False, add_generation_prompt=True
             )
         except Exception as error:  # a template is code of the checkpoint's author: it may raise anything
             raise InvalidArgument(f"the chat template refused it: {error}", field="prompt.messages") from error
         return EncodedPrompt(text, self._tokens(text, add_special_tokens=False))
+
+    def encode_segments(self, segments: Sequence[Segment]) -> EncodedPrompt:
+        """Each part by itself, as its own reader tokenizes it: the engine a prompt, the model what it says."""
+        text = "".join(segment.text for segment in segments)
+        require_bytes(len(text.encode()), MAX_PROMPT_BYTES, "prompt")
+        tokens, trained = list[int](), list[range]()
+        for segment in segments:
+            start = len(tokens)
+            tokens.extend(self._tokens(segment.text, add_special_tokens=False))
+            if segment.trained:
+                trained.append(range(start, len(tokens)))
+        return EncodedPrompt(text, tuple(tokens), tuple(trained))
 
     def _tokens(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         check_text("prompt", text)
@@ -106,6 +119,12 @@ class PromptEncoder:
             backend = self._tokenizer.backend_tokenizer
             return tuple(backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
         return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+
+def messages_of(prompt: pb.Prompt) -> tuple[list[dict[str, Any]], list[Any] | None]:
+    """A conversation in OpenAI's shape, and the tools that it may call. Raises InvalidArgument for what is no JSON."""
+    tools = require_json_array(prompt.tools_json, "prompt.tools_json") or None
+    return [_message(message) for message in prompt.messages.messages], tools
 
 
 def _message(message: pb.ChatMessage) -> dict[str, Any]:

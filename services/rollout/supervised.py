@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from headrace.api.sample.v1 import sample_pb2 as pb
 from headrace.config.job import Job
-from headrace.errors import HeadraceError
-from headrace.trajectory import Failure, Sample, Status
+from headrace.errors import InvalidArgument
+from headrace.trajectory import Sample, Status
 from services.rollout.chat_mask import ChatMask
-from services.rollout.prompts import PromptEncoder
-from services.rollout.sampling import SampleRequest, failed_sample
+from services.rollout.prompts import EncodedPrompt, PromptEncoder, messages_of
+from services.rollout.sampling import SampleRequest
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisedParts:
     """What stands in for engine and judge."""
 
-    encoder: PromptEncoder
+    encoder: ConversationEncoder
     maker: SupervisedMaker
 
 
@@ -29,40 +31,58 @@ def supervised_parts(job: Job) -> SupervisedParts | None:
     family = job.train.loss_mask_type
     if family is None:
         return None
-    encoder = PromptEncoder(job.model.hf_checkpoint, apply_chat_template=False, answers_follow=False)
-    return SupervisedParts(encoder, SupervisedMaker(ChatMask(encoder.tokenizer, family)))
+    encoder = ConversationEncoder(
+        job.model.hf_checkpoint, family, keep_earlier_thoughts=job.train.keep_earlier_thoughts
+    )
+    return SupervisedParts(encoder, SupervisedMaker())
+
+
+class ConversationEncoder(PromptEncoder):
+    """Encodes conversations that nobody continues. Raises ConfigError where the tokenizer is not of the family."""
+
+    def __init__(self, hf_checkpoint: Path, family: str, *, keep_earlier_thoughts: bool = False) -> None:
+        super().__init__(hf_checkpoint, apply_chat_template=False)
+        self._mask = ChatMask(self.tokenizer, family, keep_earlier_thoughts=keep_earlier_thoughts)
+
+    def encode(self, prompt: pb.Prompt) -> EncodedPrompt:
+        """Raises InvalidArgument for what is no conversation, or has nothing to train."""
+        if prompt.WhichOneof("content") != "messages":
+            raise InvalidArgument(
+                f"prompt {prompt.prompt_id} is a text: supervised fine-tuning trains arrays of chat messages",
+                field="prompt.content",
+            )
+        return self.encode_segments(self._mask.segments(*messages_of(prompt)))
 
 
 class SupervisedMaker:
     """A `Maker`: the response is what follows the first assistant's opening; only assistants' tokens are trained."""
 
-    def __init__(self, mask: ChatMask) -> None:
-        self._mask = mask
+    def __init__(self) -> None:
         self.in_flight = 0
 
     async def make_all(
         self, requests: Sequence[SampleRequest], *, evaluation: bool, hand_back: asyncio.Event | None = None
     ) -> list[Sample]:
-        """One sample for each request; a conversation without an assistant is FAILED."""
-        return [self._made(request) for request in requests]
+        """One sample for each request."""
+        return [_made(request) for request in requests]
 
-    def _made(self, request: SampleRequest) -> Sample:
-        tokens = np.asarray(request.prompt.tokens, dtype=np.int32)
-        try:
-            mask = self._mask(request.prompt.tokens)
-        except HeadraceError as error:
-            return failed_sample(request, Failure(error.reason, error.message))
-        response = len(tokens) - int(np.flatnonzero(mask)[0])
-        return Sample(
-            sample_id=request.sample_id,
-            group_id=request.group_id,
-            index=request.index,
-            prompt=request.prompt.text,
-            response="",
-            tokens=tokens,
-            loss_mask=mask[len(tokens) - response :],
-            rollout_log_probs=np.zeros(response, dtype=np.float32),
-            status=Status.COMPLETED,
-            label=request.label,
-            metadata=request.metadata,
-        )
+
+def _made(request: SampleRequest) -> Sample:
+    tokens = np.asarray(request.prompt.tokens, dtype=np.int32)
+    mask = np.zeros(len(tokens), dtype=np.uint8)
+    for trained in request.prompt.trained:
+        mask[trained.start : trained.stop] = 1
+    start = request.prompt.trained[0].start
+    return Sample(
+        sample_id=request.sample_id,
+        group_id=request.group_id,
+        index=request.index,
+        prompt=request.prompt.text,
+        response="",
+        tokens=tokens,
+        loss_mask=mask[start:],
+        rollout_log_probs=np.zeros(len(tokens) - start, dtype=np.float32),
+        status=Status.COMPLETED,
+        label=request.label,
+        metadata=request.metadata,
+    )

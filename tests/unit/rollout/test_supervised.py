@@ -1,99 +1,98 @@
-"""Conversations for supervised fine-tuning: exactly what assistants wrote is trained, in every family's marks."""
+"""Conversations for supervised fine-tuning become samples without an engine and without a judge."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.sample.v1 import sample_pb2
-from headrace.errors import ConfigError, InvalidArgument
+from headrace.errors import InvalidArgument
 from headrace.trajectory import Sample, Status
-from services.rollout.chat_mask import FAMILIES, ChatMask
+from services.rollout.chat_mask import FAMILIES
 from services.rollout.engine.api import SamplingParams
 from services.rollout.groups import GroupMaker
-from services.rollout.prompts import PromptEncoder
 from services.rollout.sampling import SampleRequest
-from services.rollout.supervised import SupervisedMaker
+from services.rollout.supervised import ConversationEncoder, SupervisedMaker
+from tests.support.chat_templates import CHAT_MODELS, make_chat_tokenizer
 from tests.support.tiny_model import make_tiny_tokenizer
 
 TURNS = [
     {"role": "user", "content": "What is 1 + 2?"},
     {"role": "assistant", "content": "The answer is 3."},
     {"role": "user", "content": "And 4?"},
-    {"role": "assistant", "content": "7"},
+    {"role": "assistant", "content": "\n7"},
 ]
 
 
 @pytest.fixture
-def encoder(tmp_path: Path) -> PromptEncoder:
+def encoder(tmp_path: Path) -> ConversationEncoder:
     make_tiny_tokenizer().save_pretrained(tmp_path)
-    return PromptEncoder(tmp_path, apply_chat_template=False, answers_follow=False)
+    return ConversationEncoder(tmp_path, "qwen3")
 
 
-def trained(encoder: PromptEncoder, tokens: list[int], family: str) -> str:
-    mask = ChatMask(encoder.tokenizer, family)(tokens)
-    return str(encoder.tokenizer.decode([token for token, one in zip(tokens, mask, strict=True) if one]))
+def conversation(num_turns: int) -> sample_pb2.Prompt:
+    messages = [sample_pb2.ChatMessage(role=turn["role"], content=turn["content"]) for turn in TURNS[:num_turns]]
+    return sample_pb2.Prompt(prompt_id="p", messages=sample_pb2.ChatMessages(messages=messages))
 
 
-@pytest.mark.parametrize("family", ["qwen", "qwen3"])
-def test_every_assistants_turn_and_its_end_are_trained_and_nothing_else(encoder: PromptEncoder, family: str) -> None:
-    tokens = list(encoder.encode_messages(TURNS, None).tokens)
-    assert trained(encoder, tokens, family) == "The answer is 3.<|im_end|>7<|im_end|>"
+def lease(prompt: sample_pb2.Prompt) -> buffer_pb2.GroupLease:
+    return buffer_pb2.GroupLease(lease_id="l", group_id="g", n_samples=1, attempt=1, prompt=prompt)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_every_familys_marks_are_found(tmp_path: Path, family: str) -> None:
-    marks = FAMILIES[family]
-    tokenizer = make_tiny_tokenizer()
-    tokenizer.add_tokens([AddedToken(mark, special=True) for mark in marks.closings])
-    tokenizer.save_pretrained(tmp_path)
-    encoder = PromptEncoder(tmp_path, apply_chat_template=False)
-    text = f"hello {marks.opening}first{marks.closings[0]} well {marks.opening}second"
-    tokens = list(encoder.encode_plain(text).tokens)
-    assert trained(encoder, tokens, family) == f"first{marks.closings[0]}second"
-
-
-def test_a_tokenizer_of_another_family_is_refused(encoder: PromptEncoder) -> None:
-    with pytest.raises(ConfigError, match=r"no token for any of <\|eot_id\|>.*--loss-mask-type llama3 is of another"):
-        ChatMask(encoder.tokenizer, "llama3")
-
-
-def test_a_conversation_without_an_assistant_is_refused(encoder: PromptEncoder) -> None:
-    with pytest.raises(InvalidArgument, match="no assistant's turn"):
-        ChatMask(encoder.tokenizer, "qwen3")(encoder.encode_messages(TURNS[:1], None).tokens)
-
-
-async def test_a_conversation_becomes_a_sample_and_one_without_an_assistant_a_failed_one(
-    encoder: PromptEncoder,
-) -> None:
-    maker = SupervisedMaker(ChatMask(encoder.tokenizer, "qwen3"))
-    requests = [
-        SampleRequest(f"s{n}", "g", n, encoder.encode_messages(TURNS[:turns], None), None, {}, SamplingParams(1))
-        for n, turns in enumerate((4, 1))
-    ]
-    whole, without = await maker.make_all(requests, evaluation=False)
-    assert whole.status is Status.COMPLETED
-    assert whole.loss_mask[0] == 1
-    assert whole.tokens.tolist() == list(requests[0].prompt.tokens)
-    kept = whole.tokens[whole.prompt_length :][whole.loss_mask == 1]
-    assert encoder.tokenizer.decode(kept.tolist()) == "The answer is 3.<|im_end|>7<|im_end|>"
-    assert without.status is Status.FAILED
-    assert without.failure is not None
-
-
-async def test_a_leased_conversation_is_put_without_an_engine_and_without_a_judge(encoder: PromptEncoder) -> None:
-    maker = SupervisedMaker(ChatMask(encoder.tokenizer, "qwen3"))
-    groups = GroupMaker(
-        encoder, maker, None, SamplingParams(1), rollout_seed=1, max_prompt_tokens=None, max_context_tokens=None
+def groups(encoder: ConversationEncoder) -> GroupMaker:
+    return GroupMaker(
+        *(encoder, SupervisedMaker(), None, SamplingParams(1)),
+        rollout_seed=1,
+        max_prompt_tokens=None,
+        max_context_tokens=None,
     )
-    messages = [sample_pb2.ChatMessage(role=turn["role"], content=turn["content"]) for turn in TURNS]
-    prompt = sample_pb2.Prompt(prompt_id="p", messages=sample_pb2.ChatMessages(messages=messages))
-    put = await groups.make(buffer_pb2.GroupLease(lease_id="l", group_id="g", n_samples=1, attempt=1, prompt=prompt))
+
+
+async def test_a_conversation_becomes_a_sample_of_which_the_assistants_tokens_are_trained(
+    encoder: ConversationEncoder,
+) -> None:
+    prompt = encoder.encode(conversation(4))
+    (sample,) = await SupervisedMaker().make_all(
+        [SampleRequest("s", "g", 0, prompt, None, {}, SamplingParams(1))], evaluation=False
+    )
+    assert sample.status is Status.COMPLETED
+    assert sample.loss_mask[0] == 1
+    assert sample.tokens.tolist() == list(prompt.tokens)
+    kept = sample.tokens[sample.prompt_length :][sample.loss_mask == 1]
+    assert encoder.tokenizer.decode(kept.tolist()) == "The answer is 3.<|im_end|>\n7<|im_end|>"
+
+
+@pytest.mark.parametrize("name", sorted(CHAT_MODELS))
+def test_an_answer_is_tokenized_apart_from_its_prompt(tmp_path: Path, name: str) -> None:
+    """As engines see it: a line break that ends a prompt and one that begins an answer never make one token."""
+    make_chat_tokenizer(name).save_pretrained(tmp_path)
+    family = CHAT_MODELS[name].family
+    encoder = ConversationEncoder(tmp_path, family)
+    encoded = encoder.encode(conversation(4))
+    texts = [encoder.tokenizer.decode(list(encoded.tokens[part.start : part.stop])) for part in encoded.trained]
+    stop, cuts_blanks = FAMILIES[family][0], name.startswith(("qwen3", "glm", "llama"))
+    assert texts == [f"The answer is 3.{stop}", f"7{stop}" if cuts_blanks else f"\n7{stop}"]
+    assert encoder.tokenizer.decode(list(encoded.tokens)) == encoded.text
+
+
+async def test_a_leased_conversation_is_put_without_an_engine_and_without_a_judge(encoder: ConversationEncoder) -> None:
+    put = await groups(encoder).make(lease(conversation(4)))
     assert isinstance(put, buffer_pb2.GroupPut)
     assert put.outcome == buffer_pb2.PUT_OUTCOME_COMPLETE
     (sample,) = [Sample.unpack(packed) for packed in put.samples]
     assert sample.reward is None
     assert int(sample.loss_mask.sum()) == put.samples[0].envelope.trained_tokens > 0
+
+
+async def test_a_conversation_without_an_assistant_is_put_as_failed(encoder: ConversationEncoder) -> None:
+    put = await groups(encoder).make(lease(conversation(1)))
+    assert isinstance(put, buffer_pb2.GroupPut)
+    assert put.outcome == buffer_pb2.PUT_OUTCOME_FAILED
+    assert "no assistant's turn to train" in put.failure.message
+
+
+def test_a_text_is_no_conversation(encoder: ConversationEncoder) -> None:
+    with pytest.raises(InvalidArgument, match="prompt p is a text: supervised fine-tuning trains arrays"):
+        encoder.encode(sample_pb2.Prompt(prompt_id="p", text="<|im_start|>assistant\nx<|im_end|>"))

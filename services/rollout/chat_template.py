@@ -1,0 +1,133 @@
+"""A chat template that says which of its text each message became.
+
+Every loop of the template over messages is given marks: one in front of each message, one behind the loop. A mark
+holds a random number, so nothing that a message says can look like one.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from jinja2 import Environment, Template, nodes
+from transformers.utils.chat_template_utils import _compile_jinja_template
+
+from headrace.errors import InvalidArgument
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A conversation as text: what stands before the messages, what each became by its position, what follows them."""
+
+    prefix: str
+    written: MutableMapping[int, str]
+    suffix: str
+
+
+class TracedTemplate:
+    """A tokenizer's chat template, for tools or without."""
+
+    def __init__(self, tokenizer: Any, *, with_tools: bool) -> None:
+        source = tokenizer.get_chat_template(tools=[{}] if with_tools else None)
+        # Transformers' own environment, so that the text is the one that engines see.
+        environment: Environment = _compile_jinja_template(source).environment
+        self._nonce = secrets.token_hex(16)
+        self._mark = re.compile(f"\ue000{self._nonce}:(\\d+):(\\d+|end)\ue001")
+        tree = environment.parse(source)
+        _mark_loops(tree)
+        code = cast(Any, environment.compile(tree))
+        self._template = Template.from_code(environment, code, environment.make_globals(None))
+        self._variables: Mapping[str, Any] = tokenizer.special_tokens_map
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        *,
+        thinking: bool | None = None,
+        add_generation_prompt: bool = False,
+    ) -> Rendered:
+        """`thinking`: on or off, where a template knows it. Raises InvalidArgument when the template refuses them."""
+        messages = [dict(message) for message in messages]  # an object of its own each: by that it is known
+        positions = {id(message): position for position, message in enumerate(messages)}
+
+        def mark(loop: int, message: object) -> str:
+            position = positions.get(id(message))
+            return "" if position is None else f"\ue000{self._nonce}:{loop}:{position}\ue001"
+
+        def mark_end(loop: int) -> str:
+            return f"\ue000{self._nonce}:{loop}:end\ue001"
+
+        try:
+            marked = self._template.render(
+                **self._variables,
+                **({} if thinking is None else {"thinking": thinking, "enable_thinking": thinking}),
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                headrace_mark=mark,
+                headrace_mark_end=mark_end,
+            )
+        except Exception as error:  # a template is code of the checkpoint's author: it may raise anything
+            raise InvalidArgument(f"the chat template refused it: {error}", field="prompt.messages") from error
+        return self._rendered(marked)
+
+    def _rendered(self, marked: str) -> Rendered:
+        pieces = self._mark.split(marked)
+        text, loops = pieces[0], dict[int, _Loop]()
+        for number, position, piece in zip(pieces[1::3], pieces[2::3], pieces[3::3], strict=True):
+            loops.setdefault(int(number), _Loop()).reach(None if position == "end" else int(position), len(text))
+            text += piece
+        regions = max((loop.regions for loop in loops.values()), key=_num_characters, default={})
+        ends = [place for region in regions.values() for place in region] or [len(text)]
+        written = {position: text[start:end] for position, (start, end) in regions.items()}
+        return Rendered(text[: min(ends)], written, text[max(ends) :])
+
+
+class _Loop:
+    """What one loop of the template wrote. A loop that visits a message again writes none: it looks for something."""
+
+    def __init__(self) -> None:
+        self.regions: dict[int, tuple[int, int]] = {}
+        self._open: tuple[int, int] | None = None
+
+    def reach(self, position: int | None, characters: int) -> None:
+        """It comes to the message at `position`, or to its end, after so many characters of the text."""
+        if self._open is not None:
+            message, start = self._open
+            self.regions[message] = (start, characters if message not in self.regions else start)
+        self._open = None if position is None else (position, characters)
+
+
+def _num_characters(regions: Mapping[int, tuple[int, int]]) -> int:
+    return sum(end - start for start, end in regions.values())
+
+
+def _mark_loops(tree: nodes.Node) -> None:
+    """Puts `headrace_mark(n, x)` first into the body of loop n over x, and `headrace_mark_end(n)` behind the loop."""
+    for number, (block, loop) in enumerate(list(_loops(tree))):
+        if isinstance(loop.target, nodes.Name):
+            target = nodes.Name(loop.target.name, "load")
+            loop.body.insert(0, _output("headrace_mark", [nodes.Const(number), target]))
+            block.insert(block.index(loop) + 1, _output("headrace_mark_end", [nodes.Const(number)]))
+
+
+def _loops(node: nodes.Node) -> Iterator[tuple[list[nodes.Node], nodes.For]]:
+    """Every loop, with the block of statements that it stands in."""
+    for _, value in node.iter_fields():
+        if isinstance(value, list):
+            for child in value:
+                if isinstance(child, nodes.For):
+                    yield value, child
+    for child in node.iter_child_nodes():
+        yield from _loops(child)
+
+
+def _output(function: str, arguments: list[nodes.Expr]) -> nodes.Output:
+    return nodes.Output([nodes.Call(nodes.Name(function, "load"), arguments, [], None, None)])
