@@ -6,7 +6,8 @@ HeadraceError
 ├── NotFound               NOT_FOUND
 ├── AlreadyExists          ALREADY_EXISTS       same key, other content
 ├── FailedPrecondition     FAILED_PRECONDITION  right request, wrong moment
-│   └── GroupGone          reason GROUP_GONE    engines were started again since they joined it
+│   ├── GroupGone          reason GROUP_GONE    engines were started again since they joined it
+│   └── NothingToLearn     (never on the wire)  too many samples fail: a person has to mend something
 ├── Aborted                ABORTED
 │   ├── Fenced             reason FENCED        a newer trainer owns the ledger
 │   └── PublicationAborted reason PUBLICATION_ABORTED
@@ -76,6 +77,10 @@ class FailedPrecondition(HeadraceError):
 
 class GroupGone(FailedPrecondition):
     """A weight group's engines are not the ones that joined it: begin with another group."""
+
+
+class NothingToLearn(FailedPrecondition):
+    """Too many samples failed for too long: another start would meet the same."""
 
 
 class Aborted(HeadraceError):

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace.cli.run_view import RunView
+from headrace.client.open import open_buffer
 from headrace.client.trainer import TrainerClient
 from headrace.config.job import Job
 from headrace.errors import HeadraceError
@@ -24,6 +25,7 @@ async def follow(job: Job, view: RunView) -> None:
         tasks.create_task(_progress(job, view))
         tasks.create_task(_status(job, view))
         tasks.create_task(_fleet(job, view))
+        tasks.create_task(_stats(job, view))
 
 
 async def _progress(job: Job, view: RunView) -> None:
@@ -42,6 +44,14 @@ async def _status(job: Job, view: RunView) -> None:
         while True:
             with suppress(HeadraceError):  # it starts or restarts: ask again
                 view.on_status(await trainer.status())
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+
+async def _stats(job: Job, view: RunView) -> None:
+    async with open_buffer(address_of(job, "buffer"), deadline_seconds=_PATIENCE_SECONDS) as buffer:
+        while True:
+            with suppress(HeadraceError):  # it starts or restarts: ask again
+                view.on_stats(await buffer.stats("train"))
             await asyncio.sleep(_PAUSE_SECONDS)
 
 

@@ -11,9 +11,13 @@ from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
+from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.trainer.v1 import trainer_pb2
+from headrace.cli.awaited import Patience, awaited
+from headrace.cli.failures import FailureNotes, failures_line
 from headrace.cli.step_line import duration, evaluation_line, evaluations, step_line
 from headrace.config.job import Job
 
@@ -33,6 +37,9 @@ class RunView:
         self._unread: deque[str] = deque()
         self._status: trainer_pb2.GetStatusResponse | None = None
         self._fleet: rollout_pb2.GetFleetResponse | None = None
+        self._stats: buffer_pb2.StreamStats | None = None
+        self._failure_notes = FailureNotes()
+        self._patience = Patience(job.run.first_batch_seconds)
         self._tokens: deque[tuple[float, int]] = deque(maxlen=20)
         self._trained: set[int] = set()
         self._rewards: dict[int, float] = {}
@@ -58,8 +65,16 @@ class RunView:
         return lines
 
     def on_status(self, status: trainer_pb2.GetStatusResponse) -> None:
-        """The trainer's answer."""
+        """The trainer's answer. A batch that is long overdue is a note."""
         self._status = status
+        if status.phase == trainer_pb2.PHASE_WAITING and self._patience.is_over(status.step, status.waiting_seconds):
+            self.note(awaited(status, self._fleet, self._stats))
+
+    def on_stats(self, stats: buffer_pb2.StreamStats) -> None:
+        """The buffer's answer. Samples that fail are notes, as they come."""
+        self._stats = stats
+        for line in self._failure_notes.lines(stats.production):
+            self.note(line)
 
     def on_fleet(self, fleet: rollout_pb2.GetFleetResponse) -> None:
         """The rollout service's answer."""
@@ -77,6 +92,9 @@ class RunView:
             self._rewards[row.step] = metrics["reward/mean"]
         if "time/step_seconds" in metrics:
             self._step_seconds.append(metrics["time/step_seconds"])
+            self._patience.waited(metrics.get("time/wait_seconds", 0.0))
+        for warning in row.warnings:
+            self.note(f"after step {row.step}: {warning}")
         for name in evaluations(metrics):
             self._evaluations.setdefault(name, {})[row.step] = metrics[name]
         self._latest = {**self._latest, **metrics}
@@ -107,7 +125,7 @@ class RunView:
         return lines
 
     def __rich__(self) -> RenderableType:
-        notes = "\n".join(list(self._notes)[-_NOTES_SHOWN:])
+        notes = Text("\n".join(list(self._notes)[-_NOTES_SHOWN:]))
         return Panel(Group(self._table(), notes), title=f"headrace · {self._job.run.run_name}", title_align="left")
 
     def _table(self) -> Table:
@@ -127,6 +145,8 @@ class RunView:
             table.add_row(name, sparkline(shown[-_SPARKS_SHOWN:]), f"{shown[-1]:.3f}")
         table.add_row("training", step_line(self._latest, skip=("reward/mean",)) or "–", "")
         table.add_row("rollout", *self._rollout())
+        if self._stats and (failures := failures_line(self._stats.production)):
+            table.add_row("failures", Text(failures), "")
         return table
 
     def _position(self) -> tuple[int, int, str]:

@@ -8,11 +8,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace.api.trainer.v1 import trainer_pb2
+from headrace.cli.failures import failures_line
 from headrace.cli.runs import add_run_argument, find_run
+from headrace.cli.step_line import duration
 from headrace.client.open import open_buffer
 from headrace.client.trainer import TrainerClient
 from headrace.errors import DataLoss, DeadlineExceeded, HeadraceError
@@ -37,7 +40,7 @@ async def _status(folder: RunFolder) -> int:
     services = folder.services()
     said = await asyncio.gather(*(_said(name, entry.address) for name, entry in services.items()))
     for (name, entry), (_, detail) in zip(services.items(), said, strict=True):
-        table.add_row(name, entry.address, str(entry.pid or "elsewhere"), detail)
+        table.add_row(name, entry.address, str(entry.pid or "elsewhere"), Text(detail))
     Console().print(table)
     return 0 if all(serving for serving, _ in said) else 1
 
@@ -59,6 +62,8 @@ async def _trainer(address: str) -> str:
     async with TrainerClient(address, deadline_seconds=_PATIENCE_SECONDS) as trainer:
         said = await trainer.status()
     phase = trainer_pb2.Phase.Name(said.phase).removeprefix("PHASE_").lower()
+    if said.phase == trainer_pb2.PHASE_WAITING:
+        phase = f"waiting for {duration(said.waiting_seconds)}, {said.groups_ready}/{said.groups_per_step} groups ready"
     return f"step {said.step}/{said.num_steps} {phase}, policy version {said.policy_version}, {said.world_size} ranks"
 
 
@@ -71,7 +76,8 @@ async def _rollout(address: str) -> str:
         f"version {engine.policy_version}"
         for engine in fleet.engines
     )
-    return f"{engines}; {fleet.samples_in_flight} samples in flight, {fleet.groups_produced} groups made"
+    samples = f"{fleet.samples_in_flight} samples in flight, {fleet.samples_being_scored} being scored"
+    return f"{engines}; {samples}, {fleet.groups_produced} groups made"
 
 
 async def _buffer(address: str) -> str:
@@ -88,7 +94,9 @@ async def _buffer(address: str) -> str:
         for source in stats.sources
     )
     trouble = f"; no prompts: {stats.trouble}" if stats.trouble else ""
-    return f"step {stats.step} (committed {stats.committed_step}); groups: {groups or 'none'}{mix}{trouble}{damaged}"
+    failures = f"\n{line}" if (line := failures_line(stats.production)) else ""
+    state = f"step {stats.step} (committed {stats.committed_step}); groups: {groups or 'none'}"
+    return f"{state}{mix}{trouble}{failures}{damaged}"
 
 
 def _described(damage: buffer_pb2.Damage) -> str:

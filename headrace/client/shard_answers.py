@@ -72,6 +72,7 @@ def merged_stats(parts: Sequence[pb.StreamStats]) -> pb.StreamStats:
         prompts_read=sum(part.prompts_read for part in parts),
         data_epoch=min(part.data_epoch for part in parts),
         bad_lines=max(part.bad_lines for part in parts),
+        production=_merged_production([part.production for part in parts]),
     )
     for part in parts:
         for state, number in part.groups.items():
@@ -80,6 +81,22 @@ def merged_stats(parts: Sequence[pb.StreamStats]) -> pb.StreamStats:
     if all(part.HasField("admissible_groups") for part in parts):
         merged.admissible_groups = sum(part.admissible_groups for part in parts)
     return merged
+
+
+def _merged_production(parts: Sequence[pb.Production]) -> pb.Production:
+    """Sums; of a reason that several shards have, the example of the shard with most of it."""
+    failures: dict[str, pb.FailureCount] = {}
+    for one in sorted((f for part in parts for f in part.failures), key=lambda f: -f.num_samples):
+        failures.setdefault(one.reason, pb.FailureCount(reason=one.reason, example=one.example, group_id=one.group_id))
+        failures[one.reason].num_samples += one.num_samples
+    return pb.Production(
+        num_samples=sum(part.num_samples for part in parts),
+        num_failed=sum(part.num_failed for part in parts),
+        num_dropped=sum(part.num_dropped for part in parts),
+        failures=sorted(failures.values(), key=lambda f: -f.num_samples),
+        num_groups_returned=sum(part.num_groups_returned for part in parts),
+        last_return=next((part.last_return for part in parts if part.last_return), ""),
+    )
 
 
 def _merged_source(parts: Sequence[pb.SourceStats]) -> pb.SourceStats:

@@ -42,6 +42,11 @@ class RunSection(Section):
     run_name: Annotated[str, AfterValidator(_one_folder)] = Field("run", description="Names the run and its folder.")
     run_dir: Path = Field(Path("runs"), description="Folder that holds the runs' folders.")
     seed: Seed = Field(1234, description="Seeds initialisation, data order and sampling.")
+    first_batch_seconds: Seconds = Field(
+        30.0,
+        description="How long the first batch should take. When it takes ten times as long (later ones: ten times the "
+        "usual wait), the console says what the trainer waits for, and on whom.",
+    )
 
 
 class ModelSection(Section):
@@ -109,6 +114,14 @@ class RolloutSection(Section):
     generate_timeout_seconds: Seconds = Field(600.0, description="Limit of one sample's generation.")
     max_groups_in_flight: Positive | None = Field(
         None, description="Groups generated at once; absent: two steps' worth."
+    )
+    max_failed_share: Share = Field(
+        0.5,
+        description="The run ends with the reasons when more of the latest samples than this share failed, or when "
+        "none of ten times as many could be used; 1: never.",
+    )
+    failure_window: Positive | None = Field(
+        None, description="Over how many samples that share is taken; absent: one step's, but 32 at least."
     )
     router_policy: Literal["cache_aware", "round_robin", "random", "power_of_two"] = Field(
         "cache_aware", description="How sglang-router picks an engine."

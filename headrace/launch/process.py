@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 from headrace.errors import Internal
@@ -95,7 +96,20 @@ def tail(file: Path, lines: int = 20) -> str:
     """The last lines of a log, indented; JSON log lines as they are."""
     if not file.is_file():
         return "    (no log)"
+    return "\n".join(f"    {line}" for line in _end_of(file)[-lines:]) or "    (empty log)"
+
+
+def _end_of(file: Path) -> list[str]:
     with file.open("rb") as log:
         log.seek(max(0, file.stat().st_size - _TAIL_BYTES))
-        text = log.read().decode(errors="replace")
-    return "\n".join(f"    {line}" for line in text.splitlines()[-lines:]) or "    (empty log)"
+        return log.read().decode(errors="replace").splitlines()
+
+
+def last_words(name: str, file: Path) -> str:
+    """What a service said to a person at its end: its last line that begins with its name, and those indented below."""
+    lines = _end_of(file)
+    starts = [i for i, line in enumerate(lines) if line.startswith(f"{name}: ")]
+    if not starts:
+        return tail(file)
+    first, *rest = lines[starts[-1] :]
+    return "\n".join([first, *takewhile(lambda line: line.startswith("  "), rest)])

@@ -2,7 +2,8 @@
 
 A service: started → healthy → (ends) → waits its backoff → started again at the same address, at most `max_restarts`
 times within `window_seconds`. One that ends before it was ever healthy, or with exit code 2, has a mistake in it and
-fails the run at once. One that ends with PEER_AWAY has waited for another service in vain: its restart could not have
+fails the run at once; so does a trainer that has nothing to learn from, and then its own last words are the reason.
+One that ends with PEER_AWAY has waited for another service in vain: its restart could not have
 helped, so it does not count, but for `max_away_seconds` in a row.
 The one that is named `until` ends the run with exit code 0.
 """
@@ -16,9 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.errors import HeadraceError, Unavailable
-from headrace.launch.exit_codes import NOT_WORTH_RESTARTING, PEER_AWAY
+from headrace.launch.exit_codes import NOT_WORTH_RESTARTING, NOTHING_TO_LEARN, PEER_AWAY
 from headrace.launch.health import is_serving
-from headrace.launch.process import ServiceProcess, ServiceSpec, meaning, tail
+from headrace.launch.process import ServiceProcess, ServiceSpec, last_words, meaning, tail
 from headrace.rpc.net import Address, require_free
 
 _ASK_AGAIN_SECONDS = 0.25
@@ -91,6 +92,12 @@ class Supervisor:
             ever_healthy = ever_healthy or healthy
             if code == 0 and spec.name == self._until:
                 return
+            if code == NOTHING_TO_LEARN:
+                raise ServiceFailed(
+                    f"{last_words(spec.name, spec.log_file)}\n"
+                    "mend that and give the same command again: it goes on from the last checkpoint, and "
+                    "`headrace buffer retry` gives the failed prompts another try"
+                )
             if code == NOT_WORTH_RESTARTING or not ever_healthy:
                 when = "" if ever_healthy else " before it was ready"
                 raise ServiceFailed(

@@ -52,6 +52,12 @@ def cut_text(text: str) -> str:
     return text if len(text) <= MAX_TEXT_CHARACTERS else f"{text[: MAX_TEXT_CHARACTERS - 1]}…"
 
 
+def one_line(text: str, most: int = 240) -> str:
+    """A peer's message as a part of a line on a terminal: printable characters, blanks for all others, cut."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text[: 4 * most]).split())
+    return line if len(line) <= most else f"{line[: most - 1]}…"
+
+
 def require_some(count: int, field: str) -> None:
     """Raises InvalidArgument when there is none."""
     if count < 1:

@@ -9,6 +9,7 @@ from headrace.errors import DataLoss
 from services.buffer.admission import places_left
 from services.buffer.group import Group, GroupState, SampleRecord
 from services.buffer.lanes import Lanes
+from services.buffer.production import Production
 from services.buffer.recency import Recency
 from services.buffer.stream import StreamState
 
@@ -36,6 +37,7 @@ class StreamBook:
         self.prompt_bytes = 0
         """Of groups that still have a way to go."""
         self.recency = Recency(self.groups)
+        self.production = Production()
         self._batches: defaultdict[int, dict[int, str]] = defaultdict(dict)
         self._digests: dict[int, bytes] = {}
         """Step → its batch's digest, until the batch changes."""

@@ -215,6 +215,7 @@ def release(work: Work, book: StreamBook, group: Group, given: Release) -> None:
         partials=partials,
     )
     work.change(book, queued, "released", detail=given.reason)
+    book.production.returned(given.reason)
 
 
 def lose(work: Work, book: StreamBook, group: Group) -> None:
@@ -223,6 +224,7 @@ def lose(work: Work, book: StreamBook, group: Group) -> None:
     seconds = book.state.config.lease_seconds
     failure = Failure("LEASE_EXPIRED", f"producer {group.lease.producer_id} was silent for {seconds:g} s")
     work.requeue_or_fail(book, work.end_lease(group), "lease_expired", failure)
+    book.production.returned(f"{failure.reason}: {failure.message}")
 
 
 def check_put(work: Work, book: StreamBook, put: GroupPut) -> int:
@@ -262,14 +264,18 @@ def put(work: Work, book: StreamBook, put: GroupPut) -> PutResult:
     assert group.lease is not None
     leased_version = group.lease.policy_version
     ended = work.end_lease(group, put.fingerprint)
+    num_samples = book.state.config.n_samples_per_prompt
+    failure = put.failure or Failure(put.outcome.value, "no reason was given")
     match put.outcome:
         case PutOutcome.COMPLETE:
             done = _complete(work, book, ended, put, leased_version)
+            book.production.completed(group.group_id, [sample.failure for sample in put.samples])
         case PutOutcome.DROPPED:
-            done = work.drop(book, ended, put.failure or Failure("DROPPED", "no reason was given"))
+            done = work.drop(book, ended, failure)
+            book.production.dropped(group.group_id, failure, num_samples)
         case PutOutcome.FAILED:
-            failure = put.failure or Failure("FAILED", "no reason was given")
             done = work.requeue_or_fail(book, ended, "failed", failure)
+            book.production.failed(group.group_id, failure, num_samples)
     return PutResult(done.group_id, done.state)
 
 

@@ -298,6 +298,7 @@ def _stats(book: StreamBook) -> pb.StreamStats:
         bad_lines=state.num_bad_lines,
         forgotten_step=state.forgotten_step,
         sources=_sources(book) if len(state.config.files) > 1 else (),
+        production=wire.from_production(book.production),
     )
 
 

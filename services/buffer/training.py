@@ -111,9 +111,19 @@ def _check_not_starved(work: Work, book: StreamBook) -> None:
     raise FailedPrecondition(
         f"stream {state.name}: {_num_left(book)} groups are left for step {state.step}, a batch has "
         f"{state.config.groups_per_step}, and the prompt file is read to its end: "
-        "submit prompts, raise num_epoch or lower num_rollout",
+        f"submit prompts, raise num_epoch or lower num_rollout{_lost(book)}",
         reason="EXHAUSTED",
     )
+
+
+def _lost(book: StreamBook) -> str:
+    """Why groups are missing; empty where none failed or was dropped since the buffer started."""
+    production = book.production
+    lost = production.num_failed + production.num_dropped
+    if not lost:
+        return ""
+    reason, count = next(iter(production.failures.items()))
+    return f"; {lost} samples failed or were dropped, most of them, {count.num_samples} by {reason}: {count.example}"
 
 
 def is_starved(book: StreamBook) -> bool:

@@ -15,6 +15,7 @@ from headrace.wire.limits import MAX_COUNTER, MAX_PARTIAL_BYTES, MAX_STATES
 from services.buffer.group import Group, GroupState, Prompt, SampleRecord, payload_key
 from services.buffer.pace import paced
 from services.buffer.producing import GroupPut, NoLeaseReason, PutOutcome, PutResult, Release
+from services.buffer.production import Production
 from services.buffer.store.base import Damage
 from services.buffer.transaction import LedgerEvent, Payload
 from services.buffer.wire_bytes import RawPut, RawSample, group_bytes
@@ -139,6 +140,7 @@ def _to_sample(sample: RawSample, envelope: sample_pb2.SampleEnvelope, group_id:
         tuple([column.sha256 for column in envelope.out_of_line]),
         max([r.policy_version for r in envelope.policy_ranges], default=None),
         envelope.rollout_id or envelope.sample_id,
+        to_failure(envelope.failure, "samples.envelope.failure") if envelope.HasField("failure") else None,
     )
 
 
@@ -236,6 +238,23 @@ def from_event(event: LedgerEvent) -> pb.LedgerEvent:
     )
     message.time.FromNanoseconds(int(event.unix_seconds * 1e9))
     return message
+
+
+def from_production(production: Production) -> pb.Production:
+    """As GetStats shows it."""
+    return pb.Production(
+        num_samples=production.num_samples,
+        num_failed=production.num_failed,
+        num_dropped=production.num_dropped,
+        failures=[
+            pb.FailureCount(
+                reason=reason, num_samples=count.num_samples, example=count.example, group_id=count.group_id
+            )
+            for reason, count in production.failures.items()
+        ],
+        num_groups_returned=production.num_groups_returned,
+        last_return=production.last_return,
+    )
 
 
 def from_damage(damage: Damage) -> pb.Damage:

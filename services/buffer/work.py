@@ -30,6 +30,8 @@ class NewSample(msgspec.Struct, frozen=True, gc=False):
     """Of all its tokens, masked ones too."""
     rollout_id: str = ""
     """The execution that it came out of; its own id unless that fanned out."""
+    failure: Failure | None = None
+    """Why it FAILED; None unless it did."""
 
 
 class Work:

@@ -48,6 +48,7 @@ class Judge:
         self._item_seconds = item_seconds
         self._call_seconds = call_seconds
         self._patience_seconds = patience_seconds
+        self.being_scored = 0
 
     async def retarget(self, *, address: str | None, scorer: str | None) -> JudgeTarget:
         """From the next call on; calls on their way finish where they are. None leaves as it is."""
@@ -74,6 +75,7 @@ class Judge:
         waiting = [sample for sample in samples if sample.status is not Status.FAILED]
         if not waiting:
             return list(samples)
+        self.being_scored += len(waiting)
         try:
             judgements = await self._judgements([_item(sample) for sample in waiting])
         except HeadraceError as error:
@@ -82,6 +84,8 @@ class Judge:
         else:
             pairs = zip(waiting, judgements, strict=True)
             judged = {sample.sample_id: _with_judgement(sample, judgement) for sample, judgement in pairs}
+        finally:
+            self.being_scored -= len(waiting)
         return [judged.get(sample.sample_id, sample) for sample in samples]
 
     async def _judgements(self, items: Sequence[ScoreItem]) -> Sequence[Judgement]:

@@ -75,6 +75,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             publication_id=parts.receiver.open_id,
             reward_address=parts.judge.target.address,
             scorer=parts.judge.target.scorer,
+            samples_being_scored=parts.judge.being_scored,
         )
 
     async def BeginPublish(self, request: pb.BeginPublishRequest, context: Context) -> pb.BeginPublishResponse:

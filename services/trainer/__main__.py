@@ -17,8 +17,8 @@ from pathlib import Path
 
 from headrace.client.open import open_buffer
 from headrace.config.job import Job
-from headrace.errors import DeadlineExceeded, HeadraceError, Unavailable
-from headrace.launch.exit_codes import PEER_AWAY
+from headrace.errors import DeadlineExceeded, HeadraceError, NothingToLearn, Unavailable
+from headrace.launch.exit_codes import NOTHING_TO_LEARN, PEER_AWAY
 from headrace.launch.ranks import PEER_LOST
 from headrace.rpc.log import configure_logging, log
 from services.trainer.crew import follow
@@ -33,7 +33,7 @@ STREAM = "train"
 def main(argv: Sequence[str] | None = None) -> int:
     """0: the run is finished, or was stopped by request. 1: an error, said in one line. PEER_LOST: another rank's.
 
-    PEER_AWAY: a service that it needs did not answer in time.
+    PEER_AWAY: a service that it needs did not answer in time. NOTHING_TO_LEARN: the breaker ended the run.
     """
     parser = argparse.ArgumentParser(prog="python -m services.trainer", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="the resolved job (JSON)")
@@ -54,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HeadraceError as error:
         log.error("trainer_failed", reason=error.reason, error=error.message)
         print(f"trainer: {error.message}", file=sys.stderr)
+        if isinstance(error, NothingToLearn):
+            return NOTHING_TO_LEARN
         return PEER_AWAY if isinstance(error, Unavailable | DeadlineExceeded) else 1
     return 0
 

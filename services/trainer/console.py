@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +42,18 @@ MAX_REQUESTS = 64
 """Saves and exports that may wait for the end of a step."""
 
 Action = Callable[[Steered, TrainState], Awaitable[None]]
-Evaluate = Callable[[TrainState], Awaitable[dict[str, float]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """Metrics of an evaluation, and sentences for a person where it went wrong."""
+
+    metrics: Mapping[str, float]
+    warnings: Sequence[str] = ()
+
+
+Evaluate = Callable[[TrainState], Awaitable[Evaluated | None]]
+"""None where no evaluation is due."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +73,8 @@ class TrainerConsole:
         self._running.set()
         self._stopping = False
         self._leaving = False
+        self._verdict: str | None = None
+        self._waiting_since = 0.0
         self._ended = False
         self._ranks: Steered | None = None
         self._seconds: dict[int, float] = defaultdict(float)
@@ -73,6 +86,8 @@ class TrainerConsole:
     @property
     def status(self) -> pb.GetStatusResponse:
         """Where the loop is now."""
+        is_waiting = self._status.phase == pb.PHASE_WAITING
+        self._status.waiting_seconds = time.monotonic() - self._waiting_since if is_waiting else 0.0
         return self._status
 
     @property
@@ -84,6 +99,11 @@ class TrainerConsole:
     def leaving(self) -> bool:
         """True once the run is to be left, to be gone on with by another start."""
         return self._leaving
+
+    @property
+    def verdict(self) -> str | None:
+        """Why the run was given up; None unless it was."""
+        return self._verdict
 
     @contextmanager
     def phase(self, phase: pb.Phase.ValueType) -> Iterator[None]:
@@ -125,16 +145,16 @@ class TrainerConsole:
                 while not self._running.is_set():
                     await self._running.wait()
                     await self._serve(state)
-        self._status.phase = pb.PHASE_WAITING
+        self._status.phase, self._waiting_since = pb.PHASE_WAITING, time.monotonic()
         return not self._stopping
 
     async def evaluate(self, state: TrainState) -> None:
         """Evaluates if it is due; what it finds is reported with the step that was trained last."""
         self._show(state)
         with self.phase(pb.PHASE_EVALUATING):
-            metrics = await self._evaluate(state)
-        if metrics:
-            self._report.write(state.step, metrics)
+            evaluated = await self._evaluate(state)
+        if evaluated:
+            self._report.write(state.step, evaluated.metrics, evaluated.warnings)
 
     def report(self, state: TrainState, metrics: dict[str, float]) -> None:
         """A step is done; `state.step` counts it."""
@@ -178,6 +198,11 @@ class TrainerConsole:
         """SIGTERM: a checkpoint, and nothing that a finished run does."""
         self._leaving = True
         self.stop()
+
+    def give_up(self, verdict: str) -> None:
+        """The run cannot learn: it is left, and ends with the verdict."""
+        self._verdict = verdict
+        self.leave()
 
     async def _serve(self, state: TrainState) -> None:
         assert self._ranks is not None  # the loop runs only after open()

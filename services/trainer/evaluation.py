@@ -10,6 +10,8 @@ from headrace.client.rollout import RolloutClient
 from headrace.config.job import Job
 from headrace.errors import HeadraceError
 from headrace.rpc.log import log
+from headrace.wire.checks import one_line
+from services.trainer.console import Evaluated
 from services.trainer.schedule import JobSchedule
 from services.trainer.state import TrainState
 
@@ -17,7 +19,7 @@ _SECONDS = 3600.0
 
 
 class Evaluator:
-    """`await evaluator(state)` gives eval/NAME, eval/NAME/response_length and eval/NAME/failed; {} when none is due."""
+    """`await evaluator(state)` gives what a data set's samples came to, or why they came to nothing."""
 
     def __init__(self, job: Job, client: RolloutClient, schedule: JobSchedule) -> None:
         self._client = client
@@ -41,18 +43,25 @@ class Evaluator:
             for name, path in job.eval.eval_prompt_data
         ]
 
-    async def __call__(self, state: TrainState) -> dict[str, float]:
+    async def __call__(self, state: TrainState) -> Evaluated | None:
+        """None when none is due. Whatever goes wrong is a warning and a metric: the run does not depend on it."""
         if not self._schedule.evaluates(state):
-            return {}
+            return None
         try:
             results = await self._client.evaluate(uuid.uuid4().hex, self._datasets, deadline_seconds=_SECONDS)
-        except HeadraceError as error:  # it says how well the run does, the run does not depend on it
-            log.error("evaluation_failed", step=state.step, reason=error.reason, error=error.message)
-            return {}
-        metrics: dict[str, float] = {}
+        except Exception as error:  # of the client's own, too: no mistake in an evaluation is worth the run
+            reason = error.reason if isinstance(error, HeadraceError) else type(error).__name__
+            log.error("evaluation_failed", step=state.step, reason=reason, error=str(error))
+            return Evaluated({"eval_error": 1.0}, (f"the evaluation failed, {reason}: {one_line(str(error))}",))
+        metrics = {"eval_error": 0.0}
         for result in results:
             metrics[f"eval/{result.name}"] = result.mean_reward
             metrics[f"eval_length/{result.name}"] = result.mean_response_tokens
             metrics[f"eval_failed/{result.name}"] = float(result.num_failed)
         log.info("evaluated", step=state.step, **metrics)
-        return metrics
+        return Evaluated(metrics, [_unscored(result) for result in results if result.num_failed])
+
+
+def _unscored(result: rollout.EvalResult) -> str:
+    of = result.num_failed + result.num_samples
+    return f"{result.num_failed} of {of} samples of {result.name} have no score and are left out of its mean"

@@ -12,9 +12,11 @@ from headrace.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from headrace.client.port import Buffer
 from headrace.client.rollout import RolloutClient
 from headrace.config.job import Job
+from headrace.errors import NothingToLearn
 from headrace.launch.run_folder import RunFolder
 from headrace.rpc.server import RpcServer, Service
 from services.trainer import loop as training
+from services.trainer.breaker import Breaker
 from services.trainer.checkpoint import checkpoint_folder
 from services.trainer.console import TrainerConsole
 from services.trainer.crew import Crew
@@ -60,13 +62,16 @@ async def lead(
         report.resume(built.restored_step)
         console.open(ranks, built.layout.world_size)
         await server.set_ready()
-        await training.train(StreamLedger(buffer, fetch.stream, console), ranks, console, schedule)
+        ledger = StreamLedger(buffer, fetch.stream, console, Breaker.of(job))
+        await training.train(ledger, ranks, console, schedule)
         await crew.leave()
 
     try:
         met = await meet(job, compute)
         await met.lifeline.guard(work())
         await met.lifeline.close()
+        if console.verdict:
+            raise NothingToLearn(console.verdict)
         console.finished()
     except BaseException as error:
         console.finished(str(error) or type(error).__name__)

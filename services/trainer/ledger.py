@@ -5,6 +5,7 @@ from __future__ import annotations
 from headrace.api.trainer.v1 import trainer_pb2 as pb
 from headrace.client.port import Buffer
 from services.trainer.batch import Batch
+from services.trainer.breaker import Breaker
 from services.trainer.console import TrainerConsole
 
 _WAIT_SECONDS = 2.0
@@ -13,20 +14,27 @@ _WAIT_SECONDS = 2.0
 class StreamLedger:
     """The buffer's stream that is trained on; waiting for a batch shows on the console."""
 
-    def __init__(self, buffer: Buffer, stream: str, console: TrainerConsole) -> None:
+    def __init__(self, buffer: Buffer, stream: str, console: TrainerConsole, breaker: Breaker) -> None:
         self._buffer = buffer
         self._stream = stream
         self._console = console
+        self._breaker = breaker
 
     async def rewind(self, step: int) -> int:
         """Brings back what was consumed from `step` on; opens the epoch that is returned."""
         return (await self._buffer.rewind(self._stream, step)).epoch
 
     async def lease_batch(self, epoch: int, step: int) -> Batch | None:
-        """Waits some seconds; None when the batch is not full yet. The console shows how many groups are ready."""
+        """Waits some seconds; None when the batch is not full yet, or the breaker ends the run.
+
+        The console shows how many groups are ready.
+        """
         with self._console.phase(pb.PHASE_WAITING):
             reply = await self._buffer.try_lease_batch(self._stream, epoch, step, wait_seconds=_WAIT_SECONDS)
         self._console.groups_ready(reply.groups_ready)
+        if verdict := self._breaker.verdict(await self._buffer.stats(self._stream)):
+            self._console.give_up(verdict)
+            return None
         return Batch.of(reply) if reply.ready else None
 
     async def batch_ahead(self, epoch: int, step: int) -> Batch | None:

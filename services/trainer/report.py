@@ -24,6 +24,8 @@ class Row:
     step: int
     time: float
     metrics: Mapping[str, float]
+    warnings: Sequence[str] = ()
+    """Sentences for a person."""
 
 
 class Report:
@@ -49,9 +51,9 @@ class Report:
             self._append(row)
         self._trackers = self._open_trackers(step)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float], warnings: Sequence[str] = ()) -> None:
         """One more row."""
-        row = Row(step, time.time(), dict(metrics))
+        row = Row(step, time.time(), dict(metrics), tuple(warnings))
         self.rows.append(row)
         self._append(row)
         for tracker in self._trackers:
@@ -89,7 +91,8 @@ class Report:
 
     def _append(self, row: Row) -> None:
         with self._path.open("a") as file:
-            file.write(json.dumps({"step": row.step, "time": row.time, **row.metrics}) + "\n")
+            warnings = {"warnings": row.warnings} if row.warnings else {}
+            file.write(json.dumps({"step": row.step, "time": row.time, **warnings, **row.metrics}) + "\n")
 
     def _draw(self) -> None:
         self._drawn = time.monotonic()
@@ -107,5 +110,5 @@ def _read(path: Path) -> list[Row]:
             fields = json.loads(line)
         except ValueError:
             break  # the line that a kill tore
-        rows.append(Row(fields.pop("step"), fields.pop("time"), fields))
+        rows.append(Row(fields.pop("step"), fields.pop("time"), warnings=fields.pop("warnings", ()), metrics=fields))
     return rows

@@ -14,6 +14,7 @@ from services.rollout.eval_file import EvalFiles
 from services.rollout.evaluate import Evaluator
 from services.rollout.generator import Generator
 from services.rollout.sampling import SampleMaker
+from services.trainer.breaker import Breaker
 from services.trainer.console import TrainerConsole
 from services.trainer.ledger import StreamLedger
 from services.trainer.loop import train
@@ -77,7 +78,9 @@ async def test_groups_are_made_while_a_checkpoint_is_written(tmp_path: Path) -> 
         ranks, console = SlowSaver(), TrainerConsole(Report(tmp_path), nothing, run="r", num_steps=1, groups_per_step=2)
         console.open(ranks, 1)
         producing = asyncio.create_task(produce(server.address))
-        training = asyncio.create_task(train(StreamLedger(client, "train", console), ranks, console, ranks))
+        training = asyncio.create_task(
+            train(StreamLedger(client, "train", console, Breaker(0.5, 1_000)), ranks, console, ranks)
+        )
         try:
             async with asyncio.timeout(120):
                 await ranks.saving.wait()

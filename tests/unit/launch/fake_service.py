@@ -18,6 +18,8 @@ async def serve(args: argparse.Namespace) -> int:
         while not args.exit_when.exists():
             await asyncio.sleep(0.01)
         args.exit_when.unlink()
+        if args.last_words:
+            print(args.last_words, file=sys.stderr)
         return int(args.exit_code)
     await server.run_until_signal()
     return 0
@@ -29,6 +31,7 @@ if __name__ == "__main__":
     parser.add_argument("--children", type=Path, required=True, help="where the child's process id goes")
     parser.add_argument("--exit-when", type=Path, help="this file is there; it is removed")
     parser.add_argument("--exit-code", default=0)
+    parser.add_argument("--last-words", help="print this before the exit")
     parser.add_argument("--broken", help="print this and fail before serving")
     args = parser.parse_args()
     if args.broken:

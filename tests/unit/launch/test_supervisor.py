@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.launch.exit_codes import PEER_AWAY
+from headrace.launch.exit_codes import NOTHING_TO_LEARN, PEER_AWAY
 from headrace.launch.health import is_serving
 from headrace.launch.process import ServiceSpec
 from headrace.launch.ranks import PEER_LOST
@@ -241,3 +241,12 @@ async def test_a_service_that_hangs_at_the_start_is_given_up(stage: Stage) -> No
         await stage.supervisor(spec).run()
     assert "loading" in error.value.message
     assert not alive(stage.pids["slow"])
+
+
+async def test_a_trainer_with_nothing_to_learn_from_ends_the_run_with_its_own_words_alone(stage: Stage) -> None:
+    words = 'a warning of a library\nfake: 40 of the last 40 samples failed:\n  40 HOOK_RAISED: why\n{"event": "end"}'
+    dying = stage.dying(NOTHING_TO_LEARN)
+    with pytest.raises(ServiceFailed) as failed:
+        await stage.supervisor(replace(dying, command=[*dying.command, "--last-words", words])).run()
+    assert failed.value.message.startswith("fake: 40 of the last 40 samples failed:\n  40 HOOK_RAISED: why\nmend that")
+    assert not any("restart" in line for line in stage.told)

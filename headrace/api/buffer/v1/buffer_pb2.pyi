@@ -1849,6 +1849,7 @@ class StreamStats(_message.Message):
     SOURCES_FIELD_NUMBER: _builtins.int
     STORED_BYTES_FIELD_NUMBER: _builtins.int
     TROUBLE_FIELD_NUMBER: _builtins.int
+    PRODUCTION_FIELD_NUMBER: _builtins.int
     stream: _builtins.str
     """The stream."""
     payload_bytes: _builtins.int
@@ -1883,6 +1884,10 @@ class StreamStats(_message.Message):
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceStats]:
         """Of a stream with several files, each of them, in the order of the config."""
 
+    @_builtins.property
+    def production(self) -> Global___Production:
+        """What producers have brought."""
+
     def __init__(
         self,
         *,
@@ -1901,16 +1906,99 @@ class StreamStats(_message.Message):
         sources: _abc.Iterable[Global___SourceStats] | None = ...,
         stored_bytes: _builtins.int = ...,
         trouble: _builtins.str = ...,
+        production: Global___Production | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_admissible_groups", b"_admissible_groups", "admissible_groups", b"admissible_groups"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_admissible_groups", b"_admissible_groups", "admissible_groups", b"admissible_groups", "production", b"production"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_admissible_groups", b"_admissible_groups", "admissible_groups", b"admissible_groups", "bad_lines", b"bad_lines", "committed_step", b"committed_step", "data_epoch", b"data_epoch", "epoch", b"epoch", "forgotten_step", b"forgotten_step", "groups", b"groups", "payload_bytes", b"payload_bytes", "policy_version", b"policy_version", "prompts_read", b"prompts_read", "sources", b"sources", "step", b"step", "stored_bytes", b"stored_bytes", "stream", b"stream", "trouble", b"trouble"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_admissible_groups", b"_admissible_groups", "admissible_groups", b"admissible_groups", "bad_lines", b"bad_lines", "committed_step", b"committed_step", "data_epoch", b"data_epoch", "epoch", b"epoch", "forgotten_step", b"forgotten_step", "groups", b"groups", "payload_bytes", b"payload_bytes", "policy_version", b"policy_version", "production", b"production", "prompts_read", b"prompts_read", "sources", b"sources", "step", b"step", "stored_bytes", b"stored_bytes", "stream", b"stream", "trouble", b"trouble"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__admissible_groups: _TypeAlias = _typing.Literal["admissible_groups"]  # noqa: Y015
     _WhichOneofArgType__admissible_groups: _TypeAlias = _typing.Literal["_admissible_groups", b"_admissible_groups"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__admissible_groups) -> _WhichOneofReturnType__admissible_groups | None: ...
 
 Global___StreamStats: _TypeAlias = StreamStats  # noqa: Y015
+
+@_typing.final
+class Production(_message.Message):
+    """What producers brought to a stream since this buffer started, in samples. A put that is FAILED or DROPPED counts with
+    all the samples that were asked of it, one of an attempt that is tried again included.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    NUM_FAILED_FIELD_NUMBER: _builtins.int
+    NUM_DROPPED_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
+    NUM_GROUPS_RETURNED_FIELD_NUMBER: _builtins.int
+    LAST_RETURN_FIELD_NUMBER: _builtins.int
+    num_samples: _builtins.int
+    """All of them."""
+    num_failed: _builtins.int
+    """Of them: FAILED, alone or with their group."""
+    num_dropped: _builtins.int
+    """Of them: of DROPPED groups."""
+    num_groups_returned: _builtins.int
+    """Groups that producers gave back, or were silent about until their lease ended. They are queued again."""
+    last_return: _builtins.str
+    """Why the latest of them came back."""
+    @_builtins.property
+    def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___FailureCount]:
+        """Why samples failed or were dropped, the most frequent reason first, 32 reasons at most; samples of further reasons
+        are counted with OTHER.
+        """
+
+    def __init__(
+        self,
+        *,
+        num_samples: _builtins.int = ...,
+        num_failed: _builtins.int = ...,
+        num_dropped: _builtins.int = ...,
+        failures: _abc.Iterable[Global___FailureCount] | None = ...,
+        num_groups_returned: _builtins.int = ...,
+        last_return: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failures", b"failures", "last_return", b"last_return", "num_dropped", b"num_dropped", "num_failed", b"num_failed", "num_groups_returned", b"num_groups_returned", "num_samples", b"num_samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Production: _TypeAlias = Production  # noqa: Y015
+
+@_typing.final
+class FailureCount(_message.Message):
+    """Samples that failed, or were dropped, for one reason."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    EXAMPLE_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """As in Failure."""
+    num_samples: _builtins.int
+    """How many."""
+    example: _builtins.str
+    """The message of the latest, cut to 1,024 characters."""
+    group_id: _builtins.str
+    """The group of the latest."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        num_samples: _builtins.int = ...,
+        example: _builtins.str = ...,
+        group_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["example", b"example", "group_id", b"group_id", "num_samples", b"num_samples", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FailureCount: _TypeAlias = FailureCount  # noqa: Y015
 
 @_typing.final
 class SourceStats(_message.Message):

@@ -472,6 +472,7 @@ class GetFleetResponse(_message.Message):
     PUBLICATION_ID_FIELD_NUMBER: _builtins.int
     REWARD_ADDRESS_FIELD_NUMBER: _builtins.int
     SCORER_FIELD_NUMBER: _builtins.int
+    SAMPLES_BEING_SCORED_FIELD_NUMBER: _builtins.int
     router_address: _builtins.str
     """The router's HTTP address; private."""
     policy_version: _builtins.int
@@ -490,6 +491,8 @@ class GetFleetResponse(_message.Message):
     """The reward service's address."""
     scorer: _builtins.str
     """The scorer asked. Empty: its default."""
+    samples_being_scored: _builtins.int
+    """Samples that the reward service is asked to score now."""
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___Engine]:
         """Sorted by id."""
@@ -507,10 +510,11 @@ class GetFleetResponse(_message.Message):
         publication_id: _builtins.str = ...,
         reward_address: _builtins.str = ...,
         scorer: _builtins.str = ...,
+        samples_being_scored: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "groups_produced", b"groups_produced", "paused", b"paused", "policy_version", b"policy_version", "publication_id", b"publication_id", "reward_address", b"reward_address", "router_address", b"router_address", "samples_in_flight", b"samples_in_flight", "scorer", b"scorer", "tokens_produced", b"tokens_produced"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "groups_produced", b"groups_produced", "paused", b"paused", "policy_version", b"policy_version", "publication_id", b"publication_id", "reward_address", b"reward_address", "router_address", b"router_address", "samples_being_scored", b"samples_being_scored", "samples_in_flight", b"samples_in_flight", "scorer", b"scorer", "tokens_produced", b"tokens_produced"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

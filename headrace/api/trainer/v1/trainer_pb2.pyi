@@ -107,6 +107,7 @@ class GetStatusResponse(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     GROUPS_READY_FIELD_NUMBER: _builtins.int
     GROUPS_PER_STEP_FIELD_NUMBER: _builtins.int
+    WAITING_SECONDS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run."""
     phase: Global___Phase.ValueType
@@ -127,6 +128,8 @@ class GetStatusResponse(_message.Message):
     """While WAITING: groups ready so far."""
     groups_per_step: _builtins.int
     """While WAITING: groups in a batch."""
+    waiting_seconds: _builtins.float
+    """While WAITING: seconds since this step's batch was first asked for."""
     def __init__(
         self,
         *,
@@ -140,10 +143,11 @@ class GetStatusResponse(_message.Message):
         error: _builtins.str = ...,
         groups_ready: _builtins.int = ...,
         groups_per_step: _builtins.int = ...,
+        waiting_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "error", b"error", "groups_per_step", b"groups_per_step", "groups_ready", b"groups_ready", "num_steps", b"num_steps", "phase", b"phase", "policy_version", b"policy_version", "run", b"run", "step", b"step", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "error", b"error", "groups_per_step", b"groups_per_step", "groups_ready", b"groups_ready", "num_steps", b"num_steps", "phase", b"phase", "policy_version", b"policy_version", "run", b"run", "step", b"step", "waiting_seconds", b"waiting_seconds", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -200,6 +204,7 @@ class WatchProgressResponse(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     TIME_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The step, from 0."""
     @_builtins.property
@@ -210,16 +215,21 @@ class WatchProgressResponse(_message.Message):
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """reward/mean, loss/policy, grad_norm, log_prob_diff/mean, time/train_seconds, eval/NAME, …"""
 
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What a person should know of it, such as why an evaluation failed: one sentence each."""
+
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
         time: _timestamp_pb2.Timestamp | None = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        warnings: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics", "step", b"step", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metrics", b"metrics", "step", b"step", "time", b"time", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

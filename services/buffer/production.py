@@ -1,0 +1,82 @@
+"""What producers brought to a stream since the buffer started: how many samples, and why some of them are not trained.
+
+It lives in memory alone. Trainers compare two readings of it, so what was counted before they began does not matter to
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from headrace.trajectory import Failure
+
+OTHER = "OTHER"
+_MAX_REASONS = 31
+_MAX_EXAMPLE_CHARACTERS = 1_024
+
+
+@dataclass(frozen=True, slots=True)
+class FailureCount:
+    """Samples that failed, or were dropped, for one reason; message and group of the latest."""
+
+    num_samples: int
+    example: str
+    group_id: str
+
+
+class Production:
+    """Counts of one stream."""
+
+    def __init__(self) -> None:
+        self.num_samples = 0
+        self.num_failed = 0
+        self.num_dropped = 0
+        self.num_groups_returned = 0
+        self.last_return = ""
+        self._failures: dict[str, FailureCount] = {}
+
+    @property
+    def failures(self) -> Mapping[str, FailureCount]:
+        """By reason, the most frequent first."""
+        ranked = sorted(self._failures.items(), key=lambda entry: -entry[1].num_samples)
+        return MappingProxyType(dict(ranked))
+
+    def completed(self, group_id: str, failures: Iterable[Failure | None]) -> None:
+        """A group was put whole; `failures` has one entry for each of its samples."""
+        for failure in self._counted(failures):
+            self.num_failed += 1
+            self._count(group_id, failure, 1)
+
+    def failed(self, group_id: str, failure: Failure, num_samples: int) -> None:
+        """An attempt at a group failed."""
+        self.num_samples += num_samples
+        self.num_failed += num_samples
+        self._count(group_id, failure, num_samples)
+
+    def dropped(self, group_id: str, failure: Failure, num_samples: int) -> None:
+        """A producer took a group out."""
+        self.num_samples += num_samples
+        self.num_dropped += num_samples
+        self._count(group_id, failure, num_samples)
+
+    def returned(self, why: str) -> None:
+        """A group came back unfinished."""
+        self.num_groups_returned += 1
+        self.last_return = why[:_MAX_EXAMPLE_CHARACTERS]
+
+    def _counted(self, failures: Iterable[Failure | None]) -> Iterator[Failure]:
+        for failure in failures:
+            self.num_samples += 1
+            if failure is not None:
+                yield failure
+
+    def _count(self, group_id: str, failure: Failure, num_samples: int) -> None:
+        """Reasons come from producers: a bounded number of them is told apart."""
+        reason = failure.reason
+        if reason not in self._failures and len(self._failures) >= _MAX_REASONS:
+            reason = OTHER
+        before = self._failures[reason].num_samples if reason in self._failures else 0
+        example = failure.message[:_MAX_EXAMPLE_CHARACTERS]
+        self._failures[reason] = FailureCount(before + num_samples, example, group_id)

@@ -1,0 +1,102 @@
+"""Ends a run that cannot learn: too many of the latest samples failed, or none of very many could be used.
+
+It compares readings of what the ledger counts, so it sees every producer's failures and nothing from before its start.
+The window reaches from the newest reading back to the first one that is `window` samples older, or a little further.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.config.job import Job
+from headrace.wire.checks import one_line
+
+_MIN_WINDOW = 32
+_REASONS_SHOWN = 3
+_WINDOWS_WITHOUT_A_SAMPLE = 10
+"""Filters may drop what is too easy or too hard for a while: so many windows without one usable sample end the run."""
+
+
+class Breaker:
+    """One window for failures, a longer one for samples of which none was usable."""
+
+    def __init__(self, max_failed_share: float, window: int) -> None:
+        self._max_failed_share = max_failed_share
+        self._recent = Window(window)
+        self._long = Window(_WINDOWS_WITHOUT_A_SAMPLE * window)
+
+    @classmethod
+    def of(cls, job: Job) -> Breaker:
+        """By the job's flags; a window is one step's samples unless the job says otherwise."""
+        rollout = job.rollout
+        step = (rollout.rollout_batch_size or 1) * (rollout.n_samples_per_prompt or 1)
+        return cls(rollout.max_failed_share, rollout.failure_window or max(step, _MIN_WINDOW))
+
+    def verdict(self, stats: pb.StreamStats) -> str | None:
+        """Why the run should end, for a person; None while it should go on."""
+        recent, long = self._recent.since(stats), self._long.since(stats)
+        if self._max_failed_share >= 1:
+            return None
+        if recent and recent.num_failed > self._max_failed_share * recent.num_samples:
+            return (
+                f"{recent.num_failed} of the last {recent.num_samples} samples failed, more than --max-failed-share "
+                f"{self._max_failed_share:g} allows:\n{_reasons(recent)}"
+            )
+        if long and long.num_failed + long.num_dropped == long.num_samples:
+            return f"not one of the last {long.num_samples} samples could be used:\n{_reasons(long)}"
+        return None
+
+
+class Window:
+    """Readings of the last `size` samples."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._readings: deque[pb.Production] = deque()
+
+    def since(self, stats: pb.StreamStats) -> pb.Production | None:
+        """What came within the window; None before so many samples came."""
+        readings, now = self._readings, stats.production
+        if readings and now.num_samples < readings[-1].num_samples:
+            readings.clear()
+            readings.append(pb.Production())  # the buffer started again, and counts from 0
+        if not readings:
+            is_new = stats.epoch <= 1  # then no earlier trainer ran on what failed so far
+            readings.append(pb.Production() if is_new else now)
+        if now.num_samples > readings[-1].num_samples:
+            readings.append(now)
+        while len(readings) > 1 and now.num_samples - readings[1].num_samples >= self._size:
+            readings.popleft()
+        if now.num_samples - readings[0].num_samples < self._size:
+            return None
+        return _difference(now, readings[0])
+
+
+def _difference(now: pb.Production, then: pb.Production) -> pb.Production:
+    before = Counter({count.reason: count.num_samples for count in then.failures})
+    failures = [
+        pb.FailureCount(
+            reason=count.reason,
+            num_samples=count.num_samples - before[count.reason],
+            example=count.example,
+            group_id=count.group_id,
+        )
+        for count in now.failures
+        if count.num_samples > before[count.reason]
+    ]
+    return pb.Production(
+        num_samples=now.num_samples - then.num_samples,
+        num_failed=now.num_failed - then.num_failed,
+        num_dropped=now.num_dropped - then.num_dropped,
+        failures=sorted(failures, key=lambda count: -count.num_samples),
+    )
+
+
+def _reasons(production: pb.Production) -> str:
+    shown = [
+        f"  {count.num_samples} {one_line(count.reason)}: {one_line(count.example, 400)} (e.g. group {count.group_id})"
+        for count in production.failures
+    ]
+    rest = sum(count.num_samples for count in production.failures[_REASONS_SHOWN:])
+    return "\n".join(shown[:_REASONS_SHOWN] + ([f"  {rest} for other reasons"] if rest else []))

@@ -1,0 +1,119 @@
+"""What the console says of samples that are not trained, and of a batch that does not come."""
+
+from __future__ import annotations
+
+import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
+from rich.console import Console
+
+from headrace.api.buffer.v1 import buffer_pb2
+from headrace.api.rollout.v1 import rollout_pb2
+from headrace.api.trainer.v1 import trainer_pb2
+from headrace.cli.awaited import Patience, awaited
+from headrace.cli.failures import failures_line
+from headrace.cli.run_view import RunView
+
+READY = rollout_pb2.Engine(state=rollout_pb2.ENGINE_STATE_READY)
+RAISED = "hook agent.py:f raised KeyError: 'answer' (agent.py:12)"
+
+
+def failing(count: int, of: int, reason: str = "HOOK_RAISED", example: str = RAISED) -> buffer_pb2.StreamStats:
+    one = buffer_pb2.FailureCount(reason=reason, num_samples=count, example=example, group_id="train/3")
+    production = buffer_pb2.Production(num_samples=of, num_failed=count, failures=[one])
+    return buffer_pb2.StreamStats(production=production, groups={"QUEUED": 0, "LEASED": 0})
+
+
+def waiting(seconds: float, step: int = 0) -> trainer_pb2.GetStatusResponse:
+    return trainer_pb2.GetStatusResponse(
+        phase=trainer_pb2.PHASE_WAITING, step=step, groups_per_step=4, groups_ready=1, waiting_seconds=seconds
+    )
+
+
+def test_failures_are_told_as_they_come_in_the_users_words_and_again_when_they_have_doubled(load_with) -> None:
+    view = RunView(load_with())
+    for count in (4, 5, 7, 8, 9):
+        view.on_stats(failing(count, 2 * count))
+    assert view.unread() == [
+        f"4 of 8 samples are not trained, HOOK_RAISED: {RAISED} (e.g. group train/3)",
+        f"8 of 16 samples are not trained, HOOK_RAISED: {RAISED} (e.g. group train/3)",
+    ]
+
+
+def test_the_live_table_shows_the_failures_of_the_moment_and_no_markup_or_escape_of_theirs(load_with) -> None:
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    view = RunView(load_with())
+    view.on_stats(failing(3, 9, "HOOK_INVALID", "[red]no\x1b[2J tokens"))
+    console.print(view)
+    text = console.export_text()
+    assert "3 of 9 samples failed, most often 3 HOOK_INVALID: [red]no [2J tokens" in text
+    assert "\x1b" not in text
+
+
+def test_nothing_is_said_where_nothing_fails() -> None:
+    assert failures_line(buffer_pb2.Production(num_samples=100)) == ""
+
+
+def test_a_line_of_failures_has_drops_three_reasons_and_what_came_back() -> None:
+    failures = [
+        buffer_pb2.FailureCount(reason=name, num_samples=count, example=f"{name}!")
+        for name, count in (("A", 9), ("B", 5), ("C", 4), ("D", 1))
+    ]
+    production = buffer_pb2.Production(
+        num_samples=40, num_failed=15, num_dropped=4, failures=failures, num_groups_returned=2, last_return="no engine"
+    )
+    assert failures_line(production) == (
+        "15 of 40 samples failed, 4 of 40 samples dropped, most often 9 A: A!; 5 B: B!; 4 C: C!, "
+        "2 groups came back, the last: no engine"
+    )
+
+
+def test_a_first_batch_that_takes_ten_times_as_long_as_expected_is_told_and_again_when_that_has_doubled(
+    load_with,
+) -> None:
+    view = RunView(load_with("--first-batch-seconds", "6"))
+    for seconds in (1.0, 59.0, 60.0, 61.0, 119.0, 120.0):
+        view.on_status(waiting(seconds))
+    lines = view.unread()
+    assert [line.partition(" for its batch")[0] for line in lines] == [
+        "step 1 has waited 60 s",
+        "step 1 has waited 2 min",
+    ]
+    assert "1/4 groups ready: waiting on the buffer, which does not answer" in lines[0]
+
+
+def test_a_later_batch_is_compared_with_those_before_it() -> None:
+    patience = Patience(30.0)
+    for seconds in (9.0, 11.0, 400.0):
+        patience.waited(seconds)
+    assert [patience.is_over(3, seconds) for seconds in (100.0, 110.0)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("fleet", "stats", "whom"),
+    [
+        (None, None, "on the buffer, which does not answer"),
+        (None, failing(0, 0), "on the rollout service, which does not answer"),
+        ({"engines": [rollout_pb2.Engine()]}, failing(0, 0), "none of its 1 engines is ready"),
+        ({"engines": [READY], "paused": True}, failing(0, 0), "production is paused"),
+        ({"engines": [READY], "samples_in_flight": 3}, failing(0, 0), "3 samples are being generated"),
+        (
+            {"engines": [READY], "samples_being_scored": 2, "reward_address": "judge:7"},
+            failing(0, 0),
+            "on the reward service at judge:7: 2 samples wait for their scores",
+        ),
+        ({"engines": [READY]}, failing(0, 0), "for prompts: none is queued"),
+        ({"engines": [READY]}, buffer_pb2.StreamStats(trouble="p.jsonl is gone"), "for prompts: p.jsonl is gone"),
+        ({"engines": [READY]}, buffer_pb2.StreamStats(groups={"LEASED": 2}), "it works on 2 groups"),
+        ({"engines": [READY]}, failing(8, 8), f"8 of 8 samples failed, most often 8 HOOK_RAISED: {RAISED}"),
+    ],
+)
+def test_the_line_says_on_whom_it_waits(fleet, stats: buffer_pb2.StreamStats | None, whom: str) -> None:
+    answer = rollout_pb2.GetFleetResponse(**fleet) if fleet else None
+    assert whom in awaited(waiting(300.0), answer, stats)
+
+
+def test_a_warning_of_a_step_is_a_line(load_with) -> None:
+    view = RunView(load_with())
+    warnings = ["the evaluation failed, INVALID_ARGUMENT: there is no file"]
+    view.on_progress(trainer_pb2.WatchProgressResponse(step=2, time=Timestamp(seconds=1), warnings=warnings))
+    assert view.unread() == ["after step 2: the evaluation failed, INVALID_ARGUMENT: there is no file"]
