@@ -23,7 +23,7 @@ from tests.contract.test_buffer_stores import busy_ledger
 from tests.support.buffer_samples import complete_put, text_prompts
 from tests.support.buffer_server import served_buffer
 from tests.support.durable_points import image
-from tests.support.ledger_under_test import complete
+from tests.support.ledger_under_test import LedgerUnderTest, complete
 
 
 def test_a_folder_of_the_segment_store_is_refused_with_the_way_out(tmp_path: Path) -> None:
@@ -171,6 +171,19 @@ def test_what_dies_while_its_file_is_compacted_is_not_brought_back(tmp_path: Pat
     with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as database:
         bodies = b"".join(body for (body,) in database.execute("SELECT body FROM payloads"))
     assert not any(key.encode() in bodies for key in dying)
+
+
+def test_what_is_put_and_dropped_within_one_commit_leaves_no_row(tmp_path: Path) -> None:
+    it = LedgerUnderTest(SqliteStore(tmp_path))
+    it.create()
+    it.submit("a")
+    (group,) = it.lease()
+    _, put = it.ledger.put(it.now, [complete(group)])
+    _, drop = it.ledger.drop(it.now, "train", "request", [group.group_id], "poison")
+    it.store.commit([put, drop])
+    it.store.close()
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as database:
+        assert database.execute("SELECT key FROM samples").fetchall() == []
 
 
 def test_what_is_prepared_is_not_there_before_its_commit(tmp_path: Path) -> None:

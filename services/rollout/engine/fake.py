@@ -180,9 +180,8 @@ class FakeEngine:
                 await asyncio.sleep(self._token_seconds)
             reply = _reply(self._score(body["input_ids"]), made, versions, finish)
             if body.get("return_routed_experts"):
-                reply["meta_info"]["routed_experts"] = _routed(
-                    [*body["input_ids"], *made], int(self._version.split(".")[0])
-                )
+                number = int((versions or [self._version])[-1].split(".")[0])
+                reply["meta_info"]["routed_experts"] = _routed([*body["input_ids"], *made], number)
             if stream is not None:
                 with contextlib.suppress(ConnectionError):  # a caller that left; its tokens are made all the same
                     await stream.write(f"data: {json.dumps(reply)}\n\n".encode())

@@ -12,7 +12,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
+import aiohttp
+import msgspec
 
 from headrace.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
 from services.rollout.engine.answer import BadAnswer, parse
@@ -22,7 +23,10 @@ CONTROL_ANSWER_BYTES = 16 << 20
 
 _CONNECT_SECONDS = 5.0
 _SHOWN_BYTES = 500
-_IDENTITY = {"Accept-Encoding": "identity"}  # what is compressed has no size before it is unpacked
+_BEGUN_AT_ONCE = 16  # in one pass of the event loop: a group may ask for a thousand, and others wait for the loop
+_KEEPALIVE_SECONDS = 4.0  # uvicorn, which serves SGLang, closes a connection that was idle for 5 s
+# What is compressed has no size before it is unpacked.
+_HEADERS = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +59,18 @@ class Http:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        # Plain HTTP on a private address: without verify=False, loading certificates blocks the event loop for 50 ms.
-        self._http = httpx.AsyncClient(
-            base_url=url, trust_env=False, verify=False, limits=limits, headers=_IDENTITY, timeout=None
+        # Not httpx: its pool looks at all connections for each request and each answer, quadratic in requests at once.
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers=_HEADERS,
+            auto_decompress=False,
         )
+        self._beginning = asyncio.Semaphore(_BEGUN_AT_ONCE)
 
     async def close(self) -> None:
         """Closes the connections."""
-        await self._http.aclose()
+        await self._http.close()
 
     async def request(
         self,
@@ -78,10 +85,10 @@ class Http:
         with self._mapped(path, seconds):
             async with asyncio.timeout(seconds), self._sent(method, path, body, seconds) as response:
                 content = bytearray()
-                async for chunk in response.aiter_raw():
+                async for chunk in response.content.iter_any():
                     content += chunk
                     _require_size(path, len(content), max_bytes)
-                return Reply(path, response.status_code, bytes(content))
+                return Reply(path, response.status, bytes(content))
 
     async def events(
         self, path: str, body: Mapping[str, Any], *, seconds: float, max_bytes: int, max_events: int
@@ -92,10 +99,10 @@ class Http:
             with self._mapped(path, seconds):
                 async with asyncio.timeout(seconds):
                     response = await stack.enter_async_context(self._sent("POST", path, body, seconds))
-                if not response.is_success:
+                if not 200 <= response.status < 300:
                     async with asyncio.timeout(end - time.monotonic()):
-                        Reply(path, response.status_code, await _start_of(response)).require_success()
-            num_events, line, chunks = 0, bytearray(), response.aiter_raw()
+                        Reply(path, response.status, await _start_of(response)).require_success()
+            num_events, line, chunks = 0, bytearray(), response.content.iter_any()
             while True:
                 with self._mapped(path, seconds):
                     async with asyncio.timeout(end - time.monotonic()):
@@ -117,9 +124,14 @@ class Http:
     @contextlib.asynccontextmanager
     async def _sent(
         self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float
-    ) -> AsyncIterator[httpx.Response]:
-        timeout = httpx.Timeout(None, connect=min(seconds, _CONNECT_SECONDS))
-        async with self._http.stream(method, path, json=body, timeout=timeout) as response:
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(seconds, _CONNECT_SECONDS))
+        async with self._beginning:
+            await asyncio.sleep(0)
+        data = None if body is None else msgspec.json.encode(body)
+        async with self._http.request(
+            method, f"{self.url}{path}", data=data, timeout=timeout, allow_redirects=False
+        ) as response:
             if response.headers.get("Content-Encoding", "identity") != "identity":
                 raise BadAnswer("encoded", f"{path} answered with a Content-Encoding that was not asked for")
             yield response
@@ -128,17 +140,17 @@ class Http:
     def _mapped(self, path: str, seconds: float) -> Iterator[None]:
         try:
             yield
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"{self.url}{path} did not answer within {seconds:g} s") from error
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except aiohttp.ClientError as error:  # a connection that takes too long is one of them, and a TimeoutError
             raise Unavailable(
                 f"{self.url}{path}: {type(error).__name__} {error}", reason="ENGINE_UNREACHABLE"
             ) from error
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{self.url}{path} did not answer within {seconds:g} s") from error
 
 
-async def _start_of(response: httpx.Response) -> bytes:
+async def _start_of(response: aiohttp.ClientResponse) -> bytes:
     content = bytearray()
-    async for chunk in response.aiter_raw():
+    async for chunk in response.content.iter_any():
         content += chunk
         if len(content) >= _SHOWN_BYTES:
             break

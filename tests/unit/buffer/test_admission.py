@@ -21,3 +21,9 @@ def test_the_limiter_says_that_it_is_the_one_who_holds_producers() -> None:
     it.submit(*"abcdef")
     it.lease()
     assert it.ledger.no_lease_reason("train") is NoLeaseReason.LIMITER
+
+
+def test_groups_that_are_out_count_as_inserted_for_the_limiter() -> None:
+    limiter = Limiter(min_size=1, samples_per_insert=0.5, error_buffer=2.0)
+    left = [limiter.inserts_left(num_inserted=2, num_taken=1, num_leased=leased) for leased in (0, 3, 5, 9)]
+    assert left == [5, 2, 0, 0]

@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from headrace.errors import AlreadyExists, FailedPrecondition, Fenced, InvalidArgument, NotFound, ResourceExhausted
+from services.buffer.book import batch_digest
 from services.buffer.group import GroupState, Prompt
 from services.buffer.producing import GroupPut, NoLeaseReason, PutOutcome, Release
 from services.buffer.stream import ExpiryAction, Selection
@@ -266,6 +267,17 @@ def test_promise_5_consuming_another_batch_than_the_given_one_is_refused(it: Led
         it.ledger.commit(it.now, "train", epoch, 1)
 
 
+def test_promise_5_a_batchs_digest_tells_other_samples_of_the_same_groups(it: LedgerUnderTest) -> None:
+    it.put(it.lease())
+    batch = it.batch(it.rewind(), 0)
+    assert batch is not None
+    assert batch_digest(batch.groups) == batch.digest
+    first, second = batch.groups
+    other = replace(second, samples=tuple(replace(record, digest=bytes(32)) for record in second.samples))
+    assert batch_digest([first, other]) != batch.digest
+    assert batch_digest([second, first]) != batch.digest
+
+
 def test_promise_5_consuming_again_changes_nothing(it: LedgerUnderTest) -> None:
     epoch = it.rewind()
     it.put(it.lease())
@@ -384,6 +396,26 @@ def test_promise_7_a_group_with_too_old_a_token_never_reaches_the_trainer() -> N
     assert [g.oldest_version for g in it.batch(epoch, 2).groups] == [1, 2]
 
 
+def test_promise_7_a_group_is_as_old_as_its_oldest_sample() -> None:
+    it = LedgerUnderTest()
+    it.create(max_staleness=1)
+    it.submit("a", "b")
+    first, second = it.lease()
+    it.serve(it.rewind(2), 2)
+    mixed = {
+        group.group_id: GroupPut(
+            group.lease.lease_id,
+            group.group_id,
+            PutOutcome.COMPLETE,
+            tuple(sample(group, i, version) for i, version in enumerate(versions)),
+        )
+        for group, versions in ((first, (2, 0)), (second, (1, 2)))
+    }
+    results = it.do(it.ledger.put(it.now, list(mixed.values())))
+    assert [result.state for result in results] == [GroupState.QUEUED, GroupState.READY]
+    assert it.ledger.book("train").groups[second.group_id].oldest_version == 1
+
+
 @pytest.mark.parametrize("action", list(ExpiryAction))
 def test_promise_7_a_ready_group_expires_when_the_trainer_has_moved_on(action: ExpiryAction) -> None:
     it = LedgerUnderTest()
@@ -459,6 +491,19 @@ def test_promise_10_a_prompt_submitted_again_is_the_same_group_and_another_conte
     assert it.submit("p0", "p1", "p0") == ["train/0", "train/1", "train/0"]
     with pytest.raises(AlreadyExists, match="give it another prompt_id"):
         it.ledger.submit(it.now, "train", [Prompt("p0", b"something else")])
+
+
+def test_a_request_to_retry_that_comes_again_takes_no_group_that_failed_since() -> None:
+    it = LedgerUnderTest()
+    it.create(max_attempts=1)
+    it.submit("a", "b")
+    first, second = it.lease()
+    it.do(it.ledger.put(it.now, [without_samples(first, PutOutcome.FAILED)]))
+    answer = it.do(it.ledger.retry(it.now, "train", "same", []))
+    it.do(it.ledger.put(it.now, [without_samples(second, PutOutcome.FAILED)]))
+    again = it.do(it.ledger.retry(it.now, "train", "same", []))
+    assert (answer.num_groups, again.num_groups) == (1, 1)
+    assert it.states()[second.group_id] is GroupState.FAILED
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,19 @@ def test_a_power_cut_while_a_step_is_replaced_keeps_the_older_one(checkpoints: C
     assert policy.text == "step 1"
 
 
+def test_an_older_folder_whose_successor_never_came_is_pruned_as_any_checkpoint(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    _save(checkpoints, 1)
+    folder = tmp_path / "checkpoints"
+    alone = f"{step_name(1)}.replaced-ab"
+    (folder / step_name(1)).rename(folder / alone)
+    _save(checkpoints, 2)
+    assert _names(tmp_path) == [alone, step_name(2)]
+    _save(checkpoints, 3)
+    assert _names(tmp_path) == [step_name(2), step_name(3)]
+
+
 def test_the_best_are_kept_by_their_steps_metric(tmp_path: Path, layout: Layout) -> None:
     rewards = {1: 0.1, 2: 0.9, 3: 0.5, 4: 0.8, 5: 0.2}
     checkpoints = Checkpoints(_job(tmp_path, keep_last=1, keep_best=2), tmp_path, layout)
