@@ -19,7 +19,7 @@ def check(argv: Sequence[str]) -> int:
     if argv and argv[0] == "hook":
         return _hook(argv[1:])
     if not argv or wants_help(argv):
-        print("usage: headrace check [JOB.toml] [flags] | headrace check hook PATH [--kind KIND]\n", flags_help())
+        print("usage: headrace check [JOB.toml] [flags] | headrace check hook PATH [--kind KIND]\n", flags_help(argv))
         return 0
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")

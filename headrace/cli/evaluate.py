@@ -11,12 +11,11 @@ from pathlib import Path
 from rich.progress import Progress
 
 from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from headrace.api.sample.v1 import sample_pb2
 from headrace.cli.runs import add_run_argument, address_of, find_run
-from headrace.config.job import Job
 from headrace.errors import InvalidArgument
 from headrace.rpc.call import stream
 from headrace.rpc.channel import connect
+from headrace.wire.eval_dataset import eval_dataset
 
 _DEADLINE_SECONDS = 24 * 3600.0
 
@@ -32,7 +31,7 @@ def evaluate(argv: Sequence[str]) -> int:
     data = args.data or job.eval.eval_prompt_data
     if not data:
         raise InvalidArgument("the job has no eval_prompt_data: pass --data NAME PATH")
-    datasets = [_dataset(job, name, Path(path).absolute(), args.max_prompts) for name, path in data]
+    datasets = [eval_dataset(job, name, Path(path).absolute(), args.max_prompts) for name, path in data]
     results = asyncio.run(_evaluate(address_of(args.run, "rollout"), datasets))
     for result in results:
         print(
@@ -55,19 +54,3 @@ async def _evaluate(address: str, datasets: list[rollout_pb2.EvalDataset]) -> li
                 progress.update(bar, completed=reply.done, total=reply.total)
                 results.extend(reply.results)
     return results
-
-
-def _dataset(job: Job, name: str, path: Path, max_prompts: int | None) -> rollout_pb2.EvalDataset:
-    return rollout_pb2.EvalDataset(
-        name=name,
-        path=str(path),
-        n_samples_per_prompt=job.eval.n_samples_per_eval_prompt,
-        sampling=sample_pb2.SamplingParams(
-            temperature=job.eval.eval_temperature,
-            max_new_tokens=job.eval.eval_max_response_len or job.rollout.rollout_max_response_len,
-        ),
-        max_prompts=max_prompts,
-        input_key=job.data.input_key,
-        label_key=job.data.label_key or "",
-        metadata_key=job.data.metadata_key or "",
-    )

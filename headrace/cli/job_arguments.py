@@ -7,11 +7,30 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
+from rich.console import Console
+
 from headrace.config.job import Job
 from headrace.config.leaf import Leaf, Shape, leaves
 from headrace.config.load import load
 from headrace.config.megatron import DESCRIBED
 
+_ALL = "--help-all"
+FIRST = (
+    *("hf_checkpoint", "run_name", "prompt_data", "input_key", "label_key", "apply_chat_template"),
+    *("num_rollout", "rollout_batch_size", "n_samples_per_prompt", "rollout_max_response_len", "rollout_temperature"),
+    *("custom_generate_function_path", "rm_type", "custom_rm_path", "max_staleness"),
+    *("advantage_estimator", "use_kl_loss", "kl_loss_coef", "global_batch_size", "max_tokens_per_gpu", "lr", "bf16"),
+    *("tensor_model_parallel_size", "actor_num_gpus_per_node", "rollout_num_gpus", "rollout_num_gpus_per_engine"),
+    *("eval_prompt_data", "eval_interval", "save_interval", "save_hf", "use_wandb"),
+)
+"""What a first run sets, in the order in which one thinks of it."""
+
+_MORE = (
+    "",
+    "  --sglang-NAME VALUE                        any argument of SGLang's server",
+    "",
+    "headrace train --help-all lists every flag; docs/flags.md has them with their tests.",
+)
 _OTHERS = (
     "",
     "  and any other field of Megatron-core's TransformerConfig, MLATransformerConfig, OptimizerConfig,",
@@ -25,21 +44,31 @@ _OTHERS = (
 def load_job(argv: Sequence[str]) -> Job:
     """The checked job: the file, then HEADRACE_* variables, then flags. Raises ConfigError."""
     has_file = bool(argv) and not argv[0].startswith("-")
-    return load(Path(argv[0]) if has_file else None, argv[1:] if has_file else argv, os.environ)
+    return load(Path(argv[0]) if has_file else None, argv[1:] if has_file else argv, os.environ, note=_note)
+
+
+def _note(line: str) -> None:
+    Console(stderr=True).print(f"headrace: {line}", highlight=False, markup=False, soft_wrap=True)
 
 
 def wants_help(argv: Sequence[str]) -> bool:
-    """True when -h or --help is among the words."""
-    return "-h" in argv or "--help" in argv
+    """True when -h, --help or --help-all is among the words."""
+    return any(word in argv for word in ("-h", "--help", _ALL))
 
 
-def flags_help() -> str:
-    """Every flag by section, with what it means and its default."""
+def flags_help(argv: Sequence[str]) -> str:
+    """What people set first; with --help-all every flag by section. Each with what it means and its default."""
+    if _ALL in argv:
+        described = [leaf for leaf in leaves().values() if leaf.section != "megatron" or leaf.name in DESCRIBED]
+        return "\n".join([*_by_section(described), *_OTHERS])
+    return "\n".join([*_by_section([leaves()[name] for name in FIRST]), *_MORE])
+
+
+def _by_section(chosen: Sequence[Leaf]) -> list[str]:
     parts: list[str] = []
-    described = [leaf for leaf in leaves().values() if leaf.section != "megatron" or leaf.name in DESCRIBED]
-    for section, group in groupby(described, key=lambda leaf: leaf.section):
+    for section, group in groupby(chosen, key=lambda leaf: leaf.section):
         parts += ["", f"[{section}]", *(_line(leaf) for leaf in group)]
-    return "\n".join([*parts, *_OTHERS])
+    return parts
 
 
 def _line(leaf: Leaf) -> str:

@@ -105,7 +105,9 @@ def _kept(error: Exception) -> str:
 def _overview() -> str:
     width = max(len(command.usage) for command in _COMMANDS.values())
     lines = [f"  headrace {command.usage:<{width}}  {command.help}" for command in _COMMANDS.values()]
-    return "\n".join(["usage:", *lines, "", "headrace train --help lists every flag of a job."])
+    return "\n".join(
+        ["usage:", *lines, "", "headrace train --help shows what a first run sets, --help-all every flag."]
+    )
 
 
 if __name__ == "__main__":

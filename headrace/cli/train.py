@@ -21,7 +21,7 @@ _INTERRUPTED_EXIT_CODE = 130
 def train(argv: Sequence[str]) -> int:
     """0 when the run is finished, 130 when it was interrupted."""
     if wants_help(argv):
-        print("usage: headrace train [JOB.toml] [flags]\n", flags_help())
+        print("usage: headrace train [JOB.toml] [flags]\n", flags_help(argv))
         return 0
     job = load_job(argv)
     view = RunView(job)

@@ -45,7 +45,7 @@ def check_files(job: Job) -> None:
         _checkpoint("critic_load", job.critic.critic_load)
     if job.distillation.opd_teacher_load:
         _checkpoint("opd_teacher_load", job.distillation.opd_teacher_load)
-    if job.checkpoint.load and not job.checkpoint.load.is_dir():
+    if job.checkpoint.load and job.checkpoint.load.exists() and not job.checkpoint.load.is_dir():
         raise ConfigError(f"load {job.checkpoint.load} is not a folder: name the folder of checkpoints", field="load")
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from headrace.config import sglang
-from headrace.config.leaf import ALIASES, Leaf, Setting, Shape
+from headrace.config.foreign import FOREIGN
+from headrace.config.leaf import ALIASES, OPPOSITES, Leaf, Setting, Shape
 from headrace.config.literal import literal
 from headrace.config.suggest import did_you_mean
 from headrace.errors import ConfigError
@@ -16,13 +17,25 @@ SGLANG_PREFIX = "--sglang-"
 _SHOWN = 80
 
 
-def parse_flags(argv: Sequence[str], known: Mapping[str, Leaf]) -> list[Setting]:
-    """One setting a leaf. Raises ConfigError for unknown flags, wrong numbers of values and a leaf given twice."""
+def parse_flags(
+    argv: Sequence[str], known: Mapping[str, Leaf], note: Callable[[str], None] = lambda _: None
+) -> list[Setting]:
+    """One setting a leaf. `note` hears which leaf is given more than once: the last value counts, as in argparse.
+
+    Raises ConfigError that names every flag that is unknown or has the wrong number of values.
+    """
     settings: dict[tuple[str, str], Setting] = {}
+    mistakes: list[ConfigError] = []
     for flag, words in _split(argv):
-        setting = _setting(flag, words, known)
+        try:
+            setting = _setting(flag, words, known)
+        except ConfigError as mistake:
+            mistakes.append(mistake)
+            continue
         key = (setting.section, setting.name)
-        settings[key] = _joined(settings[key], setting, known) if key in settings else setting
+        settings[key] = _joined(settings[key], setting, known, note) if key in settings else setting
+    if mistakes:
+        raise _all_of(mistakes)
     return list(settings.values())
 
 
@@ -57,14 +70,17 @@ def _split(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 
 def _setting(flag: str, words: list[str], known: Mapping[str, Leaf]) -> Setting:
+    foreign = FOREIGN.get(flag.removeprefix("--").replace("-", "_"))
+    if foreign is not None:
+        raise ConfigError(f"{flag} is not a flag of headrace: {foreign}", field=flag)
     if flag.startswith(SGLANG_PREFIX):
         return _sglang(flag, words)
     name = _name(flag.removeprefix("--"))
     if name in known:
         leaf = known[name]
         return Setting(leaf.section, leaf.name, shaped(leaf, words, flag), flag)
-    negated = _name(flag.removeprefix("--no-"))
-    if flag.startswith("--no-") and negated in known and known[negated].shape is Shape.SWITCH:
+    negated = OPPOSITES.get(name) or _name(flag.removeprefix("--no-"))
+    if negated in known and known[negated].shape is Shape.SWITCH:
         if words:
             raise ConfigError(f"{flag} takes no value, got {_shown(words)}", field=negated)
         return Setting(known[negated].section, negated, False, flag)
@@ -79,14 +95,22 @@ def _sglang(flag: str, words: list[str]) -> Setting:
     return Setting("sglang", name, True if not values else values[0] if len(values) == 1 else values, flag)
 
 
-def _joined(first: Setting, second: Setting, known: Mapping[str, Leaf]) -> Setting:
+def _joined(first: Setting, second: Setting, known: Mapping[str, Leaf], note: Callable[[str], None]) -> Setting:
     if first.section != "sglang" and known[first.name].shape in (Shape.MANY, Shape.PAIRS):
         return Setting(first.section, first.name, [*first.value, *second.value], first.origin)
-    raise ConfigError(
-        f"{first.name} is given twice: {first.origin} {str(first.value)[:_SHOWN]} and {second.origin} "
-        f"{str(second.value)[:_SHOWN]}: leave one out",
-        field=first.name,
-    )
+    if first.value != second.value:
+        note(
+            f"{first.name} is given twice, {first.origin} {str(first.value)[:_SHOWN]} and {second.origin} "
+            f"{str(second.value)[:_SHOWN]}: the last one counts"
+        )
+    return second
+
+
+def _all_of(mistakes: Sequence[ConfigError]) -> ConfigError:
+    if len(mistakes) == 1:
+        return mistakes[0]
+    lines = "".join(f"\n  {mistake.message}" for mistake in mistakes)
+    return ConfigError(f"{len(mistakes)} flags cannot be taken:{lines}", field=mistakes[0].field)
 
 
 def _name(flag: str) -> str:

@@ -218,7 +218,13 @@ class EvalSection(Section):
         None, description="Rollout steps between evaluations; absent: first and last."
     )
     n_samples_per_eval_prompt: Positive = Field(1, description="Samples of each prompt.")
-    eval_temperature: Temperature = Field(0.0, description="0 is greedy.")
+    eval_temperature: Temperature | None = Field(
+        None,
+        description="0 is greedy; absent: greedy, or rollout_temperature with several samples a prompt or eval_top_p.",
+    )
+    eval_top_p: Share | None = Field(None, description="Nucleus sampling; absent: rollout_top_p.")
+    eval_top_k: Positive | None = Field(None, description="Sample from so many tokens; absent: rollout_top_k.")
+    skip_eval_before_train: bool = Field(False, description="The first evaluation is behind the first eval_interval.")
     eval_max_response_len: Positive | None = Field(None, description="Absent: rollout_max_response_len.")
 
 
@@ -275,6 +281,8 @@ class TrackingSection(Section):
     use_tensorboard: bool = Field(True, description="Write TensorBoard events into the run's folder.")
     use_wandb: bool = Field(False, description="Report to Weights & Biases; its key is in WANDB_API_KEY or ~/.netrc.")
     wandb_project: str = Field("headrace", description="W&B's project.")
+    wandb_group: str | None = Field(None, description="W&B's group of runs.")
+    wandb_team: str | None = Field(None, description="W&B's entity; absent: the key's own.")
     wandb_mode: Literal["online", "offline"] = Field(
         "online", description="Offline: into the run's folder, for wandb sync."
     )

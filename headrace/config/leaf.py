@@ -24,6 +24,9 @@ ALIASES: Mapping[str, str] = {
 }
 """Other names of leaves: slime's, Megatron's, and views."""
 
+OPPOSITES: Mapping[str, str] = {"grad_reduce_in_bf16": "grad_reduce_in_fp32"}
+"""Switches of Megatron's script that turn a leaf off."""
+
 
 class Shape(Enum):
     """How many words a flag takes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,18 +22,29 @@ from headrace.wire.checks import shown
 M = TypeVar("M", bound=BaseModel)
 
 
-def load(path: Path | None, argv: Sequence[str], environment: Mapping[str, str]) -> Job:
-    """The checked job, all that can be derived filled in. Raises ConfigError that names the place of the mistake."""
-    job = resolve(read(path, argv, environment))
+def _unheard(_: str) -> None:
+    """Where nobody reads notes."""
+
+
+def load(
+    path: Path | None, argv: Sequence[str], environment: Mapping[str, str], note: Callable[[str], None] = _unheard
+) -> Job:
+    """The checked job, all that can be derived filled in; `note` hears of flags that are given more than once.
+
+    Raises ConfigError that names the place of the mistake.
+    """
+    job = resolve(read(path, argv, environment, note))
     check(job)
     return job
 
 
-def read(path: Path | None, argv: Sequence[str], environment: Mapping[str, str]) -> Job:
+def read(
+    path: Path | None, argv: Sequence[str], environment: Mapping[str, str], note: Callable[[str], None] = _unheard
+) -> Job:
     """The job as it was written, its leaves' types checked, nothing derived."""
     known = leaves()
     given = read_file(path, known) if path else []
-    given += [*read_environment(environment, known), *parse_flags(argv, known)]
+    given += [*read_environment(environment, known), *parse_flags(argv, known, note)]
     for setting in given:
         if setting.section == "sglang":  # SGLang's arguments have no types here
             _require_plain(setting)

@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from headrace.config.job import Job
+from headrace.config.layer_pattern import LayerPattern
 from headrace.config.megatron_fields import MegatronFields
 from headrace.config.megatron_owned import GPU_ONLY, OWNED
 from headrace.config.section import NonNegative, Positive, Rate
 
 MEGATRON_ALIASES: Mapping[str, str] = {
     "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
+    "apply_layernorm_1p": "layernorm_zero_centered_gamma",
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
     "end_weight_decay": "end_wd",
@@ -30,10 +32,21 @@ MEGATRON_ALIASES: Mapping[str, str] = {
     "max_lr": "lr",
     "num_experts": "num_moe_experts",
     "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
+    "rope_fusion": "apply_rope_fusion",
     "start_weight_decay": "start_wd",
+    "use_gated_attention": "attention_output_gate",
     "weight_decay_incr_style": "wd_incr_style",
 }
 """Other names of fields: those of Megatron's own training script, or those of its classes."""
+
+
+def _none(dropout: float) -> float:
+    if dropout:
+        raise ValueError("should be 0: a policy's log-probs must be the same in every pass")
+    return dropout
+
+
+NoDropout = Annotated[float, AfterValidator(_none)]
 
 
 class ArchitectureArgs(MegatronFields):
@@ -62,6 +75,18 @@ class ArchitectureArgs(MegatronFields):
     disable_bias_linear: bool | None = Field(None, description="No biases in linear layers.")
     seq_length: Positive | None = Field(None, description="Longest sequence; at most max_position_embeddings.")
     tokenizer_type: Literal["HuggingFaceTokenizer"] | None = Field(None, description="The checkpoint's own.")
+    group_query_attention: bool | None = Field(None, description="Fewer key/value heads than query heads.")
+    use_rotary_position_embeddings: bool | None = Field(None, description="Positions are rotary.")
+    use_rope_scaling: bool | None = Field(None, description="Llama 3's stretched rotary frequencies.")
+    rotary_interleaved: bool | None = Field(None, description="Neighbouring channels are turned together.")
+    multi_latent_attention: bool | None = Field(None, description="DeepSeek's latent attention.")
+    post_self_attn_layernorm: bool | None = Field(None, description="A norm behind attention too.")
+    post_mlp_layernorm: bool | None = Field(None, description="A norm behind the MLP too.")
+    moe_layer_freq: Annotated[int | tuple[int, ...], LayerPattern] | None = Field(
+        None, description="Which layers have experts: 1, [0,1,1] or [0]*1+[1]*45."
+    )
+    spec: tuple[str, ...] = Field((), description="Module and function of slime's model: must be the checkpoint's.")
+    train_backend: Literal["megatron"] | None = Field(None, description="The trainer's only one.")
 
 
 class MegatronArgs(ArchitectureArgs):
@@ -86,6 +111,8 @@ class MegatronArgs(ArchitectureArgs):
     use_distributed_optimizer: bool = Field(False, description="Optimizer states are shared out over data ranks.")
     bf16: bool = Field(False, description="Weights and activations in bfloat16, fp32 master weights.")
     recompute_activations: bool = Field(False, description="Recompute attention in the backward pass.")
+    attention_dropout: NoDropout = Field(0.0, description="Must be 0.")
+    hidden_dropout: NoDropout = Field(0.0, description="Must be 0.")
     optimizer: Literal["adam", "sgd"] = Field("adam", description="What updates the weights.")
     lr: Rate = Field(1e-6, description="Highest learning rate.")
     min_lr: Rate = Field(0.0, description="Lowest learning rate.")
@@ -94,6 +121,9 @@ class MegatronArgs(ArchitectureArgs):
     )
     lr_decay_iters: Positive | None = Field(None, description="Optimizer steps of the decay; absent: all.")
     lr_warmup_iters: NonNegative = Field(0, description="Optimizer steps of the warm-up.")
+    lr_warmup_fraction: Annotated[float, Field(ge=0, lt=1)] | None = Field(
+        None, description="The same as a share of the decay's steps."
+    )
     init_lr: Rate = Field(0.0, description="Learning rate at the start of the warm-up.")
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] | None = Field(
         None, description="How a WSD schedule falls at its end."

@@ -70,10 +70,7 @@ _REASONS: Mapping[str, Sequence[str]] = {
         barrier_with_L1_time config_logger_dir moe_per_layer_logging test_mode
     """),
     _OWN_SHARDING: _names("""
-        variable_seq_lengths transformer_impl multi_latent_attention hetereogenous_dist_checkpoint
-    """),
-    "a policy's log-probs must be the same in every pass, so dropout is off": _names("""
-        hidden_dropout attention_dropout
+        variable_seq_lengths transformer_impl hetereogenous_dist_checkpoint
     """),
     "virtual stages take turns in rounds of one micro-batch for each pipeline rank": _names("""
         microbatch_group_size_per_vp_stage overlap_p2p_comm_warmup_flush
@@ -95,7 +92,9 @@ ARCHITECTURAL = frozenset(
         num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels
         max_position_embeddings vocab_size rotary_base rotary_percent norm_epsilon normalization swiglu
         qk_layernorm add_qkv_bias untie_embeddings_and_output_weights position_embedding_type
-        no_position_embedding disable_bias_linear add_bias_linear tokenizer_type num_moe_experts
+        no_position_embedding disable_bias_linear add_bias_linear tokenizer_type spec num_moe_experts
+        group_query_attention use_rotary_position_embeddings use_rope_scaling multi_latent_attention
+        post_self_attn_layernorm post_mlp_layernorm
         moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate moe_layer_freq
         moe_router_topk moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor
         moe_router_score_function moe_router_enable_expert_bias moe_router_pre_softmax moe_latent_size

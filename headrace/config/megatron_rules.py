@@ -72,6 +72,12 @@ def _optimizer(args: MegatronArgs) -> None:
 
 
 def _schedules(args: MegatronArgs) -> None:
+    if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
+        raise ConfigError(
+            f"lr_warmup_iters {args.lr_warmup_iters} and lr_warmup_fraction {args.lr_warmup_fraction:g} say the same: "
+            "leave one out",
+            field="lr_warmup_fraction",
+        )
     start, end = (args.weight_decay if wd is None else wd for wd in (args.start_wd, args.end_wd))
     if start != end and args.wd_incr_style == "constant":
         raise ConfigError(

@@ -26,7 +26,9 @@ def require_known(name: str, origin: str) -> None:
     """Raises ConfigError when SGLang is installed and has no such argument."""
     known = server_args()
     if known and name not in known:
-        raise ConfigError(f"{origin}: SGLang has no argument {name}{did_you_mean(name, known)}", field=f"sglang.{name}")
+        parts = sorted(each for each in known if each.startswith(f"{name}_"))
+        near = f": it has {', '.join(parts)}" if parts else did_you_mean(name, known)
+        raise ConfigError(f"{origin}: SGLang has no argument {name}{near}", field=f"sglang.{name}")
 
 
 def _fields(file: Path) -> list[str]:

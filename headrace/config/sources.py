@@ -11,6 +11,7 @@ from typing import Any
 
 from headrace.config import sglang
 from headrace.config.flags import shaped
+from headrace.config.foreign import FOREIGN
 from headrace.config.job import Job
 from headrace.config.leaf import ALIASES, Leaf, Setting, Shape
 from headrace.config.literal import literal
@@ -83,6 +84,8 @@ def _of_file(path: Path, section: str, key: str, value: Any, known: Mapping[str,
         return Setting(section, name, value, origin)
     if name in known:
         raise ConfigError(f"{origin}: unknown key here: it belongs in [{known[name].section}]", field=key)
+    if key in FOREIGN:
+        raise ConfigError(f"{origin}: not a key of headrace: {FOREIGN[key]}", field=key)
     names = [leaf.name for leaf in known.values() if leaf.section == section]
     near = did_you_mean(key, names) or did_you_mean(key, [leaf.name for leaf in known.values()])
     raise ConfigError(f"{origin}: unknown key{near}", field=key)
@@ -103,6 +106,8 @@ def _of_environment(variable: str, text: str, known: Mapping[str, Leaf]) -> Sett
     key = variable.removeprefix(PREFIX).lower()
     name = ALIASES.get(key, key)
     if name not in known:
+        if name in FOREIGN:
+            raise ConfigError(f"{variable} is no variable of headrace: {FOREIGN[name]}", field=variable)
         near = did_you_mean(variable, [leaf.variable for leaf in known.values()])
         raise ConfigError(f"unknown environment variable {variable}{near}", field=variable)
     leaf = known[name]

@@ -17,6 +17,11 @@ from typing import Any
 
 from headrace.errors import ConfigError
 
+_SLIMES = (
+    "slime's classes are here under their own names: `from headrace.hooks import Sample, DynamicFilterOutput`, and its "
+    "filter is headrace.hooks.filter.check_reward_nonzero_std; engines are asked over HTTP, for instance with httpx"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Hook:
@@ -85,6 +90,8 @@ def _module_by_name(path: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
+        if _is_slimes(error):
+            raise _load_failure(path, error) from error
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise ConfigError(
                 f"hook {path}: there is no module {error.name}: install it, add its folder to PYTHONPATH, "
@@ -98,7 +105,12 @@ def _module_by_name(path: str, name: str) -> ModuleType:
 def _load_failure(path: str, error: Exception) -> ConfigError:
     last = traceback.extract_tb(error.__traceback__)[-1]
     where, line = (error.filename, error.lineno) if isinstance(error, SyntaxError) else (last.filename, last.lineno)
-    return ConfigError(f"hook {path}: loading it raised {type(error).__name__}: {error} ({where}:{line})")
+    hint = f"; {_SLIMES}" if _is_slimes(error) else ""
+    return ConfigError(f"hook {path}: loading it raised {type(error).__name__}: {error} ({where}:{line}){hint}")
+
+
+def _is_slimes(error: Exception) -> bool:
+    return isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "slime"
 
 
 def _functions(module: ModuleType) -> list[str]:

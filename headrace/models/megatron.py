@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from headrace.config.architecture import Architecture, Experts, LatentAttention, YarnRope
+from headrace.config.architecture import Architecture, Experts, LatentAttention, Llama3Rope, YarnRope
 from headrace.config.megatron import MegatronArgs
 from headrace.config.megatron_owned import ARCHITECTURAL
 
@@ -14,6 +14,7 @@ _ALWAYS = {
     "no_position_embedding": True,
     "disable_bias_linear": True,
     "tokenizer_type": "HuggingFaceTokenizer",
+    "use_rotary_position_embeddings": True,
 }
 
 
@@ -85,9 +86,23 @@ def _latent_attention(a: Architecture, mla: LatentAttention) -> dict[str, Any]:
     }
 
 
+def _in_scripts(a: Architecture, given: MegatronArgs) -> dict[str, Any]:
+    """What only flags of Megatron's script say; its configs have other words for it."""
+    rope = a.rope_scaling
+    family = given.spec[0].rpartition(".")[2] if given.spec else ""
+    return {
+        "group_query_attention": a.num_query_groups < a.num_attention_heads,
+        "multi_latent_attention": a.latent_attention is not None,
+        "post_self_attn_layernorm": a.post_norms,
+        "post_mlp_layernorm": a.post_norms,
+        "use_rope_scaling": isinstance(rope, Llama3Rope),
+        "spec": given.spec if family == a.family else a.family,
+    } | ({"rotary_scaling_factor": rope.factor} if isinstance(rope, Llama3Rope) else {})
+
+
 def _means_nothing(a: Architecture, name: str, wanted: Any) -> bool:
     """What Megatron-core does not read for this architecture, and command lines give all the same."""
-    if a.latent_attention is not None and name in ("kv_channels", "num_query_groups"):
+    if a.latent_attention is not None and name in ("kv_channels", "num_query_groups", "group_query_attention"):
         return True
     if a.experts is None:
         return False
@@ -96,14 +111,28 @@ def _means_nothing(a: Architecture, name: str, wanted: Any) -> bool:
     return name == "moe_router_pre_softmax" and a.experts.score_function == "sigmoid"
 
 
+def _agrees(a: Architecture, wanted: Any, said: Any) -> bool:
+    if isinstance(said, list):  # Megatron takes a list of the layers, or says that every n-th has experts
+        return list(wanted) == said if isinstance(wanted, tuple) else _every(a.num_layers, wanted) == said
+    return bool(wanted == said)
+
+
+def _every(num_layers: int, nth: int) -> list[int]:
+    return [int(layer % nth == 0) for layer in range(num_layers)] if nth > 0 else []
+
+
+def _shown(value: Any) -> str:
+    return " ".join(str(each) for each in value) if isinstance(value, list | tuple) else str(value)
+
+
 def contradictions(a: Architecture, given: MegatronArgs) -> list[str]:
     """A sentence for each architecture flag that says something else than the checkpoint."""
-    mine = asdict(a) | megatron_fields(a) | _ALWAYS
+    mine = asdict(a) | megatron_fields(a) | _ALWAYS | _in_scripts(a, given)
     wrong = [
-        f"--{name.replace('_', '-')} {wanted} contradicts the checkpoint, whose config.json says "
-        f"{mine.get(name, 'nothing of it')}: leave the flag out"
+        f"--{name.replace('_', '-')} {_shown(wanted)} contradicts the checkpoint, whose config.json says "
+        f"{_shown(mine.get(name, 'nothing of it'))}: leave the flag out"
         for name, wanted in given.given(ARCHITECTURAL).items()
-        if (name not in mine or wanted != mine[name]) and not _means_nothing(a, name, wanted)
+        if not _agrees(a, wanted, mine.get(name, False)) and not _means_nothing(a, name, wanted)
     ]
     if given.seq_length is not None and given.seq_length > a.max_position_embeddings:
         wrong.append(

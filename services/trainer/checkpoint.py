@@ -66,6 +66,11 @@ def step_name(step: int) -> str:
     return f"{_PREFIX}{step:08d}"
 
 
+def _is_new(folder: Path) -> bool:
+    """Not there yet, or with nothing in it: the run that will fill it begins now."""
+    return not folder.exists() or not any(folder.iterdir())
+
+
 class Checkpoints:
     """All ranks call the same methods in the same order; the folder is one that all of them see."""
 
@@ -134,7 +139,7 @@ class Checkpoints:
         found = self._newest_true(self._folder)
         if found is None and self._load is not None and self._load != self._folder:
             found = self._newest_true(self._load)
-            if found is None:
+            if found is None and not _is_new(self._load):
                 raise ConfigError(f"--load {self._load} holds no whole checkpoint: name a folder of step-… folders")
         if found is None:
             return 0

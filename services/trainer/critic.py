@@ -60,7 +60,11 @@ class Critic:
 
     def __init__(self, job: Job, layout: Layout, stopwatch: Stopwatch) -> None:
         args = megatron(job).model_copy(
-            update={"lr": job.critic.critic_lr, "lr_warmup_iters": job.critic.critic_lr_warmup_iters}
+            update={
+                "lr": job.critic.critic_lr,
+                "lr_warmup_iters": job.critic.critic_lr_warmup_iters,
+                "lr_warmup_fraction": None,
+            }
         )
         architecture = read_architecture(job.model.hf_checkpoint)
         config = transformer_config(architecture, args, layout)

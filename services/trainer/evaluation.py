@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import uuid
 
-from headrace.api.rollout.v1 import rollout_pb2 as rollout
-from headrace.api.sample.v1 import sample_pb2 as sample
+from headrace.api.rollout.v1 import rollout_pb2
 from headrace.client.rollout import RolloutClient
 from headrace.config.job import Job
 from headrace.errors import HeadraceError
 from headrace.rpc.log import log
 from headrace.wire.checks import one_line
+from headrace.wire.eval_dataset import eval_dataset
 from services.trainer.console import Evaluated
 from services.trainer.schedule import JobSchedule
 from services.trainer.state import TrainState
@@ -24,24 +24,7 @@ class Evaluator:
     def __init__(self, job: Job, client: RolloutClient, schedule: JobSchedule) -> None:
         self._client = client
         self._schedule = schedule
-        sampling = sample.SamplingParams(
-            temperature=job.eval.eval_temperature,
-            max_new_tokens=job.eval.eval_max_response_len or job.rollout.rollout_max_response_len,
-            stop=job.rollout.rollout_stop,
-            stop_token_ids=job.rollout.rollout_stop_token_ids,
-        )
-        self._datasets = [
-            rollout.EvalDataset(
-                name=name,
-                path=str(path.resolve()),
-                n_samples_per_prompt=job.eval.n_samples_per_eval_prompt,
-                sampling=sampling,
-                input_key=job.data.input_key,
-                label_key=job.data.label_key or "",
-                metadata_key=job.data.metadata_key or "",
-            )
-            for name, path in job.eval.eval_prompt_data
-        ]
+        self._datasets = [eval_dataset(job, name, path.resolve()) for name, path in job.eval.eval_prompt_data]
 
     async def __call__(self, state: TrainState) -> Evaluated | None:
         """None when none is due. Whatever goes wrong is a warning and a metric: the run does not depend on it."""
@@ -62,6 +45,6 @@ class Evaluator:
         return Evaluated(metrics, [_unscored(result) for result in results if result.num_failed])
 
 
-def _unscored(result: rollout.EvalResult) -> str:
+def _unscored(result: rollout_pb2.EvalResult) -> str:
     of = result.num_failed + result.num_samples
     return f"{result.num_failed} of {of} samples of {result.name} have no score and are left out of its mean"

@@ -40,13 +40,16 @@ def wrap_for_data_parallel(
 
 def _schedule(optimizer: Any, args: MegatronArgs, num_steps: int) -> OptimizerParamScheduler:
     """Of the learning rate and the weight decay over `num_steps` optimizer steps."""
+    decay_steps, warmup_steps = args.lr_decay_iters or num_steps, args.lr_warmup_iters
+    if args.lr_warmup_fraction is not None:
+        warmup_steps = round(args.lr_warmup_fraction * decay_steps)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=min(args.init_lr, args.lr),
         max_lr=args.lr,
         min_lr=min(args.min_lr, args.lr),
-        lr_warmup_steps=args.lr_warmup_iters,
-        lr_decay_steps=max(args.lr_decay_iters or num_steps, args.lr_warmup_iters + 1),
+        lr_warmup_steps=warmup_steps,
+        lr_decay_steps=max(decay_steps, warmup_steps + 1),
         lr_decay_style=args.lr_decay_style,
         start_wd=args.weight_decay if args.start_wd is None else args.start_wd,
         end_wd=args.weight_decay if args.end_wd is None else args.end_wd,

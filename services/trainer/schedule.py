@@ -15,6 +15,7 @@ class JobSchedule:
         self._save_every = job.checkpoint.save_interval
         self._eval_every = job.eval.eval_interval
         self._has_eval = bool(job.eval.eval_prompt_data)
+        self._evaluates_first = not job.eval.skip_eval_before_train
 
     def publishes(self, state: TrainState) -> bool:
         """After every update_weights_interval steps, and at the end."""
@@ -27,9 +28,11 @@ class JobSchedule:
         return self._save_every is not None and state.step % self._save_every == 0
 
     def evaluates(self, state: TrainState) -> bool:
-        """Before the first step, after every eval_interval steps, and at the end."""
+        """Before the first step unless that is skipped, after every eval_interval steps, and at the end."""
         if not self._has_eval:
             return False
-        if state.step in (0, self.num_steps):
+        if state.step == 0:
+            return self._evaluates_first
+        if state.step == self.num_steps:
             return True
         return self._eval_every is not None and state.step % self._eval_every == 0

@@ -75,6 +75,8 @@ class Wandb:
             ) from error
         self._run = wandb.init(
             project=job.tracking.wandb_project,
+            group=job.tracking.wandb_group,
+            entity=job.tracking.wandb_team,
             name=job.run.run_name,
             id=hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:12],
             resume="allow",

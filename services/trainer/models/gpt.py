@@ -58,7 +58,11 @@ def transformer_config(architecture: Architecture, args: MegatronArgs, layout: L
     }
     kind = MLATransformerConfig if architecture.latent_attention else TransformerConfig
     virtual = layout.vpp_size if layout.vpp_size > 1 else None
-    config = made(kind, args, values, {"virtual_pipeline_model_parallel_size": virtual})
+    fixed = {
+        "virtual_pipeline_model_parallel_size": virtual,
+        "sequence_parallel": args.sequence_parallel and layout.tp_size > 1,
+    }
+    config = made(kind, args, values, fixed)
     if (found := config.virtual_pipeline_model_parallel_size) != virtual:
         raise ConfigError(
             f"pipeline_model_parallel_layout has {found} stages for each pipeline rank: say so with "

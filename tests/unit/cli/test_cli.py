@@ -16,6 +16,7 @@ from headrace.cli.main import main
 from headrace.cli.run_view import RunView, sparkline
 from headrace.cli.runs import find_run
 from headrace.cli.submit import prompts_of
+from headrace.config.leaf import leaves
 from headrace.errors import FailedPrecondition, InvalidArgument
 from headrace.launch.launcher import Launcher
 from headrace.launch.run_folder import RunFolder, ServiceEntry
@@ -108,11 +109,22 @@ def test_a_run_that_has_ended_says_so_at_once(
     assert "runs/one has ended, and its" in capsys.readouterr().err
 
 
-def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_on_one_screen_what_a_first_run_sets(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--help"]) == 0
     printed = capsys.readouterr().out
-    for flag in ("--rollout-batch-size X", "--eval-prompt-data NAME PATH", "--swiglu", "--sglang-NAME"):
+    for flag in ("--hf-checkpoint X", "--rollout-batch-size X", "--eval-prompt-data NAME PATH", "--lr X", "--sglang-"):
         assert flag in printed
+    assert "--swiglu" not in printed
+    assert "--help-all" in printed
+    assert len(printed.splitlines()) <= 60
+
+
+def test_help_all_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help-all"]) == 0
+    printed = capsys.readouterr().out
+    own = [leaf.flag for leaf in leaves().values() if leaf.section != "megatron"]
+    for flag in (*own, "--swiglu", "--clip-grad", "--sglang-NAME"):
+        assert f"{flag} " in printed
 
 
 def test_services_with_an_address_are_not_started(load_with) -> None:

@@ -1,0 +1,82 @@
+"""Flags that slime's and Megatron's command lines have and headrace does not: each with what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+_NO_MODE = "headrace has no such mode: `headrace up SERVICE` starts any service alone"
+_LEDGER = "every sample is in the ledger: `headrace samples` shows it, `headrace buffer export` writes Parquet"
+_RESUME = "a resumed run continues its whole state; to begin with weights alone, name them with "
+_RESUME += "--initial-megatron-checkpoint"
+_COLOCATE = "trainer and engines do not share GPUs yet: give them GPUs of their own"
+_ROUTER = "sglang-router spreads the requests: choose its way with --router-policy"
+_FSDP = "the trainer is Megatron-core: recompute activations with --recompute-granularity, and choose attention with "
+_FSDP += "--attention-backend"
+_EVAL_ROWS = "evaluations read their rows as training does: --input-key, --label-key, --metadata-key and --reward-key"
+_EVAL_BOUNDS = "--eval-max-response-len bounds an evaluation's responses"
+_RUN = "a W&B run is named after --run-name, and its id follows the run's folder"
+_KEY = "a key on a command line is seen by everyone on the machine: set WANDB_API_KEY, or run `wandb login`"
+_ENGINES = "a dead engine is noticed and restarted without settings"
+_STEPS = "the length of a run is --num-rollout, or --num-epoch over --prompt-data"
+_ALWAYS = "it is always so"
+_REPORTED = "the run's folder has every metric, and --use-tensorboard and --use-wandb show them"
+_CHUNKS = "log-probs are always computed in chunks, within a fixed memory"
+_MTP = "layers that predict further tokens are kept as they are and not trained"
+
+_REASONS: Mapping[str, Sequence[str]] = {
+    "groups are produced by headrace itself: generate with --custom-generate-function-path, and train conversations "
+    "with --loss-type sft_loss --loss-mask-type": ("rollout_function_path", "eval_function_path"),
+    "--loss-type sft_loss computes none": ("disable_compute_advantages_and_returns",),
+    _NO_MODE: ("debug_train_only", "debug_rollout_only"),
+    _LEDGER: ("save_debug_rollout_data", "load_debug_rollout_data", "save_debug_train_data", "dump_details"),
+    _RESUME: (
+        "no_load_rng",
+        "no_load_optim",
+        "no_save_rng",
+        "no_save_optim",
+        "finetune",
+        "ckpt_step",
+        "start_rollout_id",
+    ),
+    _COLOCATE: ("offload", "offload_train", "offload_rollout", "release_train"),
+    _ROUTER: ("use_slime_router", "slime_router_middleware_paths", "sglang_router_ip", "sglang_router_port"),
+    "--max-groups-in-flight bounds what is generated at once": ("sglang_server_concurrency",),
+    "engines are placed by --rollout-num-gpus and --rollout-num-gpus-per-engine": ("num_gpus_per_node",),
+    _FSDP: ("gradient_checkpointing", "attn_implementation", "fsdp_cpu_offload"),
+    "weights are converted by headrace's own tables": ("megatron_to_hf_mode", "model_name"),
+    "the model is built from its config.json: `headrace models` lists the families": ("custom_model_provider_path",),
+    _MTP: ("enable_mtp_training",),
+    _EVAL_ROWS: ("eval_input_key", "eval_label_key", "eval_tool_key", "eval_reward_key"),
+    _EVAL_BOUNDS: ("eval_max_prompt_len", "eval_max_context_len", "eval_min_new_tokens"),
+    "name the data sets with --eval-prompt-data NAME PATH": ("eval_config",),
+    "images are not built yet: headrace trains on text": ("multimodal_keys",),
+    "call your server from a function and name it with --custom-rm-path": ("rm_url",),
+    "give the values as flags of their own": ("custom_config_path",),
+    "--use-tis --tis-mode mis chooses the level with --mis-level": ("tis_level",),
+    _KEY: ("wandb_key",),
+    _RUN: (
+        "wandb_run_id",
+        "wandb_random_suffix",
+        "disable_wandb_random_suffix",
+        "wandb_exp_name",
+        "wandb_save_dir",
+        "wandb_dir",
+        "wandb_host",
+        "tb_project_name",
+        "tb_experiment_name",
+        "tensorboard_dir",
+    ),
+    _ENGINES: ("rollout_health_check_interval", "rollout_health_check_timeout", "rollout_health_check_first_wait"),
+    _STEPS: ("train_iters", "train_samples", "exit_interval"),
+    _ALWAYS: ("use_mcore_models", "use_flash_attn"),
+    _REPORTED: ("log_interval", "log_passrate", "log_multi_turn", "log_throughput", "custom_rollout_log_function_path"),
+    _CHUNKS: ("log_probs_chunk_size", "recompute_loss_function"),
+    "rows are padded as the layout needs": ("data_pad_size_multiplier",),
+    "the vocabulary is the checkpoint's": ("make_vocab_size_divisible_by",),
+    "the collective library follows the machine: NCCL on GPUs, gloo on CPUs": ("distributed_backend",),
+    "--start-timeout-seconds and --update-weight-timeout-seconds bound what may hang": ("distributed_timeout_minutes",),
+    "it is called --lr": ("learning_rate",),
+}
+
+FOREIGN: Mapping[str, str] = {name: reason for reason, names in _REASONS.items() for name in names}
+"""Why a name is refused, and what to do instead."""

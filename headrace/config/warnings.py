@@ -1,0 +1,19 @@
+"""What a job may say and probably does not mean. `headrace check` and `headrace train` print it and go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from headrace.config.job import Job
+from headrace.config.launch_line_warnings import begins_anew, sequence_parallel_alone
+
+WARNINGS: Sequence[Callable[[Job], Sequence[str]]] = (
+    sequence_parallel_alone,
+    begins_anew,
+)
+"""Each answers sentences that say what will happen and what to set; nothing where all is well."""
+
+
+def warnings(job: Job) -> list[str]:
+    """All of a resolved job."""
+    return [sentence for rule in WARNINGS for sentence in rule(job)]
