@@ -30,9 +30,11 @@ _STEPS_BEFORE_GUESSING = 2
 class RunView:
     """Written by the follower and the launcher, read by the display. One event loop, so no locks."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, resumed_step: int = 0) -> None:
         self._job = job
+        self._resumed_step = resumed_step
         self._started = time.monotonic()
+        self._started_at = time.time()
         self._notes: deque[str] = deque(maxlen=200)
         self._unread: deque[str] = deque()
         self._status: trainer_pb2.GetStatusResponse | None = None
@@ -82,7 +84,10 @@ class RunView:
         self._tokens.append((time.monotonic(), fleet.tokens_produced))
 
     def on_progress(self, row: trainer_pb2.WatchProgressResponse) -> None:
-        """A finished step (counted from 1) or evaluation. A step that is trained again replaces the first."""
+        """A finished step (counted from 1) or evaluation. A step that is trained again replaces the first.
+
+        What an earlier start trained is in the curves and is not said again.
+        """
         key = (row.step, row.time.ToNanoseconds())
         if key in self._seen:
             return
@@ -90,7 +95,8 @@ class RunView:
         metrics = dict(row.metrics)
         if "reward/mean" in metrics:
             self._rewards[row.step] = metrics["reward/mean"]
-        if "time/step_seconds" in metrics:
+        is_old = row.step <= self._resumed_step and row.time.ToNanoseconds() < self._started_at * 1e9
+        if "time/step_seconds" in metrics and not is_old:
             self._step_seconds.append(metrics["time/step_seconds"])
             self._patience.waited(metrics.get("time/wait_seconds", 0.0))
         for warning in row.warnings:
@@ -98,6 +104,8 @@ class RunView:
         for name in evaluations(metrics):
             self._evaluations.setdefault(name, {})[row.step] = metrics[name]
         self._latest = {**self._latest, **metrics}
+        if is_old:
+            return
         if shown := step_line(metrics):
             self._trained.add(row.step)
             steps = self._job.rollout.num_rollout
@@ -114,7 +122,9 @@ class RunView:
 
     def summary(self) -> list[str]:
         """How the run went, in a few lines."""
-        lines = [f"finished {len(self._trained)} steps in {duration(time.monotonic() - self._started)}"]
+        earlier = f" after the {self._resumed_step} of earlier starts" if self._resumed_step else ""
+        took = duration(time.monotonic() - self._started)
+        lines = [f"finished {len(self._trained)} steps{earlier} in {took}"]
         rewards = [self._rewards[step] for step in sorted(self._rewards)]
         if len(rewards) >= 6:
             before, after = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3

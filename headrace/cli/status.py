@@ -19,6 +19,7 @@ from headrace.cli.step_line import duration
 from headrace.client.open import open_buffer
 from headrace.client.trainer import TrainerClient
 from headrace.errors import DataLoss, DeadlineExceeded, HeadraceError
+from headrace.launch.earlier import earlier_start, has_ended
 from headrace.launch.health import is_serving
 from headrace.launch.run_folder import RunFolder
 from headrace.rpc.call import call
@@ -29,10 +30,28 @@ _MAX_DAMAGES_SHOWN = 20
 
 
 def status(argv: Sequence[str]) -> int:
-    """0 when every service serves, 1 otherwise."""
+    """0 when every service serves, or the run has finished; 1 otherwise."""
     parser = argparse.ArgumentParser(prog="headrace status")
     add_run_argument(parser)
-    return asyncio.run(_status(find_run(parser.parse_intermixed_args(argv).run)))
+    folder = find_run(parser.parse_intermixed_args(argv).run)
+    return _ended(folder) if has_ended(folder) else asyncio.run(_status(folder))
+
+
+def _ended(folder: RunFolder) -> int:
+    """0 for a run that came to its end, 1 for one that the same command would go on with."""
+    earlier = earlier_start(folder)
+    if earlier is None:
+        print(f"{folder.path}: ended; its job.json cannot be read, so how far it came is not known")
+        return 1
+    steps, wanted = earlier.saved_step, earlier.job.rollout.num_rollout
+    if steps >= wanted:
+        print(f"{folder.path}: finished {wanted} of {wanted} steps; `headrace samples` and `headrace export` read it")
+        return 0
+    print(
+        f"{folder.path}: ended; {steps} of {wanted} steps are in its checkpoints: the command that started it goes on "
+        f"from there, {folder.logs} says why it ended"
+    )
+    return 1
 
 
 async def _status(folder: RunFolder) -> int:

@@ -22,7 +22,7 @@ _AT_ONCE = 500
 
 
 def submit(argv: Sequence[str]) -> int:
-    """Prints one group id a prompt, in order. A file that is submitted twice makes its groups once."""
+    """Says what became of the prompts. A file that is submitted twice makes its groups once."""
     parser = argparse.ArgumentParser(prog="headrace submit")
     add_run_argument(parser)
     parser.add_argument("--buffer-address", help="instead of a run; of a sharded ledger all, with commas")
@@ -32,6 +32,7 @@ def submit(argv: Sequence[str]) -> int:
     source.add_argument("--file", type=Path, help="JSONL: prompt (text or messages), label, metadata")
     parser.add_argument("--label", help="the reference answer of --prompt")
     parser.add_argument("--chat", action="store_true", help="text prompts become one user turn of the chat template")
+    parser.add_argument("--ids", action="store_true", help="print the groups' ids alone, one a prompt, for scripts")
     args = parser.parse_intermixed_args(argv)
     address = address_of(args.run, "buffer", args.buffer_address)
     if args.file:
@@ -39,15 +40,33 @@ def submit(argv: Sequence[str]) -> int:
     else:
         row = {"prompt": args.prompt} | ({"label": args.label} if args.label is not None else {})
         prompts = iter([prompt_of(row, f"cli-{uuid.uuid4().hex}", args.chat)])
-    asyncio.run(_submit(address, args.stream, prompts))
+    count, first = asyncio.run(_submit(address, args.stream, prompts, args.ids))
+    if not args.ids:
+        print(_sentence(count, first, args.stream))
     return 0
 
 
-async def _submit(address: str, stream: str, prompts: Iterator[sample_pb2.Prompt]) -> None:
+def _sentence(count: int, first: str, stream: str) -> str:
+    if count == 0:
+        return "no prompt was in the file: nothing is queued"
+    if count == 1:
+        return (
+            f"1 prompt is queued in stream {stream} as group {first}: headrace samples --group {first} shows it later"
+        )
+    return f"{count} prompts are queued in stream {stream}, the first as group {first}; --ids lists all of them"
+
+
+async def _submit(address: str, stream: str, prompts: Iterator[sample_pb2.Prompt], prints_ids: bool) -> tuple[int, str]:
+    """How many there were, and the first one's group."""
+    count, first = 0, ""
     async with open_buffer(address) as buffer:
         while some := list(islice(prompts, _AT_ONCE)):
-            for group_id in await buffer.submit_prompts(stream, some):
-                print(group_id)
+            group_ids = await buffer.submit_prompts(stream, some)
+            first = first or group_ids[0]
+            count += len(group_ids)
+            if prints_ids:
+                print("\n".join(group_ids))
+    return count, first
 
 
 def prompts_of(path: Path, chat: bool) -> Iterator[sample_pb2.Prompt]:

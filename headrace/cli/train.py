@@ -12,7 +12,9 @@ from headrace.cli.job_arguments import flags_help, load_job, wants_help
 from headrace.cli.live import show
 from headrace.cli.plan import in_short
 from headrace.cli.run_view import RunView
+from headrace.launch.earlier import earlier_start, is_finished
 from headrace.launch.launcher import Launcher, until_signal
+from headrace.launch.run_folder import RunFolder
 from headrace.launch.specs import without_address
 
 _INTERRUPTED_EXIT_CODE = 130
@@ -24,10 +26,22 @@ def train(argv: Sequence[str]) -> int:
         print("usage: headrace train [JOB.toml] [flags]\n", flags_help(argv))
         return 0
     job = load_job(argv)
-    view = RunView(job)
+    run = RunFolder(job.run.run_dir / job.run.run_name)
+    earlier = earlier_start(run)
+    if earlier is not None and is_finished(run, job):
+        print(_finished(run, job.rollout.num_rollout))
+        return 0
+    view = RunView(job, resumed_step=earlier.saved_step if earlier else 0)
     view.note(in_short(job))
     launcher = Launcher(job, without_address(job), view.note)
     return asyncio.run(_train(launcher, view))
+
+
+def _finished(run: RunFolder, num_rollout: int) -> str:
+    return (
+        f"{run.path} has finished {num_rollout} of {num_rollout} steps: nothing is left to do; a larger --num-rollout "
+        "goes on from there, another --run-name starts a new run"
+    )
 
 
 async def _train(launcher: Launcher, view: RunView) -> int:
@@ -37,7 +51,7 @@ async def _train(launcher: Launcher, view: RunView) -> int:
         asyncio.create_task(show(view, console)),
     ]
     try:
-        finished = await until_signal(asyncio.create_task(launcher.run()))
+        finished = await until_signal(asyncio.create_task(launcher.run()), view.note)
     finally:
         view.end()
         followers[0].cancel()

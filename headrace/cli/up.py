@@ -28,13 +28,17 @@ def up(argv: Sequence[str]) -> int:
         near = did_you_mean(service, SERVICES)
         raise ConfigError(f"unknown service {service}{near}; there are {', '.join(SERVICES)}")
     job = load_job(_config_first(words))
-    asyncio.run(_up(Launcher(job, [service], lambda line: print(line, flush=True))))
+    asyncio.run(_up(Launcher(job, [service], _tell)))
     return 0
 
 
 async def _up(launcher: Launcher) -> None:
     """A signal is how it ends; only trainers end by themselves."""
-    await until_signal(asyncio.create_task(launcher.run()))
+    await until_signal(asyncio.create_task(launcher.run()), _tell)
+
+
+def _tell(line: str) -> None:
+    print(line, flush=True)
 
 
 def _config_first(words: list[str]) -> list[str]:

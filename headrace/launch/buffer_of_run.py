@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from headrace.client.buffer import BufferClient
 from headrace.errors import Unavailable
-from headrace.launch.process import ServiceProcess, tail
+from headrace.launch.process import ServiceProcess
 from headrace.launch.run_folder import RunFolder
+from headrace.launch.service_log import tail
 from headrace.launch.specs import spec
 from headrace.rpc.net import free_port
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from headrace.config.job import Job
 from headrace.errors import FailedPrecondition
-from headrace.launch.process import ServiceSpec
+from headrace.launch.earlier import earlier_start, resumption
+from headrace.launch.process import GRACE_SECONDS, ServiceSpec
 from headrace.launch.run_folder import RunFolder, ServiceEntry
 from headrace.launch.specs import SERVICES, address_in, addressed, spec
 from headrace.launch.supervisor import RestartPolicy, Supervisor
@@ -50,6 +51,9 @@ class Launcher:
                 self.folder.path.mkdir(parents=True, exist_ok=True)
                 for name in names:
                     held.enter_context(_lock(self.folder.path, name))
+                earlier = earlier_start(self.folder)
+                if "trainer" in names and earlier is not None:
+                    self._tell(resumption(earlier, self.job))
                 self.folder.create(self.job)
                 self._write_services({})
             self._tell(f"run {self.folder.path}: starting {', '.join(names)}; what they say is in its logs/")
@@ -94,13 +98,14 @@ def _lock(folder: Path, name: str) -> Iterator[None]:
         yield
 
 
-async def until_signal(work: asyncio.Task[None]) -> bool:
+async def until_signal(work: asyncio.Task[None], tell: Callable[[str], None]) -> bool:
     """Waits for `work`. True when it came to its own end, False when a signal cancelled it.
 
-    The first signal lets it end in order; the second kills every process below this one, stopped ones too.
+    The first signal lets it end in order; the second kills every process below this one, stopped ones too. `tell` gets
+    what a signal does.
     """
     loop = asyncio.get_running_loop()
-    stopping = _Stopping(work)
+    stopping = _Stopping(work, tell)
     for number in _SIGNALS:
         loop.add_signal_handler(number, stopping.signalled)
     try:
@@ -116,13 +121,16 @@ async def until_signal(work: asyncio.Task[None]) -> bool:
 class _Stopping:
     """What signals have done so far."""
 
-    def __init__(self, work: asyncio.Task[None]) -> None:
+    def __init__(self, work: asyncio.Task[None], tell: Callable[[str], None]) -> None:
         self._work = work
+        self._tell = tell
         self.asked = False
 
     def signalled(self) -> None:
         if not self.asked:
             self.asked = True
+            self._tell(f"stopping after this step, {GRACE_SECONDS:.0f} s at most; Ctrl-C again ends everything at once")
             self._work.cancel()
         else:
+            self._tell("ending everything now")
             kill_descendants()

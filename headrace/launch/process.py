@@ -9,14 +9,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 
 from headrace.errors import Internal
+from headrace.launch.service_log import doing, last_error, last_words, tail
 from headrace.linux import descendants
 
 GRACE_SECONDS = 20.0
-_TAIL_BYTES = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +38,18 @@ class ServiceSpec:
 class ServiceProcess:
     """A started service. `pid` is the service's own, not its guard's."""
 
-    def __init__(self, spec: ServiceSpec, guard: asyncio.subprocess.Process, pid: int) -> None:
+    def __init__(self, spec: ServiceSpec, guard: asyncio.subprocess.Process, pid: int, log_start: int) -> None:
         self.spec = spec
         self.pid = pid
         self._guard = guard
+        self._log_start = log_start
 
     @classmethod
     async def start(cls, spec: ServiceSpec) -> ServiceProcess:
         """Returns once the process exists; it is not healthy yet."""
         spec.log_file.parent.mkdir(parents=True, exist_ok=True)
         with spec.log_file.open("ab") as log:
+            log_start = log.tell()
             guard = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "headrace.launch.guard", str(os.getpid()), str(GRACE_SECONDS)),
                 *spec.command,
@@ -61,13 +62,30 @@ class ServiceProcess:
         assert guard.stdout is not None  # asked for above
         words = (await guard.stdout.readline()).decode().split()
         if len(words) != 2:
-            raise Internal(f"{spec.name} could not be started:\n{tail(spec.log_file)}")
-        return cls(spec, guard, int(words[1]))
+            raise Internal(f"{spec.name} could not be started:\n{tail(spec.log_file, start=log_start)}")
+        return cls(spec, guard, int(words[1]), log_start)
 
     @property
     def exit_code(self) -> int | None:
         """None while it runs; 128 + n when signal n ended it."""
         return self._guard.returncode
+
+    @property
+    def doing(self) -> str:
+        """What it said last that it does; empty before it has said anything."""
+        return doing(self.spec.log_file, self._log_start)
+
+    @property
+    def why(self) -> str:
+        """Why it ended: its own last error in a sentence, else the end of its log."""
+        file, start = self.spec.log_file, self._log_start
+        error = last_error(file, start)
+        return f"{error}\n    (its log is {file})" if error else f"the end of {file}:\n{tail(file, start=start)}"
+
+    @property
+    def last_words(self) -> str:
+        """What it said to a person at its end."""
+        return last_words(self.spec.name, self.spec.log_file, self._log_start)
 
     async def wait(self) -> int:
         """Its exit code, when it and all its descendants are gone."""
@@ -90,26 +108,3 @@ class ServiceProcess:
 def meaning(code: int) -> str:
     """Of an exit code, for people."""
     return f"signal {code - 128}" if code > 128 else f"exit code {code}"
-
-
-def tail(file: Path, lines: int = 20) -> str:
-    """The last lines of a log, indented; JSON log lines as they are."""
-    if not file.is_file():
-        return "    (no log)"
-    return "\n".join(f"    {line}" for line in _end_of(file)[-lines:]) or "    (empty log)"
-
-
-def _end_of(file: Path) -> list[str]:
-    with file.open("rb") as log:
-        log.seek(max(0, file.stat().st_size - _TAIL_BYTES))
-        return log.read().decode(errors="replace").splitlines()
-
-
-def last_words(name: str, file: Path) -> str:
-    """What a service said to a person at its end: its last line that begins with its name, and those indented below."""
-    lines = _end_of(file)
-    starts = [i for i, line in enumerate(lines) if line.startswith(f"{name}: ")]
-    if not starts:
-        return tail(file)
-    first, *rest = lines[starts[-1] :]
-    return "\n".join([first, *takewhile(lambda line: line.startswith("  "), rest)])

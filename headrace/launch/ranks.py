@@ -18,7 +18,8 @@ import time
 import uuid
 from pathlib import Path
 
-from headrace.launch.process import meaning, tail
+from headrace.launch.process import meaning
+from headrace.launch.service_log import tail
 from headrace.linux import die_with_parent
 
 PEER_SECONDS = 20.0

@@ -23,8 +23,9 @@ from ray.util import get_node_ip_address
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from headrace.launch.process import meaning, tail
+from headrace.launch.process import meaning
 from headrace.launch.ranks import PEER_LOST, PEER_SECONDS
+from headrace.launch.service_log import tail
 from headrace.linux import die_with_parent
 
 _PLACE_SECONDS = 300.0

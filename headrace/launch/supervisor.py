@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from headrace.errors import HeadraceError, Unavailable
 from headrace.launch.exit_codes import NOT_WORTH_RESTARTING, NOTHING_TO_LEARN, PEER_AWAY
 from headrace.launch.health import is_serving
-from headrace.launch.process import ServiceProcess, ServiceSpec, last_words, meaning, tail
+from headrace.launch.process import ServiceProcess, ServiceSpec, meaning
 from headrace.rpc.net import Address, require_free
 
 _ASK_AGAIN_SECONDS = 0.25
+_WORTH_SAYING_SECONDS = 2.0
 _ANOTHER_ABSENCE_SECONDS = 1800.0
 """A service that ran for longer had its peers meanwhile."""
 
@@ -41,6 +42,9 @@ class RestartPolicy:
     longest_backoff_seconds: float = 15.0
     max_away_seconds: float = 3600.0
     """How long a service may end again and again because another one, or the database, does not answer."""
+
+    progress_seconds: float = 15.0
+    """How often a person hears of a service that is not ready yet."""
 
     def backoff_seconds(self, restarts: int) -> float:
         """The pause before the restart after `restarts` recent ones."""
@@ -94,22 +98,19 @@ class Supervisor:
                 return
             if code == NOTHING_TO_LEARN:
                 raise ServiceFailed(
-                    f"{last_words(spec.name, spec.log_file)}\n"
+                    f"{self._running[spec.name].last_words}\n"
                     "mend that and give the same command again: it goes on from the last checkpoint, and "
                     "`headrace buffer retry` gives the failed prompts another try"
                 )
             if code == NOT_WORTH_RESTARTING or not ever_healthy:
                 when = "" if ever_healthy else " before it was ready"
-                raise ServiceFailed(
-                    f"{spec.name} ended with {meaning(code)}{when}; the end of {spec.log_file}:\n{tail(spec.log_file)}"
-                )
+                raise ServiceFailed(f"{spec.name} ended with {meaning(code)}{when}; {self._running[spec.name].why}")
             if code == PEER_AWAY:
                 await self._until_peers_may_be_back(spec)
                 continue
             if spec.no_restart is not None:
                 raise ServiceFailed(
-                    f"{spec.name} ended with {meaning(code)}: {spec.no_restart}; the end of {spec.log_file}:\n"
-                    f"{tail(spec.log_file)}"
+                    f"{spec.name} ended with {meaning(code)}: {spec.no_restart}; {self._running[spec.name].why}"
                 )
             await self._before_restart(spec, code)
 
@@ -125,16 +126,18 @@ class Supervisor:
 
     async def _healthy(self, process: ServiceProcess) -> bool:
         """True once it serves, False when it ends first. Raises ServiceFailed when it takes too long."""
-        started = time.monotonic()
+        started = said = time.monotonic()
         while process.exit_code is None:
             if await is_serving(process.spec.address):
                 self._tell(f"{process.spec.name} ready after {time.monotonic() - started:.0f} s")
                 return True
             if time.monotonic() - started > process.spec.start_seconds:
                 raise ServiceFailed(
-                    f"{process.spec.name} does not serve after {process.spec.start_seconds:.0f} s; the end of "
-                    f"{process.spec.log_file}:\n{tail(process.spec.log_file)}"
+                    f"{process.spec.name} does not serve after {process.spec.start_seconds:.0f} s; {process.why}"
                 )
+            if time.monotonic() - said > self._policy.progress_seconds:
+                said = time.monotonic()
+                self._tell(_starting(process, said - started))
             await asyncio.sleep(_ASK_AGAIN_SECONDS)
         return False
 
@@ -147,8 +150,8 @@ class Supervisor:
         self._away[spec.name] = (since, now)
         if now - since > self._policy.max_away_seconds:
             raise ServiceFailed(
-                f"{spec.name} has waited in vain for another service for {now - since:.0f} s; the end of "
-                f"{spec.log_file}:\n{tail(spec.log_file)}"
+                f"{spec.name} has waited in vain for another service for {now - since:.0f} s; "
+                f"{self._running[spec.name].why}"
             )
         pause = self._policy.longest_backoff_seconds
         self._tell(f"{spec.name} ended because a service that it needs was away: another start in {pause:g} s")
@@ -162,7 +165,7 @@ class Supervisor:
         if restarts > (self._policy.max_restarts if spec.max_restarts is None else spec.max_restarts):
             raise ServiceFailed(
                 f"{spec.name} ended {restarts} times in {self._policy.window_seconds:.0f} s, last with "
-                f"{meaning(code)}; the end of {spec.log_file}:\n{tail(spec.log_file)}"
+                f"{meaning(code)}; {self._running[spec.name].why}"
             )
         pause = self._policy.backoff_seconds(max(restarts - 1, 0))
         self._tell(f"{spec.name} ended with {meaning(code)}: restart {restarts} in {pause:g} s")
@@ -171,8 +174,17 @@ class Supervisor:
     async def _stop_all(self) -> None:
         """Trainer first, buffer last: nobody loses the one it talks to."""
         for spec in reversed(self._specs):
-            if spec.name in self._running:
-                await self._running[spec.name].stop()
+            process = self._running.get(spec.name)
+            if process is not None and process.exit_code is None:
+                asked = time.monotonic()
+                await process.stop()
+                if (took := time.monotonic() - asked) > _WORTH_SAYING_SECONDS:
+                    self._tell(f"{spec.name} stopped after {took:.0f} s")
+
+
+def _starting(process: ServiceProcess, seconds: float) -> str:
+    last = f", last: {process.doing}" if process.doing else ""
+    return f"{process.spec.name} is starting, {seconds:.0f} s so far{last}"
 
 
 def _require_free(spec: ServiceSpec) -> None:

@@ -15,6 +15,7 @@ from headrace.client.open import open_buffer
 from headrace.config.job import Job
 from headrace.errors import ConfigError, HeadraceError
 from headrace.models.registry import read_architecture
+from headrace.rpc.log import log
 from headrace.sample_checks import ModelBounds
 from services.rollout.custom import CustomMaker, custom_args
 from services.rollout.engine import arguments
@@ -161,6 +162,7 @@ class RolloutService:
                 await self._custom.start()
             if self._filter:
                 await self._filter.start()
+            log.info("router_starting")
             await self._router.start()
             await self.parts.fleet.start()
         except HeadraceError:

@@ -65,7 +65,17 @@ class _Request:
 class TrainerConsole:
     """The loop's `Console`. All of it runs on rank 0's event loop."""
 
-    def __init__(self, report: Report, evaluate: Evaluate, *, run: str, num_steps: int, groups_per_step: int) -> None:
+    def __init__(
+        self,
+        report: Report,
+        evaluate: Evaluate,
+        *,
+        run: str,
+        num_steps: int,
+        groups_per_step: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self._report = report
         self._evaluate = evaluate
         self._requests: list[_Request] = []
@@ -78,7 +88,8 @@ class TrainerConsole:
         self._ended = False
         self._ranks: Steered | None = None
         self._seconds: dict[int, float] = defaultdict(float)
-        self._reported_at = time.monotonic()
+        self._reported_at: float | None = None
+        """When the step began that is under way; the start of the run belongs to none"""
         self._status = pb.GetStatusResponse(
             run=run, phase=pb.PHASE_STARTING, num_steps=num_steps, groups_per_step=groups_per_step
         )
@@ -109,17 +120,16 @@ class TrainerConsole:
     def phase(self, phase: pb.Phase.ValueType) -> Iterator[None]:
         """Shows the phase while the block runs, and the one before it afterwards."""
         before, self._status.phase = self._status.phase, phase
-        started = time.monotonic()
+        started = self._clock()
         try:
             yield
         finally:
             self._status.phase = before
-            self._seconds[phase] += time.monotonic() - started
+            self._seconds[phase] += self._clock() - started
 
     def open(self, ranks: Steered, world_size: int) -> None:
         """The ranks are up; requests go to them."""
         self._ranks = ranks
-        self._reported_at = time.monotonic()
         self._status.world_size = world_size
 
     def finished(self, error: str | None = None) -> None:
@@ -139,6 +149,9 @@ class TrainerConsole:
     async def before_step(self, state: TrainState) -> bool:
         """Serves what was asked for, holds while paused; False ends the run."""
         self._show(state)
+        if self._reported_at is None:
+            self._reported_at = self._clock()
+            self._seconds.clear()
         await self._serve(state)
         if not self._running.is_set():
             with self.phase(pb.PHASE_PAUSED):
@@ -224,7 +237,8 @@ class TrainerConsole:
 
     def _times(self) -> dict[str, float]:
         """Where the time went since the step before."""
-        now = time.monotonic()
+        assert self._reported_at is not None  # before_step came first
+        now = self._clock()
         found = {name: self._seconds[phase] for phase, name in _TIMES.items()}
         found["time/step_seconds"], self._reported_at = now - self._reported_at, now
         self._seconds.clear()

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from headrace.config.algorithm_rules import uses_critic, uses_reference
+from headrace.config.architecture import Architecture
 from headrace.config.job import Job
 from headrace.config.megatron import megatron
 from headrace.config.routing_rules import replays_routing
@@ -57,7 +58,10 @@ from services.trainer.speed import Speed, peak_tflops
 from services.trainer.stopwatch import Stopwatch
 from services.trainer.trainable import choose_trainable
 
-_MODEL = "model"
+MODEL = "model"
+"""The scalars of a checkpoint that say which model it is of"""
+POLICY = "policy"
+"""The part of a checkpoint that is trained"""
 
 
 class Policy:
@@ -71,7 +75,7 @@ class Policy:
         self._job = job
         self._layout = layout
         self._bounds = ModelBounds.of(architecture)
-        self._facts = json.loads(json.dumps(asdict(architecture)))
+        self._facts = architecture_facts(architecture)
         objective = Objective(job)
         config = transformer_config(architecture, args, layout)
         self._packing = packing_of(job, config, layout)
@@ -87,7 +91,7 @@ class Policy:
         self._converter = Converter(architecture, layout, stages)
         self._converter.load(job.model.hf_checkpoint)
         if (initial := job.checkpoint.initial_megatron_checkpoint) is not None:
-            ModelState("policy", self._converter.shards(), None).restore_weights(opened(initial, layout))
+            ModelState(POLICY, self._converter.shards(), None).restore_weights(opened(initial, layout))
         choose_trainable(stages, job.train, layout)
         self._chunks = wrap_for_data_parallel(config, args, stages)
         self._steps_per_rollout = job.train.num_steps_per_rollout or 1
@@ -113,7 +117,7 @@ class Policy:
             agreement_bound=job.train.true_on_policy_bound if job.train.true_on_policy_mode else None,
         )
         self._critic = Critic(job, layout, self._stopwatch) if uses_critic(job) else None
-        policy = ModelState("policy", self._converter.shards(), self._optimizer)
+        policy = ModelState(POLICY, self._converter.shards(), self._optimizer)
         reference, old_policies = self._frozen(job), self._old_policies(job)
         self._states = [policy] + ([self._critic.state] if self._critic else [])
         if reference is not None and job.train.ref_update_interval is not None:
@@ -192,11 +196,11 @@ class Policy:
     def scalars(self) -> dict[str, Any]:
         """The numbers of a checkpoint, equal on all ranks."""
         scalars = {name: value for state in self._states for name, value in state.scalars().items()}
-        return {_MODEL: self._facts} | scalars
+        return {MODEL: self._facts} | scalars
 
     def restore(self, reader: CheckpointReader) -> None:
         """The other way, bit for bit, whatever layout wrote it. Raises DataLoss unless it is of this very model."""
-        require_same_model(reader.scalars[_MODEL], self._facts)
+        require_same_model(reader.scalars[MODEL], self._facts)
         for part in self._parts:
             part.restore(reader)
 
@@ -265,6 +269,12 @@ class Policy:
         if not job.distillation.use_opd or job.distillation.opd_type != "megatron":
             return None
         return ReferencePolicy(self._weights, self._converter, job.distillation.opd_teacher_load)
+
+
+def architecture_facts(architecture: Architecture) -> dict[str, Any]:
+    """As a checkpoint's JSON has them."""
+    facts: dict[str, Any] = json.loads(json.dumps(asdict(architecture)))
+    return facts
 
 
 def require_same_model(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:

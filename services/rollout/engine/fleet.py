@@ -149,6 +149,7 @@ class Fleet:
 
     async def _start(self, engine: Engine) -> None:
         engine.state = EngineState.STARTING
+        log.info("engine_starting", engine=engine.engine_id)
         process = self._factory(engine.number)
         await engine.occupy(process)
         try:

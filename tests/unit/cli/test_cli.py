@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -190,9 +191,9 @@ def test_a_bad_prompt_is_named_by_its_line(tmp_path: Path, line: str, message: s
 def test_a_row_that_comes_again_is_one_row_and_a_step_that_is_trained_again_replaces_the_first(load_with) -> None:
     view = RunView(load_with())
     rewards = [0.1, 0.1, 0.9, 0.1, 0.4, 0.4, 0.4]
-    for time, (step, reward) in enumerate(zip([1, 2, 3, 3, 4, 5, 6], rewards, strict=True)):
+    for when, (step, reward) in enumerate(zip([1, 2, 3, 3, 4, 5, 6], rewards, strict=True)):
         for _ in range(2):
-            view.on_progress(_row(step, time, {"reward/mean": reward}))
+            view.on_progress(_row(step, when, {"reward/mean": reward}))
     view.on_progress(_row(6, 7, {"eval/sums": 0.5}))
     lines = view.summary()
     assert lines[0].startswith("finished 6 steps")
@@ -219,6 +220,43 @@ def test_steps_without_a_reward_are_counted_too(load_with) -> None:
     for step in (1, 2):
         view.on_progress(_row(step, step, {"loss/sft": 4.0 / step, "time/step_seconds": 1.0}))
     assert [line.partition(" in ")[0] for line in view.summary()] == ["finished 2 steps"]
+
+
+def test_a_resumed_run_does_not_say_its_old_steps_again(load_with) -> None:
+    view = RunView(load_with("--num-rollout", "9"), resumed_step=2)
+    now = int(time.time())
+    for step, when in ((1, now - 900), (2, now - 800), (3, now + 60)):
+        view.on_progress(_row(step, when, {"reward/mean": 0.5, "time/step_seconds": 100.0}))
+    assert [line.partition(":")[0] for line in view.unread()] == ["step 3/9"]
+    assert view.summary()[0].startswith("finished 1 steps after the 2 of earlier starts in")
+
+
+@pytest.mark.parametrize(("saved", "code", "said"), [(3, 0, "finished 3 of 3 steps"), (2, 1, "ended; 2 of 3 steps")])
+def test_the_status_of_a_run_that_has_ended(
+    load_with, tmp_path: Path, capsys: pytest.CaptureFixture[str], saved: int, code: int, said: str
+) -> None:
+    run = ended_run(load_with, tmp_path, saved)
+    assert main(["status", str(run.path)]) == code
+    printed = capsys.readouterr().out
+    assert said in printed
+    assert "does not answer" not in printed
+
+
+def test_the_same_command_on_a_finished_run_says_so_at_once(
+    load_with, job_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ended_run(load_with, tmp_path, 3)
+    assert main(["train", str(job_file), "--run-dir", str(tmp_path), "--num-rollout", "3"]) == 0
+    assert f"{run.path} has finished 3 of 3 steps" in capsys.readouterr().out
+
+
+def ended_run(load_with, folder: Path, saved: int) -> RunFolder:
+    job = load_with("--run-dir", str(folder), "--num-rollout", "3")
+    run = RunFolder(folder / job.run.run_name)
+    run.create(job)
+    run.write_services({name: ServiceEntry("127.0.0.1:1", None, 2**22 + 1) for name in ("buffer", "trainer")})
+    (run.path / "checkpoints" / f"step-{saved:08}").mkdir(parents=True)
+    return run
 
 
 def test_the_view_renders_from_the_first_moment_on(load_with) -> None:

@@ -32,7 +32,7 @@ async def main() -> int:
         *([spec], None, lambda line: print(line, flush=True), RestartPolicy()),
         lambda pids: (folder / "pids").write_text(json.dumps(pids)),
     )
-    return 0 if await until_signal(asyncio.create_task(supervisor.run())) else 130
+    return 0 if await until_signal(asyncio.create_task(supervisor.run()), lambda line: print(line, flush=True)) else 130
 
 
 sys.exit(asyncio.run(main()))

@@ -228,18 +228,20 @@ async def test_a_taken_port_is_named(stage: Stage) -> None:
             await stage.supervisor(stage.spec(port=port)).run()
 
 
-async def test_a_service_that_hangs_at_the_start_is_given_up(stage: Stage) -> None:
+async def test_a_service_that_hangs_at_the_start_says_what_it_does_and_is_given_up(stage: Stage) -> None:
     spec = ServiceSpec(
         name="slow",
-        command=["/bin/sh", "-c", "echo loading; exec sleep 600"],
+        command=["/bin/sh", "-c", """echo '{"event": "engine_starting"}'; exec sleep 600"""],
         address=f"127.0.0.1:{free_port()}",
         metrics_address="127.0.0.1:0",
         log_file=stage.folder / "slow.log",
         start_seconds=2.0,
     )
+    policy = replace(QUICK, progress_seconds=0.5)
     with pytest.raises(ServiceFailed, match="slow does not serve after 2 s") as error:
-        await stage.supervisor(spec).run()
-    assert "loading" in error.value.message
+        await Supervisor([spec], None, stage.hear, policy, stage.pids.update).run()
+    assert any(line.startswith("slow is starting, 1 s so far, last: engine starting") for line in stage.told)
+    assert "engine_starting" in error.value.message
     assert not alive(stage.pids["slow"])
 
 

@@ -110,6 +110,22 @@ async def test_progress_is_told_step_by_step_and_ends_with_the_run(desk: Desk) -
     assert (desk.folder / "curves.png").stat().st_size > 1000
 
 
+async def test_the_first_steps_seconds_are_without_the_start(tmp_path: Path) -> None:
+    now = [0.0]
+    report = Report(tmp_path)
+    console = TrainerConsole(report, None, run="r", num_steps=4, groups_per_step=2, clock=lambda: now[0])
+    console.open(SteeredEverything(num_steps=4), 1)
+    now[0] += 100.0
+    with console.phase(pb.PHASE_PUBLISHING):
+        now[0] += 50.0
+    state = TrainState(0, policy_version=0, epoch=1)
+    assert await console.before_step(state)
+    now[0] += 7.0
+    console.report(state.trained(), {})
+    assert report.rows[0].metrics["time/step_seconds"] == 7.0
+    assert report.rows[0].metrics["time/publish_seconds"] == 0.0
+
+
 async def test_a_paused_run_holds_saves_on_request_and_goes_on(desk: Desk) -> None:
     await desk.client.pause()
     let(desk, 4)

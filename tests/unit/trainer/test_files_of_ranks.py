@@ -7,7 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from headrace.cli.main import main
+from headrace.config.job import Job
+from headrace.launch.run_folder import RunFolder, ServiceEntry
 from headrace.models.exported import is_whole
 from tests.support.file_cases import FilesCase
 from tests.support.ranks import run_cases
@@ -56,6 +61,24 @@ def test_what_one_ranks_disk_refuses_is_the_same_error_on_all_and_all_go_on(runs
     ]
     for (what, line), found in zip(expected, log.splitlines(), strict=True):
         assert re.match(line, found), f"{what}: {found}"
+
+
+def test_a_checkpoint_of_two_tensor_ranks_is_exported_without_the_run(runs: Path, tmp_path: Path) -> None:
+    """By `headrace export`, when nothing of the run lives; weights that nobody read would be torch's random ones."""
+    tensor_parallel = "saved-beside"
+    run = RunFolder(tmp_path / "run")
+    sections = {
+        "model": {"hf_checkpoint": str(runs / "model")},
+        "checkpoint": {"save": str(runs / tensor_parallel / "checkpoints")},
+    }
+    run.create(Job.model_validate({**sections, "megatron": RUNS[tensor_parallel][1]}))
+    run.write_services({"trainer": ServiceEntry("127.0.0.1:1", None, 2**22 + 1)})
+    assert main(["export", str(tmp_path / "model"), str(run.path)]) == 0
+    exported, original = (load_file(folder / "model.safetensors") for folder in (tmp_path / "model", runs / "model"))
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(exported[name], original[name]) for name in original)
+    assert main(["export", str(tmp_path / "model"), str(run.path)]) == 1  # it is not empty now
+    assert main(["export", str(tmp_path / "other"), str(run.path), "--step", "7"]) == 1
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -1,0 +1,123 @@
+"""What an earlier start of a run left in its folder, and what a new start may change of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.config.job import Job
+from headrace.errors import DataLoss, FailedPrecondition, NotFound
+from headrace.launch.run_folder import RunFolder
+from headrace.models.exported import is_whole
+
+_CHECKPOINT = "step-"
+_OF_THE_LEDGER: Mapping[str, Any] = {
+    "rollout": ("rollout_batch_size", "n_samples_per_prompt"),
+    "data": (
+        *("prompt_data", "prompt_data_weights", "streaming_data", "num_data_workers", "data_source_path", "input_key"),
+        *("label_key", "metadata_key", "tool_key", "priority_key", "rollout_shuffle", "rollout_seed", "num_epoch"),
+        "skip_bad_lines",
+    ),
+    "buffer": ("selection", "buffer_filter_path", "buffer_addresses"),
+}
+"""Leaves that the ledger's groups were made with: `StreamConfig` without its limits."""
+_UNTOLD = ("services", "run", "tracking", "placement")
+"""Sections that change nothing of what is trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierStart:
+    """Steps are counted as the console counts them."""
+
+    job: Job
+    saved_step: int
+    """The newest checkpoint's; 0 without one."""
+    has_ledger: bool
+    """Groups are there already, or in a database."""
+
+
+def earlier_start(run: RunFolder) -> EarlierStart | None:
+    """None for a folder that no run has used, or that an earlier version of headrace wrote."""
+    try:
+        job = run.job()
+    except (NotFound, DataLoss):
+        return None
+    has_ledger = job.buffer.buffer_store == "postgres" or (run.ledger.is_dir() and any(run.ledger.iterdir()))
+    return EarlierStart(job, saved_step(run, job), has_ledger)
+
+
+def saved_step(run: RunFolder, job: Job) -> int:
+    """Of the newest checkpoint; 0 without one."""
+    return max(checkpoints_of(run, job), default=0)
+
+
+def checkpoints_of(run: RunFolder, job: Job) -> dict[int, Path]:
+    """By step: a folder that is visible is whole."""
+    folder = job.checkpoint.save or run.path / "checkpoints"
+    names = {path.name.removeprefix(_CHECKPOINT): path for path in folder.glob(f"{_CHECKPOINT}*")}
+    return {int(name): path for name, path in names.items() if name.isdigit()}
+
+
+def is_finished(run: RunFolder, job: Job) -> bool:
+    """Every step is in a checkpoint, and what is to be exported is there."""
+    exported = job.checkpoint.save_hf is None or is_whole(job.checkpoint.save_hf)
+    return saved_step(run, job) >= job.rollout.num_rollout and exported
+
+
+def has_ended(run: RunFolder) -> bool:
+    """A launcher started services here, and none of them lives."""
+    started = any(entry.pid is not None for entry in run.services().values())
+    return started and not run.running_services()
+
+
+def resumption(earlier: EarlierStart, job: Job) -> str:
+    """What this start goes on from, and what changes. Raises FailedPrecondition for what the ledger would refuse."""
+    changes = list(_changes(earlier.job, job))
+    if earlier.has_ledger and (refused := [each for each in changes if each.is_of_the_ledger]):
+        first = refused[0]
+        others = f" ({len(refused) - 1} more: {', '.join(each.flag for each in refused[1:])})" if refused[1:] else ""
+        raise FailedPrecondition(
+            f"run {earlier.job.run.run_name} was started with {first.flag} {first.old}, and its ledger has groups of "
+            f"that kind; now it is {first.new}{others}: give the old value to go on, or start a new run with another "
+            "--run-name"
+        )
+    where = f"resuming after step {earlier.saved_step}" if earlier.saved_step else "starting again: no checkpoint yet"
+    told = [f"{each.name} {each.old} -> {each.new}" for each in changes if each.section not in _UNTOLD]
+    return "; ".join([where, *told])
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    section: str
+    name: str
+    old: str
+    new: str
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def is_of_the_ledger(self) -> bool:
+        return self.name in _OF_THE_LEDGER.get(self.section, ())
+
+
+def _changes(old: Job, new: Job) -> Iterator[_Change]:
+    before, after = old.model_dump(), new.model_dump()
+    for section, leaves in after.items():
+        for name in {**before[section], **leaves}:
+            was, now = before[section].get(name), leaves.get(name)
+            if was != now:
+                yield _Change(section, name, _said(was), _said(now))
+
+
+def _said(value: Any) -> str:
+    if value is None:
+        return "unset"
+    if isinstance(value, float):
+        return f"{value:g}".replace("e-0", "e-").replace("e+0", "e")
+    if isinstance(value, tuple | list):
+        return " ".join(map(_said, value)) or "none"
+    return str(value) if isinstance(value, bool | int | Path) else str(value)[:200]

@@ -1,0 +1,66 @@
+"""A service's log, read for the person who waits for the service or asks why it ended."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+_TAIL_BYTES = 65_536
+_NOISE = re.compile(r"\b(User|Future|Deprecation)Warning: |^\s*(warnings\.)?warn\($")
+"""What packages say on import of others that are not installed: never why a service ended."""
+_SECONDHAND = "PEER_LOST"
+
+
+def tail(file: Path, lines: int = 20, start: int = 0) -> str:
+    """The last lines of a log from byte `start` on, indented; JSON lines as they are, warnings of imports left out."""
+    if not file.is_file():
+        return "    (no log)"
+    return "\n".join(f"    {line}" for line in _lines(file, start)[-lines:]) or "    (empty log)"
+
+
+def last_error(file: Path, start: int) -> str | None:
+    """What ended the service, in its own words; of several ranks, of the one that failed first and not of its peers."""
+    errors = [event for event in _events(file, start) if str(event.get("event")).endswith("_failed") and _said(event)]
+    firsthand = [event for event in errors if event.get("level") == "error" and event.get("reason") != _SECONDHAND]
+    return _said(firsthand[0]) if firsthand else None
+
+
+def last_words(name: str, file: Path, start: int) -> str:
+    """What a service said to a person at its end: its last line that begins with its name, and those indented below."""
+    lines = _lines(file, start)
+    starts = [i for i, line in enumerate(lines) if line.startswith(f"{name}: ")]
+    if not starts:
+        return tail(file, start=start)
+    first, *rest = lines[starts[-1] :]
+    return "\n".join([first, *takewhile(lambda line: line.startswith("  "), rest)])
+
+
+def doing(file: Path, start: int) -> str:
+    """What the service said last that it does; empty before it has said anything."""
+    events = [str(event["event"]) for event in _events(file, start) if "event" in event]
+    return events[-1].replace("_", " ") if events else ""
+
+
+def _said(event: Mapping[str, Any]) -> str:
+    return str(event.get("error") or event.get("message") or "")
+
+
+def _events(file: Path, start: int) -> Iterator[Mapping[str, Any]]:
+    for line in _lines(file, start) if file.is_file() else ():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict):
+            yield event
+
+
+def _lines(file: Path, start: int) -> list[str]:
+    with file.open("rb") as log:
+        log.seek(max(start, file.stat().st_size - _TAIL_BYTES))
+        text = log.read().decode(errors="replace")
+    return [line for line in text.splitlines() if not _NOISE.search(line)]

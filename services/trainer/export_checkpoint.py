@@ -1,0 +1,61 @@
+"""`python -m services.trainer.export_checkpoint --config RUN/job.json STEP_FOLDER FOLDER`: a checkpoint's weights as a
+Hugging Face folder, by one process on CPUs, whatever layout wrote it. No other part of the run has to live.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.config.job import Job
+from headrace.config.megatron import megatron
+from headrace.errors import HeadraceError
+from headrace.models.registry import read_architecture
+from headrace.rpc.log import configure_logging
+from services.trainer.checkpoint_reader import opened
+from services.trainer.model_state import ModelState
+from services.trainer.models.convert import Converter
+from services.trainer.models.export import export
+from services.trainer.models.gpt import build_stages, transformer_config
+from services.trainer.packing import packing_of
+from services.trainer.parallel import initialize
+from services.trainer.policy import MODEL, POLICY, architecture_facts, require_same_model
+
+_PRECISION = ("bf16", "fp16")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0, or 1 with one line on stderr."""
+    parser = argparse.ArgumentParser(prog="python -m services.trainer.export_checkpoint", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="the run's job.json")
+    parser.add_argument("checkpoint", type=Path, help="a step-… folder")
+    parser.add_argument("folder", type=Path, help="must not exist or be empty")
+    args = parser.parse_args(argv)
+    configure_logging("export")
+    try:
+        export_checkpoint(Job.model_validate_json(args.config.read_text()), args.checkpoint, args.folder)
+    except HeadraceError as error:
+        print(error.message, file=sys.stderr)
+        return 1
+    return 0
+
+
+def export_checkpoint(job: Job, checkpoint: Path, folder: Path) -> None:
+    """Raises DataLoss for a checkpoint that is damaged or of another model, AlreadyExists for a folder in use."""
+    job = job.model_copy(update={"megatron": {k: v for k, v in job.megatron.items() if k in _PRECISION}})
+    layout = initialize(job)
+    architecture = read_architecture(job.model.hf_checkpoint)
+    reader = opened(checkpoint, layout)
+    require_same_model(reader.scalars[MODEL], architecture_facts(architecture))
+    config = transformer_config(architecture, megatron(job), layout)
+    converter = Converter(
+        architecture, layout, build_stages(architecture, config, layout, packing_of(job, config, layout))
+    )
+    ModelState(POLICY, converter.shards(), None).restore_weights(reader)
+    export(converter.hf_tensors(), converter.hf_tensor_specs(), job.model.hf_checkpoint, folder, layout)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
