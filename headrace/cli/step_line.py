@@ -6,14 +6,19 @@ from collections.abc import Mapping, Sequence
 
 _PARTS: Mapping[str, tuple[str, str]] = {
     "reward/mean": ("reward", ".3f"),
-    "loss/policy": ("loss", ".4f"),
     "loss/sft": ("loss", ".4f"),
     "critic/loss": ("critic's loss", ".4f"),
+    "loss/kl": ("KL to the start", ".4f"),
+    "entropy": ("entropy", ".3f"),
     "grad_norm": ("gradient norm", ".3g"),
     "response_length/mean": ("tokens a response", ".1f"),
+    "tokens_per_second": ("tokens/s", ".0f"),
     "time/step_seconds": ("seconds", ".1f"),
 }
-"""What a person looks at, in this order: its label and format."""
+"""What a person looks at, in this order: its label and format.
+
+Not `loss/policy`: on fresh samples its value is 0 whatever its gradient is, and reads as a failure.
+"""
 
 
 def step_line(metrics: Mapping[str, float], skip: Sequence[str] = ()) -> str:

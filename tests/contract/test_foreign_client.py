@@ -23,7 +23,8 @@ FOLDER = Path(__file__).parent / "node"
 def node() -> str:
     """The interpreter, its packages installed as package-lock.json names them."""
     found = shutil.which("node")
-    assert found, "node is not installed: it runs the foreign client"
+    if found is None or shutil.which("npm") is None:
+        pytest.skip("Node.js is not installed, which the client in JavaScript needs: apt-get install nodejs npm")
     if not (FOLDER / "node_modules").is_dir():
         subprocess.run(["npm", "ci", "--no-audit", "--no-fund"], cwd=FOLDER, check=True, timeout=120)
     return found

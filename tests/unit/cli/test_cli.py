@@ -204,13 +204,15 @@ def test_a_row_that_comes_again_is_one_row_and_a_step_that_is_trained_again_repl
 
 def test_a_step_is_a_line_in_one_order_with_what_is_left(load_with) -> None:
     view = RunView(load_with("--num-rollout", "10"))
-    metrics = {"time/step_seconds": 40.0, "grad_norm": 0.25, "loss/policy": -0.01, "reward/mean": 0.5, "lr": 1.0}
+    metrics = {"time/step_seconds": 40.0, "grad_norm": 0.25, "loss/policy": -0.0, "reward/mean": 0.5, "lr": 1.0}
+    metrics |= {"entropy": 1.25, "tokens_per_second": 812.4, "loss/kl": 0.0123}
+    shown = "reward 0.500, KL to the start 0.0123, entropy 1.250, gradient norm 0.25, tokens/s 812, seconds 40.0"
     for step in (1, 2):
         view.on_progress(_row(step, step, metrics))
     view.on_progress(_row(2, 3, {"eval/sums": 0.5, "eval_length/sums": 3.0}))
     assert view.unread() == [
-        "step 1/10: reward 0.500, loss -0.0100, gradient norm 0.25, seconds 40.0",
-        "step 2/10: reward 0.500, loss -0.0100, gradient norm 0.25, seconds 40.0, about 5 min left",
+        f"step 1/10: {shown}",
+        f"step 2/10: {shown}, about 5 min left",
         "evaluation after step 2: sums 0.500",
     ]
 

@@ -1,0 +1,164 @@
+"""README and docs name only what exists: commands and their arguments, flags, files, links, make's targets."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from headrace.cli import buffer as buffer_command
+from headrace.cli import main as command_line
+from headrace.config.leaf import ALIASES, Shape, leaves
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", ROOT / "requirements" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FOLDERS = ("deploy", "docs", "examples", "headrace", "protos", "requirements", "services", "tests", "tools")
+
+_FENCE = re.compile(r"^```[a-z]*\n(.*?)^```", re.S | re.M)
+_CODE = re.compile(r"`([^`\n]+)`")
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*\b")
+_VARIABLE = re.compile(r"\bHEADRACE_[A-Z_]+\b")
+_OTHERS_FLAGS = {
+    *("--nnodes", "--standalone", "--nodes", "--gpus-per-node"),
+    *("--no-deps", "--logdir", "--schema", "--trace-python-allocators", "--picture"),
+}
+"""Of torchrun and sbatch; of pip, TensorBoard, pg_dump, memray and a bench."""
+_OF_A_JOB = ("train", "check", "up")
+_HELP = {"--help", "--config"}
+
+
+@pytest.fixture(params=DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def document(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+def test_every_link_leads_somewhere(document: Path) -> None:
+    for link in _LINK.findall(document.read_text()):
+        if link.startswith("http"):
+            continue
+        path, _, heading = link.partition("#")
+        target = document.parent / path if path else document
+        assert target.exists(), link
+        assert not heading or heading in headings(target), link
+
+
+def test_every_file_that_is_named_is_there(document: Path) -> None:
+    for code in codes(document):
+        for word in code.split():
+            path = word.rstrip(".,:;)").partition("#")[0].partition(":")[0]
+            if path.startswith(tuple(f"{folder}/" for folder in FOLDERS)) and "*" not in path and "NAME" not in path:
+                assert (ROOT / path).exists(), word
+
+
+def test_every_flag_is_one(document: Path) -> None:
+    known = job_flags() | of_services() | _OTHERS_FLAGS | {flag for name in names() for flag in own_flags(name)}
+    named = {flag for flag in _FLAG.findall(document.read_text()) if not flag.startswith("--sglang")}
+    assert named - known == set()
+
+
+def test_every_command_has_the_arguments_that_are_given(document: Path) -> None:
+    for words in commands(document):
+        name, rest = words[0], words[1:]
+        assert name in command_line._COMMANDS, f"headrace {' '.join(words)}"
+        if name == "buffer" and rest:
+            assert rest[0] in buffer_command._COMMANDS, f"headrace {' '.join(words)}"
+            name = f"buffer {rest[0]}"
+        known = own_flags(name) | (job_flags() | _HELP if name in _OF_A_JOB else set())
+        flags = {flag for word in rest for flag in _FLAG.findall(word) if not flag.startswith("--sglang")}
+        assert flags - known == set(), f"headrace {' '.join(words)}"
+
+
+def test_every_target_of_make_and_every_module_is_there(document: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for code in codes(document):
+        for target in re.findall(r"^make ([a-z-]+)", code, re.M):
+            assert target in targets, code
+        for module in re.findall(r"-m ((?:services|headrace|tests)[.\w]*)", code):
+            path = ROOT / module.replace(".", "/")
+            assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), code
+
+
+def test_every_variable_is_read_somewhere(document: Path) -> None:
+    for name in _VARIABLE.findall(document.read_text()):
+        of_a_leaf = name.removeprefix("HEADRACE_").lower() in leaves()
+        assert of_a_leaf or name == "HEADRACE_" or name in sources(), name
+
+
+def test_the_tests_see_what_is_wrong(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.md"
+    wrong.write_text(
+        "`headrace watch`, `headrace buffer clone`, `headrace status --loud`, [x](gone.md), `docs/gone.md`\n"
+    )
+    for check in (test_every_link_leads_somewhere, test_every_file_that_is_named_is_there, test_every_flag_is_one):
+        with pytest.raises(AssertionError):
+            check(wrong)
+    for command in ("watch", "buffer clone", "status --loud"):
+        wrong.write_text(f"```bash\nheadrace {command}  # a comment\n```\n")
+        with pytest.raises(AssertionError):
+            test_every_command_has_the_arguments_that_are_given(wrong)
+
+
+def codes(document: Path) -> Iterator[str]:
+    """Blocks and spans of code."""
+    text = document.read_text()
+    yield from (block.replace("\\\n", " ") for block in _FENCE.findall(text))
+    yield from _CODE.findall(_FENCE.sub("", text))
+
+
+def commands(document: Path) -> Iterator[Sequence[str]]:
+    """The words behind `headrace`."""
+    for code in codes(document):
+        for line in code.splitlines():
+            if line.strip().startswith("headrace "):
+                words = shlex.split(line.replace("…", "").replace("'s", ""), comments=True)[1:]
+                if words and re.fullmatch(r"[a-z]+", words[0]):
+                    yield words
+
+
+def headings(document: Path) -> set[str]:
+    """As GitHub names their anchors."""
+    titles = re.findall(r"^#+ (.*)$", document.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@cache
+def job_flags() -> frozenset[str]:
+    """Also the other names of leaves, and `--no-SWITCH`."""
+    flags = {leaf.flag for leaf in leaves().values()} | {f"--{each.replace('_', '-')}" for each in ALIASES}
+    switches = {leaf.flag for leaf in leaves().values() if leaf.shape is Shape.SWITCH}
+    return frozenset(flags | {flag.replace("--", "--no-", 1) for flag in switches})
+
+
+def names() -> list[str]:
+    return [*command_line._COMMANDS, "check hook", *(f"buffer {name}" for name in buffer_command._COMMANDS)]
+
+
+@cache
+def own_flags(name: str) -> frozenset[str]:
+    """What `headrace NAME --help` lists."""
+    if name in _OF_A_JOB:
+        return frozenset({"--kind", "--job", "--fast"}) if name == "check" else frozenset()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        command_line.main([*name.split(), "--help"])
+    return frozenset(_FLAG.findall(printed.getvalue()))
+
+
+@cache
+def of_services() -> frozenset[str]:
+    """Of `python -m services.X`, which starts what `headrace up X` starts."""
+    mains = [path.read_text() for path in (ROOT / "services").glob("*/__main__.py")]
+    return frozenset(flag for text in mains for flag in re.findall(r'add_argument\("(--[a-z-]+)"', text))
+
+
+@cache
+def sources() -> str:
+    files = [*(ROOT / "headrace").rglob("*.py"), *(ROOT / "services").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
+    return "\n".join(path.read_text() for path in files) + (ROOT / "Makefile").read_text()
