@@ -180,7 +180,7 @@ def commit_steps(book: StreamBook, epoch: int, step: int) -> list[int]:
 def _chunk_ends(book: StreamBook, first: int, end: int) -> list[int]:
     """Steps in (first, end) at which as many groups have come together as one command changes."""
     per_chunk = max(MAX_CHANGES // book.state.config.groups_per_step, 1)
-    return [step for step in book.batched_steps(first, end)[per_chunk::per_chunk] if step > first]
+    return book.batched_steps(first, end)[per_chunk::per_chunk]
 
 
 def _check_commit(book: StreamBook, epoch: int, step: int) -> None:

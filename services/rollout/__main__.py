@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import sys
 from pathlib import Path
 
@@ -50,6 +51,7 @@ async def _serve(job: Job, arguments: argparse.Namespace) -> None:
     )
     server.metrics.registry.register(registry)
     await service.start()
+    gc.freeze()  # libraries and tokenizer stay: a collection that looks at them holds the loop for a third of a second
     try:
         await server.start()
         signalled = asyncio.create_task(server.run_until_signal())

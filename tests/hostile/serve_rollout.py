@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import sys
 from pathlib import Path
@@ -65,6 +66,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         [Service(parts, rollout_pb2_grpc.add_RolloutServiceServicer_to_server, name)],
     )
     await service.start()
+    gc.freeze()  # as the service itself
     try:
         await server.start()
         await server.run_until_signal()
