@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from headrace.config.job import Job
 from headrace.config.leaf import Leaf, Shape, leaves
 from headrace.config.load import load
 from headrace.config.megatron import DESCRIBED
+from headrace.config.scope import Scope
 
 _ALL = "--help-all"
 FIRST = (
@@ -41,10 +42,13 @@ _OTHERS = (
 )
 
 
-def load_job(argv: Sequence[str]) -> Job:
-    """The checked job: the file, then HEADRACE_* variables, then flags. Raises ConfigError."""
+def load_job(argv: Sequence[str], scope_of: Callable[[Job], Scope] = Scope.of_train) -> Job:
+    """The job, checked for what the command starts: the file, then HEADRACE_* variables, then flags. Raises
+    ConfigError.
+    """
     has_file = bool(argv) and not argv[0].startswith("-")
-    return load(Path(argv[0]) if has_file else None, argv[1:] if has_file else argv, os.environ, note=_note)
+    path = Path(argv[0]) if has_file else None
+    return load(path, argv[1:] if has_file else argv, os.environ, scope_of, _note)
 
 
 def _note(line: str) -> None:

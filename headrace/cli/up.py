@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.cli.job_arguments import load_job, wants_help
+from headrace.config.scope import Scope
 from headrace.config.suggest import did_you_mean
 from headrace.errors import ConfigError
 from headrace.launch.launcher import Launcher, until_signal
@@ -27,7 +28,7 @@ def up(argv: Sequence[str]) -> int:
     if service not in SERVICES:
         near = did_you_mean(service, SERVICES)
         raise ConfigError(f"unknown service {service}{near}; there are {', '.join(SERVICES)}")
-    job = load_job(_config_first(words))
+    job = load_job(_config_first(words), lambda _: Scope([service]))
     asyncio.run(_up(Launcher(job, [service], _tell)))
     return 0
 

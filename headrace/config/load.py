@@ -14,6 +14,7 @@ from headrace.config.leaf import Leaf, Setting, leaves
 from headrace.config.megatron import MegatronArgs
 from headrace.config.resolve import resolve
 from headrace.config.rules import check
+from headrace.config.scope import Scope
 from headrace.config.sound import plain
 from headrace.config.sources import read_environment, read_file
 from headrace.errors import ConfigError
@@ -27,14 +28,19 @@ def _unheard(_: str) -> None:
 
 
 def load(
-    path: Path | None, argv: Sequence[str], environment: Mapping[str, str], note: Callable[[str], None] = _unheard
+    path: Path | None,
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    scope_of: Callable[[Job], Scope] = Scope.of_train,
+    note: Callable[[str], None] = _unheard,
 ) -> Job:
-    """The checked job, all that can be derived filled in; `note` hears of flags that are given more than once.
+    """The job, all that can be derived filled in, checked for what a command starts; `note` hears of flags that are
+    given more than once.
 
     Raises ConfigError that names the place of the mistake.
     """
     job = resolve(read(path, argv, environment, note))
-    check(job)
+    check(job, scope_of(job))
     return job
 
 

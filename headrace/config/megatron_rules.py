@@ -8,13 +8,13 @@ from headrace.config.job import Job
 from headrace.config.machine import num_gpus
 from headrace.config.megatron import MegatronArgs, megatron
 from headrace.config.megatron_fields import ONLY_IN
+from headrace.config.scope import Scope
 from headrace.errors import ConfigError
 
 
 def check_megatron(job: Job) -> None:
     """Raises ConfigError for the first rule that is broken."""
     args = megatron(job)
-    _gpu_only(args)
     _context_parallel(args, job)
     _installed(args)
     _recomputation(args)
@@ -22,11 +22,14 @@ def check_megatron(job: Job) -> None:
     _schedules(args)
 
 
-def _gpu_only(args: MegatronArgs) -> None:
-    flags = args.needs_gpu()
+def require_gpus(job: Job, scope: Scope) -> None:
+    """Refuses what Megatron-core does only on a GPU, where the trainer's machine has none."""
+    flags = megatron(job).needs_gpu()
     if flags and not num_gpus():
-        raise ConfigError(
-            f"{', '.join(flags)}: Megatron-core does that only on a GPU, and this machine has none: leave it out"
+        scope.missing(
+            ConfigError(
+                f"{', '.join(flags)}: Megatron-core does that only on a GPU, and this machine has none: leave it out"
+            )
         )
 
 

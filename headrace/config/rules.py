@@ -6,30 +6,40 @@ import re
 from collections.abc import Callable, Sequence
 
 from headrace.config.algorithm_rules import check_algorithm
+from headrace.config.architecture import Architecture
 from headrace.config.buffer_rules import check_buffer
+from headrace.config.engine_rules import check_engine_ranks, check_engines, check_lengths
 from headrace.config.files import check_files
+from headrace.config.folders import check_folders
 from headrace.config.job import Job
 from headrace.config.megatron import megatron
-from headrace.config.megatron_rules import check_megatron
+from headrace.config.megatron_rules import check_megatron, require_gpus
 from headrace.config.needs import check_needs
 from headrace.config.old_log_probs import trains_on_old_log_probs
 from headrace.config.routing_rules import check_routing_replay
+from headrace.config.scope import Scope
 from headrace.config.secrets import passwords
 from headrace.errors import ConfigError
 from headrace.models.exported import is_torn
+from headrace.models.layout import check_layout
 from headrace.models.megatron import contradictions
 from headrace.models.presets import differences, find
-from headrace.models.registry import read_architecture
+from headrace.models.registry import architecture, read_architecture
 from headrace.models.virtual_stages import virtual_stages
 from headrace.rpc.net import Address
 
-_SECRET_ARGUMENTS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 
-
-def check(job: Job) -> None:
-    """Raises ConfigError for the first rule that a resolved job breaks."""
+def check(job: Job, scope: Scope) -> None:
+    """Raises ConfigError for the first rule that a resolved job breaks: of the job itself, then of the scope's part."""
     for rule in _RULES:
         rule(job)
+    check_files(job, scope)
+    check_folders(job, scope)
+    if "trainer" in scope.services:
+        require_gpus(job, scope)
+        _export_folder_is_new(job)
+    if "trainer" in scope.services or "rollout" in scope.services:
+        _architecture(job, scope)
 
 
 def _synchronous_when_colocated(job: Job) -> None:
@@ -114,14 +124,6 @@ def _frozen_parameters(job: Job) -> None:
             ) from error
 
 
-def _engines(job: Job) -> None:
-    gpus, each = job.placement.rollout_num_gpus, job.placement.rollout_num_gpus_per_engine
-    if gpus % each:
-        raise ConfigError(
-            f"rollout_num_gpus {gpus} cannot be divided by rollout_num_gpus_per_engine {each}", field="rollout_num_gpus"
-        )
-
-
 def _context_length(job: Job) -> None:
     limit, response = job.rollout.rollout_max_context_len, job.rollout.rollout_max_response_len
     if limit is not None and limit <= response:
@@ -129,16 +131,6 @@ def _context_length(job: Job) -> None:
             f"rollout_max_context_len {limit} leaves no room for a prompt beside rollout_max_response_len {response}",
             field="rollout_max_context_len",
         )
-
-
-def _no_secrets(job: Job) -> None:
-    for name in _SECRET_ARGUMENTS:
-        if name in job.sglang:
-            raise ConfigError(
-                f"sglang {name}: engines listen on 127.0.0.1 and take no key, and a run's folder keeps its job in "
-                "clear: leave it out",
-                field=f"sglang.{name}",
-            )
 
 
 def _no_passwords(job: Job) -> None:
@@ -175,19 +167,31 @@ def _export_folder_is_new(job: Job) -> None:
         )
 
 
-def _architecture(job: Job) -> None:
-    architecture = read_architecture(job.model.hf_checkpoint)
-    wrong = contradictions(architecture, megatron(job))
+def _architecture(job: Job, scope: Scope) -> None:
+    found = known_architecture(job)
+    if found is None:
+        return
+    wrong = contradictions(found, megatron(job))
     if wrong:
         raise ConfigError("; ".join(wrong))
-    virtual_stages(architecture, megatron(job))
-    check_routing_replay(job, architecture)
-    if job.model.model is not None and (other := differences(find(job.model.model), architecture)):
+    check_layout(found, megatron(job))
+    virtual_stages(found, megatron(job))
+    check_routing_replay(job, found)
+    check_lengths(job, found)
+    check_engine_ranks(job, found, scope)
+    if job.model.model is not None and (other := differences(find(job.model.model), found)):
         raise ConfigError(
             f"hf_checkpoint {job.model.hf_checkpoint} is not {job.model.model}: its config.json says "
             f"{'; '.join(other)}. Name that model's folder, or leave --model out",
             field="model",
         )
+
+
+def known_architecture(job: Job) -> Architecture | None:
+    """Of the model's folder, else of the preset; None where this machine has neither."""
+    if (job.model.hf_checkpoint / "config.json").is_file():
+        return read_architecture(job.model.hf_checkpoint)
+    return None if job.model.model is None else architecture(find(job.model.model).config)
 
 
 _RULES: Sequence[Callable[[Job], None]] = (
@@ -199,15 +203,11 @@ _RULES: Sequence[Callable[[Job], None]] = (
     check_megatron,
     _frozen_parameters,
     _old_actor_is_used,
-    _engines,
+    check_engines,
     _context_length,
-    _no_secrets,
     _no_passwords,
     _several_machines,
-    check_files,
     check_algorithm,
-    _export_folder_is_new,
-    _architecture,
 )
 
 

@@ -41,11 +41,10 @@ def sound(value: Any, depth: int = 0) -> Any:
 
 def plain(value: Any) -> Any:
     """The value of an argument without a type of its own. Raises ValueError for what JSON has no word for."""
-    if isinstance(value, dict):
-        for inner in value.values():
-            plain(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
+    if isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
+            if inner is None:
+                raise ValueError("should have a value in every place, and one is null")
             plain(inner)
     elif not isinstance(value, str | int | float | None):
         raise ValueError(f"should be text, a number, true, false or a list, not {type(value).__name__}")

@@ -38,7 +38,8 @@ class Launcher:
         policy: RestartPolicy = RestartPolicy(),  # noqa: B008  # frozen
     ) -> None:
         self.folder = RunFolder(job.run.run_dir / job.run.run_name)
-        self.job = addressed(job, services, self.folder)
+        with _usable(self.folder.path):
+            self.job = addressed(job, services, self.folder)
         self._specs: list[ServiceSpec] = [spec(self.job, name, self.folder) for name in SERVICES if name in services]
         self._tell = tell
         self._policy = policy

@@ -9,6 +9,7 @@ from typing import Any
 
 from headrace.config.job import Job
 from headrace.config.rules import ranks
+from headrace.config.scope import services_here
 from headrace.errors import ConfigError, Unavailable
 from headrace.launch.openmp import openmp, threads_of_each
 from headrace.launch.placement import starter
@@ -29,7 +30,7 @@ _NEEDED: Mapping[str, Sequence[str]] = {
 
 def without_address(job: Job) -> list[str]:
     """What `headrace train` starts: services that have no address in the job, and the trainer."""
-    return [name for name in SERVICES if name == "trainer" or address_in(job, name) is None]
+    return services_here(job)
 
 
 def addressed(job: Job, services: Sequence[str], folder: RunFolder) -> Job:

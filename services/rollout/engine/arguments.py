@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from headrace.config.engine_rules import OURS
 from headrace.config.job import Job
 from headrace.errors import ConfigError
 from headrace.launch.openmp import openmp, threads_of_each
@@ -32,23 +33,12 @@ _CPU_ENVIRONMENT: Mapping[str, str] = {"TORCH_COMPILE_DISABLE": "1"}
 # /health would run a generation, which waits while weights are updated.
 _ENVIRONMENT: Mapping[str, str] = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 
-_OURS: Mapping[str, str] = {
-    "model_path": "set hf_checkpoint instead",
-    "tp_size": "set rollout_num_gpus_per_engine instead",
-    "host": "engines listen on 127.0.0.1 only",
-    "port": "a free port is chosen",
-    "weight_version": "it is the policy version",
-    "random_seed": "set rollout_seed instead",
-    "base_gpu_id": "engines are laid out over rollout_num_gpus",
-    "enable_return_routed_experts": "set use_rollout_routing_replay instead",
-}
-
 
 def check(sglang: Mapping[str, Any], machine: Machine) -> None:
     """Raises ConfigError for a name that is not SGLang's, or that is ours to set."""
     for name in sglang:
-        if name in _OURS:
-            raise ConfigError(f"--sglang-{_dashed(name)} cannot be given: {_OURS[name]}", field=f"sglang.{name}")
+        if name in OURS:
+            raise ConfigError(f"--sglang-{_dashed(name)} cannot be given: {OURS[name]}", field=f"sglang.{name}")
         if name not in machine.flags:
             near = difflib.get_close_matches(name, machine.flags, n=1)
             hint = f": did you mean --sglang-{_dashed(near[0])}?" if near else ""

@@ -9,6 +9,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from headrace.config.architecture import Architecture, Llama3Rope
 from headrace.config.megatron import MegatronArgs
 from headrace.errors import ConfigError
+from headrace.models.layout import check_layout
 from headrace.models.megatron import megatron_fields
 from services.trainer.megatron import made
 from services.trainer.models.hidden_states import give_hidden_states
@@ -23,7 +24,7 @@ _MEGATRON_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max
 
 def transformer_config(architecture: Architecture, args: MegatronArgs, layout: Layout) -> TransformerConfig:
     """Megatron's config; fused paths that need a GPU are off on a CPU."""
-    _require_expert_shares(architecture, layout)
+    check_layout(architecture, args)
     on_cpu = layout.device.type == "cpu"
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     values = {
@@ -79,8 +80,6 @@ def build_stages(
 
     The last stage answers with hidden states; log-probs are services/trainer/head.py's.
     """
-    _require_divisible(architecture, config, layout)
-    _require_sequence_parallel_with_experts(architecture, config)
     _require_whole_latents(architecture, config, layout)
     return [_stage(architecture, config, layout, packing, number) for number in range(layout.vpp_size)]
 
@@ -133,55 +132,9 @@ def _rope_factor(architecture: Architecture) -> float:
     return scaling.factor
 
 
-def _require_expert_shares(architecture: Architecture, layout: Layout) -> None:
-    if architecture.experts and architecture.experts.count % layout.ep_size:
-        raise ConfigError(
-            f"expert_model_parallel_size {layout.ep_size} does not divide the {architecture.experts.count} experts: "
-            "choose a divisor of it"
-        )
-    if layout.ep_size > 1 and not architecture.experts:
-        raise ConfigError(
-            f"expert_model_parallel_size {layout.ep_size}: this {architecture.family} has no experts: leave it out"
-        )
-
-
-def _require_divisible(architecture: Architecture, config: TransformerConfig, layout: Layout) -> None:
-    for name in ("vocab_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"):
-        size = getattr(architecture, name)
-        if size % layout.tp_size:
-            raise ConfigError(
-                f"tensor_model_parallel_size {layout.tp_size} does not divide {name} {size}: choose a divisor of it"
-            )
-    ends = [config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage]
-    given = [layers for layers in ends if layers is not None]
-    rest = (architecture.num_layers - sum(given)) % max(1, layout.pp_size - len(given))
-    if rest and not _is_cut_otherwise(config):
-        raise ConfigError(
-            f"pipeline_model_parallel_size {layout.pp_size} does not divide num_layers {architecture.num_layers}: "
-            "choose a divisor of it, or say --num-layers-in-last-pipeline-stage"
-        )
-
-
-def _is_cut_otherwise(config: TransformerConfig) -> bool:
-    return bool(
-        config.pipeline_model_parallel_layout
-        or config.account_for_embedding_in_pipeline_split
-        or config.account_for_loss_in_pipeline_split
-    )
-
-
 def _require_whole_latents(architecture: Architecture, config: TransformerConfig, layout: Layout) -> None:
     if architecture.latent_attention and config.sequence_parallel and not has_transformer_engine(layout):
         raise ConfigError(
             f"sequence_parallel with the latent attention of {architecture.family}: without Transformer Engine nothing "
             "adds up the gradients of its down-projections: install it, or leave tensor_model_parallel_size at 1"
-        )
-
-
-def _require_sequence_parallel_with_experts(architecture: Architecture, config: TransformerConfig) -> None:
-    if architecture.experts and config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
-        raise ConfigError(
-            f"tensor_model_parallel_size {config.tensor_model_parallel_size} with experts: Megatron-core trains them "
-            "only with --sequence-parallel: add it, or divide the experts alone: "
-            f"--expert-model-parallel-size {config.tensor_model_parallel_size}"
         )

@@ -119,7 +119,8 @@ def test_nobody_at_an_address(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_run_folder_that_cannot_be_made(load_with, tmp_path: Path, place: str) -> None:
     (tmp_path / "file").touch()
     folder = {"a file": tmp_path, "below a file": tmp_path / "file", "of the system": Path("/proc/self")}[place]
-    job = load_with("--run-dir", str(folder), "--run-name", "file")
+    job = load_with("--run-name", "file")
+    job = job.model_copy(update={"run": job.run.model_copy(update={"run_dir": folder})})  # since it was checked
     with pytest.raises(FailedPrecondition, match=r"run folder .* cannot be used: .*choose another --run-dir"):
         asyncio_run(Launcher(job, ["buffer"], print))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,27 @@ def test_what_is_read_from_a_flag_is_what_services_read(
     if leaf.shape is Shape.ONE and not word.startswith("--"):
         variables = {"HEADRACE_HF_CHECKPOINT": "model", leaf.variable: word}
         assert plain(read(None, [], variables)) == plain(job)
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
+    ["💧", "\x00\x1f\x7f", "\r\n", '"""']
+)
+values = st.recursive(
+    texts | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=5_000 if LONG else 100, deadline=None)
+@given(arguments=st.dictionaries(texts, values, max_size=4), stops=st.lists(texts, max_size=3))
+def test_whatever_a_job_holds_its_toml_reads_back_exactly(arguments: dict[str, Any], stops: list[str]) -> None:
+    job = read(None, ["--hf-checkpoint", "model"], {})
+    rollout = job.rollout.model_copy(update={"rollout_stop": tuple(stops)})
+    job = job.model_copy(update={"sglang": arguments, "rollout": rollout})  # past every validator
+    back = tomllib.loads(to_toml(job))
+    assert back.get("sglang", {}) == arguments
+    assert back["rollout"].get("rollout_stop", []) == stops
 
 
 def test_every_extreme_word_for_every_leaf_is_taken_whole_or_refused_in_a_sentence() -> None:

@@ -1,0 +1,136 @@
+"""Functions of a user's file, read without importing it: which one `--custom-rm-path f.py` means."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.errors import ConfigError
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+_SLIMES: Mapping[str, str] = {
+    "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std": (
+        "write headrace.hooks.filter.check_reward_nonzero_std"
+    ),
+    "slime.rollout.rm_hub": "name a scorer with --rm-type",
+}
+_SLIME = ("slime.", "slime_plugins.")
+
+
+@dataclass(frozen=True, slots=True)
+class HookForm:
+    """What a hook of a flag may look like: the names of its first arguments, one tuple for each form, or a method."""
+
+    arguments: Sequence[tuple[str, ...]] = ()
+    method: str | None = None
+
+
+_GENERATE = HookForm((("args", "samples"), ("args", "sample", "sampling_params")))
+_REWARD = HookForm((("args", "sample"),), "compute_reward")
+_GROUP_REWARD = HookForm((("args", "samples"),), "compute_reward")
+_FORMS: Mapping[str, HookForm] = {
+    "custom_generate_function_path": _GENERATE,
+    "custom_rm_path": _REWARD,
+    "dynamic_sampling_filter_path": HookForm((("args", "samples"),)),
+    "buffer_filter_path": HookForm(
+        (("args", "buffer", "num_samples"), ("args", "rollout_id", "buffer", "num_samples"))
+    ),
+    "data_source_path": HookForm(method="get_samples"),
+    "custom_reward_post_process_path": HookForm((("args", "samples"),)),
+    "custom_advantage_function_path": HookForm((("args", "rollout_data"),)),
+    "rollout_data_postprocess_path": HookForm((("args", "rollout_id", "rollout_data"),)),
+    "custom_loss_function_path": HookForm((("args", "batch", "logits", "sum_of_sample_mean"),)),
+    "custom_tis_function_path": HookForm((("args",),)),
+    "custom_pg_loss_reducer_function_path": HookForm(
+        (("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss"),)
+    ),
+    "custom_megatron_before_train_step_hook_path": HookForm(
+        (("args", "rollout_id", "step_id", "model", "optimizer", "opt_param_scheduler"),)
+    ),
+}
+HOOK_LEAVES: Sequence[str] = tuple(_FORMS)
+"""Leaves that name a user's function or class."""
+
+
+def fitting(leaf: str, file: Path, *, group_rm: bool = False) -> list[str]:
+    """Functions and classes of the file that the flag could mean, in the order in which they stand there."""
+    form = _form(leaf, group_rm)
+    public = [node for node in definitions(leaf, file) if not node.name.startswith("_")]
+    exact = [node.name for node in public if _fits(node, form, _has_names)]
+    return exact or [node.name for node in public if _fits(node, form, _has_number)]
+
+
+def _form(leaf: str, group_rm: bool) -> HookForm:
+    return _GROUP_REWARD if group_rm and leaf == "custom_rm_path" else _FORMS[leaf]
+
+
+def definitions(leaf: str, file: Path) -> list[Definition]:
+    """What the file defines. Raises ConfigError where it is no Python."""
+    try:
+        body = ast.parse(file.read_text()).body
+    except (SyntaxError, ValueError, RecursionError) as error:
+        where = f"{file}, line {error.lineno}" if isinstance(error, SyntaxError) else str(file)
+        message = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise ConfigError(f"{leaf} {file}: {where}: {message}", field=leaf) from error
+    return [node for node in body if isinstance(node, Definition)]
+
+
+def completed(leaf: str, path: str, *, group_rm: bool = False) -> str:
+    """`f.py` becomes `f.py:fn` where the file has exactly one function that fits; every other path stays as it is.
+
+    Raises ConfigError where none fits, or several. A file that is not here is left to whoever needs it.
+    """
+    if not path.endswith(".py") or not Path(path).is_file():
+        return path
+    found = fitting(leaf, Path(path), group_rm=group_rm)
+    if len(found) == 1:
+        return f"{path}:{found[0]}"
+    if not found:
+        there = ", ".join(node.name for node in definitions(leaf, Path(path))) or "nothing"
+        raise ConfigError(
+            f"{leaf} {path}: it defines {there}, and none of that fits: the flag takes {_accepted(leaf, group_rm)}",
+            field=leaf,
+        )
+    raise ConfigError(f"{leaf} {path}: {', '.join(found)} would all fit: say which, as {path}:{found[0]}", field=leaf)
+
+
+def refuse_slimes(leaf: str, path: str) -> None:
+    """Raises ConfigError for a module of slime's, which is not there."""
+    if not path.startswith(_SLIME):
+        return
+    way = next((way for module, way in _SLIMES.items() if path.startswith(module)), None)
+    raise ConfigError(
+        f"{leaf} {path} is a module of slime's, which headrace does not have: "
+        f"{way or 'leave it out where it is the default, or copy the function into a file of yours'}",
+        field=leaf,
+    )
+
+
+def _fits(
+    node: Definition, form: HookForm, takes: Callable[[Sequence[str], Sequence[str], tuple[str, ...]], bool]
+) -> bool:
+    if isinstance(node, ast.ClassDef):
+        methods = [each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+        return form.method is not None and form.method in methods
+    given = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
+    required = [name for name in given[: len(given) - len(node.args.defaults)] if name != "evaluation"]
+    return any(takes(given, required, names) for names in form.arguments)
+
+
+def _has_names(given: Sequence[str], required: Sequence[str], names: tuple[str, ...]) -> bool:
+    return tuple(given[: len(names)]) == names and set(required) <= set(names)
+
+
+def _has_number(given: Sequence[str], required: Sequence[str], names: tuple[str, ...]) -> bool:
+    """Code of a user's own may call its arguments anything."""
+    return len(required) == len(names)
+
+
+def _accepted(leaf: str, group_rm: bool) -> str:
+    form = _form(leaf, group_rm)
+    ways = [f"f({', '.join(names)})" for names in form.arguments]
+    ways += [f"a class with {form.method}"] if form.method else []
+    return " or ".join(ways)
