@@ -2,42 +2,42 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 
+from headrace.cli.check_hook import check_hook
+from headrace.cli.check_view import print_report
 from headrace.cli.job_arguments import flags_help, load_job, wants_help
 from headrace.cli.plan import plan
-from headrace.hooks import check_hook
-from headrace.hooks.check import KINDS
+from headrace.config.job import Job
+from headrace.config.scope import Scope, scope_of_check
+from headrace.preflight.preflight import preflight
+
+_USAGE = """usage: headrace check [JOB.toml] [--fast] [--elsewhere] [flags]
+       headrace check hook PATH [--kind KIND] [--job JOB.toml]
+
+  --fast       without what needs the tokenizer: the first prompt as the model sees it, lengths
+  --elsewhere  the job is for another machine: files and GPUs that are not here are named, and refuse nothing
+"""
+_REFUSED_EXIT_CODE = 2
 
 
 def check(argv: Sequence[str]) -> int:
-    """Prints the plan; a contradiction is an error that says what to change."""
+    """Prints the plan and what every service found. 2 where one of them refuses, with a sentence that says why."""
     if argv and argv[0] == "hook":
-        return _hook(argv[1:])
+        return check_hook(argv[1:])
     if not argv or wants_help(argv):
-        print("usage: headrace check [JOB.toml] [flags] | headrace check hook PATH [--kind KIND]\n", flags_help(argv))
+        print(_USAGE, flags_help(argv))
         return 0
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for what, how in plan(load_job(argv)):
-        table.add_row(what, how)
-    Console().print(table)
-    return 0
+    fast, elsewhere = "--fast" in argv, "--elsewhere" in argv
+    scopes: list[Scope] = []
 
+    def scope_of(job: Job) -> Scope:
+        scopes.append(scope_of_check(job, elsewhere=elsewhere))
+        return scopes[-1]
 
-def _hook(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="headrace check hook", description="Loads a hook and tries it on samples.")
-    parser.add_argument("path", help="pkg.mod.fn or file.py:fn")
-    parser.add_argument("--kind", choices=KINDS, help="what it is; absent: told from its arguments")
-    args = parser.parse_args(argv)
-    report = check_hook(args.path, args.kind)
-    for line in report.passed:
-        print(f"ok      {line}")
-    for line in report.failed:
-        print(f"failed  {line}")
-    return 1 if report.failed else 0
+    job = load_job([word for word in argv if word not in ("--fast", "--elsewhere")], scope_of)
+    report = preflight(job, scopes[0], fast=fast)
+    print_report(Console(soft_wrap=False), plan(job, scopes[0]), report, scopes[0])
+    return _REFUSED_EXIT_CODE if report.refusals else 0

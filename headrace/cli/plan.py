@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
+from headrace.cli.memory import memory, num_parameters
+from headrace.config.algorithm_rules import uses_critic, uses_reference
 from headrace.config.job import Job
 from headrace.config.machine import num_gpus
 from headrace.config.megatron import megatron
 from headrace.config.rules import ranks
+from headrace.config.scope import Scope
 from headrace.launch.specs import SERVICES, address_in
 
 _PACKAGES = ("headrace", "torch", "megatron-core", "transformers", "sglang", "sglang-router", "grpcio")
-_FLOAT32 = 4
 
 
-def plan(job: Job) -> list[tuple[str, str]]:
+def plan(job: Job, scope: Scope | None = None) -> list[tuple[str, str]]:
     """(what, how) in the order of reading."""
     return [
         ("run", f"{job.run.run_dir / job.run.run_name}, seed {job.run.seed}"),
-        ("model", f"{job.model.hf_checkpoint}, {_parameters(job.model.hf_checkpoint) / 1e6:,.1f} M parameters"),
+        ("model", f"{job.model.hf_checkpoint}, {_parameters(job)}"),
         ("services", "; ".join(f"{name} {address_in(job, name) or 'started here'}" for name in SERVICES)),
-        ("trainer", _trainer(job)),
+        ("algorithm", _algorithm(job)),
+        ("loss", _loss(job)),
+        ("trainer", _trainer(job, scope)),
         ("engines", _engines(job)),
         ("batch", _batch(job)),
         ("staleness", _staleness(job)),
@@ -38,10 +40,10 @@ def plan(job: Job) -> list[tuple[str, str]]:
 
 def in_short(job: Job) -> str:
     """One line for the moment before it starts."""
-    rollout, parameters = job.rollout, _parameters(job.model.hf_checkpoint)
+    rollout = job.rollout
     engines = job.placement.rollout_num_gpus // job.placement.rollout_num_gpus_per_engine
     return (
-        f"{job.model.hf_checkpoint.name}, {parameters / 1e6:,.1f} M parameters: {rollout.num_rollout} steps of "
+        f"{job.model.hf_checkpoint.name}, {_parameters(job)}: {rollout.num_rollout} steps of "
         f"{rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt} samples, "
         f"{_count(ranks(job), 'trainer rank')}, {_count(engines, 'engine')}, {_meaning(job.buffer.max_staleness)}"
     )
@@ -51,13 +53,60 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _trainer(job: Job) -> str:
+def _parameters(job: Job) -> str:
+    found = num_parameters(job)
+    return "size unknown here" if found is None else f"{found / 1e6:,.1f} M parameters"
+
+
+def _algorithm(job: Job) -> str:
+    train = job.train
+    if train.loss_type == "sft_loss":
+        return "supervised fine-tuning" + (f", masks of {train.loss_mask_type}" if train.loss_mask_type else "")
+    parts: list[str] = [train.advantage_estimator]
+    if uses_critic(job):
+        start = job.critic.critic_load or job.model.hf_checkpoint
+        parts.append(f"critic from {start}, lr {job.critic.critic_lr:g}, value clip {job.critic.value_clip:g}")
+    if job.distillation.use_opd:
+        parts.append(f"distilled from a teacher ({job.distillation.opd_type}), weight {job.distillation.opd_kl_coef:g}")
+    if job.train.disable_grpo_std_normalization:
+        parts.append("advantages not divided by the group's deviation")
+    return ", ".join([*parts, *(["advantages whitened"] if train.normalize_advantages else [])])
+
+
+def _loss(job: Job) -> str:
+    train = job.train
+    if train.loss_type != "policy_loss":
+        return job.hooks.custom_loss_function_path or train.loss_type
+    high = train.eps_clip if train.eps_clip_high is None else train.eps_clip_high
+    parts = [f"ratio clipped to {1 - train.eps_clip:g} … {1 + high:g}", _kl(job)]
+    if train.use_tis:
+        parts.append(f"importance weights ({train.tis_mode}) up to {train.tis_clip:g}")
+    if train.entropy_coef:
+        parts.append(f"entropy bonus {train.entropy_coef:g}")
+    parts.append("mean over tokens" if train.calculate_per_token_loss else "mean over rollouts")
+    return ", ".join(parts)
+
+
+def _kl(job: Job) -> str:
+    train = job.train
+    if not uses_reference(job):
+        return "no KL to a reference"
+    where = job.model.ref_load or "the starting weights"
+    if train.kl_coef > 0:
+        return f"KL to {where} in the reward, weight {train.kl_coef:g}"
+    return f"KL ({train.kl_loss_type}) to {where} in the loss, weight {train.kl_loss_coef:g}"
+
+
+def _trainer(job: Job, scope: Scope | None) -> str:
     args = megatron(job)
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     data = ranks(job) // (tensor * pipeline * args.context_parallel_size)
-    where = f"{'GPUs' if num_gpus() else 'CPU processes'}, placement {job.placement.placement}"
+    on_gpus = num_gpus() or (scope is not None and scope.elsewhere)
+    where = f"{'GPUs' if on_gpus else 'CPU processes'}, placement {job.placement.placement}"
     layout = f"data {data} x tensor {tensor} x pipeline {pipeline}"
-    return f"{ranks(job)} ranks ({where}): {layout}; lr {args.lr:g} {args.lr_decay_style}"
+    layout += f" x context {args.context_parallel_size}" if args.context_parallel_size > 1 else ""
+    layout += f", experts over {args.expert_model_parallel_size}" if args.expert_model_parallel_size > 1 else ""
+    return f"{_count(ranks(job), 'rank')} ({where}): {layout}; lr {args.lr:g} {args.lr_decay_style}"
 
 
 def _engines(job: Job) -> str:
@@ -70,8 +119,14 @@ def _batch(job: Job) -> str:
     rollout, train = job.rollout, job.train
     return (
         f"{rollout.num_rollout} steps of {rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt} samples"
-        f" = {train.num_steps_per_rollout} optimizer steps x {train.global_batch_size} samples"
+        f" = {train.num_steps_per_rollout} optimizer steps x {train.global_batch_size} samples; {_micro(job)}"
     )
+
+
+def _micro(job: Job) -> str:
+    if job.train.use_dynamic_batch_size:
+        return f"micro-batches of up to {job.train.max_tokens_per_gpu:,} tokens"
+    return f"micro-batches of {job.train.micro_batch_size}"
 
 
 def _staleness(job: Job) -> str:
@@ -102,39 +157,14 @@ def _evaluation(job: Job) -> str:
 
 
 def _memory(job: Job) -> str:
-    """Weights, gradients, optimizer and engines; activations and the ledger come on top."""
-    args = megatron(job)
-    parameters = _parameters(job.model.hf_checkpoint)
-    shared = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    # float32 weights, gradients and Adam's two moments; in bfloat16 a float32 master copy is kept beside them.
-    weights_and_gradients, optimizer = (2 + _FLOAT32, 3 * _FLOAT32) if args.bf16 else (2 * _FLOAT32, 2 * _FLOAT32)
-    data = ranks(job) // (shared * args.context_parallel_size)
-    optimizer_share = optimizer / data if args.use_distributed_optimizer else optimizer
-    reference = (2 if args.bf16 else _FLOAT32) if job.train.use_kl_loss else 0
-    rank = parameters / shared * (weights_and_gradients + optimizer_share + reference)
-    engine = parameters * (2 if args.bf16 else _FLOAT32)
+    found = memory(job)
+    if found is None:
+        return "unknown: the model is not on this machine; --model NAME would tell"
+    beside = "".join(f", {name} {_gigabytes(size)}" for name, size in found.beside.items())
     return (
-        f"about {_gigabytes(rank)} for each rank and {_gigabytes(engine)} for an engine's weights, "
-        "before activations, KV cache and the ledger"
+        f"about {_gigabytes(found.rank)} for each trainer rank (policy {_gigabytes(found.policy)}{beside}) and "
+        f"{_gigabytes(found.engine)} of weights for each of an engine's processes, before activations and KV cache"
     )
-
-
-def _parameters(folder: Path) -> int:
-    """Elements of all tensors, from the headers of the safetensors files."""
-    return sum(_elements(file) for file in folder.glob("*.safetensors"))
-
-
-def _elements(file: Path) -> int:
-    with file.open("rb") as data:
-        header = json.loads(data.read(int.from_bytes(data.read(8), "little")))
-    total = 0
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            elements = 1
-            for length in tensor["shape"]:
-                elements *= length
-            total += elements
-    return total
 
 
 def _versions() -> Sequence[str]:

@@ -12,10 +12,12 @@ from headrace.cli.job_arguments import flags_help, load_job, wants_help
 from headrace.cli.live import show
 from headrace.cli.plan import in_short
 from headrace.cli.run_view import RunView
+from headrace.config.scope import Scope
 from headrace.launch.earlier import earlier_start, is_finished
 from headrace.launch.launcher import Launcher, until_signal
 from headrace.launch.run_folder import RunFolder
 from headrace.launch.specs import without_address
+from headrace.preflight.preflight import require_startable
 
 _INTERRUPTED_EXIT_CODE = 130
 
@@ -31,8 +33,11 @@ def train(argv: Sequence[str]) -> int:
     if earlier is not None and is_finished(run, job):
         print(_finished(run, job.rollout.num_rollout))
         return 0
+    found = require_startable(job, Scope.of_train(job))
     view = RunView(job, resumed_step=earlier.saved_step if earlier else 0)
     view.note(in_short(job))
+    for warning in found.warnings:
+        view.note(f"warning: {warning}")
     launcher = Launcher(job, without_address(job), view.note)
     return asyncio.run(_train(launcher, view))
 

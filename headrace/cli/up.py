@@ -12,6 +12,7 @@ from headrace.config.suggest import did_you_mean
 from headrace.errors import ConfigError
 from headrace.launch.launcher import Launcher, until_signal
 from headrace.launch.specs import SERVICES
+from headrace.preflight.preflight import require_startable
 
 _USAGE = """usage: headrace up SERVICE --config JOB.toml [flags]
 
@@ -28,7 +29,10 @@ def up(argv: Sequence[str]) -> int:
     if service not in SERVICES:
         near = did_you_mean(service, SERVICES)
         raise ConfigError(f"unknown service {service}{near}; there are {', '.join(SERVICES)}")
-    job = load_job(_config_first(words), lambda _: Scope([service]))
+    scope = Scope([service])
+    job = load_job(_config_first(words), lambda _: scope)
+    for warning in require_startable(job, scope).warnings:
+        _tell(f"warning: {warning}")
     asyncio.run(_up(Launcher(job, [service], _tell)))
     return 0
 

@@ -29,6 +29,11 @@ def takes_group(hook: Hook) -> bool:
     return len(required) == 2
 
 
+def generate_form(path: str) -> str:
+    """Runs in a worker: what one call is given. Raises ConfigError for what cannot be loaded or called."""
+    return "all samples of a group" if takes_group(load_hook(path)) else "one sample"
+
+
 async def run_generate(
     path: str, args: HookArgs, samples: Sequence[Sample], sampling_params: Mapping[str, Any], evaluation: bool
 ) -> list[list[Sample]]:

@@ -62,6 +62,11 @@ def trainer_hook(path: str, kind: TrainerKind) -> Hook:
     return hook
 
 
+def load_trainer_hook(path: str, kind: TrainerKind) -> None:
+    """Runs in a worker. Raises ConfigError for what cannot be loaded or called."""
+    trainer_hook(path, kind)
+
+
 def trainer_kind(hook: Hook) -> TrainerKind | None:
     """By the names of its arguments; None when they tell nothing. A post-process looks like a group's reward."""
     signature = Signature.of(hook.target)

@@ -44,9 +44,9 @@ class RewardServer:
         insecure: bool = False,
     ) -> RewardServer:
         """Serving when it returns. Raises ConfigError for a wrong hook or rm_type, Unavailable for a taken port."""
-        hook = await _describe(reward)
+        hook = await describe(reward)
         registry = Registry.build(reward.rm_type, hook)
-        pool = _pool(reward, registry, hook)
+        pool = worker_pool(reward, registry, hook)
         metrics = RewardMetrics()
         judge = Judge(
             *(registry, pool, args, metrics),
@@ -86,7 +86,7 @@ class RewardServer:
         await self.pool.close()
 
 
-async def _describe(reward: RewardSection) -> RewardHook | None:
+async def describe(reward: RewardSection) -> RewardHook | None:
     if reward.custom_rm_path is None:
         if reward.group_rm:
             raise ConfigError("--group-rm says how --custom-rm-path is called: give that too, or leave it out")
@@ -105,7 +105,7 @@ async def _describe(reward: RewardSection) -> RewardHook | None:
     return hook
 
 
-def _pool(reward: RewardSection, registry: Registry, hook: RewardHook | None) -> WorkerPool:
+def worker_pool(reward: RewardSection, registry: Registry, hook: RewardHook | None) -> WorkerPool:
     prepare: Callable[[], None] = partial(prepare_builtin, registry.default)
     if hook:
         model_path = str(reward.reward_model_path) if reward.reward_model_path else None

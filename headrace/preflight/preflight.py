@@ -1,0 +1,82 @@
+"""Every service's check of its own part: what `headrace check` prints, and `headrace train` refuses before it starts.
+
+The buffer's check reads the prompts; the others load meanwhile, and get them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from headrace.config.job import Job
+from headrace.config.scope import Scope
+from headrace.config.warnings import warnings
+from headrace.errors import ConfigError, Internal
+from headrace.preflight.process import CheckProcess
+from headrace.preflight.report import BufferReport, Prompts, Report
+
+_CHECKED = ("reward", "rollout", "trainer")
+
+
+def preflight(job: Job, scope: Scope, *, fast: bool) -> Report:
+    """What all services that `scope` starts have found. `fast` leaves out what needs the tokenizer."""
+    report = Report(warnings=warnings(job), unchecked=list(scope.unchecked))
+    with tempfile.TemporaryDirectory(prefix="headrace-check-") as folder:
+        config = Path(folder) / "job.json"
+        config.write_text(job.model_dump_json())
+        flags = [*(["--elsewhere"] if scope.elsewhere else []), *(["--fast"] if fast else [])]
+        asyncio.run(_run(job, scope, config, flags, report))
+    return report
+
+
+def require_startable(job: Job, scope: Scope) -> Report:
+    """What was found. Raises ConfigError with every refusal, a sentence a line, before anything is started."""
+    report = preflight(job, scope, fast=False)
+    if report.refusals:
+        raise ConfigError("\n".join(report.refusals))
+    return report
+
+
+async def _run(job: Job, scope: Scope, config: Path, flags: Sequence[str], report: Report) -> None:
+    services = [name for name in _CHECKED if name in scope.services and (name != "trainer" or _has_hooks(job))]
+    environment = dict(os.environ)
+    started: list[CheckProcess] = []
+    try:
+        if "buffer" in scope.services:
+            started.append(await CheckProcess.start("buffer", config, environment, *flags))
+        others = [await CheckProcess.start(name, config, environment, *flags) for name in services]
+        started += others
+        prompts = await _prompts(started[0], report) if "buffer" in scope.services else Prompts()
+        data = msgspec.json.encode(prompts)
+        for found in await asyncio.gather(*(_report(other, data) for other in others)):
+            report.join(found)
+    finally:
+        for process in started:
+            process.kill()
+
+
+async def _prompts(buffer: CheckProcess, report: Report) -> Prompts:
+    try:
+        found = msgspec.json.decode(await buffer.result(b""), type=BufferReport)
+    except Internal as error:
+        report.unchecked.append(error.message)
+        return Prompts()
+    report.join(found.report)
+    return found.prompts
+
+
+async def _report(process: CheckProcess, data: bytes) -> Report:
+    """A check that fails itself refuses nothing: the service will say what it finds."""
+    try:
+        return msgspec.json.decode(await process.result(data), type=Report)
+    except Internal as error:
+        return Report(unchecked=[error.message])
+
+
+def _has_hooks(job: Job) -> bool:
+    return any(path is not None for _, path in job.hooks)

@@ -1,0 +1,70 @@
+"""What a service found when it checked its part of a job, and how that travels from its process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from headrace.api.sample.v1 import sample_pb2
+from headrace.errors import HeadraceError
+
+
+class Report(msgspec.Struct):
+    """Sentences for a person. `facts` are (what, how); anything in `refusals` keeps the run from starting."""
+
+    facts: list[tuple[str, str]] = []
+    refusals: list[str] = []
+    warnings: list[str] = []
+    unchecked: list[str] = []
+
+    def join(self, other: Report) -> None:
+        """Takes in what another service found."""
+        self.facts += other.facts
+        self.refusals += other.refusals
+        self.warnings += other.warnings
+        self.unchecked += other.unchecked
+
+    def refuse(self, error: HeadraceError, *, elsewhere: bool = False) -> None:
+        """Notes it as unchecked where the job is for another machine."""
+        (self.unchecked if elsewhere else self.refusals).append(error.message)
+
+
+class PromptRow(msgspec.Struct, frozen=True):
+    """A prompt as the buffer will give it, serialized; `where` is its file and line."""
+
+    where: str
+    body: bytes
+
+    def prompt(self) -> sample_pb2.Prompt:
+        """The message."""
+        return sample_pb2.Prompt.FromString(self.body)
+
+
+class Scorers(msgspec.Struct, frozen=True):
+    """How many rows name this rm_type, and the first of them."""
+
+    count: int
+    where: str
+
+
+class Prompts(msgspec.Struct):
+    """What the buffer's check hands to the others: some rows, and the rm_types of all that were read."""
+
+    rows: list[PromptRow] = []
+    rm_types: dict[str, Scorers] = {}
+    """By name; "" for rows that name none."""
+    num_rows: int = 0
+
+
+class BufferReport(msgspec.Struct):
+    """The buffer's own, with the prompts that it read."""
+
+    report: Report
+    prompts: Prompts
+
+
+def counted(rm_types: Mapping[str, Scorers]) -> str:
+    """`math 12, gpqa 3`, most first."""
+    found: Sequence[tuple[str, Scorers]] = sorted(rm_types.items(), key=lambda item: -item[1].count)
+    return ", ".join(f"{name} {scorers.count:,}" for name, scorers in found)

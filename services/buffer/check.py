@@ -1,0 +1,160 @@
+"""The buffer's part of a job, before it starts: its stream, its hooks, and every prompt that can be read quickly."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from headrace.api.sample.v1 import sample_pb2
+from headrace.errors import HeadraceError, InvalidArgument
+from headrace.hooks import Sample, hook_args
+from headrace.hooks.buffer_filter import load_buffer_filter
+from headrace.hooks.data_source import try_data_source
+from headrace.json_text import from_json, to_json
+from headrace.preflight.process import CheckOptions, serve_check
+from headrace.preflight.report import BufferReport, PromptRow, Prompts, Report, Scorers, counted
+from headrace.workers import WorkerError, WorkerPool
+from services.buffer.from_job import train_stream
+from services.buffer.group import Prompt
+from services.buffer.prompts.row import RowReader
+from services.buffer.source import FileSource, source_names
+
+_PARSED_ROWS = 20_000
+_PARSED_BYTES = 64 << 20
+_COUNTED_BYTES = 4 << 30
+_GIVEN_ROWS = 512
+_TRIED_PROMPTS = 4
+
+
+async def check(options: CheckOptions, _: Prompts) -> BufferReport:
+    """Prompts are parsed as the buffer will, the first of each file; the others are counted."""
+    report, prompts, job = Report(), Prompts(), options.job
+    try:
+        stream = train_stream(job)
+        for source, name in zip(stream.files, source_names(stream.files), strict=True):
+            if Path(source.path).is_file():  # else the job's own rules have said so
+                _File(RowReader(source, name), report, prompts).read()
+    except HeadraceError as error:
+        report.refuse(error)
+    await _hooks(options, report, prompts)
+    if len(prompts.rm_types) > 1 or "" not in prompts.rm_types:
+        named = {name or "none": scorers for name, scorers in prompts.rm_types.items()}
+        if named:
+            report.facts.append(("metadata.rm_type", counted(named)))
+    return BufferReport(report, prompts)
+
+
+class _File:
+    """One file of prompts."""
+
+    def __init__(self, reader: RowReader, report: Report, prompts: Prompts) -> None:
+        self._reader = reader
+        self._source: FileSource = reader.source
+        self._report = report
+        self._prompts = prompts
+        self._bad: list[str] = []
+        self._parsed = 0
+
+    def read(self) -> None:
+        """Raises InvalidArgument, by file and line, for a row that cannot be used."""
+        path, is_whole = self._source.path, True
+        total = 0
+        for number, line in self._rows():
+            if line is not None:
+                self._take(number, line)
+            total += 1
+            is_whole = line is not None and is_whole
+        if not self._parsed and self._bad:
+            raise InvalidArgument(f"{path}: none of its rows is a prompt; the first: {self._bad[0]}")
+        if not total:
+            raise InvalidArgument(f"{path} has no prompts")
+        self._prompts.num_rows += total
+        looked_at = "" if is_whole else f", the first {self._parsed + len(self._bad):,} of them read"
+        bad = f", {len(self._bad):,} bad ones passed over" if self._bad else ""
+        self._report.facts.append(("prompts", f"{total:,} in {path}{looked_at}{bad}"))
+
+    def _rows(self) -> Iterator[tuple[int, bytes | Prompt | None]]:
+        """(number from 1, what is to be read of the row); None where it is only counted."""
+        return self._of_parquet() if self._source.path.endswith(".parquet") else self._of_jsonl()
+
+    def _of_jsonl(self) -> Iterator[tuple[int, bytes | None]]:
+        first, end, num_bytes, taken = self._source.first_row, self._source.end_row, 0, 0
+        with open(self._source.path, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                num_bytes += len(line)
+                if (end is not None and number > end) or num_bytes > _COUNTED_BYTES:
+                    return
+                if number > first and line.strip():
+                    taken += 1
+                    yield number, line if taken <= _PARSED_ROWS and num_bytes <= _PARSED_BYTES else None
+
+    def _of_parquet(self) -> Iterator[tuple[int, Prompt | None]]:
+        from services.buffer.prompts.parquet import ParquetRows  # pyarrow: only for those who have such files
+
+        rows = ParquetRows(self._reader)
+        for index, number in enumerate(rows.numbers()):
+            yield number, rows.prompts([index], 0)[0] if index < _GIVEN_ROWS else None
+
+    def _take(self, number: int, row: bytes | Prompt) -> None:
+        try:
+            prompt = row if isinstance(row, Prompt) else self._reader.from_line(row, number, 0)
+        except InvalidArgument as error:
+            if not self._source.skip_bad_lines:
+                raise
+            self._bad.append(error.message)
+            return
+        self._parsed += 1
+        _add(self._prompts, f"{os.path.basename(self._source.path)}, line {number}", prompt.body)
+
+
+def _add(prompts: Prompts, where: str, body: bytes) -> None:
+    name = _rm_type(sample_pb2.Prompt.FromString(body).metadata_json)
+    before = prompts.rm_types.get(name)
+    prompts.rm_types[name] = Scorers(before.count + 1, before.where) if before else Scorers(1, where)
+    if before is None or len(prompts.rows) < _GIVEN_ROWS:
+        prompts.rows.append(PromptRow(where, body))
+
+
+def _rm_type(metadata_json: str) -> str:
+    if "rm_type" not in metadata_json:
+        return ""
+    named = from_json(metadata_json).get("rm_type")
+    return "" if named is None else named if isinstance(named, str) else f"{named!r:.80}"
+
+
+async def _hooks(options: CheckOptions, report: Report, prompts: Prompts) -> None:
+    job, pool = options.job, WorkerPool(1)
+    limit = job.buffer.buffer_hook_timeout_seconds
+    try:
+        if job.buffer.buffer_filter_path:
+            await pool.run(load_buffer_filter, job.buffer.buffer_filter_path, timeout_seconds=limit)
+        if path := job.data.data_source_path:
+            given: list[Sample] = await pool.run(
+                try_data_source, path, hook_args(job), _TRIED_PROMPTS, timeout_seconds=limit, name=f"hook {path}"
+            )
+            report.facts.append(("prompts", f"from {path}, which gave {len(given)} when asked for {_TRIED_PROMPTS}"))
+            for number, sample in enumerate(given, 1):
+                _add(prompts, f"{path}, prompt {number}", _body(sample))
+    except WorkerError as error:
+        report.refuse(InvalidArgument(error.message), elsewhere=options.elsewhere)
+    finally:
+        await pool.close()
+
+
+def _body(sample: Sample) -> bytes:
+    prompt = sample_pb2.Prompt(metadata_json=to_json(sample.metadata))
+    if isinstance(sample.prompt, str):
+        prompt.text = sample.prompt
+    else:
+        prompt.messages.messages.extend(
+            sample_pb2.ChatMessage(role=str(turn.get("role")), content=str(turn.get("content")))
+            for turn in sample.prompt
+        )
+    if sample.label is not None:
+        prompt.label = sample.label
+    return prompt.SerializeToString(deterministic=True)
+
+
+if __name__ == "__main__":
+    serve_check(check)

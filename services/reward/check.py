@@ -1,0 +1,157 @@
+"""The reward service's part of a job, before it starts: who scores each prompt, and what the label itself would get."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+from headrace.config.job import Job
+from headrace.errors import ConfigError, HeadraceError
+from headrace.hooks import RewardForm, RewardHook, hook_args
+from headrace.json_text import from_json
+from headrace.judgement import Judgement, Score, ScoreError, ScoreItem
+from headrace.preflight.process import CheckOptions, serve_check
+from headrace.preflight.report import PromptRow, Prompts, Report
+from headrace.workers import WorkerError
+from services.reward.judge import Judge
+from services.reward.metrics import RewardMetrics
+from services.reward.registry import CUSTOM, Registry
+from services.reward.service import describe, worker_pool
+
+_TRIED_LABELS = 4
+_SHOWN = 60
+_FORMS = ("\\boxed{{{}}}", "</think>\n\\boxed{{{}}}")
+"""What the answers of models that reason look like."""
+
+
+async def check(options: CheckOptions, prompts: Prompts) -> Report:
+    """Loads the job's reward as the service will, and scores labels with it."""
+    report, job = Report(), options.job
+    if job.train.loss_mask_type is not None:
+        report.facts.append(("reward", "none: conversations are given, nothing is scored"))
+        return report
+    try:
+        hook = await describe(job.reward)
+        registry = Registry.build(job.reward.rm_type, hook)
+    except HeadraceError as error:
+        report.refuse(error, elsewhere=options.elsewhere and job.reward.custom_rm_path is not None)
+        return report
+    report.facts.append(("reward", _named(job, hook)))
+    _everyone_has_a_scorer(job, registry, prompts, report)
+    if not report.refusals:
+        await _try_labels(options, hook, registry, prompts, report)
+    return report
+
+
+def _named(job: Job, hook: RewardHook | None) -> str:
+    if hook is None:
+        return job.reward.rm_type or "by each prompt's metadata.rm_type"
+    return f"{hook.path}, called with {hook.form.value}" + (", async" if hook.is_async else "")
+
+
+def _everyone_has_a_scorer(job: Job, registry: Registry, prompts: Prompts, report: Report) -> None:
+    """Rows whose scorer is not there could never be rewarded."""
+    if registry.default == CUSTOM:
+        return
+    way = "pass --rm-type or --custom-rm-path, or give each row a metadata.rm_type"
+    if registry.default is None and not prompts.rm_types:
+        report.warnings.append(f"no reward: only prompts that bring a metadata.rm_type will be scored; else {way}")
+    for name, scorers in prompts.rm_types.items():
+        chosen = registry.choose(ScoreItem("", "", "", metadata={"rm_type": name} if name else {}), None)
+        if isinstance(chosen, ScoreError):
+            whose = f"{scorers.count:,} of {prompts.num_rows:,} prompts ({scorers.where})"
+            what = f"{chosen.message}" if name else f"no reward scores them: {way}"
+            report.refusals.append(f"{whose}: {what}")
+
+
+async def _try_labels(
+    options: CheckOptions, hook: RewardHook | None, registry: Registry, prompts: Prompts, report: Report
+) -> None:
+    job = options.job
+    rows = _one_of_each_scorer(prompts)
+    if not rows:
+        return
+    labelled = [row for row in rows if row.prompt().HasField("label")]
+    if not labelled and hook is None and registry.default != "reasoning_gym":
+        where = "--label-key names their key" if job.data.label_key is None else "their label is empty"
+        report.refusals.append(f"{rows[0].where} has no label, which the scorer compares with: {where}")
+        return
+    pool = worker_pool(job.reward, registry, hook)
+    judge = Judge(
+        *(registry, pool, hook_args(job), RewardMetrics()),
+        reward_key=job.reward.reward_key,
+        timeout_seconds=job.reward.reward_timeout_seconds,
+    )
+    try:
+        await pool.start()
+        results = [await _scored(judge, hook, row) for row in labelled or rows]
+        _say(labelled or rows, results, options, report)
+        if hook is None:
+            await _other_forms(judge, labelled, results, report)
+    except WorkerError as error:
+        report.refuse(ConfigError(error.message), elsewhere=options.elsewhere)
+    finally:
+        await pool.close()
+
+
+def _one_of_each_scorer(prompts: Prompts) -> list[PromptRow]:
+    firsts = {scorers.where for scorers in prompts.rm_types.values()}
+    chosen = [row for row in prompts.rows if row.where in firsts]
+    return [*chosen, *(row for row in prompts.rows if row.where not in firsts)][: max(_TRIED_LABELS, len(chosen))]
+
+
+async def _scored(judge: Judge, hook: RewardHook | None, row: PromptRow, form: str = "{}") -> Judgement:
+    """Of the label as the answer; a group's function sees it with an empty one beside it."""
+    prompt = row.prompt()
+    messages = [{"role": turn.role, "content": turn.content} for turn in prompt.messages.messages]
+    text = prompt.text if prompt.WhichOneof("content") == "text" else json.dumps(messages, ensure_ascii=False)
+    label = prompt.label if prompt.HasField("label") else None
+    item = ScoreItem(
+        item_id=row.where,
+        prompt=text,
+        response=form.format(label or ""),
+        label=label,
+        metadata=from_json(prompt.metadata_json),
+        group_id="check",
+        response_tokens=1,
+    )
+    items = [item]
+    if hook is not None and hook.form is RewardForm.GROUP:
+        items.append(replace(item, item_id="empty", response="", response_tokens=0))
+    return (await judge.judge(items))[0]
+
+
+def _say(rows: Sequence[PromptRow], results: Sequence[Judgement], options: CheckOptions, report: Report) -> None:
+    scored = [(row, result) for row, result in zip(rows, results, strict=True) if isinstance(result, Score)]
+    failed = [(row, result) for row, result in zip(rows, results, strict=True) if isinstance(result, ScoreError)]
+    for row, error in failed[:1]:
+        sentence = f"{row.where}: the label as its own answer cannot be scored: {error.message}"
+        whose = report.warnings if scored else report.refusals
+        (report.unchecked if options.elsewhere else whose).append(sentence)
+    for row, score in scored[:1]:
+        answer = row.prompt().label[:_SHOWN] if row.prompt().HasField("label") else ""
+        report.facts.append(("label as answer", f"{answer!r} ({row.where}) scores {score.value:g} by {score.scorer}"))
+
+
+async def _other_forms(judge: Judge, rows: Sequence[PromptRow], results: Sequence[Judgement], report: Report) -> None:
+    """Where a label alone is not paid in full, the answers that would be."""
+    for row, result in zip(rows, results, strict=True):
+        if not isinstance(result, Score) or result.value >= 1:
+            continue
+        label = row.prompt().label[:_SHOWN]
+        for form in _FORMS:
+            other = await _scored(judge, None, row, form)
+            if isinstance(other, Score) and other.value >= 1:
+                report.facts.append(("answers in form", f"{form.format(label)!r} scores {other.value:g}"))
+                break
+        else:
+            report.warnings.append(
+                f"{row.where}: the label {label!r} as the answer scores {result.value:g} by {result.scorer}, and "
+                f"{_FORMS[0].format(label)!r} no more: no answer may ever get the full reward"
+            )
+        return
+
+
+if __name__ == "__main__":
+    serve_check(check)

@@ -1,0 +1,153 @@
+"""The rollout service's part of a job, before it starts: its hooks, its evaluations, prompts as the model sees them.
+
+Only the tokenizer is loaded, and without torch, which would take longer than all the rest.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.config.job import Job
+from headrace.errors import ConfigError, HeadraceError
+from headrace.hooks.filter import load_filter
+from headrace.preflight.process import CheckOptions, serve_check
+from headrace.preflight.report import Prompts, Report
+from headrace.workers import WorkerError, WorkerPool
+from services.rollout.eval_file import EvalFiles, EvalKeys
+
+_LOAD_SECONDS = 120.0
+_SHOWN = 400
+
+
+async def check(options: CheckOptions, prompts: Prompts) -> Report:
+    """Everything that can be known without an engine."""
+    report = Report()
+    await _hooks(options, report)
+    _evaluations(options.job, report)
+    if options.fast:
+        report.unchecked.append("prompts as the model sees them, and their lengths: --fast leaves out the tokenizer")
+    elif not any(options.job.model.hf_checkpoint.glob("tokenizer*")):
+        report.unchecked.append("prompts as the model sees them, and their lengths: the tokenizer is not here")
+    elif prompts.rows:
+        _tokenize(options.job, prompts, report)
+    return report
+
+
+async def _hooks(options: CheckOptions, report: Report) -> None:
+    from headrace.hooks.generate import generate_form
+
+    rollout, pool = options.job.rollout, WorkerPool(1)
+    try:
+        if path := rollout.custom_generate_function_path:
+            form = await pool.run(generate_form, path, timeout_seconds=_LOAD_SECONDS, name=f"hook {path}")
+            report.facts.append(("generate", f"{path}, called with {form}"))
+        if path := rollout.dynamic_sampling_filter_path:
+            await pool.run(load_filter, path, timeout_seconds=_LOAD_SECONDS, name=f"hook {path}")
+            report.facts.append(("filter", f"{path} keeps or drops each group"))
+    except WorkerError as error:
+        report.refuse(ConfigError(error.message), elsewhere=options.elsewhere)
+    finally:
+        await pool.close()
+
+
+def _evaluations(job: Job, report: Report) -> None:
+    keys = EvalKeys(job.data.input_key, job.data.label_key, job.data.metadata_key)
+    files = EvalFiles([path for _, path in job.eval.eval_prompt_data], job.buffer.prompt_root)
+    for name, path in job.eval.eval_prompt_data:
+        if not Path(path).is_file():
+            continue  # the job's own rules have said so
+        try:
+            rows = files.read(str(path), keys, None)
+        except HeadraceError as error:
+            report.refusals.append(f"eval_prompt_data {name}: {error.message}")
+        else:
+            report.facts.append((f"evaluation {name}", f"{len(rows):,} prompts of {path}"))
+            if job.data.label_key and all(row.label is None for row in rows):
+                report.refusals.append(f"eval_prompt_data {name}: no row of {path} has a {job.data.label_key!r}")
+
+
+def _tokenize(job: Job, prompts: Prompts, report: Report) -> None:
+    from services.rollout.prompts import PromptEncoder
+    from services.rollout.supervised import supervised_parts
+
+    try:
+        supervised = supervised_parts(job)
+        encoder = (
+            supervised.encoder
+            if supervised
+            else PromptEncoder(job.model.hf_checkpoint, apply_chat_template=job.data.apply_chat_template)
+        )
+    except HeadraceError as error:
+        report.refuse(error)
+        return
+    except Exception as error:  # what lies in a model's folder may make its tokenizer raise anything
+        report.refusals.append(
+            f"hf_checkpoint {job.model.hf_checkpoint}: its tokenizer cannot be loaded: {type(error).__name__}: {error}"
+        )
+        return
+    lengths: list[int] = []
+    for row in prompts.rows:
+        try:
+            encoded = encoder.encode(row.prompt())
+        except HeadraceError as error:
+            if not lengths:
+                report.refusals.append(f"{row.where}: {error.message}")
+                return
+            report.warnings.append(f"{row.where}: {error.message}")
+            continue
+        if not lengths:
+            report.facts.append(
+                ("first prompt", f"{row.where}, {len(encoded.tokens):,} tokens:\n{_shown(encoded.text)}")
+            )
+            if supervised:
+                trained = sum(len(stretch) for stretch in encoded.trained)
+                report.facts.append(("trained", f"{trained:,} of its tokens"))
+        lengths.append(len(encoded.tokens))
+    report.facts.append(("prompt lengths", _spread(lengths)))
+    _too_long(job, lengths, report)
+
+
+def _spread(lengths: Sequence[int]) -> str:
+    middle = round(statistics.median(lengths))
+    return f"{min(lengths):,} to {max(lengths):,} tokens, half of them at most {middle:,} ({len(lengths):,} prompts)"
+
+
+def _too_long(job: Job, lengths: Sequence[int], report: Report) -> None:
+    """Prompts that would be dropped one by one, while nobody looks."""
+    rollout = job.rollout
+    for name, limit in (
+        ("rollout_max_prompt_len", rollout.rollout_max_prompt_len),
+        ("rollout_max_context_len", rollout.rollout_max_context_len and rollout.rollout_max_context_len - 1),
+        ("the model's context", _context(job)),
+    ):
+        if limit is None:
+            continue
+        beyond = sum(length > limit for length in lengths)
+        sentence = f"{beyond:,} of {len(lengths):,} prompts are longer than {limit:,} tokens, {name}"
+        if beyond == len(lengths):
+            report.refusals.append(f"{sentence}: none would be left to train on")
+        elif beyond:
+            report.warnings.append(f"{sentence}: they are dropped")
+
+
+def _context(job: Job) -> int | None:
+    from headrace.models.registry import read_architecture
+
+    given = job.sglang.get("context_length")
+    if given is None and (job.model.hf_checkpoint / "config.json").is_file():
+        given = read_architecture(job.model.hf_checkpoint).max_position_embeddings
+    return given if given is None else given - 1
+
+
+def _shown(text: str) -> str:
+    if len(text) <= _SHOWN:
+        return text
+    return f"{text[: _SHOWN // 2]} … {len(text) - _SHOWN:,} characters … {text[-_SHOWN // 2 :]}"
+
+
+if __name__ == "__main__":
+    sys.modules["torch"] = None  # type: ignore[assignment]  # transformers then loads its tokenizers alone
+    serve_check(check)

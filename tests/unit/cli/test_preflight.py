@@ -1,0 +1,154 @@
+"""What `headrace check` finds out by trying, and that `headrace train` refuses the same before it starts anything."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from headrace.cli.main import main
+from headrace.preflight.process import CheckOptions
+from headrace.preflight.report import Prompts, Report
+from services.buffer.check import check as check_buffer
+from services.reward.check import check as check_reward
+from services.rollout.check import check as check_rollout
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+SUMS = ({"prompt": "2 + 2 =", "label": "4"}, {"prompt": "what is 3 + 4", "label": 7})
+
+
+@pytest.fixture
+def tokenizer(model: Path) -> Path:
+    """Words are tokens."""
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "2": 1, "+": 2, "=": 3}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(model / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[UNK]", "chat_template": TEMPLATE}
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    return model
+
+
+def prompts_file(folder: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    path = folder / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def found(load_with, tmp_path: Path, rows: Sequence[Mapping[str, Any]], *flags: str) -> Report:
+    """Of buffer and reward, as they run beside each other."""
+    job = load_with("--prompt-data", str(prompts_file(tmp_path, rows)), *flags)
+    options = CheckOptions(job, elsewhere=False, fast=True)
+    buffer = asyncio.run(check_buffer(options, Prompts()))
+    report = asyncio.run(check_reward(options, buffer.prompts))
+    buffer.report.join(report)
+    return buffer.report
+
+
+def test_a_job_that_fits_is_told_whole(
+    job_file: Path, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "eval.jsonl").write_text('{"prompt": "5 + 5 =", "label": "10"}\n')
+    flags = ["--prompt-data", str(prompts_file(tmp_path, SUMS)), "--label-key", "label", "--rm-type", "exact_match"]
+    more = ["--apply-chat-template", "--eval-prompt-data", "sums", str(tmp_path / "eval.jsonl")]
+    assert main(["check", str(job_file), *flags, *more, "--use-kl-loss", "--kl-loss-coef", "0.01"]) == 0
+    said = "".join(capsys.readouterr().out.split())  # lines fold where the terminal ends
+    for part in (
+        "algorithm grpo",
+        "ratio clipped to 0.8 … 1.2, KL (low_var_kl) to the starting weights in the loss, weight 0.01",
+        f"2 in {tmp_path}/train.jsonl",
+        "reward exact_match",
+        "label as answer '4' (train.jsonl, line 1) scores 1 by exact_match",
+        "first prompt train.jsonl, line 1, 4 tokens: <user>2 + 2 =<assistant>",
+        "prompt lengths 4 to 5 tokens, half of them at most 4 (2 prompts)",
+        f"evaluation sums 1 prompts of {tmp_path}/eval.jsonl",
+        "reference 0.00 GB",
+        "nothing stands against a start",
+    ):
+        assert part.replace(" ", "") in said, said
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_check_and_train_refuse_the_same_before_anything_starts(
+    job_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], command: str
+) -> None:
+    flags = ["--prompt-data", str(prompts_file(tmp_path, SUMS)), "--label-key", "label", "--rm-type", "mth"]
+    assert main([command, str(job_file), *flags, "--run-dir", str(tmp_path / "runs")]) == 2
+    said = "".join(capfd.readouterr())
+    assert "rm_type is 'mth': did you mean 'math'?" in " ".join(said.split())
+    assert "Traceback" not in said
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("rows", "flags", "message"),
+    [
+        (SUMS, (), "2 of 2 prompts (train.jsonl, line 1): no reward scores them: pass --rm-type or --custom-rm-path"),
+        (
+            SUMS,
+            ("--rm-type", "exact_match"),
+            "train.jsonl, line 1 has no label, which the scorer compares with: --label",
+        ),
+        (
+            [*SUMS, {"prompt": "x", "label": "1", "metadata": {"rm_type": "mth"}}],
+            ("--rm-type", "exact_match", "--label-key", "label"),
+            "1 of 3 prompts (train.jsonl, line 3): metadata.rm_type is 'mth': did you mean 'math'?",
+        ),
+        (
+            [{"prompt": "x"}],
+            ("--skip-bad-lines", "--label-key", "label", "--rm-type", "exact_match"),
+            "none of its rows is a prompt; the first: ",
+        ),
+    ],
+)
+def test_samples_that_could_never_be_rewarded_are_refused(
+    load_with, tmp_path: Path, rows: Sequence[Mapping[str, Any]], flags: tuple[str, ...], message: str
+) -> None:
+    report = found(load_with, tmp_path, rows, *flags)
+    assert any(message in refusal for refusal in report.refusals), report
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def f(args, sample): raise KeyError('answer')\n", "the label as its own answer cannot be scored"),
+        ("def f(args, sample): return 'good'\n", "a reward is a finite number or a dict of them"),
+        ("def f(args, sample): return {'a': 1.0}\n", "gave the parts .*set --reward-key"),
+        ("import nowhere_at_all\ndef f(args, sample): return 1.0\n", "nowhere_at_all"),
+        ("class f:\n  def __init__(self, p): ...\n  def compute_reward(self, a, b): ...\n", "set --reward-model-path"),
+    ],
+)
+def test_a_reward_that_always_fails_is_refused(load_with, tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "mine.py").write_text(text)
+    report = found(load_with, tmp_path, SUMS, "--label-key", "label", "--custom-rm-path", f"{tmp_path}/mine.py:f")
+    assert any(re.search(message, refusal) for refusal in report.refusals), report
+
+
+def test_a_label_that_is_paid_only_in_a_form_is_told(load_with, tmp_path: Path) -> None:
+    report = found(load_with, tmp_path, SUMS, "--label-key", "label", "--rm-type", "deepscaler")
+    assert report.refusals == []
+    assert ("label as answer", "'4' (train.jsonl, line 1) scores 0 by deepscaler") in report.facts
+    assert any(what == "answers in form" and "boxed{4}" in how for what, how in report.facts), report
+
+
+def test_each_rows_scorer_is_counted(load_with, tmp_path: Path) -> None:
+    rows = [*SUMS, {"prompt": "x", "label": "1", "metadata": {"rm_type": "exact_match"}}]
+    report = found(load_with, tmp_path, rows, "--label-key", "label", "--rm-type", "exact_match")
+    assert ("metadata.rm_type", "none 2, exact_match 1") in report.facts
+
+
+def test_prompts_that_would_all_be_dropped_are_refused_and_some_are_warned_of(
+    load_with, tokenizer: Path, tmp_path: Path
+) -> None:
+    for limit, refused in (("2", True), ("4", False)):
+        job = load_with("--prompt-data", str(prompts_file(tmp_path, SUMS)), "--rollout-max-prompt-len", limit)
+        options = CheckOptions(job, elsewhere=False, fast=False)
+        prompts = asyncio.run(check_buffer(options, Prompts())).prompts
+        report = asyncio.run(check_rollout(options, prompts))
+        assert bool(report.refusals) is refused
+        assert any("are longer than" in line for line in (*report.refusals, *report.warnings))
