@@ -97,19 +97,34 @@ class ServerProcess:
 
 
 class SglangProcess(ServerProcess):
-    """The real one."""
+    """The real one. Its ranks meet in a file: SGLang's own store would listen on every interface."""
 
     def __init__(self, job: Job, machine: Machine, engine: int, log_path: Path) -> None:
         port = free_port()
         command = arguments.command(job, machine, engine=engine, port=port)
-        # Its own ranks meet in a file: SGLang's store would listen on every interface.
-        meeting = Path(tempfile.gettempdir()) / f"headrace-engine-{uuid.uuid4().hex}"
+        self._meeting = Path(tempfile.gettempdir()) / f"headrace-engine-{uuid.uuid4().hex}"
         environment = arguments.environment(job, machine) | {
-            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{meeting}",
+            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{self._meeting}",
             "MASTER_ADDR": "127.0.0.1",  # with the port, the name of its shared memory
             "MASTER_PORT": str(port),
         }
         super().__init__(f"http://127.0.0.1:{port}", command, log_path, environment)
+
+    async def start(self, *, seconds: float) -> None:
+        try:
+            await super().start(seconds=seconds)
+        except Unavailable:
+            self._meeting.unlink(missing_ok=True)
+            raise
+
+    async def wait(self) -> int:
+        exit_code = await super().wait()
+        self._meeting.unlink(missing_ok=True)
+        return exit_code
+
+    async def stop(self, grace_seconds: float = 8.0) -> None:
+        await super().stop(grace_seconds)
+        self._meeting.unlink(missing_ok=True)
 
 
 async def _answers(client: EngineClient) -> bool:
