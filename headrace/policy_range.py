@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from headrace.errors import InvalidArgument
 from headrace.wire.limits import MAX_COUNTER
@@ -20,21 +21,40 @@ class PolicyRange:
     """None of them is trained: their age does not count."""
 
 
-def check_ranges(name: str, ranges: Sequence[PolicyRange], response_length: int) -> None:
-    """Raises InvalidArgument unless they are in order, do not overlap, and lie in the response."""
-    end = 0
+class Range(Protocol):
+    """What a `PolicyRange` and its message have alike."""
+
+    @property
+    def policy_version(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+
+
+def check_ranges(name: str, ranges: Iterable[Range], response_length: int) -> int:
+    """The number of tokens that they cover.
+
+    Raises InvalidArgument unless they are in order, do not overlap, and lie in the response.
+    """
+    end = num_covered = 0
     for number, one in enumerate(ranges):
-        where = f"{name}[{number}] is [{one.start}, {one.end}) of version {one.policy_version}"
-        if not 0 <= one.policy_version <= MAX_COUNTER:
-            raise InvalidArgument(f"{where}: versions are 0 to {MAX_COUNTER}")
-        if not end <= one.start < one.end <= response_length:
-            raise InvalidArgument(
-                f"{where}, after {end}, of a response of {response_length} tokens: order them by start"
+        version, start, after, end = one.policy_version, one.start, end, one.end
+        if not (0 <= version <= MAX_COUNTER and after <= start < end <= response_length):
+            raise _misplaced(
+                f"{name}[{number}] is [{start}, {end}) of version {version}", version, after, response_length
             )
-        end = one.end
+        num_covered += end - start
+    return num_covered
 
 
-def gaps(ranges: Sequence[PolicyRange], response_length: int) -> Iterator[tuple[int, int]]:
+def _misplaced(where: str, version: int, after: int, response_length: int) -> InvalidArgument:
+    if not 0 <= version <= MAX_COUNTER:
+        return InvalidArgument(f"{where}: versions are 0 to {MAX_COUNTER}")
+    return InvalidArgument(f"{where}, after {after}, of a response of {response_length} tokens: order them by start")
+
+
+def gaps(ranges: Iterable[Range], response_length: int) -> Iterator[tuple[int, int]]:
     """[start, end) of the response's tokens that no range covers. The ranges were checked."""
     at = 0
     for one in ranges:
@@ -45,7 +65,7 @@ def gaps(ranges: Sequence[PolicyRange], response_length: int) -> Iterator[tuple[
         yield at, response_length
 
 
-def check_covered(name: str, ranges: Sequence[PolicyRange], response_length: int) -> None:
+def check_covered(name: str, ranges: Iterable[Range], response_length: int) -> None:
     """Raises InvalidArgument where a token has no version: an engine sampled every one of them."""
     for start, end in gaps(ranges, response_length):
         raise InvalidArgument(f"{name} say nothing of the response's tokens [{start}, {end})")

@@ -30,12 +30,10 @@ COLUMN_DTYPES: Mapping[str, np.dtype[Any]] = {
     TEACHER_LOG_PROBS: np.dtype("<f4"),
     ROUTED_EXPERTS: np.dtype("<i2"),
 }
-COLUMN_RANKS: Mapping[str, int] = {ROUTED_EXPERTS: 3}
-"""Of those that are not rows."""
-
 _largest, _smallest = np.maximum.reduce, np.minimum.reduce
 """As `max` and `min` of an array of one dimension, in half the time: every sample that is put passes here."""
 
+_NUMBERS = (float, int, np.integer, np.floating)
 MAX_REWARD = 1e6
 LOG_PROB_SLACK = 1e-3
 """How far above 0 a log-probability may be: float32's x - logsumexp(x) of logits in the thousands rounds by that."""
@@ -63,7 +61,7 @@ def check_index(name: str, value: object) -> None:
 
 def check_reward(name: str, value: object) -> None:
     """A finite number of at most MAX_REWARD, whatever its sign."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+    if isinstance(value, bool) or not isinstance(value, _NUMBERS):
         raise InvalidArgument(f"{name} is {_shown(value)}, must be a number")
     if not -MAX_REWARD <= value <= MAX_REWARD:  # nor is NaN
         raise InvalidArgument(f"{name} is {_shown(value)}, must be finite and at most {MAX_REWARD:g} in size")

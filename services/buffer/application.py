@@ -9,10 +9,11 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from headrace.api.sample.v1 import sample_pb2
+from headrace.api.sample.v1.sample_pb2 import SampleEnvelope
 from headrace.errors import ResourceExhausted
 from headrace.hooks.buffer_filter import pack_groups
 from headrace.rpc.log import log
@@ -31,7 +32,7 @@ from services.buffer.journal import Journal
 from services.buffer.lease_timer import LeaseTimer
 from services.buffer.ledger import Ledger
 from services.buffer.pace import paced
-from services.buffer.payload_check import check_sample
+from services.buffer.payload_check import check_samples
 from services.buffer.portions import portions
 from services.buffer.producing import GroupPut, NoLeaseReason, PutResult, Release
 from services.buffer.prompts.files import PromptFiles
@@ -260,14 +261,14 @@ class Buffer:
     async def release(self, releases: Sequence[Release]) -> None:
         """Groups go back to the queue."""
         partials = [sample for release in releases for sample in release.partials]
-        await self._check_payloads(partials)
+        await self._check_payloads([(r.lease_id.rpartition("#")[0], sample) for r in releases for sample in r.partials])
         self._columns.require(partials)
         await self._changes.commit_samples(partials, self.ledger.release(now(), releases))
 
     async def put(self, puts: Sequence[GroupPut]) -> list[PutResult]:
         """Durable when it returns. Refused where it would fill the disk: consume and commit need what is left."""
         samples = [sample for put in puts for sample in put.samples]
-        await self._check_payloads(samples)
+        await self._check_payloads([(put.group_id, sample) for put in puts for sample in put.samples])
         self._columns.require(samples)
         return await self._changes.commit_samples(samples, self.ledger.put(now(), puts))
 
@@ -404,18 +405,18 @@ class Buffer:
         """The history from a position on, then live. Raises OutOfRange outside of it, or for a reader left behind."""
         return self._watching.watch(from_position)
 
-    async def _check_payloads(self, samples: Sequence[NewSample]) -> None:
-        """In a thread: hashing and asking the disk let go of the interpreter, for which the event loop would queue."""
+    async def _check_payloads(self, samples: Sequence[tuple[str, NewSample]]) -> None:
+        """Of groups by their ids. In a thread: hashing and asking the disk let go of the interpreter."""
         if samples:
             await self._hashers.run(self._check_in_thread, samples)
 
-    def _check_in_thread(self, samples: Sequence[NewSample]) -> None:
+    def _check_in_thread(self, samples: Sequence[tuple[str, NewSample]]) -> None:
         self._require_disk()
-        for sample in samples:
+        for _, sample in samples:
             record = sample.record
             check_payload(record.sample_id, record.digest, record.payload_bytes, sample.payload)
-            envelope = sample_pb2.SampleEnvelope.FromString(record.envelope)
-            check_sample(envelope, sample.payload, self.ledger.vocab_size(envelope.group_id))
+        for vocab_size, some in groupby(samples, lambda one: self.ledger.vocab_size(one[0])):
+            check_samples(((SampleEnvelope.FromString(s.record.envelope), s.payload) for _, s in some), vocab_size)
 
     def _require_disk(self) -> None:
         free = self._store.free_bytes()

@@ -124,6 +124,8 @@ def _to_sample(sample: RawSample, envelope: sample_pb2.SampleEnvelope, group_id:
             field="samples.envelope.group_id",
         )
     _check_status(envelope)
+    oldest, newest = _versions(envelope)
+    columns = envelope.out_of_line
     return NewSample(
         SampleRecord(
             key=key,
@@ -131,14 +133,14 @@ def _to_sample(sample: RawSample, envelope: sample_pb2.SampleEnvelope, group_id:
             index=envelope.index,
             digest=envelope.digest,
             payload_bytes=envelope.payload_bytes,
-            oldest_version=_oldest_trained(envelope),
+            oldest_version=oldest,
             envelope=sample.envelope,
             reward=envelope.reward if envelope.HasField("reward") and not envelope.HasField("failure") else None,
-            column_bytes=sum([column.num_bytes for column in envelope.out_of_line]),
+            column_bytes=sum([column.num_bytes for column in columns]) if columns else 0,
         ),
         sample.payload,
-        tuple([column.sha256 for column in envelope.out_of_line]),
-        max([r.policy_version for r in envelope.policy_ranges], default=None),
+        tuple([column.sha256 for column in columns]) if columns else (),
+        newest,
         envelope.rollout_id or envelope.sample_id,
         to_failure(envelope.failure, "samples.envelope.failure") if envelope.HasField("failure") else None,
     )
@@ -153,12 +155,17 @@ def _check_finished(envelope: sample_pb2.SampleEnvelope) -> None:
         )
 
 
-def _oldest_trained(envelope: sample_pb2.SampleEnvelope) -> int | None:
+def _versions(envelope: sample_pb2.SampleEnvelope) -> tuple[int | None, int | None]:
+    """(the oldest version of tokens that are trained, the newest of any)."""
     oldest: int | None = None
-    for r in envelope.policy_ranges:
-        if r.end > r.start and not r.masked and (oldest is None or r.policy_version < oldest):
-            oldest = r.policy_version
-    return oldest
+    newest: int | None = None
+    for one in envelope.policy_ranges:
+        version = one.policy_version
+        if newest is None or version > newest:
+            newest = version
+        if (oldest is None or version < oldest) and one.end > one.start and not one.masked:
+            oldest = version
+    return oldest, newest
 
 
 def _check_status(envelope: sample_pb2.SampleEnvelope) -> None:

@@ -89,23 +89,25 @@ def _depth(data: bytes) -> int:
 
 def check_envelope(envelope: sample_pb2.SampleEnvelope, num_bytes: int, payload_bytes: int) -> None:
     """The sizes of an envelope of `num_bytes` and of its payload; the ids in it."""
-    field = "samples.envelope"
-    require_bytes(num_bytes, MAX_ENVELOPE_BYTES, field)
+    require_bytes(num_bytes, MAX_ENVELOPE_BYTES, "samples.envelope")
     require_bytes(payload_bytes, MAX_PAYLOAD_BYTES, "samples.payload")
-    require_id(envelope.sample_id, f"{field}.sample_id")
-    if envelope.rollout_id:
-        require_id(envelope.rollout_id, f"{field}.rollout_id")
-    require_between(envelope.index, 0, MAX_SAMPLES_PER_STEP, f"{field}.index")
-    _require_length(envelope.scorer, MAX_ID_CHARACTERS, f"{field}.scorer")
-    _require_length(envelope.scorer_version, MAX_ID_CHARACTERS, f"{field}.scorer_version")
-    _require_length(envelope.failure.reason, MAX_NAME_CHARACTERS, f"{field}.failure.reason")
-    require_at_most(len(envelope.policy_ranges), MAX_POLICY_RANGES, f"{field}.policy_ranges")
-    _check_map(envelope.tags, f"{field}.tags")
-    for value in envelope.tags.values():
-        _require_length(value, MAX_TAG_CHARACTERS, f"{field}.tags")
-    _check_map(envelope.reward_parts, f"{field}.reward_parts")
-    if envelope.out_of_line:
-        _check_out_of_line(envelope.out_of_line, f"{field}.out_of_line")
+    require_id(envelope.sample_id, "samples.envelope.sample_id")
+    if rollout_id := envelope.rollout_id:
+        require_id(rollout_id, "samples.envelope.rollout_id")
+    require_between(envelope.index, 0, MAX_SAMPLES_PER_STEP, "samples.envelope.index")
+    _require_length(envelope.scorer, MAX_ID_CHARACTERS, "samples.envelope.scorer")
+    _require_length(envelope.scorer_version, MAX_ID_CHARACTERS, "samples.envelope.scorer_version")
+    if envelope.HasField("failure"):
+        _require_length(envelope.failure.reason, MAX_NAME_CHARACTERS, "samples.envelope.failure.reason")
+    require_at_most(len(envelope.policy_ranges), MAX_POLICY_RANGES, "samples.envelope.policy_ranges")
+    if tags := envelope.tags:
+        _check_map(tags, "samples.envelope.tags")
+        for value in tags.values():
+            _require_length(value, MAX_TAG_CHARACTERS, "samples.envelope.tags")
+    if parts := envelope.reward_parts:
+        _check_map(parts, "samples.envelope.reward_parts")
+    if columns := envelope.out_of_line:
+        _check_out_of_line(columns, "samples.envelope.out_of_line")
 
 
 def check_group(envelope_bytes: Sequence[int], field: str) -> None:

@@ -12,6 +12,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any, LiteralString
 
 import psycopg
@@ -220,19 +221,19 @@ class PostgresStore:
 def _write(executemany: Callable[[Any, Iterable[Sequence[Any]]], None], transaction: Transaction) -> None:
     rows = codec.to_rows(transaction)
     for statement, values in (
-        (_UPSERT.format("streams", "name"), [_row(r.name, r.body) for r in rows.streams]),
-        (_UPSERT.format("prompts", "group_id"), [_row(r.group_id, r.body) for r in rows.prompts]),
-        (_UPSERT.format("groups", "group_id"), [_row(r.group_id, r.body) for r in rows.groups]),
+        (_UPSERT.format("streams", "name"), [_row(*row) for row in rows.streams]),
+        (_UPSERT.format("prompts", "group_id"), [_row(*row) for row in rows.prompts]),
+        (_UPSERT.format("groups", "group_id"), [_row(*row) for row in rows.groups]),
         ("DELETE FROM groups WHERE group_id = %s", [(group_id,) for group_id in rows.forgotten]),
         ("DELETE FROM prompts WHERE group_id = %s", [(group_id,) for group_id in rows.forgotten]),
         ("DELETE FROM payloads WHERE key = %s", [(key,) for key in transaction.deleted_payloads]),
         ("DELETE FROM samples WHERE key = %s", [(key,) for key in rows.deleted]),
-        (_UPSERT.format("samples", "key"), [_row(r.key, r.body) for r in rows.samples]),
+        (_UPSERT.format("samples", "key"), [_row(r.key, codec.dump_sample(r)) for r in chain(*rows.samples)]),
         (
             "INSERT INTO payloads VALUES (%s, %b) ON CONFLICT (key) DO UPDATE SET body = excluded.body",
             [(key, bytes(payload)) for key, payload in transaction.payloads.items()],
         ),
-        ("INSERT INTO events VALUES (%s, %b, %s)", [_event_row(r) for r in rows.events]),
+        ("INSERT INTO events VALUES (%s, %b, %s)", [(at, body, _crc(str(at), body)) for at, body in rows.events]),
         ("DELETE FROM events WHERE position < %s", [(rows.events_from,)] if rows.events_from else []),
     ):
         if values:
@@ -249,12 +250,8 @@ def _group(
         return None
 
 
-def _row(key: str, body: Any) -> tuple[str, bytes, int]:
-    return key, bytes(body), _crc(key, body)
-
-
-def _event_row(row: codec.EventRow) -> tuple[int, bytes, int]:
-    return row.position, bytes(row.body), _crc(str(row.position), row.body)
+def _row(key: str, body: bytes) -> tuple[str, bytes, int]:
+    return key, body, _crc(key, body)
 
 
 def _crc(key: str, body: Any) -> int:

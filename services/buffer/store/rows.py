@@ -23,51 +23,20 @@ _encode = msgspec.msgpack.Encoder().encode
 _NO_PROMPT = Prompt("", b"")
 
 
-class GroupRow(msgspec.Struct, array_like=True, frozen=True):
-    """`position` orders the versions of a group: the highest counts."""
-
-    group_id: str
-    position: int
-    body: msgspec.Raw
+Row = tuple[str, bytes]
+"""A key and what is kept under it."""
 
 
-class SampleRow(msgspec.Struct, array_like=True, frozen=True):
-    """`position` is the one of the group's version that brought it."""
-
-    key: str
-    position: int
-    body: msgspec.Raw
-
-
-class PromptRow(msgspec.Struct, array_like=True, frozen=True):
-    """Written once."""
-
-    group_id: str
-    body: msgspec.Raw
-
-
-class EventRow(msgspec.Struct, array_like=True, frozen=True):
-    """One line of the history."""
-
-    position: int
-    body: msgspec.Raw
-
-
-class StreamRow(msgspec.Struct, array_like=True, frozen=True):
-    """The latest record of a stream counts."""
-
-    name: str
-    body: msgspec.Raw
-
-
-class Rows(msgspec.Struct, array_like=True, frozen=True):
+class Rows(msgspec.Struct, frozen=True, gc=False):
     """Everything that a transaction writes and deletes, but for the payloads' bytes."""
 
-    streams: list[StreamRow]
-    groups: list[GroupRow]
-    prompts: list[PromptRow]
-    samples: list[SampleRow]
-    events: list[EventRow]
+    streams: list[Row]
+    groups: list[Row]
+    prompts: list[Row]
+    samples: list[list[SampleRecord]]
+    """Whose payloads are in the transaction, of each group together."""
+    events: list[tuple[int, bytes]]
+    """By position."""
     deleted: list[str]
     """Keys of samples that no group has any more."""
     forgotten: list[str]
@@ -91,23 +60,34 @@ _event_decoder = msgspec.msgpack.Decoder(LedgerEvent)
 
 
 def to_rows(transaction: Transaction) -> Rows:
-    """The samples come in the order of the transaction's payloads."""
-    records: dict[str, tuple[int, SampleRecord]] = {}
-    for group in transaction.groups.values():
-        records.update((r.key, (group.position, r)) for r in (*group.samples, *group.partials))
+    """A group's row is its latest."""
+    groups = transaction.groups.values()
     return Rows(
-        streams=[StreamRow(state.name, _raw(state)) for state in transaction.streams.values()],
-        groups=[GroupRow(g.group_id, g.position, _group_body(g)) for g in transaction.groups.values()],
-        prompts=[PromptRow(g, _raw(transaction.groups[g].prompt)) for g in transaction.new_groups],
-        samples=[SampleRow(key, records[key][0], _raw(records[key][1])) for key in transaction.payloads],
-        events=[EventRow(event.position, _raw(event)) for event in transaction.events],
-        deleted=[
-            *(key for key in transaction.deleted_payloads if key not in records),
-            *(record.key for group in transaction.forgotten for record in group.samples),
-        ],
+        streams=[(state.name, _encode(state)) for state in transaction.streams.values()],
+        groups=[(group.group_id, _group_body(group)) for group in groups],
+        prompts=[(group_id, _encode(transaction.groups[group_id].prompt)) for group_id in transaction.new_groups],
+        samples=_new_samples(transaction) if transaction.payloads else [],
+        events=[(event.position, _encode(event)) for event in transaction.events],
+        deleted=_deleted_samples(transaction) if transaction.deleted_payloads or transaction.forgotten else [],
         forgotten=[group.group_id for group in transaction.forgotten],
         events_from=transaction.events_from,
     )
+
+
+def _new_samples(transaction: Transaction) -> list[list[SampleRecord]]:
+    payloads = transaction.payloads
+    new = [
+        [record for record in (*group.samples, *group.partials) if record.key in payloads]
+        for group in transaction.groups.values()
+    ]
+    return [records for records in new if records]
+
+
+def _deleted_samples(transaction: Transaction) -> list[str]:
+    """A group that ended may still name samples whose payloads are deleted."""
+    named = {record.key for group in transaction.groups.values() for record in (*group.samples, *group.partials)}
+    forgotten = [record.key for group in transaction.forgotten for record in group.samples]
+    return [*(key for key in transaction.deleted_payloads if key not in named), *forgotten]
 
 
 def load_group(body: bytes, prompt: Prompt, records: Mapping[str, SampleRecord]) -> Group:
@@ -122,9 +102,14 @@ def load_sample(body: bytes) -> SampleRecord:
     return _sample_decoder.decode(body)
 
 
-def dump_samples(rows: Sequence[SampleRow]) -> bytes:
-    """Several samples' rows as one."""
-    return _encode([row.body for row in rows])
+def dump_sample(record: SampleRecord) -> bytes:
+    """The inverse of `load_sample`."""
+    return _encode(record)
+
+
+def dump_samples(records: Sequence[SampleRecord]) -> bytes:
+    """Several samples as one row."""
+    return _encode(records)
 
 
 def load_samples(body: bytes) -> list[SampleRecord]:
@@ -147,11 +132,7 @@ def load_event(body: bytes) -> LedgerEvent:
     return _event_decoder.decode(body)
 
 
-def _group_body(group: Group) -> msgspec.Raw:
+def _group_body(group: Group) -> bytes:
     named: dict[str, Any] = dict(zip(_NAMES, _values(group), strict=True))
     named["prompt"] = _NO_PROMPT
-    return msgspec.Raw(_encode((named, [r.key for r in group.samples], [r.key for r in group.partials])))
-
-
-def _raw(value: object) -> msgspec.Raw:
-    return msgspec.Raw(_encode(value))
+    return _encode((named, [r.key for r in group.samples], [r.key for r in group.partials]))

@@ -11,7 +11,7 @@ from headrace.api.sample.v1 import sample_pb2 as pb
 from headrace.digest import digest_of
 from headrace.errors import InvalidArgument
 from headrace.trajectory import PolicyRange, Sample, Status
-from services.buffer.payload_check import check_sample
+from services.buffer.payload_check import check_samples
 from tests.unit.test_sample_checks import BAD_ENVELOPES, BAD_PAYLOADS, packed
 
 
@@ -30,7 +30,7 @@ def large(**changes: object) -> pb.Sample:
 
 
 def check(sample: pb.Sample, vocab_size: int | None = None) -> None:
-    check_sample(sample.envelope, memoryview(sample.payload), vocab_size)
+    check_samples([(sample.envelope, memoryview(sample.payload))], vocab_size)
 
 
 def test_a_good_sample_is_let_in() -> None:

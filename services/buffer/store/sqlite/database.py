@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ TABLES = {
 }
 _SCHEMA = "BEGIN IMMEDIATE;" + "".join(f"CREATE TABLE {name} {columns};" for name, columns in TABLES.items())
 _SCHEMA += f"PRAGMA user_version = {LAYOUT}; COMMIT;"
-_ROWS_PER_STATEMENT = 250
+_ROWS_PER_STATEMENT = 256
 _PAGE_CACHE_KIB = 16 << 10
 
 
@@ -78,11 +79,19 @@ def _text(data: bytes) -> str:
 
 def write_rows(connection: sqlite3.Connection, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
     """Each in the place of the one with its key."""
-    for first in range(0, len(rows), _ROWS_PER_STATEMENT):
-        chunk = rows[first : first + _ROWS_PER_STATEMENT]
-        row = "(" + ", ".join("?" * len(chunk[0])) + ")"
-        values = ", ".join([row] * len(chunk))
-        connection.execute(f"REPLACE INTO {table} VALUES {values}", list(chain.from_iterable(chunk)))
+    first, count = 0, _ROWS_PER_STATEMENT
+    while first < len(rows):
+        while count > len(rows) - first:
+            count //= 2  # so that there are few statements, which SQLite has prepared already
+        chunk = rows[first : first + count]
+        connection.execute(_replacing(table, len(chunk[0]), count), list(chain.from_iterable(chunk)))
+        first += count
+
+
+@cache
+def _replacing(table: str, num_columns: int, num_rows: int) -> str:
+    row = "(" + ", ".join("?" * num_columns) + ")"
+    return f"REPLACE INTO {table} VALUES {', '.join([row] * num_rows)}"
 
 
 def delete_rows(connection: sqlite3.Connection, table: str, key: str, keys: Sequence[str]) -> None:
@@ -92,12 +101,7 @@ def delete_rows(connection: sqlite3.Connection, table: str, key: str, keys: Sequ
         connection.execute(f"DELETE FROM {table} WHERE {key} IN ({', '.join('?' * len(chunk))})", chunk)
 
 
-def row_of(key: str, body: Any) -> tuple[str, bytes, int]:
-    """A row of a table whose key is text."""
-    return key, bytes(body), checksum(key, body)
-
-
-def checksum(key: str, body: Any) -> int:
+def checksum(key: str, body: bytes) -> int:
     """Of a row."""
     return int(crc32c(body, crc32c(key.encode())))
 

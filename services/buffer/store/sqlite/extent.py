@@ -30,16 +30,13 @@ class Extent(msgspec.Struct, frozen=True, gc=False):
     file_id: bytes
     offset: int
     payloads: tuple[StoredPayload, ...]
+    num_bytes: int
+    """Of all its records."""
 
     @property
     def place(self) -> tuple[bytes, int]:
         """Nothing else lies there."""
         return self.file_id, self.offset
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all its records."""
-        return sum(payload.record_bytes for payload in self.payloads)
 
     @property
     def end(self) -> int:

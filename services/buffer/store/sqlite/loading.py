@@ -79,7 +79,8 @@ def payload_damage(connection: sqlite3.Connection, extent: Extent, key: str, wha
 def _whole_extents(connection: sqlite3.Connection, damaged: list[Damage]) -> Iterator[Extent]:
     for file_id, offset, body, crc in connection.execute("SELECT file_id, offset, body, crc FROM payloads"):
         if isinstance(file_id, bytes) and isinstance(body, bytes) and extent_checksum(file_id, offset, body) == crc:
-            yield Extent(file_id, offset, _payloads_decoder.decode(body))
+            payloads = _payloads_decoder.decode(body)
+            yield Extent(file_id, offset, payloads, sum([payload.record_bytes for payload in payloads]))
         else:
             damaged.append(Damage(f"a row that says where payloads lie, at {offset}, is damaged"))
 

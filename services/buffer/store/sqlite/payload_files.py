@@ -85,11 +85,13 @@ class PayloadFiles:
 
     def _place(self, file_id: bytes, extent: NewExtent, parts: list[Buffer]) -> Extent:
         stored: list[StoredPayload] = []
+        num_bytes = 0
         for key, payload in extent:
             header, crc = record_header(file_id, key.encode(), payload)
             parts += header, payload
+            num_bytes += len(header) + len(payload)
             stored.append(StoredPayload(key, len(payload), crc))
-        placed = Extent(file_id, self._end, tuple(stored))
+        placed = Extent(file_id, self._end, tuple(stored), num_bytes)
         self._end = placed.end
         return placed
 

@@ -55,4 +55,4 @@ def read_record(data: memoryview, file_id: bytes, key: bytes, payload_bytes: int
 
 
 def _checksum(file_id: bytes, key: bytes, payload: Buffer) -> int:
-    return int(crc32c(payload, crc32c(key, crc32c(_LENGTHS.pack(len(key), len(payload)), crc32c(file_id)))))
+    return int(crc32c(payload, crc32c(file_id + _LENGTHS.pack(len(key), len(payload)) + key)))

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 
 from headrace.errors import DataLoss
@@ -292,7 +291,5 @@ def _way_out(record: SampleRecord) -> str:
 
 def _new_extents(transaction: Transaction, rows: codec.Rows) -> list[NewExtent]:
     """What one command brought of a group is one."""
-    return [
-        [(row.key, transaction.payloads[row.key]) for row in brought]
-        for _, brought in groupby(rows.samples, lambda row: row.position)
-    ]
+    payloads = transaction.payloads
+    return [[(record.key, payloads[record.key]) for record in records] for records in rows.samples]

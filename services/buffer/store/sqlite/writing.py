@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import groupby
-from operator import attrgetter
-from typing import Any
 
 import msgspec
 from crc32c import crc32c
 
+from services.buffer.group import SampleRecord
 from services.buffer.store import rows as codec
-from services.buffer.store.sqlite.database import checksum, delete_rows, row_of, write_rows
+from services.buffer.store.sqlite.database import checksum, delete_rows, write_rows
 from services.buffer.store.sqlite.extent import Extent
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -35,16 +33,16 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
 
 def write_state(connection: sqlite3.Connection, batch: Sequence[codec.Rows]) -> None:
     """Streams, prompts, groups, samples and events; what is written and deleted again in a batch is not written."""
-    _write(connection, "streams", {r.name: row_of(r.name, r.body) for rows in batch for r in rows.streams})
-    _write(connection, "prompts", {r.group_id: row_of(r.group_id, r.body) for rows in batch for r in rows.prompts})
-    _write(connection, "groups", {r.group_id: row_of(r.group_id, r.body) for rows in batch for r in rows.groups})
+    _write(connection, "streams", {key: body for rows in batch for key, body in rows.streams})
+    _write(connection, "prompts", {key: body for rows in batch for key, body in rows.prompts})
+    _write(connection, "groups", {key: body for rows in batch for key, body in rows.groups})
     forgotten = [group_id for rows in batch for group_id in rows.forgotten]
     delete_rows(connection, "groups", "group_id", forgotten)
     delete_rows(connection, "prompts", "group_id", forgotten)
-    samples, deleted = _sample_rows(batch)
+    samples, deleted = _samples(batch)
     delete_rows(connection, "samples", "key", deleted)
-    _write(connection, "samples", samples)
-    events = [(r.position, bytes(r.body), checksum(str(r.position), r.body)) for rows in batch for r in rows.events]
+    _write(connection, "samples", {key: codec.dump_samples(records) for key, records in samples.items()})
+    events = [(position, body, checksum(str(position), body)) for rows in batch for position, body in rows.events]
     write_rows(connection, "events", events)
     events_from = max((rows.events_from or 0 for rows in batch), default=0)
     if events_from:
@@ -82,19 +80,17 @@ def _extent_row(extent: Extent) -> tuple[bytes, int, bytes, int]:
     return *extent.place, body, extent_checksum(extent.file_id, extent.offset, body)
 
 
-def _write(connection: sqlite3.Connection, table: str, rows: dict[str, tuple[Any, ...]]) -> None:
-    write_rows(connection, table, list(rows.values()))
+def _write(connection: sqlite3.Connection, table: str, rows: Mapping[str, bytes]) -> None:
+    write_rows(connection, table, [(key, body, checksum(key, body)) for key, body in rows.items()])
 
 
-def _sample_rows(batch: Sequence[codec.Rows]) -> tuple[dict[str, tuple[Any, ...]], list[str]]:
-    """(what one command brought of a group is one row under the key of the first, keys that are gone)."""
-    written: dict[str, tuple[Any, ...]] = {}
+def _samples(batch: Sequence[codec.Rows]) -> tuple[dict[str, list[SampleRecord]], list[str]]:
+    """(what one command brought of a group, under the key of the first, keys that are gone)."""
+    written: dict[str, list[SampleRecord]] = {}
     deleted: list[str] = []
     for rows in batch:
         for key in rows.deleted:
             written.pop(key, None)
         deleted += rows.deleted
-        for _, brought in groupby(rows.samples, attrgetter("position")):
-            samples = list(brought)
-            written[samples[0].key] = row_of(samples[0].key, codec.dump_samples(samples))
+        written.update((records[0].key, records) for records in rows.samples)
     return written, deleted
