@@ -159,7 +159,7 @@ class FakeEngine:
         return [(-(token % 7 + 1) / 10 + self.log_prob_error, token, None) for token in tokens]
 
     async def _generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        self.cache_keys.append(body["extra_key"])
+        self.cache_keys += [body["extra_key"]] if "extra_key" in body else []
         made: list[int] = []
         versions: list[str] = []
         params = body["sampling_params"]

@@ -1,0 +1,47 @@
+"""The generate functions that README and docs print run as printed, and what they make can be trained."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from headrace.config.job import Job
+from headrace.trajectory import Status
+from services.rollout.custom import CustomMaker, custom_args
+from services.rollout.engine.api import SamplingParams
+from services.rollout.prompts import EncodedPrompt
+from services.rollout.sampling import SampleRequest
+from tests.support.fake_fleet import fake_fleet
+from tests.support.tiny_model import make_tiny_tokenizer
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(("document", "turns"), [("README.md", 1), ("docs/hooks.md", 2)])
+async def test_a_printed_generate_function_makes_samples(tmp_path: Path, document: str, turns: int) -> None:
+    (code,) = re.findall(r"```python\n(# agent\.py\n.*?)```", (ROOT / document).read_text(), re.S)
+    (tmp_path / "agent.py").write_text(code)
+    tokenizer = make_tiny_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "model")
+    sections = {"model": {"hf_checkpoint": tmp_path / "model"}, "rollout": {"max_turns": turns}}
+    async with fake_fleet(1) as fakes:
+        await fakes.name_weights(0, 3)
+        fakes.fleet.weights.switch_to(3)
+        args = custom_args(Job.model_validate(sections), fakes.fleet.engines[0].url)
+        maker = CustomMaker(f"{tmp_path / 'agent.py'}:generate", args, fakes.fleet.weights, seconds=120)
+        try:
+            await maker.start()
+            prompt = EncodedPrompt("2 + 2 =", tuple(tokenizer.encode("2 + 2 =")))
+            request = SampleRequest("g/1/0", "g", 0, prompt, "4", {}, SamplingParams(max_new_tokens=4))
+            (sample,) = await maker.make_all([request], evaluation=False)
+        finally:
+            await maker.close()
+    assert sample.failure is None
+    assert sample.status is Status.TRUNCATED
+    assert sample.tokens[: sample.prompt_length].tolist() == list(prompt.tokens)
+    assert sample.loss_mask.sum() == 4 * turns
+    assert (sample.loss_mask == 0).any() == (turns > 1)
+    assert sample.response
+    assert [r.policy_version for r in sample.policy_ranges] == [3]
