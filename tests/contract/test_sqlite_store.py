@@ -86,6 +86,31 @@ async def test_a_batch_that_lost_a_group_says_which_command_helps_and_it_does(ta
         await client.consume("train", 2, 1, batch.digest)
 
 
+def test_a_damaged_page_of_the_history_keeps_no_command_from_being_durable(tmp_path: Path) -> None:
+    it = LedgerUnderTest(SqliteStore(tmp_path))
+    it.create(max_staleness=None)
+    epoch = it.rewind()
+    for version in range(1, 400):
+        it.serve(epoch, version)
+    it.store.close()
+    file = tmp_path / "ledger.sqlite"
+    data = bytearray(file.read_bytes())
+    of_history = [i for i in range(0, len(data), 4096) if data[i : i + 4096].count(b"policy_version") > 10]
+    data[of_history[1] : of_history[1] + 64] = b"\xff" * 64
+    file.write_bytes(data)
+    it.store, it.retain_events = SqliteStore(tmp_path), 16
+    it.restart()
+    for version in range(400, 420):
+        it.serve(epoch, version)
+    last = it.ledger.position
+    assert [event.position for event in it.store.read_events(last - 15, 16)] == list(range(last - 15, last + 1))
+    it.store.close()
+    it.store = SqliteStore(tmp_path)
+    it.restart()
+    assert (it.ledger.position, it.ledger.book("train").state.policy_version) == (last, 419)
+    it.store.close()
+
+
 def test_two_processes_cannot_have_one_data_dir(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path)
     with pytest.raises(ConfigError, match="in use by another buffer"):

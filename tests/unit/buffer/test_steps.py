@@ -125,7 +125,8 @@ def test_an_epoch_that_nobody_has_opened_is_not_heard(it: LedgerUnderTest) -> No
     assert it.batch(epoch, 0)
 
 
-def test_the_tokens_so_far_of_a_group_that_fails_are_deleted() -> None:
+@pytest.mark.parametrize("outcome", [PutOutcome.FAILED, PutOutcome.DROPPED])
+def test_the_tokens_so_far_of_a_group_that_ends_without_samples_are_deleted(outcome: PutOutcome) -> None:
     it = LedgerUnderTest()
     it.create(max_attempts=1)
     it.submit("a")
@@ -134,8 +135,8 @@ def test_the_tokens_so_far_of_a_group_that_fails_are_deleted() -> None:
     it.do(it.ledger.release(it.now, [Release(group.lease.lease_id, (partial,))]))
     assert it.store.read_payloads([partial.record])
     (again,) = it.lease()
-    it.do(it.ledger.put(it.now, [without_samples(again, PutOutcome.FAILED)]))
-    assert it.states() == {group.group_id: GroupState.FAILED}
+    it.do(it.ledger.put(it.now, [without_samples(again, outcome)]))
+    assert it.states() == {group.group_id: GroupState(outcome.value)}
     with pytest.raises(NotFound):
         it.store.read_payloads([partial.record])
 
@@ -153,3 +154,10 @@ def test_the_samples_of_a_group_that_expires_are_deleted(action: ExpiryAction) -
     for record in records:
         with pytest.raises(NotFound):
             it.store.read_payloads([record])
+
+
+def test_a_prompt_whose_group_was_forgotten_may_be_submitted_again(it: LedgerUnderTest) -> None:
+    epoch = it.rewind()
+    it.consume(epoch, 0)
+    it.commit(epoch, 1)
+    assert it.submit("p0", "p2") == ["train/10", "train/2"]

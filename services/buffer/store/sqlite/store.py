@@ -33,6 +33,7 @@ from services.buffer.store.sqlite.payload_files import NewExtent, file_name
 from services.buffer.store.sqlite.scrub import Scrub
 from services.buffer.store.sqlite.writing import (
     delete_extents,
+    forget_events,
     has_extents,
     transaction,
     write_extents,
@@ -126,10 +127,12 @@ class SqliteStore:
         prepared = [self._prepared.pop(id(t)) for t in transactions]
         with self._writing, disk_errors(self._folder):
             added, dead = self._place(prepared)
+            rows = [one.rows for one in prepared]
             with transaction(self._writer):
-                write_state(self._writer, [one.rows for one in prepared])
+                write_state(self._writer, rows)
                 delete_extents(self._writer, dead)
                 write_extents(self._writer, added)
+            forget_events(self._writer, rows)
             self._payload_files.settle([extent for one in prepared for extent in one.extents])
             positions = [t.events[-1].position for t in transactions if t.events]
             if positions:

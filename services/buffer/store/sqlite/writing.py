@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import msgspec
 from crc32c import crc32c
 
+from headrace.rpc.log import log
 from services.buffer.group import SampleRecord
 from services.buffer.store import rows as codec
 from services.buffer.store.sqlite.database import checksum, delete_rows, write_rows
@@ -44,9 +45,20 @@ def write_state(connection: sqlite3.Connection, batch: Sequence[codec.Rows]) -> 
     _write(connection, "samples", {key: codec.dump_samples(records) for key, records in samples.items()})
     events = [(position, body, checksum(str(position), body)) for rows in batch for position, body in rows.events]
     write_rows(connection, "events", events)
-    events_from = max((rows.events_from or 0 for rows in batch), default=0)
-    if events_from:
-        connection.execute("DELETE FROM events WHERE position < ?", (events_from,))
+
+
+def forget_events(connection: sqlite3.Connection, batch: Sequence[codec.Rows]) -> None:
+    """The history's oldest lines go, behind the commit: where their pages are damaged they stay, and nothing fails."""
+    end = max((rows.events_from or 0 for rows in batch), default=0)
+    if not end:
+        return
+    try:
+        with transaction(connection):
+            connection.execute("DELETE FROM events WHERE position < ?", (end,))
+    except sqlite3.DatabaseError as error:
+        if error.sqlite_errorname != "SQLITE_CORRUPT":
+            raise
+        log.error("history_kept", before_position=end, error=str(error))
 
 
 def write_extents(connection: sqlite3.Connection, extents: Sequence[Extent]) -> None:
