@@ -12,8 +12,9 @@ from headrace.cli.job_arguments import flags_help, load_job, wants_help
 from headrace.cli.live import show
 from headrace.cli.plan import in_short
 from headrace.cli.run_view import RunView
+from headrace.config.job import Job
 from headrace.config.scope import Scope
-from headrace.launch.earlier import earlier_start, is_finished
+from headrace.launch.earlier import earlier_start, is_finished, resumption, saved_step
 from headrace.launch.launcher import Launcher, until_signal
 from headrace.launch.run_folder import RunFolder
 from headrace.launch.specs import without_address
@@ -33,6 +34,9 @@ def train(argv: Sequence[str]) -> int:
     if earlier is not None and is_finished(run, job):
         print(_finished(run, job.rollout.num_rollout))
         return 0
+    if earlier is not None:
+        print(f"{run.path}: {resumption(earlier, job)}", flush=True)
+    print(f"{run.path}: checking that the job can start", flush=True)
     found = require_startable(job, Scope.of_train(job))
     view = RunView(job, resumed_step=earlier.saved_step if earlier else 0)
     view.note(in_short(job))
@@ -46,6 +50,13 @@ def _finished(run: RunFolder, num_rollout: int) -> str:
     return (
         f"{run.path} has finished {num_rollout} of {num_rollout} steps: nothing is left to do; a larger --num-rollout "
         "goes on from there, another --run-name starts a new run"
+    )
+
+
+def _interrupted(run: RunFolder, job: Job) -> str:
+    step = saved_step(run, job)
+    return f"{run.path}: interrupted; the same command goes on " + (
+        f"after step {step} of {job.rollout.num_rollout}" if step else "from the beginning: nothing was saved yet"
     )
 
 
@@ -63,7 +74,7 @@ async def _train(launcher: Launcher, view: RunView) -> int:
         await asyncio.gather(*followers, return_exceptions=True)
     folder = launcher.folder.path
     if not finished:
-        console.print(f"interrupted; the same command goes on from the last checkpoint of {folder}", highlight=False)
+        print(_interrupted(launcher.folder, launcher.job))
         return _INTERRUPTED_EXIT_CODE
     for line in view.summary():
         console.print(line, highlight=False)

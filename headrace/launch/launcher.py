@@ -12,7 +12,6 @@ from pathlib import Path
 
 from headrace.config.job import Job
 from headrace.errors import FailedPrecondition
-from headrace.launch.earlier import earlier_start, resumption
 from headrace.launch.process import GRACE_SECONDS, ServiceSpec
 from headrace.launch.run_folder import RunFolder, ServiceEntry
 from headrace.launch.specs import SERVICES, address_in, addressed, spec
@@ -52,9 +51,6 @@ class Launcher:
                 self.folder.path.mkdir(parents=True, exist_ok=True)
                 for name in names:
                     held.enter_context(_lock(self.folder.path, name))
-                earlier = earlier_start(self.folder)
-                if "trainer" in names and earlier is not None:
-                    self._tell(resumption(earlier, self.job))
                 self.folder.create(self.job)
                 self._write_services({})
             self._tell(f"run {self.folder.path}: starting {', '.join(names)}; what they say is in its logs/")
@@ -130,7 +126,10 @@ class _Stopping:
     def signalled(self) -> None:
         if not self.asked:
             self.asked = True
-            self._tell(f"stopping after this step, {GRACE_SECONDS:.0f} s at most; Ctrl-C again ends everything at once")
+            self._tell(
+                f"stopping after this step, {GRACE_SECONDS:.0f} s at most (a longer one is trained again by "
+                "the next start); Ctrl-C again ends everything at once"
+            )
             self._work.cancel()
         else:
             self._tell("ending everything now")

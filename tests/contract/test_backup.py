@@ -173,6 +173,14 @@ async def test_a_ledger_in_postgresql_says_how_it_is_copied_and_that_way_works(
         await produce(client, 2, "goes on")
 
 
+async def test_what_was_submitted_is_said_in_a_sentence(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["submit", "--buffer-address", served.address, "--prompt", "2 + 2 ="]
+    assert await asyncio.to_thread(main, words) == 0
+    assert capsys.readouterr().out.startswith("1 prompt is queued in stream train as group train/12: headrace samples")
+    assert await asyncio.to_thread(main, [*words, "--ids"]) == 0
+    assert capsys.readouterr().out == "train/13\n"
+
+
 async def test_what_was_committed_is_exported_with_its_text(served: Served, tmp_path: Path) -> None:
     """From the run's log, and so is what the ledger has forgotten or never took."""
     groups = (await served.client.list_groups("train", [pb.GROUP_STATE_CONSUMED])).groups

@@ -19,6 +19,7 @@ from headrace.api.trainer.v1 import trainer_pb2
 from headrace.cli.main import main
 from headrace.client.rollout import RolloutClient
 from headrace.rpc.net import free_port
+from headrace.sample_log import SampleLog
 from tests.support.listening import listening_of_tree, open_to_others
 from tests.support.malformed import MALFORMED, call_raw, methods
 from tests.support.tiny_model import make_tiny_qwen3
@@ -120,6 +121,10 @@ async def test_two_data_ranks_learn_while_the_reward_service_is_replaced(tmp_pat
         assert sample.HasField("reward")
         assert (sample.reward >= 2.0) == ("length" in sample.scorer or "length" in sample.scorer_version)
         assert sample.policy_ranges
+    log = SampleLog(run.folder.samples)
+    kept = [answer for step in log.steps() for answer in log.of_step(step)]
+    assert sorted(each.sample_id for each in kept) == sorted(s.sample_id for group in trained for s in group.samples)
+    assert all(each.prompt and each.reward is not None for each in kept)
     judges = {(sample.scorer, sample.scorer_version) for group in trained for sample in group.samples}
     assert len(judges) == 2
     assert max(r.policy_version for group in trained for s in group.samples for r in s.policy_ranges) >= 30

@@ -252,6 +252,18 @@ def test_the_same_command_on_a_finished_run_says_so_at_once(
     assert f"{run.path} has finished 3 of 3 steps" in capsys.readouterr().out
 
 
+def test_a_changed_batch_size_is_refused_before_anything_is_checked_or_started(
+    load_with, job_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ended_run(load_with, tmp_path, 2)
+    (run.ledger / "state.sqlite").touch()
+    words = ["--run-dir", str(tmp_path), "--num-rollout", "3", "--rollout-batch-size", "8", "--global-batch-size", "32"]
+    assert main(["train", str(job_file), *words]) == 1
+    said = capsys.readouterr()
+    assert "was started with --rollout-batch-size 4, and its ledger has groups of that kind; now it is 8" in said.err
+    assert "checking" not in said.out
+
+
 def ended_run(load_with, folder: Path, saved: int) -> RunFolder:
     job = load_with("--run-dir", str(folder), "--num-rollout", "3")
     run = RunFolder(folder / job.run.run_name)

@@ -147,6 +147,12 @@ async def test_what_failed_stays_readable_and_a_folder_that_cannot_be_written_fa
         assert all(answer.failure_reason == "SCORER_RAISED" and answer.response for answer in answers)
 
 
+def test_a_job_that_wants_no_sample_log_gets_none(tmp_path: Path) -> None:
+    for sample_log_bytes, writes in ((0, False), (1, True)):
+        sections = {"model": {"hf_checkpoint": tmp_path}, "tracking": {"sample_log_bytes": sample_log_bytes}}
+        assert (FailedSamples.of(Job.model_validate(sections), tmp_path) is not None) == writes
+
+
 async def test_a_sample_that_nobody_could_judge_is_failed_and_has_no_reward(tokenizer_folder: Path) -> None:
     answers = iter([refuse("SCORER_TIMEOUT"), score(1.0), score(0.0)])
     ledger = MemoryLedger([lease(0)])
