@@ -38,7 +38,8 @@ def _policy(job: Job) -> bool:
 ALGORITHM_NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "kl_loss_coef": ("use_kl_loss", lambda job: job.train.use_kl_loss),
     "use_unbiased_kl": ("use_kl_loss", lambda job: job.train.use_kl_loss),
-    "kl_loss_type": ("use_kl_loss", _kl),
+    "kl_loss_type": ("use_kl_loss", lambda job: job.train.use_kl_loss),
+    "kl_reward_type": ("kl_coef", lambda job: job.train.kl_coef > 0),
     "ref_load": ("use_kl_loss", _kl),
     "tis_clip": ("use_tis", lambda job: job.train.use_tis),
     "tis_clip_low": ("use_tis", lambda job: job.train.use_tis),
@@ -110,6 +111,8 @@ def check_algorithm(job: Job) -> None:
                 field=name,
             )
     _losses(job)
+    _kl_once(job)
+    _mismatch_once(job)
     _whitening(job)
     _teacher(job)
     _true_on_policy(job)
@@ -136,6 +139,24 @@ def _losses(job: Job) -> None:
         raise ConfigError(
             f"advantage_estimator {job.train.advantage_estimator} has no effect with loss_type sft_loss: leave it out",
             field="advantage_estimator",
+        )
+
+
+def _kl_once(job: Job) -> None:
+    if job.train.kl_coef > 0 and job.train.use_kl_loss:
+        raise ConfigError(
+            f"kl_coef {job.train.kl_coef:g} puts the KL into the reward and use_kl_loss (kl_loss_coef "
+            f"{job.train.kl_loss_coef:g}) into the loss: it would count twice: leave one out",
+            field="kl_coef",
+        )
+
+
+def _mismatch_once(job: Job) -> None:
+    if job.train.use_tis and job.train.use_rollout_logprobs:
+        raise ConfigError(
+            "use_tis with use_rollout_logprobs corrects the mismatch of trainer and engine twice: the engine's "
+            "log-probs in the ratio are the correction already: leave one out",
+            field="use_tis",
         )
 
 
@@ -186,6 +207,8 @@ def _true_on_policy(job: Job) -> None:
         ("use_rollout_logprobs", job.train.use_rollout_logprobs, False),
         ("use_tis", job.train.use_tis, False),
         ("use_opsm", job.train.use_opsm, False),
+        ("rollout_top_p", job.rollout.rollout_top_p, 1.0),
+        ("rollout_top_k", job.rollout.rollout_top_k, None),
     ):
         if value != wanted:
             raise ConfigError(

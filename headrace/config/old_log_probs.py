@@ -7,4 +7,4 @@ from headrace.config.training import TrainSection
 
 def trains_on_old_log_probs(train: TrainSection) -> bool:
     """True also for a custom loss: they are in the batch that it is given."""
-    return train.loss_type != "sft_loss" and (train.use_tis or not train.use_rollout_logprobs)
+    return train.loss_type != "sft_loss" and not train.use_rollout_logprobs

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from headrace.config.section import Above, Coefficient, NonNegative, Positive, Rate, Section, Share
 
+KlType = Literal["k1", "k2", "k3", "low_var_kl"]
 Estimator = Literal["grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"]
 
 
@@ -47,14 +48,15 @@ class TrainSection(Section):
     kl_coef: Coefficient = Field(
         0.0, description="Weight of the KL in the reward: ppo, reinforce_plus_plus and its baseline variant."
     )
+    kl_reward_type: KlType = Field(
+        "k1", description="Estimator of the KL in the reward; only k1 has the gradient of the KL there."
+    )
     eps_clip: Above = Field(0.2, description="Lower clip of the ratio: 1 - eps.")
     eps_clip_high: Above | None = Field(None, description="Upper clip: 1 + eps; absent: eps_clip.")
     eps_clip_c: Annotated[Above, Field(gt=1)] | None = Field(None, description="Dual clip for negative advantages.")
     use_kl_loss: bool = Field(False, description="Add kl_loss_coef times the KL to the reference policy.")
     kl_loss_coef: Coefficient = Field(0.0, description="Weight of that KL.")
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = Field(
-        "low_var_kl", description="Estimator of the KL, in the loss and in the reward."
-    )
+    kl_loss_type: KlType = Field("low_var_kl", description="Estimator of the KL in the loss.")
     use_unbiased_kl: bool = Field(False, description="The KL of the loss times the importance ratio.")
     entropy_coef: Coefficient = Field(0.0, description="Weight of the entropy bonus.")
     calculate_per_token_loss: bool = Field(False, description="Mean over tokens instead of over rollouts.")

@@ -97,7 +97,7 @@ class Advantages:
         if self._job.train.kl_coef > 0:
             assert evidence.log_probs is not None
             assert evidence.reference_log_probs is not None
-            kl = kl_estimate(evidence.log_probs, evidence.reference_log_probs, self._job.train.kl_loss_type)
+            kl = kl_estimate(evidence.log_probs, evidence.reference_log_probs, self._job.train.kl_reward_type)
         columns = (evidence.log_probs, kl, evidence.teacher_log_probs, evidence.values)
         parts = zip(micro.rewards, micro.cut(micro.mask), *map(cut, columns), strict=True)
         return [Trace(*part) for part in parts]

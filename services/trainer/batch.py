@@ -32,6 +32,11 @@ class SampleFacts:
     set_aside: str | None = None
     """Why the trainer cannot use it, where it cannot: it counts as FAILED."""
 
+    @property
+    def rollout(self) -> tuple[str, str]:
+        """Names its rollout: groups number theirs as they like."""
+        return self.group_id, self.rollout_id
+
     @classmethod
     def of(cls, envelope: sample_pb2.SampleEnvelope) -> SampleFacts:
         """From the ledger's envelope. One that no sample may have is set aside, and the same each time it comes."""

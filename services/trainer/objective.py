@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headrace.config.job import Job
 from services.trainer.algorithms.kl import kl_estimate, unbiased_kl_estimate
+from services.trainer.algorithms.precision import bounded
 from services.trainer.algorithms.reduction import weighted_sum
 from services.trainer.algorithms.sft import sft_loss
 from services.trainer.corrections import choose_corrections
@@ -68,7 +69,7 @@ class Objective:
         config, micro = self._config, terms.micro
         old = micro.rollout_log_probs if config.use_rollout_logprobs else terms.trainer_log_probs
         found = self._policy_loss(terms, old)
-        ratio = found.log_ratio.exp()
+        ratio = bounded(found.log_ratio).exp()
         largest = {"ratio/max": masked_max(ratio, micro.mask)}
         hooks: dict[str, Tensor] = {}
         sums = {

@@ -65,10 +65,17 @@ class Planner:
     """The number of micro-batches is a multiple of it"""
 
     def plan(self, samples: Sequence[SampleFacts], num_steps: int) -> list[StepPlan]:
-        """`num_steps` plans that hold every sample that did not fail exactly once, in order of the batch."""
-        usable = [s for s in samples if s.status != Status.FAILED.value]
-        chunks = np.array_split(np.arange(len(usable)), num_steps)
-        return [self._step([usable[i] for i in chunk]) for chunk in chunks]
+        """`num_steps` plans that hold every sample that did not fail exactly once, in order of the batch.
+
+        Steps get equally many rollouts, for their losses are means over rollouts; a rollout is in one step.
+        """
+        rollouts: dict[tuple[str, str], list[SampleFacts]] = {}
+        for sample in samples:
+            if sample.status != Status.FAILED.value:
+                rollouts.setdefault(sample.rollout, []).append(sample)
+        whole = list(rollouts.values())
+        chunks = np.array_split(np.arange(len(whole)), num_steps)
+        return [self._step([sample for i in chunk for sample in whole[i]]) for chunk in chunks]
 
     def _step(self, samples: Sequence[SampleFacts]) -> StepPlan:
         cut = [self._micro_batches(share) for share in self._shares(samples)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, clamp
 
-from services.trainer.algorithms.precision import precise
+from services.trainer.algorithms.precision import bounded, precise
 
 
 def cispo_loss(
@@ -12,6 +12,6 @@ def cispo_loss(
 ) -> tuple[Tensor, Tensor]:
     """Loss and 0/1 indicator of clipping, float32 [B, S]: -sg(clip(r, 1 - eps_clip, 1 + eps_clip_high)) A logπ."""
     log_probs = precise(log_probs)
-    ratio = (log_probs.detach() - precise(old_log_probs.detach())).exp()
+    ratio = bounded(log_probs.detach() - precise(old_log_probs.detach())).exp()
     clipped = clamp(ratio, 1.0 - eps_clip, 1.0 + eps_clip_high)
     return -clipped * precise(advantages.detach()) * log_probs, (clipped != ratio).float()

@@ -14,12 +14,14 @@ from services.trainer.batch import SampleFacts
 class GroupRewards:
     """The judged samples of one group that did not fail.
 
-    A rollout that fanned out into several samples counts once in the statistics, by the mean of its samples' rewards.
+    A rollout that fanned out into several samples counts once in the statistics: each of them weighs 1 / their number.
     """
 
     by_sample: Mapping[str, float]
     by_rollout: Mapping[str, float]
     rollout_of: Mapping[str, str]
+    fan_out: Mapping[str, int]
+    """How many samples a rollout has here."""
 
     @property
     def are_equal(self) -> bool:
@@ -33,11 +35,23 @@ class GroupRewards:
 
     @property
     def std(self) -> float:
-        """Unbiased, over rollouts; 0 for a lone one."""
-        if len(self.by_rollout) < 2:
-            return 0.0
+        """Of the samples' rewards around the mean, unbiased in the number of rollouts."""
         mean = self.mean
-        return math.sqrt(math.fsum((r - mean) ** 2 for r in self.by_rollout.values()) / (len(self.by_rollout) - 1))
+        squares = math.fsum(self._weight(sample_id) * (r - mean) ** 2 for sample_id, r in self.by_sample.items())
+        return math.sqrt(squares / max(len(self.by_rollout) - 1, 1))
+
+    @property
+    def least_scale(self) -> float:
+        """What deviations must be divided by at least for none to exceed √n, n being the number of samples.
+
+        Weights alone do not see to that where rollouts fanned out unevenly.
+        """
+        mean = self.mean
+        largest = max(abs(reward - mean) for reward in self.by_sample.values())
+        return largest / math.sqrt(len(self.by_sample))
+
+    def _weight(self, sample_id: str) -> float:
+        return 1.0 / self.fan_out[self.rollout_of[sample_id]]
 
 
 def group_rewards(samples: Iterable[SampleFacts]) -> list[GroupRewards]:
@@ -57,6 +71,7 @@ def _group(members: Sequence[tuple[SampleFacts, float]]) -> GroupRewards:
         by_sample={sample.sample_id: reward for sample, reward in members},
         by_rollout={rollout_id: math.fsum(found) / len(found) for rollout_id, found in rollouts.items()},
         rollout_of={sample.sample_id: sample.rollout_id for sample, _ in members},
+        fan_out={rollout_id: len(found) for rollout_id, found in rollouts.items()},
     )
 
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.precision import precise
+from services.trainer.algorithms.precision import bounded, precise
 from services.trainer.algorithms.tis import ImportanceWeights
 
 
 def icepop_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, low: float, high: float) -> ImportanceWeights:
     """w = k where low ≤ k ≤ high, else 0, with k = exp(old_log_probs - rollout_log_probs) for each token."""
     gap = precise(old_log_probs.detach()) - precise(rollout_log_probs.detach())
-    ratio = gap.exp()
+    ratio = bounded(gap).exp()
     kept = (ratio >= low) & (ratio <= high)
     return ImportanceWeights(torch.where(kept, ratio, 0.0), ratio, (~kept).float(), gap.abs())

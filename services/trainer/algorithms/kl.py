@@ -6,20 +6,21 @@ from typing import Literal, assert_never
 
 from torch import Tensor
 
-from services.trainer.algorithms.precision import precise
+from services.trainer.algorithms.precision import bounded, precise
 
 KlType = Literal["k1", "k2", "k3", "low_var_kl"]
 
 KL_LIMIT = 10.0
-LOG_RATIO_LIMIT = 20.0
 
 
 def unbiased_kl_estimate(log_probs: Tensor, old_log_probs: Tensor, ref_log_probs: Tensor, kl_type: KlType) -> Tensor:
     """π/π_old times the estimate: unbiased for samples of the old policy (DeepSeek-V3.2, arXiv:2512.02556).
 
-    Gradients flow through the ratio too.
+    Of low_var_kl the product is within ±10. Gradients flow through the ratio too.
     """
-    ratio = (precise(log_probs) - precise(old_log_probs.detach())).exp()
+    ratio = bounded(precise(log_probs) - precise(old_log_probs.detach())).exp()
+    if kl_type == "low_var_kl":
+        return (ratio * kl_estimate(log_probs, ref_log_probs, "k3")).clamp(-KL_LIMIT, KL_LIMIT)
     return ratio * kl_estimate(log_probs, ref_log_probs, kl_type)
 
 
@@ -38,13 +39,11 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kl_type: KlType) -> Te
         case "k3":
             return _k3(d)
         case "low_var_kl":
-            # k3 exceeds 10 long before |d| = 20, so the first clamp changes no value: it keeps exp, hence 0 · inf in
-            # the gradient, from overflowing.
-            return _k3(d.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).clamp(-KL_LIMIT, KL_LIMIT)
+            return _k3(d).clamp(-KL_LIMIT, KL_LIMIT)
         case _:
             assert_never(kl_type)
 
 
 def _k3(d: Tensor) -> Tensor:
     # expm1 keeps the digits that exp(-d) - 1 loses where the policies agree.
-    return (-d).expm1() + d
+    return (-bounded(d)).expm1() + d

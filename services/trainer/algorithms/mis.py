@@ -10,14 +10,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.precision import precise
+from services.trainer.algorithms.precision import bounded, precise
 from services.trainer.algorithms.sequence import sequence_mean, sequence_sum
 from services.trainer.algorithms.tis import ImportanceWeights
 
 MisLevel = Literal["sequence", "geometric"]
-
-LOG_RATIO_LIMIT = 20.0
-"""exp of a whole answer's log-ratio overflows float32 from 88 on; from 20 on it is far outside of any bound."""
 
 
 def mis_weights(
@@ -30,7 +27,6 @@ def mis_weights(
     """
     gap = precise(old_log_probs.detach()) - precise(rollout_log_probs.detach())
     reduce = sequence_sum if level == "sequence" else sequence_mean
-    log_ratio = reduce(gap, mask).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    ratio = log_ratio.exp().expand(gap.shape)
+    ratio = bounded(reduce(gap, mask)).exp().expand(gap.shape)
     kept = (ratio >= low) & (ratio <= high)
     return ImportanceWeights(torch.where(kept, ratio, 0.0), ratio, (~kept).float(), gap.abs())

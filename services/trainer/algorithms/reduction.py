@@ -20,14 +20,14 @@ from services.trainer.batch import SampleFacts
 class Reduction:
     """What the weights of a step are divided by.
 
-    Counted are samples that did not fail and have a token to train. A rollout that fanned out into several samples is
-    one rollout, as long as all of them.
+    Counted are samples that did not fail. A rollout that fanned out into several samples is one rollout, as long as all
+    of them; one without a token to train counts too, with a loss of 0.
     """
 
     num_rollouts: int
     num_tokens: int
     divisors: Mapping[str, float]
-    """By sample_id: what a trained token of the sample is divided by. Failed samples have none."""
+    """By sample_id: what a trained token of the sample is divided by. Samples without such a token have none."""
 
     @classmethod
     def of(cls, samples: Sequence[SampleFacts], *, per_token: bool = False, constant: float | None = None) -> Reduction:
@@ -37,18 +37,19 @@ class Reduction:
         `per_token`: 1 / num_tokens. `constant`: 1 / constant / num_rollouts, a rollout's sum over a fixed length, so
         that long answers are not discounted (Dr.GRPO, arXiv:2503.20783).
         """
-        counted = [s for s in samples if s.status != Status.FAILED.value and s.trained_tokens]
+        counted = [s for s in samples if s.status != Status.FAILED.value]
         lengths: dict[tuple[str, str], int] = {}
         for sample in counted:
-            lengths[_rollout(sample)] = lengths.get(_rollout(sample), 0) + sample.trained_tokens
+            lengths[sample.rollout] = lengths.get(sample.rollout, 0) + sample.trained_tokens
         num_tokens = sum(lengths.values())
 
         def divisor(sample: SampleFacts) -> float:
             if per_token:
                 return float(num_tokens)
-            return (lengths[_rollout(sample)] if constant is None else constant) * float(len(lengths))
+            return (lengths[sample.rollout] if constant is None else constant) * float(len(lengths))
 
-        return cls(len(lengths), num_tokens, {sample.sample_id: divisor(sample) for sample in counted})
+        trained = [sample for sample in counted if sample.trained_tokens]
+        return cls(len(lengths), num_tokens, {sample.sample_id: divisor(sample) for sample in trained})
 
     def weight(self, sample_id: str) -> float:
         """Of each trained token of the sample; 0 for a sample that is not counted, or not of this step."""
@@ -59,7 +60,3 @@ class Reduction:
 def weighted_sum(per_token: Tensor, weights: Tensor) -> Tensor:
     """Σ weight · value as a float32 scalar; a value that is not finite where the weight is 0 does not count."""
     return (where(weights > 0, precise(per_token), 0.0) * weights).sum()
-
-
-def _rollout(sample: SampleFacts) -> tuple[str, str]:
-    return sample.group_id, sample.rollout_id

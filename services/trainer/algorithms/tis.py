@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from services.trainer.algorithms.precision import precise
+from services.trainer.algorithms.precision import bounded, precise
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,7 +19,7 @@ class ImportanceWeights:
     weights: Tensor
     """What the loss is multiplied by: the ratio within its bounds."""
     ratio: Tensor
-    """exp(trainer - engine) as it was; 1 where both agree."""
+    """exp(trainer - engine), its logarithm within ±20; 1 where both agree."""
     truncated: Tensor
     """1 where a bound took effect, else 0."""
     log_prob_gap: Tensor
@@ -29,6 +29,6 @@ class ImportanceWeights:
 def importance_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, low: float, high: float) -> ImportanceWeights:
     """w = clamp(exp(old_log_probs - rollout_log_probs), low, high): old by the trainer, rollout by the engine."""
     gap = precise(old_log_probs.detach()) - precise(rollout_log_probs.detach())
-    ratio = gap.exp()
+    ratio = bounded(gap).exp()
     weights = ratio.clamp(low, high)
     return ImportanceWeights(weights, ratio, (weights != ratio).float(), gap.abs())

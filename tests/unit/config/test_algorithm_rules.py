@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from headrace.config.algorithm_warnings import algorithm_warnings
+from headrace.config.leaf import ALIASES, leaves
 from headrace.errors import ConfigError
 
+KL_IN_REWARD = "--advantage-estimator ppo --kl-coef 0.01"
+LONE = "--n-samples-per-prompt 1"
 TEACHER = "--use-opd --opd-teacher-url http://127.0.0.1:1"
 
 
@@ -49,6 +55,11 @@ TEACHER = "--use-opd --opd-teacher-url http://127.0.0.1:1"
         (f"{TEACHER} --opd-type megatron", r"opd_teacher_url is only read by opd_type sglang"),
         ("--use-opd --opd-teacher-url there:1", r"opd_teacher_url there:1 is no URL: write http://host:port"),
         (f"{TEACHER} --rollout-temperature 0.7", r"at temperature 1, and rollout_temperature is 0.7"),
+        ("--kl-reward-type k3", r"kl_reward_type has no effect without kl_coef: add --kl-coef"),
+        ("--kl-loss-type k1", r"kl_loss_type has no effect without use_kl_loss"),
+        (f"{KL_IN_REWARD} --kl-loss-type k1", r"kl_loss_type has no effect without use_kl_loss"),
+        (f"{KL_IN_REWARD} --use-kl-loss --kl-loss-coef 0.001", r"kl_coef 0.01 .*kl_loss_coef 0.001.* count twice"),
+        ("--use-tis --use-rollout-logprobs", r"use_tis with use_rollout_logprobs corrects .* twice"),
         ("--true-on-policy-mode", r"true_on_policy_mode wants num_steps_per_rollout 1, and it is 2"),
     ],
 )
@@ -64,6 +75,8 @@ def test_what_would_have_no_effect_is_refused(load_with, flags: str, message: st
         ("--use-rollout-logprobs", r"wants use_rollout_logprobs False"),
         ("--use-tis", r"wants use_tis False"),
         ("--use-opsm", r"wants use_opsm False"),
+        ("--rollout-top-p 0.95", r"wants rollout_top_p 1.0, and it is 0.95"),
+        ("--rollout-top-k 50", r"wants rollout_top_k None, and it is 50"),
     ],
 )
 def test_true_on_policy_mode_refuses_what_makes_the_ratio_differ_from_one(load_with, flags: str, message: str) -> None:
@@ -83,9 +96,45 @@ def test_true_on_policy_mode_refuses_what_makes_the_ratio_differ_from_one(load_w
         "--use-tis --tis-mode mis --mis-level geometric --tis-threshold 2 --tis-clip-low 0.5",
         "--use-opsm --opsm-delta 0.1",
         "--use-kl-loss --kl-loss-coef 0.01 --use-unbiased-kl",
+        f"{KL_IN_REWARD} --kl-reward-type low_var_kl",
         TEACHER,
         "--true-on-policy-mode --num-steps-per-rollout 1 --true-on-policy-bound 1e-2",
     ],
 )
 def test_what_belongs_together_is_taken(load_with, flags: str) -> None:
-    load_with(*flags.split())
+    words = flags.split()
+    given = {word: value for word, value in zip(words, [*words[1:], "--"], strict=True) if word.startswith("--")}
+    job = load_with(*words)
+    for flag, value in given.items():
+        leaf = leaves()[ALIASES.get(name := flag[2:].replace("-", "_"), name)]
+        found = getattr(getattr(job, leaf.section), leaf.name)
+        assert found is True if value.startswith("--") else found == type(found)(value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "warning"),
+    [
+        ("--rollout-top-p 0.95", r"rollout_top_p 0.95: engines sample from fewer tokens"),
+        ("--rollout-top-k 20", r"rollout_top_k 20: engines sample from fewer tokens"),
+        ("--rollout-top-p 0.9 --rollout-top-k 20", r"rollout_top_p 0.9 and rollout_top_k 20: engines"),
+        (LONE, r"grpo compares the samples of a prompt, and n_samples_per_prompt is 1"),
+        (f"{LONE} --advantage-estimator rloo", r"rloo compares the samples of a prompt"),
+        ("--rollout-temperature 0", r"rollout_temperature 0: all samples of a prompt are the same"),
+    ],
+)
+def test_what_is_allowed_and_probably_not_meant_is_warned_of(load_with, flags: str, warning: str) -> None:
+    (found,) = algorithm_warnings(load_with(*flags.split()))
+    assert re.search(warning, found)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--rollout-top-p 1 --rollout-temperature 0.8",
+        f"{LONE} --disable-rewards-normalization",
+        f"{LONE} --advantage-estimator ppo",
+        f"{LONE} --loss-type sft_loss --loss-mask-type qwen3 --rollout-top-p 0.9",
+    ],
+)
+def test_what_is_meant_is_not_warned_of(load_with, flags: str) -> None:
+    assert algorithm_warnings(load_with(*flags.split())) == []

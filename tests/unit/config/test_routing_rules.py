@@ -9,7 +9,7 @@ import pytest
 
 from headrace.config.architecture import Architecture
 from headrace.config.job import Job
-from headrace.config.routing_rules import check_routing_replay
+from headrace.config.routing_rules import check_routing_replay, replays_routing
 from headrace.errors import ConfigError
 from headrace.models.registry import read_architecture
 from tests.support.tiny_families import make_tiny
@@ -34,14 +34,15 @@ def experts(folder: Path) -> Architecture:
         {},
         RECORDED,
         RECORDED | {"loss_type": "custom_loss"},
-        RECORDED | {"use_rollout_logprobs": True, "use_tis": True},
         ROLLOUTS,
         RECORDED | ROLLOUTS,
         ROLLOUTS | {"use_rollout_logprobs": True},
     ],
 )
 def test_these_may(folder: Path, experts: Architecture, train: dict[str, Any]) -> None:
-    check_routing_replay(_job(folder, train, {}), experts)
+    job = _job(folder, train, {})
+    check_routing_replay(job, experts)
+    assert replays_routing(job) == (train != {})
 
 
 @pytest.mark.parametrize(

@@ -135,8 +135,11 @@ async def test_nothing_outlives_a_launcher_that_was_killed(stage: Stage, launche
     await becomes((stage.folder / "children").exists)
     await becomes(lambda: bool(stage.children()))
     (child,) = stage.children()
+    assert alive(child)
     launcher.kill()
     await becomes(lambda: not alive(child))
+    assert launcher.wait() == -signal.SIGKILL
+    assert stage.children() == [child], "nobody started another one"
 
 
 async def test_a_service_that_keeps_dying_ends_the_run_with_its_last_lines(stage: Stage) -> None:

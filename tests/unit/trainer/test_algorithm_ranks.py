@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 Sections = Mapping[str, Mapping[str, Any]]
 TEMPERATURE, LOW, HIGH, GAMMA, LAMBDA, KL_COEF, OPD_COEF, CONSTANT = 0.8, 0.8, 1.2, 0.9, 0.7, 0.2, 0.3, 16.0
 REFERENCE = {"ref_load": "{folder}/reference"}
-WHITENED = {"normalize_advantages": True, "kl_coef": KL_COEF, "kl_loss_type": "k1"}
+WHITENED = {"normalize_advantages": True, "kl_coef": KL_COEF}
 MIS_LOW = 0.35
 HOOKS = "tests.support.trainer_hooks"
 RECOMPUTED = {"use_rollout_logprobs": False, "num_steps_per_rollout": 2}
@@ -56,7 +56,6 @@ ESTIMATORS: dict[str, Sections] = {
             "gamma": GAMMA,
             "lambd": LAMBDA,
             "kl_coef": KL_COEF,
-            "kl_loss_type": "k1",
         },
         "model": REFERENCE,
     },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from services.trainer.algorithms.reinforce_plus_plus import reinforce_plus_plus,
 from services.trainer.algorithms.rloo import rloo_rewards
 from services.trainer.algorithms.token_rewards import token_rewards
 from services.trainer.algorithms.whitening import whiten
+from services.trainer.batch import SampleFacts
 from tests.support.facts import facts, group
 
 rewards = st.floats(-10, 10, allow_nan=False).map(lambda r: round(r, 3))
@@ -86,6 +88,68 @@ def test_a_rollout_that_fanned_out_counts_once_in_its_groups_statistics() -> Non
     found = grpo_rewards([*fanned, facts("y", reward=0.0)], divide_by_std=False)
     assert found == {"x0": 0.5, "x1": 0.5, "x2": 0.5, "y": -0.5}
     assert rloo_rewards([*fanned, facts("y", reward=0.0)]) == {"x0": 1.0, "x1": 1.0, "x2": 1.0, "y": -1.0}
+
+
+@st.composite
+def fanned_groups(draw: st.DrawFn) -> list[SampleFacts]:
+    """Any sizes, ties, means that are equal but for rounding, and rewards of any magnitude; in any order."""
+    magnitude = draw(st.sampled_from([1e-8, 1e-4, 1.0, 1e4, 1e8]))
+    reward = st.one_of(
+        st.sampled_from([0.0, 0.1, 0.2, 0.3, 1.0]), st.floats(-1, 1), st.sampled_from([0.1 + 0.2, 1 + 2**-52])
+    )
+    rollouts = draw(st.lists(st.lists(reward, min_size=1, max_size=6), min_size=1, max_size=6))
+    found = [
+        facts(f"{i}/{j}", reward=magnitude * value, rollout_id=str(i))
+        for i, fanned in enumerate(rollouts)
+        for j, value in enumerate(fanned)
+    ]
+    return draw(st.permutations(found))
+
+
+def weighted_reference(samples: list[SampleFacts]) -> dict[str, float]:
+    """Mean and deviation of the samples, each weighing 1 / the samples of its rollout, in float64."""
+    fan_out = Counter(s.rollout_id for s in samples)
+    rewards = np.array([s.reward for s in samples], dtype=np.float64)
+    weights = np.array([1 / fan_out[s.rollout_id] for s in samples])
+    gaps = rewards - np.average(rewards, weights=weights)
+    std = np.sqrt((weights * gaps**2).sum() / max(weights.sum() - 1, 1))
+    found = gaps / (std + 1e-6)
+    found /= max(1.0, np.abs(found).max() / np.sqrt(len(samples)))
+    return dict(zip((s.sample_id for s in samples), found, strict=True))
+
+
+@given(fanned_groups())
+def test_no_advantage_exceeds_the_root_of_the_samples_however_rollouts_fanned_out(samples: list[SampleFacts]) -> None:
+    found = grpo_rewards(samples, divide_by_std=True)
+    assert max(map(abs, found.values())) <= np.sqrt(len(samples)) * (1 + 1e-12)
+
+
+@given(fanned_groups())
+def test_grpo_of_rollouts_that_fanned_out_is_the_weighted_reference(samples: list[SampleFacts]) -> None:
+    found, expected = grpo_rewards(samples, divide_by_std=True), weighted_reference(samples)
+    # Where rewards differ in their last bits alone, so do the two ways of summing them.
+    spread = max(s.reward for s in samples) - min(s.reward for s in samples)  # type: ignore[type-var, operator]
+    rounding = 1e-13 * max(abs(s.reward) for s in samples) / (spread + 1e-6)  # type: ignore[arg-type]
+    for sample_id, value in expected.items():
+        assert found[sample_id] == pytest.approx(0.0 if spread == 0 else value, rel=1e-6, abs=1e-9 + 1e3 * rounding)
+
+
+def test_samples_of_one_rollout_that_differ_are_divided_by_how_they_differ() -> None:
+    """Means of both rollouts are 1/2, and the samples of x are not: they were divided by 1e-6."""
+    samples = [facts("a", reward=0.0, rollout_id="x"), facts("b", reward=1.0, rollout_id="x"), facts("c", reward=0.5)]
+    found = grpo_rewards(samples, divide_by_std=True)
+    assert found == pytest.approx({"a": -1.0, "b": 1.0, "c": 0.0}, rel=1e-5)
+
+
+@given(st.lists(rewards, min_size=2, max_size=6), st.integers(1, 5))
+def test_a_fan_out_with_one_reward_has_the_advantage_of_the_rollout(values: list[float], fan_out: int) -> None:
+    """As long as no bound binds, which it never does for equal fan-outs."""
+    plain = grpo_rewards(group("g", values), divide_by_std=True)
+    fanned = [
+        facts(f"{i}/{j}", reward=value, rollout_id=str(i)) for i, value in enumerate(values) for j in range(fan_out)
+    ]
+    for sample_id, value in grpo_rewards(fanned, divide_by_std=True).items():
+        assert value == pytest.approx(plain[f"g/{sample_id.partition('/')[0]}"], rel=1e-9, abs=1e-12)
 
 
 def response(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:

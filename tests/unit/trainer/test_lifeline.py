@@ -75,8 +75,18 @@ async def test_an_error_without_a_death_is_itself() -> None:
 async def test_after_goodbye_nobody_is_missed() -> None:
     leader, follower = Lifeline(0, 2, SECRET), Lifeline(1, 2, SECRET)
     await follower.connect("127.0.0.1", await leader.listen("127.0.0.1"))
+    lost = asyncio.create_task(leader.until_lost())
+    finished = asyncio.Event()
+
+    async def work() -> None:
+        await asyncio.sleep(0.2)
+        finished.set()
+
     await follower.close()
-    await leader.guard(asyncio.sleep(0.2))
+    await leader.guard(work())
+    assert finished.is_set()
+    assert not lost.done()
+    lost.cancel()
     await leader.close()
 
 

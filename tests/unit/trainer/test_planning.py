@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.trajectory import Status
+from services.trainer.algorithms.reduction import Reduction
 from services.trainer.batch import SampleFacts
 from services.trainer.partition import partition
 from services.trainer.planning import Planner, StepPlan
@@ -109,6 +112,48 @@ def test_steps_keep_the_order_of_the_batch(lengths: list[int], steps: int) -> No
     samples = [facts(i, length) for i, length in enumerate(lengths)]
     in_order = [sorted(plan.all_sample_ids) for plan in planner(micro_batch_size=4).plan(samples, steps)]
     assert [i for ids in in_order for i in ids] == [s.sample_id for s in samples]
+
+
+@st.composite
+def fan_outs(draw: st.DrawFn) -> list[SampleFacts]:
+    """Rollouts of one to five samples, some masked and some failed; those of a rollout need not lie together."""
+    found = []
+    for number, size in enumerate(draw(st.lists(st.integers(1, 5), min_size=1, max_size=12))):
+        for _ in range(size):
+            length = draw(st.integers(0, 30))
+            status = draw(st.sampled_from([Status.COMPLETED, Status.COMPLETED, Status.FAILED]))
+            sample = facts(len(found), length, status)
+            found.append(replace(sample, group_id=f"g{number // 3}", rollout_id=f"r{number % 3}"))
+    return draw(st.permutations(found))
+
+
+@settings(deadline=None)
+@given(fan_outs(), st.integers(1, 4), st.integers(1, 3), st.sampled_from(PACKINGS))
+def test_optimizer_steps_are_split_by_rollout_and_weigh_every_token_by_the_closed_form(
+    samples: list[SampleFacts], steps: int, ranks: int, packing: Packing
+) -> None:
+    """A token of a rollout of T trained tokens, in a step of R rollouts: 1 / T / R, masked rollouts counted in R."""
+    plans = planner(ranks, packing, micro_batch_size=3).plan(samples, steps)
+    alive = [s for s in samples if s.status != Status.FAILED.value]
+    tokens_of, step_of, rollouts_of = Counter[tuple[str, str]](), {}, defaultdict[int, set[tuple[str, str]]](set)
+    for step, plan in enumerate(plans):
+        for sample in (s for s in alive if s.sample_id in plan.all_sample_ids):
+            rollout = (sample.group_id, sample.rollout_id)
+            assert step_of.setdefault(rollout, step) == step, "a rollout is in two optimizer steps"
+            tokens_of[rollout] += sample.trained_tokens
+            rollouts_of[step].add(rollout)
+    sizes = [len(rollouts_of[step]) for step in range(steps)]
+    assert max(sizes) - min(sizes) <= 1
+    for step, plan in enumerate(plans):
+        reduction = Reduction.of([s for s in samples if s.sample_id in plan.all_sample_ids])
+        expected = sum(1 for rollout in rollouts_of[step] if tokens_of[rollout]) / max(len(rollouts_of[step]), 1)
+        found = sum(
+            reduction.weight(s.sample_id) * s.trained_tokens for s in alive if s.sample_id in plan.all_sample_ids
+        )
+        assert found == pytest.approx(expected, rel=1e-12, abs=1e-15)
+        for sample in (s for s in alive if s.sample_id in plan.all_sample_ids and s.trained_tokens):
+            closed = 1 / tokens_of[(sample.group_id, sample.rollout_id)] / len(rollouts_of[step])
+            assert reduction.weight(sample.sample_id) == pytest.approx(closed, rel=1e-12)
 
 
 def test_failed_samples_are_not_trained() -> None:

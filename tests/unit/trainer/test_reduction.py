@@ -43,10 +43,10 @@ def test_the_loss_of_a_step_is_the_reference_however_it_is_split(n: int, mode: s
     size = rng.randint(1, n)
     parts = [order[i : i + size] for i in range(0, n, size)]
 
-    rows = [(m.astype(float), x) for m, x in zip(masks.numpy(), losses.double().numpy(), strict=True) if m.any()]
+    rows = [(m.astype(float), x) for m, x in zip(masks.numpy(), losses.double().numpy(), strict=True)]
     total = sum(m.sum() for m, _ in rows)
-    length = {"rollout": lambda m: m.sum(), "token": lambda m: total / len(rows), "constant": lambda m: CONSTANT}[mode]
-    expected = sum((m * x).sum() / length(m) for m, x in rows) / max(len(rows), 1)
+    length = {"rollout": lambda m: m.sum(), "token": lambda m: total / n, "constant": lambda m: CONSTANT}[mode]
+    expected = sum((m * x).sum() / max(length(m), 1 / n) for m, x in rows) / n
     assert step_loss(masks, losses, parts, mode) == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
@@ -57,14 +57,19 @@ def test_a_step_of_fully_masked_samples_is_zero(mode: str) -> None:
 
 
 def test_failed_samples_are_not_counted_as_rollouts() -> None:
-    samples = [
-        facts("a", trained_tokens=4),
-        facts("b", status="failed", trained_tokens=9),
-        facts("c", trained_tokens=0),
-    ]
+    samples = [facts("a", trained_tokens=4), facts("b", status="failed", trained_tokens=9)]
     found = Reduction.of(samples)
     assert (found.num_rollouts, found.num_tokens) == (1, 4)
-    assert [found.weight(s.sample_id) for s in samples] == [0.25, 0.0, 0.0]
+    assert [found.weight(s.sample_id) for s in samples] == [0.25, 0.0]
+
+
+def test_a_rollout_that_is_masked_in_whole_counts_with_a_loss_of_zero() -> None:
+    samples = [facts("a", trained_tokens=4), facts("masked", trained_tokens=0)]
+    found = Reduction.of(samples)
+    assert (found.num_rollouts, found.num_tokens) == (2, 4)
+    assert [found.weight(s.sample_id) for s in samples] == [0.125, 0.0]
+    assert Reduction.of(samples, constant=CONSTANT).weight("a") == 1 / CONSTANT / 2
+    assert Reduction.of(samples, per_token=True).weight("a") == 0.25
 
 
 def test_a_rollout_that_fanned_out_weighs_as_much_as_one_that_did_not() -> None:

@@ -49,7 +49,7 @@ SET_UPS: Mapping[str, tuple[str, Sections]] = {
     "critic": (
         "qwen3",
         {
-            "train": {"advantage_estimator": "ppo", "kl_coef": 0.2, "kl_loss_type": "k1"},
+            "train": {"advantage_estimator": "ppo", "kl_coef": 0.2},
             "critic": {"critic_lr": 1e-2},
             "model": {"ref_load": "{folder}/reference"},
         },
