@@ -89,7 +89,8 @@ def step_inputs(
     `rewards` come from the groups of the whole rollout batch, weights from the samples of this step, `choices` of
     experts from the samples, where they are replayed.
     """
-    of_step = [s for s in samples if s.sample_id in plan.all_sample_ids]
+    ids = plan.all_sample_ids
+    of_step = [s for s in samples if s.sample_id in ids]
     reduction = Reduction.of(of_step, per_token=config.calculate_per_token_loss, constant=config.loss_constant_length)
     lags = {s.sample_id: float(step - s.min_policy_version) for s in of_step if s.min_policy_version is not None}
     weights = {s.sample_id: reduction.weight(s.sample_id) for s in of_step}

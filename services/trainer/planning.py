@@ -13,6 +13,7 @@ import numpy as np
 
 from headrace.trajectory import Status
 from services.trainer.batch import SampleFacts
+from services.trainer.bins import best_fit, fill_in_order, longest_first, spread
 from services.trainer.partition import partition
 from services.trainer.rows import Packing, row_tokens
 
@@ -22,6 +23,8 @@ Unit = list[SampleFacts]
 
 # With fewer units than this for each data rank, groups are divided so that ranks can be balanced.
 _UNITS_PER_RANK = 4
+# Data ranks keep equal work for so many more micro-batches, and give up so much of it for fewer.
+_TOLERATED, _HEAVIER = 1.02, 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class StepPlan:
     @property
     def is_empty(self) -> bool:
         """True when every sample of it failed: there is nothing to learn, so no weight moves."""
-        return not self.all_sample_ids
+        return not any(ids for micros in self.by_data_rank for ids in micros)
 
     @property
     def all_sample_ids(self) -> frozenset[str]:
@@ -78,14 +81,19 @@ class Planner:
         return [self._step([sample for i in chunk for sample in whole[i]]) for chunk in chunks]
 
     def _step(self, samples: Sequence[SampleFacts]) -> StepPlan:
-        cut = [self._micro_batches(share) for share in self._shares(samples)]
-        most = max(1, *(len(micros) for micros in cut))
-        most = -(-most // self.multiple_of) * self.multiple_of
-        return StepPlan(tuple(tuple(micros) + ((),) * (most - len(micros)) for micros in cut))
-
-    def _shares(self, samples: Sequence[SampleFacts]) -> list[list[Unit]]:
-        """Each data rank's units; balanced ones come longest first, to be padded little."""
         units = list(self._units(samples))
+        cut = [self._micro_batches(share) for share in self._shares(units)]
+        if self.cost is not None and self.max_tokens is not None and self.dp_size > 1:
+            cut = self._fewer(cut, units, self.cost, self.max_tokens)
+        most = self._aligned(max(1, *(len(micros) for micros in cut)))
+        ids = [[tuple(s.sample_id for s in micro) for micro in micros] for micros in cut]
+        return StepPlan(tuple(tuple(micros) + ((),) * (most - len(micros)) for micros in ids))
+
+    def _aligned(self, count: int) -> int:
+        return -(-count // self.multiple_of) * self.multiple_of
+
+    def _shares(self, units: Sequence[Unit]) -> list[list[Unit]]:
+        """Each data rank's units; balanced ones come longest first, to be padded little."""
         if self.cost is None:
             return [[units[i] for i in part] for part in np.array_split(np.arange(len(units)), self.dp_size)]
         parts = partition([sum(map(self.cost, unit)) for unit in units], self.dp_size)
@@ -93,44 +101,83 @@ class Planner:
 
     def _units(self, samples: Sequence[SampleFacts]) -> Iterator[Unit]:
         """What should stay together: samples of one prompt where it is shared, else each sample by itself."""
+        if self.packing != "shared_prompts":
+            yield from ([sample] for sample in samples)
+            return
         size = max(1, len(samples) // (_UNITS_PER_RANK * self.dp_size)) if self.dp_size > 1 else len(samples)
         families: dict[tuple[str, int], Unit] = {}
-        for number, sample in enumerate(samples):
-            shared = self.packing == "shared_prompts"
-            key = (sample.group_id, sample.prompt_length) if shared else (sample.sample_id, number)
-            families.setdefault(key, []).append(sample)
+        for sample in samples:
+            families.setdefault((sample.group_id, sample.prompt_length), []).append(sample)
         for family in families.values():
             yield from (family[i : i + size] for i in range(0, len(family), size))
 
-    def _micro_batches(self, units: Sequence[Unit]) -> list[Ids]:
-        if self.max_tokens is None:
-            flat = [sample for unit in units for sample in unit]
-            size = self.micro_batch_size
-            found = [flat[i : i + size] for i in range(0, len(flat), size)]
-        else:
-            found = self._fitted(units, self.max_tokens)
-        return [tuple(s.sample_id for s in micro) for micro in found]
+    def _micro_batches(self, units: Sequence[Unit]) -> list[Unit]:
+        if self.max_tokens is not None:
+            return self._fitted(units, self.max_tokens)
+        flat = [sample for unit in units for sample in unit]
+        return [flat[i : i + self.micro_batch_size] for i in range(0, len(flat), self.micro_batch_size)]
+
+    def _fewer(self, cut: list[list[Unit]], units: Sequence[Unit], cost: Cost, max_tokens: int) -> list[list[Unit]]:
+        """`cut`, whose ranks have equal work, or micro-batches that were filled over all ranks where those are fewer.
+
+        With few micro-batches a rank, one more on a single rank is one more for all. Equal work is not given up for it:
+        a sample beyond `max_tokens` is the work of several micro-batches.
+        """
+        fitted = self._fitted(units, max_tokens)
+        each = self._aligned(-(-len(fitted) // self.dp_size))
+        if each * _TOLERATED >= self._aligned(max(map(len, cut))):
+            return cut
+        micros = self._evened(units, each * self.dp_size, max_tokens) or fitted
+        shares = spread([sum(map(cost, micro)) for micro in micros], self.dp_size, each)
+        found = [[micros[i] for i in share] for share in shares]
+        return found if _heaviest(found, cost) <= _HEAVIER * _heaviest(cut, cost) else cut
+
+    def _evened(self, units: Sequence[Unit], count: int, max_tokens: int) -> list[Unit] | None:
+        """`count` micro-batches of about equal size; None where they do not come out within `max_tokens`."""
+        if self.packing == "padded":
+            return None
+        samples = [sample for unit in units for sample in unit]
+        lengths = [_tokens(sample) for sample in samples]
+        bins = spread(lengths, count)
+        if any(sum(lengths[i] for i in indices) > max_tokens for indices in bins):
+            return None
+        return [[samples[i] for i in indices] for indices in bins if indices]
 
     def _fitted(self, units: Sequence[Unit], max_tokens: int) -> list[Unit]:
-        """First fit, longest first; a unit that is too long for a micro-batch of its own is divided."""
-        fitting = [unit for whole in units for unit in self._divided(whole, max_tokens)]
-        micros: list[Unit] = []
-        for unit in sorted(fitting, key=self._tokens, reverse=True):
-            home = next((micro for micro in micros if self._tokens([*micro, *unit]) <= max_tokens), None)
-            if home is None:
-                micros.append(list(unit))
-            else:
-                home += unit
-        return micros
+        """Few micro-batches; samples of one prompt stay together where that makes no more of them."""
+        samples = [sample for unit in units for sample in unit]
+        lengths = [_tokens(sample) for sample in samples]
+        if self.packing == "padded":
+            bins = fill_in_order(longest_first(lengths), lengths, max_tokens)
+        else:
+            bins = best_fit(lengths, max_tokens)
+        apart = [[samples[i] for i in indices] for indices in bins]
+        if self.packing != "shared_prompts":
+            return apart
+        whole = [part for unit in units for part in self._divided(unit, max_tokens)]
+        together = best_fit([self._row_tokens(unit) for unit in whole], max_tokens)
+        if len(together) > len(apart):
+            return apart
+        return [[sample for i in indices for sample in whole[i]] for indices in together]
 
     def _divided(self, unit: Unit, max_tokens: int) -> list[Unit]:
-        if len(unit) == 1 or self._tokens(unit) <= max_tokens:
+        if len(unit) == 1 or self._row_tokens(unit) <= max_tokens:
             return [unit]
         half = len(unit) // 2
         return self._divided(unit[:half], max_tokens) + self._divided(unit[half:], max_tokens)
 
-    def _tokens(self, samples: Sequence[SampleFacts]) -> int:
+    def _row_tokens(self, samples: Sequence[SampleFacts]) -> int:
         return row_tokens([(s.group_id, s.prompt_length, s.response_length) for s in samples], self.packing)
+
+
+def _tokens(sample: SampleFacts) -> int:
+    """Row positions of the sample by itself."""
+    return sample.prompt_length + sample.response_length - 1
+
+
+def _heaviest(cut: Sequence[Sequence[Unit]], cost: Cost) -> int:
+    """The work of the data rank that has most."""
+    return max(sum(cost(sample) for micro in micros for sample in micro) for micros in cut)
 
 
 def _longest(unit: Unit) -> int:

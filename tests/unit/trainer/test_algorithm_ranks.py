@@ -151,14 +151,14 @@ def test_the_first_step_has_the_loss_and_gradient_of_the_specification(runs: Pat
     answers = [Answer(network, reference, sample) for sample in told(0) if sample.reward is not None]
     advantages = _advantages(name, answers)
     length = {
-        "per_token": lambda a: sum(x.mask.sum() for x in answers) / len(_trained(answers)),
+        "per_token": lambda a: sum(x.mask.sum() for x in answers) / len(answers),
         "dr_grpo": lambda a: CONSTANT,
     }.get(name, lambda a: a.mask.sum())
     token_loss = {"gspo": _gspo, "cispo": _cispo}.get(name, _clipped)
     loss = torch.zeros((), dtype=torch.float64)
     for answer, advantage in zip(answers, advantages, strict=True):
         if answer.mask.any():
-            loss = loss + (answer.mask * token_loss(answer, advantage)).sum() / length(answer) / len(_trained(answers))
+            loss = loss + (answer.mask * token_loss(answer, advantage)).sum() / length(answer) / len(answers)
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in network.parameters() if p.grad is not None]).norm()
     found = metrics(runs / name)[0]
@@ -184,7 +184,7 @@ def test_a_critic_that_knows_nothing_yet_has_the_mean_square_of_the_returns_as_i
         float((a.mask * returns**2).sum() / a.mask.sum())
         for a, returns in zip(answers, _advantages("ppo", answers), strict=True)
         if a.mask.any()
-    ) / len(_trained(answers))
+    ) / len(answers)
     first, second = metrics(runs / "ppo")
     assert first["critic/loss"] == pytest.approx(expected, rel=1e-4)
     assert first["critic/value"] == 0.0
@@ -207,9 +207,9 @@ def test_no_algorithm_depends_on_the_layout(runs: Path, run: str) -> None:
 def test_unbiased_kl_is_the_estimate_times_the_ratio(runs: Path) -> None:
     network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
     reference = AutoModelForCausalLM.from_pretrained(runs / "reference").double()
-    answers = _trained([Answer(network, reference, sample) for sample in told(0) if sample.reward is not None])
+    answers = [Answer(network, reference, sample) for sample in told(0) if sample.reward is not None]
     expected = 0.0
-    for a in answers:
+    for a in _trained(answers):
         d = a.log_probs - a.reference
         kl = a.ratio * ((-d).exp() - 1 + d)
         expected += float(((a.mask * kl).sum() / a.mask.sum()).detach()) / len(answers)
@@ -247,7 +247,7 @@ def test_off_policy_corrections_weigh_the_loss(runs: Path, name: str) -> None:
             ratio = gap.exp() if name == "icepop" else (gap * answer.mask).sum().div(answer.mask.sum()).exp() + 0 * gap
             weight = torch.where((ratio >= (0.5 if name == "icepop" else MIS_LOW)) & (ratio <= 2.0), ratio, 0.0)
             weights.append(weight[answer.mask > 0])
-            expected += float((answer.mask * weight * -advantage).sum() / answer.mask.sum()) / len(_trained(answers))
+            expected += float((answer.mask * weight * -advantage).sum() / answer.mask.sum()) / len(answers)
     found = metrics(runs / name)[0]
     assert found["loss/policy"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert 0 < found["tis_weight/truncated"] < 1
@@ -264,8 +264,8 @@ def test_the_ratio_is_reported_over_all_trained_tokens(runs: Path) -> None:
 def test_what_a_users_tis_reports_is_averaged_as_the_loss_is(runs: Path) -> None:
     network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
     answers = [Answer(network, network, sample) for sample in told(0) if sample.reward is not None]
-    trained = _trained(answers)
-    expected = sum(float((a.ratio.detach() * a.mask).sum() / a.mask.sum()) for a in trained) / len(trained)
+    means = [float((a.ratio.detach() * a.mask).sum() / a.mask.sum()) for a in _trained(answers)]
+    expected = sum(means) / len(answers)
     found = metrics(runs / "hook_tis_once")[0]
     assert found["tis/tis"] == pytest.approx(expected, rel=1e-4)
     assert not [name for name in found if name.startswith("tis_weight/")]
@@ -295,9 +295,7 @@ def test_a_custom_loss_is_what_is_minimised(runs: Path) -> None:
     loss = torch.zeros((), dtype=torch.float64)
     for answer, advantage in zip(answers, _advantages("grpo", answers), strict=True):
         if answer.mask.any():
-            loss = loss - (answer.mask * advantage * answer.log_probs).sum() / answer.mask.sum() / len(
-                _trained(answers)
-            )
+            loss = loss - (answer.mask * advantage * answer.log_probs).sum() / answer.mask.sum() / len(answers)
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in network.parameters() if p.grad is not None]).norm()
     for run in ("hook_loss", "hook_loss@dp2", "hook_loss@pp2", "hook_loss@cp2"):
@@ -314,7 +312,7 @@ def test_post_processed_rewards_are_what_is_trained_on(runs: Path) -> None:
     for answer, advantage in zip(answers, _advantages("dr_grpo", answers), strict=True):
         if answer.mask.any():
             token_loss = _clipped(answer, 2 * advantage)
-            expected += float((answer.mask * token_loss).sum() / answer.mask.sum()) / len(_trained(answers))
+            expected += float((answer.mask * token_loss).sum() / answer.mask.sum()) / len(answers)
     assert metrics(runs / "hook_post_process")[0]["loss/policy"] == pytest.approx(expected, rel=1e-4)
     assert len(_notes(runs, "post_process")) == 2
     assert len(_notes(runs, "post_process", "notes-of-two")) == 2 * len(LAYOUTS)

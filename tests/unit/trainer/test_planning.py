@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import cProfile
+import itertools
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -170,6 +172,59 @@ def test_data_ranks_get_about_the_same_number_of_tokens(packing: Packing) -> Non
     length = {s.sample_id: tokens(s) for s in samples}
     loads = [sum(length[i] for i in plan.sample_ids(rank)) for rank in range(4)]
     assert max(loads) <= 1.05 * min(loads)
+
+
+def lengths_like(name: str, count: int, seed: int) -> list[int]:
+    numbers = random.Random(seed)
+    draw: dict[str, Callable[[], float]] = {
+        "uniform": lambda: numbers.uniform(100, 4000),
+        "lognormal": lambda: numbers.lognormvariate(6.5, 0.8),
+        "pareto": lambda: 300 * numbers.paretovariate(1.5),
+        "bimodal": lambda: numbers.gauss(*numbers.choice([(300, 40), (3500, 300)])),
+        "one giant": lambda: numbers.uniform(100, 1000),
+    }
+    found = [min(max(3, int(draw[name]())), 8192) for _ in range(count)]
+    return [*found[:-1], 8192] if name == "one giant" else found
+
+
+def first_fit(lengths: list[int], capacity: int) -> int:
+    """The micro-batches that slime packs over all ranks: first fit, as samples come."""
+    rooms: list[int] = []
+    for length in lengths:
+        home = next((i for i, room in enumerate(rooms) if room >= length), None)
+        if home is None:
+            rooms.append(capacity - length)
+        else:
+            rooms[home] -= length
+    return len(rooms)
+
+
+@pytest.mark.parametrize("packing", ["packed", "shared_prompts"])
+@pytest.mark.parametrize("name", ["uniform", "lognormal", "pareto", "bimodal", "one giant"])
+def test_micro_batches_are_no_more_than_first_fit_makes_and_ranks_have_equal_work(name: str, packing: Packing) -> None:
+    for count, ranks, capacity in itertools.product((64, 512), (1, 2, 4, 8), (8192, 16384)):
+        lengths = lengths_like(name, count, seed=count + ranks)
+        samples = [replace(facts(i, length - 2), sample_id=str(i)) for i, length in enumerate(lengths)]
+        (plan,) = planner(ranks, packing, max_tokens=capacity).plan(samples, 1)
+        slimes = -(-first_fit(lengths, capacity) // ranks)
+        assert len(plan.micro_batches(0)) <= 1.02 * slimes, (count, ranks, capacity)
+        loads = [sum(lengths[int(i)] for i in plan.sample_ids(rank)) for rank in range(ranks)]
+        if count == 512:
+            assert max(loads) <= 1.02 * sum(loads) / ranks, (count, ranks, capacity)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_planning_is_not_quadratic_in_the_samples(packing: Packing) -> None:
+    """Instructions, counted as calls: eight times the samples may cost at most twelve times as many."""
+
+    def calls(count: int) -> int:
+        lengths = lengths_like("lognormal", count, seed=1)
+        samples = [replace(facts(i, length), sample_id=str(i), group_id=str(i // 8)) for i, length in enumerate(lengths)]
+        cutter, profile = planner(8, packing, max_tokens=8192), cProfile.Profile()
+        profile.runcall(cutter.plan, samples, 2)
+        return sum(entry.callcount for entry in profile.getstats())
+
+    assert calls(4096) <= 12 * calls(512)
 
 
 def test_without_balancing_data_ranks_get_samples_as_they_come() -> None:
