@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from headrace.config.algorithm_warnings import algorithm_warnings
 from headrace.config.job import Job
 from headrace.config.launch_line_warnings import begins_anew, sequence_parallel_alone
 
 WARNINGS: Sequence[Callable[[Job], Sequence[str]]] = (
     sequence_parallel_alone,
     begins_anew,
+    algorithm_warnings,
 )
 """Each answers sentences that say what will happen and what to set; nothing where all is well."""
 

@@ -219,7 +219,9 @@ def test_planning_is_not_quadratic_in_the_samples(packing: Packing) -> None:
 
     def calls(count: int) -> int:
         lengths = lengths_like("lognormal", count, seed=1)
-        samples = [replace(facts(i, length), sample_id=str(i), group_id=str(i // 8)) for i, length in enumerate(lengths)]
+        samples = [
+            replace(facts(i, length), sample_id=str(i), group_id=str(i // 8)) for i, length in enumerate(lengths)
+        ]
         cutter, profile = planner(8, packing, max_tokens=8192), cProfile.Profile()
         profile.runcall(cutter.plan, samples, 2)
         return sum(entry.callcount for entry in profile.getstats())
