@@ -23,6 +23,8 @@ Unit = list[SampleFacts]
 
 # With fewer units than this for each data rank, groups are divided so that ranks can be balanced.
 _UNITS_PER_RANK = 4
+# Differencing balances few units better; of many, the shortest fill up what the longest left uneven, and faster.
+_FEW_UNITS = 512
 # Data ranks keep equal work for so many more micro-batches, and give up so much of it for fewer.
 _TOLERATED, _HEAVIER = 1.02, 1.1
 
@@ -96,7 +98,8 @@ class Planner:
         """Each data rank's units; balanced ones come longest first, to be padded little."""
         if self.cost is None:
             return [[units[i] for i in part] for part in np.array_split(np.arange(len(units)), self.dp_size)]
-        parts = partition([sum(map(self.cost, unit)) for unit in units], self.dp_size)
+        costs = [sum(map(self.cost, unit)) for unit in units]
+        parts = (partition if len(units) <= _FEW_UNITS else spread)(costs, self.dp_size)
         return [sorted((units[i] for i in part), key=_longest, reverse=True) for part in parts]
 
     def _units(self, samples: Sequence[SampleFacts]) -> Iterator[Unit]:
