@@ -53,6 +53,7 @@ chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 		HEADRACE_RANK_KILLS=20 HEADRACE_PLACEMENTS=1 HEADRACE_DAMAGES=1000 HEADRACE_KILL_IMAGES=every HEADRACE_POWER_COMMANDS=1000 HEADRACE_POWER_CUTS=every \
 		$(BIN)/python -m pytest tests/chaos
 	@HEADRACE_COLUMN_MIB=80 $(BIN)/python -m pytest -s tests/contract/test_columns.py -k large
+	@HEADRACE_BOMBS=100 $(BIN)/python -m pytest -s tests/contract/test_slow_answers.py
 	@HEADRACE_FUZZ=100000 $(BIN)/python -m pytest -s tests/hostile/test_fuzz.py
 	@HEADRACE_LEDGER_COMMANDS=2000 HEADRACE_LEDGER_SEEDS=15 $(BIN)/python -m pytest -s tests/hostile/test_ledger_reference.py
 	@$(BIN)/python -m tests.chaos.recovery

@@ -6,28 +6,44 @@ import importlib
 import importlib.metadata
 import importlib.util
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.judgement import ScoreItem
-from headrace.wire.limits import MAX_REGEX_SECONDS, MAX_SCORER_SECONDS
+from headrace.wire.limits import MAX_MATH_CPU_SECONDS, MAX_REGEX_SECONDS, MAX_SCORER_SECONDS
+from services.reward.cpu_limit import TooSlow, cpu_limit
+
+_SLOW_NICENESS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Builtin:
-    """A file in scorers/. `package` judges in its stead: its version is the scorer's. `max_seconds` of one item."""
+    """A file in scorers/. `package` judges in its stead: its version is the scorer's. `max_seconds` of one item.
+
+    What takes more than `cpu_seconds` of processor time, where that is set, is wrong: it scores 0.
+    """
 
     name: str
     description: str
     package: str | None = None
     version: str = "1"
     max_seconds: float = MAX_SCORER_SECONDS
+    cpu_seconds: float | None = None
 
 
 BUILTINS: Sequence[Builtin] = (
-    Builtin("deepscaler", "math, but only a boxed answer after </think> counts.", "math-verify"),
+    Builtin(
+        "deepscaler",
+        "math, but only a boxed answer after </think> counts.",
+        "math-verify",
+        cpu_seconds=MAX_MATH_CPU_SECONDS,
+    ),
     Builtin("exact_match", "1 when the response without surrounding blanks is the label."),
-    Builtin("math", "1 when the boxed or last answer equals the label, by math-verify.", "math-verify"),
+    Builtin(
+        *("math", "1 when the boxed or last answer equals the label, by math-verify.", "math-verify"),
+        cpu_seconds=MAX_MATH_CPU_SECONDS,
+    ),
     Builtin("reasoning_gym", "A reasoning_gym task's own score of the answer.", "reasoning-gym"),
     Builtin("regex", "1 when metadata.pattern, or the label, is found in the response.", max_seconds=MAX_REGEX_SECONDS),
 )
@@ -48,6 +64,21 @@ def run_builtin(name: str, item: ScoreItem) -> float:
     """The scorer's judgement. Runs in a worker; `name` is one of `BUILTINS`."""
     value: float = importlib.import_module(f"services.reward.scorers.{name}").score(item)
     return value
+
+
+def run_builtin_within(name: str, item: ScoreItem, cpu_seconds: float) -> float | None:
+    """The same; None when it is not done after so much processor time."""
+    try:
+        with cpu_limit(cpu_seconds):
+            return run_builtin(name, item)
+    except TooSlow:
+        return None
+
+
+def prepare_slow(default: str | None) -> None:
+    """As `prepare_builtin`, in a process that leaves the processors to the others."""
+    os.nice(_SLOW_NICENESS)
+    prepare_builtin(default)
 
 
 def prepare_builtin(default: str | None) -> None:

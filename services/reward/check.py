@@ -79,7 +79,7 @@ async def _try_labels(
         return
     pool = worker_pool(job.reward, registry, hook)
     judge = Judge(
-        *(registry, pool, hook_args(job), RewardMetrics()),
+        *(registry, pool, pool, hook_args(job), RewardMetrics()),
         reward_key=job.reward.reward_key,
         timeout_seconds=job.reward.reward_timeout_seconds,
     )

@@ -22,12 +22,17 @@ from headrace.wire.checks import shown
 from headrace.wire.limits import MAX_SCORE_ITEMS, MAX_SCORE_ITEMS_PER_CALLER
 from headrace.workers import WorkerBroken, WorkerCrashed, WorkerError, WorkerPool, WorkerRaised, WorkerTimeout
 from headrace.workers.turns import Caller
-from services.reward.builtin import run_builtin
+from services.reward.builtin import run_builtin, run_builtin_within
+from services.reward.cpu_limit import KILLED_BY
 from services.reward.custom import run_custom
 from services.reward.metrics import RewardMetrics
 from services.reward.registry import Registry, Scorer
 
 _BATCH_ITEMS = 64
+# Most answers take milliseconds. One that takes longer goes on where it holds up only its like.
+_QUICK_CPU_SECONDS = 0.25
+# On a machine that has this many times more to do, what needs its processor time still gets it.
+_WALL_PER_CPU = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +48,13 @@ Choice = tuple[ScoreItem, Scorer] | ScoreError
 
 
 class Judge:
-    """Judges with the registry's scorers in the pool's workers."""
+    """Judges with the registry's scorers in the pool's workers; `slow_pool` takes what is not done there at once."""
 
     def __init__(
         self,
         registry: Registry,
         pool: WorkerPool,
+        slow_pool: WorkerPool,
         args: HookArgs,
         metrics: RewardMetrics,
         *,
@@ -57,6 +63,7 @@ class Judge:
     ) -> None:
         self.registry = registry
         self._pool = pool
+        self._slow_pool = slow_pool
         self._args = args
         self._metrics = metrics
         self._reward_key = reward_key
@@ -126,9 +133,7 @@ class Judge:
 
     async def _rewards(self, scorer: Scorer, batch: Sequence[ScoreItem], caller: Caller) -> list[Reward | NoReward]:
         if scorer.hook is None:
-            limit, name = min(self._timeout_seconds, scorer.max_seconds), f"scorer {scorer.name}"
-            work = (run_builtin, scorer.name, batch[0])
-            return [await self._pool.run(*work, timeout_seconds=limit, name=name, caller=caller)]
+            return [await self._builtin(scorer, batch[0], caller)]
         rewards: list[Reward | NoReward] = await self._pool.run(
             *(run_custom, scorer.hook.path, scorer.hook.form, self._args, batch),
             timeout_seconds=self._timeout_seconds * len(batch),
@@ -138,6 +143,34 @@ class Judge:
         if len(rewards) != len(batch):  # headrace's own half of the worker sees to it, unless user code changed it
             raise Internal(f"hook {scorer.hook.path} answered {len(rewards)} rewards for {len(batch)} items")
         return rewards
+
+    async def _builtin(self, scorer: Scorer, item: ScoreItem, caller: Caller) -> float:
+        if scorer.cpu_seconds is None:
+            seconds, name = min(self._timeout_seconds, scorer.max_seconds), f"scorer {scorer.name}"
+            work = (run_builtin, scorer.name, item)
+            return float(await self._pool.run(*work, timeout_seconds=seconds, name=name, caller=caller))
+        for pool, cpu_seconds in ((self._pool, _QUICK_CPU_SECONDS), (self._slow_pool, scorer.cpu_seconds)):
+            in_time = await self._in_time(pool, scorer, item, cpu_seconds, caller)
+            if in_time is not None:
+                return in_time
+        log.info("too_slow_to_score", item=item.item_id, scorer=scorer.name, cpu_seconds=scorer.cpu_seconds)
+        return 0.0
+
+    async def _in_time(
+        self, pool: WorkerPool, scorer: Scorer, item: ScoreItem, cpu_seconds: float, caller: Caller
+    ) -> float | None:
+        """None when the item takes more processor time."""
+        seconds = max(self._timeout_seconds, _WALL_PER_CPU * cpu_seconds)
+        work = (run_builtin_within, scorer.name, item, cpu_seconds)
+        try:
+            reward: float | None = await pool.run(
+                *work, timeout_seconds=seconds, name=f"scorer {scorer.name}", caller=caller
+            )
+        except WorkerCrashed as error:
+            if error.returncode != -KILLED_BY:
+                raise
+            return None
+        return reward
 
     def _judgement(self, scorer: Scorer, reward: Reward | NoReward) -> Judgement:
         if isinstance(reward, str):

@@ -23,13 +23,14 @@ CUSTOM = "custom"
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """One way to judge. `hook` is set for a user's function, `max_seconds` of an item counts for all others."""
+    """One way to judge. `hook` is set for a user's function; the limits of an item are those of all others."""
 
     name: str
     version: str
     description: str
     hook: RewardHook | None = None
     max_seconds: float = math.inf
+    cpu_seconds: float | None = None
 
 
 class Registry:
@@ -46,7 +47,7 @@ class Registry:
         """The installed scorers and, as the default, the user's function."""
         versions = installed()
         scorers = [
-            Scorer(b.name, versions[b.name], b.description, max_seconds=b.max_seconds)
+            Scorer(b.name, versions[b.name], b.description, max_seconds=b.max_seconds, cpu_seconds=b.cpu_seconds)
             for b in BUILTINS
             if b.name in versions
         ]

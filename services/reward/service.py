@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 
@@ -14,7 +15,7 @@ from headrace.rpc.request_limits import RequestLimits
 from headrace.rpc.server import RpcServer, Service
 from headrace.wire.limits import MAX_SCORE_ITEMS, MAX_SCORE_REQUEST_BYTES
 from headrace.workers import WorkerError, WorkerPool
-from services.reward.builtin import prepare_builtin
+from services.reward.builtin import prepare_builtin, prepare_slow
 from services.reward.judge import Judge
 from services.reward.metrics import RewardMetrics
 from services.reward.registry import Registry
@@ -29,9 +30,10 @@ _ASYNC_CALLS_PER_WORKER = 32
 class RewardServer:
     """A running reward service. Built by `start`, ended by `stop` or a signal."""
 
-    def __init__(self, rpc: RpcServer, pool: WorkerPool) -> None:
+    def __init__(self, rpc: RpcServer, pool: WorkerPool, slow_pool: WorkerPool) -> None:
         self.rpc = rpc
         self.pool = pool
+        self._slow_pool = slow_pool
 
     @classmethod
     async def start(
@@ -46,10 +48,10 @@ class RewardServer:
         """Serving when it returns. Raises ConfigError for a wrong hook or rm_type, Unavailable for a taken port."""
         hook = await describe(reward)
         registry = Registry.build(reward.rm_type, hook)
-        pool = worker_pool(reward, registry, hook)
+        pool, slow_pool = worker_pool(reward, registry, hook), slow_worker_pool(reward, registry)
         metrics = RewardMetrics()
         judge = Judge(
-            *(registry, pool, args, metrics),
+            *(registry, pool, slow_pool, args, metrics),
             reward_key=reward.reward_key,
             timeout_seconds=reward.reward_timeout_seconds,
         )
@@ -71,19 +73,22 @@ class RewardServer:
         except Exception:  # whatever it is, the workers must not stay behind
             await pool.close()
             raise
-        return cls(rpc, pool)
+        return cls(rpc, pool, slow_pool)
 
     async def run_until_signal(self) -> None:
         """Serves until SIGTERM or SIGINT, drains, and ends the workers."""
         try:
             await self.rpc.run_until_signal()
         finally:
-            await self.pool.close()
+            await self._close()
 
     async def stop(self, grace_seconds: float) -> None:
         """Drains and ends the workers."""
         await self.rpc.stop(grace_seconds)
-        await self.pool.close()
+        await self._close()
+
+    async def _close(self) -> None:
+        await asyncio.gather(self.pool.close(), self._slow_pool.close())
 
 
 async def describe(reward: RewardSection) -> RewardHook | None:
@@ -117,4 +122,14 @@ def worker_pool(reward: RewardSection, registry: Registry, hook: RewardHook | No
         prepare=prepare,
         prepare_seconds=_LOAD_SECONDS,
         has_guest=True,
+    )
+
+
+def slow_worker_pool(reward: RewardSection, registry: Registry) -> WorkerPool:
+    """For answers that take long to grade. Its workers start when there are some."""
+    return WorkerPool(
+        reward.reward_workers,
+        max_waiting=MAX_SCORE_ITEMS,
+        prepare=partial(prepare_slow, registry.default),
+        prepare_seconds=_LOAD_SECONDS,
     )

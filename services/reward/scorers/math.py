@@ -1,38 +1,99 @@
-"""Mathematics, judged by math-verify: 1 when an answer in the response equals the label, else 0.
+"""Mathematics: 1 when a response's answer equals the label, else 0.
 
-The response's last boxed answer counts if it has one; otherwise the expression that math-verify finds, the last of the
-response first. Labels may be plain (`3/4`), LaTeX (`\\frac{3}{4}`, `$…$`) or boxed.
+The last boxed answer counts if there is one; otherwise what the response says that its answer is; otherwise the last
+expression that math-verify finds. Words and plain numbers are compared here, all else by math-verify. Labels may be
+plain (`3/4`), LaTeX (`\\frac{3}{4}`, `$…$`) or boxed.
 """
 
 from __future__ import annotations
 
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+import re
+from typing import Any
+
+from math_verify import LatexExtractionConfig, parse, verify
 
 from headrace.errors import InvalidArgument
 from headrace.judgement import ScoreItem
-from services.reward.scorers.answers import after_thinking, boxed
+from services.reward.scorers.answers import after_thinking
+from services.reward.scorers.math_number import is_same, number
+from services.reward.scorers.math_size import is_too_large
+from services.reward.scorers.math_text import final, normalized, unit, word
 
 # An answer further from the end is not the final one, and math-verify's patterns are slow on megabytes.
 _TAIL_CHARACTERS = 4000
+_EQUALS = re.compile(r"(?<![<>!:=\\])=(?!=)")
+_COMMANDS = re.compile(r"\\[a-zA-Z]+")
+_SMALL = re.compile(r"(?<!\d)0?\.(0+)[1-9]")
+_NAMED = re.compile(r"\s*([a-zA-Z])\s*=")
+_ROUNDING = 6
+_CASE = {False: re.RegexFlag.NOFLAG, True: re.IGNORECASE}
 
 
 def score(item: ScoreItem) -> float:
     """Raises InvalidArgument without a label, or with one that is no mathematics: no answer could match it."""
     if not item.label:
         raise InvalidArgument("scorer math compares with the label, and the item has none: set --label-key")
-    gold = _parsed(item.label)
-    if not gold:
-        raise InvalidArgument(f"scorer math cannot read the label {item.label!r:.80}: write a number or LaTeX")
+    label = normalized(item.label)
+    if not label:
+        raise InvalidArgument(f"scorer math cannot read the label {item.label!r:.80}: write a number, LaTeX or a word")
     tail = after_thinking(item.response)[-_TAIL_CHARACTERS:]
-    answer = boxed(tail)
-    target = _parsed(answer) if answer is not None else parse(tail, parsing_timeout=None)
-    return float(verify(gold, target, timeout_seconds=None))
+    answer = final(tail)
+    text = normalized(answer.text)
+    return float(_is_found(label, text) if answer.is_prose else _is_equal(label, text))
 
 
-def _parsed(text: str) -> list[object]:
-    inner = boxed(text) or text.strip().strip("$")
-    # Plain numbers read better without dollars ("1,000", "50%"), formulas only within them.
-    found: list[object] = parse(
-        f"${inner}$", [LatexExtractionConfig(), ExprExtractionConfig()], parsing_timeout=None
-    ) or parse(inner, parsing_timeout=None)
+def _is_found(label: str, prose: str) -> bool:
+    """Whether the last expression of the prose, or the word that begins or ends it, is the label."""
+    if (wanted := word(label)) is not None:
+        says = re.compile(rf"^{re.escape(wanted)}[,.:;]|(?<![\w-]){re.escape(wanted)}\)?$", _CASE[len(wanted) > 1])
+        return bool(says.search(prose))
+    if is_too_large(label) or is_too_large(prose):
+        return False
+    return _verified(_parsed(label), parse(prose, parsing_timeout=None), label)
+
+
+def _is_equal(label: str, answer: str) -> bool:
+    if not answer:
+        return False
+    if label == answer:
+        return True
+    if word(label) is not None or word(answer) is not None:
+        return word(label) == word(answer)
+    if not _EQUALS.search(label):
+        members = _EQUALS.split(answer)
+        if len(members) > 1 and not _holds(label, members):
+            return False
+    (wanted, of), (given, in_unit) = unit(label), unit(answer)
+    if of and in_unit and of != in_unit:
+        return False
+    left, right = number(wanted), number(given)
+    if left and right:
+        return is_same(left, right)
+    return _is_verified(wanted, given)
+
+
+def _holds(label: str, members: list[str]) -> bool:
+    """Of `x = 16/2 = 8` each number is the label; of `7 = 8` one is not."""
+    numbers = [member.strip() for member in members if not re.search("[a-zA-Z|]", _COMMANDS.sub("", member))]
+    return all(_is_equal(label, member) for member in numbers)
+
+
+def _is_verified(label: str, answer: str) -> bool:
+    if is_too_large(label) or is_too_large(answer):
+        return False
+    names = [match[1] for text in (label, answer) if (match := _NAMED.match(text))]
+    if len(set(names)) > 1:  # x = 1 is not y = 1
+        return False
+    return _verified(_parsed(label), _parsed(answer), label + answer)
+
+
+def _verified(gold: list[Any], target: list[Any], texts: str) -> bool:
+    # Decimals are compared to six places behind the zeros that they begin with.
+    rounding = _ROUNDING + max((len(zeros) for zeros in _SMALL.findall(texts)), default=0)
+    return bool(verify(gold, target, float_rounding=rounding, allow_set_relation_comp=True, timeout_seconds=None))
+
+
+def _parsed(text: str) -> list[Any]:
+    """All of the text, or nothing: a part of an answer is another answer."""
+    found: list[Any] = parse(f"${text}$", [LatexExtractionConfig()], parsing_timeout=None)
     return found

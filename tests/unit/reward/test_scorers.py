@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import reasoning_gym
 
 from headrace.errors import InvalidArgument
 from headrace.judgement import ScoreItem
+from services.reward.cpu_limit import TooSlow, cpu_limit
 from services.reward.scorers import deepscaler, exact_match, math, regex
 from services.reward.scorers import reasoning_gym as gym_scorer
 from services.reward.scorers.answers import after_thinking, boxed, last_line, tagged
@@ -128,3 +132,39 @@ def test_answers_are_found_where_they_are() -> None:
     assert last_line("a\n b \n\n") == "b"
     assert last_line("") == ""
     assert after_thinking("<think>a</think>b") == "b"
+
+
+def table() -> list[dict[str, str]]:
+    return [json.loads(line) for line in (Path(__file__).parent / "math_answers.jsonl").read_text().splitlines()]
+
+
+def test_the_table_of_answers_is_graded_as_it_says() -> None:
+    """Each row: a label, an answer, whether it is right, and why."""
+    rows = table()
+    assert len(rows) >= 300
+    assert len({(row["label"], row["answer"]) for row in rows}) == len(rows)
+    with cpu_limit(120):  # instead of a test that never ends
+        graded = [math.score(item(row["answer"], row["label"])) for row in rows]
+    assert [row for row, score in zip(rows, graded, strict=True) if score != (row["verdict"] == "right")] == []
+
+
+@pytest.mark.parametrize(
+    "bomb", ["9^{9^{9}}", "(" * 80 + "1" + ")" * 80, "9**9**9", r"\boxed{99999999!}", "2^{10^{10}}"]
+)
+def test_what_nobody_can_write_down_is_wrong_at_once(bomb: str) -> None:
+    with cpu_limit(1.0):
+        assert math.score(item(bomb, "5")) == 0.0
+
+
+@cpu_limit(0.05)
+def _computes_for_ever() -> None:
+    while True:
+        with suppress(Exception):  # as libraries do
+            sum(range(1000))
+
+
+def test_processor_time_is_limited_and_waiting_is_not() -> None:
+    with pytest.raises(TooSlow):
+        _computes_for_ever()
+    with cpu_limit(0.05):
+        threading.Event().wait(0.2)

@@ -1,0 +1,38 @@
+"""A limit on the processor time of a call, which a busy machine does not use up.
+
+Code in Python is ended by an exception; a process that sits in C (a power of huge integers) by the kernel, a moment
+later: its pool sees it die of `KILLED_BY`.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+KILLED_BY = signal.SIGPROF
+_GRACE_SECONDS = 0.5
+_AGAIN_SECONDS = 0.05  # a library's bare `except:` may swallow the first
+
+
+class TooSlow(BaseException):
+    """The time is used up. No Exception: libraries catch those."""
+
+
+@contextmanager
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """For the main thread of a worker. Raises TooSlow."""
+    before = signal.signal(signal.SIGVTALRM, _stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds + _GRACE_SECONDS)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _AGAIN_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise TooSlow

@@ -1,0 +1,123 @@
+"""Mathematics as people and models write it, brought into one form before it is compared."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from services.reward.scorers.answers import boxed
+
+_UNICODE = str.maketrans(
+    {
+        "−": "-",
+        "–": "-",
+        "×": r"\times ",
+        "·": r"\cdot ",
+        "≤": r"\le ",
+        "≥": r"\ge ",
+        "≠": r"\ne ",
+        "π": r"\pi ",
+        "∞": r"\infty ",
+        "∪": r"\cup ",
+        "∈": r"\in ",
+        "°": r"^\circ ",
+        **dict.fromkeys("\u00a0\u2002\u2003\u2007\u2009\u200a\u202f", " "),
+    }
+)
+_SPACES = re.compile(r"(?<!\\)\\(?:[,;: ]|q?quad\b)|~|\s+")
+_NOTHING = re.compile(r"\\(?:!|displaystyle\b|left(?![a-z])|right(?![a-z])|[bB]igg?[lr]?(?![a-z]))|\{\s*\}")
+_FRACTION = re.compile(r"\\[dtc]frac")
+_ROOT = re.compile(r"√\s*(\d+(?:\.\d+)?|[a-z]|(?=\())|(?<![\\a-z])sqrt\s*(?=\()")
+_NAMES = re.compile(r"(?<![\\a-zA-Z])(?:pi|sin|cos|tan|ln|log)(?![a-zA-Z])")
+_PARENTHESIS = re.compile(r"\\sqrt\(([^()]*)\)")
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?: \d{3})+|(?:_\d{3})+|(?:\{,\}\d{3})+)(?![\d_])")
+_COMMAS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+_BRACKETS = re.compile(r"[([{]")
+_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname)\s*\{([^{}]*)\}")
+_WORD = re.compile(r"[A-Za-z][A-Za-z' -]*[A-Za-z]")
+_CHOICE = re.compile(r"\(?([A-Z])[).]?")
+_SYMBOLS = re.compile(r"[uvwxyz]+|[a-z]|pi|oo|inf|infty|infinity", re.IGNORECASE)
+_UNIT = re.compile(
+    r"(?<=[\d}])\s*"
+    r"(?:(?P<unit>\\(?:text[a-z]*|mathrm)\s*\{[^{}]*\}|(?<=\s)(?:[a-z]{2,}[a-z ]*|[mgsLhJNWVA]))"
+    r"(?P<power>\s*\^\s*\{?[23]\}?)?|\^\s*\{?\\circ\s*\}?)$"
+)
+_MAGNITUDES = frozenset(
+    ("hundred", "thousand", "million", "billion", "trillion", "dozen", "percent", "and", "or", "to")
+)
+_SAYS = re.compile(r"(?:answer|result|solution)\s*\**(?:is|:|=)+\s*\**:?\s*([^\n]+)|####\s*([^\n]+)", re.IGNORECASE)
+
+
+def normalized(text: str) -> str:
+    """Without dollars, a box, blanks that mean nothing, and marks between thousands."""
+    text = _undressed(text.translate(_UNICODE).strip())
+    text = _FRACTION.sub(r"\\frac", _NOTHING.sub("", text)).replace(r"\varnothing", r"\emptyset")
+    text = _NAMES.sub(r"\\\g<0> ", text)
+    text = _SPACES.sub(" ", text).strip()
+    text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1]}}}" if match[1] else r"\sqrt", text)
+    text = _PARENTHESIS.sub(r"\\sqrt{\1}", text)
+    text = _THOUSANDS.sub(lambda match: re.sub(r"\{,\}|[ _]", "", match[0]), text)
+    if not _BRACKETS.search(text):  # (1,234) is a point
+        text = _COMMAS.sub(lambda match: match[0].replace(",", ""), text)
+    return text
+
+
+def _undressed(text: str) -> str:
+    while True:
+        before = text
+        text = text.strip().strip("*").rstrip(".,;").strip()
+        if (inner := boxed(text)) is not None:
+            text = inner
+        for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
+            if text.startswith(opening) and text.endswith(closing) and len(text) >= len(opening + closing):
+                text = text[len(opening) : -len(closing)]
+        text = text.removeprefix(r"\$") if not text.startswith("$") else text[1:]
+        if text == before:
+            return text
+
+
+def word(text: str) -> str | None:
+    """What a normalized text says that is a word, a phrase or a choice, and no mathematics; None for all else."""
+    said = _TEXT.sub(r" \1 ", text).strip().rstrip(".")
+    if choice := _CHOICE.fullmatch(said.strip()):
+        return choice[1]
+    if not _WORD.fullmatch(said) or _SYMBOLS.fullmatch(said):
+        return None
+    return " ".join(said.casefold().split())
+
+
+def unit(text: str) -> tuple[str, str]:
+    """A normalized text without the unit behind it, and that unit; empty where there is none."""
+    match = _UNIT.search(text)
+    if match is None or not text[: match.start()].strip():
+        return text, ""
+    name = _TEXT.sub(r"\1", match["unit"] or "").strip()
+    power = re.sub(r"[{}\s]", "", match["power"] or "")
+    if any(part in _MAGNITUDES for part in name.split()):
+        return text, ""
+    return text[: match.start()].strip(), name + power
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a response gives as its answer. Of prose it is to be looked for in `text`."""
+
+    text: str
+    is_prose: bool
+
+
+def final(response: str) -> Answer:
+    """Its last box, what it says that the answer is, its last line, or all of it."""
+    if (inner := boxed(response)) is not None:
+        return Answer(inner, is_prose=False)
+    if said := list(_SAYS.finditer(response)):
+        phrase = said[-1][1] or said[-1][2]
+        return Answer(phrase, _is_prose(phrase))
+    last = next((line for line in reversed(response.splitlines()) if line.strip()), "")
+    return Answer(response, is_prose=True) if _is_prose(last) else Answer(last, is_prose=False)
+
+
+def _is_prose(text: str) -> bool:
+    """Three words or more, or a sentence that goes on."""
+    words = re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", _TEXT.sub("", text))
+    return len(words) > 2 or bool(re.search(r"[.!?:]\s+\S", text))

@@ -1,0 +1,81 @@
+"""Answers that take for ever to grade: they are wrong, and hold up nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from headrace.client.reward import RewardClient
+from headrace.config.job import RewardSection
+from headrace.hooks import section_args
+from headrace.judgement import Score, ScoreItem
+from services.reward import judge
+from services.reward.service import RewardServer
+
+# Expanding it takes minutes, in Python.
+SLOW = r"\boxed{1+(x+y+z+w)^{90}}"
+NUM_BOMBS = int(os.environ.get("HEADRACE_BOMBS", "2"))
+
+
+@asynccontextmanager
+async def serving(num_clients: int) -> AsyncIterator[list[RewardClient]]:
+    section = RewardSection(reward_workers=2, rm_type="math")
+    server = await RewardServer.start(section, section_args(section), "127.0.0.1:0")
+    clients = [RewardClient(server.rpc.address) for _ in range(num_clients)]
+    try:
+        yield clients
+    finally:
+        for client in clients:
+            await client.close()
+        await server.stop(1)
+
+
+def items(*responses: str, label: str = "x^2") -> list[ScoreItem]:
+    return [ScoreItem(str(i), "", response, label=label) for i, response in enumerate(responses)]
+
+
+async def test_answers_that_cannot_be_graded_are_wrong_and_hold_up_nobody() -> None:
+    """`HEADRACE_BOMBS=100 pytest -s` prints how long others wait meanwhile."""
+    async with serving(2) as (attacker, other):
+        await other.score(items("x+y"), deadline_seconds=120)  # the libraries are loaded, the pool is warm
+        bombs = [asyncio.create_task(attacker.score(items(SLOW), deadline_seconds=3600)) for _ in range(NUM_BOMBS)]
+        seconds = []
+        while any(not bomb.done() for bomb in bombs):
+            started = time.monotonic()
+            right, wrong = await other.score(items(r"\boxed{x\cdot x}", "3"), deadline_seconds=120)
+            seconds.append(time.monotonic() - started)
+            assert (right.value, wrong.value) == (1.0, 0.0)
+            await asyncio.sleep(0)
+        seconds.sort()
+        p50, p99 = (seconds[len(seconds) * percent // 100] for percent in (50, 99))
+        print(f"{len(seconds)} answers of others, p50 {p50:.3f} s, p99 {p99:.3f} s")
+        scores = [score for bomb in bombs for score in await bomb]
+    assert [score.value for score in scores] == [0.0] * NUM_BOMBS
+    assert len(seconds) > NUM_BOMBS, "others are graded while the bombs are"
+
+
+async def test_a_hundred_known_bombs_are_wrong_without_being_evaluated() -> None:
+    async with serving(1) as (client,):
+        bombs = items(*["9^{9^{9}}", "(" * 80 + "1" + ")" * 80] * 50)
+        async with asyncio.timeout(60):
+            scores = await client.score(bombs, deadline_seconds=60)
+    assert [score.value for score in scores if isinstance(score, Score)] == [0.0] * 100
+
+
+def sits_in_c(name: str, item: ScoreItem, cpu_seconds: float) -> float | None:
+    """As a power of huge integers does, which no exception ends."""
+    os.kill(os.getpid(), signal.SIGPROF)
+    return 1.0
+
+
+async def test_an_answer_whose_process_the_kernel_ends_is_wrong_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "run_builtin_within", sits_in_c)
+    async with serving(1) as (client,):
+        (score,) = await client.score(items("7"), deadline_seconds=120)
+    assert score == Score(0.0, "math", "math-verify 0.9.0")
