@@ -22,11 +22,13 @@ from headrace.errors import DataLoss, DeadlineExceeded, HeadraceError
 from headrace.launch.earlier import earlier_start, has_ended
 from headrace.launch.health import is_serving
 from headrace.launch.run_folder import RunFolder
+from headrace.launch.service_log import doing
 from headrace.rpc.call import call
 from headrace.rpc.channel import connect
 
 _PATIENCE_SECONDS = 3.0
 _MAX_DAMAGES_SHOWN = 20
+_SILENT = "does not answer"
 
 
 def status(argv: Sequence[str]) -> int:
@@ -59,9 +61,16 @@ async def _status(folder: RunFolder) -> int:
     services = folder.services()
     said = await asyncio.gather(*(_said(name, entry.address) for name, entry in services.items()))
     for (name, entry), (_, detail) in zip(services.items(), said, strict=True):
+        if detail == _SILENT and name in folder.running_services():
+            detail = _not_ready(folder, name)
         table.add_row(name, entry.address, str(entry.pid or "elsewhere"), Text(detail))
     Console().print(table)
     return 0 if all(serving for serving, _ in said) else 1
+
+
+def _not_ready(folder: RunFolder, name: str) -> str:
+    last = doing(folder.logs / f"{name}.log", 0)
+    return "its process lives and does not serve yet" + (f", last: {last}" if last else "")
 
 
 async def _said(name: str, address: str) -> tuple[bool, str]:
@@ -71,10 +80,10 @@ async def _said(name: str, address: str) -> tuple[bool, str]:
         if name in _DETAILS:
             return serving, await _DETAILS[name](address)
     except DeadlineExceeded:
-        return serving, "does not answer"
+        return serving, _SILENT
     except HeadraceError as error:
         return serving, error.message
-    return serving, "serving" if serving else "does not answer"
+    return serving, "serving" if serving else _SILENT
 
 
 async def _trainer(address: str) -> str:

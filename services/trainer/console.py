@@ -127,9 +127,10 @@ class TrainerConsole:
             self._status.phase = before
             self._seconds[phase] += self._clock() - started
 
-    def open(self, ranks: Steered, world_size: int) -> None:
-        """The ranks are up; requests go to them."""
+    def open(self, ranks: Steered, world_size: int, step: int = 0) -> None:
+        """The ranks are up, restored to `step`; requests go to them."""
         self._ranks = ranks
+        self._status.step = step
         self._status.world_size = world_size
 
     def finished(self, error: str | None = None) -> None:

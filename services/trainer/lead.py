@@ -60,7 +60,7 @@ async def lead(
         publisher = _publisher(job, crew, built, rollout)
         ranks = TrainerRanks(job, crew, publisher, console, run_dir, built.checkpoints, built.restored_step)
         report.resume(built.restored_step)
-        console.open(ranks, built.layout.world_size)
+        console.open(ranks, built.layout.world_size, built.restored_step)
         await server.set_ready()
         ledger = StreamLedger(buffer, fetch.stream, console, Breaker.of(job))
         await training.train(ledger, ranks, console, schedule)

@@ -252,6 +252,16 @@ def test_the_same_command_on_a_finished_run_says_so_at_once(
     assert f"{run.path} has finished 3 of 3 steps" in capsys.readouterr().out
 
 
+def test_the_status_of_a_service_that_is_starting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunFolder(tmp_path)
+    run.logs.mkdir()
+    (run.logs / "rollout.log").write_text('{"event": "engine_starting"}\n')
+    run.write_services({"rollout": ServiceEntry("127.0.0.1:1", None, os.getpid())})
+    assert main(["status", str(tmp_path)]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "does not serve yet, last: engine starting" in printed
+
+
 def test_a_changed_batch_size_is_refused_before_anything_is_checked_or_started(
     load_with, job_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -114,7 +114,8 @@ async def test_the_first_steps_seconds_are_without_the_start(tmp_path: Path) -> 
     now = [0.0]
     report = Report(tmp_path)
     console = TrainerConsole(report, None, run="r", num_steps=4, groups_per_step=2, clock=lambda: now[0])
-    console.open(SteeredEverything(num_steps=4), 1)
+    console.open(SteeredEverything(num_steps=4), 1, step=6)
+    assert console.status.step == 6  # a resumed run says so before its first step
     now[0] += 100.0
     with console.phase(pb.PHASE_PUBLISHING):
         now[0] += 50.0
