@@ -63,6 +63,16 @@ def fitting(leaf: str, file: Path, *, group_rm: bool = False) -> list[str]:
     return exact or [node.name for node in public if _fits(node, form, _has_number)]
 
 
+def hooks_of(file: Path) -> list[str]:
+    """Everything in the file whose arguments have the names that some flag gives them, or else their number."""
+    public = [node for node in definitions("hook", file) if not node.name.startswith("_")]
+    forms = [*_FORMS.values(), _GROUP_REWARD]
+    for takes in (_has_names, _has_number):
+        if found := [node.name for node in public if any(_fits(node, form, takes) for form in forms)]:
+            return found
+    return []
+
+
 def _form(leaf: str, group_rm: bool) -> HookForm:
     return _GROUP_REWARD if group_rm and leaf == "custom_rm_path" else _FORMS[leaf]
 

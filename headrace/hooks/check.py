@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +21,14 @@ from headrace.hooks.attempt import (
     sample_answers,
     try_ledger,
 )
-from headrace.hooks.generate import takes_group
-from headrace.hooks.load import load_hook
+from headrace.hooks.convert import from_hook
+from headrace.hooks.finished import require_finished
+from headrace.hooks.generate import run_generate, takes_group
+from headrace.hooks.load import Hook, load_hook
 from headrace.hooks.reward import Reward, RewardForm, reward_hook, run_reward
+from headrace.hooks.sample import Sample
+from headrace.hooks.signature import Signature
+from headrace.hooks.stand_in_engine import stand_in_engine
 from headrace.hooks.trainer import TRAINER_FORMS, TrainerKind, trainer_hook, trainer_kind
 from headrace.workers import WorkerError, WorkerPool
 
@@ -47,39 +54,77 @@ class CheckReport:
         return not self.failed
 
 
-def check_hook(path: str, kind: Kind | None = None, args: HookArgs | None = None) -> CheckReport:
-    """Loads the hook in a worker process, recognises its kind unless given, and calls it on sample answers.
+def check_hook(
+    path: str, kind: Kind | None = None, args: HookArgs | None = None, reward_model_path: str | None = None
+) -> CheckReport:
+    """Loads the hook in a worker process, recognises its kind unless given, and calls it on samples.
 
-    Of a generate hook and of the trainer's hooks the signature is checked: calling them needs an engine or a model.
-    A filter takes what a group's reward takes, so it has to be named.
+    A generate function asks an engine that stands in for the real one. A reward class is made with `reward_model_path`,
+    else with the job's, else with an empty folder. Of most of the trainer's hooks the signature alone is checked:
+    calling them needs a model. A filter takes what a group's reward takes, so it has to be named.
     """
-    return asyncio.run(_check(path, kind, args or sample_args()))
+    return asyncio.run(_check(path, kind, args or sample_args(), reward_model_path))
 
 
-async def _check(path: str, kind: Kind | None, args: HookArgs) -> CheckReport:
+async def _check(path: str, kind: Kind | None, args: HookArgs, reward_model_path: str | None) -> CheckReport:
     report = CheckReport(path, kind)
     pool, name = WorkerPool(1), f"hook {path}"
     try:
         report.kind, report.version = await pool.run(recognise, path, kind, timeout_seconds=_LOAD_SECONDS, name=name)
-        what = "class" if report.kind == "data_source" else "function"
-        report.passed.append(f"loads, and is a {report.kind} {what}")
-        if report.kind in ("reward", "group_reward"):
-            rewards = await pool.run(try_reward, path, report.kind, args, timeout_seconds=_TRY_SECONDS, name=name)
-            report.passed.append(f"judges {len(rewards)} sample answers: {rewards}")
-        elif report.kind in LEDGER_KINDS:
-            told = await pool.run(try_ledger, path, report.kind, args, timeout_seconds=_TRY_SECONDS, name=name)
-            report.passed.append(told)
+        report.passed.append(f"loads, and is {_article(report.kind)}")
+        with tempfile.TemporaryDirectory(prefix="headrace-check-") as empty:
+            folder = reward_model_path or args.reward_model_path or empty
+            tried = HookArgs({**args, "reward_model_path": folder})
+            report.passed.append(await _tried(pool, report, tried, name))
     except WorkerError as error:
         report.failed.append(error.message)
+        if report.kind in ("reward", "group_reward") and not (reward_model_path or args.reward_model_path):
+            report.failed += await _about_its_folder(pool, path)
     finally:
         await pool.close()
     return report
 
 
+async def _tried(pool: WorkerPool, report: CheckReport, args: HookArgs, name: str) -> str:
+    path = report.path
+    match report.kind:
+        case "reward" | "group_reward" as kind:
+            rewards = await pool.run(try_reward, path, kind, args, timeout_seconds=_TRY_SECONDS, name=name)
+            return f"judges {len(rewards)} sample answers: {rewards}"
+        case "generate":
+            async with stand_in_engine() as port:
+                args = HookArgs({**args, "sglang_router_ip": "127.0.0.1", "sglang_router_port": port})
+                made: str = await pool.run(try_generate, path, args, timeout_seconds=_TRY_SECONDS, name=name)
+                return made
+        case "filter" | "buffer_filter" | "data_source" as ledger:
+            told: str = await pool.run(try_ledger, path, ledger, args, timeout_seconds=_TRY_SECONDS, name=name)
+            return told
+        case "reward_post_process":
+            processed: str = await pool.run(try_post_process, path, args, timeout_seconds=_TRY_SECONDS, name=name)
+            return processed
+    return "takes what the trainer gives; it is not called here, for that needs a model"
+
+
+async def _about_its_folder(pool: WorkerPool, path: str) -> list[str]:
+    """A hint, where a class failed that was made with an empty folder."""
+    if not await pool.run(is_class, path, timeout_seconds=_LOAD_SECONDS):
+        return []
+    return ["it was made with an empty folder: name its own with --reward-model-path FOLDER or --job JOB.toml"]
+
+
+def is_class(path: str) -> bool:
+    """Runs in a worker."""
+    return inspect.isclass(load_hook(path).target)
+
+
+def _article(kind: Kind | None) -> str:
+    return f"a {kind} {'class' if kind == 'data_source' else 'function'}"
+
+
 def recognise(path: str, kind: Kind | None) -> tuple[Kind, str]:
     """(kind, version) of the hook. Raises ConfigError when it is of no kind, or not of the one named."""
     hook = load_hook(path)
-    kind = kind or ledger_kind(hook) or trainer_kind(hook)
+    kind = kind or ledger_kind(hook) or trainer_kind(hook) or _generates(hook)
     kinds: Sequence[Kind] = (kind,) if kind else ("reward", "group_reward", "generate")
     reasons = []
     for candidate in kinds:
@@ -96,6 +141,42 @@ def recognise(path: str, kind: Kind | None) -> tuple[Kind, str]:
         except ConfigError as error:
             reasons.append(error.message)
     raise ConfigError("\n".join(dict.fromkeys(reasons)))
+
+
+def _generates(hook: Hook) -> Literal["generate"] | None:
+    """By `evaluation`, which only generate functions take, or by its name where its arguments are a group reward's."""
+    if inspect.isclass(hook.target):
+        return None
+    signature = Signature.of(hook.target)
+    says_so = "generate" in hook.target.__name__ or "rollout" in hook.target.__name__
+    takes_evaluation = "evaluation" in (*signature.required, *signature.optional)
+    return "generate" if takes_evaluation or says_so else None
+
+
+async def try_generate(path: str, args: HookArgs) -> str:
+    """What it made of two prompts. Runs in a worker. Raises InvalidArgument for what could not be trained."""
+    prompts = [Sample(index=index, prompt="What is 3 + 4?", label="7") for index in range(2)]
+    params = {"max_new_tokens": args.rollout_max_response_len, "temperature": args.rollout_temperature}
+    made = await run_generate(path, args, prompts, params, evaluation=False)
+    samples = [sample for each in made for sample in each]
+    for number, sample in enumerate(samples):
+        require_finished(path, sample)
+        from_hook(sample, sample_id=f"check/{number}", group_id="check", index=number)
+    tokens = sum(sample.response_length for sample in samples)
+    trained = sum(sample.effective_response_length for sample in samples)
+    scored = " and sets their rewards" if samples[0].reward is not None else ""
+    return f"makes {len(samples)} samples of 2 prompts{scored}: {tokens} response tokens, {trained} of them trained"
+
+
+async def try_post_process(path: str, args: HookArgs) -> str:
+    """What it made of a group's rewards. Runs in a worker. Raises InvalidArgument for what is no pair of lists."""
+    samples = sample_answers()
+    for number, sample in enumerate(samples):
+        sample.reward = float(number == 0)
+    made = load_hook(path).target(args, samples)
+    if not isinstance(made, tuple) or len(made) != 2 or any(len(part) != len(samples) for part in made):
+        raise InvalidArgument(f"hook {path} must return two lists of {len(samples)} numbers: raw rewards, rewards")
+    return f"makes {list(made[1])} of the rewards {list(made[0])}"
 
 
 async def try_reward(path: str, kind: Kind, args: HookArgs) -> list[Reward]:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
-import structlog
-from structlog.typing import EventDict
 
 from headrace.config.job import Job
 from headrace.errors import Internal
 from headrace.launch.openmp import openmp
 from headrace.preflight.report import Prompts
+from headrace.rpc.log import drop_logs
 
 _SECONDS = 180.0
 _LAST_LINES = 6
@@ -40,17 +38,12 @@ def serve_check(check: Callable[[CheckOptions, Prompts], Coroutine[Any, Any, msg
     parser.add_argument("--elsewhere", action="store_true")
     parser.add_argument("--fast", action="store_true")
     words = parser.parse_args()
-    logging.disable(logging.CRITICAL)
-    structlog.configure(processors=[_drop])
+    drop_logs()
     job = Job.model_validate_json(words.config.read_bytes())
     data = sys.stdin.buffer.read()
     prompts = msgspec.json.decode(data, type=Prompts) if data else Prompts()
     report = asyncio.run(check(CheckOptions(job, words.elsewhere, words.fast), prompts))
     sys.stdout.buffer.write(msgspec.json.encode(report))
-
-
-def _drop(logger: object, method: str, event: EventDict) -> NoReturn:
-    raise structlog.DropEvent
 
 
 class CheckProcess:

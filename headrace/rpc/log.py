@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import NoReturn
 
 import structlog
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # its stubs leave it out
@@ -36,6 +37,16 @@ def configure_logging(service: str, *, run: str | None = None, level: str = "INF
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level]),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
+
+
+def drop_logs() -> None:
+    """In a process that prints for a person: nothing of ours is logged."""
+    logging.disable(logging.CRITICAL)
+    structlog.configure(processors=[_drop])
+
+
+def _drop(logger: object, method: str, event: EventDict) -> NoReturn:
+    raise structlog.DropEvent
 
 
 def _concerns_the_server(record: logging.LogRecord) -> bool:

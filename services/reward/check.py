@@ -54,6 +54,7 @@ def _everyone_has_a_scorer(job: Job, registry: Registry, prompts: Prompts, repor
     """Rows whose scorer is not there could never be rewarded."""
     if registry.default == CUSTOM:
         return
+    generate = job.rollout.custom_generate_function_path
     way = "pass --rm-type or --custom-rm-path, or give each row a metadata.rm_type"
     if registry.default is None and not prompts.rm_types:
         report.warnings.append(f"no reward: only prompts that bring a metadata.rm_type will be scored; else {way}")
@@ -61,8 +62,12 @@ def _everyone_has_a_scorer(job: Job, registry: Registry, prompts: Prompts, repor
         chosen = registry.choose(ScoreItem("", "", "", metadata={"rm_type": name} if name else {}), None)
         if isinstance(chosen, ScoreError):
             whose = f"{scorers.count:,} of {prompts.num_rows:,} prompts ({scorers.where})"
-            what = f"{chosen.message}" if name else f"no reward scores them: {way}"
-            report.refusals.append(f"{whose}: {what}")
+            if name:
+                report.refusals.append(f"{whose}: {chosen.message}")
+            elif generate:
+                report.warnings.append(f"{whose}: nothing scores them but {generate}, which must set sample.reward")
+            else:
+                report.refusals.append(f"{whose}: no reward scores them: {way}")
 
 
 async def _try_labels(
@@ -73,6 +78,8 @@ async def _try_labels(
     if not rows:
         return
     labelled = [row for row in rows if row.prompt().HasField("label")]
+    if hook is None and registry.default is None and rows[0].where in _unscored(prompts):
+        return
     if not labelled and hook is None and registry.default != "reasoning_gym":
         where = "--label-key names their key" if job.data.label_key is None else "their label is empty"
         report.refusals.append(f"{rows[0].where} has no label, which the scorer compares with: {where}")
@@ -93,6 +100,10 @@ async def _try_labels(
         report.refuse(ConfigError(error.message), elsewhere=options.elsewhere)
     finally:
         await pool.close()
+
+
+def _unscored(prompts: Prompts) -> list[str]:
+    return [scorers.where for name, scorers in prompts.rm_types.items() if not name]
 
 
 def _one_of_each_scorer(prompts: Prompts) -> list[PromptRow]:

@@ -186,7 +186,6 @@ def test_the_engines_answer_is_taken_over(args) -> None:
         ("reward_func", "reward"),
         ("group_reward", "group_reward"),
         ("generate", "generate"),
-        ("generate_all", "generate"),
     ],
 )
 def test_check_recognises_and_tries_a_hook(source: str, name: str, kind: str) -> None:
@@ -194,6 +193,12 @@ def test_check_recognises_and_tries_a_hook(source: str, name: str, kind: str) ->
     assert report.ok, report.failed
     assert report.kind == kind
     assert report.version.startswith("sha256:")
+
+
+def test_a_generate_function_that_makes_nothing_is_recognised_and_refused(source: str) -> None:
+    report = check_hook(f"{source}:generate_all")
+    assert report.kind == "generate"
+    assert "returned a sample that cannot be trained: status is still PENDING" in report.failed[0]
 
 
 @pytest.mark.parametrize(

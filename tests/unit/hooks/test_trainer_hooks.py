@@ -18,7 +18,7 @@ def loss(args, batch, logits, sum_of_sample_mean): pass
 def tis(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kwargs): pass
 def reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss=False, more=1): pass
 def before_train_step(args, rollout_id, step_id, model, optimizer, opt_param_scheduler): pass
-def reward_post_process(args, samples): pass
+def reward_post_process(args, samples): return [s.reward for s in samples], [0.5 for _ in samples]
 
 def closed_tis(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks): pass
 def greedy_tis(args, *, pg_loss, temperature, **kwargs): pass

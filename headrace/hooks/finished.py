@@ -1,0 +1,40 @@
+"""What a generate function has to set before a sample of its can be trained.
+
+A sample that lacks any of it would be trained as nothing, without a word, so it is refused with all that is missing.
+"""
+
+from __future__ import annotations
+
+from headrace.errors import InvalidArgument
+from headrace.hooks.sample import Sample
+
+_STATUS = (
+    "status is still PENDING: set sample.status to Sample.Status.COMPLETED, TRUNCATED (a length limit ended it), "
+    "ABORTED, or FAILED with failure_reason"
+)
+_RESPONSE = (
+    "response_length is 0, and a response's text is never tokenized again: ask the engine with return_logprob, append "
+    "the token ids of its answer to sample.tokens behind the prompt's, and set response_length, rollout_log_probs and, "
+    "where there are tokens that the policy did not write, loss_mask; or set remove_sample"
+)
+_PROMPT = "all of tokens are the response: sample.tokens begin with the prompt's token ids"
+_TEXT = "response is empty, so a scorer would see nothing: set it to the text of the response's tokens"
+
+
+def require_finished(path: str, sample: Sample) -> None:
+    """Raises InvalidArgument, with reason HOOK_INCOMPLETE, for one that cannot be trained as it is."""
+    if sample.status in (Sample.Status.FAILED, Sample.Status.ABORTED):
+        return
+    missing = []
+    if sample.status is Sample.Status.PENDING:
+        missing.append(_STATUS)
+    if not sample.response_length and not sample.remove_sample:
+        missing.append(_RESPONSE)
+    if sample.response_length and len(sample.tokens) == sample.response_length and sample.prompt:
+        missing.append(_PROMPT)
+    if sample.response_length and not sample.response and sample.reward is None:
+        missing.append(_TEXT)
+    if missing:
+        raise InvalidArgument(
+            f"hook {path} returned a sample that cannot be trained: {'; '.join(missing)}", reason="HOOK_INCOMPLETE"
+        )
