@@ -33,7 +33,7 @@ from services.buffer.lease_timer import LeaseTimer
 from services.buffer.ledger import Ledger
 from services.buffer.pace import paced
 from services.buffer.payload_check import check_samples
-from services.buffer.portions import portions
+from services.buffer.portions import cut, portions
 from services.buffer.producing import GroupPut, NoLeaseReason, PutResult, Release
 from services.buffer.prompts.files import PromptFiles
 from services.buffer.retrying import Retried
@@ -52,6 +52,10 @@ NO_USER_CODE = UserCode()
 NO_PROMPT_FILES = PromptFiles()
 _SUBMITTED_AT_ONCE = 2_048
 _LOOKED_UP_AT_ONCE = 2_048
+_SMALL_BYTES = 64 << 10
+"""Payloads up to here are checked on the event loop."""
+_CHECKED_BYTES = 256 << 10
+"""Of payloads and envelopes that are checked before others have their turn."""
 _OPENING_SECONDS = 30.0
 """That the start waits for prompt files: reading a large one takes its time, one that never answers does not count."""
 
@@ -406,12 +410,24 @@ class Buffer:
         return self._watching.watch(from_position)
 
     async def _check_payloads(self, samples: Sequence[tuple[str, NewSample]]) -> None:
-        """Of groups by their ids. In a thread: hashing and asking the disk let go of the interpreter."""
-        if samples:
-            await self._hashers.run(self._check_in_thread, samples)
+        """Each with its group's id. Large payloads are hashed in a thread, which also asks the disk.
+
+        For small ones a thread costs more than it saves: it would share the interpreter with the event loop.
+        """
+        if not samples:
+            return
+        large = [one for one in samples if len(one[1].payload) > _SMALL_BYTES]
+        await self._hashers.run(self._check_in_thread, large)
+        small = samples if not large else [one for one in samples if len(one[1].payload) <= _SMALL_BYTES]
+        for some in cut(small, lambda one: len(one[1].payload) + len(one[1].record.envelope), _CHECKED_BYTES):
+            self._check(some)
+            await asyncio.sleep(0)
 
     def _check_in_thread(self, samples: Sequence[tuple[str, NewSample]]) -> None:
         self._require_disk()
+        self._check(samples)
+
+    def _check(self, samples: Sequence[tuple[str, NewSample]]) -> None:
         for _, sample in samples:
             record = sample.record
             check_payload(record.sample_id, record.digest, record.payload_bytes, sample.payload)

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from headrace.api.sample.v1 import sample_pb2 as pb
+from headrace.column import pack_column, unpack_column
 from headrace.digest import digest_of
 from headrace.errors import InvalidArgument
 from headrace.trajectory import PolicyRange, Sample, Status
 from services.buffer.payload_check import check_samples
+from services.buffer.payload_columns import columns_of
 from tests.unit.test_sample_checks import BAD_ENVELOPES, BAD_PAYLOADS, packed
 
 
@@ -36,6 +38,51 @@ def check(sample: pb.Sample, vocab_size: int | None = None) -> None:
 def test_a_good_sample_is_let_in() -> None:
     check(packed(), 6)
     check(large(), 9_000)
+
+
+def named(sample: pb.Sample, name: str) -> tuple[pb.SampleEnvelope, memoryview]:
+    sample.envelope.sample_id = name
+    return sample.envelope, memoryview(sample.payload)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [("tokens", -1), ("loss_mask", 2), ("rollout_log_probs", 0.5), ("teacher_log_probs", -1e5)]
+)
+@pytest.mark.parametrize("make", [packed, large])
+def test_a_bad_value_is_found_among_many_samples_and_its_sample_is_named(
+    make: Callable[[], pb.Sample], column: str, value: float
+) -> None:
+    def change(payload: pb.SamplePayload) -> None:
+        if column == "teacher_log_probs" and make is packed:
+            payload.columns.add().CopyFrom(payload.columns[2])
+            payload.columns[3].name = column
+        found = next(one for one in payload.columns if one.name == column)
+        values = unpack_column(found).copy()
+        values[1] = value
+        found.CopyFrom(pack_column(column, values))
+
+    samples = [named(make(), f"good-{i}") for i in range(20)]
+    check_samples(samples)
+    bad = named(_changed(make(), change), "bad")
+    bad[0].trained_tokens += column == "loss_mask" and make is packed
+    with pytest.raises(InvalidArgument, match=rf"^sample bad: {column}\[1\]"):
+        check_samples([*samples[:7], bad, *samples[7:]])
+
+
+def test_a_payload_that_is_walked_has_the_columns_that_its_class_reads() -> None:
+    arrays = [np.zeros((3, 40_000), np.float64), np.zeros(0, np.int64), np.zeros((0, 3), np.uint8)]
+    columns = [pack_column(f"column {i}", array) for i, array in enumerate(arrays)]
+    payload = pb.SamplePayload(
+        prompt="ü" * 200, metadata_json="{}", columns=columns, label="", train_metadata_json="{}"
+    )
+    data = payload.SerializeToString()
+    view = memoryview(data)
+    found = columns_of("s", view)
+    assert [(name, dtype, shape, bytes(part)) for name, dtype, shape, part in found] == [
+        (c.name, c.dtype, tuple(c.shape), c.data) for c in columns
+    ]
+    assert all(isinstance(part, memoryview) for *_, part in found)
+    assert found[0][3].obj is data  # type: ignore[union-attr]  # a slice, not a copy
 
 
 @pytest.mark.parametrize("change", BAD_PAYLOADS.values(), ids=BAD_PAYLOADS)
