@@ -52,9 +52,9 @@ NO_USER_CODE = UserCode()
 NO_PROMPT_FILES = PromptFiles()
 _SUBMITTED_AT_ONCE = 2_048
 _LOOKED_UP_AT_ONCE = 2_048
-_SMALL_BYTES = 64 << 10
+_SMALL_BYTES = 8 << 10
 """Payloads up to here are checked on the event loop."""
-_CHECKED_BYTES = 256 << 10
+_CHECKED_BYTES = 64 << 10
 """Of payloads and envelopes that are checked before others have their turn."""
 _OPENING_SECONDS = 30.0
 """That the start waits for prompt files: reading a large one takes its time, one that never answers does not count."""
@@ -412,7 +412,8 @@ class Buffer:
     async def _check_payloads(self, samples: Sequence[tuple[str, NewSample]]) -> None:
         """Each with its group's id. Large payloads are hashed in a thread, which also asks the disk.
 
-        For small ones a thread costs more than it saves: it would share the interpreter with the event loop.
+        For small ones a thread costs more than it saves: it shares the interpreter with the event loop. Larger ones
+        would keep leases waiting.
         """
         if not samples:
             return
