@@ -24,6 +24,18 @@ _JOIN_SECONDS = 120.0
 _POLL_SECONDS = 0.1
 
 
+def command(policy: str, port: int, metrics_port: int, request_seconds: float) -> list[str]:
+    """Of sglang-router. Retries are ours, and the fleet is the breaker."""
+    return [
+        *(sys.executable, "-m", "sglang_router.launch_router"),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)),
+        *("--policy", policy, "--log-level", "warn"),
+        *("--request-timeout-secs", str(int(request_seconds) + 1)),
+        *("--disable-retries", "--disable-circuit-breaker"),
+    ]
+
+
 class Router:
     """States: built → started → stopped."""
 
@@ -31,16 +43,7 @@ class Router:
         port, metrics_port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._child = ChildProcess(
-            [
-                *(sys.executable, "-m", "sglang_router.launch_router"),
-                *("--host", "127.0.0.1", "--port", str(port)),
-                *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)),
-                *("--policy", policy, "--log-level", "warn"),
-                *("--request-timeout-secs", str(int(request_seconds) + 1)),
-                *("--disable-retries", "--disable-circuit-breaker"),  # ours are the retries; the fleet is the breaker
-            ],
-            log_path,
-            {},
+            command(policy, port, metrics_port, request_seconds), log_path, {}
         )
         self._http = Http(self.url)
 

@@ -38,7 +38,7 @@ def wrap_for_data_parallel(
     ]
 
 
-def _schedule(optimizer: Any, args: MegatronArgs, num_steps: int) -> OptimizerParamScheduler:
+def parameter_schedule(optimizer: Any, args: MegatronArgs, num_steps: int) -> OptimizerParamScheduler:
     """Of the learning rate and the weight decay over `num_steps` optimizer steps."""
     decay_steps, warmup_steps = args.lr_decay_iters or num_steps, args.lr_warmup_iters
     if args.lr_warmup_fraction is not None:
@@ -82,7 +82,7 @@ class Optimizer:
         )
         self._optimizer: Any = get_megatron_optimizer(config, list(chunks))
         self._kind = args.optimizer
-        self._schedule = _schedule(self._optimizer, args, num_steps)
+        self._schedule = parameter_schedule(self._optimizer, args, num_steps)
 
     def step(self, *, updates: bool = True) -> dict[str, float]:
         """Clips, updates, moves the schedule on; returns grad_norm (before clipping) and the lr that was used.

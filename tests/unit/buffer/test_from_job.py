@@ -11,6 +11,7 @@ from headrace.errors import ConfigError
 from services.buffer.from_job import train_stream
 from services.buffer.limiter import Limiter
 from services.buffer.stream import ExpiryAction, Selection, StreamConfig
+from services.buffer.user_code import UserCode
 
 
 def stream_of(**sections: object) -> StreamConfig:
@@ -61,3 +62,34 @@ def test_policies_of_the_buffer() -> None:
     assert (config.retain_steps, config.max_groups, config.max_leases) == (5, 100, 7)
     assert config.limiter == Limiter(6, 0.5, 4.0)
     assert config.over_sampling_groups == 2
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "name"),
+    [
+        ("input_key", "question", "input_key"),
+        ("label_key", "answer", "label_key"),
+        ("metadata_key", "extra", "metadata_key"),
+        ("tool_key", "tools", "tool_key"),
+        ("priority_key", "urgent", "priority_key"),
+        ("rollout_shuffle", True, "shuffle"),
+        ("rollout_seed", 7, "seed"),
+        ("num_epoch", 3, "num_epochs"),
+        ("skip_bad_lines", True, "skip_bad_lines"),
+    ],
+)
+def test_a_file_is_walked_as_the_job_says(flag: str, value: object, name: str) -> None:
+    plain, told = (
+        stream_of(data=DataSection.model_validate({"prompt_data": ("/a.jsonl",)} | more)).files[0]
+        for more in ({}, {flag: value})
+    )
+    assert getattr(told, name) == value
+    assert getattr(plain, name) != value
+
+
+def test_user_code_chooses_the_batch_and_gives_the_prompts_within_its_time() -> None:
+    buffer = BufferSection(buffer_filter_path="a.choose", buffer_hook_timeout_seconds=5.0)
+    config = stream_of(buffer=buffer, data=DataSection(data_source_path="a.Source"))
+    assert (config.selection, config.data_source) == (Selection.HOOK, "a.Source")
+    code = UserCode.of(Job(model=ModelSection(hf_checkpoint=Path("/none")), buffer=buffer))
+    assert (code.buffer_filter_path, code.seconds) == ("a.choose", 5.0)

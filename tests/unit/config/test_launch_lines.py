@@ -71,6 +71,44 @@ def test_model_args_of_another_model_are_refused(name: str, flags: str, message:
     assert message in said
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_layers", 35),
+        ("hidden_size", 2561),
+        ("ffn_hidden_size", 9729),
+        ("num_attention_heads", 16),
+        ("num_query_groups", 4),
+        ("kv_channels", 64),
+        ("max_position_embeddings", 1),
+        ("vocab_size", 151937),
+        ("rotary_base", 5000000),
+        ("rotary_percent", 0.5),
+        ("norm_epsilon", 1e-5),
+        ("normalization", "LayerNorm"),
+        ("qk_layernorm", "false"),
+        ("add_qkv_bias", "true"),
+        ("swiglu", "false"),
+        ("untie_embeddings_and_output_weights", "true"),
+        ("no_position_embedding", "false"),
+        ("disable_bias_linear", "false"),
+        ("seq_length", 999999),
+    ],
+)
+def test_an_architecture_flag_that_says_something_else_is_refused_by_name(name: str, value: object) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    (said,) = contradictions(architecture(PRESETS["qwen3-4B"].config), megatron(read_line(f"{flag}={value}")))
+    assert said.startswith(flag)
+
+
+@pytest.mark.parametrize(
+    "line", ["--position-embedding-type learned_absolute", "--tokenizer-type Llama2Tokenizer", "--train-backend fsdp"]
+)
+def test_a_choice_with_one_answer_refuses_another(line: str) -> None:
+    with pytest.raises(ConfigError, match=f"{line.split()[0]}: should be"):
+        read_line(line)
+
+
 @pytest.mark.parametrize("flags", ["--moe-layer-freq 1", "--no-rotary-interleaved", "--no-use-rope-scaling"])
 def test_the_same_said_in_another_way_agrees(flags: str) -> None:
     assert contradictions(architecture(PRESETS["qwen3-30B-A3B"].config), megatron(read_line(flags))) == []

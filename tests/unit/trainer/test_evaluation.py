@@ -17,6 +17,7 @@ from services.trainer.loop import train
 from services.trainer.report import Report
 from services.trainer.schedule import JobSchedule
 from services.trainer.servicer import TrainerServicer
+from services.trainer.state import TrainState
 from tests.unit.trainer.test_loop import Everything
 
 
@@ -92,3 +93,41 @@ def test_warnings_survive_a_start_of_the_trainer(tmp_path: Path) -> None:
         (1, ["why"], {"eval_error": 1.0})
     ]
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["warnings"] == ["why"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [
+        ([], [0, 6]),
+        (["--eval-interval", "2"], [0, 2, 4, 6]),
+        (["--eval-interval", "4"], [0, 4, 6]),
+        (["--eval-interval", "4", "--skip-eval-before-train"], [4, 6]),
+    ],
+)
+def test_evaluations_are_due_as_eval_interval_and_skip_eval_before_train_say(
+    tmp_path: Path, load_with, flags: list[str], steps: list[int]
+) -> None:
+    (tmp_path / "eval.jsonl").write_text('{"prompt": "a"}\n')
+    data = ["--eval-prompt-data", "sums", str(tmp_path / "eval.jsonl"), "--num-rollout", "6"]
+    schedule = JobSchedule(load_with(*data, *flags))
+    assert [step for step in range(7) if schedule.evaluates(TrainState(step, step, 1))] == steps
+
+
+def test_without_eval_prompt_data_no_evaluation_is_due(load_with) -> None:
+    assert not JobSchedule(load_with()).evaluates(TrainState(0, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("flags", "due", "steps"),
+    [
+        (["--save-interval", "2"], "saves", [2, 4, 5]),
+        ([], "saves", [5]),
+        (["--update-weights-interval", "2", "--max-staleness", "1"], "publishes", [0, 2, 4, 5]),
+        ([], "publishes", [0, 1, 2, 3, 4, 5]),
+    ],
+)
+def test_checkpoints_and_publications_are_due_at_their_intervals(
+    load_with, flags: list[str], due: str, steps: list[int]
+) -> None:
+    schedule = JobSchedule(load_with("--num-rollout", "5", *flags))
+    assert [step for step in range(6) if getattr(schedule, due)(TrainState(step, step, 1))] == steps
