@@ -25,6 +25,7 @@ lint: $(STAMPS)/headrace $(STAMPS)/dev check-protos
 	@echo "── ruff";         $(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@echo "── mypy";         $(BIN)/mypy
 	@echo "── import-linter"; $(BIN)/lint-imports --no-cache
+	@echo "── flags";        $(BIN)/python -m tools.flags
 
 format: $(STAMPS)/dev
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .

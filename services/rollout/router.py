@@ -42,9 +42,7 @@ class Router:
     def __init__(self, policy: str, log_path: Path, *, request_seconds: float) -> None:
         port, metrics_port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{port}"
-        self._child = ChildProcess(
-            command(policy, port, metrics_port, request_seconds), log_path, {}
-        )
+        self._child = ChildProcess(command(policy, port, metrics_port, request_seconds), log_path, {})
         self._http = Http(self.url)
 
     async def start(self) -> None:

@@ -56,7 +56,7 @@ def run_case(case: OptimizerCase) -> None:
     initialize(case.job())
     try:
         args = megatron(case.job())
-        network = torch.nn.Linear(4, 3, bias=False)
+        network = torch.nn.Linear(4, 3, bias=False, dtype=torch.bfloat16 if args.bf16 else torch.float32)
         network.weight.data.copy_(torch.from_numpy(START))
         config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, use_cpu_initialization=True)
         wrapped = wrap_for_data_parallel(config, args, [network])  # type: ignore[list-item]  # any module will do

@@ -1,4 +1,4 @@
-"""Flags of generation act: on the parameters that engines are asked with, and on the parts that the service is built of."""
+"""Flags of generation act: on what engines are asked with, and on the parts that the service is built of."""
 
 from __future__ import annotations
 

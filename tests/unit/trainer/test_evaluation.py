@@ -122,12 +122,12 @@ def test_without_eval_prompt_data_no_evaluation_is_due(load_with) -> None:
     [
         (["--save-interval", "2"], "saves", [2, 4, 5]),
         ([], "saves", [5]),
-        (["--update-weights-interval", "2", "--max-staleness", "1"], "publishes", [0, 2, 4, 5]),
-        ([], "publishes", [0, 1, 2, 3, 4, 5]),
+        (["--update-weights-interval", "2", "--max-staleness", "1"], "publishes", [2, 4, 5]),
+        ([], "publishes", [1, 2, 3, 4, 5]),
     ],
 )
 def test_checkpoints_and_publications_are_due_at_their_intervals(
     load_with, flags: list[str], due: str, steps: list[int]
 ) -> None:
     schedule = JobSchedule(load_with("--num-rollout", "5", *flags))
-    assert [step for step in range(6) if getattr(schedule, due)(TrainState(step, step, 1))] == steps
+    assert [step for step in range(1, 6) if getattr(schedule, due)(TrainState(step, step, 1))] == steps

@@ -37,7 +37,8 @@ async def test_a_runs_rows_are_in_its_folder_and_in_tensorboard(tmp_path: Path) 
 async def test_wandb_gets_metrics_and_the_job_but_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef0123456789abcdef01234567")
     monkeypatch.setenv("JUDGE_API_KEY", "sk-very-secret")
-    asked = job(use_wandb=True, wandb_mode="offline", use_tensorboard=False)
+    names = {"wandb_project": "my-project", "wandb_group": "my-group", "wandb_team": "my-team"}
+    asked = job(use_wandb=True, wandb_mode="offline", use_tensorboard=False, **names)
     asked = asked.model_copy(
         update={"sglang": {"api_key": "sk-in-the-job", "url": "http://user:hunter2@judge.example/v1", "tp_size": 77}}
     )
@@ -50,6 +51,7 @@ async def test_wandb_gets_metrics_and_the_job_but_no_key(tmp_path: Path, monkeyp
     assert b"reward/mean" in written
     assert b"hf_checkpoint" in written
     assert b"judge.example" in written
+    assert all(name.encode() in written for name in names.values())
     for secret in (b"0123456789abcdef", b"sk-very-secret", b"sk-in-the-job", b"hunter2"):
         assert secret not in written
 

@@ -43,5 +43,10 @@ def test_an_evaluation_is_sampled_as_the_job_says(flags: dict[str, object], name
 def test_an_evaluation_has_its_data_its_samples_and_the_stops_of_training() -> None:
     job = job_of({"rollout_stop": ["</answer>"], "rollout_stop_token_ids": [7]}, n_samples_per_eval_prompt=16)
     asked = eval_dataset(job, "aime", Path("/data/aime.jsonl"), 3)
-    assert (asked.name, asked.path, asked.n_samples_per_prompt, asked.max_prompts) == ("aime", "/data/aime.jsonl", 16, 3)
+    assert (asked.name, asked.path, asked.n_samples_per_prompt, asked.max_prompts) == (
+        "aime",
+        "/data/aime.jsonl",
+        16,
+        3,
+    )
     assert (list(asked.sampling.stop), list(asked.sampling.stop_token_ids)) == (["</answer>"], [7])

@@ -1,0 +1,34 @@
+"""What a job says about a service's start and restarts is how it is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.config.job import Job
+from headrace.launch.run_folder import RunFolder
+from headrace.launch.specs import spec
+
+ADDRESSES = {
+    f"{name}_address": f"127.0.0.1:70{number}"
+    for number, name in ((10, "buffer"), (11, "rollout"), (12, "reward"), (13, "trainer"))
+}
+
+
+def job_of(folder: Path, **placement: object) -> Job:
+    services = {**ADDRESSES, "start_timeout_seconds": 12.0}
+    sections = {"model": {"hf_checkpoint": "m"}, "run": {"run_dir": str(folder)}}
+    return Job.model_validate({**sections, "services": services, "placement": placement})
+
+
+@pytest.mark.parametrize("service", ["buffer", "rollout", "reward", "trainer"])
+def test_a_service_has_start_timeout_seconds_to_answer(tmp_path: Path, service: str) -> None:
+    job = job_of(tmp_path)
+    assert spec(job, service, RunFolder(tmp_path)).start_seconds == 12.0
+
+
+def test_a_trainer_is_started_again_as_often_as_max_trainer_restarts_says(tmp_path: Path) -> None:
+    job = job_of(tmp_path, use_fault_tolerance=True, max_trainer_restarts=3)
+    assert spec(job, "trainer", RunFolder(tmp_path)).max_restarts == 3
+    assert spec(job_of(tmp_path), "trainer", RunFolder(tmp_path)).no_restart is not None
