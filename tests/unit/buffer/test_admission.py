@@ -27,3 +27,30 @@ def test_groups_that_are_out_count_as_inserted_for_the_limiter() -> None:
     limiter = Limiter(min_size=1, samples_per_insert=0.5, error_buffer=2.0)
     left = [limiter.inserts_left(num_inserted=2, num_taken=1, num_leased=leased) for leased in (0, 3, 5, 9)]
     assert left == [5, 2, 0, 0]
+
+
+def test_of_staleness_and_limiter_the_stricter_one_counts() -> None:
+    it = LedgerUnderTest()
+    it.create(max_staleness=4, groups_per_step=2, limiter=Limiter(1, 1.0, 2.0))
+    it.submit(*"abcdefgh")
+    assert len(it.lease()) == 3
+
+
+def test_a_request_that_comes_again_is_told_the_leases_that_still_live() -> None:
+    it = LedgerUnderTest()
+    it.create()
+    it.submit("a", "b")
+    first, second = it.do(it.ledger.lease(it.now, "train", "p", "same", 2))
+    it.put([first])
+    assert it.do(it.ledger.lease(it.now, "train", "p", "same", 2)) == [second]
+
+
+def test_a_lease_says_how_long_it_still_lives() -> None:
+    it = LedgerUnderTest()
+    it.create(lease_seconds=60.0)
+    it.submit("a")
+    (group,) = it.lease()
+    it.seconds += 20
+    assert it.ledger.lease_seconds_left(it.now, group.lease.lease_id) == 40.0
+    it.seconds += 100
+    assert it.ledger.lease_seconds_left(it.now, group.lease.lease_id) == 0.0

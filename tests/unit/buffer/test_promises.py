@@ -276,6 +276,7 @@ def test_promise_5_a_batchs_digest_tells_other_samples_of_the_same_groups(it: Le
     other = replace(second, samples=tuple(replace(record, digest=bytes(32)) for record in second.samples))
     assert batch_digest([first, other]) != batch.digest
     assert batch_digest([second, first]) != batch.digest
+    assert batch_digest([first, replace(second, group_id="another")]) != batch.digest
 
 
 def test_promise_5_consuming_again_changes_nothing(it: LedgerUnderTest) -> None:
@@ -504,6 +505,20 @@ def test_a_request_to_retry_that_comes_again_takes_no_group_that_failed_since() 
     again = it.do(it.ledger.retry(it.now, "train", "same", []))
     assert (answer.num_groups, again.num_groups) == (1, 1)
     assert it.states()[second.group_id] is GroupState.FAILED
+
+
+def test_a_group_that_is_retried_has_all_its_attempts_and_only_failed_ones_are() -> None:
+    it = LedgerUnderTest()
+    it.create(max_attempts=1)
+    it.submit("a", "b")
+    failed, leased = it.lease()
+    it.do(it.ledger.put(it.now, [without_samples(failed, PutOutcome.FAILED)]))
+    with pytest.raises(FailedPrecondition, match="is LEASED, only FAILED ones are tried again"):
+        it.ledger.retry(it.now, "train", "request", [failed.group_id, leased.group_id])
+    it.do(it.ledger.retry(it.now, "train", "request", [failed.group_id]))
+    assert it.ledger.book("train").groups[failed.group_id].attempts == 0
+    (again,) = it.lease()
+    assert (again.group_id, again.attempts, again.failure) == (failed.group_id, 1, None)
 
 
 @pytest.mark.parametrize(
