@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
+from headrace.errors import InvalidArgument
+from services.buffer.group import GroupState
 from services.buffer.limiter import Limiter
-from services.buffer.producing import NoLeaseReason
-from tests.support.ledger_under_test import LedgerUnderTest
+from services.buffer.producing import GroupPut, NoLeaseReason, PutOutcome, Release
+from tests.support.ledger_under_test import LedgerUnderTest, complete, sample
 
 
 def test_a_version_ahead_of_the_steps_gives_no_places() -> None:
@@ -54,3 +58,19 @@ def test_a_lease_says_how_long_it_still_lives() -> None:
     assert it.ledger.lease_seconds_left(it.now, group.lease.lease_id) == 40.0
     it.seconds += 100
     assert it.ledger.lease_seconds_left(it.now, group.lease.lease_id) == 0.0
+
+
+def test_a_call_that_names_the_same_thing_twice_is_refused() -> None:
+    it = LedgerUnderTest()
+    it.create()
+    it.submit("a", "b")
+    first, second = it.lease()
+    with pytest.raises(InvalidArgument, match="group_id"):
+        it.ledger.put(it.now, [complete(first), complete(first)])
+    same = tuple(sample(second, i, 0, sample_id=f"{first.lease.lease_id}/{i}") for i in range(2))
+    put = GroupPut(second.lease.lease_id, second.group_id, PutOutcome.COMPLETE, same)
+    with pytest.raises(InvalidArgument, match="sample_id"):
+        it.ledger.put(it.now, [complete(first), put])
+    with pytest.raises(InvalidArgument, match="lease_id"):
+        it.ledger.release(it.now, [Release(first.lease.lease_id), Release(first.lease.lease_id)])
+    assert set(it.states().values()) == {GroupState.LEASED}
