@@ -16,6 +16,7 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.cli.runs import add_run_argument, address_of
 from headrace.client.open import open_buffer
 from headrace.errors import InvalidArgument
+from headrace.label import label_text
 from headrace.trajectory import to_json
 
 _AT_ONCE = 500
@@ -93,8 +94,8 @@ def prompt_of(row: Any, prompt_id: str, chat: bool) -> sample_pb2.Prompt:
     if not isinstance(metadata, dict):
         raise InvalidArgument(f'"metadata" is {type(metadata).__name__}, an object is wanted')
     prompt = sample_pb2.Prompt(prompt_id=prompt_id, metadata_json=to_json(metadata))
-    if label is not None:
-        prompt.label = label if isinstance(label, str) else json.dumps(label)
+    if (text := label_text(label)) is not None:
+        prompt.label = text
     content = row["prompt"]
     if isinstance(content, str) and not chat:
         prompt.text = content

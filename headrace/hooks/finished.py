@@ -18,7 +18,6 @@ _RESPONSE = (
     "where there are tokens that the policy did not write, loss_mask; or set remove_sample"
 )
 _PROMPT = "all of tokens are the response: sample.tokens begin with the prompt's token ids"
-_TEXT = "response is empty, so a scorer would see nothing: set it to the text of the response's tokens"
 
 
 def require_finished(path: str, sample: Sample) -> None:
@@ -32,8 +31,6 @@ def require_finished(path: str, sample: Sample) -> None:
         missing.append(_RESPONSE)
     if sample.response_length and len(sample.tokens) == sample.response_length and sample.prompt:
         missing.append(_PROMPT)
-    if sample.response_length and not sample.response and sample.reward is None:
-        missing.append(_TEXT)
     if missing:
         raise InvalidArgument(
             f"hook {path} returned a sample that cannot be trained: {'; '.join(missing)}", reason="HOOK_INCOMPLETE"

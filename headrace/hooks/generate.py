@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from headrace.errors import InvalidArgument
 from headrace.hooks.args import HookArgs
 from headrace.hooks.load import Hook, load_hook
 from headrace.hooks.plain import plain
+from headrace.hooks.reward import checked_reward
 from headrace.hooks.sample import Sample
 from headrace.hooks.signature import Signature, wrong_signature
 
@@ -68,7 +70,16 @@ def _samples(path: str, made: Any) -> list[Sample]:
         raise InvalidArgument(
             f"hook {path} returned a list of {sorted(strangers) or 'nothing'}; it must hold at least one Sample"
         )
-    return [plain(one) for one in flat]
+    return [_plain(path, one) for one in flat]
+
+
+def _plain(path: str, sample: Sample) -> Sample:
+    if sample.reward is not None:
+        reward = checked_reward(path, sample.reward)
+        if isinstance(reward, str):
+            raise InvalidArgument(f"sample.reward: {reward}")
+        sample = replace(sample, reward=reward)
+    return plain(sample)
 
 
 async def _awaited(value: Any) -> Any:

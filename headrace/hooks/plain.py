@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from headrace.hooks.sample import Sample
+from headrace.label import label_text
 
 _STAY = ("multimodal_inputs", "multimodal_train_inputs")
 """Images and tensors that only the hook itself reads."""
@@ -50,7 +51,7 @@ _PLAIN: Mapping[str, Callable[[Any], Any]] = {
     "loss_mask": _mask,
     "rollout_log_probs": _listed,
     "teacher_log_probs": _listed,
-    "label": _text,
+    "label": label_text,
     "rollout_id": _text,
     "session_id": _text,
     "weight_versions": _texts,

@@ -67,7 +67,7 @@ async def run_reward(path: str, form: RewardForm, args: HookArgs, samples: Seque
     """One reward a sample, or why it has none. Runs in a worker. Raises InvalidArgument for any other return."""
     target = load_hook(path).target
     if form is RewardForm.SAMPLE:
-        return [_reward(path, await _awaited(target(args, sample))) for sample in samples]
+        return [checked_reward(path, await _awaited(target(args, sample))) for sample in samples]
     if form is RewardForm.GROUP:
         rewards = await _awaited(target(args, list(samples)))
     else:
@@ -80,7 +80,7 @@ async def run_reward(path: str, form: RewardForm, args: HookArgs, samples: Seque
         raise InvalidArgument(
             f"hook {path} returned {found} for {len(samples)} samples; it must return a list of as many"
         )
-    return [_reward(path, reward) for reward in rewards]
+    return [checked_reward(path, reward) for reward in rewards]
 
 
 def _form_of(hook: Hook, group_rm: bool) -> tuple[RewardForm, Any]:
@@ -106,7 +106,8 @@ def _judge(path: str, model_path: str | None) -> Any:
     return load_hook(path).target(model_path)
 
 
-def _reward(path: str, reward: Any) -> Reward | NoReward:
+def checked_reward(path: str, reward: Any) -> Reward | NoReward:
+    """What a hook gave as a reward, as a plain number or dict of them; or why it is none."""
     try:
         if not isinstance(reward, dict):
             return _number(reward)

@@ -14,11 +14,13 @@ import os
 import pickle
 import signal
 import socket
+import sysconfig
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 from headrace.errors import HeadraceError
@@ -32,6 +34,11 @@ _TRACEBACK_CHARACTERS = 32_000
 # A process that was told to end, or whose pipe was closed, takes a moment to be gone.
 _LEAVE_SECONDS = 0.3
 # Started by multiprocessing for the life of the process, not for a call.
+# Where code lies that its user did not write: headrace's own, and what Python and pip have installed.
+_LIBRARIES = (
+    str(Path(__file__).resolve().parents[1]),
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
 _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
@@ -151,7 +158,17 @@ def _raised(call_id: int, error: BaseException) -> frame.Raised:
         _printable(lambda: str(error), _MESSAGE_CHARACTERS),
         _printable(lambda: "".join(traceback.format_exception(error)), _TRACEBACK_CHARACTERS),
         isinstance(error, HeadraceError),
+        _printable(lambda: _where(error), _MESSAGE_CHARACTERS),
     )
+
+
+def _where(error: BaseException) -> str:
+    """file:line of the innermost frame that is neither headrace's nor an installed library's."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith((*_LIBRARIES, "<"))]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 def _printable(text: Callable[[], str], characters: int) -> str:

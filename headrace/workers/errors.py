@@ -44,10 +44,14 @@ class WorkerBroken(WorkerError):
 
 
 class WorkerRaised(WorkerError):
-    """The call raised an exception of class `kind`; `is_ours` when that is of `headrace.errors`' tree."""
+    """The call raised an exception of class `kind`; `is_ours` when that is of `headrace.errors`' tree.
 
-    def __init__(self, function: str, kind: str, detail: str, traceback: str, is_ours: bool) -> None:
-        super().__init__(detail if is_ours else f"{function} raised {kind}: {detail}".rstrip(": "))
+    `where` is the file and line of the user's code, if it went through any.
+    """
+
+    def __init__(self, function: str, kind: str, detail: str, traceback: str, is_ours: bool, where: str = "") -> None:
+        at = f" ({where})" if where else ""
+        super().__init__(detail if is_ours else f"{function} raised {kind}: {detail}".rstrip(": ") + at)
         self.kind = kind
         self.is_ours = is_ours
         self.detail = detail

@@ -51,13 +51,17 @@ class Returned(msgspec.Struct, tag=True, frozen=True):
 
 
 class Raised(msgspec.Struct, tag=True, frozen=True):
-    """It raised; `is_ours` says that the message is written for people and stands by itself."""
+    """It raised; `is_ours` says that the message is written for people and stands by itself.
+
+    `where` is the file and line of the user's code at which it happened; empty where none of it was on the way.
+    """
 
     call_id: int
     kind: str
     detail: str
     traceback: str
     is_ours: bool
+    where: str = ""
 
 
 class LeftBehind(msgspec.Struct, tag=True, frozen=True):

@@ -188,8 +188,8 @@ def _result(reply: frame.Reply, call: _Call) -> Any:
                 return codec.decode(call.function, result)
             except codec.Unreadable as error:
                 raise WorkerReturnedUnreadable(call.name, str(error)) from error
-        case frame.Raised(_, kind, detail, traceback, is_ours):
-            raise WorkerRaised(call.name, kind, detail, traceback, is_ours)
+        case frame.Raised(_, kind, detail, traceback, is_ours, where):
+            raise WorkerRaised(call.name, kind, detail, traceback, is_ours, where)
         case frame.LeftBehind(_, processes):
             raise WorkerLeftProcesses(call.name, processes)
         case frame.Expired():

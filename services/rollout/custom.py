@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 from headrace.config.job import Job
 from headrace.errors import ConfigError, HeadraceError, InvalidArgument, Unavailable
 from headrace.hooks import HookArgs, from_hook, hook_args, load_hook, run_generate, to_hook
 from headrace.hooks import Sample as HookSample
+from headrace.hooks.finished import require_finished
 from headrace.hooks.generate import takes_group
 from headrace.rpc.log import log
-from headrace.trajectory import Failure, Sample
+from headrace.trajectory import Failure, Sample, Status
+from headrace.wire.limits import MAX_ID_CHARACTERS
 from headrace.workers import WorkerError, WorkerPool
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.sampling import SampleRequest, failed_sample
@@ -72,24 +75,34 @@ class CustomMaker:
         try:
             async with self._places:
                 oldest, refusals = self._weights.policy_version, self._weights.refusals
-                results = await self._pool.run(run_generate, *work, timeout_seconds=self._seconds)
+                results = await self._pool.run(
+                    run_generate, *work, timeout_seconds=self._seconds, name=f"hook {self._path}"
+                )
             await self._weights.settled()
             self._require_no_refusal(refusals)
-            return [
-                sample
-                for request, made in zip(requests, results, strict=True)
-                for sample in await self._from_hooks(request, made, min(oldest, self._weights.policy_version))
-            ]
+            oldest = min(oldest, self._weights.policy_version)
+            made = [await self._of_one(*pair, oldest) for pair in zip(requests, results, strict=True)]
+            return [sample for samples in made for sample in samples]
         except WeightsRefused:
             raise
         except (WorkerError, HeadraceError) as error:
             log.warning("hook_failed", hook=self._path, sample_id=requests[0].sample_id, message=error.message)
             reason = error.reason if isinstance(error, HeadraceError) else _REASONS[type(error).__name__]
             return [failed_sample(request, Failure(reason, error.message)) for request in requests]
+
+    async def _of_one(self, request: SampleRequest, made: Sequence[HookSample], oldest: int) -> list[Sample]:
+        """What came of one request; what of it cannot be used is that request's failure."""
+        try:
+            return await self._from_hooks(request, made, oldest)
+        except WeightsRefused:
+            raise
+        except HeadraceError as error:
+            failure = Failure(error.reason, error.message)
         except Exception as error:  # what a user's function returned may be anything
-            log.warning("hook_failed", hook=self._path, sample_id=requests[0].sample_id, exc_info=error)
             message = f"what hook {self._path} returned cannot be used: {type(error).__name__}: {error}"
-            return [failed_sample(request, Failure("HOOK_INVALID", message)) for request in requests]
+            failure = Failure("HOOK_INVALID", message)
+        log.warning("hook_failed", hook=self._path, sample_id=request.sample_id, message=failure.message)
+        return [failed_sample(request, failure)]
 
     def _require_no_refusal(self, refusals: int) -> None:
         if self._weights.refusals != refusals:
@@ -101,17 +114,29 @@ class CustomMaker:
             for sample in made:
                 sample.rollout_id = request.sample_id
         for sample in made:
+            require_finished(self._path, sample)
             sample.weight_versions = [await self._version(name) for name in sample.weight_versions] or [str(oldest)]
         return [
-            from_hook(
+            self._with_reward(
+                from_hook(
+                    sample,
+                    sample_id=request.sample_id if len(made) == 1 else f"{request.sample_id}/{number}",
+                    group_id=request.group_id,
+                    index=request.index,
+                    sampling_params=request.params.for_engine(),
+                ),
                 sample,
-                sample_id=request.sample_id if len(made) == 1 else f"{request.sample_id}/{number}",
-                group_id=request.group_id,
-                index=request.index,
-                sampling_params=request.params.for_engine(),
             )
             for number, sample in enumerate(made)
         ]
+
+    def _with_reward(self, sample: Sample, made: HookSample) -> Sample:
+        """A reward that the function has set is the sample's, and no scorer is asked for another."""
+        if made.reward is None or sample.status not in (Status.COMPLETED, Status.TRUNCATED):
+            return sample
+        parts = made.reward if isinstance(made.reward, dict) else {}
+        scorer = f"hook {self._path}"[-MAX_ID_CHARACTERS:]
+        return replace(sample, reward=made.get_reward_value(self._args), reward_parts=parts, scorer=scorer)
 
     async def _version(self, name: object) -> str:
         """The policy version behind a name that an engine gave, or behind a version's own number."""

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO, NoReturn
 
 from headrace.errors import InvalidArgument
 from headrace.json_text import to_json
+from headrace.label import label_text
 from headrace.sample_checks import check_text
 from headrace.wire.checks import shown
 from headrace.wire.limits import MAX_EVAL_FILE_BYTES, MAX_EVAL_PROMPTS, MAX_PROMPT_LINE_BYTES
@@ -117,11 +118,13 @@ def _row(where: str, line: bytes, keys: EvalKeys) -> EvalRow:
             f"{where}: {keys.prompt!r} must be text or an array of messages; keys here: {shown(sorted(record))}",
             field="datasets.input_key",
         )
-    label = record.get(keys.label) if keys.label else None
     metadata = record.get(keys.metadata) if keys.metadata else None
     try:
         found = EvalRow(
-            where, prompt, None if label is None else str(label), metadata if isinstance(metadata, dict) else {}
+            where,
+            prompt,
+            label_text(record.get(keys.label)) if keys.label else None,
+            metadata if isinstance(metadata, dict) else {},
         )
         check_text("label", found.label or "")
         to_json(found.metadata)

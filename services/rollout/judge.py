@@ -71,8 +71,8 @@ class Judge:
         await asyncio.gather(*(client.close() for client in [*self._former, self._client]))
 
     async def judge(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples with rewards, or FAILED with the reason; those that failed before stay as they are."""
-        waiting = [sample for sample in samples if sample.status is not Status.FAILED]
+        """The samples with rewards, or FAILED with the reason; those that failed or have a reward stay as they are."""
+        waiting = [sample for sample in samples if sample.status is not Status.FAILED and sample.reward is None]
         if not waiting:
             return list(samples)
         self.being_scored += len(waiting)

@@ -95,7 +95,7 @@ class DataSourceWalk:
     def _prompt(self, sample: Sample, number: int) -> Prompt:
         message = sample_pb2.Prompt(prompt_id=f"{self._name}#{number}", metadata_json=to_json(sample.metadata))
         if sample.label is not None:
-            message.label = str(sample.label)
+            message.label = sample.label
         if isinstance(sample.prompt, str):
             message.text = sample.prompt
         else:

@@ -8,6 +8,7 @@ from typing import Any
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
+from headrace.label import label_text
 from headrace.wire.limits import MAX_PROMPT_BYTES
 from services.buffer.group import Prompt
 from services.buffer.source import FileSource
@@ -36,7 +37,7 @@ class RowReader:
         """A row, counted from 1. Raises InvalidArgument naming path and line."""
         try:
             prompt = _to_prompt(self.source, row)
-        except (ValueError, TypeError, RecursionError) as error:
+        except (ValueError, TypeError, RecursionError, InvalidArgument) as error:
             raise self._bad(number, error) from error
         prompt.prompt_id = f"{self.name}:{number}@{epoch}"
         if prompt.ByteSize() > MAX_PROMPT_BYTES:
@@ -65,8 +66,7 @@ def _to_prompt(source: FileSource, row: dict[str, Any]) -> sample_pb2.Prompt:
     else:
         raise TypeError(f"{source.input_key!r} must be text or an array of chat messages, is {_shown(content)}")
     if source.label_key:
-        label = _value(row, source.label_key)
-        prompt.label = label if isinstance(label, str) else _dump(label)
+        prompt.label = label_text(_value(row, source.label_key)) or ""
     if source.metadata_key and row.get(source.metadata_key) is not None:
         prompt.metadata_json = _dump(_typed(row, source.metadata_key, dict))
     if source.tool_key and row.get(source.tool_key) is not None:

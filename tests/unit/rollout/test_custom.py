@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from headrace.config.job import Job
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, InvalidArgument
+from headrace.hooks import Sample as HookSample
+from headrace.hooks import run_generate
 from headrace.trajectory import Sample, Status
 from services.rollout.custom import CustomMaker, custom_args
 from services.rollout.engine.api import SamplingParams
@@ -51,20 +53,93 @@ async def test_what_a_users_function_raises_is_its_samples_failure(tmp_path: Pat
     assert "KeyError: 'oops'" in samples[0].failure.message
 
 
+async def test_what_a_users_function_raises_is_told_with_its_own_file_and_line(tmp_path: Path) -> None:
+    code = "import json\nasync def f(args, samples, evaluation=False):\n    return json.loads('{')\n"
+    failure = (await made_by(tmp_path, code))[0].failure
+    assert failure is not None
+    assert failure.message.startswith(f"hook {tmp_path / 'hook.py'}:f raised JSONDecodeError: ")
+    assert failure.message.endswith(f"({tmp_path / 'hook.py'}:3)")
+    assert "run_generate" not in failure.message
+
+
+DOCUMENTS_FORM = """
+async def f(args, samples, evaluation=False):
+    for sample in samples:
+        sample.response = "The answer is 7."
+        sample.reward = 1.0
+        sample.loss_mask = [1, 1, 1, 1]
+    return samples
+"""
+
+
+async def test_the_documents_form_as_it_is_printed_is_refused_with_all_that_it_lacks(tmp_path: Path) -> None:
+    for sample in await made_by(tmp_path, DOCUMENTS_FORM):
+        assert sample.failure is not None
+        assert sample.failure.reason == "HOOK_INCOMPLETE"
+        for part in ("hook.py:f", "status is still PENDING", "Sample.Status.COMPLETED", "never tokenized again"):
+            assert part in sample.failure.message
+
+
+CHANGES = (
+    "pass",
+    "sample.reward = 1",
+    "sample.reward = {'right': 1, 'short': 0.5}",
+    "sample.status = sample.Status.PENDING",
+    "sample.response_length, sample.rollout_log_probs = 0, []",
+    "sample.tokens = sample.tokens[-2:]",
+    "sample.response = ''",
+    "sample.remove_sample, sample.response_length, sample.rollout_log_probs = True, 0, []",
+)
+
+
+async def test_rewards_that_the_function_sets_are_kept_and_what_one_sample_lacks_is_that_samples_failure(
+    tmp_path: Path,
+) -> None:
+    cases = "".join(f"    if sample.index == {i}: {change}\n" for i, change in enumerate(CHANGES))
+    code = PER_GROUP.replace("  return samples", f"{cases}  return samples")
+    bare, scalar, parts, pending, no_tokens, no_prompt, stopped_at_once, left_out = await made_by(
+        tmp_path, code, count=len(CHANGES), reward_key="short"
+    )
+    assert (bare.reward, scalar.reward, parts.reward) == (None, 1.0, 0.5)
+    assert parts.reward_parts == {"right": 1.0, "short": 0.5}
+    assert scalar.scorer == f"hook {tmp_path / 'hook.py'}:f"
+    assert {left_out.status, stopped_at_once.status} == {Status.COMPLETED}
+    for sample, said in (
+        (pending, "status is still PENDING"),
+        (no_tokens, "response_length is 0"),
+        (no_prompt, "begin with the prompt's token ids"),
+    ):
+        assert sample.failure is not None
+        assert sample.failure.reason == "HOOK_INCOMPLETE"
+        assert said in sample.failure.message
+
+
+async def test_a_reward_that_is_none_is_refused_with_what_it_was(tmp_path: Path) -> None:
+    code = PER_GROUP.replace("  return samples", "    sample.reward = 'good'\n  return samples")
+    (tmp_path / "text.py").write_text(code)
+    args = custom_args(job_of(tmp_path), "http://127.0.0.1:1")
+    with pytest.raises(InvalidArgument, match="returned 'good'; a reward is a finite number or a dict of them"):
+        await run_generate(f"{tmp_path / 'text.py'}:f", args, [HookSample()], {}, False)
+
+
 async def test_a_function_with_other_arguments_is_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="sampling_params"):
         await made_by(tmp_path, "async def f(everything):\n    return everything\n")
 
 
-async def made_by(folder: Path, code: str) -> list[Sample]:
+def job_of(folder: Path, **reward: str) -> Job:
+    return Job.model_validate({"model": {"hf_checkpoint": folder}, "reward": reward})
+
+
+async def made_by(folder: Path, code: str, *, count: int = 2, **reward: str) -> list[Sample]:
     (folder / "hook.py").write_text(code)
-    job = Job.model_validate({"model": {"hf_checkpoint": folder}})
+    job = job_of(folder, **reward)
     weights = ServedWeights()
     weights.switch_to(3)
     maker = CustomMaker(f"{folder / 'hook.py'}:f", custom_args(job, "http://127.0.0.1:4321"), weights, seconds=60)
     try:
         await maker.start()
-        return await maker.make_all([request(0), request(1)], evaluation=False)
+        return await maker.make_all([request(index) for index in range(count)], evaluation=False)
     finally:
         await maker.close()
 

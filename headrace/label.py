@@ -1,0 +1,25 @@
+"""The reference answer as scorers get it, by one rule at every door: files, submit, data sources, evaluations."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from headrace.errors import InvalidArgument
+
+
+def label_text(value: Any) -> str | None:
+    """Text as it is; anything else as JSON with sorted keys and no blanks; None for none. Raises InvalidArgument.
+
+    Equal values have equal bytes, whatever the order of their keys and wherever they came from: `true`, `[1,2.5]`.
+    """
+    if value is None or isinstance(value, str):
+        return value
+    if hasattr(value, "tolist"):  # a number, an array or a tensor of a library
+        value = value.tolist()
+    try:
+        return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument(
+            f"the label is neither text nor JSON: {error}: give text, or finite numbers, lists and objects of them"
+        ) from error

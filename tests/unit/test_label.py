@@ -1,0 +1,110 @@
+"""One label rule: whichever way a prompt comes in, the scorer gets the same bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.api.sample.v1 import sample_pb2
+from headrace.cli.submit import prompt_of
+from headrace.errors import InvalidArgument
+from headrace.hooks import Sample
+from headrace.hooks.plain import plain
+from headrace.label import label_text
+from services.buffer.prompts.data_source import DataSourceWalk
+from services.buffer.prompts.row import RowReader
+from services.buffer.source import FileSource
+from services.rollout.eval_file import EvalFiles, EvalKeys
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+scalars = st.one_of(st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), texts)
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner | st.none(), max_size=3) | st.dictionaries(texts, inner, max_size=3)
+)
+
+
+def by_file(label: Any) -> str:
+    line = json.dumps({"prompt": "p", "label": label}).encode()
+    prompt = RowReader(FileSource("p.jsonl", "prompt", label_key="label"), "p.jsonl").from_line(line, 1, 0)
+    return message_of(prompt.body)
+
+
+def by_submit(label: Any) -> str:
+    return prompt_of(json.loads(json.dumps({"prompt": "p", "label": label})), "id", chat=False).label
+
+
+def by_data_source(label: Any) -> str:
+    walk = DataSourceWalk("source.py:S", None, seconds=1.0)
+    return message_of(walk._prompt(plain(Sample(prompt="p", label=label)), 1).body)
+
+
+def by_evaluation(label: Any, folder: Path) -> str:
+    path = folder / "eval.jsonl"
+    path.write_text(json.dumps({"prompt": "p", "label": label}) + "\n")
+    (row,) = EvalFiles([path], None).read(str(path), EvalKeys("prompt", "label", None), None)
+    assert row.label is not None
+    return row.label
+
+
+def message_of(body: bytes) -> str:
+    return sample_pb2.Prompt.FromString(body).label
+
+
+@given(label=values)
+def test_every_door_gives_the_scorer_the_same_bytes(label: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    expected = label if isinstance(label, str) else label_text(label)
+    folder = tmp_path_factory.getbasetemp()
+    found = [by_file(label), by_submit(label), by_data_source(label), by_evaluation(label, folder)]
+    assert [text.encode() for text in found] == [expected.encode()] * 4
+
+
+@given(label=values)
+def test_a_label_that_is_no_text_can_be_read_back_and_its_keys_have_no_order(label: Any) -> None:
+    text = label_text(label)
+    if isinstance(label, str):
+        assert text == label
+    else:
+        assert json.loads(text) == label
+        assert label_text(turned(label)) == text
+
+
+def turned(value: Any) -> Any:
+    """The same, with the keys of objects the other way around."""
+    if isinstance(value, dict):
+        return {key: turned(value[key]) for key in reversed(value)}
+    return [turned(one) for one in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize(
+    ("label", "text"),
+    [
+        (True, "true"),
+        (7, "7"),
+        (0.5, "0.5"),
+        ({"b": [1, None], "a": "é"}, '{"a":"é","b":[1,null]}'),
+        (np.float64(0.25), "0.25"),
+        (np.array([1, 2]), "[1,2]"),
+        ("  as it is ", "  as it is "),
+        (None, None),
+    ],
+)
+def test_the_rule(label: Any, text: str | None) -> None:
+    assert label_text(label) == text
+
+
+@pytest.mark.parametrize("label", [float("nan"), float("inf"), {"a": {1, 2}}, b"bytes", object()])
+def test_what_is_no_json_is_refused(label: Any) -> None:
+    with pytest.raises(InvalidArgument, match="the label is neither text nor JSON"):
+        label_text(label)
+
+
+def test_a_files_label_that_is_no_json_is_named_by_its_line() -> None:
+    reader = RowReader(FileSource("p.jsonl", "prompt", label_key="label"), "p.jsonl")
+    with pytest.raises(InvalidArgument, match="p.jsonl, line 3: the label is neither text nor JSON"):
+        reader.from_line(b'{"prompt": "p", "label": NaN}', 3, 0)
