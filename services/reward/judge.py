@@ -7,9 +7,10 @@ is a ScoreError, never a reward. Items of a group scorer that came without the r
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
 import time
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,6 +34,7 @@ _BATCH_ITEMS = 64
 _QUICK_CPU_SECONDS = 0.25
 # On a machine that has this many times more to do, what needs its processor time still gets it.
 _WALL_PER_CPU = 30.0
+_REMEMBERED_SLOW = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,8 @@ class Judge:
         self._timeout_seconds = timeout_seconds
         self._in_flight: Counter[str] = Counter()
         self._calls = itertools.count(1)
+        self._too_slow: OrderedDict[bytes, None] = OrderedDict()
+        """Digests of the latest: a call that is made again, after its deadline, need not wait for them again."""
 
     async def judge(
         self, items: Sequence[ScoreItem | ScoreError], requested: str | None = None, *, peer: str = ""
@@ -149,11 +153,19 @@ class Judge:
             seconds, name = min(self._timeout_seconds, scorer.max_seconds), f"scorer {scorer.name}"
             work = (run_builtin, scorer.name, item)
             return float(await self._pool.run(*work, timeout_seconds=seconds, name=name, caller=caller))
+        digest = hashlib.sha256(
+            repr((scorer.name, item.label, item.response)).encode("utf-8", "surrogatepass")
+        ).digest()
+        if digest in self._too_slow:
+            return 0.0
         for pool, cpu_seconds in ((self._pool, _QUICK_CPU_SECONDS), (self._slow_pool, scorer.cpu_seconds)):
             in_time = await self._in_time(pool, scorer, item, cpu_seconds, caller)
             if in_time is not None:
                 return in_time
         log.info("too_slow_to_score", item=item.item_id, scorer=scorer.name, cpu_seconds=scorer.cpu_seconds)
+        self._too_slow[digest] = None
+        if len(self._too_slow) > _REMEMBERED_SLOW:
+            self._too_slow.popitem(last=False)
         return 0.0
 
     async def _in_time(

@@ -44,7 +44,10 @@ async def test_answers_that_cannot_be_graded_are_wrong_and_hold_up_nobody() -> N
     """`HEADRACE_BOMBS=100 pytest -s` prints how long others wait meanwhile."""
     async with serving(2) as (attacker, other):
         await other.score(items("x+y"), deadline_seconds=120)  # the libraries are loaded, the pool is warm
-        bombs = [asyncio.create_task(attacker.score(items(SLOW), deadline_seconds=3600)) for _ in range(NUM_BOMBS)]
+        bombs = [
+            asyncio.create_task(attacker.score(items(SLOW.replace("90", str(90 + n))), deadline_seconds=3600))
+            for n in range(NUM_BOMBS)
+        ]
         seconds = []
         while any(not bomb.done() for bomb in bombs):
             started = time.monotonic()
@@ -74,8 +77,14 @@ def sits_in_c(name: str, item: ScoreItem, cpu_seconds: float) -> float | None:
     return 1.0
 
 
+def refuses(name: str, item: ScoreItem, cpu_seconds: float) -> float | None:
+    raise AssertionError
+
+
 async def test_an_answer_whose_process_the_kernel_ends_is_wrong_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge, "run_builtin_within", sits_in_c)
     async with serving(1) as (client,):
         (score,) = await client.score(items("7"), deadline_seconds=120)
+        monkeypatch.setattr(judge, "run_builtin_within", refuses)  # it is remembered, and not graded again
+        assert await client.score(items("7"), deadline_seconds=120) == [score]
     assert score == Score(0.0, "math", "math-verify 0.9.0")
