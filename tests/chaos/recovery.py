@@ -24,7 +24,7 @@ NUM_SAMPLES = int(os.environ.get("HEADRACE_SAMPLES", "100000"))
 NUM_RECOVERIES = int(os.environ.get("HEADRACE_RECOVERIES", "100"))
 STORE = os.environ.get("HEADRACE_STORE", "sqlite")
 _SAMPLES_PER_GROUP = 8
-_GROUPS_AT_ONCE = 250
+_GROUPS_AT_ONCE = 128  # a put has 1,024 samples at most
 
 
 async def fill(client: BufferClient) -> None:
