@@ -44,6 +44,12 @@ ALGORITHM_NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "tis_clip": ("use_tis", lambda job: job.train.use_tis),
     "tis_clip_low": ("use_tis", lambda job: job.train.use_tis),
     "tis_mode": ("use_tis", lambda job: job.train.use_tis),
+    "tis_level": ("use_tis", lambda job: job.train.use_tis),
+    "tis_batch_normalize": ("use_tis", lambda job: job.train.use_tis),
+    "rs_level": ("use_rs", lambda job: job.train.use_rs),
+    "rs_lower_bound": ("use_rs", lambda job: job.train.use_rs),
+    "rs_upper_bound": ("use_rs", lambda job: job.train.use_rs),
+    "rs_veto_threshold": ("use_rs", lambda job: job.train.use_rs),
     "custom_tis_function_path": ("use_tis", lambda job: job.train.use_tis),
     "opsm_delta": ("use_opsm", lambda job: job.train.use_opsm),
     "true_on_policy_bound": ("true_on_policy_mode", lambda job: job.train.true_on_policy_mode),
@@ -78,7 +84,7 @@ _READ_BY: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "critic_lr_warmup_iters": ("advantage_estimator ppo", _ppo),
     "num_critic_only_steps": ("advantage_estimator ppo", _ppo),
     "value_clip": ("advantage_estimator ppo", _ppo),
-    "mis_level": ("use_tis with tis_mode mis", lambda job: job.train.use_tis and job.train.tis_mode == "mis"),
+    "use_rs": ("a policy loss", lambda job: job.train.loss_type == "policy_loss"),
     "opd_teacher_url": ("opd_type sglang", lambda job: job.distillation.opd_type == "sglang"),
     "opd_teacher_load": ("opd_type megatron", lambda job: job.distillation.opd_type == "megatron"),
     "loss_mask_type": ("loss_type sft_loss", lambda job: job.train.loss_type == "sft_loss"),
@@ -130,11 +136,12 @@ def _losses(job: Job) -> None:
         raise ConfigError(
             "loss_type custom_loss has no loss: pass --custom-loss-function-path", field="custom_loss_function_path"
         )
-    if job.train.tis_clip_low >= job.train.tis_clip:
-        raise ConfigError(
-            f"tis_clip_low {job.train.tis_clip_low:g} is not below tis_clip {job.train.tis_clip:g}: lower it",
-            field="tis_clip_low",
-        )
+    for name, above, (low, high) in (
+        ("tis_clip_low", "tis_clip", job.train.weight_bounds),
+        ("rs_lower_bound", "rs_upper_bound", job.train.rejection_bounds),
+    ):
+        if low >= high:
+            raise ConfigError(f"{name} {low:g} is not below {above} {high:g}: lower it", field=name)
     if job.train.loss_type == "sft_loss" and job.train.advantage_estimator != "grpo":
         raise ConfigError(
             f"advantage_estimator {job.train.advantage_estimator} has no effect with loss_type sft_loss: leave it out",
@@ -207,6 +214,7 @@ def _true_on_policy(job: Job) -> None:
         ("use_rollout_logprobs", job.train.use_rollout_logprobs, False),
         ("use_tis", job.train.use_tis, False),
         ("use_opsm", job.train.use_opsm, False),
+        ("use_rs", job.train.use_rs, False),
         ("rollout_top_p", job.rollout.rollout_top_p, 1.0),
         ("rollout_top_k", job.rollout.rollout_top_k, None),
     ):

@@ -17,6 +17,14 @@ from headrace.config.megatron import MEGATRON_ALIASES, MegatronArgs
 
 ALIASES: Mapping[str, str] = {
     "tis_threshold": "tis_clip",
+    "tis_upper_bound": "tis_clip",
+    "tis_lower_bound": "tis_clip_low",
+    "mis_mode": "tis_mode",
+    "mis_level": "tis_level",
+    "mis_upper_bound": "tis_clip",
+    "mis_lower_bound": "tis_clip_low",
+    "mis_veto_threshold": "rs_veto_threshold",
+    "mis_batch_normalize": "tis_batch_normalize",
     "async_buffer_size": "max_staleness",
     "train_params": "only_train_params_name_list",
     "freeze_params": "freeze_params_name_list",

@@ -5,12 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from headrace.config.section import Above, Coefficient, NonNegative, Positive, Rate, Section, Share
 
 KlType = Literal["k1", "k2", "k3", "low_var_kl"]
 Estimator = Literal["grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"]
+
+
+Level = Literal["token", "sequence", "geometric"]
+
+
+def _icepop(mode: object) -> object:
+    """IcePop is a mask of tokens."""
+    return "mask" if mode == "icepop" else mode
 
 
 class TrainSection(Section):
@@ -64,13 +72,24 @@ class TrainSection(Section):
         None, description="Divide a rollout's sum by this length, not by its own (Dr.GRPO)."
     )
     use_tis: bool = Field(False, description="Importance weights between trainer and engine.")
-    tis_mode: Literal["truncate", "icepop", "mis"] = Field(
-        "truncate", description="Beyond the bounds: truncated weights, tokens left out, or answers left out."
+    tis_mode: Annotated[Literal["truncate", "clip", "mask"], BeforeValidator(_icepop)] = Field(
+        "truncate", description="Weights are cut above, or on both sides, or 0 beyond the bounds (icepop)."
     )
-    tis_clip: Above = Field(2.0, description="Their upper bound (alias: tis_threshold).")
-    tis_clip_low: Coefficient = Field(0.0, description="Their lower bound.")
-    mis_level: Literal["sequence", "geometric"] = Field(
-        "sequence", description="An answer's ratio: the product over its tokens, or their geometric mean."
+    tis_level: Level = Field(
+        "token", description="Whose ratio: a token's, or an answer's: its tokens' product, or their geometric mean."
+    )
+    tis_clip: Above = Field(2.0, description="Their upper bound (alias: tis_threshold, tis_upper_bound).")
+    tis_clip_low: Coefficient | None = Field(
+        None,
+        description="Their lower bound; absent: 0 for truncate, else 1 / tis_clip (alias: tis_lower_bound).",
+    )
+    tis_batch_normalize: bool = Field(False, description="Divide the weights of an optimizer step by their mean.")
+    use_rs: bool = Field(False, description="Leave out tokens or answers whose ratio is beyond bounds of its own.")
+    rs_level: Level = Field("token", description="Whose ratio.")
+    rs_lower_bound: Above | None = Field(None, description="Lower bound; absent: that of the weights.")
+    rs_upper_bound: Above | None = Field(None, description="Upper bound; absent: tis_clip.")
+    rs_veto_threshold: Share | None = Field(
+        None, description="Leave out an answer of which one token's ratio is below; absent: none."
     )
     use_opsm: bool = Field(False, description="Leave out bad answers that the policy has moved away from.")
     opsm_delta: Coefficient = Field(1e-4, description="Mean log-ratio from which it has.")
@@ -99,6 +118,20 @@ class TrainSection(Section):
     use_rollout_routing_replay: bool = Field(
         False, description="Tokens go to the experts that the engines chose, in old log-probs and in training."
     )
+
+    @property
+    def weight_bounds(self) -> tuple[float, float]:
+        """Of importance weights."""
+        if self.tis_clip_low is not None:
+            return self.tis_clip_low, self.tis_clip
+        return 0.0 if self.tis_mode == "truncate" else 1.0 / self.tis_clip, self.tis_clip
+
+    @property
+    def rejection_bounds(self) -> tuple[float, float]:
+        """Of the ratios that rejection sampling keeps."""
+        high = self.tis_clip if self.rs_upper_bound is None else self.rs_upper_bound
+        low = 1.0 / self.tis_clip if self.tis_clip_low is None else self.tis_clip_low
+        return (low if self.rs_lower_bound is None else self.rs_lower_bound), high
 
 
 class CriticSection(Section):

@@ -1,4 +1,4 @@
-"""Corrections of the loss per token for samples that are not the current policy's: TIS, IcePop, MIS, OPSM, a user's."""
+"""Corrections of the loss per token for samples that are not the current policy's: TIS, MIS, OPSM, a user's."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from headrace.config.training import TrainSection
 from headrace.errors import InvalidArgument
 from headrace.hooks import hook_args
 from headrace.hooks.trainer import trainer_hook
-from services.trainer.algorithms.icepop import icepop_weights
-from services.trainer.algorithms.mis import mis_weights
+from services.trainer.algorithms.mis import importance_ratio, mis_weights, not_vetoed, within
 from services.trainer.algorithms.opsm import opsm_mask
 from services.trainer.algorithms.reduction import weighted_sum
-from services.trainer.algorithms.tis import ImportanceWeights, importance_weights
+from services.trainer.algorithms.tis import ImportanceWeights
 from services.trainer.hooks import of_samples, per_token
 from services.trainer.inputs import MicroInputs
 from services.trainer.terms import Terms, masked_max, masked_sum
@@ -48,6 +47,8 @@ def choose_corrections(job: Job) -> list[Correction]:
     if job.train.use_tis:
         path = job.hooks.custom_tis_function_path
         found.append(_weighted(job.train) if path is None else _custom(path, job))
+    if job.train.use_rs:
+        found.append(_rejected(job.train))
     return found
 
 
@@ -62,7 +63,7 @@ def _opsm(delta: float) -> Correction:
 
 def _weighted(config: TrainSection) -> Correction:
     def correct(terms: Terms, old: Tensor, loss: Tensor) -> Corrected:
-        found = _weights(config, terms)
+        found = weights_of(config, terms.micro, terms.trainer_log_probs)
         sums = {
             "tis_weight": masked_sum(found.weights, terms.micro.mask),
             "tis_weight_squared": masked_sum((found.weights - 1.0).square(), terms.micro.mask),
@@ -70,21 +71,31 @@ def _weighted(config: TrainSection) -> Correction:
         }
         # Where the weight is 0 the token is out, even when its loss is infinite.
         weighted = torch.where(found.weights > 0, loss, 0.0) * found.weights
-        return Corrected(weighted, sums, {"tis_weight/max": masked_max(found.weights, terms.micro.mask)})
+        return Corrected(
+            weighted / terms.micro.mean_weight, sums, {"tis_weight/max": masked_max(found.weights, terms.micro.mask)}
+        )
 
     return correct
 
 
-def _weights(config: TrainSection, terms: Terms) -> ImportanceWeights:
-    trainer, engine = terms.trainer_log_probs, terms.micro.rollout_log_probs
-    low, high = config.tis_clip_low, config.tis_clip
-    match config.tis_mode:
-        case "truncate":
-            return importance_weights(trainer, engine, low, high)
-        case "icepop":
-            return icepop_weights(trainer, engine, low, high)
-        case "mis":
-            return mis_weights(trainer, engine, terms.micro.mask, config.mis_level, low, high)
+def weights_of(config: TrainSection, micro: MicroInputs, trainer_log_probs: Tensor) -> ImportanceWeights:
+    """The job's importance weights, not normalized."""
+    low, high = config.weight_bounds
+    engine = micro.rollout_log_probs
+    return mis_weights(trainer_log_probs, engine, micro.mask, config.tis_level, low, high, config.tis_mode)
+
+
+def _rejected(config: TrainSection) -> Correction:
+    def correct(terms: Terms, old: Tensor, loss: Tensor) -> Corrected:
+        trainer, micro = terms.trainer_log_probs, terms.micro
+        ratio = importance_ratio(trainer, micro.rollout_log_probs, micro.mask, config.rs_level)
+        kept, veto = within(ratio, *config.rejection_bounds), torch.zeros_like(micro.mask)
+        if config.rs_veto_threshold is not None:
+            veto = 1.0 - not_vetoed(trainer, micro.rollout_log_probs, micro.mask, config.rs_veto_threshold)
+        sums = {"rs_rejected": masked_sum(1.0 - kept, micro.mask), "rs_vetoed": masked_sum(veto, micro.mask)}
+        return Corrected(torch.where((kept > 0) & (veto == 0), loss, 0.0), sums)
+
+    return correct
 
 
 def _custom(path: str, job: Job) -> Correction:

@@ -53,6 +53,8 @@ class MicroInputs:
     """Of the first rows of all this; an empty micro-batch has a row and no sample"""
     experts: ExpertChoices
     """Where routing replay sends the tokens; a pass may write it down for later ones"""
+    mean_weight: float = 1.0
+    """What importance weights are divided by: their mean over the optimizer step, where they are normalized"""
 
     def cut(self, values: Tensor) -> list[Tensor]:
         """Each sample's part of [B, S], [R] each: views, differentiable."""

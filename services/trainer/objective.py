@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headrace.config.job import Job
 from services.trainer.algorithms.kl import kl_estimate, unbiased_kl_estimate
+from services.trainer.algorithms.mismatch import mismatch
 from services.trainer.algorithms.precision import bounded
 from services.trainer.algorithms.reduction import weighted_sum
 from services.trainer.algorithms.sft import sft_loss
@@ -79,6 +80,7 @@ class Objective:
             "ratio": masked_sum(ratio, micro.mask),
             "ratio_squared": masked_sum((ratio - 1.0).square(), micro.mask),
             "ppo_kl": masked_sum(-found.log_ratio, micro.mask),
+            **mismatch(terms.trainer_log_probs, micro.rollout_log_probs, micro.mask),
         }
         per_token = found.loss
         for correct in self._corrections:

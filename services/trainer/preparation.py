@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from headrace.config.job import Job
@@ -14,6 +15,8 @@ from headrace.errors import InvalidArgument
 from headrace.sample_checks import TEACHER_LOG_PROBS
 from headrace.trajectory import Sample
 from services.trainer.advantages import Advantages, Evidence
+from services.trainer.algorithms.mis import mean_weight_sums
+from services.trainer.corrections import weights_of
 from services.trainer.critic import Critic
 from services.trainer.hooks import RolloutDataHook
 from services.trainer.inputs import MicroInputs, StepInputs
@@ -65,12 +68,15 @@ class Preparation:
         """Collective over all ranks."""
         self._update_reference(step)
         by_advantages = self._advantages.needs_log_probs and not self._job.train.use_rollout_logprobs
-        olds, kept = self._old(step, steps, for_advantages=by_advantages)
+        normalizes = self._job.train.tis_batch_normalize
+        olds, kept = self._old(step, steps, for_advantages=by_advantages or normalizes)
         references, teachers = (self._under(policy, steps) for policy in (self._reference, self._teacher))
         values: list[Known] = [self._critic.values(inputs) if self._critic else None for inputs in steps]
         filled = list(steps)
         if self._layout.is_last_stage and self._job.train.loss_type != "sft_loss":
             filled = self._with_advantages(step, steps, olds, references, teachers, values)
+            if normalizes:
+                filled = [self._normalized(inputs, old) for inputs, old in zip(filled, olds, strict=True)]
         rows = zip(filled, kept, references, values, strict=True)
         return [PreparedStep(*row) for row in rows]
 
@@ -115,6 +121,20 @@ class Preparation:
             found = self._data_hook(step, found)
         rest = iter(found)
         return [list(islice(rest, len(inputs))) for inputs in steps]
+
+    def _normalized(self, inputs: StepInputs, old: Known) -> StepInputs:
+        """With the mean of the importance weights of this optimizer step over all data-parallel ranks."""
+        config = self._job.train
+        sums = torch.zeros(2, dtype=torch.float64, device=self._layout.device)
+        for number, micro in enumerate(inputs):
+            trainer = at(old, number)
+            assert trainer is not None
+            found = weights_of(config, micro, trainer)
+            sums += mean_weight_sums(found, micro.mask, config.tis_level, config.tis_mode)
+        dist.all_reduce(sums, group=self._layout.data_group)
+        total, count = sums.tolist()
+        mean = total / count if total > 0 else 1.0
+        return [replace(micro, mean_weight=mean) for micro in inputs]
 
     def _measure(self, evidence: Sequence[Evidence]) -> None:
         """One rank speaks for those that know the same of the same samples."""

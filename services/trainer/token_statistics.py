@@ -6,6 +6,21 @@ from collections.abc import Mapping
 
 from headrace.config.job import Job
 
+MISMATCH = (
+    "mismatch/training_log_ppl",
+    "mismatch/training_ppl",
+    "mismatch/rollout_log_ppl",
+    "mismatch/rollout_ppl",
+    "mismatch/kl",
+    "mismatch/k3_kl",
+    "mismatch/log_ppl_diff",
+    "mismatch/log_ppl_abs_diff",
+    "mismatch/ppl_ratio",
+    "mismatch/chi2_token",
+    "mismatch/chi2_sequence",
+)
+"""Of whole answers: means over those with a trained token."""
+
 SUMS = (
     "loss/policy",
     "loss/sft",
@@ -25,6 +40,10 @@ SUMS = (
     "tis_truncated",
     "opsm_masked",
     "log_prob_diff",
+    "rs_rejected",
+    "rs_vetoed",
+    "answers",
+    *MISMATCH,
 )
 """Those called squared are of the distance from 1, where the values are: squares themselves would lose it."""
 
@@ -41,6 +60,8 @@ MEANS = {
     "tis_weight/mean": "tis_weight",
     "tis_weight/truncated": "tis_truncated",
     "opsm/masked": "opsm_masked",
+    "rs/rejected": "rs_rejected",
+    "rs/vetoed": "rs_vetoed",
     "log_prob_diff/mean": "log_prob_diff",
 }
 """Means over the trained tokens, by the sum they come from."""
@@ -57,8 +78,8 @@ def reported(job: Job) -> frozenset[str]:
         case "custom_loss":
             return frozenset({"entropy", "log_prob_diff/mean"})
     weighs = job.train.use_tis and job.hooks.custom_tis_function_path is None
-    absent = {"tis_weight": not weighs, "opsm": not job.train.use_opsm}
-    names = {*MEANS, *DEVIATIONS, *MAXIMA}
+    absent = {"tis_weight": not weighs, "opsm": not job.train.use_opsm, "rs": not job.train.use_rs}
+    names = {*MEANS, *DEVIATIONS, *MAXIMA, *MISMATCH}
     return frozenset(name for name in names if not absent.get(name.partition("/")[0], False))
 
 
@@ -66,6 +87,7 @@ def statistics(names: frozenset[str], sums: Mapping[str, float], largest: Mappin
     """From the sums over all tokens, and the largest of all."""
     tokens = max(sums["tokens"], 1.0)
     found = {name: sums[source] / tokens for name, source in MEANS.items()}
+    found |= {name: sums[name] / max(sums["answers"], 1.0) for name in MISMATCH}
     for name, (total, squared) in DEVIATIONS.items():
         distance = sums[total] / tokens - 1.0
         found[name] = max(sums[squared] / tokens - distance**2, 0.0) ** 0.5 if sums["tokens"] else 0.0

@@ -1,11 +1,12 @@
-"""Masked importance sampling: whole answers on which trainer and engine disagree too much are left out.
+"""Importance sampling between trainer and engine: per token or per answer, bounded in three ways, and rejection.
 
 Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from typing import Literal, assert_never
 
 import torch
 from torch import Tensor
@@ -14,19 +15,66 @@ from services.trainer.algorithms.precision import bounded, precise
 from services.trainer.algorithms.sequence import sequence_mean, sequence_sum
 from services.trainer.algorithms.tis import ImportanceWeights
 
-MisLevel = Literal["sequence", "geometric"]
+MisLevel = Literal["token", "sequence", "geometric"]
+MisMode = Literal["truncate", "clip", "mask"]
+
+
+def importance_ratio(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, level: MisLevel) -> Tensor:
+    """ρ for every token, float32 [B, R], its logarithm within ±20; Δ = old_log_probs - rollout_log_probs.
+
+    `token`: exp Δ_t; `sequence`: exp Σ Δ_t over the trained tokens of the answer, the unbiased weight; `geometric`:
+    exp mean Δ_t, which does not punish length.
+    """
+    gap = precise(old_log_probs.detach()) - precise(rollout_log_probs.detach())
+    match level:
+        case "token":
+            return bounded(gap).exp()
+        case "sequence":
+            return bounded(sequence_sum(gap, mask)).exp().expand(gap.shape)
+        case "geometric":
+            return bounded(sequence_mean(gap, mask)).exp().expand(gap.shape)
+        case _:
+            assert_never(level)
 
 
 def mis_weights(
-    old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, level: MisLevel, low: float, high: float
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    level: MisLevel,
+    low: float,
+    high: float,
+    mode: MisMode = "mask",
 ) -> ImportanceWeights:
-    """w = ρ for all tokens of a response where low ≤ ρ ≤ high, else 0; float32 [B, R].
+    """`truncate`: min(ρ, high); `clip`: ρ within [low, high]; `mask`: ρ there and 0 elsewhere; float32 [B, R]."""
+    ratio = importance_ratio(old_log_probs, rollout_log_probs, mask, level)
+    gap = (precise(old_log_probs.detach()) - precise(rollout_log_probs.detach())).abs()
+    if mode == "mask":
+        kept = (ratio >= low) & (ratio <= high)
+        return ImportanceWeights(torch.where(kept, ratio, 0.0), ratio, (~kept).float(), gap)
+    weights = ratio.clamp(0.0 if mode == "truncate" else low, high)
+    return ImportanceWeights(weights, ratio, (weights != ratio).float(), gap)
 
-    `sequence`: ρ = exp Σ Δ_t, the unbiased weight; `geometric`: ρ = exp mean Δ_t, which does not punish length; with
-    Δ = old_log_probs - rollout_log_probs over the trained tokens.
-    """
+
+def within(ratio: Tensor, low: float, high: float) -> Tensor:
+    """1 where a sample is kept by rejection sampling, else 0."""
+    return ((ratio >= low) & (ratio <= high)).float()
+
+
+def not_vetoed(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, threshold: float) -> Tensor:
+    """0 for all tokens of an answer of which one trained token has exp Δ_t below the threshold, else 1; [B, R]."""
     gap = precise(old_log_probs.detach()) - precise(rollout_log_probs.detach())
-    reduce = sequence_sum if level == "sequence" else sequence_mean
-    ratio = bounded(reduce(gap, mask)).exp().expand(gap.shape)
-    kept = (ratio >= low) & (ratio <= high)
-    return ImportanceWeights(torch.where(kept, ratio, 0.0), ratio, (~kept).float(), gap.abs())
+    catastrophic = ((gap < math.log(threshold)) & (mask > 0)).any(dim=1, keepdim=True)
+    return (~catastrophic).float().expand(gap.shape)
+
+
+def mean_weight_sums(found: ImportanceWeights, mask: Tensor, level: MisLevel, mode: MisMode) -> Tensor:
+    """[2]: the sum of the weights, and of what they are a mean over: trained tokens, or answers where they have one.
+
+    What is masked out for its ratio is in neither.
+    """
+    counted = mask > 0 if mode != "mask" else (mask > 0) & (found.weights > 0)
+    if level == "token":
+        return torch.stack((torch.where(counted, found.weights, 0.0).sum(), counted.sum())).double()
+    answers = counted.any(dim=1, keepdim=True)
+    return torch.stack((sequence_mean(found.weights, counted.float()).sum(), answers.sum())).double()

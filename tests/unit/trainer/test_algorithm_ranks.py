@@ -74,12 +74,12 @@ OTHERS: dict[str, Sections] = {
         "train": {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3", "use_unbiased_kl": True},
         "model": REFERENCE,
     },
-    "icepop": {"train": {"use_tis": True, "tis_mode": "icepop", "tis_clip_low": 0.5, "use_rollout_logprobs": False}},
+    "icepop": {"train": {"use_tis": True, "tis_mode": "mask", "tis_clip_low": 0.5, "use_rollout_logprobs": False}},
     "mis": {
         "train": {
             "use_tis": True,
-            "tis_mode": "mis",
-            "mis_level": "geometric",
+            "tis_mode": "mask",
+            "tis_level": "geometric",
             "tis_clip_low": MIS_LOW,
             "use_rollout_logprobs": False,
         },

@@ -28,8 +28,11 @@ FORMS = [
     "--use-opsm",
     "--use-tis",
     "--use-tis --tis-mode icepop",
-    "--use-tis --tis-mode mis --mis-level sequence",
-    "--use-tis --tis-mode mis --mis-level geometric",
+    *(
+        f"--use-tis --tis-mode {mode} --tis-level {level} --use-rs --rs-level {level} --rs-veto-threshold 1e-4"
+        for mode in ("truncate", "clip", "mask")
+        for level in ("token", "sequence", "geometric")
+    ),
     "--loss-type sft_loss",
 ]
 ATTACKS: Mapping[str, Mapping[str, float]] = {

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from services.trainer.algorithms.cispo import cispo_loss
 from services.trainer.algorithms.gspo import sequence_log_ratio
-from services.trainer.algorithms.icepop import icepop_weights
 from services.trainer.algorithms.kl import KlType, kl_estimate, unbiased_kl_estimate
 from services.trainer.algorithms.mis import MisLevel, mis_weights
 from services.trainer.algorithms.opsm import opsm_mask
@@ -111,7 +110,7 @@ def test_the_unbiased_k3_is_the_true_kl_in_expectation_under_the_old_policy() ->
 def test_icepop_keeps_the_ratio_within_its_bounds_and_nothing_beyond(seed: int, low: float, high: float) -> None:
     batch = Batch(seed, spread=1.0)
     _, old, _, _ = batch.tensors()
-    found = icepop_weights(old, torch.tensor(batch.reference), low, high)
+    found = mis_weights(old, torch.tensor(batch.reference), torch.tensor(batch.mask), "token", low, high)
     ratio = np.exp(batch.old - batch.reference)
     kept = (ratio >= low) & (ratio <= high)
     np.testing.assert_allclose(found.weights, np.where(kept, ratio, 0), rtol=1e-12)
@@ -151,7 +150,7 @@ def test_on_policy_no_answer_is_masked_and_every_weight_is_one() -> None:
     log_probs, mask = torch.randn(3, 5), torch.ones(3, 5)
     assert opsm_mask(log_probs, log_probs, -torch.ones(3, 5), mask, 0.0).all()
     for found in (
-        icepop_weights(log_probs, log_probs, 0.5, 2.0),
+        mis_weights(log_probs, log_probs, mask, "token", 0.5, 2.0),
         mis_weights(log_probs, log_probs, mask, "sequence", 0.5, 2.0),
         mis_weights(log_probs, log_probs, mask, "geometric", 0.5, 2.0),
     ):

@@ -1,0 +1,39 @@
+"""How far the trainer's policy is from the engine's, over whole answers: perplexities, KL and χ²."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from services.trainer.algorithms.precision import bounded, precise
+from services.trainer.algorithms.sequence import sequence_mean, sequence_sum
+
+
+def mismatch(trainer: Tensor, engine: Tensor, mask: Tensor) -> Mapping[str, Tensor]:
+    """Each of an answer's figures summed over the answers with a trained token, from [B, R]; and how many these are.
+
+    With Δ = trainer - engine: kl is the mean of -Δ, k3_kl that of e^Δ - 1 - Δ, chi2_token that of e^2Δ, less 1, and
+    chi2_sequence is e^(2 Σ Δ) - 1. Exponents are within ±20, those of squares within ±40.
+    """
+    trainer, engine = precise(trainer.detach()), precise(engine.detach())
+    gap = trainer - engine
+    training_log_ppl, rollout_log_ppl = -sequence_mean(trainer, mask), -sequence_mean(engine, mask)
+    apart = training_log_ppl - rollout_log_ppl
+    figures = {
+        "training_log_ppl": training_log_ppl,
+        "training_ppl": bounded(training_log_ppl).exp(),
+        "rollout_log_ppl": rollout_log_ppl,
+        "rollout_ppl": bounded(rollout_log_ppl).exp(),
+        "kl": sequence_mean(-gap, mask),
+        "k3_kl": sequence_mean(bounded(gap).expm1() - gap, mask),
+        "log_ppl_diff": apart,
+        "log_ppl_abs_diff": apart.abs(),
+        "ppl_ratio": bounded(apart).exp(),
+        "chi2_token": sequence_mean((2 * bounded(gap)).exp(), mask) - 1.0,
+        "chi2_sequence": (2 * bounded(sequence_sum(gap, mask))).exp() - 1.0,
+    }
+    answers = (mask > 0).any(dim=1, keepdim=True)
+    sums = {f"mismatch/{name}": torch.where(answers, values, 0.0).sum() for name, values in figures.items()}
+    return sums | {"answers": answers.sum()}
