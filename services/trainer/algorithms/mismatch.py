@@ -22,18 +22,18 @@ def mismatch(trainer: Tensor, engine: Tensor, mask: Tensor) -> Mapping[str, Tens
     training_log_ppl, rollout_log_ppl = -sequence_mean(trainer, mask), -sequence_mean(engine, mask)
     apart = training_log_ppl - rollout_log_ppl
     figures = {
-        "training_log_ppl": training_log_ppl,
-        "training_ppl": bounded(training_log_ppl).exp(),
-        "rollout_log_ppl": rollout_log_ppl,
-        "rollout_ppl": bounded(rollout_log_ppl).exp(),
-        "kl": sequence_mean(-gap, mask),
-        "k3_kl": sequence_mean(bounded(gap).expm1() - gap, mask),
-        "log_ppl_diff": apart,
-        "log_ppl_abs_diff": apart.abs(),
-        "ppl_ratio": bounded(apart).exp(),
-        "chi2_token": sequence_mean((2 * bounded(gap)).exp(), mask) - 1.0,
-        "chi2_sequence": (2 * bounded(sequence_sum(gap, mask))).exp() - 1.0,
+        "mismatch/training_log_ppl": training_log_ppl,
+        "mismatch/training_ppl": bounded(training_log_ppl).exp(),
+        "mismatch/rollout_log_ppl": rollout_log_ppl,
+        "mismatch/rollout_ppl": bounded(rollout_log_ppl).exp(),
+        "mismatch/kl": sequence_mean(-gap, mask),
+        "mismatch/k3_kl": sequence_mean(bounded(gap).expm1() - gap, mask),
+        "mismatch/log_ppl_diff": apart,
+        "mismatch/log_ppl_abs_diff": apart.abs(),
+        "mismatch/ppl_ratio": bounded(apart).exp(),
+        "mismatch/chi2_token": sequence_mean((2 * bounded(gap)).exp(), mask) - 1.0,
+        "mismatch/chi2_sequence": (2 * bounded(sequence_sum(gap, mask))).exp() - 1.0,
     }
     answers = (mask > 0).any(dim=1, keepdim=True)
-    sums = {f"mismatch/{name}": torch.where(answers, values, 0.0).sum() for name, values in figures.items()}
+    sums = {name: torch.where(answers, values, 0.0).sum() for name, values in figures.items()}
     return sums | {"answers": answers.sum()}
