@@ -52,7 +52,6 @@ _REASONS: Mapping[str, Sequence[str]] = {
     "images are not built yet: headrace trains on text": ("multimodal_keys",),
     "call your server from a function and name it with --custom-rm-path": ("rm_url",),
     "give the values as flags of their own": ("custom_config_path",),
-    "--use-tis --tis-mode mis chooses the level with --mis-level": ("tis_level",),
     _KEY: ("wandb_key",),
     _RUN: (
         "wandb_run_id",
