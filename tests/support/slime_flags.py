@@ -192,7 +192,6 @@ REFUSED: Sequence[tuple[str, str]] = (
     ("--eval-config multi_task.yaml", "--eval-prompt-data NAME PATH"),
     ("--multimodal-keys {}", "images are not built"),
     ("--rm-url http://127.0.0.1:13141/generate", "--custom-rm-path"),
-    ("--tis-level geometric", "--mis-level"),
     ("--train-backend fsdp", "--train-backend: should be 'megatron', got 'fsdp'"),
     ("--gradient-checkpointing", "--recompute-granularity"),
     ("--attn-implementation flash_attention_3", "--attention-backend"),

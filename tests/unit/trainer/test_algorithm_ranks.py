@@ -84,6 +84,18 @@ OTHERS: dict[str, Sections] = {
             "use_rollout_logprobs": False,
         },
     },
+    "normalized": {"train": {"use_tis": True, "tis_batch_normalize": True, "use_rollout_logprobs": False}},
+    "normalized_answers": {
+        "train": {
+            "use_tis": True,
+            "tis_level": "geometric",
+            "tis_batch_normalize": True,
+            "use_rollout_logprobs": False,
+        },
+    },
+    "rejected": {
+        "train": {"use_rs": True, "rs_lower_bound": 0.5, "rs_upper_bound": 1.5, "use_rollout_logprobs": False}
+    },
     "opsm": {"train": {"use_opsm": True, "opsm_delta": 0.05}},
     "critic_first": {
         "train": {"advantage_estimator": "ppo"},
@@ -115,7 +127,7 @@ OTHERS: dict[str, Sections] = {
         },
     },
 }
-SPREAD = ("ppo", "reinforce_plus_plus", "gspo", "hook_reducer", "hook_post_process", "hook_loss")
+SPREAD = ("ppo", "reinforce_plus_plus", "gspo", "normalized", "hook_reducer", "hook_post_process", "hook_loss")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
     "tp2": {"tensor_model_parallel_size": 2},
@@ -252,6 +264,42 @@ def test_off_policy_corrections_weigh_the_loss(runs: Path, name: str) -> None:
     assert found["loss/policy"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert 0 < found["tis_weight/truncated"] < 1
     _assert_statistics(found, "tis_weight", torch.cat(weights))
+
+
+@pytest.mark.parametrize("name", ["normalized", "normalized_answers"])
+def test_normalized_weights_have_a_mean_of_one_over_the_optimizer_step(runs: Path, name: str) -> None:
+    network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
+    answers = [Answer(network, network, sample) for sample in told(0) if sample.reward is not None]
+    weights = []
+    for answer in answers:
+        gap = (answer.log_probs - answer.old).detach()
+        mean = (gap * answer.mask).sum() / answer.mask.sum().clamp(min=1)
+        weights.append((gap if name == "normalized" else mean + 0 * gap).exp().clamp(max=2.0))
+    trained = [(w, a) for w, a in zip(weights, answers, strict=True) if a.mask.any()]
+    of_tokens = torch.cat([w[a.mask > 0] for w, a in trained]).mean()
+    of_answers = torch.stack([w[0] for w, _ in trained]).mean()
+    mean = of_tokens if name == "normalized" else of_answers
+    expected = sum(
+        float((a.mask * w / mean * -advantage).sum() / a.mask.sum())
+        for w, a, advantage in zip(weights, answers, _advantages("grpo", answers), strict=True)
+        if a.mask.any()
+    ) / len(answers)
+    assert metrics(runs / name)[0]["loss/policy"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert mean != pytest.approx(1.0, rel=1e-2)
+
+
+def test_what_is_rejected_stays_in_the_divisor(runs: Path) -> None:
+    network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
+    answers = [Answer(network, network, sample) for sample in told(0) if sample.reward is not None]
+    expected = 0.0
+    for a, advantage in zip(answers, _advantages("grpo", answers), strict=True):
+        ratio = (a.log_probs - a.old).detach().exp()
+        kept = a.mask * ((ratio >= 0.5) & (ratio <= 1.5))
+        expected += float((kept * -advantage).sum() / a.mask.sum()) / len(answers) if a.mask.any() else 0.0
+    found = metrics(runs / "rejected")[0]
+    assert found["loss/policy"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert 0 < found["rs/rejected"] < 1
+    assert found["rs/vetoed"] == 0
 
 
 def test_the_ratio_is_reported_over_all_trained_tokens(runs: Path) -> None:
