@@ -13,6 +13,7 @@ HeadraceError
 │   └── PublicationAborted reason PUBLICATION_ABORTED
 ├── OutOfRange             OUT_OF_RANGE
 ├── ResourceExhausted      RESOURCE_EXHAUSTED   a limit; RetryInfo says when to come back
+│   └── DiskFull           reason DISK_FULL     what was asked for is kept as soon as there is space
 ├── Unavailable            UNAVAILABLE          not now; RetryInfo says when to come back
 ├── DeadlineExceeded       DEADLINE_EXCEEDED
 ├── DataLoss               DATA_LOSS
@@ -117,6 +118,10 @@ class ResourceExhausted(RetryableError):
     """A limit is reached; the message says which and how to raise it."""
 
     status = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class DiskFull(ResourceExhausted):
+    """The server's disk has no room for what it must keep: the message names the folder and what frees it."""
 
 
 class Unavailable(RetryableError):

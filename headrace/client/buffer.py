@@ -15,7 +15,7 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.client.columns import LargeColumn, download, put_back, taken_out, upload
 from headrace.client.port import DEFAULT_DEADLINE_SECONDS, Buffer
 from headrace.client.put_queue import PutQueue
-from headrace.errors import Unavailable
+from headrace.errors import DiskFull, Unavailable
 from headrace.rpc import call as rpc
 from headrace.rpc.channel import connect
 
@@ -203,7 +203,7 @@ class BufferClient(Buffer):
                 async for reply in replies:
                     found.update((sample.envelope.sample_id, sample) for sample in reply.samples)
                 return [found[sample_id] for sample_id in sample_ids if sample_id in found]
-            except Unavailable:  # the buffer restarts: what has come is kept
+            except (Unavailable, DiskFull):  # the buffer restarts or waits: what has come is kept
                 if loop.time() + _RETRY_SECONDS >= end:
                     raise
                 if len(found) == len(sample_ids):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.digest import digest_of
-from headrace.errors import DataLoss, Unavailable
+from headrace.errors import DataLoss, DiskFull, Unavailable
 from headrace.trajectory import check_payload, parsed_payload
 
 LARGE_COLUMN_BYTES = 1 << 20
@@ -89,7 +89,7 @@ async def download(
         try:
             async for piece in receive(pb.FetchColumnRequest(sha256=column.sha256, offset=len(data))):
                 data += piece.data
-        except Unavailable:
+        except (Unavailable, DiskFull):
             if not await may_retry():
                 raise
     if hashlib.sha256(data).digest() != column.sha256:

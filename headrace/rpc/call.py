@@ -10,14 +10,14 @@ from typing import Any
 
 import grpc
 
-from headrace.errors import DeadlineExceeded, HeadraceError, Unavailable
+from headrace.errors import DeadlineExceeded, DiskFull, HeadraceError, Unavailable
 from headrace.rpc.status import from_rpc_error
 
 _LONGEST_PAUSE_SECONDS = 2.0
 
 
 async def call(method: Callable[..., Any], request: Any, *, deadline_seconds: float) -> Any:
-    """One unary call. Retried on UNAVAILABLE until the deadline; raises the HeadraceError that the server raised."""
+    """One unary call. Made again until the deadline while the server is away or its disk full; raises its error."""
     end = time.monotonic() + deadline_seconds
     pause = 0.05
     last: HeadraceError | None = None
@@ -31,7 +31,7 @@ async def call(method: Callable[..., Any], request: Any, *, deadline_seconds: fl
             mapped = _mapped(error, deadline_seconds)
             if isinstance(mapped, DeadlineExceeded) and last is not None:
                 raise last from error  # what kept it from answering says more than the clock
-            if not isinstance(mapped, Unavailable):
+            if not isinstance(mapped, Unavailable | DiskFull):
                 raise mapped from error
             last = mapped
         pause = min(pause * 2, _LONGEST_PAUSE_SECONDS, max(end - time.monotonic(), 0.0))

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from headrace.errors import Unavailable
+from headrace.errors import RetryableError, Unavailable
 from headrace.rpc.log import log
 from services.buffer.signal import Signal
 from services.buffer.store.base import Store
@@ -62,7 +62,7 @@ class Journal:
         waiting.add_done_callback(_retrieved)
         return waiting
 
-    def refuse(self, error: Unavailable) -> None:
+    def refuse(self, error: RetryableError) -> None:
         """Tells all who wait that they cannot be answered now. What they asked for stays queued, in its order."""
         for batch in (*self._unanswered, self._next):
             if not batch.durable.done():

@@ -1,6 +1,7 @@
 """Tells clients and operators while the store is away, and goes on when it is back.
 
-Answering → away (it waits for its database): callers hear UNAVAILABLE, no lease ends, health says NOT_SERVING
+Answering → away (it waits for its database: callers hear UNAVAILABLE; or for room on its disk: RESOURCE_EXHAUSTED):
+no lease ends, health says NOT_SERVING
 → answering: what memory has is durable by then, and every lease gets its full time again.
 A store that gives up ends the process, through the journal.
 """
@@ -10,13 +11,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from headrace.errors import Unavailable
 from headrace.rpc.log import log
 from services.buffer.journal import Journal
 from services.buffer.store.base import Store
 
 _LOOK_SECONDS = 0.25
-_RETRY_AFTER_SECONDS = 1.0
 
 
 class StoreWatch:
@@ -39,18 +38,18 @@ class StoreWatch:
             self._task.cancel()
 
     def require(self) -> None:
-        """Raises Unavailable while the store is away: before a command changes memory."""
-        if reason := self._store.waiting_for:
-            raise Unavailable(reason, retry_after_seconds=_RETRY_AFTER_SECONDS)
+        """Raises while the store is away: before a command changes memory."""
+        if away := self._store.waiting_for:
+            raise away
 
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_SECONDS)  # the store waits in another thread, and has no event to set
-            reason = self._store.waiting_for
-            if reason:
-                self._journal.refuse(Unavailable(reason, retry_after_seconds=_RETRY_AFTER_SECONDS))
-            if bool(reason) != self._is_away:
-                self._is_away = bool(reason)
-                log.warning("store_away" if reason else "store_back", reason=reason)
+            away = self._store.waiting_for
+            if away:
+                self._journal.refuse(away)
+            if bool(away) != self._is_away:
+                self._is_away = bool(away)
+                log.warning("store_away" if away else "store_back", reason=away.message if away else None)
                 for listener in self.listeners:
                     await listener(not self._is_away)

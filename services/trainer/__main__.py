@@ -17,7 +17,7 @@ from pathlib import Path
 
 from headrace.client.open import open_buffer
 from headrace.config.job import Job
-from headrace.errors import DeadlineExceeded, HeadraceError, NothingToLearn, Unavailable
+from headrace.errors import DeadlineExceeded, DiskFull, HeadraceError, NothingToLearn, Unavailable
 from headrace.launch.exit_codes import NOTHING_TO_LEARN, PEER_AWAY
 from headrace.launch.ranks import PEER_LOST
 from headrace.rpc.log import configure_logging, log
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"trainer: {error.message}", file=sys.stderr)
         if isinstance(error, NothingToLearn):
             return NOTHING_TO_LEARN
-        return PEER_AWAY if isinstance(error, Unavailable | DeadlineExceeded) else 1
+        return PEER_AWAY if isinstance(error, Unavailable | DeadlineExceeded | DiskFull) else 1
     return 0
 
 

@@ -1,11 +1,15 @@
-"""A disk that fails or fills up: the buffer ends with one line or refuses puts, and nothing answered is lost."""
+"""A disk that fails ends the buffer with one line, one that is full makes it wait; nothing answered is lost."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import sqlite3
 import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,17 +17,22 @@ import pytest
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
 from headrace.config.job import BufferSection
-from headrace.errors import ResourceExhausted
+from headrace.errors import DiskFull, ResourceExhausted
+from services.buffer.group import Group
+from services.buffer.store.files import Buffer, DiskFiles
+from services.buffer.store.sqlite.database import FILE, connect
+from services.buffer.store.sqlite.loading import load_state
 from services.buffer.store.sqlite.store import SqliteStore
 from tests.support.buffer_samples import complete_put, text_prompts
 from tests.support.buffer_server import BufferProcess, served_buffer
+from tests.support.ledger_under_test import LedgerUnderTest
 
 
 def process(folder: Path) -> BufferProcess:
     return BufferProcess(folder, None, buffer=BufferSection(max_staleness=9))
 
 
-@pytest.mark.parametrize("failpoint", ["sync:EIO:3", "half-written:ENOSPC:3", "written:kill:3", "commit:EIO:9"])
+@pytest.mark.parametrize("failpoint", ["sync:EIO:3", "written:kill:3", "commit:EIO:9"])
 async def test_a_disk_that_fails_ends_the_process_and_clients_go_on_after_its_restart(
     tmp_path: Path, failpoint: str
 ) -> None:
@@ -86,6 +95,116 @@ async def test_below_the_disk_reserve_puts_are_refused_and_consume_and_commit_go
         assert await client.commit("train", epoch, 1) == 1
         store.free = 1 << 30
         await client.put_groups([complete_put(second)])
+
+
+class FullFiles(DiskFiles):
+    """Of a disk that takes half of a write and then no more, while `is_full`."""
+
+    is_full = False
+
+    def write(self, name: str, offset: int, parts: Sequence[Buffer]) -> None:
+        if self.is_full:
+            whole = b"".join(parts)
+            super().write(name, offset, [whole[: len(whole) // 2]])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().write(name, offset, parts)
+
+
+class DiskUnderTest:
+    """A store whose disk is full at will: for its payloads, or for SQLite's pages."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = SqliteStore(folder, open_files=self._files, connect_writer=self._connect)
+
+    def set_full(self, where: str, *, is_full: bool) -> None:
+        if where == "payloads":
+            self.files.is_full = is_full
+        else:
+            (num_pages,) = self.writer.execute("PRAGMA page_count").fetchone()
+            self.writer.execute(f"PRAGMA max_page_count = {num_pages if is_full else 1 << 30}")
+
+    def _files(self, folder: Path) -> FullFiles:
+        self.files = FullFiles(folder)
+        return self.files
+
+    def _connect(self, path: Path) -> sqlite3.Connection:
+        self.writer = connect(path)
+        return self.writer
+
+
+@pytest.mark.parametrize("where", ["payloads", "rows"])
+async def test_on_a_full_disk_callers_hear_the_way_out_and_the_buffer_goes_on_when_there_is_space(
+    tmp_path: Path, where: str
+) -> None:
+    disk = DiskUnderTest(tmp_path)
+    async with (
+        asyncio.timeout(120),
+        served_buffer(disk.store) as (buffer, server),
+        BufferClient(server.address) as client,
+        BufferClient(server.address, deadline_seconds=1.0) as hasty,
+    ):
+        await client.create_stream(pb.StreamConfig(name="train", n_samples_per_prompt=2, groups_per_step=1))
+        await client.submit_prompts("train", text_prompts("a", "b"))
+        first, second = (await client.lease_groups("train", "p", 2)).leases
+        puts = [complete_put(first), complete_put(second)]
+        await client.put_groups(puts[:1])
+        durable = whole(tmp_path)
+        disk.set_full(where, is_full=True)
+        many = text_prompts(*(f"c{i}" for i in range(500)))  # which need pages of their own
+        waiting = asyncio.ensure_future(
+            client.put_groups(puts[1:]) if where == "payloads" else client.submit_prompts("train", many)
+        )
+        while not disk.store.waiting_for:
+            await asyncio.sleep(0.01)
+        with pytest.raises(DiskFull, match="the disk is full. Delete other files on it") as refused:
+            await hasty.lease_groups("train", "q", 1)
+        assert str(tmp_path) in refused.value.message
+        assert not waiting.done()
+        assert whole(tmp_path) == durable
+        disk.set_full(where, is_full=False)
+        await waiting
+        await client.put_groups(puts[1:])
+        held = {s.envelope.sample_id: s.envelope.digest for s in await client.fetch_samples("train", sample_ids(puts))}
+        assert held == {s.envelope.sample_id: s.envelope.digest for put in puts for s in put.samples}
+        in_memory = {group.group_id: group for group in buffer.ledger.book("train").groups.values()}
+        assert in_memory == whole(tmp_path)
+    store = SqliteStore(tmp_path)
+    assert {group.group_id: group for group in store.load().groups} == in_memory
+    store.scrub()
+    assert not store.damage()
+    store.close()
+
+
+def sample_ids(puts: Sequence[pb.GroupPut]) -> list[str]:
+    return [sample.envelope.sample_id for put in puts for sample in put.samples]
+
+
+def whole(folder: Path) -> dict[str, Group]:
+    """Every group as the disk has it."""
+    with closing(connect(folder / FILE)) as connection:
+        return {group.group_id: group for group in load_state(connection).groups}
+
+
+def test_a_full_disk_that_stops_the_compaction_ends_nothing_and_what_is_live_stays(tmp_path: Path) -> None:
+    disk = DiskUnderTest(tmp_path)
+    it = LedgerUnderTest(disk.store)
+    it.create(max_staleness=None)
+    it.submit("a", "b", "c")
+    groups = it.lease(3)
+    it.put(groups)
+    disk.store.close()
+    disk = DiskUnderTest(tmp_path)
+    it.store = disk.store
+    it.restart()
+    held = [record for group in it.ledger.book("train").groups.values() for record in group.records]
+    payloads = [bytes(payload) for payload in disk.store.read_payloads(held)]
+    disk.set_full("payloads", is_full=True)
+    assert disk.store.compact() == 0
+    disk.set_full("payloads", is_full=False)
+    it.submit("d")
+    assert disk.store.compact() == 1
+    assert [bytes(payload) for payload in disk.store.read_payloads(held)] == payloads
+    disk.store.close()
 
 
 def may_mount() -> bool:

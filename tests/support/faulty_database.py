@@ -2,7 +2,8 @@
 
 Points: begin (before a transaction), commit (everything of it written, not committed), committed.
 Actions: kill and pause as in `faulty_files`; EIO (no file of the process may grow any more, which SQLite reports as an
-I/O error) and ENOSPC (no page is left), both met in the middle of the transaction that follows.
+I/O error) and ENOSPC (no page is left, until that was met once), both met in the middle of the transaction that
+follows.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ DATABASE_FAILPOINTS = (
     ("begin", "kill"), ("begin", "EIO"), ("begin", "ENOSPC"), ("begin", "pause"),
     ("commit", "kill"), ("commit", "EIO"), ("commit", "pause"), ("committed", "kill"), ("committed", "pause"),
 )  # fmt: skip
+_MANY_PAGES = 1 << 30
 _AFTER = {"COMMIT": "committed"}
 _BEFORE = {"BEGIN IMMEDIATE": "begin", "COMMIT": "commit"}
 
@@ -40,7 +42,11 @@ class _FaultyConnection(sqlite3.Connection):
 
     def execute(self, sql: str, *parameters: Any) -> sqlite3.Cursor:
         self._pass(_BEFORE.get(sql))
-        cursor = super().execute(sql, *parameters)
+        try:
+            cursor = super().execute(sql, *parameters)
+        except sqlite3.OperationalError:
+            super().execute(f"PRAGMA max_page_count = {_MANY_PAGES}")  # somebody has made room
+            raise
         self._pass(_AFTER.get(sql))
         return cursor
 

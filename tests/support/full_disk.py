@@ -59,6 +59,7 @@ def main() -> None:
     print("committed")
 
     fill(disk, 0)
+    store.stop_waiting()  # for space: it is this thread that makes some
     try:
         it.submit("one more" * 100_000)
     except OSError as error:

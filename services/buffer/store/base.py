@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from headrace.errors import RetryableError
 from services.buffer.group import Group, SampleRecord
 from services.buffer.store.copy import CopiedFile
 from services.buffer.stream import StreamState
@@ -44,7 +45,10 @@ class Snapshot:
 
 
 class Store(Protocol):
-    """Durable rows. Any error of `commit` ends the process: memory would be ahead of the disk."""
+    """Durable rows. Any error of `commit` ends the process: memory would be ahead of the disk.
+
+    It waits, and does not raise, where it can go on later: its database is away, or its disk is full.
+    """
 
     def load(self) -> Snapshot:
         """What was committed, damaged records set aside."""
@@ -75,8 +79,8 @@ class Store(Protocol):
         """What is left on its disk; None where nobody can say."""
 
     @property
-    def waiting_for(self) -> str | None:
-        """What `commit` waits for, in a sentence that callers are told; None while it does not."""
+    def waiting_for(self) -> RetryableError | None:
+        """What callers are told while `commit` waits; None while it does not."""
 
     def stop_waiting(self) -> None:
         """`commit` raises instead of waiting longer."""

@@ -1,6 +1,7 @@
 """The few things that payload files ask of a file system. `DiskFiles` is real; tests have recording and failing twins.
 
-A name is durable after `sync_folder`, contents after `sync`. Any OSError is final: what the kernel kept is not known.
+A name is durable after `sync_folder`, contents after `sync`. After an OSError what the kernel kept is not known: that
+file is not written again.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
-from headrace.errors import FailedPrecondition
+from headrace.errors import FailedPrecondition, RetryableError
 from services.buffer.group import Group, SampleRecord
 from services.buffer.store.base import Damage, Snapshot
 from services.buffer.store.copy import CopiedFile
@@ -69,7 +69,7 @@ class MemoryStore:
         return None
 
     @property
-    def waiting_for(self) -> str | None:
+    def waiting_for(self) -> RetryableError | None:
         return None
 
     def stop_waiting(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any, LiteralString
 import psycopg
 from psycopg import sql
 
-from headrace.errors import DataLoss, FailedPrecondition, Unavailable
+from headrace.errors import DataLoss, FailedPrecondition, RetryableError, Unavailable
 from headrace.rpc.log import log
 from services.buffer.group import Group, Prompt, SampleRecord
 from services.buffer.store import rows as codec
@@ -85,8 +85,8 @@ class PostgresStore:
         )
 
     @property
-    def waiting_for(self) -> str | None:
-        """PostgreSQL, in a sentence, while a commit waits for it; None while it answers."""
+    def waiting_for(self) -> RetryableError | None:
+        """Says that PostgreSQL is away while a commit waits for it; None while it answers."""
         since = self._since
         if since is None:
             return None
@@ -94,7 +94,7 @@ class PostgresStore:
         if seconds < _LONG_SECONDS and not self._error:
             return None
         why = f" ({self._error})" if self._error else ""
-        return (
+        return Unavailable(
             f"PostgreSQL has not answered for {seconds:.0f} s{why}: the buffer waits for it, "
             f"{self._sessions.wait_seconds:g} s at most, and then goes on; try again"
         )
@@ -177,8 +177,8 @@ class PostgresStore:
         """Once more with a new session when the one at hand was cut. Raises Unavailable while PostgreSQL is away."""
         with self._reading:
             for _ in range(2):
-                if reason := self.waiting_for:
-                    raise Unavailable(reason)
+                if away := self.waiting_for:
+                    raise away
                 try:
                     self._reader = self._reader or self._sessions.connect("reader")
                     with answered(self._reader):

@@ -7,6 +7,7 @@ Unblocked by payloads that are deleted. A damaged extent stays where it is, and 
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -97,8 +98,15 @@ class Compactor:
         live_bytes, free_bytes = self._extents.live_bytes(file_id), self._store.free_bytes()
         if live_bytes and free_bytes is not None and free_bytes < live_bytes + _SPARE_BYTES:
             return False
-        moved = sum(self._store.move(portion) for portion in _portions(self._store.extents_of(file_id)))
-        if not self._store.delete_unnamed(file_id):
+        try:
+            moved = sum(self._store.move(portion) for portion in _portions(self._store.extents_of(file_id)))
+            is_deleted = self._store.delete_unnamed(file_id)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            log.warning("payload_file_kept", file_id=file_id.hex(), error=str(error))  # until more is deleted
+            return False
+        if not is_deleted:
             self._stuck.add(file_id)
             return False
         log.info("payload_file_deleted", file_id=file_id.hex(), moved_bytes=moved)

@@ -20,7 +20,8 @@ def disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.DatabaseError as error:
-        if error.sqlite_errorname == "SQLITE_FULL" or shutil.disk_usage(folder).free < _FEW_BYTES:
+        is_io = isinstance(error, sqlite3.OperationalError) and shutil.disk_usage(folder).free < _FEW_BYTES
+        if is_io or error.sqlite_errorname == "SQLITE_FULL":
             raise _full(folder) from error
         raise OSError(
             errno.EIO, f"SQLite says {str(error)!r}, start the buffer again when the disk is well", str(folder)
@@ -34,7 +35,7 @@ def disk_errors(folder: Path) -> Iterator[None]:
 def _full(folder: Path) -> OSError:
     return OSError(
         errno.ENOSPC,
-        "the disk is full. Delete other files on it, or move the folder to a larger disk, and start the buffer again; "
-        "samples are deleted when the steps that they belong to are committed",
+        "the disk is full. Delete other files on it, and a buffer that runs goes on by itself; or stop it, move the "
+        "folder to a larger disk, and start it again. Samples are deleted when their steps are committed",
         str(folder),
     )

@@ -11,7 +11,7 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from services.buffer.store.files import Buffer, Files
 from services.buffer.store.sqlite.extent import Extent, StoredPayload
@@ -56,7 +56,7 @@ class PayloadFiles:
         return {bytes.fromhex(m[1]) for name in self._files.names() if (m := _NAME.fullmatch(name))}
 
     def append(self, extents: Sequence[NewExtent]) -> list[Extent]:
-        """Durable when it returns. Raises OSError, after which nobody knows what is on the disk."""
+        """Durable when it returns. After an OSError nothing of it counts, and the next goes to another file."""
         with self._appending:
             placed = self._append(extents)
             self._num_unnamed.update(extent.file_id for extent in placed)
@@ -71,17 +71,34 @@ class PayloadFiles:
         is_new = self._active is None or self._end >= self._file_bytes
         if is_new:
             self._active, self._end = secrets.token_bytes(FILE_ID_BYTES), 0
-            self._files.create(file_name(self._active))
         assert self._active is not None
-        start = self._end
-        parts: list[Buffer] = [file_header(self._active)] if is_new else []
+        file_id, start = self._active, self._end
+        parts: list[Buffer] = [file_header(file_id)] if is_new else []
         self._end += FILE_HEADER_BYTES if is_new else 0
-        placed = [self._place(self._active, extent, parts) for extent in extents]
-        self._files.write(file_name(self._active), start, parts)
-        self._files.sync(file_name(self._active))
+        placed = [self._place(file_id, extent, parts) for extent in extents]
+        try:
+            self._write(file_id, start, parts, is_new=is_new)
+        except OSError:
+            self._active = None
+            self._take_back(file_id, start)
+            raise
+        return placed
+
+    def _write(self, file_id: bytes, start: int, parts: Sequence[Buffer], *, is_new: bool) -> None:
+        if is_new:
+            self._files.create(file_name(file_id))
+        self._files.write(file_name(file_id), start, parts)
+        self._files.sync(file_name(file_id))
         if is_new:
             self._files.sync_folder()
-        return placed
+
+    def _take_back(self, file_id: bytes, start: int) -> None:
+        """Gives back what a refused write has taken of the disk. Where that fails it stays, and no row names it."""
+        with suppress(OSError):
+            if start:
+                self._files.truncate(file_name(file_id), start)
+            else:
+                self._files.delete(file_name(file_id))
 
     def _place(self, file_id: bytes, extent: NewExtent, parts: list[Buffer]) -> Extent:
         stored: list[StoredPayload] = []

@@ -2,6 +2,7 @@
 
 prepare: payloads appended and synced, beside the commit before.
 commit: one transaction that names their places (durable here) → places in memory.
+A full disk: both wait until there is space, and callers are told (`waiting_for`).
 open: the tables, then the files that rows name; whatever else is in the payload files does not count, and is cut off.
 Files that are mostly dead are emptied and deleted by `compaction`; what was written earlier is read once by `scrub`.
 """
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from headrace.errors import DataLoss
+from headrace.errors import DataLoss, RetryableError
 from headrace.rpc.log import log
 from services.buffer.group import SampleRecord
 from services.buffer.store import rows as codec
@@ -27,6 +28,7 @@ from services.buffer.store.sqlite.compaction import Compactor
 from services.buffer.store.sqlite.database import FILE, checksum, connect
 from services.buffer.store.sqlite.disk_errors import disk_errors
 from services.buffer.store.sqlite.extent import Extent
+from services.buffer.store.sqlite.full_disk import FullDisk
 from services.buffer.store.sqlite.loading import load_state, payload_damage
 from services.buffer.store.sqlite.opening import Opened, lock_folder, open_ledger
 from services.buffer.store.sqlite.payload_files import NewExtent, file_name
@@ -80,6 +82,7 @@ class SqliteStore:
             raise
         self._writer, self._extents = self._opened.writer, self._opened.extents
         self._payload_files, self._mark = self._opened.payload_files, self._opened.mark
+        self._full_disk = FullDisk(folder)
         self._reading = threading.Lock()
         self._writing = threading.Lock()
         self._prepared: dict[int, _Prepared] = {}
@@ -116,8 +119,7 @@ class SqliteStore:
         rows = [codec.to_rows(t) for t in transactions]
         new = [_new_extents(t, r) for t, r in zip(transactions, rows, strict=True)]
         flat = [extent for extents in new for extent in extents]
-        with disk_errors(self._folder):
-            placed = iter(self._payload_files.append(flat) if flat else ())
+        placed = iter(self._full_disk.outlast(lambda: self._payload_files.append(flat)) if flat else ())
         for one, its_rows, extents in zip(transactions, rows, new, strict=True):
             self._prepared[id(one)] = _Prepared(one, its_rows, [next(placed) for _ in extents])
 
@@ -125,18 +127,15 @@ class SqliteStore:
         self._compactor.check()
         self.prepare([t for t in transactions if id(t) not in self._prepared])
         prepared = [self._prepared.pop(id(t)) for t in transactions]
-        with self._writing, disk_errors(self._folder):
+        rows = [one.rows for one in prepared]
+        positions = [t.events[-1].position for t in transactions if t.events]
+        with self._writing:
             added, dead = self._place(prepared)
-            rows = [one.rows for one in prepared]
-            with transaction(self._writer):
-                write_state(self._writer, rows)
-                delete_extents(self._writer, dead)
-                write_extents(self._writer, added)
-            forget_events(self._writer, rows)
+            self._full_disk.outlast(lambda: self._write(rows, added, dead))
             self._payload_files.settle([extent for one in prepared for extent in one.extents])
-            positions = [t.events[-1].position for t in transactions if t.events]
+            self._full_disk.outlast(lambda: forget_events(self._writer, rows))
             if positions:
-                self._mark.write(self._opened.ledger_id, positions[-1])
+                self._full_disk.outlast(lambda: self._mark.write(self._opened.ledger_id, positions[-1]))
         if dead:
             self._compactor.wake()
 
@@ -177,11 +176,11 @@ class SqliteStore:
         return self._files.free_bytes()
 
     @property
-    def waiting_for(self) -> str | None:
-        return None
+    def waiting_for(self) -> RetryableError | None:
+        return self._full_disk.refusal
 
     def stop_waiting(self) -> None:
-        pass
+        self._full_disk.stop()
 
     def close(self) -> None:
         self._scrub.close()
@@ -197,14 +196,13 @@ class SqliteStore:
         """Copies them, but for those that died meanwhile; the payload bytes that are durable at their new place."""
         with self._writing, disk_errors(self._folder):
             moved = self._payload_files.copy([extent for extent in extents if self._extents.is_live(extent)])
-            with transaction(self._writer):
-                found = delete_extents(self._writer, [old for old, _ in moved])
-                if found != len(moved):
-                    raise DataLoss(f"{found} of {len(moved)} places that rows should name are there: restore a backup")
-                write_extents(self._writer, [new for _, new in moved])
-            for old, new in moved:
-                self._extents.move(old, new)
-            self._payload_files.settle([new for _, new in moved])
+            try:
+                with transaction(self._writer):
+                    self._change_places(moved)
+                for old, new in moved:
+                    self._extents.move(old, new)
+            finally:
+                self._payload_files.settle([new for _, new in moved])
         return sum(new.num_bytes for _, new in moved)
 
     def extents_of(self, file_id: bytes) -> list[Extent]:
@@ -228,6 +226,18 @@ class SqliteStore:
         self._scrub.wait()
 
     # Inside
+
+    def _write(self, rows: Sequence[codec.Rows], added: Sequence[Extent], dead: Sequence[Extent]) -> None:
+        with transaction(self._writer):
+            write_state(self._writer, rows)
+            delete_extents(self._writer, dead)
+            write_extents(self._writer, added)
+
+    def _change_places(self, moved: Sequence[tuple[Extent, Extent]]) -> None:
+        found = delete_extents(self._writer, [old for old, _ in moved])
+        if found != len(moved):
+            raise DataLoss(f"{found} of {len(moved)} places that rows should name are there: restore a backup")
+        write_extents(self._writer, [new for _, new in moved])
 
     def _place(self, prepared: Sequence[_Prepared]) -> tuple[list[Extent], list[Extent]]:
         """(extents that came and are there, extents that were there and are dead)."""
