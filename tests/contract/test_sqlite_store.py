@@ -136,6 +136,32 @@ def test_what_no_row_names_is_cut_off_and_deleted(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("harm", ["page", "row"])
+def test_where_places_of_payloads_were_lost_compaction_deletes_none_of_the_files_that_may_hold_them(
+    tmp_path: Path, harm: str
+) -> None:
+    it = busy_ledger(SqliteStore(tmp_path, file_bytes=100))
+    it.store.close()
+    files = {path.name: path.read_bytes() for path in (tmp_path / "payloads").iterdir()}
+    assert files
+    if harm == "row":
+        one = "(file_id, offset) = (SELECT file_id, offset FROM payloads)"
+        damage(tmp_path, f"UPDATE payloads SET file_id = zeroblob(16) WHERE {one}")
+    else:
+        with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as connection:
+            (page,) = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = 'payloads'").fetchone()
+            (page_bytes,) = connection.execute("PRAGMA page_size").fetchone()
+        with (tmp_path / "ledger.sqlite").open("r+b") as file:
+            file.seek((page - 1) * page_bytes)
+            file.write(b"\xff" * page_bytes)
+    for _ in range(2):  # the second start finds a table that is whole, and the mark of the first
+        store = SqliteStore(tmp_path, file_bytes=100)
+        assert store.damage()
+        store.compact()
+        assert {name: (tmp_path / "payloads" / name).read_bytes() for name in files} == files
+        store.close()
+
+
 def test_payload_files_without_their_database_are_not_taken_for_a_new_ledgers(tmp_path: Path) -> None:
     busy_ledger(SqliteStore(tmp_path)).store.close()
     for name in ("ledger.sqlite", "position"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from headrace.rpc.log import log
@@ -42,13 +42,15 @@ class Compacted(Protocol):
 class Compactor:
     """One thread; `compact` may be called without it."""
 
-    def __init__(self, store: Compacted, extents: Extents, files: PayloadFiles, file_bytes: int) -> None:
+    def __init__(
+        self, store: Compacted, extents: Extents, files: PayloadFiles, file_bytes: int, kept: Iterable[bytes] = ()
+    ) -> None:
         self._store = store
         self._extents = extents
         self._files = files
         self._small_bytes = file_bytes * _SMALL_FRACTION
-        self._stuck: set[bytes] = set()
-        """Files with damaged extents."""
+        self._stuck = set(kept)
+        """Files with damaged extents, and `kept`: those that may hold what a lost row named."""
         self._compacting = threading.Lock()
         self._wake = threading.Event()
         self._closing = False

@@ -1,7 +1,8 @@
 """Opens a ledger's folder: SQLite first, then the payload files that its rows name.
 
 Bytes behind the last extent of a file, and files that no row names, were written by commits that never ended: they are
-cut off and deleted. They stay where a row is damaged, which may be the one that names them.
+cut off and deleted. They stay where a row is damaged, which may be the one that names them; and where one that says
+where payloads lie was lost, no payload file of an earlier process is ever deleted.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from services.buffer.store.sqlite.extent import Extents
 from services.buffer.store.sqlite.loading import load_extents
 from services.buffer.store.sqlite.payload_files import PayloadFiles
 from services.buffer.store.sqlite.position_mark import PositionMark
-from services.buffer.store.sqlite.salvage import check_pages, salvage_tables, salvaged
+from services.buffer.store.sqlite.salvage import check_pages, has_lost_places, salvage_tables, salvaged
 
 MARK = "position"
 
@@ -38,6 +39,8 @@ class Opened:
     ledger_id: str
     torn_bytes: int
     damage: tuple[Damage, ...]
+    kept: frozenset[bytes]
+    """Payload files that may hold what a lost row named: they are neither emptied nor deleted."""
 
     def close(self) -> None:
         """No call comes after it."""
@@ -73,6 +76,7 @@ def open_ledger(folder: Path, files: Files, file_bytes: int, connect: Callable[[
         if was_closed:
             salvage_tables(writer)
         found, damage = load_extents(writer)
+        kept = frozenset(payload_files.file_ids() if damage or has_lost_places(writer) else ())
         damage += salvaged(writer)
         extents = Extents(found)
         lost = _damaged_files(payload_files, extents)
@@ -82,7 +86,7 @@ def open_ledger(folder: Path, files: Files, file_bytes: int, connect: Callable[[
         if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
             raise DataLoss(f"{folder / FILE} is damaged ({error}): restore a backup") from error
         raise
-    return Opened(writer, payload_files, extents, mark, ledger_id, torn_bytes, (*damage, *lost.values()))
+    return Opened(writer, payload_files, extents, mark, ledger_id, torn_bytes, (*damage, *lost.values()), kept)
 
 
 def _num_bytes(path: Path) -> int:

@@ -51,6 +51,12 @@ def salvaged(connection: sqlite3.Connection) -> list[Damage]:
     return [_damage(match) for (name,) in names if (match := _DAMAGED.fullmatch(name))]
 
 
+def has_lost_places(connection: sqlite3.Connection) -> bool:
+    """Whether rows that said where payloads lie may be gone with their pages, since this start or an earlier one."""
+    names = connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'").fetchall()
+    return any((match := _DAMAGED.fullmatch(name)) and match[1] == "payloads" for (name,) in names)
+
+
 def _problem(connection: sqlite3.Connection, table: str) -> str | None:
     try:
         (found,) = connection.execute(f"PRAGMA quick_check({table})").fetchone()

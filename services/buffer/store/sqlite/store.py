@@ -90,7 +90,7 @@ class SqliteStore:
         self._state_damage: tuple[Damage, ...] = ()
         self._payload_damage: dict[str, Damage] = {}
         """By key."""
-        self._compactor = Compactor(self, self._extents, self._payload_files, file_bytes)
+        self._compactor = Compactor(self, self._extents, self._payload_files, file_bytes, self._opened.kept)
         self._scrub = Scrub(self._extents.all(), self._check_extent)
 
     def load(self) -> Snapshot:
