@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from headrace.config.architecture import Architecture
+from headrace.config.context_limit import ContextLimit
 from headrace.config.job import Job
 from headrace.config.machine import num_gpus
 from headrace.config.scope import Scope
@@ -49,9 +50,8 @@ def check_engines(job: Job) -> None:
 
 def check_lengths(job: Job, architecture: Architecture) -> None:
     """Raises ConfigError for a response or a context that is longer than what the engines can hold."""
-    given = job.sglang.get("context_length")
-    limit = given if given is not None else architecture.max_position_embeddings
-    whose = "--sglang-context-length" if given is not None else "the model's max_position_embeddings"
+    engines = ContextLimit.of_engines(job, architecture)
+    limit, whose = engines.tokens, engines.name
     for name, length in (
         ("rollout_max_response_len", job.rollout.rollout_max_response_len),
         ("eval_max_response_len", job.eval.eval_max_response_len),

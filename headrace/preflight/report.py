@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -46,6 +47,19 @@ class Scorers(msgspec.Struct, frozen=True):
 
     count: int
     where: str
+
+
+def scorer_name(metadata: Mapping[str, Any]) -> str:
+    """A row's `rm_type`; "" where it names none."""
+    named = metadata.get("rm_type")
+    return "" if named is None else named if isinstance(named, str) else f"{named!r:.80}"
+
+
+def count_scorer(rm_types: dict[str, Scorers], name: str, where: str) -> bool:
+    """True for the first row that names it."""
+    before = rm_types.get(name)
+    rm_types[name] = Scorers(before.count + 1, before.where) if before else Scorers(1, where)
+    return before is None
 
 
 class Prompts(msgspec.Struct):

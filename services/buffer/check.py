@@ -13,7 +13,7 @@ from headrace.hooks.buffer_filter import load_buffer_filter
 from headrace.hooks.data_source import try_data_source
 from headrace.json_text import from_json, to_json
 from headrace.preflight.process import CheckOptions, serve_check
-from headrace.preflight.report import BufferReport, PromptRow, Prompts, Report, Scorers, counted
+from headrace.preflight.report import BufferReport, PromptRow, Prompts, Report, count_scorer, counted, scorer_name
 from headrace.workers import WorkerError, WorkerPool
 from services.buffer.from_job import train_stream
 from services.buffer.group import Prompt
@@ -109,18 +109,15 @@ class _File:
 
 
 def _add(prompts: Prompts, where: str, body: bytes) -> None:
-    name = _rm_type(sample_pb2.Prompt.FromString(body).metadata_json)
-    before = prompts.rm_types.get(name)
-    prompts.rm_types[name] = Scorers(before.count + 1, before.where) if before else Scorers(1, where)
-    if before is None or len(prompts.rows) < _GIVEN_ROWS:
+    is_first = count_scorer(prompts.rm_types, _rm_type(sample_pb2.Prompt.FromString(body).metadata_json), where)
+    if is_first or len(prompts.rows) < _GIVEN_ROWS:
         prompts.rows.append(PromptRow(where, body))
 
 
 def _rm_type(metadata_json: str) -> str:
     if "rm_type" not in metadata_json:
         return ""
-    named = from_json(metadata_json).get("rm_type")
-    return "" if named is None else named if isinstance(named, str) else f"{named!r:.80}"
+    return scorer_name(from_json(metadata_json))
 
 
 async def _hooks(options: CheckOptions, report: Report, prompts: Prompts) -> None:

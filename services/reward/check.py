@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from headrace.config.job import Job
 from headrace.errors import ConfigError, HeadraceError
@@ -12,8 +14,9 @@ from headrace.hooks import RewardForm, RewardHook, hook_args
 from headrace.json_text import from_json
 from headrace.judgement import Judgement, Score, ScoreError, ScoreItem
 from headrace.preflight.process import CheckOptions, serve_check
-from headrace.preflight.report import PromptRow, Prompts, Report
+from headrace.preflight.report import PromptRow, Prompts, Report, Scorers
 from headrace.workers import WorkerError
+from services.reward.evaluations import scorers_of
 from services.reward.judge import Judge
 from services.reward.metrics import RewardMetrics
 from services.reward.registry import CUSTOM, Registry
@@ -21,6 +24,7 @@ from services.reward.service import describe, worker_pool
 
 _TRIED_LABELS = 4
 _SHOWN = 60
+_WAY = "pass --rm-type or --custom-rm-path, or give each row a metadata.rm_type"
 _FORMS = ("\\boxed{{{}}}", "</think>\n\\boxed{{{}}}")
 """What the answers of models that reason look like."""
 
@@ -38,7 +42,12 @@ async def check(options: CheckOptions, prompts: Prompts) -> Report:
         report.refuse(error, elsewhere=options.elsewhere and job.reward.custom_rm_path is not None)
         return report
     report.facts.append(("reward", _named(job, hook)))
-    _everyone_has_a_scorer(job, registry, prompts, report)
+    if registry.default is None and not prompts.rm_types:
+        report.warnings.append(f"no reward: only prompts that bring a metadata.rm_type will be scored; else {_WAY}")
+    _everyone_has_a_scorer(job, registry, prompts.rm_types, prompts.num_rows, report)
+    for _, path in job.eval.eval_prompt_data:
+        rm_types = await asyncio.to_thread(scorers_of, Path(path), job.data.metadata_key)
+        _everyone_has_a_scorer(job, registry, rm_types, sum(each.count for each in rm_types.values()), report)
     if not report.refusals:
         await _try_labels(options, hook, registry, prompts, report)
     return report
@@ -50,24 +59,23 @@ def _named(job: Job, hook: RewardHook | None) -> str:
     return f"{hook.path}, called with {hook.form.value}" + (", async" if hook.is_async else "")
 
 
-def _everyone_has_a_scorer(job: Job, registry: Registry, prompts: Prompts, report: Report) -> None:
+def _everyone_has_a_scorer(
+    job: Job, registry: Registry, rm_types: Mapping[str, Scorers], num_rows: int, report: Report
+) -> None:
     """Rows whose scorer is not there could never be rewarded."""
     if registry.default == CUSTOM:
         return
     generate = job.rollout.custom_generate_function_path
-    way = "pass --rm-type or --custom-rm-path, or give each row a metadata.rm_type"
-    if registry.default is None and not prompts.rm_types:
-        report.warnings.append(f"no reward: only prompts that bring a metadata.rm_type will be scored; else {way}")
-    for name, scorers in prompts.rm_types.items():
+    for name, scorers in rm_types.items():
         chosen = registry.choose(ScoreItem("", "", "", metadata={"rm_type": name} if name else {}), None)
         if isinstance(chosen, ScoreError):
-            whose = f"{scorers.count:,} of {prompts.num_rows:,} prompts ({scorers.where})"
+            whose = f"{scorers.count:,} of {num_rows:,} prompts ({scorers.where})"
             if name:
                 report.refusals.append(f"{whose}: {chosen.message}")
             elif generate:
                 report.warnings.append(f"{whose}: nothing scores them but {generate}, which must set sample.reward")
             else:
-                report.refusals.append(f"{whose}: no reward scores them: {way}")
+                report.refusals.append(f"{whose}: no reward scores them: {_WAY}")
 
 
 async def _try_labels(

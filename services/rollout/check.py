@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from headrace.config.context_limit import ContextLimit
 from headrace.config.job import Job
 from headrace.errors import ConfigError, HeadraceError
 from headrace.hooks.filter import load_filter
@@ -136,10 +137,9 @@ def _too_long(job: Job, lengths: Sequence[int], report: Report) -> None:
 def _context(job: Job) -> int | None:
     from headrace.models.registry import read_architecture
 
-    given = job.sglang.get("context_length")
-    if given is None and (job.model.hf_checkpoint / "config.json").is_file():
-        given = read_architecture(job.model.hf_checkpoint).max_position_embeddings
-    return given if given is None else given - 1
+    if not (job.model.hf_checkpoint / "config.json").is_file():
+        return None
+    return ContextLimit.of_engines(job, read_architecture(job.model.hf_checkpoint)).tokens - 1
 
 
 def _shown(text: str) -> str:

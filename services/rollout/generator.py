@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
+from headrace.config.context_limit import ContextLimit
 from headrace.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
 from services.rollout.engine.answer import Answer, BadAnswer, Finish
 from services.rollout.engine.api import NOTHING_YET, Generation, SamplingParams
@@ -26,11 +27,17 @@ class Generator:
     """Asks the router. `suspect` hears of every bad answer."""
 
     def __init__(
-        self, router: EngineClient, weights: ServedWeights, suspect: Callable[[BadAnswer], None] = lambda _: None
+        self,
+        router: EngineClient,
+        weights: ServedWeights,
+        suspect: Callable[[BadAnswer], None] = lambda _: None,
+        *,
+        context: ContextLimit | None = None,
     ) -> None:
         self._router = router
         self._weights = weights
         self._suspect = suspect
+        self._context = context
 
     async def generate(
         self,
@@ -56,6 +63,14 @@ class Generator:
         """All tokens so far, again and again; the last one has a `finish` of stop or length."""
         return self._pieces(prompt, params, NOTHING_YET, None, request_id=request_id, seconds=seconds, streaming=True)
 
+    def _fitting(self, num_tokens: int, params: SamplingParams) -> SamplingParams:
+        """Raises InvalidArgument for what no engine could take, which is no fault of an engine."""
+        if self._context is None:
+            return params
+        if num_tokens >= self._context.tokens:
+            raise InvalidArgument(self._context.too_long(num_tokens), reason="PROMPT_TOO_LONG")
+        return replace(params, max_new_tokens=min(params.max_new_tokens, self._context.tokens - num_tokens))
+
     async def _pieces(
         self,
         prompt: Sequence[int],
@@ -68,6 +83,7 @@ class Generator:
         streaming: bool,
     ) -> AsyncIterator[Generation]:
         end = time.monotonic() + seconds
+        params = self._fitting(len(prompt), params)
         done = begun
         if len(done.tokens) >= params.max_new_tokens:
             yield replace(done, finish=Finish.LENGTH)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.sample.v1 import sample_pb2
+from headrace.config.context_limit import ContextLimit
 from headrace.errors import HeadraceError
 from headrace.sample_checks import ModelBounds
 from headrace.trajectory import Failure, PolicyRange, Sample, Status, from_json
@@ -35,7 +36,7 @@ class GroupMaker:
         *,
         rollout_seed: int,
         max_prompt_tokens: int | None,
-        max_context_tokens: int | None,
+        context: ContextLimit | None,
         group_filter: GroupFilter | None = None,
         partial_rollout: PartialRollout | None = None,
         teacher: Teacher | None = None,
@@ -48,7 +49,7 @@ class GroupMaker:
         self._params = params
         self._rollout_seed = rollout_seed
         self._max_prompt_tokens = max_prompt_tokens
-        self._max_context_tokens = max_context_tokens
+        self._context = context
         self._filter = group_filter
         self._partial = partial_rollout
         self._teacher = teacher
@@ -64,11 +65,11 @@ class GroupMaker:
         """What to put for the lease: COMPLETE, DROPPED or FAILED; or its release, when it was interrupted."""
         try:
             prompt = await self._encoder.off_loop(self._encoder.encode, lease.prompt)
-            params = self._params_for(prompt)
         except HeadraceError as error:
             return _put(lease, buffer_pb2.PUT_OUTCOME_FAILED, failure=Failure(error.reason, error.message))
-        if params is None:
-            return _put(lease, buffer_pb2.PUT_OUTCOME_DROPPED, failure=self._too_long(prompt))
+        if too_long := self._too_long(len(prompt.tokens)):
+            return _put(lease, buffer_pb2.PUT_OUTCOME_DROPPED, failure=Failure("PROMPT_TOO_LONG", too_long))
+        params = self._params_for(prompt)
         begun = self._partial.begun(lease, prompt) if self._partial else {}
         requests = [
             replace(self._request(lease, prompt, params, index), begun=begun.get(index))
@@ -119,22 +120,19 @@ class GroupMaker:
             return _put(lease, buffer_pb2.PUT_OUTCOME_DROPPED, failure=refusal)
         return _put(lease, buffer_pb2.PUT_OUTCOME_COMPLETE, samples=samples)
 
-    def _params_for(self, prompt: EncodedPrompt) -> SamplingParams | None:
-        """None when the prompt is too long."""
-        length = len(prompt.tokens)
+    def _too_long(self, length: int) -> str | None:
+        """Why a prompt of so many tokens is not asked about."""
         if self._max_prompt_tokens is not None and length > self._max_prompt_tokens:
-            return None
-        if self._max_context_tokens is None:
-            return self._params
-        room = self._max_context_tokens - length
-        return replace(self._params, max_new_tokens=min(self._params.max_new_tokens, room)) if room > 0 else None
+            return f"the prompt has {length:,} tokens: rollout_max_prompt_len is {self._max_prompt_tokens:,}"
+        if self._context is not None and length >= self._context.tokens:
+            return self._context.too_long(length)
+        return None
 
-    def _too_long(self, prompt: EncodedPrompt) -> Failure:
-        return Failure(
-            "PROMPT_TOO_LONG",
-            f"{len(prompt.tokens)} prompt tokens; rollout_max_prompt_len is {self._max_prompt_tokens}, "
-            f"rollout_max_context_len is {self._max_context_tokens}",
-        )
+    def _params_for(self, prompt: EncodedPrompt) -> SamplingParams:
+        if self._context is None:
+            return self._params
+        room = self._context.tokens - len(prompt.tokens)
+        return replace(self._params, max_new_tokens=min(self._params.max_new_tokens, room))
 
     def _request(
         self, lease: buffer_pb2.GroupLease, prompt: EncodedPrompt, params: SamplingParams, index: int

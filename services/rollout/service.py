@@ -12,6 +12,8 @@ from prometheus_client import CollectorRegistry
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.open import open_buffer
+from headrace.config.architecture import Architecture
+from headrace.config.context_limit import ContextLimit
 from headrace.config.job import Job
 from headrace.errors import ConfigError, HeadraceError
 from headrace.models.registry import read_architecture
@@ -104,7 +106,9 @@ class RolloutService:
             FleetTiming(start_seconds=job.services.start_timeout_seconds),
             metrics,
         )
-        generator = Generator(self._router_client, fleet.weights, fleet.suspect)
+        generator = Generator(
+            self._router_client, fleet.weights, fleet.suspect, context=ContextLimit.of_engines(job, architecture)
+        )
         hook = job.rollout.custom_generate_function_path
         self._custom = (
             CustomMaker(hook, custom_args(job, self._router.url), fleet.weights, seconds=seconds) if hook else None
@@ -125,7 +129,7 @@ class RolloutService:
             params,
             rollout_seed=seed,
             max_prompt_tokens=job.rollout.rollout_max_prompt_len,
-            max_context_tokens=job.rollout.rollout_max_context_len,
+            context=_context(job, architecture),
             group_filter=self._filter,
             partial_rollout=_partial_rollout(job),
             teacher=self._teacher,
@@ -203,6 +207,16 @@ def _partial_rollout(job: Job) -> PartialRollout | None:
     if not job.rollout.partial_rollout:
         return None
     return PartialRollout(job.rollout.mask_offpolicy_in_partial_rollout, job.buffer.max_staleness)
+
+
+def _context(job: Job, architecture: Architecture) -> ContextLimit | None:
+    """None where only the job's own limit counts and it has none: conversations that are given, and a user's function,
+    which may ask about something shorter than the prompt.
+    """
+    asks_engines = job.train.loss_mask_type is None and job.rollout.custom_generate_function_path is None
+    if not asks_engines and job.rollout.rollout_max_context_len is None:
+        return None
+    return ContextLimit.of(job, architecture)
 
 
 def _groups_per_step(job: Job) -> int:

@@ -78,7 +78,7 @@ async def attacked(hostile: Hostile, encoder: PromptEncoder, reward: ScriptedRew
     router = TakingTurns(routing, vocab_size=VOCAB_SIZE)
     judge = Judge(reward.address, item_seconds=1.0)
     maker = SampleMaker(Generator(router, fleet.weights, fleet.suspect), encoder, seconds=60.0)
-    groups = GroupMaker(encoder, maker, judge, PARAMS, rollout_seed=1, max_prompt_tokens=None, max_context_tokens=None)
+    groups = GroupMaker(encoder, maker, judge, PARAMS, rollout_seed=1, max_prompt_tokens=None, context=None)
     ledger = MemoryLedger([lease(number) for number in range(GROUPS)])
     producer = Producer(ledger, groups, lambda: fleet.policy_version, metrics, max_groups_in_flight=GROUPS)
     producer.start()

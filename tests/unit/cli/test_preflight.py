@@ -113,6 +113,18 @@ def test_samples_that_could_never_be_rewarded_are_refused(
     assert any(message in refusal for refusal in report.refusals), report
 
 
+def test_an_evaluations_row_that_could_never_be_rewarded_is_refused(load_with, tmp_path: Path) -> None:
+    """Rows of training were refused, and an evaluation failed when its turn came."""
+    path = tmp_path / "eval.jsonl"
+    path.write_text(
+        '{"prompt": "1 + 1", "label": "2"}\n{"prompt": "x", "label": "1", "metadata": {"rm_type": "mth"}}\n'
+    )
+    flags = ("--label-key", "label", "--rm-type", "exact_match", "--eval-prompt-data", "sums", str(path))
+    report = found(load_with, tmp_path, SUMS, *flags)
+    (refusal,) = report.refusals
+    assert refusal.startswith("1 of 2 prompts (eval.jsonl, line 2): metadata.rm_type is 'mth': did you mean 'math'?")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

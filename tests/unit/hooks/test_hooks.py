@@ -250,3 +250,24 @@ def test_check_finds_wrong_returns(source: str, name: str, message: str) -> None
     report = check_hook(f"{source}:{name}")
     assert not report.ok
     assert message in report.failed[0]
+
+
+@pytest.mark.parametrize("line", ["import slime", "from slime.utils.types import Sample"])
+def test_a_hook_that_imports_slime_is_told_what_to_import_instead(tmp_path: Path, line: str) -> None:
+    (tmp_path / "of_slime.py").write_text(f"{line}\ndef f(args, sample): return 1.0\n")
+    with pytest.raises(ConfigError) as refused:
+        load_hook(f"{tmp_path}/of_slime.py:f")
+    assert "No module named 'slime" in refused.value.message
+    assert "`from headrace.hooks import Sample, DynamicFilterOutput`" in refused.value.message
+
+
+def test_a_hook_of_slimes_own_is_told_what_is_here_in_its_place() -> None:
+    with pytest.raises(ConfigError, match=r"headrace\.hooks\.filter\.check_reward_nonzero_std"):
+        load_hook("slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std")
+
+
+def test_what_slimes_hint_names_is_there() -> None:
+    from headrace.hooks import DynamicFilterOutput, Sample
+    from headrace.hooks.filter import check_reward_nonzero_std
+
+    assert all(map(callable, (Sample, DynamicFilterOutput, check_reward_nonzero_std)))

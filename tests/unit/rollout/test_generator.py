@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from headrace.config.context_limit import ContextLimit
 from headrace.errors import InvalidArgument, Unavailable
 from services.rollout.engine.answer import Finish
 from services.rollout.engine.api import Generation, SamplingParams
@@ -51,6 +52,20 @@ async def test_mid_stream_has_tokens_of_the_first_weights_and_the_end_has_all(fa
     first, second = pieces[-1].policy_ranges
     assert (first.policy_version, second.policy_version, second.end) == (0, 1, 60)
     assert len(pieces[-2].tokens) <= first.end
+
+
+async def test_what_no_engine_could_take_is_refused_without_asking_or_suspecting_one(fakes: FakeFleet) -> None:
+    """A refusal of an engine made it suspect: one prompt that was too long, and it was sworn in anew."""
+    generator = Generator(
+        *(fakes.fleet.engines[0].client, fakes.fleet.weights, fakes.fleet.suspect),
+        context=ContextLimit(8, "--sglang-context-length"),
+    )
+    with pytest.raises(InvalidArgument, match="has 9 tokens, which leaves no room .*: --sglang-context-length is 8"):
+        await generator.generate(range(9), PARAMS, request_id="r", seconds=60)
+    assert "/generate" not in fakes.fake(0).calls
+    assert not fakes.fleet.engines[0].is_suspect
+    short = await generator.generate(PROMPT, PARAMS, request_id="s", seconds=60)
+    assert len(short.tokens) == 5
 
 
 async def test_a_request_survives_its_engine(fakes: FakeFleet) -> None:

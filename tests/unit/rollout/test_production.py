@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.reward.v1 import reward_pb2
+from headrace.config.context_limit import ContextLimit
 from headrace.config.job import Job, ModelSection, RolloutSection
 from headrace.errors import DataLoss, InvalidArgument, Unavailable
 from headrace.hooks import HookArgs
@@ -69,6 +70,8 @@ async def production(
     *,
     token_seconds: float = 0.0,
     max_prompt_tokens: int | None = None,
+    context: ContextLimit | None = None,
+    max_groups_in_flight: int = 2,
     params: SamplingParams = PARAMS,
     partial_rollout: PartialRollout | None = None,
     group_filter: GroupFilter | None = None,
@@ -90,7 +93,7 @@ async def production(
             params,
             rollout_seed=42,
             max_prompt_tokens=max_prompt_tokens,
-            max_context_tokens=None,
+            context=context,
             group_filter=group_filter,
             partial_rollout=partial_rollout,
             failed_samples=failed_samples,
@@ -102,7 +105,7 @@ async def production(
             groups,
             lambda: fakes.fleet.policy_version,
             metrics,
-            max_groups_in_flight=2,
+            max_groups_in_flight=max_groups_in_flight,
             interrupt=fakes.fleet.interrupt,
         )
         producer.start()
@@ -206,6 +209,50 @@ async def test_a_prompt_that_is_too_long_is_dropped_with_its_length(tokenizer_fo
     assert ledger.puts[0].outcome == buffer_pb2.PUT_OUTCOME_DROPPED
     assert ledger.puts[0].failure.reason == "PROMPT_TOO_LONG"
     assert "rollout_max_prompt_len is 20" in ledger.puts[0].failure.message
+
+
+async def test_a_prompt_beyond_the_context_is_dropped_and_no_engine_is_asked(tokenizer_folder: Path) -> None:
+    ledger = MemoryLedger([lease(0, text="word " * 50)])
+    context = ContextLimit(20, "the model's max_position_embeddings")
+    async with production(tokenizer_folder, ledger, score(1.0), context=context) as made:
+        await made.fakes.until(lambda: len(ledger.puts) == 1)
+        length = len(made.encoder.encode_text("word " * 50).tokens)
+        assert "/generate" not in made.fakes.fake(0).calls
+    put = ledger.puts[0]
+    assert (put.outcome, put.failure.reason) == (buffer_pb2.PUT_OUTCOME_DROPPED, "PROMPT_TOO_LONG")
+    assert put.failure.message == (
+        f"the prompt has {length} tokens, which leaves no room for a response: "
+        "the model's max_position_embeddings is 20"
+    )
+
+
+async def test_a_response_ends_where_rollout_max_context_len_ends(tokenizer_folder: Path) -> None:
+    ledger = MemoryLedger([lease(0)])
+    length = len(PromptEncoder(tokenizer_folder, apply_chat_template=False).encode_text("hello").tokens)
+    job = Job(
+        model=ModelSection(hf_checkpoint=tokenizer_folder), rollout=RolloutSection(rollout_max_context_len=length + 3)
+    )
+    architecture = SimpleNamespace(max_position_embeddings=4096)
+    context = ContextLimit.of(job, architecture)  # type: ignore[arg-type]
+    async with production(tokenizer_folder, ledger, score(1.0), context=context) as made:
+        await made.fakes.until(lambda: len(ledger.puts) == 1)
+    assert [s.envelope.response_tokens for s in ledger.puts[0].samples] == [3, 3, 3]
+
+
+async def test_no_more_than_max_groups_in_flight_are_made_at_once(tokenizer_folder: Path) -> None:
+    ledger = MemoryLedger([lease(number) for number in range(6)])
+    at_once: list[int] = []
+    async with production(tokenizer_folder, MemoryLedger([]), score(1.0), max_groups_in_flight=3) as made:
+        make = made.producer._maker.make
+
+        async def counted(*given: object) -> object:
+            at_once.append(len(made.producer._groups))
+            return await make(*given)  # type: ignore[arg-type]
+
+        made.producer._maker = SimpleNamespace(make=counted, hands_back=False)  # type: ignore[assignment]
+        made.producer._ledger = ledger
+        await made.fakes.until(lambda: len(ledger.puts) == 6)
+    assert max(at_once) == 3
 
 
 async def test_while_paused_nothing_is_leased(tokenizer_folder: Path) -> None:
@@ -417,7 +464,7 @@ async def test_an_aborted_group_that_fanned_out_is_not_trained(
         PARAMS,
         rollout_seed=1,
         max_prompt_tokens=None,
-        max_context_tokens=None,
+        context=None,
         partial_rollout=partial_rollout,
     )
     await maker.start()

@@ -46,7 +46,7 @@ def groups(encoder: ConversationEncoder) -> GroupMaker:
         *(encoder, SupervisedMaker(), None, SamplingParams(1)),
         rollout_seed=1,
         max_prompt_tokens=None,
-        max_context_tokens=None,
+        context=None,
     )
 
 

@@ -1,0 +1,30 @@
+"""Which scorers the rows of the job's evaluation files name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from headrace.preflight.report import Scorers, count_scorer, scorer_name
+from headrace.wire.limits import MAX_EVAL_FILE_BYTES
+
+
+def scorers_of(path: Path, metadata_key: str | None) -> dict[str, Scorers]:
+    """By rm_type, "" for rows that name none. The rollout service's check refuses what is no row."""
+    found: dict[str, Scorers] = {}
+    if not path.is_file() or path.stat().st_size > MAX_EVAL_FILE_BYTES:
+        return found
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                count_scorer(found, _named(line, metadata_key), f"{path.name}, line {number}")
+    return found
+
+
+def _named(line: bytes, metadata_key: str | None) -> str:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return ""
+    metadata = row.get(metadata_key) if isinstance(row, dict) and metadata_key else None
+    return scorer_name(metadata) if isinstance(metadata, dict) else ""
