@@ -223,6 +223,17 @@ def test_the_best_are_kept_by_their_steps_metric(tmp_path: Path, layout: Layout)
     assert _names(tmp_path) == [step_name(n) for n in (2, 4, 5)]
 
 
+def test_keep_best_metric_says_which_metric_is_best_by(tmp_path: Path, layout: Layout) -> None:
+    job = _job(tmp_path, keep_last=1, keep_best=1, keep_best_metric="eval/sums")
+    checkpoints = Checkpoints(job, tmp_path, layout)
+    for step, score in {1: 0.1, 2: 0.9, 3: 0.5}.items():
+        _save(checkpoints, step)
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "reward/mean": -score, "eval/sums": score}) + "\n")
+    _save(checkpoints, 4)
+    assert _names(tmp_path) == [step_name(n) for n in (2, 4)]
+
+
 def test_a_state_is_safe_once_it_is_written_and_told_once(checkpoints: Checkpoints) -> None:
     assert checkpoints.take_safe() is None
     checkpoints.save(Note("text"), step=3, policy_version=2, epoch=1)
