@@ -30,6 +30,8 @@ from headrace.workers import codec, frame
 from headrace.workers.state import ProcessState
 
 _MESSAGE_CHARACTERS = 2_000
+"""Of all that is said of an exception: its class, its message and its place."""
+_PLACE_CHARACTERS = 500
 _TRACEBACK_CHARACTERS = 32_000
 # A process that was told to end, or whose pipe was closed, takes a moment to be gone.
 _LEAVE_SECONDS = 0.3
@@ -152,13 +154,15 @@ class _Calls:
 
 
 def _raised(call_id: int, error: BaseException) -> frame.Raised:
+    where = _printable(lambda: _where(error), _PLACE_CHARACTERS)
+    kind = _printable(lambda: type(error).__name__, _PLACE_CHARACTERS)
     return frame.Raised(
         call_id,
-        _printable(lambda: type(error).__name__, _MESSAGE_CHARACTERS),
-        _printable(lambda: str(error), _MESSAGE_CHARACTERS),
+        kind,
+        _printable(lambda: str(error), _MESSAGE_CHARACTERS - len(where) - len(kind)),
         _printable(lambda: "".join(traceback.format_exception(error)), _TRACEBACK_CHARACTERS),
         isinstance(error, HeadraceError),
-        _printable(lambda: _where(error), _MESSAGE_CHARACTERS),
+        where,
     )
 
 

@@ -141,7 +141,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 async def _run(folder: Path) -> None:
-    sections = {"rollout": {"num_rollout": NUM_STEPS}, "megatron": {}}
+    most_may_fail = {"max_failed_share": 1.0}  # what is compared is a run of which most samples fail
+    sections = {"rollout": {"num_rollout": NUM_STEPS, **most_may_fail}, "megatron": {}}
     async with AsyncExitStack() as stack:
         cases = []
         for name, change in (("poisoned", poisoned), ("failed", declared_failed)):
