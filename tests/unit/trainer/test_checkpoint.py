@@ -286,9 +286,15 @@ def test_load_is_where_a_run_begins_and_its_own_checkpoints_come_first(tmp_path:
     assert policy.text == "own"
 
 
-def test_a_load_folder_without_a_checkpoint_is_refused(tmp_path: Path, layout: Layout) -> None:
+def test_a_load_folder_that_is_not_there_yet_begins_and_one_without_a_checkpoint_is_refused(
+    tmp_path: Path, layout: Layout
+) -> None:
+    checkpoints = Checkpoints(_job(tmp_path, load=tmp_path / "nothing"), tmp_path, layout)
+    assert checkpoints.restore_latest(Note()) == 0
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "nothing" / "notes.txt").write_text("of somebody")
     with pytest.raises(ConfigError, match=r"--load .*nothing holds no whole checkpoint"):
-        Checkpoints(_job(tmp_path, load=tmp_path / "nothing"), tmp_path, layout).restore_latest(Note())
+        checkpoints.restore_latest(Note())
 
 
 def test_nothing_is_newest_in_a_folder_that_is_not_there(tmp_path: Path) -> None:

@@ -135,7 +135,8 @@ def test_the_first_step_has_the_loss_and_gradient_of_the_specification(runs: Pat
     for sample in samples(0):
         if sample.reward is not None:
             rewards[sample.group_id].append(sample.reward)
-    trained = [s for s in samples(0) if s.reward is not None and s.loss_mask.any()]
+    usable = [s for s in samples(0) if s.reward is not None]
+    trained = [s for s in usable if s.loss_mask.any()]
     policy_loss = kl_loss = entropy_loss = torch.zeros((), dtype=torch.float64)
     for sample in trained:
         group = torch.tensor(rewards[sample.group_id], dtype=torch.float64)
@@ -145,7 +146,7 @@ def test_the_first_step_has_the_loss_and_gradient_of_the_specification(runs: Pat
         ratio = (log_probs - torch.from_numpy(sample.rollout_log_probs).double()).exp()
         loss = torch.maximum(-ratio * advantage, -ratio.clamp(0.8, 1.28) * advantage)
         mask = torch.from_numpy(sample.loss_mask).double()
-        share = mask / mask.sum() / len(trained)
+        share = mask / mask.sum() / len(usable)
         policy_loss = policy_loss + (share * loss).sum()
         kl_loss = kl_loss + (share * ((-d).exp() - 1 + d)).sum()
         entropy_loss = entropy_loss + (share * entropy).sum()
@@ -161,9 +162,9 @@ def test_supervised_loss_is_the_mean_of_each_answers_negative_log_likelihood(run
     network = AutoModelForCausalLM.from_pretrained(runs / "qwen3-tied").double()
     means = []
     for sample in samples(0):
-        if sample.failure is None and sample.loss_mask.any():
+        if sample.failure is None:
             mask = torch.from_numpy(sample.loss_mask).bool()
-            means.append(-_response_log_probs(network, sample)[0][mask].mean().item())
+            means.append(-_response_log_probs(network, sample)[0][mask].mean().item() if mask.any() else 0.0)
     assert metrics(runs / "sft")[0]["loss/sft"] == pytest.approx(sum(means) / len(means), rel=1e-5)
 
 

@@ -80,7 +80,7 @@ def expected(runs: Path) -> tuple[float, float, dict[str, Tensor]]:
         ratio = (_log_probs(model, sample) - torch.from_numpy(sample.rollout_log_probs).double()).exp()
         advantage = _advantage(sample, samples)
         per_token = -torch.minimum(ratio * advantage, ratio.clamp(LOW, HIGH) * advantage)
-        loss = loss + (per_token * mask).sum() / mask.sum() / len(trained)
+        loss = loss + (per_token * mask).sum() / mask.sum() / len(samples)
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
