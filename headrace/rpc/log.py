@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import NoReturn
+from contextlib import suppress
+from typing import NoReturn, TextIO, cast
 
 import structlog
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # its stubs leave it out
@@ -35,8 +36,24 @@ def configure_logging(service: str, *, run: str | None = None, level: str = "INF
             structlog.processors.JSONRenderer(sort_keys=False),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Unfailing(sys.stderr))),
     )
+
+
+class _Unfailing:
+    """A stream whose disk may be full or its reader gone: what it refuses is left out, and no work fails by it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
 
 
 def drop_logs() -> None:

@@ -65,7 +65,8 @@ class PutResult(msgspec.Struct, frozen=True, gc=False):
     """What became of it."""
 
     group_id: str
-    state: GroupState
+    state: GroupState | None
+    """None for a group that the ledger holds no more."""
     duplicate: bool = False
     refused: Failure | None = None
 
@@ -230,7 +231,7 @@ def lose(work: Work, book: StreamBook, group: Group) -> None:
 def check_put(work: Work, book: StreamBook, put: GroupPut) -> int:
     """Raises unless the put can be answered; returns the payload bytes it adds."""
     group = _find(book, put.group_id)
-    if _was_answered(group, put):
+    if group is None or _was_answered(group, put):
         return 0  # even where the group was expired since and made anew under the same sample ids
     _check_samples(book, put)
     _check_versions(book, put)
@@ -255,7 +256,10 @@ def check_bytes(book: StreamBook, num_bytes: int, held_bytes: int) -> None:
 
 def put(work: Work, book: StreamBook, put: GroupPut) -> PutResult:
     """Ends the lease. The put was checked."""
-    group = book.groups[put.group_id]
+    group = _find(book, put.group_id)
+    if group is None:
+        gone = Failure("LEASE_LOST", f"lease {put.lease_id} has ended: its group was forgotten after its step's commit")
+        return PutResult(put.group_id, None, refused=gone)
     if _is_duplicate(book, group, put):
         return PutResult(group.group_id, group.state, duplicate=True)
     if not _is_live(group, put):
@@ -293,10 +297,12 @@ def _complete(work: Work, book: StreamBook, group: Group, put: GroupPut, leased_
     return ready
 
 
-def _find(book: StreamBook, group_id: str) -> Group:
-    if group_id not in book.groups:
-        raise NotFound(f"stream {book.state.name} has no group {group_id}")
-    return book.groups[group_id]
+def _find(book: StreamBook, group_id: str) -> Group | None:
+    """None for a group that was there and is gone: a put that is made again may come that late."""
+    group = book.groups.get(group_id)
+    if group is None and not 0 <= book.seq_of(group_id) < book.state.next_seq:
+        raise NotFound(f"stream {book.state.name} has had no group {group_id}")
+    return group
 
 
 def _check_samples(book: StreamBook, put: GroupPut) -> None:

@@ -183,7 +183,7 @@ def from_put_result(result: PutResult) -> pb.PutResult:
     """What became of a put."""
     return pb.PutResult(
         group_id=result.group_id,
-        state=from_state(result.state),
+        state=pb.GROUP_STATE_UNSPECIFIED if result.state is None else from_state(result.state),
         duplicate=result.duplicate,
         refused=_from_failure(result.refused),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from headrace.errors import InvalidArgument, NotFound, ResourceExhausted
 from services.buffer.group import Group, GroupState
@@ -172,15 +173,29 @@ def test_without_retention_nothing_is_forgotten(it: LedgerUnderTest) -> None:
     assert len(it.states()) == 12
 
 
-def test_a_put_for_a_forgotten_group_is_not_found(it: LedgerUnderTest) -> None:
-    it.create(retain_steps=0)
-    it.submit("a", "b")
-    epoch, groups = it.rewind(), it.lease()
+def test_a_put_that_is_made_again_after_its_group_was_forgotten_is_refused_and_the_rest_is_kept(
+    it: LedgerUnderTest,
+) -> None:
+    it.create(max_staleness=None, retain_steps=0)
+    it.submit("a", "b", "c")
+    epoch, groups, late = it.rewind(), it.lease(2), it.lease(1)
     it.put(groups)
     it.consume(epoch, 0)
     it.commit(epoch, 1)
-    with pytest.raises(NotFound, match="no group train/0"):
-        it.put(groups)
+    again, other, kept = it.put([*groups, *late])
+    assert [result.refused.reason for result in (again, other)] == ["LEASE_LOST", "LEASE_LOST"]
+    assert "forgotten" in again.refused.message
+    assert [result.state for result in (again, other, kept)] == [None, None, GroupState.READY]
+    assert it.states() == {"train/2": GroupState.READY}
+
+
+@pytest.mark.parametrize("group_id", ["train/3", "train/-1", "train/00", "train/x", "train/"])
+def test_a_put_for_a_group_that_never_was_is_not_found(it: LedgerUnderTest, group_id: str) -> None:
+    it.create(max_staleness=None)
+    it.submit("a", "b", "c")
+    (group,) = it.lease(1)
+    with pytest.raises(NotFound, match=f"has had no group {group_id}"):
+        it.do(it.ledger.put(it.now, [replace(without_samples(group, PutOutcome.FAILED), group_id=group_id)]))
 
 
 def held(it: LedgerUnderTest) -> list[Group]:

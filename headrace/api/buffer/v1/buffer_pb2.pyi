@@ -1097,7 +1097,7 @@ class PutResult(_message.Message):
     group_id: _builtins.str
     """The group."""
     state: Global___GroupState.ValueType
-    """Its state now."""
+    """Its state now; not set for a group that is no longer held, behind retain_steps."""
     duplicate: _builtins.bool
     """True when the same put was kept by an earlier call."""
     @_builtins.property
