@@ -19,12 +19,17 @@ def to_json(value: Mapping[str, Any]) -> str:
     if not value:
         return ""
     try:
-        text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        text = canonical(value)
         text.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgument(f"metadata cannot be written as JSON: {error}") from error
     _check_depth(text, value)
     return text
+
+
+def canonical(value: Any) -> str:
+    """JSON with sorted keys and no blanks: equal values have equal bytes. Raises as `json.dumps`, also for NaN."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def from_json(text: str) -> dict[str, Any]:

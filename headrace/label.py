@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from headrace.errors import InvalidArgument
+from headrace.json_text import canonical
 
 
 def label_text(value: Any) -> str | None:
@@ -18,7 +18,7 @@ def label_text(value: Any) -> str | None:
     if hasattr(value, "tolist"):  # a number, an array or a tensor of a library
         value = value.tolist()
     try:
-        return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        return canonical(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgument(
             f"the label is neither text nor JSON: {error}: give text, or finite numbers, lists and objects of them"

@@ -73,7 +73,7 @@ class TrainSection(Section):
     )
     use_tis: bool = Field(False, description="Importance weights between trainer and engine.")
     tis_mode: Annotated[Literal["truncate", "clip", "mask"], BeforeValidator(_icepop)] = Field(
-        "truncate", description="Weights are cut above, or on both sides, or 0 beyond the bounds (icepop)."
+        "truncate", description="Weights are cut at their bounds, or 0 beyond them (icepop)."
     )
     tis_level: Level = Field(
         "token", description="Whose ratio: a token's, or an answer's: its tokens' product, or their geometric mean."

@@ -35,12 +35,12 @@ _PLACE_CHARACTERS = 500
 _TRACEBACK_CHARACTERS = 32_000
 # A process that was told to end, or whose pipe was closed, takes a moment to be gone.
 _LEAVE_SECONDS = 0.3
-# Started by multiprocessing for the life of the process, not for a call.
 # Where code lies that its user did not write: headrace's own, and what Python and pip have installed.
 _LIBRARIES = (
     str(Path(__file__).resolve().parents[1]),
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
+# Started by multiprocessing for the life of the process, not for a call.
 _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 

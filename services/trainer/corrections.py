@@ -13,10 +13,9 @@ from headrace.config.training import TrainSection
 from headrace.errors import InvalidArgument
 from headrace.hooks import hook_args
 from headrace.hooks.trainer import trainer_hook
-from services.trainer.algorithms.mis import importance_ratio, mis_weights, not_vetoed, within
+from services.trainer.algorithms.mis import ImportanceWeights, importance_ratio, mis_weights, not_vetoed, within
 from services.trainer.algorithms.opsm import opsm_mask
 from services.trainer.algorithms.reduction import weighted_sum
-from services.trainer.algorithms.tis import ImportanceWeights
 from services.trainer.hooks import of_samples, per_token
 from services.trainer.inputs import MicroInputs
 from services.trainer.terms import Terms, masked_max, masked_sum

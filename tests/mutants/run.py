@@ -26,7 +26,7 @@ from queue import SimpleQueue
 from tests.mutants.mutant import AREAS, ROOT, Mutant, mutants_of
 
 _LIBRARIES = (
-    *("aiohttp.web", "grpc_reflection.v1alpha.reflection", "httpx", "psycopg", "pyarrow", "sqlite3", "yaml"),
+    *("aiohttp.web", "grpc_reflection.v1alpha.reflection", "psycopg", "pyarrow", "sqlite3", "yaml"),
     *("safetensors.torch", "torch.distributed", "megatron.core.optimizer"),
 )
 _README = Path(__file__).parent / "README.md"

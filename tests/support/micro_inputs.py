@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,19 +13,20 @@ from headrace.trajectory import Sample, Status
 from services.trainer.inputs import MicroInputs
 
 
-def micro_inputs(mask: Tensor, **tensors: Tensor | tuple[float, ...]) -> MicroInputs:
+def micro_inputs(
+    mask: Tensor, *, lengths: Sequence[int] | None = None, **tensors: Tensor | tuple[float, ...]
+) -> MicroInputs:
     """One response a row of `mask` [B, S]; every trained token has the same weight unless `weights` are given.
 
-    What is not given is zeros.
+    What is not given is zeros; `lengths` are S unless given.
     """
     mask = mask.float()
     fields: dict[str, Any] = dict.fromkeys(("rows", "sources", "places", "targets", "experts"))
     zeros = {name: torch.zeros_like(mask) for name in ("rollout_log_probs", "advantages", "returns")}
     weights = {"weights": mask / mask.sum().clamp(min=1), "lags": mask[:, :1], "rewards": (0.0,) * len(mask)}
     found: dict[str, Any] = fields | zeros | weights | tensors
-    return MicroInputs(
-        **found, mask=mask, loss_scale=1.0, samples=[_sample(row, mask.shape[1]) for row in range(len(mask))]
-    )
+    samples = [_sample(row, length) for row, length in enumerate(lengths or [mask.shape[1]] * len(mask))]
+    return MicroInputs(**found, mask=mask, loss_scale=1.0, samples=samples)
 
 
 def _sample(index: int, length: int) -> Sample:

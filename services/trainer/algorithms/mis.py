@@ -1,11 +1,13 @@
 """Importance sampling between trainer and engine: per token or per answer, bounded in three ways, and rejection.
 
+Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training" (truncated, per token);
 Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal, assert_never
 
 import torch
@@ -13,10 +15,23 @@ from torch import Tensor
 
 from services.trainer.algorithms.precision import bounded, precise
 from services.trainer.algorithms.sequence import sequence_mean, sequence_sum
-from services.trainer.algorithms.tis import ImportanceWeights
 
 MisLevel = Literal["token", "sequence", "geometric"]
 MisMode = Literal["truncate", "clip", "mask"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImportanceWeights:
+    """Float32 tensors in the shape of the log-probs, without gradient; reduce them as the loss is reduced."""
+
+    weights: Tensor
+    """What the loss is multiplied by: the ratio within its bounds."""
+    ratio: Tensor
+    """exp(trainer - engine), its logarithm within ±20; 1 where both agree."""
+    truncated: Tensor
+    """1 where a bound took effect, else 0."""
+    log_prob_gap: Tensor
+    """|trainer - engine|."""
 
 
 def importance_ratio(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, level: MisLevel) -> Tensor:
@@ -46,13 +61,16 @@ def mis_weights(
     high: float,
     mode: MisMode = "mask",
 ) -> ImportanceWeights:
-    """`truncate`: min(ρ, high); `clip`: ρ within [low, high]; `mask`: ρ there and 0 elsewhere; float32 [B, R]."""
+    """`truncate`, `clip`: ρ cut to [low, high]; `mask`: ρ within it and 0 elsewhere; float32 [B, R].
+
+    The first two differ in the bounds that a job takes for them: `truncate` has low = 0 unless it is asked for another.
+    """
     ratio = importance_ratio(old_log_probs, rollout_log_probs, mask, level)
     gap = (precise(old_log_probs.detach()) - precise(rollout_log_probs.detach())).abs()
     if mode == "mask":
         kept = (ratio >= low) & (ratio <= high)
         return ImportanceWeights(torch.where(kept, ratio, 0.0), ratio, (~kept).float(), gap)
-    weights = ratio.clamp(0.0 if mode == "truncate" else low, high)
+    weights = ratio.clamp(low, high)
     return ImportanceWeights(weights, ratio, (weights != ratio).float(), gap)
 
 

@@ -32,6 +32,16 @@ def test_tis_clip_bounds_the_importance_weights(load_with, flags: str, expected:
     assert found.weights.item() == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [("", 0.2), ("--tis-clip-low 0.4", 0.4), ("--tis-mode clip", 0.5), ("--tis-mode clip --tis-clip-low 0.4", 0.4)],
+)
+def test_tis_clip_low_bounds_the_importance_weights(load_with, flags: str, expected: float) -> None:
+    trainer = torch.full((1, 1), math.log(0.2))
+    found = weights_of(load_with("--use-tis", *flags.split()).train, micro_inputs(torch.ones(1, 1)), trainer)
+    assert found.weights.item() == pytest.approx(expected)
+
+
 def test_disable_rewards_normalization_takes_the_rewards_themselves(load_with) -> None:
     facts = [_facts(index, reward) for index, reward in enumerate(REWARDS)]
     normalized = shaped_rewards(facts, load_with().train)

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.trainer.algorithms.kl import KlType, kl_estimate
+from services.trainer.algorithms.mis import mis_weights
 from services.trainer.algorithms.policy_loss import policy_loss
 from services.trainer.algorithms.sft import sft_loss
-from services.trainer.algorithms.tis import importance_weights
 
 log_ratios = st.floats(-3, 3, allow_nan=False)
 
@@ -89,7 +89,7 @@ def test_low_var_kl_has_a_finite_gradient_however_far_the_policies_are(d: float)
 @given(st.lists(log_ratios, min_size=1, max_size=5), st.floats(0, 0.9), st.floats(1.1, 4))
 def test_importance_weights_are_truncated_ratios_without_gradient(gaps: list[float], low: float, high: float) -> None:
     old = torch.tensor([gaps], requires_grad=True)
-    found = importance_weights(old, torch.zeros(1, len(gaps)), low, high)
+    found = mis_weights(old, torch.zeros(1, len(gaps)), torch.ones(1, len(gaps)), "token", low, high, "truncate")
     ratio = np.exp(np.asarray(gaps))
     assert not found.weights.requires_grad
     np.testing.assert_allclose(found.weights[0], np.clip(ratio, low, high), rtol=1e-5)

@@ -6,51 +6,26 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from headrace.errors import InvalidArgument
-from headrace.trajectory import Sample, Status
 from services.trainer import corrections
 from services.trainer.custom_loss import CustomLoss, PolicyReducer
 from services.trainer.hooks import per_token
-from services.trainer.inputs import MicroInputs
 from services.trainer.terms import Terms
+from tests.support.micro_inputs import micro_inputs
 
 LENGTHS = (3, 2)
 Loss = Callable[[Any, dict[str, Any], Tensor, Callable[[Tensor], Tensor]], Any]
 
 
-def micro() -> MicroInputs:
-    """Two responses of three and two tokens, all of them trained."""
-    mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
-    samples = [
-        Sample(
-            sample_id=str(length),
-            group_id="g",
-            index=length,
-            prompt="",
-            response="",
-            tokens=np.arange(length + 1, dtype=np.int32),
-            loss_mask=np.ones(length, np.uint8),
-            rollout_log_probs=np.zeros(length, np.float32),
-            status=Status.COMPLETED,
-        )
-        for length in LENGTHS
-    ]
-    fields: dict[str, Any] = dict.fromkeys(("rows", "sources", "places", "targets", "experts"))
-    tensors: dict[str, Any] = {name: torch.zeros_like(mask) for name in ("rollout_log_probs", "advantages", "returns")}
-    return MicroInputs(
-        **fields, **tensors, mask=mask, weights=mask / 5, loss_scale=1.0, lags=mask, rewards=(), samples=samples
-    )
-
-
 def terms() -> Terms:
     logits = torch.zeros(2, 3, 7, requires_grad=True) * 1.0
     log_probs = logits.log_softmax(-1)[..., 0]
-    return Terms(micro(), log_probs, -log_probs, None, None, logits)
+    micro = micro_inputs(torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]), lengths=LENGTHS)
+    return Terms(micro, log_probs, -log_probs, None, None, logits)
 
 
 def custom(loss: Loss) -> CustomLoss:
