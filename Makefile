@@ -42,6 +42,7 @@ bench: $(STAMPS)/headrace $(STAMPS)/dev $(REVERB)/.stamp
 	@$(BIN)/python -m tests.bench.ledger_state_machine
 	@$(BIN)/python -m tests.bench.training_step
 	@$(BIN)/python -m tests.bench.log_probs
+	@$(BIN)/python -m tests.bench.planning
 
 bench-learning: $(STAMPS)/headrace $(STAMPS)/dev
 	@OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore $(BIN)/python -m tests.bench.learning

@@ -29,13 +29,12 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-import grpc
-
 
 class HeadraceError(Exception):
     """Base of all: `message` for people, `reason` for programs, `metadata` for both."""
 
-    status: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
+    status: ClassVar[str] = "UNKNOWN"
+    """The name of its gRPC status, which `headrace.rpc.status` turns into the code"""
 
     def __init__(self, message: str, *, reason: str | None = None, **metadata: str) -> None:
         super().__init__(message)
@@ -47,7 +46,7 @@ class HeadraceError(Exception):
 class InvalidArgument(HeadraceError):
     """The request is wrong in itself; `field` is the path of the offending field, if one is."""
 
-    status = grpc.StatusCode.INVALID_ARGUMENT
+    status = "INVALID_ARGUMENT"
 
     def __init__(self, message: str, *, field: str | None = None, reason: str | None = None, **metadata: str) -> None:
         super().__init__(message, reason=reason, **metadata)
@@ -61,19 +60,19 @@ class ConfigError(InvalidArgument):
 class NotFound(HeadraceError):
     """What was named is not there."""
 
-    status = grpc.StatusCode.NOT_FOUND
+    status = "NOT_FOUND"
 
 
 class AlreadyExists(HeadraceError):
     """The same key was used before with another content."""
 
-    status = grpc.StatusCode.ALREADY_EXISTS
+    status = "ALREADY_EXISTS"
 
 
 class FailedPrecondition(HeadraceError):
     """The request is right, the moment is wrong."""
 
-    status = grpc.StatusCode.FAILED_PRECONDITION
+    status = "FAILED_PRECONDITION"
 
 
 class GroupGone(FailedPrecondition):
@@ -87,7 +86,7 @@ class NothingToLearn(FailedPrecondition):
 class Aborted(HeadraceError):
     """What the caller takes part in was ended by somebody else."""
 
-    status = grpc.StatusCode.ABORTED
+    status = "ABORTED"
 
 
 class Fenced(Aborted):
@@ -101,7 +100,7 @@ class PublicationAborted(Aborted):
 class OutOfRange(HeadraceError):
     """A position outside of what is kept."""
 
-    status = grpc.StatusCode.OUT_OF_RANGE
+    status = "OUT_OF_RANGE"
 
 
 class RetryableError(HeadraceError):
@@ -117,7 +116,7 @@ class RetryableError(HeadraceError):
 class ResourceExhausted(RetryableError):
     """A limit is reached; the message says which and how to raise it."""
 
-    status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    status = "RESOURCE_EXHAUSTED"
 
 
 class DiskFull(ResourceExhausted):
@@ -127,19 +126,19 @@ class DiskFull(ResourceExhausted):
 class Unavailable(RetryableError):
     """Nobody can answer now."""
 
-    status = grpc.StatusCode.UNAVAILABLE
+    status = "UNAVAILABLE"
 
 
 class DeadlineExceeded(HeadraceError):
     """It took longer than the caller allowed."""
 
-    status = grpc.StatusCode.DEADLINE_EXCEEDED
+    status = "DEADLINE_EXCEEDED"
 
 
 class DataLoss(HeadraceError):
     """Stored or sent bytes are not what they were."""
 
-    status = grpc.StatusCode.DATA_LOSS
+    status = "DATA_LOSS"
 
 
 class ChecksumMismatch(DataLoss):
@@ -149,7 +148,7 @@ class ChecksumMismatch(DataLoss):
 class Internal(HeadraceError):
     """A bug on the server's side."""
 
-    status = grpc.StatusCode.INTERNAL
+    status = "INTERNAL"
 
 
 def _upper_snake(name: str) -> str:

@@ -7,7 +7,7 @@ import socket
 import grpc
 
 from headrace.rpc.net import Address
-from headrace.rpc.server import MAX_MESSAGE_BYTES
+from headrace.wire.limits import MAX_MESSAGE_BYTES
 
 
 def connect(address: str) -> grpc.aio.Channel:

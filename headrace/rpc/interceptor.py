@@ -20,7 +20,7 @@ from headrace.rpc.log import log
 from headrace.rpc.metrics import RpcMetrics
 from headrace.rpc.peers import PeerCalls
 from headrace.rpc.request_limits import RequestLimits
-from headrace.rpc.status import DETAILS_KEY, to_status
+from headrace.rpc.status import DETAILS_KEY, code_of, to_status
 from headrace.wire.field_count import layout_of, require_few_fields
 
 # For callers that set no deadline (curl-like tools): nothing waits for ever.
@@ -170,10 +170,10 @@ class _Call:
             status = to_status(error)
         else:
             status = to_status(error)
-            log.info("call_refused", code=error.status.name, reason=error.reason[:64], message=status.message)
-        self._code = error.status
+            log.info("call_refused", code=error.status, reason=error.reason[:64], message=status.message)
+        self._code = code_of(error)
         trailer = ((DETAILS_KEY, status.SerializeToString()),)
         try:
-            await self._context.abort(error.status, status.message, trailer)
+            await self._context.abort(self._code, status.message, trailer)
         except grpc.aio.InternalError as gone:
             raise asyncio.CancelledError from gone

@@ -23,8 +23,8 @@ from headrace.rpc.metrics import RpcMetrics
 from headrace.rpc.net import Address, require_free
 from headrace.rpc.peers import DEFAULT_MAX_CALLS, PeerCalls
 from headrace.rpc.request_limits import RequestLimits
+from headrace.wire.limits import MAX_MESSAGE_BYTES
 
-MAX_MESSAGE_BYTES = 256 << 20
 DRAIN_SECONDS = 3.0
 DEFAULT_LIMITS = RequestLimits()
 

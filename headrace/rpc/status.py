@@ -46,7 +46,12 @@ def to_status(error: HeadraceError) -> status_pb2.Status:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromNanoseconds(int(error.retry_after_seconds * 1e9))
         details.append(_pack(retry))
-    return status_pb2.Status(code=code_pb2.Code.Value(error.status.name), message=message, details=details)
+    return status_pb2.Status(code=code_pb2.Code.Value(error.status), message=message, details=details)
+
+
+def code_of(error: HeadraceError) -> grpc.StatusCode:
+    """The gRPC code of the error's class."""
+    return grpc.StatusCode[error.status]
 
 
 def cut(text: str, most: int) -> str:
@@ -88,7 +93,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> HeadraceError:
 
 
 def _class_for(code: grpc.StatusCode, reason: str | None) -> type[HeadraceError]:
-    candidates = [cls for cls in error_classes() if cls.status is code]
+    candidates = [cls for cls in error_classes() if cls.status == code.name]
     for cls in candidates:
         if cls("").reason == reason:
             return cls

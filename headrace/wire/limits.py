@@ -36,6 +36,8 @@ MAX_LEASE_SECONDS: Final = 30 * 86_400.0
 
 # One message
 
+MAX_MESSAGE_BYTES: Final = 256 << 20
+"""What gRPC takes at all, either way; each kind of request has its own limit below it."""
 MAX_REQUEST_BYTES: Final = 16 << 20
 """A request that is not named below."""
 MAX_SUBMIT_REQUEST_BYTES: Final = 32 << 20

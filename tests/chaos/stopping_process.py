@@ -45,7 +45,7 @@ def main() -> int:
     try:
         asyncio.run(role(sys.argv[2]))
     except HeadraceError as error:
-        print(error.status.name, error.reason, error.message)
+        print(error.status, error.reason, error.message)
         return 1
     return 0
 

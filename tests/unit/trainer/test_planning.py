@@ -20,6 +20,7 @@ from services.trainer.batch import SampleFacts
 from services.trainer.partition import partition
 from services.trainer.planning import Planner, StepPlan
 from services.trainer.rows import Packing, row_tokens
+from tests.support.slime_micro_batches import slime_cut
 
 PACKINGS = get_args(Packing)
 LENGTHS = st.lists(st.integers(1, 400), min_size=0, max_size=40)
@@ -174,7 +175,7 @@ def test_data_ranks_get_about_the_same_number_of_tokens(packing: Packing) -> Non
     assert max(loads) <= 1.05 * min(loads)
 
 
-def lengths_like(name: str, count: int, seed: int) -> list[int]:
+def lengths_like(name: str, count: int, seed: int, longest: int = 8192) -> list[int]:
     numbers = random.Random(seed)
     draw: dict[str, Callable[[], float]] = {
         "uniform": lambda: numbers.uniform(100, 4000),
@@ -183,34 +184,50 @@ def lengths_like(name: str, count: int, seed: int) -> list[int]:
         "bimodal": lambda: numbers.gauss(*numbers.choice([(300, 40), (3500, 300)])),
         "one giant": lambda: numbers.uniform(100, 1000),
     }
-    found = [min(max(3, int(draw[name]())), 8192) for _ in range(count)]
-    return [*found[:-1], 8192] if name == "one giant" else found
+    found = [min(max(3, int(draw[name]())), longest) for _ in range(count)]
+    return [*found[:-1], longest] if name == "one giant" else found
 
 
-def first_fit(lengths: list[int], capacity: int) -> int:
-    """The micro-batches that slime packs over all ranks: first fit, as samples come."""
-    rooms: list[int] = []
-    for length in lengths:
-        home = next((i for i, room in enumerate(rooms) if room >= length), None)
-        if home is None:
-            rooms.append(capacity - length)
-        else:
-            rooms[home] -= length
-    return len(rooms)
+DISTRIBUTIONS = ["uniform", "lognormal", "pareto", "bimodal", "one giant"]
+
+
+def cut_of(lengths: list[int], ranks: int, packing: Packing, capacity: int) -> tuple[int, list[int]]:
+    """Micro-batches of each rank, and the tokens of each; groups have eight samples."""
+    samples = [
+        replace(facts(i, length - 2), sample_id=str(i), group_id=str(i // 8)) for i, length in enumerate(lengths)
+    ]
+    (plan,) = planner(ranks, packing, max_tokens=capacity).plan(samples, 1)
+    tokens_of = [sum(lengths[int(i)] for i in plan.sample_ids(rank)) for rank in range(ranks)]
+    return len(plan.micro_batches(0)), tokens_of
 
 
 @pytest.mark.parametrize("packing", ["packed", "shared_prompts"])
-@pytest.mark.parametrize("name", ["uniform", "lognormal", "pareto", "bimodal", "one giant"])
-def test_micro_batches_are_no_more_than_first_fit_makes_and_ranks_have_equal_work(name: str, packing: Packing) -> None:
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_micro_batches_are_no_more_than_slimes_and_ranks_have_equal_work(name: str, packing: Packing) -> None:
     for count, ranks, capacity in itertools.product((64, 512), (1, 2, 4, 8), (8192, 16384)):
         lengths = lengths_like(name, count, seed=count + ranks)
-        samples = [replace(facts(i, length - 2), sample_id=str(i)) for i, length in enumerate(lengths)]
-        (plan,) = planner(ranks, packing, max_tokens=capacity).plan(samples, 1)
-        slimes = -(-first_fit(lengths, capacity) // ranks)
-        assert len(plan.micro_batches(0)) <= 1.02 * slimes, (count, ranks, capacity)
-        loads = [sum(lengths[int(i)] for i in plan.sample_ids(rank)) for rank in range(ranks)]
+        num_micro_batches, loads = cut_of(lengths, ranks, packing, capacity)
+        assert num_micro_batches <= 1.02 * slime_cut(lengths, ranks, capacity).micro_batches, (count, ranks, capacity)
         if count == 512:
             assert max(loads) <= 1.02 * sum(loads) / ranks, (count, ranks, capacity)
+
+
+@pytest.mark.parametrize("packing", ["packed", "shared_prompts"])
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_more_micro_batches_than_slimes_are_paid_by_less_work_of_the_busiest_rank(name: str, packing: Packing) -> None:
+    """A sample beyond the capacity is the work of several micro-batches: equal numbers of them are not equal work."""
+    for count, ranks, capacity in itertools.product((64, 256), (1, 2, 4, 8), (2048, 4096, 8192)):
+        lengths = lengths_like(name, count, seed=count + ranks, longest=30_000)
+        num_micro_batches, loads = cut_of(lengths, ranks, packing, capacity)
+        slimes = slime_cut(lengths, ranks, capacity)
+        few = num_micro_batches <= 1.02 * slimes.micro_batches
+        assert few or max(loads) < slimes.busiest_tokens, (count, ranks, capacity)
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_ranks_have_equal_work_to_a_thousandth_in_a_batch_of_thousands(name: str) -> None:
+    _, loads = cut_of(lengths_like(name, 4096, seed=8), 8, "packed", 8192)
+    assert max(loads) <= 1.0007 * sum(loads) / 8
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
