@@ -1,4 +1,4 @@
-# quickstart | test | lint | protos | bench | chaos | mutants: each sets up what it needs, once.
+# quickstart | test | test-fast | lint | protos | bench | chaos | mutants: each sets up what it needs, once.
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -11,15 +11,25 @@ DATA   := models/quickstart
 NODE   := tests/contract/node
 PIP     = $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 
-.PHONY: quickstart test lint format protos check-protos bench bench-trl bench-learning chaos mutants clean
+.PHONY: quickstart test test-fast lint format protos check-protos bench bench-trl bench-learning chaos mutants clean
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMPS)/headrace $(MODEL)/model.safetensors $(DATA)/train.jsonl
 	@examples/quickstart/run.sh $(BIN) $(MODEL)
 
+# All of it, or `make test T=tests/unit/wire` (a folder, a file, one test) without the lint.
 # Two files of tests at a time: most of them wait for processes that they have started.
+ifdef T
+test: $(STAMPS)/headrace $(STAMPS)/dev
+	@$(BIN)/python -m pytest $(T)
+else
 test: lint $(STAMPS)/node $(STAMPS)/extras
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+endif
+
+# For the loop of work: the unit tests but those that start ranks or engines, or that read what `extras` brings.
+test-fast: lint
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not ranks and not engine and not e2e" tests/unit
 
 lint: $(STAMPS)/headrace $(STAMPS)/dev check-protos
 	@echo "── ruff";         $(BIN)/ruff check . && $(BIN)/ruff format --check .

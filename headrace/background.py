@@ -24,7 +24,7 @@ async def kept_running(name: str, work: Callable[[], Awaitable[None]], ended: Ca
         started = time.monotonic()
         try:
             return await work()
-        except Exception as error:  # whatever it is: the service depends on this work and cannot tell that it is gone
+        except Exception as error:  # noqa: BLE001  # whatever it is: the service depends on this work and cannot tell that it is gone
             log.error("background_work_ended", work=name, again_in_seconds=pause_seconds, exc_info=error)
             ended(name)
         if time.monotonic() - started > _GOOD_SECONDS:

@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         _say(f"{error.filename or name}: {error.strerror or error}")
         return 1
-    except Exception as error:  # no traceback at a person
+    except Exception as error:  # noqa: BLE001  # no traceback at a person
         _say(f"this is a bug of headrace: {type(error).__name__}: {error}. Please report it with {_kept(error)}")
         return 1
 

@@ -85,7 +85,7 @@ class PutQueue:
         seconds = min(put.end for put in together) - asyncio.get_running_loop().time()
         try:
             reply = await self._send(b"".join(put.request for put in together), seconds)
-        except Exception as error:  # whatever it is, it is for the callers
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is for the callers
             if len(together) > 1:
                 await asyncio.gather(*(self._call([put]) for put in together))
             elif not together[0].results.done():

@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     adopt_orphans()
     guard = os.getpid()
     child = subprocess.Popen(command, preexec_fn=lambda: _before_exec(guard))
-    print(f"pid {child.pid}", flush=True)
+    print(f"pid {child.pid}", flush=True)  # noqa: T201  # the parent reads it
     os.dup2(2, 1)  # nothing more goes to the parent
     code = _wait(child.pid, deadline=None)
     if code is None:

@@ -84,9 +84,9 @@ class _Ranks:
 
     def _tell(self, rank: int) -> None:
         code, log = self._exit_code(rank), self._logs[rank]
-        print(f"rank {rank} ended with {meaning(code)}", file=sys.stderr)
+        print(f"rank {rank} ended with {meaning(code)}", file=sys.stderr)  # noqa: T201  # to the person who started the ranks
         if log is not None:
-            print(f"the end of {log}:\n{tail(log, _LAST_LINES)}", file=sys.stderr)
+            print(f"the end of {log}:\n{tail(log, _LAST_LINES)}", file=sys.stderr)  # noqa: T201  # to the person who started the ranks
 
 
 def _start(

@@ -137,8 +137,8 @@ class RankActors:
         if not failed:
             return 0
         rank = min(failed, key=lambda rank: failed[rank] == PEER_LOST)
-        print(f"rank {rank} ended with {meaning(failed[rank])}; the end of {self._logs[rank]}:", file=sys.stderr)
-        print(tail(self._logs[rank], _LAST_LINES), file=sys.stderr)
+        print(f"rank {rank} ended with {meaning(failed[rank])}; the end of {self._logs[rank]}:", file=sys.stderr)  # noqa: T201  # to the person who started the ranks
+        print(tail(self._logs[rank], _LAST_LINES), file=sys.stderr)  # noqa: T201  # to the person who started the ranks
         return failed[rank]
 
 
@@ -146,7 +146,7 @@ def _result(reference: Any) -> int:
     try:
         code: int = ray.get(reference)
     except ray.exceptions.RayActorError as error:  # its machine or its worker process is gone
-        print(f"an actor died: {error}", file=sys.stderr)
+        print(f"an actor died: {error}", file=sys.stderr)  # noqa: T201  # to the person who started the ranks
         return 128 + signal.SIGKILL
     return code
 

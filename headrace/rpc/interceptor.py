@@ -76,7 +76,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
                     async with asyncio.timeout(call.seconds_left()):
                         with self._peers.one_of(context.peer()):
                             return await handler.unary_unary(await decode(data), context)
-                except Exception as error:  # the RPC boundary: everything becomes a status
+                except Exception as error:  # noqa: BLE001  # the RPC boundary: everything becomes a status
                     await call.abort(error)
 
         return behavior
@@ -93,7 +93,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
                         async for reply in handler.unary_stream(await decode(data), context):
                             await context.write(handler.response_serializer(reply))
                             del reply
-                except Exception as error:  # the RPC boundary: everything becomes a status
+                except Exception as error:  # noqa: BLE001  # the RPC boundary: everything becomes a status
                     await call.abort(error)
 
         return behavior

@@ -51,7 +51,7 @@ def main(channel: socket.socket, secret: bytes) -> NoReturn:
         os.register_at_fork(after_in_child=partial(_disown, channel.fileno()))
         asyncio.run(_serve(channel, secret))
         os._exit(0)
-    except BaseException:
+    except BaseException:  # noqa: BLE001  # printed, and the process ends
         traceback.print_exc()
     finally:
         os._exit(70)
@@ -131,12 +131,12 @@ class _Calls:
         limit = asyncio.timeout(order.timeout_seconds)
         try:
             async with limit:
-                function, args = pickle.loads(order.work)  # the service's own function and arguments
+                function, args = pickle.loads(order.work)  # noqa: S301  # the service's own function and arguments
                 result = function(*args)
                 if inspect.isawaitable(result):
                     result = await result
             return frame.Returned(order.call_id, codec.encode(result))
-        except BaseException as error:  # the boundary to user code: sys.exit() in a hook ends the call, not the worker
+        except BaseException as error:  # noqa: BLE001  # the boundary to user code: sys.exit() in a hook ends the call, not the worker
             if order.call_id in self._cancelled or (limit.expired() and isinstance(error, TimeoutError)):
                 return frame.Expired(order.call_id)  # in the first case nobody waits for it
             return _raised(order.call_id, error)
@@ -179,7 +179,7 @@ def _printable(text: Callable[[], str], characters: int) -> str:
     """What `text()` says, cut, in characters that UTF-8 has."""
     try:
         said = str.__getitem__(text(), slice(characters + 1))  # a subclass of str is user code too
-    except BaseException:  # user code prints itself
+    except BaseException:  # noqa: BLE001  # user code prints itself
         return "(it cannot be printed)"
     cut = said if len(said) <= characters else said[:characters] + "…"
     return cut.encode("utf-8", "backslashreplace").decode()

@@ -45,7 +45,7 @@ class BlockingPool:
             value, error = None, None
             try:
                 value = function(*args)
-            except BaseException as raised:  # whatever it is, it is the caller's
+            except BaseException as raised:  # noqa: BLE001  # whatever it is, it is the caller's
                 error = raised
             try:
                 loop.call_soon_threadsafe(self._done, result, value, error)

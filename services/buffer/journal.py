@@ -110,7 +110,7 @@ class Journal:
         try:
             if changed:
                 await asyncio.get_running_loop().run_in_executor(thread, write, changed)
-        except Exception as error:  # whatever it is, the disk does not have what memory has
+        except Exception as error:  # noqa: BLE001  # whatever it is, the disk does not have what memory has
             if not self.failed.done():
                 self._fail(error)  # first: the log may be on the same disk
                 log.critical("ledger_write_failed", exc_info=error)

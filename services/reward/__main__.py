@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         asyncio.run(_serve(options))
     except (HeadraceError, ValidationError, OSError) as error:
-        print(f"headrace reward: {error}", file=sys.stderr)
+        print(f"headrace reward: {error}", file=sys.stderr)  # noqa: T201  # one line to a person
         return 1
     return 0
 

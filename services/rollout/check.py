@@ -84,7 +84,7 @@ def _tokenize(job: Job, prompts: Prompts, report: Report) -> None:
     except HeadraceError as error:
         report.refuse(error)
         return
-    except Exception as error:  # what lies in a model's folder may make its tokenizer raise anything
+    except Exception as error:  # noqa: BLE001  # what lies in a model's folder may make its tokenizer raise anything
         report.refusals.append(
             f"hf_checkpoint {job.model.hf_checkpoint}: its tokenizer cannot be loaded: {type(error).__name__}: {error}"
         )

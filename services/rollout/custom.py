@@ -98,7 +98,7 @@ class CustomMaker:
             raise
         except HeadraceError as error:
             failure = Failure(error.reason, error.message)
-        except Exception as error:  # what a user's function returned may be anything
+        except Exception as error:  # noqa: BLE001  # what a user's function returned may be anything
             message = f"what hook {self._path} returned cannot be used: {type(error).__name__}: {error}"
             failure = Failure("HOOK_INVALID", message)
         log.warning("hook_failed", hook=self._path, sample_id=request.sample_id, message=failure.message)

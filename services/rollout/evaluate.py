@@ -204,7 +204,7 @@ class Evaluator:
         try:
             request = replace(request, prompt=await self._encoder.off_loop(self._encoded, row))
             return job, await self._judge.judge(await self._maker.make_all([request], evaluation=True))
-        except Exception as error:  # one sample of many
+        except Exception as error:  # noqa: BLE001  # one sample of many
             reason = error.reason if isinstance(error, HeadraceError) else "EVALUATION_RAISED"
             log.warning("evaluation_sample_failed", where=row.where, reason=reason, error=str(error))
             return job, [failed_sample(request, Failure(reason, f"{row.where}: {error}"))]

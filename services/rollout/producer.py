@@ -169,7 +169,7 @@ class Producer:
             return _release(lease.lease_id, cut_text(f"{error.reason}: {error.message}"))
         except HeadraceError as error:
             return self._failed(lease, error.reason, error.message)
-        except Exception as error:  # one group's bug is that group's failure
+        except Exception as error:  # noqa: BLE001  # one group's bug is that group's failure
             self._metrics.group_raised()
             log.error("group_raised", group_id=lease.group_id, exc_info=error)
             return self._failed(lease, "GROUP_RAISED", f"{type(error).__name__}: {error}")
@@ -204,7 +204,7 @@ class Producer:
             return _release(lease.lease_id, f"version {newest} is not served any more: its trainer started again")
         try:
             result = await self._delivered(put, may_be_early=newest > lease.policy_version)
-        except Exception as error:  # what it was made of cannot be stored; that it failed can be
+        except Exception as error:  # noqa: BLE001  # what it was made of cannot be stored; that it failed can be
             if put.outcome == buffer_pb2.PUT_OUTCOME_FAILED:
                 return _release(lease.lease_id, cut_text(f"neither put nor failed: {error}"))
             return await self._put(lease, self._failed(lease, "PUT_REFUSED", str(error)))

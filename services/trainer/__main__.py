@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os._exit(PEER_LOST)  # the compute thread may wait for the lost rank in a collective, for minutes
     except HeadraceError as error:
         log.error("trainer_failed", reason=error.reason, error=error.message)
-        print(f"trainer: {error.message}", file=sys.stderr)
+        print(f"trainer: {error.message}", file=sys.stderr)  # noqa: T201  # one line to a person
         if isinstance(error, NothingToLearn):
             return NOTHING_TO_LEARN
         return PEER_AWAY if isinstance(error, Unavailable | DeadlineExceeded | DiskFull) else 1

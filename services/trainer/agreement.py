@@ -56,7 +56,7 @@ class FileWork:
             self._failure = error
         except (OSError, SafetensorError) as error:
             self._failure = self._of_disk(error)
-        except Exception as error:  # a bug: the other ranks wait to hear of it as of any failure
+        except Exception as error:  # noqa: BLE001  # a bug: the other ranks wait to hear of it as of any failure
             self._failure = Internal(f"{type(error).__name__}: {error}")
         return None
 

@@ -6,6 +6,7 @@ The event loop is the main thread's; whatever may wait for other ranks happens i
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -81,6 +82,7 @@ def build(job: Job, run_dir: Path, fetch: Fetch, met: Met) -> Built:
         bucket_bytes=job.publish.update_weight_buffer_size,
         timeout_seconds=job.publish.update_weight_timeout_seconds,
     )
+    gc.freeze()  # libraries and the model stay: a collection that looks at them costs a step 0.1 s
     log.info("built", restored_step=restored_step)
     worker = Worker(policy, sender, fetch, checkpoints, _trained_samples(job, run_dir, layout))
     return Built(layout, control, worker, checkpoints, restored_step)

@@ -78,7 +78,7 @@ class WeightGroup:
         def run() -> None:
             try:
                 outcome.append(work())
-            except BaseException as error:  # handed to the waiting thread as it is
+            except BaseException as error:  # noqa: BLE001  # handed to the waiting thread as it is
                 errors.append(error)
 
         thread = threading.Thread(target=run, name=f"weights-{self.name}", daemon=True)

@@ -41,7 +41,7 @@ def main() -> None:
             f"{label:<12}{packing:<16}{ranks:>5}{seconds[0]:>9.3f}{max(seconds):>8.3f}{len(plan.micro_batches(0)):>7}"
             f"{slime_cut(lengths, ranks, CAPACITY).micro_batches:>7}{max(loads) / ideal:>9.4f}"
         )
-    print("* with samples of up to 30,000 tokens, beyond the 8,192 of a micro-batch. work: the busiest rank's, 1 is equal")
+    print("* samples of up to 30,000 tokens, beyond the 8,192 of a micro-batch. work: the busiest rank's; 1 is equal")
 
 
 def draws() -> dict[str, Callable[[], float]]:

@@ -297,7 +297,7 @@ def a_program_with_nothing_of_ours():
 
 @row(LEAVES)
 def a_shells_child():
-    subprocess.run("sleep 600 & sleep 600 &", shell=True, check=True)
+    subprocess.run("sleep 600 & sleep 600 &", shell=True, check=True)  # noqa: S602  # the hook is hostile
     return 1.0
 
 

@@ -1,8 +1,8 @@
 """How slime cuts one optimizer step where it packs by tokens, from the description at the top of its `dp_schedule`.
 
-Samples go into micro-batches of `capacity` tokens first fit, as they come, over all data ranks at once; a sample that is
-longer than `capacity` has a micro-batch of its own. The number of micro-batches is brought up to a multiple of the data
-ranks by splitting the largest that can be split, and every rank gets equally many.
+Samples go into micro-batches of `capacity` tokens first fit, as they come, over all data ranks at once; a sample that
+is longer than `capacity` has a micro-batch of its own. Their number is brought up to a multiple of the data ranks by
+splitting the largest that can be split, and every rank gets equally many.
 """
 
 from __future__ import annotations

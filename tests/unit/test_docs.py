@@ -17,7 +17,12 @@ from headrace.cli import main as command_line
 from headrace.config.leaf import ALIASES, Shape, leaves
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "requirements" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "requirements" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 FOLDERS = ("deploy", "docs", "examples", "headrace", "protos", "requirements", "services", "tests", "tools")
 
 _FENCE = re.compile(r"^```[a-z]*\n(.*?)^```", re.S | re.M)

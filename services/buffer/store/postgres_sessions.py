@@ -199,7 +199,7 @@ class Sessions:
         return num_commits
 
     def _owned(self, lock: LiteralString) -> int:
-        row = self.writer.execute(sql.SQL("SELECT epoch, commits FROM owner " + lock)).fetchone()
+        row = self.writer.execute(sql.SQL("SELECT epoch, commits FROM owner " + lock)).fetchone()  # noqa: S608  # two constants
         assert row is not None  # this owner wrote it
         epoch, num_commits = row
         if epoch != self.epoch:

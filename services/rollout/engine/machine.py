@@ -57,7 +57,7 @@ def main() -> None:
     ServerArgs.add_cli_args(parser)
     fields = set(ServerArgs.__struct_fields__)
     flags = {a.dest: (a.option_strings[0], a.nargs != 0) for a in parser._actions if a.dest in fields}
-    print(_MARK + json.dumps({"has_accelerator": torch.accelerator.is_available(), "flags": flags}))
+    print(_MARK + json.dumps({"has_accelerator": torch.accelerator.is_available(), "flags": flags}))  # noqa: T201  # the parent reads it
 
 
 if __name__ == "__main__":

@@ -47,5 +47,5 @@ async def _settle(
         else:
             await engine.client.resume()
             await fleet.serve(engine, engine.policy_version)
-    except Exception as error:  # whatever it was: an engine that nobody settles would be UPDATING until the end
+    except Exception as error:  # noqa: BLE001  # whatever it was: an engine that nobody settles would be UPDATING until the end
         await fleet.give_up(engine, f"did not come back from an aborted publication: {error}")

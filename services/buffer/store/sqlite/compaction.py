@@ -84,7 +84,7 @@ class Compactor:
                 self._wake.wait()
                 self._wake.clear()
                 self.compact()
-        except Exception as error:  # handed to the writer, which ends the process
+        except Exception as error:  # noqa: BLE001  # handed to the writer, which ends the process
             self._error = error
 
     def _candidates(self) -> list[bytes]:

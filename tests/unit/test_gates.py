@@ -1,0 +1,81 @@
+"""Each gate of `make lint` refuses a tree with one breach, and the product itself keeps within it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import error_classes
+from headrace.rpc.status import code_of
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+
+BRANCHES = "".join(f"    if number == {i}:\n        return {i * 7}\n" for i in range(11))
+STATEMENTS = "".join(f"    total += {i}\n" for i in range(51))
+BREACHES = {
+    "BLE001": "try:\n    import numpy\nexcept Exception:\n    numpy = None\n",
+    "T201": "print(1)\n",
+    "S301": "import pickle\n\nvalue = pickle.loads(b'')\n",
+    "S602": "import subprocess\n\nsubprocess.run('ls', shell=True, check=True)\n",
+    "S608": "def query(name: str) -> str:\n    return f'SELECT * FROM {name}'\n",
+    "C901": f"def pick(number: int) -> int:\n{BRANCHES}    return 0\n",
+    "PLR0915": f"def add() -> int:\n    total = 0\n{STATEMENTS}    return total\n",
+}
+IMPORTS = {
+    "services do not import each other": ("services/reward/breach.py", "import services.buffer"),
+    "headrace imports no service": ("headrace/breach.py", "import services.reward"),
+    "headrace, buffer and reward import no torch": ("services/buffer/breach.py", "import torch"),
+    "errors are plain: headrace.rpc.status has their codes": ("headrace/errors.py", "import grpc"),
+    "a client loads no server": ("headrace/client/breach.py", "import headrace.rpc.server"),
+}
+SERVERS = ("aiohttp", "uvloop", "psycopg", "prometheus_client", "grpc_health.v1", "grpc_reflection.v1alpha", "pyarrow", "torch",
+    "transformers", "pydantic", "services", "headrace.rpc.server", "headrace.rpc.interceptor", "headrace.launch",
+    "headrace.cli")  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", BREACHES)
+def test_ruff_refuses_a_breach(rule: str) -> None:
+    told = subprocess.run(
+        [BIN / "ruff", "check", "--output-format", "concise", "--stdin-filename", "services/reward/breach.py", "-"],
+        input=BREACHES[rule],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert told.returncode == 1
+    assert f" {rule} " in told.stdout
+
+
+def test_import_linter_refuses_a_breach_of_each_contract(tmp_path: Path) -> None:
+    for package in ("headrace", "services"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for path, line in IMPORTS.values():
+        with (tmp_path / path).open("a") as file:
+            file.write(f"{line}\n")
+    told = subprocess.run(
+        [BIN / "lint-imports", "--no-cache"], capture_output=True, text=True, cwd=tmp_path, check=False,
+        env={"PYTHONPATH": str(tmp_path), "COLUMNS": "200"},
+    )  # fmt: skip
+    assert told.returncode == 1
+    refused = {line.removesuffix(" BROKEN") for line in told.stdout.splitlines() if line.endswith(" BROKEN")}
+    assert refused == set(IMPORTS)
+
+
+def test_a_client_loads_no_library_of_a_server() -> None:
+    program = (
+        "import sys, headrace.client.open, headrace.client.reward, headrace.client.rollout, headrace.client.trainer;"
+        f"print(*[name for name in {SERVERS!r} if name in sys.modules])"
+    )
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert told.stdout.split() == []
+
+
+def test_each_error_has_a_code() -> None:
+    assert {code_of(cls("")).name for cls in error_classes()} == {cls.status for cls in error_classes()}
