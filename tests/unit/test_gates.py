@@ -33,9 +33,23 @@ IMPORTS = {
     "errors are plain: headrace.rpc.status has their codes": ("headrace/errors.py", "import grpc"),
     "a client loads no server": ("headrace/client/breach.py", "import headrace.rpc.server"),
 }
-SERVERS = ("aiohttp", "uvloop", "psycopg", "prometheus_client", "grpc_health.v1", "grpc_reflection.v1alpha", "pyarrow", "torch",
-    "transformers", "pydantic", "services", "headrace.rpc.server", "headrace.rpc.interceptor", "headrace.launch",
-    "headrace.cli")  # fmt: skip
+SERVERS = [
+    "aiohttp",
+    "uvloop",
+    "psycopg",
+    "prometheus_client",
+    "grpc_health.v1",
+    "grpc_reflection.v1alpha",
+    "pyarrow",
+    "torch",
+    "transformers",
+    "pydantic",
+    "services",
+    "headrace.rpc.server",
+    "headrace.rpc.interceptor",
+    "headrace.launch",
+    "headrace.cli",
+]
 
 
 @pytest.mark.parametrize("rule", BREACHES)

@@ -15,6 +15,7 @@ from headrace.errors import (
     AlreadyExists,
     ConfigError,
     DeadlineExceeded,
+    DiskFull,
     Fenced,
     HeadraceError,
     Internal,
@@ -72,7 +73,7 @@ async def stub(server: RpcServer) -> AsyncIterator[reward_pb2_grpc.RewardService
 @pytest.mark.parametrize("cls", [c for c in error_classes() if c.status != "UNKNOWN"])
 async def test_a_client_catches_the_class_the_server_raised(servicer, stub, cls: type[HeadraceError]) -> None:
     servicer.error = cls("staleness 5 exceeds max_staleness 4")
-    seconds = 3 if issubclass(cls, Unavailable) else 60  # it is retried until the deadline, then raised
+    seconds = 3 if issubclass(cls, Unavailable | DiskFull) else 60  # it is retried until the deadline, then raised
     with pytest.raises(cls, match="staleness 5") as caught:
         await call(stub.ListScorers, reward_pb2.ListScorersRequest(), deadline_seconds=seconds)
     assert type(caught.value) is cls
