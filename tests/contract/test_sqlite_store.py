@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import sqlite3
+import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from headrace.client.buffer import BufferClient
 from headrace.config.job import BufferSection
 from headrace.errors import ConfigError, DataLoss, NotFound
 from services.buffer.store.base import Damage
+from services.buffer.store.files import DiskFiles
 from services.buffer.store.kinds import open_store
 from services.buffer.store.payload import checked_payload
 from services.buffer.store.sqlite.store import SqliteStore
@@ -269,6 +272,54 @@ def test_a_file_whose_payloads_wait_for_their_row_is_neither_emptied_nor_deleted
     for one in (first, second):
         records = [record for group in one.groups.values() for record in group.records]
         assert [bytes(p) for p in it.store.read_payloads(records)] == [one.payloads[r.key] for r in records]
+    it.store.close()
+
+
+def test_the_file_that_is_written_to_is_left_to_itself_and_compacted_once_it_is_sealed(tmp_path: Path) -> None:
+    it = busy_ledger(SqliteStore(tmp_path, file_bytes=900))
+    (file,) = (tmp_path / "payloads").iterdir()
+    num_bytes = file.stat().st_size
+    _, *dying = (r for g in it.ledger.book("train").groups.values() for r in g.records)
+    it.store.commit([Transaction(groups={}, deleted_payloads=[record.key for record in dying])])
+    assert (it.store.compact(), file.stat().st_size) == (0, num_bytes)
+    it.put(it.lease(2))
+    assert file.stat().st_size > 900
+    it.put(it.lease(1))
+    it.store.compact()
+    assert not file.exists()
+    it.store.close()
+
+
+def test_a_damaged_payload_stays_where_it_is_and_its_file_is_not_counted_as_deleted(tmp_path: Path) -> None:
+    it = busy_ledger(SqliteStore(tmp_path))
+    it.store.close()
+    (file,) = (tmp_path / "payloads").iterdir()
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    store = SqliteStore(tmp_path)
+    assert store.compact() == 0
+    assert file.read_bytes() == data
+    store.close()
+
+
+def test_what_ends_the_compactor_is_raised_by_the_next_commit(tmp_path: Path) -> None:
+    class NoAnswer(DiskFiles):
+        def free_bytes(self) -> int:
+            raise OSError(errno.EIO, "the disk says nothing")
+
+    busy_ledger(SqliteStore(tmp_path)).store.close()
+    others = set(threading.enumerate())
+    it = LedgerUnderTest(SqliteStore(tmp_path, open_files=NoAnswer))
+    it.restart()
+    it.submit("begins a file")
+    it.put(it.lease())
+    (compactor,) = (thread for thread in set(threading.enumerate()) - others if thread.name == "compactor")
+    records = [r for g in it.ledger.book("train").groups.values() for r in g.records]
+    it.store.commit([Transaction(groups={}, deleted_payloads=[record.key for record in records[1:]])])
+    compactor.join()
+    with pytest.raises(OSError, match="the disk says nothing"):
+        it.submit("later")
     it.store.close()
 
 

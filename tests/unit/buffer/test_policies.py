@@ -198,6 +198,15 @@ def test_a_put_for_a_group_that_never_was_is_not_found(it: LedgerUnderTest, grou
         it.do(it.ledger.put(it.now, [replace(without_samples(group, PutOutcome.FAILED), group_id=group_id)]))
 
 
+def test_a_put_for_a_group_of_another_shard_is_not_found(it: LedgerUnderTest) -> None:
+    it.create(max_staleness=None, shard=1, num_shards=2)
+    it.submit("a", "b")
+    first, _ = it.lease(2)
+    assert list(it.states()) == ["train/1", "train/3"]
+    with pytest.raises(NotFound, match="has had no group train/2"):
+        it.do(it.ledger.put(it.now, [replace(without_samples(first, PutOutcome.FAILED), group_id="train/2")]))
+
+
 def held(it: LedgerUnderTest) -> list[Group]:
     return list(it.ledger.book("train").groups.values())
 
