@@ -233,6 +233,7 @@ def test_forgotten_groups_are_gone_with_their_prompts(store: Store, reopen: Reop
     it = LedgerUnderTest(reopen(store))
     book = it.ledger.book("train")
     assert list(book.groups) == ["train/2"]
+    assert list(it.store.damage()) == []  # neither a group without its prompt nor a prompt without its group
     assert book.state.forgotten == {"COMMITTED": 2}
     assert it.submit("a") == ["train/3"]
 

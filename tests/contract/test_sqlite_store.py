@@ -20,7 +20,9 @@ from services.buffer.store.base import Damage
 from services.buffer.store.files import DiskFiles
 from services.buffer.store.kinds import open_store
 from services.buffer.store.payload import checked_payload
+from services.buffer.store.sqlite.database import connect
 from services.buffer.store.sqlite.store import SqliteStore
+from services.buffer.store.sqlite.writing import transaction
 from services.buffer.transaction import Transaction
 from tests.contract.test_buffer_stores import busy_ledger
 from tests.support.buffer_samples import complete_put, text_prompts
@@ -46,9 +48,14 @@ def damage(folder: Path, statement: str) -> None:
         assert database.execute(statement).rowcount == 1
 
 
-def test_promise_9_a_damaged_group_is_set_aside_and_named_and_the_others_are_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "change", ["crc = crc + 1", "(body, crc) = (SELECT body, crc FROM groups WHERE group_id = 'train/4')"]
+)
+def test_promise_9_a_damaged_group_is_set_aside_and_named_and_the_others_are_loaded(
+    tmp_path: Path, change: str
+) -> None:
     it = busy_ledger(SqliteStore(tmp_path))
-    damage(tmp_path, "UPDATE groups SET crc = crc + 1 WHERE group_id = 'train/5'")
+    damage(tmp_path, f"UPDATE groups SET {change} WHERE group_id = 'train/5'")
     it.store.close()
     it.store = SqliteStore(tmp_path)
     it.store.load()
@@ -227,17 +234,28 @@ def test_what_dies_while_its_file_is_compacted_is_not_brought_back(tmp_path: Pat
     assert not any(key.encode() in bodies for key in dying)
 
 
-def test_what_is_put_and_dropped_within_one_commit_leaves_no_row(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_once", [True, False])
+def test_what_is_put_and_dropped_leaves_no_row(tmp_path: Path, at_once: bool) -> None:
     it = LedgerUnderTest(SqliteStore(tmp_path))
     it.create()
     it.submit("a")
     (group,) = it.lease()
     _, put = it.ledger.put(it.now, [complete(group)])
     _, drop = it.ledger.drop(it.now, "train", "request", [group.group_id], "poison")
-    it.store.commit([put, drop])
+    for together in [[put, drop]] if at_once else [[put], [drop]]:
+        it.store.commit(together)
     it.store.close()
     with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as database:
         assert database.execute("SELECT key FROM samples").fetchall() == []
+
+
+def test_a_transaction_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
+    with closing(connect(tmp_path / "ledger.sqlite")) as database:
+        database.execute("CREATE TABLE numbers (number INTEGER NOT NULL)")
+        with pytest.raises(sqlite3.IntegrityError), transaction(database):
+            database.executemany("INSERT INTO numbers VALUES (?)", [(1,), (None,)])
+        assert database.execute("SELECT * FROM numbers").fetchall() == []
+        assert not database.in_transaction
 
 
 def test_what_is_prepared_is_not_there_before_its_commit(tmp_path: Path) -> None:
