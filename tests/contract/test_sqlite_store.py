@@ -234,6 +234,27 @@ def test_what_dies_while_its_file_is_compacted_is_not_brought_back(tmp_path: Pat
     assert not any(key.encode() in bodies for key in dying)
 
 
+def test_what_died_of_an_extent_stays_dead_when_the_rest_of_it_is_moved(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path)
+    it = busy_ledger(store)
+    (file,) = (tmp_path / "payloads").iterdir()
+    dead, alive = next(g for g in it.ledger.book("train").groups.values() if g.step == 1).samples
+    store.commit([Transaction(groups={}, deleted_payloads=[dead.key])])
+    assert store.move(store.extents_of(bytes.fromhex(file.stem))) > 0
+    assert [len(payload) for payload in store.read_payloads([alive])] == [alive.payload_bytes]
+    with pytest.raises(NotFound):
+        store.read_payloads([dead])
+    store.close()
+
+
+def test_a_place_that_is_not_the_one_that_was_written_is_damage(tmp_path: Path) -> None:
+    busy_ledger(SqliteStore(tmp_path)).store.close()
+    damage(tmp_path, "UPDATE payloads SET offset = offset + 1 WHERE offset = (SELECT MAX(offset) FROM payloads)")
+    store = SqliteStore(tmp_path)
+    assert [found.what.partition(",")[0] for found in store.damage()] == ["a row that says where payloads lie"]
+    store.close()
+
+
 @pytest.mark.parametrize("at_once", [True, False])
 def test_what_is_put_and_dropped_leaves_no_row(tmp_path: Path, at_once: bool) -> None:
     it = LedgerUnderTest(SqliteStore(tmp_path))
