@@ -10,17 +10,20 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.cli.main import main
 from headrace.client.buffer import BufferClient
 from headrace.config.job import BufferSection
+from headrace.digest import digest_of
 from headrace.errors import ConfigError, DataLoss, NotFound
 from services.buffer.store.base import Damage
 from services.buffer.store.files import DiskFiles
 from services.buffer.store.kinds import open_store
 from services.buffer.store.payload import checked_payload
 from services.buffer.store.sqlite.database import connect
+from services.buffer.store.sqlite.position_mark import PositionMark
 from services.buffer.store.sqlite.store import SqliteStore
 from services.buffer.store.sqlite.writing import transaction
 from services.buffer.transaction import Transaction
@@ -48,14 +51,18 @@ def damage(folder: Path, statement: str) -> None:
         assert database.execute(statement).rowcount == 1
 
 
-@pytest.mark.parametrize(
-    "change", ["crc = crc + 1", "(body, crc) = (SELECT body, crc FROM groups WHERE group_id = 'train/4')"]
-)
-def test_promise_9_a_damaged_group_is_set_aside_and_named_and_the_others_are_loaded(
-    tmp_path: Path, change: str
-) -> None:
+def test_a_row_under_the_key_of_another_is_damaged(tmp_path: Path) -> None:
     it = busy_ledger(SqliteStore(tmp_path))
-    damage(tmp_path, f"UPDATE groups SET {change} WHERE group_id = 'train/5'")
+    other = "(SELECT body, crc FROM prompts WHERE group_id = 'train/4')"
+    damage(tmp_path, f"UPDATE prompts SET (body, crc) = {other} WHERE group_id = 'train/5'")
+    it.store.load()
+    assert Damage("the row prompts/train/5 is damaged", "train/5") in it.store.damage()
+    it.store.close()
+
+
+def test_promise_9_a_damaged_group_is_set_aside_and_named_and_the_others_are_loaded(tmp_path: Path) -> None:
+    it = busy_ledger(SqliteStore(tmp_path))
+    damage(tmp_path, "UPDATE groups SET crc = crc + 1 WHERE group_id = 'train/5'")
     it.store.close()
     it.store = SqliteStore(tmp_path)
     it.store.load()
@@ -118,6 +125,45 @@ def test_a_damaged_page_of_the_history_keeps_no_command_from_being_durable(tmp_p
     it.store = SqliteStore(tmp_path)
     it.restart()
     assert (it.ledger.position, it.ledger.book("train").state.policy_version) == (last, 419)
+    it.store.close()
+
+
+@pytest.mark.parametrize("harm", ["DELETE FROM events", "UPDATE events SET crc = crc + 1"])
+def test_a_line_of_the_history_that_is_missing_or_changed_is_data_loss(tmp_path: Path, harm: str) -> None:
+    it = busy_ledger(SqliteStore(tmp_path))
+    damage(tmp_path, f"{harm} WHERE position = 5")
+    with pytest.raises(DataLoss, match="event 5 of the history is damaged: watch from position 6"):
+        it.store.read_events(1, 100)
+    assert it.store.read_events(6, 1)[0].position == 6
+    it.store.close()
+
+
+def test_the_mark_of_another_ledger_is_data_loss(tmp_path: Path) -> None:
+    mark = PositionMark(tmp_path / "position")
+    mark.write("one", 3)
+    mark.require("one", 3)
+    with pytest.raises(DataLoss, match="another ledger's than the file `position` beside it"):
+        mark.require("another", 4)
+    with pytest.raises(DataLoss, match="ends at position 2, and the ledger was at 3"):
+        mark.require("one", 2)
+    mark.close()
+
+
+def test_a_killed_ledger_with_a_damaged_page_that_its_log_does_not_have_is_data_loss(tmp_path: Path) -> None:
+    it = busy_ledger(SqliteStore(tmp_path / "run"))
+    it.store.close()
+    with closing(sqlite3.connect(tmp_path / "run" / "ledger.sqlite")) as connection:
+        (page,) = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = 'prompts'").fetchone()
+        (page_bytes,) = connection.execute("PRAGMA page_size").fetchone()
+    it.store = SqliteStore(tmp_path / "run")
+    it.restart()
+    it.rewind(1)
+    killed = image(tmp_path / "run", tmp_path / "killed")
+    with (killed / "ledger.sqlite").open("r+b") as file:
+        file.seek((page - 1) * page_bytes)
+        file.write(b"\xff" * page_bytes)
+    with pytest.raises(DataLoss, match="is damaged"):
+        SqliteStore(killed)
     it.store.close()
 
 
@@ -192,6 +238,8 @@ def test_a_payload_that_is_not_the_one_that_was_put_is_data_loss(tmp_path: Path)
         checked_payload(record, bytes(payload) + b"x")
     with pytest.raises(NotFound, match="is gone"):
         checked_payload(record, None)
+    with pytest.raises(DataLoss, match="does not match the digest it was put with"):
+        it.store.read_payloads([replace(record, digest=digest_of(b"another"))])
 
 
 def test_a_missing_payload_file_is_named_at_the_start_and_the_rest_is_served(tmp_path: Path) -> None:
@@ -247,6 +295,17 @@ def test_what_died_of_an_extent_stays_dead_when_the_rest_of_it_is_moved(tmp_path
     store.close()
 
 
+def test_a_payload_is_not_moved_where_the_row_that_names_it_is_gone(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path)
+    busy_ledger(store)
+    (file,) = (tmp_path / "payloads").iterdir()
+    extents = store.extents_of(bytes.fromhex(file.stem))
+    damage(tmp_path, "DELETE FROM payloads WHERE offset = (SELECT MAX(offset) FROM payloads)")
+    with pytest.raises(DataLoss, match=f"{len(extents) - 1} of {len(extents)} places that rows should name"):
+        store.move(extents)
+    store.close()
+
+
 def test_a_place_that_is_not_the_one_that_was_written_is_damage(tmp_path: Path) -> None:
     busy_ledger(SqliteStore(tmp_path)).store.close()
     damage(tmp_path, "UPDATE payloads SET offset = offset + 1 WHERE offset = (SELECT MAX(offset) FROM payloads)")
@@ -268,6 +327,7 @@ def test_what_is_put_and_dropped_leaves_no_row(tmp_path: Path, at_once: bool) ->
     it.store.close()
     with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as database:
         assert database.execute("SELECT key FROM samples").fetchall() == []
+        assert database.execute("SELECT offset FROM payloads").fetchall() == []
 
 
 def test_a_transaction_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
