@@ -365,6 +365,8 @@ def test_a_file_whose_payloads_wait_for_their_row_is_neither_emptied_nor_deleted
     it.store.prepare([first])
     it.store.prepare([second])  # in a file of its own: the first one's is sealed
     it.store.compact()
+    waiting = [bytes.fromhex(path.stem) for path in (tmp_path / "payloads").iterdir()]
+    assert not any(it.store.delete_unnamed(file_id) for file_id in waiting)
     it.store.commit([first])
     it.store.commit([second])
     it.store.compact()
