@@ -36,23 +36,13 @@ def described() -> list[Leaf]:
     return [leaf for leaf in leaves().values() if leaf.section != "megatron" or leaf.name in DESCRIBED]
 
 
-def mistakes(
-    flags: Sequence[Leaf], shown_by: Mapping[str, str], without: Sequence[str] = (), root: Path = ROOT
-) -> list[str]:
-    """A sentence for each flag without a test, and for each test that is not there or does not name its flag.
-
-    Those in `without` are known to have none; one that has a test, or is no flag, may not be among them.
-    """
+def mistakes(flags: Sequence[Leaf], shown_by: Mapping[str, str], root: Path = ROOT) -> list[str]:
+    """A sentence for each flag without a test, and for each test that is not there or does not name its flag."""
     known = {leaf.name for leaf in flags}
     found = [
         f"{leaf.flag} has no test: name the one that shows what it does in tests/flags.toml"
         for leaf in flags
-        if leaf.name not in shown_by and leaf.name not in without
-    ]
-    found += [
-        f"tests/flags.toml: {name} has a test, or is no flag: take it out of without_test"
-        for name in without
-        if name in shown_by or name not in known
+        if leaf.name not in shown_by
     ]
     for name, test in shown_by.items():
         if name not in known:
@@ -68,7 +58,7 @@ def page(flags: Sequence[Leaf], shown_by: Mapping[str, str]) -> str:
     parts = [_HEADER]
     for section, group in groupby(sorted(flags, key=lambda leaf: _order(flags, leaf)), key=lambda leaf: leaf.section):
         parts.append(f"## {section}\n\n| flag | what it does | default | test |\n|---|---|---|---|")
-        parts += [_row(leaf, aliases.get(leaf.name, []), shown_by.get(leaf.name, "none yet")) for leaf in group]
+        parts += [_row(leaf, aliases.get(leaf.name, []), shown_by.get(leaf.name, "none")) for leaf in group]
         parts.append("")
     return "\n".join(parts)
 
@@ -125,9 +115,9 @@ def _texts(file: Path, root: Path) -> tuple[str, ...]:
 
 def main(arguments: Sequence[str]) -> int:
     """See the module's docstring."""
-    flags, table = described(), tomllib.loads((ROOT / "tests" / "flags.toml").read_text())
-    shown_by, without = table["shown_by"], table["without_test"]
-    found = mistakes(flags, shown_by, without)
+    flags = described()
+    shown_by = tomllib.loads((ROOT / "tests" / "flags.toml").read_text())["shown_by"]
+    found = mistakes(flags, shown_by)
     text = page(flags, shown_by)
     if "--write" in arguments:
         PAGE.write_text(text)

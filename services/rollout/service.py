@@ -11,7 +11,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from headrace.api.sample.v1 import sample_pb2
-from headrace.client.open import open_buffer
+from headrace.client.open import buffer_of
 from headrace.config.architecture import Architecture
 from headrace.config.context_limit import ContextLimit
 from headrace.config.job import Job
@@ -95,9 +95,7 @@ class RolloutService:
         self._router_client = EngineClient(
             self._router.url, routed_experts=asks_for_experts, vocab_size=architecture.vocab_size
         )
-        self._buffer = open_buffer(
-            _required(job.services.buffer_address, "buffer_address"), deadline_seconds=job.services.peer_wait_seconds
-        )
+        self._buffer = buffer_of(job.services)
         fleet = Fleet(
             job.placement.rollout_num_gpus // job.placement.rollout_num_gpus_per_engine,
             job.placement.rollout_num_gpus_per_engine,

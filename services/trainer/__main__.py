@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from headrace.client.open import open_buffer
+from headrace.client.open import buffer_of
 from headrace.config.job import Job
 from headrace.errors import DeadlineExceeded, DiskFull, HeadraceError, NothingToLearn, Unavailable
 from headrace.launch.exit_codes import NOTHING_TO_LEARN, PEER_AWAY
@@ -25,7 +25,7 @@ from services.trainer.crew import follow
 from services.trainer.fetch import Fetch
 from services.trainer.lead import Serving, lead
 from services.trainer.lifeline import PeerLost
-from services.trainer.rank import build, meet, required
+from services.trainer.rank import build, meet
 
 STREAM = "train"
 
@@ -64,9 +64,7 @@ async def run_rank(job: Job, args: argparse.Namespace) -> None:
     """Builds this rank's share, then leads or follows."""
     compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
     loop = asyncio.get_running_loop()
-    buffer = open_buffer(
-        required(job.services.buffer_address, "buffer_address"), deadline_seconds=job.services.peer_wait_seconds
-    )
+    buffer = buffer_of(job.services)
     fetch = Fetch(buffer, STREAM, loop)
     if int(os.environ.get("RANK", "0")) == 0:
         serving = Serving(args.address, args.metrics_address, args.insecure)

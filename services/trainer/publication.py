@@ -29,6 +29,7 @@ from services.trainer.state import TrainState
 _TRIES = 3
 _ASK_AGAIN_SECONDS = 0.005
 _FLEET_SECONDS = 2.0
+_TRANSPORTS = {"collective": pb.TRANSPORT_COLLECTIVE}
 _PAUSE_MODES = {
     "in_place": pb.PAUSE_MODE_IN_PLACE,
     "retract": pb.PAUSE_MODE_RETRACT,
@@ -134,7 +135,7 @@ class Publisher:
                 groups=plan.groups,
                 backend=self._backend,
                 pause_mode=_PAUSE_MODES[self._config.update_weight_pause_mode],
-                transport=pb.TRANSPORT_COLLECTIVE,
+                transport=_TRANSPORTS[self._config.update_weight_transport],
                 deadline_seconds=self._config.update_weight_timeout_seconds,
                 epoch=state.epoch,
                 engine_ids=engine_ids,

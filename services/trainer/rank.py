@@ -74,7 +74,16 @@ def build(job: Job, run_dir: Path, fetch: Fetch, met: Met) -> Built:
     checkpoints = Checkpoints(job, run_dir, layout)
     log.info("restoring", folder=str(checkpoint_folder(job, run_dir)))
     restored_step = checkpoints.restore_latest(policy)
-    sender = WeightSender(
+    sender = sender_of(job, policy, layout, control)
+    gc.freeze()  # libraries and the model stay: a collection that looks at them costs a step 0.1 s
+    log.info("built", restored_step=restored_step)
+    worker = Worker(policy, sender, fetch, checkpoints, _trained_samples(job, run_dir, layout))
+    return Built(layout, control, worker, checkpoints, restored_step)
+
+
+def sender_of(job: Job, policy: Policy, layout: Layout, control: Control) -> WeightSender:
+    """This rank's part in publications, as the job's flags want it."""
+    return WeightSender(
         policy,
         layout,
         control,
@@ -82,10 +91,6 @@ def build(job: Job, run_dir: Path, fetch: Fetch, met: Met) -> Built:
         bucket_bytes=job.publish.update_weight_buffer_size,
         timeout_seconds=job.publish.update_weight_timeout_seconds,
     )
-    gc.freeze()  # libraries and the model stay: a collection that looks at them costs a step 0.1 s
-    log.info("built", restored_step=restored_step)
-    worker = Worker(policy, sender, fetch, checkpoints, _trained_samples(job, run_dir, layout))
-    return Built(layout, control, worker, checkpoints, restored_step)
 
 
 def _trained_samples(job: Job, run_dir: Path, layout: Layout) -> TrainedSamples | None:

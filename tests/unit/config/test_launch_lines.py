@@ -102,7 +102,13 @@ def test_an_architecture_flag_that_says_something_else_is_refused_by_name(name: 
 
 
 @pytest.mark.parametrize(
-    "line", ["--position-embedding-type learned_absolute", "--tokenizer-type Llama2Tokenizer", "--train-backend fsdp"]
+    "line",
+    [
+        "--position-embedding-type learned_absolute",
+        "--tokenizer-type Llama2Tokenizer",
+        "--train-backend fsdp",
+        "--update-weight-transport disk",
+    ],
 )
 def test_a_choice_with_one_answer_refuses_another(line: str) -> None:
     with pytest.raises(ConfigError, match=f"{line.split()[0]}: should be"):

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from headrace.config.job import Job
+from headrace.trajectory import Status
 from services.rollout.custom import custom_args
+from services.rollout.engine.fake import FakeEngine
+from services.rollout.prompts import EncodedPrompt
 from services.rollout.router import command
-from services.rollout.sampling import job_params
+from services.rollout.sampling import SampleRequest, job_params
+from services.rollout.service import RolloutService
+from tests.support.fake_fleet import WIRE
+from tests.support.tiny_model import make_tiny_qwen3
+
+HOOK = """
+async def generate(args, sample, sampling_params):
+    sample.tokens = [1, 2, 3, 4]
+    sample.response, sample.response_length = "from the user's function", 2
+    sample.rollout_log_probs, sample.weight_versions = [-0.5, -0.25], ["0"]
+    sample.status = sample.Status.COMPLETED
+    return sample
+"""
 
 
 def job_of(**rollout: Any) -> Job:
@@ -42,3 +59,23 @@ def test_the_router_is_started_with_router_policy_and_outlasts_generate_timeout_
     words = command(job.rollout.router_policy, 1, 2, job.rollout.generate_timeout_seconds)
     assert words[words.index("--policy") + 1] == policy
     assert words[words.index("--request-timeout-secs") + 1] == "91"
+
+
+async def test_custom_generate_function_path_makes_the_samples_of_the_service(tmp_path: Path) -> None:
+    (tmp_path / "hook.py").write_text(HOOK)
+    make_tiny_qwen3(tmp_path / "model")
+    job = Job.model_validate(
+        {
+            "model": {"hf_checkpoint": tmp_path / "model"},
+            "rollout": {"custom_generate_function_path": f"{tmp_path / 'hook.py'}:generate"},
+            "services": {"buffer_address": "127.0.0.1:1", "reward_address": "127.0.0.1:2"},
+            "placement": {"rollout_num_gpus": 1},
+        }
+    )
+    service = RolloutService(job, lambda number: FakeEngine(WIRE), tmp_path, CollectorRegistry())
+    request = SampleRequest("g/1/0", "g", 0, EncodedPrompt("hello", (1, 2)), "7", {}, job_params(job))
+    try:
+        (sample,) = await service.parts.maker.make_all([request], evaluation=False)
+    finally:
+        await service.stop()
+    assert (sample.status, sample.response) == (Status.COMPLETED, "from the user's function")
