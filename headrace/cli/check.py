@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -13,14 +14,17 @@ from headrace.cli.plan import plan
 from headrace.config.job import Job
 from headrace.config.scope import Scope, scope_of_check
 from headrace.preflight.preflight import preflight
+from headrace.preflight.process import READ_SECONDS
 
 _USAGE = """usage: headrace check [JOB.toml] [--fast] [--elsewhere] [flags]
        headrace check hook PATH [--kind KIND] [--job JOB.toml]
 
-  --fast       without what needs the tokenizer: the first prompt as the model sees it, lengths
+  --fast       without what needs the tokenizer: the first prompt as the model sees it, lengths; prompts are read for
+               2 s at most, else for 20 s
   --elsewhere  the job is for another machine: files and GPUs that are not here are named, and refuse nothing
 """
 _REFUSED_EXIT_CODE = 2
+_FAST_READ_SECONDS = 2.0
 
 
 def check(argv: Sequence[str]) -> int:
@@ -38,6 +42,10 @@ def check(argv: Sequence[str]) -> int:
         return scopes[-1]
 
     job = load_job([word for word in argv if word not in ("--fast", "--elsewhere")], scope_of)
-    report = preflight(job, scopes[0], fast=fast)
+    report = preflight(job, scopes[0], fast=fast, read_seconds=_FAST_READ_SECONDS if fast else READ_SECONDS, tell=_tell)
     print_report(Console(soft_wrap=False), plan(job, scopes[0]), report, scopes[0])
     return _REFUSED_EXIT_CODE if report.refusals else 0
+
+
+def _tell(sentence: str) -> None:
+    print(sentence, file=sys.stderr)

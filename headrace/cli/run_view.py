@@ -20,11 +20,13 @@ from headrace.cli.awaited import Patience, awaited
 from headrace.cli.failures import FailureNotes, failures_line
 from headrace.cli.step_line import duration, evaluation_line, evaluations, step_line
 from headrace.config.job import Job
+from headrace.wire.checks import one_line
 
 _BARS = "▁▂▃▄▅▆▇█"
 _NOTES_SHOWN = 4
 _SPARKS_SHOWN = 48
 _STEPS_BEFORE_GUESSING = 2
+_WARNING_CHARACTERS = 600
 
 
 class RunView:
@@ -48,6 +50,7 @@ class RunView:
         self._step_seconds: deque[float] = deque(maxlen=20)
         self._evaluations: dict[str, dict[int, float]] = {}
         self._seen: set[tuple[int, int]] = set()
+        self._warned: set[str] = set()
         self._latest: Mapping[str, float] = {}
         self.ended = False
 
@@ -79,8 +82,12 @@ class RunView:
             self.note(line)
 
     def on_fleet(self, fleet: rollout_pb2.GetFleetResponse) -> None:
-        """The rollout service's answer."""
+        """The rollout service's answer. What it warns of is a note, once."""
         self._fleet = fleet
+        for warning in fleet.warnings:
+            if warning not in self._warned:
+                self._warned.add(warning)
+                self.note(one_line(warning, _WARNING_CHARACTERS))
         self._tokens.append((time.monotonic(), fleet.tokens_produced))
 
     def on_progress(self, row: trainer_pb2.WatchProgressResponse) -> None:

@@ -11,9 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.api.buffer.v1 import buffer_pb2
-from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.trainer.v1 import trainer_pb2
 from headrace.cli.failures import failures_line
+from headrace.cli.overdue import fleet_of, overdue
 from headrace.cli.runs import add_run_argument, find_run
 from headrace.cli.step_line import duration
 from headrace.client.open import open_buffer
@@ -23,11 +24,11 @@ from headrace.launch.earlier import earlier_start, has_ended
 from headrace.launch.health import is_serving
 from headrace.launch.run_folder import RunFolder
 from headrace.launch.service_log import doing
-from headrace.rpc.call import call
-from headrace.rpc.channel import connect
+from headrace.wire.checks import one_line
 
 _PATIENCE_SECONDS = 3.0
 _MAX_DAMAGES_SHOWN = 20
+_WARNING_CHARACTERS = 600
 _SILENT = "does not answer"
 
 
@@ -65,6 +66,8 @@ async def _status(folder: RunFolder) -> int:
             detail = _not_ready(folder, name)
         table.add_row(name, entry.address, str(entry.pid or "elsewhere"), Text(detail))
     Console().print(table)
+    if sentence := await overdue(folder, _PATIENCE_SECONDS):
+        print(sentence)
     return 0 if all(serving for serving, _ in said) else 1
 
 
@@ -96,16 +99,15 @@ async def _trainer(address: str) -> str:
 
 
 async def _rollout(address: str) -> str:
-    async with connect(address) as channel:
-        stub = rollout_pb2_grpc.RolloutServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
-        fleet = await call(stub.GetFleet, rollout_pb2.GetFleetRequest(), deadline_seconds=_PATIENCE_SECONDS)
+    fleet = await fleet_of(address, _PATIENCE_SECONDS)
     engines = ", ".join(
         f"{engine.engine_id} {rollout_pb2.EngineState.Name(engine.state).removeprefix('ENGINE_STATE_').lower()} "
         f"version {engine.policy_version}"
         for engine in fleet.engines
     )
     samples = f"{fleet.samples_in_flight} samples in flight, {fleet.samples_being_scored} being scored"
-    return f"{engines}; {samples}, {fleet.groups_produced} groups made"
+    warnings = "".join(f"\n{one_line(warning, _WARNING_CHARACTERS)}" for warning in fleet.warnings)
+    return f"{engines}; {samples}, {fleet.groups_produced} groups made{warnings}"
 
 
 async def _buffer(address: str) -> str:

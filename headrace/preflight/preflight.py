@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,29 +20,38 @@ from headrace.errors import ConfigError, Internal
 from headrace.preflight.process import CheckProcess
 from headrace.preflight.report import BufferReport, Prompts, Report
 
+_READ_SECONDS_AT_START = 5.0
 _CHECKED = ("reward", "rollout", "trainer")
 
 
-def preflight(job: Job, scope: Scope, *, fast: bool) -> Report:
-    """What all services that `scope` starts have found. `fast` leaves out what needs the tokenizer."""
+def preflight(
+    job: Job, scope: Scope, *, fast: bool, read_seconds: float, tell: Callable[[str], None] = lambda _: None
+) -> Report:
+    """What all services that `scope` starts have found. `fast` leaves out what needs the tokenizer.
+
+    Prompts are read for `read_seconds` at most; `tell` gets how far that has come.
+    """
     report = Report(warnings=warnings(job), unchecked=list(scope.unchecked))
     with tempfile.TemporaryDirectory(prefix="headrace-check-") as folder:
         config = Path(folder) / "job.json"
         config.write_text(job.model_dump_json())
         flags = [*(["--elsewhere"] if scope.elsewhere else []), *(["--fast"] if fast else [])]
-        asyncio.run(_run(job, scope, config, flags, report))
+        flags += ["--read-seconds", str(read_seconds)]
+        asyncio.run(_run(job, scope, config, flags, report, tell))
     return report
 
 
 def require_startable(job: Job, scope: Scope) -> Report:
     """What was found. Raises ConfigError with every refusal, a sentence a line, before anything is started."""
-    report = preflight(job, scope, fast=False)
+    report = preflight(job, scope, fast=False, read_seconds=_READ_SECONDS_AT_START)
     if report.refusals:
         raise ConfigError("\n".join(report.refusals))
     return report
 
 
-async def _run(job: Job, scope: Scope, config: Path, flags: Sequence[str], report: Report) -> None:
+async def _run(
+    job: Job, scope: Scope, config: Path, flags: Sequence[str], report: Report, tell: Callable[[str], None]
+) -> None:
     services = [name for name in _CHECKED if name in scope.services and (name != "trainer" or _has_hooks(job))]
     environment = dict(os.environ)
     started: list[CheckProcess] = []
@@ -51,7 +60,7 @@ async def _run(job: Job, scope: Scope, config: Path, flags: Sequence[str], repor
             started.append(await CheckProcess.start("buffer", config, environment, *flags))
         others = [await CheckProcess.start(name, config, environment, *flags) for name in services]
         started += others
-        prompts = await _prompts(started[0], report) if "buffer" in scope.services else Prompts()
+        prompts = await _prompts(started[0], report, tell) if "buffer" in scope.services else Prompts()
         data = msgspec.json.encode(prompts)
         for found in await asyncio.gather(*(_report(other, data) for other in others)):
             report.join(found)
@@ -60,9 +69,9 @@ async def _run(job: Job, scope: Scope, config: Path, flags: Sequence[str], repor
             process.kill()
 
 
-async def _prompts(buffer: CheckProcess, report: Report) -> Prompts:
+async def _prompts(buffer: CheckProcess, report: Report, tell: Callable[[str], None]) -> Prompts:
     try:
-        found = msgspec.json.decode(await buffer.result(b""), type=BufferReport)
+        found = msgspec.json.decode(await buffer.result(b"", tell), type=BufferReport)
     except Internal as error:
         report.unchecked.append(error.message)
         return Prompts()

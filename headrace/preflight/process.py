@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Callable, Coroutine
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,17 +20,23 @@ from headrace.launch.openmp import openmp
 from headrace.preflight.report import Prompts
 from headrace.rpc.log import drop_logs
 
+READ_SECONDS = 20.0
 _SECONDS = 180.0
+_PROGRESS = "progress: "
 _LAST_LINES = 6
 
 
 @dataclass(frozen=True, slots=True)
 class CheckOptions:
-    """`elsewhere`: the job is for another machine. `fast`: without what needs a tokenizer."""
+    """`elsewhere`: the job is for another machine. `fast`: without what needs a tokenizer.
+
+    `read_seconds` is how long prompts are read at most; what is left then is only counted.
+    """
 
     job: Job
     elsewhere: bool
     fast: bool
+    read_seconds: float = READ_SECONDS
 
 
 def serve_check(check: Callable[[CheckOptions, Prompts], Coroutine[Any, Any, msgspec.Struct]]) -> None:
@@ -37,13 +45,19 @@ def serve_check(check: Callable[[CheckOptions, Prompts], Coroutine[Any, Any, msg
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--elsewhere", action="store_true")
     parser.add_argument("--fast", action="store_true")
+    parser.add_argument("--read-seconds", type=float, default=READ_SECONDS)
     words = parser.parse_args()
     drop_logs()
     job = Job.model_validate_json(words.config.read_bytes())
     data = sys.stdin.buffer.read()
     prompts = msgspec.json.decode(data, type=Prompts) if data else Prompts()
-    report = asyncio.run(check(CheckOptions(job, words.elsewhere, words.fast), prompts))
+    report = asyncio.run(check(CheckOptions(job, words.elsewhere, words.fast, words.read_seconds), prompts))
     sys.stdout.buffer.write(msgspec.json.encode(report))
+
+
+def tell_progress(sentence: str) -> None:
+    """From a check: what the person who waits for it reads meanwhile."""
+    print(_PROGRESS + sentence, file=sys.stderr, flush=True)
 
 
 class CheckProcess:
@@ -65,18 +79,54 @@ class CheckProcess:
         )
         return cls(service, process)
 
-    async def result(self, data: bytes) -> bytes:
-        """What it wrote, once it has `data`. Raises Internal with its last lines where it wrote nothing."""
+    async def result(self, data: bytes, tell: Callable[[str], None] = lambda _: None) -> bytes:
+        """What it wrote, once it has `data`. Raises Internal with its last lines where it wrote nothing.
+
+        `tell` gets its progress, a sentence at a time.
+        """
         try:
-            out, err = await asyncio.wait_for(self._process.communicate(data), _SECONDS)
+            out, last, _ = await asyncio.wait_for(
+                asyncio.gather(self._written(), self._last_lines(tell), self._give(data)), _SECONDS
+            )
         except TimeoutError as error:
             raise Internal(f"checking {self._service}'s part took longer than {_SECONDS:g} s") from error
-        if self._process.returncode:
-            last = "\n".join(err.decode(errors="replace").splitlines()[-_LAST_LINES:])
-            raise Internal(f"checking {self._service}'s part failed:\n{last}")
+        if await self._process.wait():
+            raise Internal(f"checking {self._service}'s part failed:\n" + "\n".join(last))
         return out
+
+    async def _written(self) -> bytes:
+        assert self._process.stdout is not None
+        return await self._process.stdout.read()
+
+    async def _last_lines(self, tell: Callable[[str], None]) -> Sequence[str]:
+        assert self._process.stderr is not None
+        last: deque[str] = deque(maxlen=_LAST_LINES)
+        async for line in _lines_of(self._process.stderr):
+            if line.startswith(_PROGRESS):
+                tell(line.removeprefix(_PROGRESS))
+            else:
+                last.append(line)
+        return last
+
+    async def _give(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError, ConnectionResetError):  # it has ended: its last lines say why
+            self._process.stdin.write(data)
+            await self._process.stdin.drain()
+        self._process.stdin.close()
 
     def kill(self) -> None:
         """Ends it where it still runs."""
         if self._process.returncode is None:
             self._process.kill()
+
+
+async def _lines_of(stream: asyncio.StreamReader) -> AsyncIterator[str]:
+    """Lines of any length, without their ends."""
+    rest = b""
+    while piece := await stream.read(1 << 16):
+        *whole, rest = (rest + piece).split(b"\n")
+        for line in whole:
+            yield line.decode(errors="replace")
+    if rest:
+        yield rest.decode(errors="replace")

@@ -1,9 +1,10 @@
-"""The buffer's part of a job, before it starts: its stream, its hooks, and every prompt that can be read quickly."""
+"""The buffer's part of a job, before it starts: its stream, its hooks, and every prompt that can be read in time."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from headrace.api.sample.v1 import sample_pb2
@@ -12,7 +13,7 @@ from headrace.hooks import Sample, hook_args
 from headrace.hooks.buffer_filter import load_buffer_filter
 from headrace.hooks.data_source import try_data_source
 from headrace.json_text import from_json, to_json
-from headrace.preflight.process import CheckOptions, serve_check
+from headrace.preflight.process import CheckOptions, serve_check, tell_progress
 from headrace.preflight.report import BufferReport, PromptRow, Prompts, Report, count_scorer, counted, scorer_name
 from headrace.workers import WorkerError, WorkerPool
 from services.buffer.from_job import train_stream
@@ -20,21 +21,24 @@ from services.buffer.group import Prompt
 from services.buffer.prompts.row import RowReader
 from services.buffer.source import FileSource, source_names
 
-_PARSED_ROWS = 20_000
-_PARSED_BYTES = 64 << 20
-_COUNTED_BYTES = 4 << 30
 _GIVEN_ROWS = 512
+"""Those that the other services get, and the least that are read of a file."""
+_MOST_GIVEN_ROWS = 20_000
+"""With the first row of each rm_type."""
+_AT_ONCE = 512
+_PROGRESS_SECONDS = 2.0
 _TRIED_PROMPTS = 4
 
 
 async def check(options: CheckOptions, _: Prompts) -> BufferReport:
-    """Prompts are parsed as the buffer will, the first of each file; the others are counted."""
+    """Prompts are parsed as the buffer will, until the time is over; the others are counted."""
     report, prompts, job = Report(), Prompts(), options.job
+    clock = ReadingClock(options.read_seconds, tell_progress)
     try:
         stream = train_stream(job)
         for source, name in zip(stream.files, source_names(stream.files), strict=True):
             if Path(source.path).is_file():  # else the job's own rules have said so
-                _File(RowReader(source, name), report, prompts).read()
+                _File(RowReader(source, name), report, prompts, clock).read()
     except HeadraceError as error:
         report.refuse(error)
     await _hooks(options, report, prompts)
@@ -45,10 +49,38 @@ async def check(options: CheckOptions, _: Prompts) -> BufferReport:
     return BufferReport(report, prompts)
 
 
+class ReadingClock:
+    """The time that all files together may take, and what is told meanwhile."""
+
+    def __init__(
+        self, seconds: float, tell: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._seconds = seconds
+        self._tell = tell
+        self._clock = clock
+        self._end = clock() + seconds
+        self._told = clock()
+
+    @property
+    def is_over(self) -> bool:
+        """No more rows should be read."""
+        return self._clock() >= self._end
+
+    def passed(self, path: str, rows: int) -> None:
+        """So many rows of the file have been looked at; every two seconds somebody hears of it."""
+        now = self._clock()
+        if now - self._told < _PROGRESS_SECONDS:
+            return
+        self._told = now
+        done = "the rest is only counted" if self.is_over else f"for {self._seconds:g} s at most"
+        self._tell(f"reading prompts, {done}: {rows:,} rows of {path}")
+
+
 class _File:
     """One file of prompts."""
 
-    def __init__(self, reader: RowReader, report: Report, prompts: Prompts) -> None:
+    def __init__(self, reader: RowReader, report: Report, prompts: Prompts, clock: ReadingClock) -> None:
+        self._clock = clock
         self._reader = reader
         self._source: FileSource = reader.source
         self._report = report
@@ -58,43 +90,51 @@ class _File:
 
     def read(self) -> None:
         """Raises InvalidArgument, by file and line, for a row that cannot be used."""
-        path, is_whole = self._source.path, True
-        total = 0
+        path, total = self._source.path, 0
         for number, line in self._rows():
             if line is not None:
                 self._take(number, line)
             total += 1
-            is_whole = line is not None and is_whole
+            self._clock.passed(path, total)
         if not self._parsed and self._bad:
             raise InvalidArgument(f"{path}: none of its rows is a prompt; the first: {self._bad[0]}")
         if not total:
             raise InvalidArgument(f"{path} has no prompts")
         self._prompts.num_rows += total
-        looked_at = "" if is_whole else f", the first {self._parsed + len(self._bad):,} of them read"
         bad = f", {len(self._bad):,} bad ones passed over" if self._bad else ""
-        self._report.facts.append(("prompts", f"{total:,} in {path}{looked_at}{bad}"))
+        self._report.facts.append(("prompts", f"{total:,} in {path}{bad}"))
+        read = self._parsed + len(self._bad)
+        if read < total:
+            self._report.unchecked.append(
+                f"{total - read:,} of {total:,} rows of {path}: the first {read:,} were read when the time was over"
+            )
 
     def _rows(self) -> Iterator[tuple[int, bytes | Prompt | None]]:
         """(number from 1, what is to be read of the row); None where it is only counted."""
         return self._of_parquet() if self._source.path.endswith(".parquet") else self._of_jsonl()
 
     def _of_jsonl(self) -> Iterator[tuple[int, bytes | None]]:
-        first, end, num_bytes, taken = self._source.first_row, self._source.end_row, 0, 0
+        first, end = self._source.first_row, self._source.end_row
         with open(self._source.path, "rb") as lines:
             for number, line in enumerate(lines, 1):
-                num_bytes += len(line)
-                if (end is not None and number > end) or num_bytes > _COUNTED_BYTES:
+                if end is not None and number > end:
                     return
                 if number > first and line.strip():
-                    taken += 1
-                    yield number, line if taken <= _PARSED_ROWS and num_bytes <= _PARSED_BYTES else None
+                    yield number, line if self._goes_on() else None
 
     def _of_parquet(self) -> Iterator[tuple[int, Prompt | None]]:
         from services.buffer.prompts.parquet import ParquetRows  # pyarrow: only for those who have such files
 
         rows = ParquetRows(self._reader)
-        for index, number in enumerate(rows.numbers()):
-            yield number, rows.prompts([index], 0)[0] if index < _GIVEN_ROWS else None
+        numbers = list(rows.numbers())
+        for start in range(0, len(numbers), _AT_ONCE):
+            chunk = numbers[start : start + _AT_ONCE]
+            indices = range(start, start + len(chunk))
+            yield from zip(chunk, rows.prompts(indices, 0) if self._goes_on() else [None] * len(chunk), strict=True)
+
+    def _goes_on(self) -> bool:
+        """Another row is read. The first ones always are: the other services look at them."""
+        return self._parsed + len(self._bad) < _GIVEN_ROWS or not self._clock.is_over
 
     def _take(self, number: int, row: bytes | Prompt) -> None:
         try:
@@ -110,7 +150,7 @@ class _File:
 
 def _add(prompts: Prompts, where: str, body: bytes) -> None:
     is_first = count_scorer(prompts.rm_types, _rm_type(sample_pb2.Prompt.FromString(body).metadata_json), where)
-    if is_first or len(prompts.rows) < _GIVEN_ROWS:
+    if len(prompts.rows) < (_MOST_GIVEN_ROWS if is_first else _GIVEN_ROWS):
         prompts.rows.append(PromptRow(where, body))
 
 

@@ -7,7 +7,7 @@ weights were refused while it ran, all that it made is made again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from urllib.parse import urlsplit
 
@@ -33,8 +33,18 @@ _MOST_DIGITS = 16  # of 2^53
 class CustomMaker:
     """Calls the function with slime's arguments; its exception is its samples' failure."""
 
-    def __init__(self, path: str, args: HookArgs, weights: ServedWeights, *, seconds: float) -> None:
+    def __init__(
+        self,
+        path: str,
+        args: HookArgs,
+        weights: ServedWeights,
+        *,
+        seconds: float,
+        warn: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._path = path
+        self._warn = warn
+        self._warned = False
         self._weights = weights
         self._places = asyncio.Semaphore(_WORKERS * _CALLS_PER_WORKER)
         self._args = args
@@ -115,6 +125,7 @@ class CustomMaker:
                 sample.rollout_id = request.sample_id
         for sample in made:
             require_finished(self._path, sample)
+            self._warn_without_versions(sample)
             sample.weight_versions = [await self._version(name) for name in sample.weight_versions] or [str(oldest)]
         return [
             self._with_reward(
@@ -129,6 +140,17 @@ class CustomMaker:
             )
             for number, sample in enumerate(made)
         ]
+
+    def _warn_without_versions(self, sample: HookSample) -> None:
+        """Warns once of a function whose samples do not say which weights made them."""
+        if self._warned or sample.weight_versions or not sample.response_length:
+            return
+        self._warned = True
+        self._warn(
+            f"hook {self._path} leaves weight_versions empty, so which weights made a sample is not known: the version "
+            "that was served when the function was called counts for all of it, and staleness is at most what is "
+            "shown. To have it measured, append each answer's meta_info['weight_version'] to sample.weight_versions"
+        )
 
     def _with_reward(self, sample: Sample, made: HookSample) -> Sample:
         """A reward that the function has set is the sample's, and no scorer is asked for another."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,6 +63,8 @@ class RolloutParts:
     params: SamplingParams
     generate_seconds: float
     router_url: str
+    warnings: Sequence[str]
+    """What a person should know of how samples are made; grows."""
 
     def ask(self, prompt: EncodedPrompt, sampling: sample_pb2.SamplingParams) -> AsyncIterator[Generation]:
         """Streams one response to a client."""
@@ -108,8 +110,11 @@ class RolloutService:
             self._router_client, fleet.weights, fleet.suspect, context=ContextLimit.of_engines(job, architecture)
         )
         hook = job.rollout.custom_generate_function_path
+        warnings: list[str] = []
         self._custom = (
-            CustomMaker(hook, custom_args(job, self._router.url), fleet.weights, seconds=seconds) if hook else None
+            CustomMaker(hook, custom_args(job, self._router.url), fleet.weights, seconds=seconds, warn=warnings.append)
+            if hook
+            else None
         )
         num_layers = architecture.num_layers if asks_for_experts else None
         maker: Maker = self._custom or SampleMaker(generator, encoder, seconds=seconds, num_layers=num_layers)
@@ -155,6 +160,7 @@ class RolloutService:
             params=params,
             generate_seconds=seconds,
             router_url=self._router.url,
+            warnings=warnings,
         )
 
     async def start(self) -> None:

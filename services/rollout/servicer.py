@@ -76,6 +76,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             reward_address=parts.judge.target.address,
             scorer=parts.judge.target.scorer,
             samples_being_scored=parts.judge.being_scored,
+            warnings=parts.warnings,
         )
 
     async def BeginPublish(self, request: pb.BeginPublishRequest, context: Context) -> pb.BeginPublishResponse:

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 from rich.console import Console
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.rollout.v1 import rollout_pb2
-from headrace.api.trainer.v1 import trainer_pb2
+from headrace.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from headrace.cli.awaited import Patience, awaited
 from headrace.cli.failures import failures_line
+from headrace.cli.main import main
+from headrace.cli.overdue import overdue
 from headrace.cli.run_view import RunView
+from headrace.config.job import Job
+from headrace.launch.run_folder import RunFolder, ServiceEntry
+from headrace.rpc.net import free_port
+from headrace.rpc.server import RpcServer, Service
 
 READY = rollout_pb2.Engine(state=rollout_pb2.ENGINE_STATE_READY)
 RAISED = "hook agent.py:f raised KeyError: 'answer' (agent.py:12)"
@@ -117,3 +130,67 @@ def test_a_warning_of_a_step_is_a_line(load_with) -> None:
     warnings = ["the evaluation failed, INVALID_ARGUMENT: there is no file"]
     view.on_progress(trainer_pb2.WatchProgressResponse(step=2, time=Timestamp(seconds=1), warnings=warnings))
     assert view.unread() == ["after step 2: the evaluation failed, INVALID_ARGUMENT: there is no file"]
+
+
+def test_what_the_rollout_service_warns_of_is_a_line_once(load_with) -> None:
+    view = RunView(load_with())
+    for _ in range(3):
+        view.on_fleet(rollout_pb2.GetFleetResponse(warnings=["hook a.py:f leaves weight_versions\x1b[2J empty"]))
+    assert view.unread() == ["hook a.py:f leaves weight_versions [2J empty"]
+
+
+class WaitingTrainer(trainer_pb2_grpc.TrainerServiceServicer):
+    def __init__(self, seconds: float, step: int) -> None:
+        self._status = waiting(seconds, step)
+
+    async def GetStatus(self, request: object, context: object) -> trainer_pb2.GetStatusResponse:
+        return self._status
+
+
+@asynccontextmanager
+async def run_that_waits(folder: RunFolder, job: Job, seconds: float, step: int = 0) -> AsyncIterator[None]:
+    """Its trainer answers; its buffer is away."""
+    service = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
+    add = trainer_pb2_grpc.add_TrainerServiceServicer_to_server
+    server = RpcServer("trainer", "127.0.0.1:0", [Service(WaitingTrainer(seconds, step), add, service)])
+    await server.start()
+    folder.create(job)
+    away = f"127.0.0.1:{free_port()}"
+    folder.write_services(
+        {
+            "trainer": ServiceEntry(server.address, None, os.getpid()),
+            "buffer": ServiceEntry(away, None, None),
+        }
+    )
+    try:
+        yield
+    finally:
+        await server.stop(0.0)
+
+
+@pytest.mark.parametrize(("seconds", "is_told"), [(59.0, False), (60.0, True)])
+async def test_status_has_the_consoles_sentence_of_a_first_batch_that_is_overdue(
+    load_with, tmp_path: Path, seconds: float, is_told: bool
+) -> None:
+    job = load_with("--first-batch-seconds", "6")
+    async with run_that_waits(RunFolder(tmp_path), job, seconds):
+        sentence = await overdue(RunFolder(tmp_path), 0.5)
+    assert sentence == (awaited(waiting(seconds), None, None) if is_told else None)
+
+
+@pytest.mark.parametrize(("seconds", "is_told"), [(100.0, False), (110.0, True)])
+async def test_status_compares_a_later_batch_with_those_before_it_as_the_console_does(
+    load_with, tmp_path: Path, seconds: float, is_told: bool
+) -> None:
+    rows = [{"step": 1, "time/wait_seconds": 9.0}, {"step": 1, "eval/x": 1.0}, {"step": 2, "time/wait_seconds": 11.0}]
+    rows.append({"step": 3, "time/wait_seconds": 400.0})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "ti')
+    async with run_that_waits(RunFolder(tmp_path), load_with(), seconds, step=3):
+        sentence = await overdue(RunFolder(tmp_path), 0.5)
+    assert (sentence is not None) is is_told
+
+
+async def test_status_prints_it_below_its_table(load_with, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with run_that_waits(RunFolder(tmp_path), load_with("--first-batch-seconds", "1"), 3600.0):
+        assert await asyncio.to_thread(main, ["status", str(tmp_path)]) == 1
+    assert "step 1 has waited 60 min for its batch, 1/4 groups ready: waiting on the buffer" in capsys.readouterr().out

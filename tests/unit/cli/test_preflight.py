@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from headrace.cli.main import main
-from headrace.preflight.process import CheckOptions
+from headrace.errors import Internal
+from headrace.preflight.process import CheckOptions, CheckProcess
 from headrace.preflight.report import Prompts, Report
+from services.buffer.check import ReadingClock
 from services.buffer.check import check as check_buffer
 from services.reward.check import check as check_reward
 from services.rollout.check import check as check_rollout
@@ -139,6 +144,61 @@ def test_a_reward_that_always_fails_is_refused(load_with, tmp_path: Path, text: 
     (tmp_path / "mine.py").write_text(text)
     report = found(load_with, tmp_path, SUMS, "--label-key", "label", "--custom-rm-path", f"{tmp_path}/mine.py:f")
     assert any(re.search(message, refusal) for refusal in report.refusals), report
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_row_behind_the_first_twenty_thousand_is_read(load_with, tmp_path: Path, form: str) -> None:
+    path = prompts_file(tmp_path, [{"prompt": "x", "label": "1"}] * 20_100 + [{"question": "x", "label": "1"}])
+    if form == "parquet":
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        path = tmp_path / "train.parquet"
+        pq.write_table(pa.Table.from_pylist([{"prompt": None, "question": None, **row} for row in rows]), path)
+    job = load_with("--prompt-data", str(path))
+    options = CheckOptions(job, elsewhere=False, fast=True, read_seconds=600.0)
+    report = asyncio.run(check_buffer(options, Prompts())).report
+    assert any("20101" in refusal.replace(",", "") for refusal in report.refusals), report
+
+
+def test_rows_that_there_was_no_time_for_are_counted_and_said_to_be_unread(load_with, tmp_path: Path) -> None:
+    path = prompts_file(tmp_path, [{"prompt": "x", "label": "1"}] * 1_100 + [{"question": "x"}])
+    options = CheckOptions(load_with("--prompt-data", str(path)), elsewhere=False, fast=True, read_seconds=0.0)
+    found = asyncio.run(check_buffer(options, Prompts()))
+    assert found.report.refusals == []
+    assert found.report.unchecked == [f"589 of 1,101 rows of {path}: the first 512 were read when the time was over"]
+    assert found.prompts.num_rows == 1_101
+
+
+def test_progress_is_told_every_two_seconds_and_then_that_the_rest_is_only_counted() -> None:
+    now, told = [0.0], list[str]()
+    clock = ReadingClock(20.0, told.append, lambda: now[0])
+    for seconds, rows in ((1.9, 10), (2.0, 2_000), (3.9, 3_000), (21.0, 9_000)):
+        now[0] = seconds
+        clock.passed("a.jsonl", rows)
+    assert told == [
+        "reading prompts, for 20 s at most: 2,000 rows of a.jsonl",
+        "reading prompts, the rest is only counted: 9,000 rows of a.jsonl",
+    ]
+    assert clock.is_over
+
+
+@pytest.mark.parametrize(("code", "fails"), [(0, False), (3, True)])
+async def test_what_a_check_tells_meanwhile_comes_as_it_is_told_and_is_none_of_its_last_lines(
+    code: int, fails: bool
+) -> None:
+    program = (
+        "import sys; from headrace.preflight.process import tell_progress; tell_progress('half'); "
+        f"print('oh no', file=sys.stderr); print(sys.stdin.read(), end=''); sys.exit({code})"
+    )
+    pipe = asyncio.subprocess.PIPE
+    started = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdin=pipe, stdout=pipe, stderr=pipe)
+    told = list[str]()
+    data = b"x" * 1_000_000
+    if fails:
+        with pytest.raises(Internal, match="part failed:\noh no$"):
+            await CheckProcess("some", started).result(data, told.append)
+    else:
+        assert await CheckProcess("some", started).result(data, told.append) == data
+    assert told == ["half"]
 
 
 def test_a_label_that_is_paid_only_in_a_form_is_told(load_with, tmp_path: Path) -> None:

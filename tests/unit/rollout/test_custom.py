@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,24 @@ async def test_a_users_function_makes_the_samples(tmp_path: Path, code: str, ids
     assert {s.metadata["router"] for s in samples} == {"127.0.0.1:4321"}
     assert {(s.status, s.rollout_id) for s in samples} == {(Status.COMPLETED, "g/1/0"), (Status.COMPLETED, "g/1/1")}
     assert [(r.policy_version, r.start, r.end) for r in samples[0].policy_ranges] == [(3, 0, 2)]
+
+
+async def test_a_function_that_leaves_weight_versions_out_is_told_so_once_and_the_version_at_its_call_counts(
+    tmp_path: Path,
+) -> None:
+    told: list[str] = []
+    samples = await made_by(tmp_path, PER_SAMPLE.replace(', ["3"]', ", []"), warn=told.append)
+    assert [[r.policy_version for r in sample.policy_ranges] for sample in samples] == [[3], [3]]
+    (sentence,) = told
+    assert "hook.py:f leaves weight_versions empty" in sentence
+    assert "staleness" in sentence
+    assert "append each answer's meta_info['weight_version'] to sample.weight_versions" in sentence
+
+
+async def test_a_function_that_sets_weight_versions_is_told_nothing(tmp_path: Path) -> None:
+    told: list[str] = []
+    await made_by(tmp_path, PER_SAMPLE, warn=told.append)
+    assert told == []
 
 
 async def test_what_a_users_function_raises_is_its_samples_failure(tmp_path: Path) -> None:
@@ -131,12 +150,15 @@ def job_of(folder: Path, **reward: str) -> Job:
     return Job.model_validate({"model": {"hf_checkpoint": folder}, "reward": reward})
 
 
-async def made_by(folder: Path, code: str, *, count: int = 2, **reward: str) -> list[Sample]:
+async def made_by(
+    folder: Path, code: str, *, count: int = 2, warn: Callable[[str], None] = lambda _: None, **reward: str
+) -> list[Sample]:
     (folder / "hook.py").write_text(code)
     job = job_of(folder, **reward)
     weights = ServedWeights()
     weights.switch_to(3)
-    maker = CustomMaker(f"{folder / 'hook.py'}:f", custom_args(job, "http://127.0.0.1:4321"), weights, seconds=60)
+    args = custom_args(job, "http://127.0.0.1:4321")
+    maker = CustomMaker(f"{folder / 'hook.py'}:f", args, weights, seconds=60, warn=warn)
     try:
         await maker.start()
         return await maker.make_all([request(index) for index in range(count)], evaluation=False)

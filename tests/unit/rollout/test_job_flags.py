@@ -23,7 +23,7 @@ HOOK = """
 async def generate(args, sample, sampling_params):
     sample.tokens = [1, 2, 3, 4]
     sample.response, sample.response_length = "from the user's function", 2
-    sample.rollout_log_probs, sample.weight_versions = [-0.5, -0.25], ["0"]
+    sample.rollout_log_probs = [-0.5, -0.25]
     sample.status = sample.Status.COMPLETED
     return sample
 """
@@ -79,3 +79,5 @@ async def test_custom_generate_function_path_makes_the_samples_of_the_service(tm
     finally:
         await service.stop()
     assert (sample.status, sample.response) == (Status.COMPLETED, "from the user's function")
+    (warning,) = service.parts.warnings
+    assert "weight_versions" in warning

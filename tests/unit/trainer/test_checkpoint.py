@@ -223,6 +223,16 @@ def test_the_best_are_kept_by_their_steps_metric(tmp_path: Path, layout: Layout)
     assert _names(tmp_path) == [step_name(n) for n in (2, 4, 5)]
 
 
+@pytest.mark.parametrize(("keep_last", "kept"), [(1, [4]), (3, [2, 3, 4])])
+def test_keep_last_says_how_many_of_the_newest_stay(
+    tmp_path: Path, layout: Layout, keep_last: int, kept: list[int]
+) -> None:
+    checkpoints = Checkpoints(_job(tmp_path, keep_last=keep_last), tmp_path, layout)
+    for step in range(1, 5):
+        _save(checkpoints, step)
+    assert _names(tmp_path) == [step_name(n) for n in kept]
+
+
 def test_keep_best_metric_says_which_metric_is_best_by(tmp_path: Path, layout: Layout) -> None:
     job = _job(tmp_path, keep_last=1, keep_best=1, keep_best_metric="eval/sums")
     checkpoints = Checkpoints(job, tmp_path, layout)

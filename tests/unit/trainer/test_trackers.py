@@ -57,6 +57,20 @@ async def test_wandb_gets_metrics_and_the_job_but_no_key(tmp_path: Path, monkeyp
         assert secret not in written
 
 
+@needs_wandb
+@pytest.mark.parametrize(
+    ("flag", "name"), [("wandb_project", "project"), ("wandb_group", "group"), ("wandb_team", "entity")]
+)
+def test_wandb_is_asked_for_the_jobs_project_group_and_team(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str, name: str
+) -> None:
+    """Looked at where they leave us: W&B's file has the whole job in it, so their being there shows nothing."""
+    asked: dict[str, object] = {}
+    monkeypatch.setattr("wandb.init", lambda **words: asked.update(words))
+    trackers(job(use_wandb=True, wandb_mode="offline", use_tensorboard=False, **{flag: "mine"}), tmp_path)(0)
+    assert asked[name] == "mine"
+
+
 def test_secrets_are_known_by_their_names_and_by_their_place_in_a_url() -> None:
     tree = {
         "input_key": "prompt",

@@ -473,6 +473,7 @@ class GetFleetResponse(_message.Message):
     REWARD_ADDRESS_FIELD_NUMBER: _builtins.int
     SCORER_FIELD_NUMBER: _builtins.int
     SAMPLES_BEING_SCORED_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
     router_address: _builtins.str
     """The router's HTTP address; private."""
     policy_version: _builtins.int
@@ -497,6 +498,10 @@ class GetFleetResponse(_message.Message):
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___Engine]:
         """Sorted by id."""
 
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What a person should know of how samples are made: one sentence each, each only once."""
+
     def __init__(
         self,
         *,
@@ -511,10 +516,11 @@ class GetFleetResponse(_message.Message):
         reward_address: _builtins.str = ...,
         scorer: _builtins.str = ...,
         samples_being_scored: _builtins.int = ...,
+        warnings: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "groups_produced", b"groups_produced", "paused", b"paused", "policy_version", b"policy_version", "publication_id", b"publication_id", "reward_address", b"reward_address", "router_address", b"router_address", "samples_being_scored", b"samples_being_scored", "samples_in_flight", b"samples_in_flight", "scorer", b"scorer", "tokens_produced", b"tokens_produced"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "groups_produced", b"groups_produced", "paused", b"paused", "policy_version", b"policy_version", "publication_id", b"publication_id", "reward_address", b"reward_address", "router_address", b"router_address", "samples_being_scored", b"samples_being_scored", "samples_in_flight", b"samples_in_flight", "scorer", b"scorer", "tokens_produced", b"tokens_produced", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
