@@ -57,7 +57,8 @@ def serve_check(check: Callable[[CheckOptions, Prompts], Coroutine[Any, Any, msg
 
 def tell_progress(sentence: str) -> None:
     """From a check: what the person who waits for it reads meanwhile."""
-    print(_PROGRESS + sentence, file=sys.stderr, flush=True)
+    sys.stderr.write(f"{_PROGRESS}{sentence}\n")
+    sys.stderr.flush()
 
 
 class CheckProcess:

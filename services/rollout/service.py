@@ -11,11 +11,11 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from headrace.api.sample.v1 import sample_pb2
-from headrace.client.open import buffer_of
 from headrace.config.architecture import Architecture
 from headrace.config.context_limit import ContextLimit
 from headrace.config.job import Job
 from headrace.errors import ConfigError, HeadraceError
+from headrace.job_buffer import buffer_of
 from headrace.models.registry import read_architecture
 from headrace.rpc.log import log
 from headrace.sample_checks import ModelBounds

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from headrace.client.open import buffer_of
 from headrace.config.job import Job
 from headrace.errors import DeadlineExceeded, DiskFull, HeadraceError, NothingToLearn, Unavailable
+from headrace.job_buffer import buffer_of
 from headrace.launch.exit_codes import NOTHING_TO_LEARN, PEER_AWAY
 from headrace.launch.ranks import PEER_LOST
 from headrace.rpc.log import configure_logging, log

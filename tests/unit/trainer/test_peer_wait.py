@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.client.open import buffer_of
 from headrace.client.port import Buffer
 from headrace.config.job import Job, ServicesSection
 from headrace.errors import ConfigError
+from headrace.job_buffer import buffer_of
 from headrace.launch.exit_codes import PEER_AWAY
 from headrace.rpc.net import free_port
 from services.trainer import __main__ as trainer

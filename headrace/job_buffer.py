@@ -1,0 +1,18 @@
+"""The buffer that a job names, for a service that works with it."""
+
+from __future__ import annotations
+
+from headrace.client.open import open_buffer
+from headrace.client.port import Buffer
+from headrace.config.job import ServicesSection
+from headrace.errors import ConfigError
+
+
+def buffer_of(services: ServicesSection) -> Buffer:
+    """Its client, with the patience of `peer_wait_seconds`. Raises ConfigError when the job names none."""
+    if services.buffer_address is None:
+        raise ConfigError(
+            "services.buffer_address is not set: start the buffer and pass --buffer-address host:port",
+            field="services.buffer_address",
+        )
+    return open_buffer(services.buffer_address, deadline_seconds=services.peer_wait_seconds)
