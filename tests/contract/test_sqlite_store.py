@@ -380,7 +380,7 @@ def test_the_file_that_is_written_to_is_left_to_itself_and_compacted_once_it_is_
     it = busy_ledger(SqliteStore(tmp_path, file_bytes=900))
     (file,) = (tmp_path / "payloads").iterdir()
     num_bytes = file.stat().st_size
-    _, *dying = (r for g in it.ledger.book("train").groups.values() for r in g.records)
+    kept, *dying = (r for g in it.ledger.book("train").groups.values() for r in g.records)
     it.store.commit([Transaction(groups={}, deleted_payloads=[record.key for record in dying])])
     assert (it.store.compact(), file.stat().st_size) == (0, num_bytes)
     it.put(it.lease(2))
@@ -388,6 +388,7 @@ def test_the_file_that_is_written_to_is_left_to_itself_and_compacted_once_it_is_
     it.put(it.lease(1))
     it.store.compact()
     assert not file.exists()
+    assert [len(payload) for payload in it.store.read_payloads([kept])] == [kept.payload_bytes]
     it.store.close()
 
 
