@@ -27,8 +27,8 @@ test: lint $(STAMPS)/node $(STAMPS)/extras
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 endif
 
-# For the loop of work: the unit tests but those that start ranks or engines, or that read what `extras` brings.
-test-fast: lint
+# For the loop of work: the unit tests but those that start ranks or engines.
+test-fast: lint $(STAMPS)/extras
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not ranks and not engine and not e2e" tests/unit
 
 lint: $(STAMPS)/headrace $(STAMPS)/dev check-protos
