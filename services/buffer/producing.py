@@ -258,7 +258,7 @@ def put(work: Work, book: StreamBook, put: GroupPut) -> PutResult:
     """Ends the lease. The put was checked."""
     group = _find(book, put.group_id)
     if group is None:
-        gone = Failure("LEASE_LOST", f"lease {put.lease_id} has ended: its group was forgotten after its step's commit")
+        gone = Failure("LEASE_LOST", f"lease {put.lease_id} has ended: its group is no longer held")
         return PutResult(put.group_id, None, refused=gone)
     if _is_duplicate(book, group, put):
         return PutResult(group.group_id, group.state, duplicate=True)

@@ -184,7 +184,7 @@ def test_a_put_that_is_made_again_after_its_group_was_forgotten_is_refused_and_t
     it.commit(epoch, 1)
     again, other, kept = it.put([*groups, *late])
     assert [result.refused.reason for result in (again, other)] == ["LEASE_LOST", "LEASE_LOST"]
-    assert "forgotten" in again.refused.message
+    assert "no longer held" in again.refused.message
     assert [result.state for result in (again, other, kept)] == [None, None, GroupState.READY]
     assert it.states() == {"train/2": GroupState.READY}
 
