@@ -15,14 +15,14 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.client.columns import LargeColumn, download, put_back, taken_out, upload
 from headrace.client.port import DEFAULT_DEADLINE_SECONDS, Buffer
 from headrace.client.put_queue import PutQueue
-from headrace.errors import DiskFull, Unavailable
+from headrace.errors import DiskFull, RetryableError, Unavailable
 from headrace.rpc import call as rpc
 from headrace.rpc.channel import connect
 
 _FETCH_AT_ONCE = 512
 _RELEASES_AT_ONCE = 500
 _RELEASE_BYTES = 16 << 20
-_RETRY_SECONDS = 0.2
+_BACKOFF_SECONDS = 0.2
 
 
 class BufferClient(Buffer):
@@ -203,12 +203,13 @@ class BufferClient(Buffer):
                 async for reply in replies:
                     found.update((sample.envelope.sample_id, sample) for sample in reply.samples)
                 return [found[sample_id] for sample_id in sample_ids if sample_id in found]
-            except (Unavailable, DiskFull):  # the buffer restarts or waits: what has come is kept
-                if loop.time() + _RETRY_SECONDS >= end:
+            except (Unavailable, DiskFull) as error:  # the buffer restarts or waits: what has come is kept
+                pause = rpc.pause_seconds(error, _BACKOFF_SECONDS)
+                if loop.time() + pause >= end:
                     raise
                 if len(found) == len(sample_ids):
                     return [found[sample_id] for sample_id in sample_ids]
-                await asyncio.sleep(_RETRY_SECONDS)
+                await asyncio.sleep(pause)
 
     # Large columns
 
@@ -229,8 +230,8 @@ class BufferClient(Buffer):
         def receive(request: pb.FetchColumnRequest) -> AsyncIterator[pb.FetchColumnResponse]:
             return self.stream_column(request, deadline_seconds=max(end - loop.time(), 0.0))
 
-        async def may_retry() -> bool:
-            await asyncio.sleep(_RETRY_SECONDS)
+        async def may_retry(error: RetryableError) -> bool:
+            await asyncio.sleep(min(rpc.pause_seconds(error, _BACKOFF_SECONDS), max(end - loop.time(), 0.0)))
             return loop.time() < end
 
         return await download(receive, column, may_retry)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.digest import digest_of
-from headrace.errors import DataLoss, DiskFull, Unavailable
+from headrace.errors import DataLoss, DiskFull, RetryableError, Unavailable
 from headrace.trajectory import check_payload, parsed_payload
 
 LARGE_COLUMN_BYTES = 1 << 20
@@ -81,7 +81,7 @@ async def upload(
 async def download(
     receive: Callable[[pb.FetchColumnRequest], AsyncIterator[pb.FetchColumnResponse]],
     column: sample_pb2.OutOfLineColumn,
-    may_retry: Callable[[], Awaitable[bool]],
+    may_retry: Callable[[RetryableError], Awaitable[bool]],
 ) -> bytes:
     """Goes on where a connection broke, as long as `may_retry` says so. Raises DataLoss for other bytes."""
     data = bytearray()
@@ -89,8 +89,8 @@ async def download(
         try:
             async for piece in receive(pb.FetchColumnRequest(sha256=column.sha256, offset=len(data))):
                 data += piece.data
-        except (Unavailable, DiskFull):
-            if not await may_retry():
+        except (Unavailable, DiskFull) as error:
+            if not await may_retry(error):
                 raise
     if hashlib.sha256(data).digest() != column.sha256:
         raise DataLoss(f"column {column.name} came with other bytes than its SHA-256 says: the disk has changed it")

@@ -12,9 +12,11 @@ from headrace.api.reward.v1 import reward_pb2 as pb
 from headrace.api.reward.v1.reward_pb2_grpc import RewardServiceStub
 from headrace.errors import Internal, ResourceExhausted
 from headrace.judgement import Judgement, ScoreError, ScoreItem, unpack_result
-from headrace.rpc.call import call
+from headrace.rpc.call import call, pause_seconds
 from headrace.rpc.channel import connect
 from headrace.wire.limits import MAX_SCORE_ITEMS_PER_CALL
+
+_BACKOFF_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +78,10 @@ class RewardClient:
                 reply = await call(self._stub.Score, request, deadline_seconds=end - time.monotonic())
                 break
             except ResourceExhausted as full:
-                if time.monotonic() + full.retry_after_seconds >= end:
+                pause = pause_seconds(full, _BACKOFF_SECONDS)
+                if time.monotonic() + pause >= end:
                     raise
-                await asyncio.sleep(full.retry_after_seconds)
+                await asyncio.sleep(pause)
         if [result.item_id for result in reply.results] != [item.item_id for item in items]:
             raise Internal(f"the reward service answered {len(reply.results)} results, not one for each item in order")
         return [unpack_result(result) for result in reply.results]

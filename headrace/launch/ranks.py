@@ -36,11 +36,18 @@ def main(argv: list[str]) -> int:
     """0 when all ranks ended well, else the exit code of the first that did not; 128 + n for signal n."""
     num_ranks, log_dir, command = int(argv[0]), Path(argv[1]), argv[2:]
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # they are waited for, not handled
-    rendezvous = log_dir / f".rendezvous-{uuid.uuid4().hex}"
+    rendezvous = new_rendezvous(log_dir)
     try:
         return _Ranks(num_ranks, log_dir, command, rendezvous).wait()
     finally:
         rendezvous.unlink(missing_ok=True)
+
+
+def new_rendezvous(log_dir: Path) -> Path:
+    """The name of a file that is not there. Those of ranks whose launcher was killed are deleted."""
+    for leftover in log_dir.glob(".rendezvous-*"):
+        leftover.unlink(missing_ok=True)
+    return log_dir / f".rendezvous-{uuid.uuid4().hex}"
 
 
 class _Ranks:

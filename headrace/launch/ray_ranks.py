@@ -13,7 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from headrace.launch.process import meaning
-from headrace.launch.ranks import PEER_LOST, PEER_SECONDS
+from headrace.launch.ranks import PEER_LOST, PEER_SECONDS, new_rendezvous
 from headrace.launch.service_log import tail
 from headrace.linux import die_with_parent
 
@@ -159,7 +158,7 @@ def main(argv: list[str]) -> int:
     else:
         cpus = max(num_nodes * ranks_per_node, len(os.sched_getaffinity(0)))
         ray.init("local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, object_store_memory=80 << 20)
-    rendezvous = log_dir / f".rendezvous-{uuid.uuid4().hex}"
+    rendezvous = new_rendezvous(log_dir)
     try:
         actors = RankActors(num_nodes, ranks_per_node, log_dir)
         signal.signal(signal.SIGTERM, lambda number, _: actors.signal(number))

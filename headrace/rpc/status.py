@@ -73,10 +73,13 @@ def _encoded_length(text: str) -> int:
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> HeadraceError:
-    """The class with the same reason, else the plainest class with the same status."""
+    """The class with the same reason, else the plainest class with the same status.
+
+    Its `retry_after_seconds` is 0 where the server said nothing, as of a connection that broke.
+    """
     status = _status_of(error)
     message = error.details() or error.code().name
-    reason, metadata, field, retry_after = None, {}, None, 1.0
+    reason, metadata, field, retry_after = None, {}, None, 0.0
     for packed in status.details:
         if info := _unpack(packed, error_details_pb2.ErrorInfo):
             reason, metadata = info.reason, dict(info.metadata)

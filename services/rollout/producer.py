@@ -23,6 +23,7 @@ from headrace.errors import (
     RetryableError,
     Unavailable,
 )
+from headrace.rpc.call import pause_seconds
 from headrace.rpc.log import log
 from headrace.wire.checks import cut_text
 from services.rollout.groups import GroupMaker, Made
@@ -224,7 +225,7 @@ class Producer:
             try:
                 return await self._ledger.put(put)
             except ResourceExhausted as error:
-                await asyncio.sleep(error.retry_after_seconds)
+                await asyncio.sleep(pause_seconds(error, _RETRY_SECONDS))
             except (Unavailable, DeadlineExceeded) as error:
                 log.warning("put_not_answered", group_id=put.group_id, error=error.message)
                 await asyncio.sleep(_RETRY_SECONDS)

@@ -26,6 +26,7 @@ from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Fleet, FleetTiming
 from services.rollout.engine.machine import Machine
 from services.rollout.engine.process import EngineFactory, SglangProcess
+from services.rollout.engine.scratch import delete_leftovers
 from services.rollout.eval_file import EvalFiles
 from services.rollout.evaluate import Evaluator
 from services.rollout.failed_samples import FailedSamples
@@ -200,6 +201,7 @@ class RolloutService:
 def sglang_factory(job: Job, machine: Machine, log_dir: Path) -> EngineFactory:
     """Real engines. Raises ConfigError for --sglang-* flags that SGLang does not know."""
     arguments.check(job.sglang, machine)
+    delete_leftovers(log_dir)
     return lambda number: SglangProcess(job, machine, number, log_dir / f"engine-{number}.log")
 
 

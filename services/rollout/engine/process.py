@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +17,7 @@ from services.rollout.child import ChildProcess
 from services.rollout.engine import arguments
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.machine import Machine
+from services.rollout.engine.scratch import Scratch
 
 _POLL_SECONDS = 0.25
 
@@ -102,29 +103,37 @@ class SglangProcess(ServerProcess):
     def __init__(self, job: Job, machine: Machine, engine: int, log_path: Path) -> None:
         port = free_port()
         command = arguments.command(job, machine, engine=engine, port=port)
-        self._meeting = Path(tempfile.gettempdir()) / f"headrace-engine-{uuid.uuid4().hex}"
+        self._scratch = Scratch(log_path.parent, engine)
         environment = arguments.environment(job, machine) | {
-            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{self._meeting}",
+            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{self._scratch.folder / 'ranks'}",
+            "TMPDIR": str(self._scratch.folder),  # SGLang leaves the sockets that it makes there
+            "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", _compiled()),
             "MASTER_ADDR": "127.0.0.1",  # with the port, the name of its shared memory
             "MASTER_PORT": str(port),
         }
         super().__init__(f"http://127.0.0.1:{port}", command, log_path, environment)
 
     async def start(self, *, seconds: float) -> None:
+        self._scratch.make()
         try:
             await super().start(seconds=seconds)
         except Unavailable:
-            self._meeting.unlink(missing_ok=True)
+            self._scratch.delete()
             raise
 
     async def wait(self) -> int:
         exit_code = await super().wait()
-        self._meeting.unlink(missing_ok=True)
+        self._scratch.delete()
         return exit_code
 
     async def stop(self, grace_seconds: float = 8.0) -> None:
         await super().stop(grace_seconds)
-        self._meeting.unlink(missing_ok=True)
+        self._scratch.delete()
+
+
+def _compiled() -> str:
+    """What is compiled outlives an engine, so it cannot be in the engine's own temporary folder, torch's choice."""
+    return f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
 
 
 async def _answers(client: EngineClient) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
+from itertools import pairwise
 
 import grpc
 import pytest
@@ -25,7 +27,7 @@ from headrace.errors import (
     Unavailable,
     error_classes,
 )
-from headrace.rpc.call import call
+from headrace.rpc.call import call, pause_seconds
 from headrace.rpc.channel import connect
 from headrace.rpc.net import free_port
 from headrace.rpc.server import RpcServer, Service
@@ -37,11 +39,13 @@ class Scripted(reward_pb2_grpc.RewardServiceServicer):
     """Raises what it is told to."""
 
     def __init__(self) -> None:
+        self.called_at: list[float] = []
         self.error: Exception | None = None
         self.seconds = 0.0
         self.entered = asyncio.Event()
 
     async def ListScorers(self, request, context):
+        self.called_at.append(time.monotonic())
         self.entered.set()
         await asyncio.sleep(self.seconds)
         if self.error:
@@ -124,6 +128,50 @@ async def test_details_travel(servicer, stub) -> None:
     info = error_details_pb2.ErrorInfo()
     assert status.details[0].Unpack(info)
     assert (info.reason, info.domain) == ("FENCED", "headrace")
+
+
+@pytest.mark.parametrize("cls", [Unavailable, DiskFull])
+async def test_a_client_comes_back_no_sooner_than_the_server_asked_for(servicer, stub, cls) -> None:
+    """Three tries at most within the deadline, where its own backoff would have made five."""
+    servicer.error = cls("away", retry_after_seconds=0.8)
+    with pytest.raises(cls, match="away"):
+        await call(stub.ListScorers, reward_pb2.ListScorersRequest(), deadline_seconds=2.0)
+    assert 2 <= len(servicer.called_at) <= 3
+    assert all(later - earlier >= 0.8 for earlier, later in pairwise(servicer.called_at))
+
+
+async def test_a_client_waits_until_its_deadline_at_most(servicer, stub) -> None:
+    servicer.error = Unavailable("away until tomorrow", retry_after_seconds=86_400.0)
+    async with asyncio.timeout(60):
+        with pytest.raises(Unavailable, match="until tomorrow"):
+            await call(stub.ListScorers, reward_pb2.ListScorersRequest(), deadline_seconds=0.5)
+    assert len(servicer.called_at) == 1
+
+
+async def test_a_client_comes_back_soon_where_nobody_could_ask_it_to_wait(servicer, stub) -> None:
+    """Its own backoff alone counts where a connection broke or a stranger sent no RetryInfo."""
+
+    class Broken(reward_pb2_grpc.RewardServiceServicer):
+        async def ListScorers(self, request, context):
+            servicer.called_at.append(time.monotonic())
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "broken")
+
+    server = grpc.aio.server()
+    reward_pb2_grpc.add_RewardServiceServicer_to_server(Broken(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with connect(f"127.0.0.1:{port}") as channel:
+        broken = reward_pb2_grpc.RewardServiceStub(channel)
+        with pytest.raises(Unavailable, match="broken") as caught:
+            await call(broken.ListScorers, reward_pb2.ListScorersRequest(), deadline_seconds=2.0)
+    await server.stop(0)
+    assert caught.value.retry_after_seconds == 0
+    assert len(servicer.called_at) >= 3
+
+
+def test_callers_that_were_told_the_same_do_not_come_back_together() -> None:
+    pauses = [pause_seconds(Unavailable("away", retry_after_seconds=4.0), 0.1) for _ in range(100)]
+    assert 4.0 <= min(pauses) < 4.2 < 4.8 < max(pauses) <= 5.0
 
 
 async def test_a_bug_is_internal_and_the_server_lives(servicer, stub) -> None:
