@@ -224,7 +224,7 @@ def test_payload_files_without_their_database_are_not_taken_for_a_new_ledgers(tm
         (tmp_path / name).unlink()
     before = {path.name: path.read_bytes() for path in (tmp_path / "payloads").iterdir()}
     assert before
-    with pytest.raises(DataLoss, match=r"ledger\.sqlite is gone, .*: restore a backup"):
+    with pytest.raises(DataLoss, match=r"ledger\.sqlite is gone, .*: move .* away and restore a backup with"):
         SqliteStore(tmp_path)
     assert {path.name: path.read_bytes() for path in (tmp_path / "payloads").iterdir()} == before
 

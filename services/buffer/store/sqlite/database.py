@@ -38,11 +38,11 @@ _PAGE_CACHE_KIB = 16 << 10
 
 
 def open_database(path: Path, connect: Callable[[Path], sqlite3.Connection], *, may_be_new: bool) -> sqlite3.Connection:
-    """With its tables. Raises ConfigError for another layout, DataLoss for one that is not there or no database."""
+    """With its tables. Raises ConfigError for another layout, DataLoss for one that is gone or empty."""
     if not (may_be_new or path.exists()):
-        raise DataLoss(f"{path} is gone, and with it what the files beside it mean: restore a backup")
+        raise DataLoss(f"{path} is gone, and with it what the files beside it mean (put it back if you have it)")
+    connection = connect(path)
     try:
-        connection = connect(path)
         (layout,) = connection.execute("PRAGMA user_version").fetchone()
         (num_tables,) = connection.execute("SELECT COUNT(*) FROM sqlite_schema").fetchone()
         if num_tables and layout != LAYOUT:
@@ -51,13 +51,12 @@ def open_database(path: Path, connect: Callable[[Path], sqlite3.Connection], *, 
                 "wrote it, or choose another run_name"
             )
         if not num_tables and not may_be_new:
-            raise DataLoss(f"{path} is empty, or its log is gone, and it was neither: put it back or restore a backup")
+            raise DataLoss(f"{path} is empty, or its log ({FILE}-wal) is gone (put it back if you have it)")
         if not num_tables:
             connection.executescript(_SCHEMA)
-    except sqlite3.OperationalError:
+    except BaseException:
+        connection.close()
         raise
-    except sqlite3.DatabaseError as error:
-        raise DataLoss(f"{path} is damaged ({error}): restore a backup") from error
     return connection
 
 

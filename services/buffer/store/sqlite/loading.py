@@ -78,11 +78,17 @@ def payload_damage(connection: sqlite3.Connection, extent: Extent, key: str, wha
 
 def _whole_extents(connection: sqlite3.Connection, damaged: list[Damage]) -> Iterator[Extent]:
     for file_id, offset, body, crc in connection.execute("SELECT file_id, offset, body, crc FROM payloads"):
-        if isinstance(file_id, bytes) and isinstance(body, bytes) and extent_checksum(file_id, offset, body) == crc:
+        if _is_row(file_id, offset, body) and extent_checksum(file_id, offset, body) == crc:
             payloads = _payloads_decoder.decode(body)
             yield Extent(file_id, offset, payloads, sum([payload.record_bytes for payload in payloads]))
         else:
             damaged.append(Damage(f"a row that says where payloads lie, at {offset}, is damaged"))
+
+
+def _is_row(file_id: object, offset: object, body: object) -> bool:
+    """SQLite keeps a value of any type in any column, so a changed bit may be one of its type."""
+    is_place = isinstance(file_id, bytes) and isinstance(offset, int) and 0 <= offset < 1 << 63
+    return is_place and isinstance(body, bytes)
 
 
 def _whole_groups(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from headrace.errors import ConfigError, DataLoss
+from headrace.errors import ConfigError
 from services.buffer.store.base import Damage
 from services.buffer.store.files import Files, sync_folder
 from services.buffer.store.sqlite.database import FILE, checksum, open_database
@@ -61,7 +61,10 @@ def lock_folder(folder: Path) -> TextIO:
 
 
 def open_ledger(folder: Path, files: Files, file_bytes: int, connect: Callable[[Path], sqlite3.Connection]) -> Opened:
-    """Raises DataLoss when the ledger cannot go on without promises broken, ConfigError for one of another release."""
+    """Raises DataLoss when the ledger cannot go on without promises broken, ConfigError for one of another release.
+
+    What SQLite says of damage it raises as SQLite's own error.
+    """
     payload_files = PayloadFiles(files, file_bytes)
     sync_folder(folder)  # the name of payloads/
     sync_folder(folder.parent)
@@ -70,21 +73,19 @@ def open_ledger(folder: Path, files: Files, file_bytes: int, connect: Callable[[
     writer = open_database(folder / FILE, connect, may_be_new=may_be_new)
     try:
         if not was_closed:
-            check_pages(writer)
+            check_pages(writer, folder)
         mark = PositionMark(folder / MARK)
         ledger_id = _require_marked(writer, mark)
         if was_closed:
-            salvage_tables(writer)
+            salvage_tables(writer, folder)
         found, damage = load_extents(writer)
         kept = frozenset(payload_files.file_ids() if damage or has_lost_places(writer) else ())
         damage += salvaged(writer)
         extents = Extents(found)
         lost = _damaged_files(payload_files, extents)
         torn_bytes = 0 if damage else _cut(payload_files, extents, set(lost))
-    except BaseException as error:
+    except BaseException:
         writer.close()
-        if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
-            raise DataLoss(f"{folder / FILE} is damaged ({error}): restore a backup") from error
         raise
     return Opened(writer, payload_files, extents, mark, ledger_id, torn_bytes, (*damage, *lost.values()), kept)
 
@@ -97,7 +98,7 @@ def _require_marked(writer: sqlite3.Connection, mark: PositionMark) -> str:
     """The ledger's id."""
     (position,) = writer.execute("SELECT COALESCE(MAX(position), 0) FROM events").fetchone()
     row = writer.execute("SELECT body, crc FROM meta WHERE key = 'ledger_id'").fetchone()
-    is_whole = row is not None and checksum("ledger_id", row[0]) == row[1]
+    is_whole = row is not None and isinstance(row[0], bytes) and checksum("ledger_id", row[0]) == row[1]
     mark.require(bytes(row[0]).decode() if is_whole else None, position)
     if is_whole:
         return bytes(row[0]).decode()

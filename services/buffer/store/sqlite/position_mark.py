@@ -22,6 +22,7 @@ class PositionMark:
     """One small file."""
 
     def __init__(self, path: Path) -> None:
+        self._ledger = path.with_name("ledger.sqlite")
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def require(self, ledger_id: str | None, position: int) -> None:
@@ -35,14 +36,14 @@ class PositionMark:
         found, marked = _LAYOUT.unpack_from(data)
         if ledger_id is not None and found.rstrip(b"\0") != ledger_id.encode():
             raise DataLoss(
-                "ledger.sqlite is another ledger's than the file `position` beside it: put back the one that belongs "
-                "there, or restore a backup"
+                f"{self._ledger} is another ledger's than the file `position` beside it (put back the one that belongs "
+                "there if you have it)"
             )
         if position < marked:
             raise DataLoss(
-                f"ledger.sqlite ends at position {position}, and the ledger was at {marked} at least: the log beside "
-                "it (ledger.sqlite-wal) was cut, changed or deleted, or an older file was put in its place. Put it "
-                "back, or restore a backup: to go on would be to train other samples than were acknowledged"
+                f"{self._ledger} ends at position {position}, and the ledger was at {marked} at least, so the log "
+                "beside it (ledger.sqlite-wal) was cut, changed or deleted, or an older file was put in its place (put it "
+                "back if you have it)"
             )
 
     def write(self, ledger_id: str, position: int) -> None:

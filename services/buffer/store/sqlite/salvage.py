@@ -11,6 +11,7 @@ import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from headrace.errors import DataLoss
@@ -26,20 +27,23 @@ _FEW_PAGES = 32 << 10
 _DAMAGED = re.compile(r"damaged_\d+_(\w+)")
 
 
-def check_pages(connection: sqlite3.Connection) -> None:
+def check_pages(connection: sqlite3.Connection, folder: Path) -> None:
     """Raises DataLoss when they contradict each other."""
     (num_pages,) = connection.execute("PRAGMA page_count").fetchone()
     tables = (*_NEEDED, *_ORDERS) if num_pages > _FEW_PAGES else ("1",)  # 1: all, up to the first problem
     for table in tables:
         if problem := _problem(connection, table):
-            raise DataLoss(f"{FILE} is damaged ({problem}): restore a backup")
+            raise DataLoss(
+                f"pages of {folder / FILE} contradict each other ({problem}): it is damaged, or the log beside it "
+                f"({FILE}-wal) is another's"
+            )
 
 
-def salvage_tables(connection: sqlite3.Connection) -> None:
+def salvage_tables(connection: sqlite3.Connection, folder: Path) -> None:
     """Raises DataLoss where nothing can go on without a table that is damaged."""
     for table in _NEEDED:
         if problem := _problem(connection, table):
-            raise DataLoss(f"the table {table} of {FILE} is damaged ({problem}): restore a backup")
+            raise DataLoss(f"the table {table} of {folder / FILE} is damaged ({problem})")
     for table in _ORDERS:
         if problem := _problem(connection, table):
             _salvage(connection, table, problem)

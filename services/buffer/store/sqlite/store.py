@@ -32,6 +32,7 @@ from services.buffer.store.sqlite.full_disk import FullDisk
 from services.buffer.store.sqlite.loading import load_state, payload_damage
 from services.buffer.store.sqlite.opening import Opened, lock_folder, open_ledger
 from services.buffer.store.sqlite.payload_files import NewExtent, file_name
+from services.buffer.store.sqlite.refusal import refusal, refusals
 from services.buffer.store.sqlite.scrub import Scrub
 from services.buffer.store.sqlite.writing import (
     delete_extents,
@@ -72,7 +73,7 @@ class SqliteStore:
         self._lock_file = lock_folder(folder)
         self._folder = folder
         try:
-            with disk_errors(folder):
+            with disk_errors(folder), refusals(folder):
                 delete_leftovers(folder)
                 self._files = open_files(folder / PAYLOADS)
                 self._opened: Opened = open_ledger(folder, self._files, file_bytes, connect_writer)
@@ -94,11 +95,8 @@ class SqliteStore:
         self._scrub = Scrub(self._extents.all(), self._check_extent)
 
     def load(self) -> Snapshot:
-        with self._writing:
-            try:
-                state = load_state(self._writer)
-            except sqlite3.DatabaseError as error:
-                raise DataLoss(f"{FILE} cannot be read whole ({error}): restore a backup") from error
+        with self._writing, disk_errors(self._folder), refusals(self._folder):
+            state = load_state(self._writer)
         self._state_damage = state.damage
         for record in (r for group in state.groups for r in group.records if not self._extents.find(r.key)):
             group_id = record.key.rpartition("#")[0]
@@ -236,7 +234,8 @@ class SqliteStore:
     def _change_places(self, moved: Sequence[tuple[Extent, Extent]]) -> None:
         found = delete_extents(self._writer, [old for old, _ in moved])
         if found != len(moved):
-            raise DataLoss(f"{found} of {len(moved)} places that rows should name are there: restore a backup")
+            problem = f"{found} of {len(moved)} places that rows of {self._folder / FILE} should name are there"
+            raise refusal(self._folder, problem)
         write_extents(self._writer, [new for _, new in moved])
 
     def _place(self, prepared: Sequence[_Prepared]) -> tuple[list[Extent], list[Extent]]:
