@@ -31,6 +31,7 @@ class BufferClient(Buffer):
     def __init__(self, address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> None:
         self.address = address
         self._channel = connect(address)
+        self._peer = f"the buffer at {address}"
         self._stub = buffer_pb2_grpc.BufferServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
         self._put_groups = self._channel.unary_unary(
             "/headrace.api.buffer.v1.BufferService/PutGroups",
@@ -122,7 +123,9 @@ class BufferClient(Buffer):
         return await self._puts.put(puts, self._deadline_seconds)
 
     async def _send_puts(self, request: bytes, deadline_seconds: float) -> pb.PutGroupsResponse:
-        reply: pb.PutGroupsResponse = await rpc.call(self._put_groups, request, deadline_seconds=deadline_seconds)
+        reply: pb.PutGroupsResponse = await rpc.call(
+            self._put_groups, request, deadline_seconds=deadline_seconds, peer=self._peer
+        )
         return reply
 
     async def retry_groups(
@@ -198,7 +201,9 @@ class BufferClient(Buffer):
         while True:
             left = [sample_id for sample_id in sample_ids if sample_id not in found]
             request = pb.FetchSamplesRequest(stream=stream, sample_ids=left, skip_unknown=skip_unknown)
-            replies = rpc.stream(self._stub.FetchSamples, request, deadline_seconds=max(end - loop.time(), 0.0))
+            replies = rpc.stream(
+                self._stub.FetchSamples, request, deadline_seconds=max(end - loop.time(), 0.0), peer=self._peer
+            )
             try:
                 async for reply in replies:
                     found.update((sample.envelope.sample_id, sample) for sample in reply.samples)
@@ -240,7 +245,7 @@ class BufferClient(Buffer):
         self, request: pb.FetchColumnRequest, *, deadline_seconds: float | None = None
     ) -> AsyncIterator[pb.FetchColumnResponse]:
         """A range, piece by piece, as it comes."""
-        return rpc.stream(self._stub.FetchColumn, request, deadline_seconds=deadline_seconds)
+        return rpc.stream(self._stub.FetchColumn, request, deadline_seconds=deadline_seconds, peer=self._peer)
 
     async def _slim_put(self, put: pb.GroupPut) -> pb.GroupPut:
         samples = [await self._slim(sample) for sample in put.samples]
@@ -293,7 +298,7 @@ class BufferClient(Buffer):
     ) -> AsyncIterator[pb.LedgerEvent]:
         """The stream's history from a position on, then live, to the deadline. Watch again after a disconnect."""
         request = pb.WatchRequest(stream=stream, from_position=from_position)
-        async for reply in rpc.stream(self._stub.Watch, request, deadline_seconds=deadline_seconds):
+        async for reply in rpc.stream(self._stub.Watch, request, deadline_seconds=deadline_seconds, peer=self._peer):
             for event in reply.events:
                 yield event
 
@@ -330,7 +335,9 @@ class BufferClient(Buffer):
 
     async def backup(self, *, deadline_seconds: float | None = None) -> AsyncIterator[pb.BackupResponse]:
         """A copy of the whole ledger, piece by piece, its summary last. `headrace.backup` writes it into a folder."""
-        async for reply in rpc.stream(self._stub.Backup, pb.BackupRequest(), deadline_seconds=deadline_seconds):
+        async for reply in rpc.stream(
+            self._stub.Backup, pb.BackupRequest(), deadline_seconds=deadline_seconds, peer=self._peer
+        ):
             yield reply
 
     async def position(self) -> int:
@@ -339,4 +346,4 @@ class BufferClient(Buffer):
         return reply.position
 
     async def _call(self, method: Callable[..., Any], request: Message, wait_seconds: float = 0.0) -> Any:
-        return await rpc.call(method, request, deadline_seconds=self._deadline_seconds + wait_seconds)
+        return await rpc.call(method, request, deadline_seconds=self._deadline_seconds + wait_seconds, peer=self._peer)

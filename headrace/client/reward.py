@@ -34,6 +34,7 @@ class RewardClient:
 
     def __init__(self, address: str) -> None:
         self._channel = connect(address)
+        self._peer = f"the reward service at {address}"
         self._stub = RewardServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
 
     async def score(
@@ -56,7 +57,9 @@ class RewardClient:
 
     async def list_scorers(self, *, deadline_seconds: float = 10.0) -> list[ScorerInfo]:
         """The scorers there are, by name."""
-        reply = await call(self._stub.ListScorers, pb.ListScorersRequest(), deadline_seconds=deadline_seconds)
+        reply = await call(
+            self._stub.ListScorers, pb.ListScorersRequest(), deadline_seconds=deadline_seconds, peer=self._peer
+        )
         return [ScorerInfo(s.name, s.version, s.description, s.is_default) for s in reply.scorers]
 
     async def close(self) -> None:
@@ -75,7 +78,7 @@ class RewardClient:
         request = pb.ScoreRequest(items=[item.pack() for item in items], scorer=scorer or "")
         while True:
             try:
-                reply = await call(self._stub.Score, request, deadline_seconds=end - time.monotonic())
+                reply = await call(self._stub.Score, request, deadline_seconds=end - time.monotonic(), peer=self._peer)
                 break
             except ResourceExhausted as full:
                 pause = pause_seconds(full, _BACKOFF_SECONDS)

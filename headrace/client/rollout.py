@@ -22,6 +22,7 @@ class RolloutClient:
 
     def __init__(self, address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> None:
         self._channel = connect(address)
+        self._peer = f"the rollout service at {address}"
         self._stub = rollout_pb2_grpc.RolloutServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
         self._deadline_seconds = deadline_seconds
 
@@ -43,7 +44,7 @@ class RolloutClient:
         self, request: pb.GenerateRequest, *, deadline_seconds: float = 600.0
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Text as it is made; the last message has status and policy ranges."""
-        async for reply in stream(self._stub.Generate, request, deadline_seconds=deadline_seconds):
+        async for reply in stream(self._stub.Generate, request, deadline_seconds=deadline_seconds, peer=self._peer):
             yield reply
 
     async def evaluate(
@@ -74,7 +75,7 @@ class RolloutClient:
     ) -> AsyncIterator[pb.EvaluateResponse]:
         """Progress, with the samples where asked; the last message has the results."""
         request = pb.EvaluateRequest(evaluation_id=evaluation_id, datasets=datasets, return_samples=return_samples)
-        async for reply in stream(self._stub.Evaluate, request, deadline_seconds=deadline_seconds):
+        async for reply in stream(self._stub.Evaluate, request, deadline_seconds=deadline_seconds, peer=self._peer):
             yield reply
 
     async def get_fleet(self, *, deadline_seconds: float | None = None) -> pb.GetFleetResponse:
@@ -137,4 +138,4 @@ class RolloutClient:
         return reply
 
     async def _call(self, method: Any, request: Message, deadline_seconds: float | None = None) -> Any:
-        return await call(method, request, deadline_seconds=deadline_seconds or self._deadline_seconds)
+        return await call(method, request, deadline_seconds=deadline_seconds or self._deadline_seconds, peer=self._peer)

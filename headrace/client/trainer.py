@@ -25,6 +25,7 @@ class TrainerClient:
 
     def __init__(self, address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> None:
         self._channel = connect(address)
+        self._peer = f"the trainer at {address}"
         self._stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
         self._deadline_seconds = deadline_seconds
 
@@ -48,7 +49,7 @@ class TrainerClient:
     async def watch_progress(self, from_step: int = 0) -> AsyncIterator[pb.WatchProgressResponse]:
         """Every finished step from `from_step` on, then live until the run ends. Watch again after a disconnect."""
         request = pb.WatchProgressRequest(from_step=from_step)
-        async for reply in stream(self._stub.WatchProgress, request, deadline_seconds=None):
+        async for reply in stream(self._stub.WatchProgress, request, deadline_seconds=None, peer=self._peer):
             yield reply
 
     async def pause(self) -> int:
@@ -78,4 +79,4 @@ class TrainerClient:
         return reply.step
 
     async def _call(self, method: Callable[..., Any], request: Message, seconds: float | None = None) -> Any:
-        return await call(method, request, deadline_seconds=seconds or self._deadline_seconds)
+        return await call(method, request, deadline_seconds=seconds or self._deadline_seconds, peer=self._peer)

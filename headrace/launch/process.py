@@ -79,8 +79,13 @@ class ServiceProcess:
     def why(self) -> str:
         """Why it ended: its own last error in a sentence, else the end of its log."""
         file, start = self.spec.log_file, self._log_start
-        error = last_error(file, start)
+        error = self.last_error
         return f"{error}\n    (its log is {file})" if error else f"the end of {file}:\n{tail(file, start=start)}"
+
+    @property
+    def last_error(self) -> str | None:
+        """The last error that it told of, in its own words."""
+        return last_error(self.spec.log_file, self._log_start)
 
     @property
     def last_words(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -15,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.client.buffer import BufferClient
+from headrace.errors import HeadraceError
 from headrace.launch.exit_codes import NOTHING_TO_LEARN, PEER_AWAY
 from headrace.launch.health import is_serving
 from headrace.launch.process import ServiceSpec
@@ -202,6 +205,20 @@ async def test_a_service_whose_peer_is_away_is_started_again_as_often_as_it_take
     async with running(stage.supervisor(spec)):
         await becomes(lambda: sum("a service that it needs was away" in line for line in stage.told) == 2 * 2 + 1)
     assert not any("restart" in line for line in stage.told)
+
+
+async def test_the_sentence_about_a_peer_that_is_away_names_it_and_its_address(stage: Stage) -> None:
+    """What a client of the buffer raises where nobody listens, as the trainer logs it."""
+    nobody = f"127.0.0.1:{free_port()}"
+    async with BufferClient(nobody, deadline_seconds=0.3) as client:
+        with pytest.raises(HeadraceError) as error:
+            await client.position()
+    logged = json.dumps({"event": "trainer_failed", "level": "error", "error": error.value.message})
+    spec = stage.dying(PEER_AWAY)
+    async with running(stage.supervisor(replace(spec, command=[*spec.command, "--last-words", logged]))):
+        await becomes(lambda: any("was away" in line for line in stage.told))
+    (line, *_) = [line for line in stage.told if "was away" in line]
+    assert f"was away (the buffer at {nobody} gave no answer within 0.3 s" in line
 
 
 async def test_a_peer_that_never_comes_back_ends_the_run(stage: Stage) -> None:

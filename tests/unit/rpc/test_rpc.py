@@ -13,6 +13,10 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.api.reward.v1 import reward_pb2, reward_pb2_grpc
+from headrace.client.buffer import BufferClient
+from headrace.client.reward import RewardClient
+from headrace.client.rollout import RolloutClient
+from headrace.client.trainer import TrainerClient
 from headrace.errors import (
     AlreadyExists,
     ConfigError,
@@ -167,6 +171,23 @@ async def test_a_client_comes_back_soon_where_nobody_could_ask_it_to_wait(servic
     await server.stop(0)
     assert caught.value.retry_after_seconds == 0
     assert len(servicer.called_at) >= 3
+
+
+@pytest.mark.parametrize(
+    ("open_client", "ask", "named"),
+    [
+        (BufferClient, "position", "the buffer"),
+        (RolloutClient, "get_fleet", "the rollout service"),
+        (RewardClient, "list_scorers", "the reward service"),
+        (TrainerClient, "status", "the trainer"),
+    ],
+)
+async def test_who_is_away_and_where_is_in_the_message(open_client, ask: str, named: str) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    seconds = {} if open_client is RewardClient else {"deadline_seconds": 0.3}
+    async with open_client(address, **seconds) as client:
+        with pytest.raises(HeadraceError, match=f"^{named} at {address} gave no answer within"):
+            await getattr(client, ask)(**({} if seconds else {"deadline_seconds": 0.3}))
 
 
 def test_callers_that_were_told_the_same_do_not_come_back_together() -> None:

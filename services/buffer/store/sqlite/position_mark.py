@@ -42,8 +42,8 @@ class PositionMark:
         if position < marked:
             raise DataLoss(
                 f"{self._ledger} ends at position {position}, and the ledger was at {marked} at least, so the log "
-                "beside it (ledger.sqlite-wal) was cut, changed or deleted, or an older file was put in its place (put it "
-                "back if you have it)"
+                "beside it (ledger.sqlite-wal) was cut, changed or deleted, or an older file was put in its place (put "
+                "it back if you have it)"
             )
 
     def write(self, ledger_id: str, position: int) -> None:
