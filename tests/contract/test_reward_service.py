@@ -20,6 +20,7 @@ from headrace.config.job import RewardSection
 from headrace.errors import ConfigError, DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from headrace.hooks import section_args
 from headrace.judgement import Score, ScoreError, ScoreItem
+from headrace.rpc import interceptor
 from headrace.rpc.call import call
 from headrace.rpc.net import free_port
 from services.reward import judge
@@ -41,6 +42,10 @@ async def reward(args, sample, **kw):
         case "nan": return float("nan")
         case "text": return "1.0"
         case "exit": raise SystemExit(1)
+        case "slow once":
+            if not os.path.exists(__file__ + ".slow"):
+                open(__file__ + ".slow", "w").close()
+                time.sleep(600)
     answer = sample.response.strip()
     return (0.3 if answer.lstrip("-").isdigit() else 0.0) + (0.7 if answer == sample.label else 0.0)
 
@@ -291,3 +296,13 @@ def test_nothing_here_imports_torch(code: str) -> None:
         [sys.executable, "-c", HEAVY.format(code)], env=environment(), capture_output=True, text=True, timeout=180
     )
     assert ended.stdout.strip() == "[]", ended.stderr
+
+
+async def test_a_call_that_the_server_cuts_short_is_made_again_until_the_callers_own_deadline(
+    hooks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interceptor, "DEFAULT_DEADLINE_SECONDS", 3.0)
+    async with serving(custom_rm_path=f"{hooks}:reward") as client:
+        (score,) = await client.score([ScoreItem("1", "", "slow once", label="7")], deadline_seconds=300)
+    assert isinstance(score, Score)
+    assert Path(f"{hooks}.slow").exists()

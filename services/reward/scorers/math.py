@@ -11,13 +11,15 @@ import re
 from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
+from sympy import FiniteSet, Interval, Tuple
 
 from headrace.errors import InvalidArgument
 from headrace.judgement import ScoreItem
 from services.reward.scorers.answers import after_thinking
 from services.reward.scorers.math_number import is_same, number
 from services.reward.scorers.math_size import is_too_large
-from services.reward.scorers.math_text import final, normalized, unit, word
+from services.reward.scorers.math_solutions import solutions
+from services.reward.scorers.math_text import final, normalized, plain, unit, word
 
 # An answer further from the end is not the final one, and math-verify's patterns are slow on megabytes.
 _TAIL_CHARACTERS = 4000
@@ -25,6 +27,7 @@ _EQUALS = re.compile(r"(?<![<>!:=\\])=(?!=)")
 _COMMANDS = re.compile(r"\\[a-zA-Z]+")
 _SMALL = re.compile(r"(?<!\d)0?\.(0+)[1-9]")
 _NAMED = re.compile(r"\s*([a-zA-Z])\s*=")
+_PERCENT = re.compile(r"\s*\\?%$")
 _ROUNDING = 6
 _CASE = {False: re.RegexFlag.NOFLAG, True: re.IGNORECASE}
 
@@ -55,10 +58,14 @@ def _is_found(label: str, prose: str) -> bool:
 def _is_equal(label: str, answer: str) -> bool:
     if not answer:
         return False
-    if label == answer:
+    if plain(label) == plain(answer):
         return True
     if word(label) is not None or word(answer) is not None:
         return word(label) == word(answer)
+    of_label, of_answer = solutions(label), solutions(answer)
+    if of_label.names and of_answer.names and of_label.names != of_answer.names:
+        return False
+    label, answer = of_label.text, of_answer.text
     if not _EQUALS.search(label):
         members = _EQUALS.split(answer)
         if len(members) > 1 and not _holds(label, members):
@@ -66,7 +73,7 @@ def _is_equal(label: str, answer: str) -> bool:
     (wanted, of), (given, in_unit) = unit(label), unit(answer)
     if of and in_unit and of != in_unit:
         return False
-    left, right = number(wanted), number(given)
+    left, right = number(_PERCENT.sub("", wanted)), number(_PERCENT.sub("", given))
     if left and right:
         return is_same(left, right)
     return _is_verified(wanted, given)
@@ -88,9 +95,25 @@ def _is_verified(label: str, answer: str) -> bool:
 
 
 def _verified(gold: list[Any], target: list[Any], texts: str) -> bool:
+    if not _same_kind(gold, target):
+        return False
     # Decimals are compared to six places behind the zeros that they begin with.
     rounding = _ROUNDING + max((len(zeros) for zeros in _SMALL.findall(texts)), default=0)
     return bool(verify(gold, target, float_rounding=rounding, allow_set_relation_comp=True, timeout_seconds=None))
+
+
+def _same_kind(gold: list[Any], target: list[Any]) -> bool:
+    """False for a set against a point or an interval, which math-verify takes for the same where it can.
+
+    A point may lack its parentheses: the label `(2,3)` pays for `2, 3`.
+    """
+    if not gold or not target:
+        return True
+    if isinstance(gold[0], FiniteSet):
+        return not isinstance(target[0], Tuple | Interval)
+    if isinstance(gold[0], Tuple | Interval) and isinstance(target[0], FiniteSet):
+        return not str(target[-1]).startswith(r"\{")
+    return True
 
 
 def _parsed(text: str) -> list[Any]:

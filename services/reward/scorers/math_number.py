@@ -16,6 +16,9 @@ _FRACTION = re.compile(
     r"(?:(?P<a>\d{1,400})\s*/\s*(?P<b>\d{1,400})"
     r"|\\frac\s*(?:\{\s*(?P<c>[+-]?\d{1,400})\s*\}|(?P<d>\d))\s*(?:\{\s*(?P<f>\d{1,400})\s*\}|(?P<g>\d)))"
 )
+_REPEATING = re.compile(
+    r"(?P<whole>\d{0,400})\.(?P<fixed>\d{0,400})\\(?:overline|bar)\s*(?:\{(?P<again>\d{1,400})\}|(?P<digit>\d))"
+)
 _BASED = re.compile(r"(?P<digits>[0-9A-Za-z]{1,400})\s*_\s*\{?\s*(?P<base>\d{1,2})\s*\}?")
 # From so many digits on a decimal stands for the number that it is cut off or rounded from.
 _ENOUGH_DIGITS = 6
@@ -40,6 +43,8 @@ def number(text: str) -> Number | None:
         above, below = int(match["a"] or match["c"] or match["d"]), int(match["b"] or match["f"] or match["g"])
         whole = int(match["whole"] or 0)
         return Number(sign * (whole + Fraction(above, below))) if below else None
+    if match := _REPEATING.fullmatch(rest):
+        return _repeating(sign, match["whole"], match["fixed"], match["again"] or match["digit"])
     if match := _DECIMAL.fullmatch(rest):
         return _decimal(sign, match)
     if (match := _BASED.fullmatch(rest)) and 2 <= int(match["base"]) <= 36:
@@ -64,6 +69,11 @@ def _in_base(sign: int, digits: str, base: int) -> Number | None:
         return Number(Fraction(sign * int(digits, base)), names_base=True)
     except ValueError:  # a_2 is no number
         return None
+
+
+def _repeating(sign: int, whole: str, fixed: str, again: str) -> Number:
+    tail = Fraction(int(again), 10 ** len(again) - 1)
+    return Number(sign * (int(whole + fixed or "0") + tail) / 10 ** len(fixed))
 
 
 def _decimal(sign: int, match: re.Match[str]) -> Number:

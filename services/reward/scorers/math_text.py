@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from services.reward.scorers.answers import boxed
+from services.reward.scorers.answers import boxed, tagged
 
 _UNICODE = str.maketrans(
     {
@@ -25,6 +25,12 @@ _UNICODE = str.maketrans(
     }
 )
 _SPACES = re.compile(r"(?<!\\)\\(?:[,;: ]|q?quad\b)|~|\s+")
+_SPLIT_THOUSANDS = re.compile(r"(?<=\d),\\!\s*(?=\d{3})")
+_ROW_GAP = re.compile(r"\\\\\s*\[\s*-?[\d.]+\s*[a-z]{2}\s*\]")
+_COLON = re.compile(r"(?<=\d)\s*(?:\{\s*:\s*\}|:)\s*(?=\d)")
+_RATIO = re.compile(r"^(\d+) to (\d+)$")
+_BASE = re.compile(r"_\s*\{?\s*\\text\s*\{\s*(\w+)\s*\}\s*\}?")
+_BASES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 _NOTHING = re.compile(r"\\(?:!|displaystyle\b|left(?![a-z])|right(?![a-z])|[bB]igg?[lr]?(?![a-z]))|\{\s*\}")
 _FRACTION = re.compile(r"\\[dtc]frac")
 _ROOT = re.compile(r"√\s*(\d+(?:\.\d+)?|[a-z]|(?=\())|(?<![\\a-z])sqrt\s*(?=\()")
@@ -32,34 +38,51 @@ _NAMES = re.compile(r"(?<![\\a-zA-Z])(?:pi|sin|cos|tan|ln|log)(?![a-zA-Z])")
 _PARENTHESIS = re.compile(r"\\sqrt\(([^()]*)\)")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?: \d{3})+|(?:_\d{3})+|(?:\{,\}\d{3})+)(?![\d_])")
 _COMMAS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+_CURRENCIES = "€£¥₹"
 _BRACKETS = re.compile(r"[([{]")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname)\s*\{([^{}]*)\}")
-_WORD = re.compile(r"[A-Za-z][A-Za-z' -]*[A-Za-z]")
-_CHOICE = re.compile(r"\(?([A-Z])[).]?")
-_SYMBOLS = re.compile(r"[uvwxyz]+|[a-z]|pi|oo|inf|infty|infinity", re.IGNORECASE)
+_WORD = re.compile(r"[A-Za-z]+(?:(?:' |[' -])[A-Za-z]+)*")
+_CHOICE = re.compile(
+    r"(?:(?:option|choice|I (?:choose|pick|select)) )?\(?([A-Z])(?:[).]?|[).]\s+(?P<what>\S.*))", re.IGNORECASE
+)
+_SEVERAL_CHOICES = re.compile(r"\b(?:or|and)\b|\b[A-Z]\)")
+_SYMBOLS = re.compile(r"[uvwxyz]+|[a-z](?:-[a-z])*|pi|oo|inf|infty|infinity", re.IGNORECASE)
 _UNIT = re.compile(
     r"(?<=[\d}])\s*"
-    r"(?:(?P<unit>\\(?:text[a-z]*|mathrm)\s*\{[^{}]*\}|(?<=\s)(?:[a-z]{2,}[a-z ]*|[mgsLhJNWVA]))"
+    r"(?:(?P<unit>\\(?:text[a-z]*|mathrm)\s*\{[^{}]*\}|(?<=\s)(?:[a-z]{2,}[a-z ]*|[mgsLhJNWVA]|[AaPp]\.?[Mm]\.?))"
     r"(?P<power>\s*\^\s*\{?[23]\}?)?|\^\s*\{?\\circ\s*\}?)$"
 )
+_HALF_OF_DAY = re.compile(r"[ap]\.?m\.?", re.IGNORECASE)
 _MAGNITUDES = frozenset(
     ("hundred", "thousand", "million", "billion", "trillion", "dozen", "percent", "and", "or", "to")
 )
-_SAYS = re.compile(r"(?:answer|result|solution)\s*\**(?:is|:|=)+\s*\**:?\s*([^\n]+)|####\s*([^\n]+)", re.IGNORECASE)
+_SAYS = re.compile(
+    r"(?:answer|result|solution)s?\s*\**(?:is|are|:|=)+\s*\**:?\s*([^\n]+)|####\s*([^\n]+)", re.IGNORECASE
+)
+
+# "8. It is not 7" answers 8.
+_FIRST_SENTENCE = re.compile(r"^(\S*[\d$)}]\S*)[.!?]\s+[A-Z].*$")
 
 
 def normalized(text: str) -> str:
     """Without dollars, a box, blanks that mean nothing, and marks between thousands."""
     text = _undressed(text.translate(_UNICODE).strip())
+    text = _ROW_GAP.sub(r"\\\\ ", _SPLIT_THOUSANDS.sub("{,}", text))
     text = _FRACTION.sub(r"\\frac", _NOTHING.sub("", text)).replace(r"\varnothing", r"\emptyset")
     text = _NAMES.sub(r"\\\g<0> ", text)
     text = _SPACES.sub(" ", text).strip()
+    text = _RATIO.sub(r"\1:\2", _COLON.sub(":", text))
+    text = _BASE.sub(lambda match: f"_{{{_base(match[1])}}}", text)
     text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1]}}}" if match[1] else r"\sqrt", text)
     text = _PARENTHESIS.sub(r"\\sqrt{\1}", text)
     text = _THOUSANDS.sub(lambda match: re.sub(r"\{,\}|[ _]", "", match[0]), text)
     if not _BRACKETS.search(text):  # (1,234) is a point
         text = _COMMAS.sub(lambda match: match[0].replace(",", ""), text)
     return text
+
+
+def _base(name: str) -> str:
+    return str(_BASES.index(name)) if name in _BASES else "16" if name == "sixteen" else name
 
 
 def _undressed(text: str) -> str:
@@ -72,18 +95,25 @@ def _undressed(text: str) -> str:
             if text.startswith(opening) and text.endswith(closing) and len(text) >= len(opening + closing):
                 text = text[len(opening) : -len(closing)]
         text = text.removeprefix(r"\$") if not text.startswith("$") else text[1:]
+        text = text.strip(_CURRENCIES)
         if text == before:
             return text
 
 
 def word(text: str) -> str | None:
     """What a normalized text says that is a word, a phrase or a choice, and no mathematics; None for all else."""
-    said = _TEXT.sub(r" \1 ", text).strip().rstrip(".")
-    if choice := _CHOICE.fullmatch(said.strip()):
-        return choice[1]
+    said = plain(text).rstrip(".")
+    if choice := _CHOICE.fullmatch(said):
+        is_one = choice[1].isupper() and not _SEVERAL_CHOICES.search(choice["what"] or "")
+        return choice[1] if is_one else None
     if not _WORD.fullmatch(said) or _SYMBOLS.fullmatch(said):
         return None
-    return " ".join(said.casefold().split())
+    return said.casefold()
+
+
+def plain(text: str) -> str:
+    """A normalized text without the commands that make words of some of it."""
+    return " ".join(_TEXT.sub(r" \1 ", text).split())
 
 
 def unit(text: str) -> tuple[str, str]:
@@ -92,6 +122,8 @@ def unit(text: str) -> tuple[str, str]:
     if match is None or not text[: match.start()].strip():
         return text, ""
     name = _TEXT.sub(r"\1", match["unit"] or "").strip()
+    if _HALF_OF_DAY.fullmatch(name):
+        name = name.replace(".", "").casefold()
     power = re.sub(r"[{}\s]", "", match["power"] or "")
     if any(part in _MAGNITUDES for part in name.split()):
         return text, ""
@@ -107,11 +139,13 @@ class Answer:
 
 
 def final(response: str) -> Answer:
-    """Its last box, what it says that the answer is, its last line, or all of it."""
+    """Its last box, else of what it says in `<answer>`, or of all: the answer that it names, its last line, or all."""
     if (inner := boxed(response)) is not None:
         return Answer(inner, is_prose=False)
+    if (inner := tagged(response)) is not None:
+        response = inner
     if said := list(_SAYS.finditer(response)):
-        phrase = said[-1][1] or said[-1][2]
+        phrase = _FIRST_SENTENCE.sub(r"\1", said[-1][1] or said[-1][2])
         return Answer(phrase, _is_prose(phrase))
     last = next((line for line in reversed(response.splitlines()) if line.strip()), "")
     return Answer(response, is_prose=True) if _is_prose(last) else Answer(last, is_prose=False)
@@ -120,4 +154,4 @@ def final(response: str) -> Answer:
 def _is_prose(text: str) -> bool:
     """Three words or more, or a sentence that goes on."""
     words = re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", _TEXT.sub("", text))
-    return len(words) > 2 or bool(re.search(r"[.!?:]\s+\S", text))
+    return len(words) > 2 or bool(re.search(r"[.!?:]\s+\S", _COLON.sub(":", text)))
