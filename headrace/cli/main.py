@@ -25,7 +25,8 @@ from headrace.cli.submit import submit
 from headrace.cli.train import train
 from headrace.cli.up import up
 from headrace.config.suggest import did_you_mean
-from headrace.errors import HeadraceError, InvalidArgument
+from headrace.errors import HeadraceError, InvalidArgument, NothingToLearn
+from headrace.launch.exit_codes import NOTHING_TO_LEARN
 
 _USAGE_EXIT_CODE = 2
 _MAX_CHARACTERS = 16_384
@@ -61,7 +62,7 @@ _COMMANDS: Mapping[str, Command] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done. 1: it failed. 2: a mistake in what was typed or in the job."""
+    """0: done. 1: it failed. 2: a mistake in what was typed or in the job. 3: a run that has nothing to learn from."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         print(_overview())
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _COMMANDS[name].run(arguments)
     except HeadraceError as error:
         _say(error.message)
-        return _USAGE_EXIT_CODE if isinstance(error, InvalidArgument) else 1
+        return _exit_code(error)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # whoever read what we print has seen enough
@@ -85,6 +86,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001  # no traceback at a person
         _say(f"this is a bug of headrace: {type(error).__name__}: {error}. Please report it with {_kept(error)}")
         return 1
+
+
+def _exit_code(error: HeadraceError) -> int:
+    if isinstance(error, NothingToLearn):
+        return NOTHING_TO_LEARN
+    return _USAGE_EXIT_CODE if isinstance(error, InvalidArgument) else 1
 
 
 def _say(message: str) -> None:

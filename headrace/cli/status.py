@@ -21,6 +21,7 @@ from headrace.client.open import open_buffer
 from headrace.client.trainer import TrainerClient
 from headrace.errors import DataLoss, DeadlineExceeded, HeadraceError
 from headrace.launch.earlier import earlier_start, has_ended
+from headrace.launch.ending import Ending
 from headrace.launch.health import is_serving
 from headrace.launch.run_folder import RunFolder
 from headrace.launch.service_log import doing
@@ -50,6 +51,8 @@ def _ended(folder: RunFolder) -> int:
     if steps >= wanted:
         print(f"{folder.path}: finished {wanted} of {wanted} steps; `headrace samples` and `headrace export` read it")
         return 0
+    if ending := Ending.read(folder.ending):
+        print(f"{folder.path}: the trainer ended: {ending.message}")
     print(
         f"{folder.path}: ended; {steps} of {wanted} steps are in its checkpoints: the command that started it goes on "
         f"from there, {folder.logs} says why it ended"

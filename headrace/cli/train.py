@@ -67,7 +67,7 @@ async def _train(launcher: Launcher, view: RunView) -> int:
         asyncio.create_task(show(view, console)),
     ]
     try:
-        finished = await until_signal(asyncio.create_task(launcher.run()), view.note)
+        finished = await until_signal(asyncio.create_task(launcher.run()), view.note, launcher.grace_seconds)
     finally:
         view.end()
         followers[0].cancel()

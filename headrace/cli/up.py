@@ -39,7 +39,7 @@ def up(argv: Sequence[str]) -> int:
 
 async def _up(launcher: Launcher) -> None:
     """A signal is how it ends; only trainers end by themselves."""
-    await until_signal(asyncio.create_task(launcher.run()), _tell)
+    await until_signal(asyncio.create_task(launcher.run()), _tell, launcher.grace_seconds)
 
 
 def _tell(line: str) -> None:

@@ -1,7 +1,7 @@
 """`python -m headrace.launch.guard PARENT GRACE_SECONDS COMMAND…`: runs one command, and leaves nothing of it behind.
 
-running → (SIGTERM, or the parent's death) → stopping: SIGTERM and SIGCONT to the command, GRACE_SECONDS of patience,
-    or until a second signal → sweeping
+running → (SIGTERM, or the parent's death) → stopping: SIGTERM and SIGCONT to the command, and patience: until a second
+    signal while the parent lives, GRACE_SECONDS without it → sweeping
 running → (the command ends) → sweeping: SIGTERM, a little patience and SIGKILL to every descendant that is left → exit
 Orphans of the command (engines, ranks) are adopted, so even `kill -9` of it leaves none. The exit code is its own;
 128 + n when signal n ended it.
@@ -36,7 +36,8 @@ def main(argv: list[str]) -> int:
     if code is None:
         for number in (signal.SIGTERM, signal.SIGCONT):  # one that was stopped has to go on to end
             os.kill(child.pid, number)  # not buried yet: the id is still its own
-        code = _wait(child.pid, deadline=time.monotonic() + grace_seconds)
+        is_alone = os.getppid() != parent
+        code = _wait(child.pid, deadline=time.monotonic() + grace_seconds if is_alone else None)
     _sweep(guard, code)
     return 128 + signal.SIGKILL if code is None else code
 

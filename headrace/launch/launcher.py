@@ -12,7 +12,8 @@ from pathlib import Path
 
 from headrace.config.job import Job
 from headrace.errors import FailedPrecondition
-from headrace.launch.process import GRACE_SECONDS, ServiceSpec
+from headrace.launch.grace import grace_seconds
+from headrace.launch.process import ServiceSpec
 from headrace.launch.run_folder import RunFolder, ServiceEntry
 from headrace.launch.specs import SERVICES, address_in, addressed, spec
 from headrace.launch.supervisor import RestartPolicy, Supervisor
@@ -55,7 +56,13 @@ class Launcher:
                 self._write_services({})
             self._tell(f"run {self.folder.path}: starting {', '.join(names)}; what they say is in its logs/")
             until = "trainer" if "trainer" in names else None
-            await Supervisor(self._specs, until, self._tell, self._policy, self._write_services).run()
+            await Supervisor(
+                self._specs, until, self._tell, self._policy, self._write_services, self.grace_seconds
+            ).run()
+
+    def grace_seconds(self) -> float:
+        """How long services have to end in order, by what the last steps took."""
+        return grace_seconds(self.folder.metrics)
 
     def _write_services(self, pids: dict[str, int]) -> None:
         entries = self.folder.running_services()
@@ -95,14 +102,14 @@ def _lock(folder: Path, name: str) -> Iterator[None]:
         yield
 
 
-async def until_signal(work: asyncio.Task[None], tell: Callable[[str], None]) -> bool:
+async def until_signal(work: asyncio.Task[None], tell: Callable[[str], None], grace: Callable[[], float]) -> bool:
     """Waits for `work`. True when it came to its own end, False when a signal cancelled it.
 
     The first signal lets it end in order; the second kills every process below this one, stopped ones too. `tell` gets
-    what a signal does.
+    what a signal does; `grace` says how many seconds services have to end.
     """
     loop = asyncio.get_running_loop()
-    stopping = _Stopping(work, tell)
+    stopping = _Stopping(work, tell, grace)
     for number in _SIGNALS:
         loop.add_signal_handler(number, stopping.signalled)
     try:
@@ -118,8 +125,9 @@ async def until_signal(work: asyncio.Task[None], tell: Callable[[str], None]) ->
 class _Stopping:
     """What signals have done so far."""
 
-    def __init__(self, work: asyncio.Task[None], tell: Callable[[str], None]) -> None:
+    def __init__(self, work: asyncio.Task[None], tell: Callable[[str], None], grace: Callable[[], float]) -> None:
         self._work = work
+        self._grace = grace
         self._tell = tell
         self.asked = False
 
@@ -127,7 +135,7 @@ class _Stopping:
         if not self.asked:
             self.asked = True
             self._tell(
-                f"stopping after this step, {GRACE_SECONDS:.0f} s at most (a longer one is trained again by "
+                f"stopping after this step, {self._grace():.0f} s at most (a longer one is trained again by "
                 "the next start); Ctrl-C again ends everything at once"
             )
             self._work.cancel()

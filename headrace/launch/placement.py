@@ -19,6 +19,9 @@ from headrace.config.rules import ranks
 from headrace.errors import ConfigError
 from headrace.launch.run_folder import RunFolder
 
+LOSING_EXIT_CODES = ("torchrun", "slurm")
+"""torchrun ends with 1 whatever a rank's code was; srun with the highest of all ranks' codes."""
+
 
 def starter(job: Job, folder: RunFolder) -> list[str]:
     """The words before `python -m services.trainer …`. Raises ConfigError when this machine cannot start ranks so."""

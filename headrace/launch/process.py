@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.errors import Internal
+from headrace.launch.ending import Ending
+from headrace.launch.grace import GRACE_SECONDS
 from headrace.launch.service_log import doing, last_error, last_words, tail
 from headrace.linux import descendants
 
-GRACE_SECONDS = 20.0
+_SWEEP_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +31,14 @@ class ServiceSpec:
     log_file: Path
     start_seconds: float
     environment: Mapping[str, str] = field(default_factory=dict)
+    loads: str | None = None
+    """What takes so long to import that a person should know: it is all that the service does before it says a word."""
     max_restarts: int | None = None
     """Within the window of the launcher's RestartPolicy; None: as many as it says."""
+    ending: Path | None = None
+    """Where the service writes how it ended badly."""
+    keeps_exit_code: bool = True
+    """False where what starts it ends with a code of its own: then `ending` counts."""
     no_restart: str | None = None
     """Why it is not started again when it ends badly, and what to do about it; None: it is."""
 
@@ -48,6 +56,8 @@ class ServiceProcess:
     async def start(cls, spec: ServiceSpec) -> ServiceProcess:
         """Returns once the process exists; it is not healthy yet."""
         spec.log_file.parent.mkdir(parents=True, exist_ok=True)
+        if spec.ending is not None:
+            spec.ending.unlink(missing_ok=True)
         with spec.log_file.open("ab") as log:
             log_start = log.tell()
             guard = await asyncio.create_subprocess_exec(
@@ -72,13 +82,16 @@ class ServiceProcess:
 
     @property
     def doing(self) -> str:
-        """What it said last that it does; empty before it has said anything."""
-        return doing(self.spec.log_file, self._log_start)
+        """What it said last that it does; what it loads before it has said anything."""
+        said = doing(self.spec.log_file, self._log_start)
+        return f", last: {said}" if said else f": loading {self.spec.loads}" if self.spec.loads else ""
 
     @property
     def why(self) -> str:
         """Why it ended: its own last error in a sentence, else the end of its log."""
         file, start = self.spec.log_file, self._log_start
+        if not self.spec.keeps_exit_code and (ending := self._ending):
+            return f"{ending.message}\n    (its log is {file})"
         error = self.last_error
         return f"{error}\n    (its log is {file})" if error else f"the end of {file}:\n{tail(file, start=start)}"
 
@@ -90,24 +103,33 @@ class ServiceProcess:
     @property
     def last_words(self) -> str:
         """What it said to a person at its end."""
+        if ending := self._ending:
+            return f"{self.spec.name}: {ending.message}"
         return last_words(self.spec.name, self.spec.log_file, self._log_start)
 
     async def wait(self) -> int:
         """Its exit code, when it and all its descendants are gone."""
-        return await self._guard.wait()
+        code = await self._guard.wait()
+        ending = None if self.spec.keeps_exit_code else self._ending
+        return ending.exit_code if code and ending else code
 
-    async def stop(self) -> None:
-        """Asks it to end, and makes sure of it. Idempotent."""
-        if self._guard.returncode is None:
-            with suppress(ProcessLookupError):
-                self._guard.send_signal(signal.SIGTERM)
-        try:
-            await asyncio.wait_for(self._guard.wait(), GRACE_SECONDS + 10.0)
-        except TimeoutError:  # the guard itself is stopped
-            for pid in (*descendants(self._guard.pid), self._guard.pid):
+    @property
+    def _ending(self) -> Ending | None:
+        return Ending.read(self.spec.ending) if self.spec.ending else None
+
+    async def stop(self, grace_seconds: float = GRACE_SECONDS) -> None:
+        """Asks it to end, and makes sure of it after the grace. Idempotent."""
+        for patience in (grace_seconds, _SWEEP_SECONDS):  # asked again, the guard ends what is left
+            if self._guard.returncode is None:
                 with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            await self._guard.wait()
+                    self._guard.send_signal(signal.SIGTERM)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._guard.wait(), patience)
+                return
+        for pid in (*descendants(self._guard.pid), self._guard.pid):  # the guard itself is stopped
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        await self._guard.wait()
 
 
 def meaning(code: int) -> str:

@@ -46,6 +46,11 @@ class RunFolder:
         return self.path / "ledger"
 
     @property
+    def metrics(self) -> Path:
+        """A line of metrics a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
     def training_record(self) -> Path:
         """What the trainer fed to each step."""
         return self.path / "trained.jsonl"
@@ -54,6 +59,11 @@ class RunFolder:
     def samples(self) -> Path:
         """What the policy answered, step by step."""
         return self.path / "samples"
+
+    @property
+    def ending(self) -> Path:
+        """Why the trainer ended, if it ended badly (`headrace.launch.ending`)."""
+        return self.path / ".trainer-ended.json"
 
     @property
     def services_file(self) -> Path:

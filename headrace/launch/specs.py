@@ -12,7 +12,7 @@ from headrace.config.rules import ranks
 from headrace.config.scope import services_here
 from headrace.errors import ConfigError, Unavailable
 from headrace.launch.openmp import openmp, threads_of_each
-from headrace.launch.placement import starter
+from headrace.launch.placement import LOSING_EXIT_CODES, starter
 from headrace.launch.process import ServiceSpec
 from headrace.launch.run_folder import RunFolder, ServiceEntry
 from headrace.rpc.net import Address, free_port, require_free
@@ -26,6 +26,8 @@ _NEEDED: Mapping[str, Sequence[str]] = {
     "rollout": ("buffer", "reward"),
     "trainer": ("buffer", "rollout"),
 }
+
+_LOADS: Mapping[str, str] = {"rollout": "SGLang", "trainer": "torch and Megatron"}
 
 
 def without_address(job: Job) -> list[str]:
@@ -93,6 +95,9 @@ def spec(job: Job, service: str, folder: RunFolder) -> ServiceSpec:
         metrics_address=metrics_address,
         log_file=folder.logs / f"{service}.log",
         environment=_environment(job, service),
+        loads=_LOADS.get(service),
+        ending=folder.ending if service == "trainer" else None,
+        keeps_exit_code=service != "trainer" or job.placement.placement not in LOSING_EXIT_CODES,
         start_seconds=job.services.start_timeout_seconds,
         **_restarts(job, service),
     )

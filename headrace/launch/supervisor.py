@@ -16,8 +16,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from headrace.errors import HeadraceError, Unavailable
+from headrace.errors import HeadraceError, NothingToLearn, Unavailable
 from headrace.launch.exit_codes import NOT_WORTH_RESTARTING, NOTHING_TO_LEARN, PEER_AWAY
+from headrace.launch.grace import GRACE_SECONDS
 from headrace.launch.health import is_serving
 from headrace.launch.process import ServiceProcess, ServiceSpec, meaning
 from headrace.rpc.net import Address, require_free
@@ -61,19 +62,24 @@ class Supervisor:
         tell: Callable[[str], None],
         policy: RestartPolicy,
         changed: Callable[[dict[str, int]], None],
+        grace: Callable[[], float] = lambda: GRACE_SECONDS,
     ) -> None:
         self._specs = specs
         self._until = until
         self._tell = tell
         self._policy = policy
         self._changed = changed
+        self._grace = grace
         self._running: dict[str, ServiceProcess] = {}
         self._started_at = {spec.name: deque[float]() for spec in specs}
         self._away: dict[str, tuple[float, float]] = {}
         """When a service ended for want of another one: the first time in a row, and the last."""
 
     async def run(self) -> None:
-        """Returns when `until` has finished. Raises ServiceFailed. Cancelling it, or leaving by an error, ends all."""
+        """Returns when `until` has finished. Raises ServiceFailed and NothingToLearn.
+
+        Cancelling it, or leaving by an error, ends all.
+        """
         tasks = [asyncio.create_task(self._keep(spec), name=spec.name) for spec in self._specs]
         try:
             while tasks:
@@ -97,7 +103,7 @@ class Supervisor:
             if code == 0 and spec.name == self._until:
                 return
             if code == NOTHING_TO_LEARN:
-                raise ServiceFailed(
+                raise NothingToLearn(
                     f"{self._running[spec.name].last_words}\n"
                     "mend that and give the same command again: it goes on from the last checkpoint, and "
                     "`headrace buffer retry` gives the failed prompts another try"
@@ -179,14 +185,13 @@ class Supervisor:
             process = self._running.get(spec.name)
             if process is not None and process.exit_code is None:
                 asked = time.monotonic()
-                await process.stop()
+                await process.stop(self._grace())
                 if (took := time.monotonic() - asked) > _WORTH_SAYING_SECONDS:
                     self._tell(f"{spec.name} stopped after {took:.0f} s")
 
 
 def _starting(process: ServiceProcess, seconds: float) -> str:
-    last = f", last: {process.doing}" if process.doing else ""
-    return f"{process.spec.name} is starting, {seconds:.0f} s so far{last}"
+    return f"{process.spec.name} is starting, {seconds:.0f} s so far{process.doing}"
 
 
 def _require_free(spec: ServiceSpec) -> None:

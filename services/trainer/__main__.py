@@ -13,13 +13,16 @@ import signal
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from headrace.config.job import Job
 from headrace.errors import DeadlineExceeded, DiskFull, HeadraceError, NothingToLearn, Unavailable
 from headrace.job_buffer import buffer_of
+from headrace.launch.ending import Ending
 from headrace.launch.exit_codes import NOTHING_TO_LEARN, PEER_AWAY
 from headrace.launch.ranks import PEER_LOST
+from headrace.launch.run_folder import RunFolder
 from headrace.rpc.log import configure_logging, log
 from services.trainer.crew import follow
 from services.trainer.fetch import Fetch
@@ -54,10 +57,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HeadraceError as error:
         log.error("trainer_failed", reason=error.reason, error=error.message)
         print(f"trainer: {error.message}", file=sys.stderr)  # noqa: T201  # one line to a person
-        if isinstance(error, NothingToLearn):
-            return NOTHING_TO_LEARN
-        return PEER_AWAY if isinstance(error, Unavailable | DeadlineExceeded | DiskFull) else 1
+        code = _exit_code(error)
+        if os.environ.get("RANK", "0") == "0":
+            with suppress(OSError):  # the disk may be why it ended
+                Ending(code, error.message).write(RunFolder(args.run_dir).ending)
+        return code
     return 0
+
+
+def _exit_code(error: HeadraceError) -> int:
+    if isinstance(error, NothingToLearn):
+        return NOTHING_TO_LEARN
+    return PEER_AWAY if isinstance(error, Unavailable | DeadlineExceeded | DiskFull) else 1
 
 
 async def run_rank(job: Job, args: argparse.Namespace) -> None:

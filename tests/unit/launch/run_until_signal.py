@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+from headrace.launch.grace import grace_seconds
 from headrace.launch.launcher import until_signal
 from headrace.launch.process import ServiceSpec
 from headrace.launch.supervisor import RestartPolicy, Supervisor
@@ -31,8 +32,14 @@ async def main() -> int:
     supervisor = Supervisor(
         *([spec], None, lambda line: print(line, flush=True), RestartPolicy()),
         lambda pids: (folder / "pids").write_text(json.dumps(pids)),
+        grace,
     )
-    return 0 if await until_signal(asyncio.create_task(supervisor.run()), lambda line: print(line, flush=True)) else 130
+    work = asyncio.create_task(supervisor.run())
+    return 0 if await until_signal(work, lambda line: print(line, flush=True), grace) else 130
+
+
+def grace() -> float:
+    return grace_seconds(folder / "metrics.jsonl")
 
 
 sys.exit(asyncio.run(main()))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.launch.grace import grace_seconds
 from headrace.linux import runs
 from tests.unit.launch.test_supervisor import HERE
 
@@ -62,3 +63,32 @@ def wait_until_taken(pid: int, number: signal.Signals) -> None:
         pending = [line.split()[1] for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "Pnd" in line]
         if not any(int(mask, 16) >> (number - 1) & 1 for mask in pending):
             return
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "grace"),
+    [((), 20), ((4.0,), 20), ((90.0, 4.0, 4.0, 4.0), 20), ((48.1, 106.2, 63.0), 212.4), ((5000.0,), 600)],
+)
+def test_the_grace_follows_the_last_steps(tmp_path: Path, step_seconds: tuple[float, ...], grace: float) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    assert grace_seconds(metrics) == 20
+    rows = [json.dumps({"step": step, "time/step_seconds": seconds}) for step, seconds in enumerate(step_seconds)]
+    metrics.write_text("\n".join(['{"step": 0, "eval/sums": 0.5}', *rows, '{"step": 7, "time/step_sec']))
+    assert grace_seconds(metrics) == grace
+
+
+def test_a_signal_says_how_long_the_step_may_take(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"time/step_seconds": 40.0}\n')
+    launcher = subprocess.Popen(
+        [sys.executable, str(HERE / "run_until_signal.py"), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(HERE.parents[2])},
+    )
+    with launcher:
+        assert launcher.stdout
+        assert "ready" in launcher.stdout.readline()
+        launcher.send_signal(signal.SIGINT)
+        said = launcher.stdout.read()
+        assert launcher.wait(timeout=60) == 130
+    assert said.startswith("stopping after this step, 80 s at most (")

@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 
 from headrace.client.buffer import BufferClient
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, NothingToLearn
+from headrace.launch.ending import Ending
 from headrace.launch.exit_codes import NOTHING_TO_LEARN, PEER_AWAY
 from headrace.launch.health import is_serving
-from headrace.launch.process import ServiceSpec
+from headrace.launch.process import ServiceProcess, ServiceSpec
 from headrace.launch.ranks import PEER_LOST
 from headrace.launch.supervisor import RestartPolicy, ServiceFailed, Supervisor
 from headrace.rpc.net import free_port
@@ -268,7 +269,69 @@ async def test_a_service_that_hangs_at_the_start_says_what_it_does_and_is_given_
 async def test_a_trainer_with_nothing_to_learn_from_ends_the_run_with_its_own_words_alone(stage: Stage) -> None:
     words = 'a warning of a library\nfake: 40 of the last 40 samples failed:\n  40 HOOK_RAISED: why\n{"event": "end"}'
     dying = stage.dying(NOTHING_TO_LEARN)
-    with pytest.raises(ServiceFailed) as failed:
+    with pytest.raises(NothingToLearn) as failed:
         await stage.supervisor(replace(dying, command=[*dying.command, "--last-words", words])).run()
     assert failed.value.message.startswith("fake: 40 of the last 40 samples failed:\n  40 HOOK_RAISED: why\nmend that")
     assert not any("restart" in line for line in stage.told)
+
+
+@pytest.mark.parametrize("starters_code", [1, PEER_LOST, 143])
+async def test_what_the_service_left_counts_where_its_starter_loses_the_exit_code(
+    stage: Stage, starters_code: int
+) -> None:
+    written, ending = stage.folder / "written", stage.folder / "ending"
+    Ending(NOTHING_TO_LEARN, "40 of the last 40 samples failed:\n  40 HOOK_RAISED: why").write(written)
+    dying = stage.dying(starters_code)
+    script = f'"$@"; code=$?; cp {written} {ending}; exit $code'
+    spec = replace(dying, command=["/bin/sh", "-c", script, "sh", *dying.command], ending=ending, keeps_exit_code=False)
+    with pytest.raises(
+        NothingToLearn, match="fake: 40 of the last 40 samples failed:\n  40 HOOK_RAISED: why\nmend that"
+    ):
+        await stage.supervisor(spec).run()
+    assert not any("restart" in line or "away" in line for line in stage.told)
+
+
+async def test_what_an_earlier_start_left_does_not_count(stage: Stage) -> None:
+    ending = stage.folder / "ending"
+    Ending(NOTHING_TO_LEARN, "of yesterday").write(ending)
+    spec = replace(stage.dying(7), ending=ending, keeps_exit_code=False, no_restart="pass --a-flag")
+    with pytest.raises(ServiceFailed, match="fake ended with exit code 7: pass --a-flag"):
+        await stage.supervisor(spec).run()
+
+
+async def test_a_service_that_has_not_said_a_word_is_said_to_load(stage: Stage) -> None:
+    spec = replace(stage.spec(), command=["/bin/sleep", "600"], loads="SGLang", start_seconds=1.5)
+    policy = replace(QUICK, progress_seconds=0.2)
+    with pytest.raises(ServiceFailed, match="fake does not serve"):
+        await Supervisor([spec], None, stage.hear, policy, stage.pids.update).run()
+    assert any(line.startswith("fake is starting, 0 s so far: loading SGLang") for line in stage.told)
+
+
+async def test_a_service_is_ended_once_its_grace_is_over_and_not_before(stage: Stage) -> None:
+    stubborn = replace(stage.spec(), command=["/bin/sh", "-c", "trap '' TERM; echo up; sleep 600 & wait; wait"])
+    process = await ServiceProcess.start(stubborn)
+    await becomes(lambda: "up" in stubborn.log_file.read_text())
+    await process.stop(grace_seconds=0.2)
+    assert process.exit_code == 128 + signal.SIGKILL
+
+
+def test_a_guard_leaves_the_patience_to_its_living_parent(tmp_path: Path) -> None:
+    """Its own is over in a tenth of the time that the command takes to end."""
+    code = (
+        "import signal, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1.0), exit(7)))\n"
+        "print('up', flush=True)\n"
+        "time.sleep(600)"
+    )
+    with (tmp_path / "log").open("wb") as log:
+        guard = subprocess.Popen(
+            [sys.executable, "-m", "headrace.launch.guard", str(os.getpid()), "0.1", sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            stderr=log,
+        )
+        assert guard.stdout
+        guard.stdout.readline()
+        while "up" not in (tmp_path / "log").read_text():
+            assert guard.poll() is None
+        guard.send_signal(signal.SIGTERM)
+        assert guard.wait() == 7

@@ -1,0 +1,33 @@
+"""How a trainer ended badly, in its run's folder: torchrun and srun keep neither its exit code nor its words.
+
+Rank 0 writes it last of all; the next start of the trainer removes it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """`exit_code` is rank 0's own; `message` is for a person."""
+
+    exit_code: int
+    message: str
+
+    def write(self, file: Path) -> None:
+        """At once and whole, or not at all."""
+        part = file.with_name(f"{file.name}.part")
+        part.write_text(json.dumps(asdict(self)))
+        part.replace(file)
+
+    @classmethod
+    def read(cls, file: Path) -> Ending | None:
+        """None where no trainer has ended badly, or the file is damaged."""
+        try:
+            tree = json.loads(file.read_text(errors="replace"))
+            return cls(int(tree["exit_code"]), str(tree["message"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
