@@ -36,6 +36,7 @@ lint: $(STAMPS)/headrace $(STAMPS)/dev check-protos
 	@echo "── mypy";         $(BIN)/mypy
 	@echo "── import-linter"; $(BIN)/lint-imports --no-cache
 	@echo "── flags";        $(BIN)/python -m tools.flags
+	@echo "── sizes";        $(BIN)/python -m tools.sizes
 
 format: $(STAMPS)/dev
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
@@ -64,7 +65,7 @@ chaos: $(STAMPS)/headrace $(STAMPS)/dev $(STAMPS)/extras
 	@HEADRACE_KILLS=100 HEADRACE_FAILPOINTS=all HEADRACE_CROWD=10000 \
 		HEADRACE_RANK_KILLS=20 HEADRACE_PLACEMENTS=1 HEADRACE_DAMAGES=1000 HEADRACE_KILL_IMAGES=every HEADRACE_POWER_COMMANDS=1000 HEADRACE_POWER_CUTS=every \
 		$(BIN)/python -m pytest tests/chaos
-	@HEADRACE_COLUMN_MIB=80 $(BIN)/python -m pytest -s tests/contract/test_columns.py -k large
+	@HEADRACE_COLUMN_MIB=80 $(BIN)/python -m pytest -s tests/contract/buffer/test_columns.py -k large
 	@HEADRACE_BOMBS=100 $(BIN)/python -m pytest -s tests/contract/test_slow_answers.py
 	@HEADRACE_FUZZ=100000 $(BIN)/python -m pytest -s tests/hostile/test_fuzz.py
 	@HEADRACE_LEDGER_COMMANDS=2000 HEADRACE_LEDGER_SEEDS=15 $(BIN)/python -m pytest -s tests/hostile/test_ledger_reference.py

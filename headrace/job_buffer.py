@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from headrace.client.open import open_buffer
 from headrace.client.port import Buffer
-from headrace.config.job import ServicesSection
 from headrace.errors import ConfigError
+from headrace.job.schema.job import ServicesSection
 
 
 def buffer_of(services: ServicesSection) -> Buffer:

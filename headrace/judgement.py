@@ -8,8 +8,8 @@ from typing import Any
 
 from headrace.api.reward.v1 import reward_pb2 as pb
 from headrace.errors import Internal, InvalidArgument
-from headrace.json_text import from_json, to_json
 from headrace.sample_checks import check_reward
+from headrace.wire.json_text import from_json, to_json
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.errors import InvalidArgument
-from headrace.json_text import canonical
+from headrace.wire.json_text import canonical
 
 
 def label_text(value: Any) -> str | None:

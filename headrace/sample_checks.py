@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.config.architecture import Architecture
 from headrace.errors import InvalidArgument
+from headrace.models.architecture import Architecture
 
 TOKENS = "tokens"
 LOSS_MASK = "loss_mask"

@@ -17,8 +17,8 @@ from typing import BinaryIO
 
 from pydantic import TypeAdapter, ValidationError
 
-from headrace.json_text import to_json
 from headrace.trajectory import Sample
+from headrace.wire.json_text import to_json
 
 _STEP = re.compile(r"step-(?P<step>\d{7,})-rank-\d+\.jsonl\.gz")
 _FAILED = re.compile(r"failed-(?P<number>\d{6,})\.jsonl\.gz")

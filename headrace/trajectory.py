@@ -15,10 +15,8 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from headrace.api.sample.v1 import sample_pb2 as pb
-from headrace.column import pack_column, unpack_column
 from headrace.digest import digest_of, matches
 from headrace.errors import DataLoss, InvalidArgument
-from headrace.json_text import from_json, to_json
 from headrace.policy_range import PolicyRange, check_ranges
 from headrace.sample_checks import (
     LOSS_MASK,
@@ -35,6 +33,8 @@ from headrace.sample_checks import (
     check_text,
     check_token_ids,
 )
+from headrace.wire.column import pack_column, unpack_column
+from headrace.wire.json_text import from_json, to_json
 
 __all__ = [
     "ROUTED_EXPERTS",

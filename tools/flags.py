@@ -17,8 +17,8 @@ from functools import cache
 from itertools import groupby
 from pathlib import Path
 
-from headrace.config.leaf import ALIASES, Leaf, Shape, leaves
-from headrace.config.megatron import DESCRIBED
+from headrace.job.leaf import ALIASES, Leaf, Shape, leaves
+from headrace.job.megatron.arguments import DESCRIBED
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "flags.md"

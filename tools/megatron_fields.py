@@ -1,6 +1,6 @@
-"""Writes headrace/config/megatron_fields.py from Megatron-core's sources, oldest version first:
+"""Writes headrace/job/megatron/fields.py from Megatron-core's sources, oldest version first:
 
-    python tools/megatron_fields.py 0.16=…/megatron/core 0.19=…/megatron/core > headrace/config/megatron_fields.py
+    python tools/megatron_fields.py 0.16=…/megatron/core 0.19=…/megatron/core > headrace/job/megatron/fields.py
 
 Sources are parsed, not imported: 0.19 needs a newer Python than the development machine has.
 """
@@ -43,8 +43,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from headrace.config.literal import FromJson
-from headrace.config.section import Section
+from headrace.job.schema.literal import FromJson
+from headrace.job.schema.section import Section
 '''
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from headrace.config.job import Job
-from headrace.config.leaf import Leaf, Shape, leaves
-from headrace.config.load import load
-from headrace.config.megatron import DESCRIBED
-from headrace.config.scope import Scope
+from headrace.job.leaf import Leaf, Shape, leaves
+from headrace.job.load.load import load
+from headrace.job.megatron.arguments import DESCRIBED
+from headrace.job.rules.scope import Scope
+from headrace.job.schema.job import Job
 
 _ALL = "--help-all"
 FIRST = (

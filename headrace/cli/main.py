@@ -12,21 +12,21 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.text import Text
 
-from headrace.cli.audit import audit
-from headrace.cli.buffer import buffer
-from headrace.cli.check import check
-from headrace.cli.evaluate import evaluate
-from headrace.cli.export import export
-from headrace.cli.generate import generate
-from headrace.cli.models import models
-from headrace.cli.samples import samples
-from headrace.cli.status import status
-from headrace.cli.submit import submit
-from headrace.cli.train import train
-from headrace.cli.up import up
-from headrace.config.suggest import did_you_mean
+from headrace.cli.commands.audit import audit
+from headrace.cli.commands.buffer import buffer
+from headrace.cli.commands.check import check
+from headrace.cli.commands.evaluate import evaluate
+from headrace.cli.commands.export import export
+from headrace.cli.commands.generate import generate
+from headrace.cli.commands.models import models
+from headrace.cli.commands.samples import samples
+from headrace.cli.commands.status import status
+from headrace.cli.commands.submit import submit
+from headrace.cli.commands.train import train
+from headrace.cli.commands.up import up
 from headrace.errors import HeadraceError, InvalidArgument, NothingToLearn
-from headrace.launch.exit_codes import NOTHING_TO_LEARN
+from headrace.process.exit_codes import NOTHING_TO_LEARN
+from headrace.suggest import did_you_mean
 
 _USAGE_EXIT_CODE = 2
 _MAX_CHARACTERS = 16_384

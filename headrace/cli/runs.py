@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import FailedPrecondition, NotFound, Unavailable
-from headrace.launch.run_folder import RunFolder, living_runs, newest_run
 from headrace.rpc.channel import connect
+from headrace.run_folder import RunFolder, living_runs, newest_run
 
 RUNS = Path("runs")
 _ANSWER_SECONDS = 10.0

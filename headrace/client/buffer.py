@@ -334,7 +334,7 @@ class BufferClient(Buffer):
         return reply.damaged
 
     async def backup(self, *, deadline_seconds: float | None = None) -> AsyncIterator[pb.BackupResponse]:
-        """A copy of the whole ledger, piece by piece, its summary last. `headrace.backup` writes it into a folder."""
+        """A copy of the whole ledger, piece by piece, its summary last. `headrace buffer backup` writes it."""
         async for reply in rpc.stream(
             self._stub.Backup, pb.BackupRequest(), deadline_seconds=deadline_seconds, peer=self._peer
         ):

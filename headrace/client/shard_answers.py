@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.errors import InvalidArgument
+from headrace.wire.shares import share_of_count
 
 _SHARED = ("max_payload_bytes", "max_queued_groups")
 
@@ -27,11 +28,6 @@ def share_of(config: pb.StreamConfig, shard: int, num_shards: int) -> pb.StreamC
         if total := getattr(config, name):
             setattr(share, name, -(-total // num_shards))
     return share
-
-
-def share_of_count(total: int, shard: int, num_shards: int) -> int:
-    """The first shards have one more where it does not come out even."""
-    return total // num_shards + (shard < total % num_shards)
 
 
 def merged_config(shares: Sequence[pb.StreamConfig]) -> pb.StreamConfig:

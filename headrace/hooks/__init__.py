@@ -1,7 +1,7 @@
 """User functions: how they are found, what they see, and how they are tried before a job starts.
 
-The services' hooks run in worker processes (`headrace.workers`): `await pool.run(run_generate, path, args, …)`; the
-trainer's run in its ranks, which hold the tensors that they see.
+The services' hooks run in worker processes (`headrace.process.workers`): `await pool.run(run_generate, path, args, …)`;
+the trainer's run in its ranks, which hold the tensors that they see.
 """
 
 from headrace.hooks.args import HookArgs, hook_args, section_args

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from headrace.config.job import Job
-from headrace.config.section import Section
+from headrace.job.schema.job import Job
+from headrace.job.schema.section import Section
 
 
 class HookArgs(Mapping[str, Any]):

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from headrace.config.job import Job, ModelSection
 from headrace.errors import ConfigError, InvalidArgument
 from headrace.hooks.args import HookArgs, hook_args
 from headrace.hooks.attempt import (
@@ -30,7 +29,8 @@ from headrace.hooks.sample import Sample
 from headrace.hooks.signature import Signature
 from headrace.hooks.stand_in_engine import stand_in_engine
 from headrace.hooks.trainer import TRAINER_FORMS, TrainerKind, trainer_hook, trainer_kind
-from headrace.workers import WorkerError, WorkerPool
+from headrace.job.schema.job import Job, ModelSection
+from headrace.process.workers import WorkerError, WorkerPool
 
 Kind = Literal["reward", "group_reward", "generate"] | LedgerKind | TrainerKind
 KINDS: Sequence[Kind] = ("reward", "group_reward", "generate", *LEDGER_KINDS, *TRAINER_FORMS)

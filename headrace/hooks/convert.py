@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from headrace.errors import InvalidArgument
 from headrace.hooks.sample import Sample
-from headrace.json_text import to_json
 from headrace.sample_checks import LOSS_MASK, ROLLOUT_LOG_PROBS, ROUTED_EXPERTS, TEACHER_LOG_PROBS, TOKENS, check_text
 from headrace.trajectory import Failure, PolicyRange, Status
 from headrace.trajectory import Sample as WireSample
+from headrace.wire.json_text import to_json
 
 
 def to_hook(sample: WireSample, group_index: int | None = None) -> Sample:

@@ -10,10 +10,10 @@ from dataclasses import replace
 from headrace.client.buffer import BufferClient
 from headrace.errors import Unavailable
 from headrace.launch.process import ServiceProcess
-from headrace.launch.run_folder import RunFolder
 from headrace.launch.service_log import tail
 from headrace.launch.specs import spec
 from headrace.rpc.net import free_port
+from headrace.run_folder import RunFolder
 
 START_SECONDS = 120.0
 """A large ledger takes its time to load."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.config.job import Job
 from headrace.errors import DataLoss, FailedPrecondition, NotFound
-from headrace.launch.run_folder import RunFolder
+from headrace.job.schema.job import Job
 from headrace.models.exported import is_whole
+from headrace.run_folder import RunFolder
 
 _CHECKPOINT = "step-"
 _OF_THE_LEDGER: Mapping[str, Any] = {

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from headrace.config.job import Job
 from headrace.errors import FailedPrecondition
+from headrace.job.schema.job import Job
 from headrace.launch.grace import grace_seconds
 from headrace.launch.process import ServiceSpec
-from headrace.launch.run_folder import RunFolder, ServiceEntry
 from headrace.launch.specs import SERVICES, address_in, addressed, spec
 from headrace.launch.supervisor import RestartPolicy, Supervisor
-from headrace.linux import kill_descendants
+from headrace.process.linux import kill_descendants
+from headrace.run_folder import RunFolder, ServiceEntry
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.errors import Internal
-from headrace.launch.ending import Ending
 from headrace.launch.grace import GRACE_SECONDS
 from headrace.launch.service_log import doing, last_error, last_words, tail
-from headrace.linux import descendants
+from headrace.process.ending import Ending
+from headrace.process.linux import descendants
 
 _SWEEP_SECONDS = 10.0
 
@@ -61,7 +61,7 @@ class ServiceProcess:
         with spec.log_file.open("ab") as log:
             log_start = log.tell()
             guard = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "headrace.launch.guard", str(os.getpid()), str(GRACE_SECONDS)),
+                *(sys.executable, "-m", "headrace.process.guard", str(os.getpid()), str(GRACE_SECONDS)),
                 *spec.command,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,

@@ -7,15 +7,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.config.job import Job
-from headrace.config.rules import ranks
-from headrace.config.scope import services_here
 from headrace.errors import ConfigError, Unavailable
-from headrace.launch.openmp import openmp, threads_of_each
-from headrace.launch.placement import LOSING_EXIT_CODES, starter
+from headrace.job.rules.rules import ranks
+from headrace.job.rules.scope import services_here
+from headrace.job.schema.job import Job
 from headrace.launch.process import ServiceSpec
-from headrace.launch.run_folder import RunFolder, ServiceEntry
+from headrace.launch.ranks.placement import LOSING_EXIT_CODES, starter
+from headrace.process.openmp import openmp, threads_of_each
 from headrace.rpc.net import Address, free_port, require_free
+from headrace.run_folder import RunFolder, ServiceEntry
 
 SERVICES = ("buffer", "reward", "rollout", "trainer")
 """In the order of starting; they are ended the other way round."""

@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.errors import HeadraceError, NothingToLearn, Unavailable
-from headrace.launch.exit_codes import NOT_WORTH_RESTARTING, NOTHING_TO_LEARN, PEER_AWAY
 from headrace.launch.grace import GRACE_SECONDS
 from headrace.launch.health import is_serving
 from headrace.launch.process import ServiceProcess, ServiceSpec, meaning
+from headrace.process.exit_codes import NOT_WORTH_RESTARTING, NOTHING_TO_LEARN, PEER_AWAY
 from headrace.rpc.net import Address, require_free
 
 _ASK_AGAIN_SECONDS = 0.25

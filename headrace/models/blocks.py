@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.config.architecture import Architecture, Experts, LatentAttention
+from headrace.models.architecture import Architecture, Experts, LatentAttention
 from headrace.models.rows import GateUp, HfTensor, QueryKeyValue, Replicated, Row, Sharding, Split, Table
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.config.architecture import Architecture
+from headrace.models.architecture import Architecture
 from headrace.models.blocks import decoder
 from headrace.models.rows import Table
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from headrace.config.architecture import Architecture
-from headrace.config.suggest import did_you_mean
 from headrace.errors import ConfigError
+from headrace.models.architecture import Architecture
 from headrace.models.family import Preset
 from headrace.models.registry import FAMILIES, architecture
+from headrace.suggest import did_you_mean
 
 PRESETS: Mapping[str, Preset] = {preset.name: preset for family in FAMILIES for preset in family.presets}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.config.architecture import Architecture, Llama3Rope, YarnRope
 from headrace.errors import ConfigError
+from headrace.models.architecture import Architecture, Llama3Rope, YarnRope
 
 
 def read_decoder(raw: Mapping[str, Any], **particular: Any) -> Architecture:

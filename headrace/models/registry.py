@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.config.architecture import Architecture
 from headrace.errors import ConfigError
-from headrace.models import deepseek_v3, glm4, glm4_moe, llama, qwen2, qwen3, qwen3_moe
+from headrace.models.architecture import Architecture
+from headrace.models.families import deepseek_v3, glm4, glm4_moe, llama, qwen2, qwen3, qwen3_moe
 from headrace.models.family import Family
 from headrace.models.rows import Table
 

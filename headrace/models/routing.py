@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.config.architecture import Experts
 from headrace.errors import ConfigError
+from headrace.models.architecture import Experts
 
 
 def read_sigmoid_experts(raw: Mapping[str, Any]) -> Experts:

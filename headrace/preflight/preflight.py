@@ -13,10 +13,10 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.config.job import Job
-from headrace.config.scope import Scope
-from headrace.config.warnings import warnings
 from headrace.errors import ConfigError, Internal
+from headrace.job.rules.scope import Scope
+from headrace.job.rules.warnings import warnings
+from headrace.job.schema.job import Job
 from headrace.preflight.process import CheckProcess
 from headrace.preflight.report import BufferReport, Prompts, Report
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from headrace.config.job import Job
 from headrace.errors import Internal
-from headrace.launch.openmp import openmp
+from headrace.job.schema.job import Job
 from headrace.preflight.report import Prompts
+from headrace.process.openmp import openmp
 from headrace.rpc.log import drop_logs
 
 READ_SECONDS = 20.0

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from headrace.errors import InvalidArgument
-from headrace.json_text import read_json
+from headrace.wire.json_text import read_json
 from headrace.wire.limits import (
     MAX_COUNTER,
     MAX_ID_CHARACTERS,

@@ -11,22 +11,22 @@ from pathlib import Path
 import uvloop
 
 from headrace.api.buffer.v1 import buffer_pb2
-from headrace.config.job import Job
 from headrace.errors import DataLoss, HeadraceError, Unavailable
-from headrace.launch.exit_codes import PEER_AWAY
+from headrace.job.schema.job import Job
+from headrace.process.exit_codes import PEER_AWAY
 from headrace.rpc.log import configure_logging, log
 from headrace.rpc.server import RpcServer, Service
 from services.buffer.allocator import keep_large_blocks
-from services.buffer.application import Buffer
+from services.buffer.conversion.wire_bytes import add_to_server
 from services.buffer.from_job import train_stream
 from services.buffer.long_lived import long_lived
 from services.buffer.metrics import LedgerCollector
 from services.buffer.prompts.files import PromptFiles
+from services.buffer.runtime.application import Buffer
+from services.buffer.runtime.user_code import UserCode
 from services.buffer.servicer import REQUEST_LIMITS, BufferServicer
 from services.buffer.store.base import Store
 from services.buffer.store.kinds import store_of_job
-from services.buffer.user_code import UserCode
-from services.buffer.wire_bytes import add_to_server
 
 # After a disk failed: long enough for UNAVAILABLE to reach those who wait.
 _FAILED_GRACE_SECONDS = 0.5

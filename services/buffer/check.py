@@ -12,14 +12,14 @@ from headrace.errors import HeadraceError, InvalidArgument
 from headrace.hooks import Sample, hook_args
 from headrace.hooks.buffer_filter import load_buffer_filter
 from headrace.hooks.data_source import try_data_source
-from headrace.json_text import from_json, to_json
 from headrace.preflight.process import CheckOptions, serve_check, tell_progress
 from headrace.preflight.report import BufferReport, PromptRow, Prompts, Report, count_scorer, counted, scorer_name
-from headrace.workers import WorkerError, WorkerPool
+from headrace.process.workers import WorkerError, WorkerPool
+from headrace.wire.json_text import from_json, to_json
 from services.buffer.from_job import train_stream
-from services.buffer.group import Prompt
+from services.buffer.ledger.group import Prompt
+from services.buffer.ledger.source import FileSource, source_names
 from services.buffer.prompts.row import RowReader
-from services.buffer.source import FileSource, source_names
 
 _GIVEN_ROWS = 512
 """Those that the other services get, and the least that are read of a file."""

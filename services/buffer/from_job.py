@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headrace.client.shard_answers import share_of_count
-from headrace.config.job import BufferSection, DataSection, Job
-from headrace.config.prompt_path import PromptPath
 from headrace.errors import ConfigError
+from headrace.job.schema.job import BufferSection, DataSection, Job
+from headrace.job.schema.prompt_path import PromptPath
 from headrace.models.registry import read_architecture
-from services.buffer.limiter import Limiter
-from services.buffer.source import FileSource
-from services.buffer.stream import ExpiryAction, Selection, StreamConfig
+from headrace.wire.shares import share_of_count
+from services.buffer.ledger.limiter import Limiter
+from services.buffer.ledger.source import FileSource
+from services.buffer.ledger.stream import ExpiryAction, Selection, StreamConfig
 
 TRAIN_STREAM = "train"
 

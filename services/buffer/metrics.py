@@ -8,8 +8,8 @@ from prometheus_client import Metric
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from services.buffer.group import GroupState
-from services.buffer.ledger import Ledger
+from services.buffer.ledger.group import GroupState
+from services.buffer.ledger.ledger import Ledger
 
 
 class LedgerCollector(Collector):

@@ -40,16 +40,16 @@ from headrace.wire.limits import (
     MAX_UPLOAD_BYTES,
     MAX_WAIT_SECONDS,
 )
-from services.buffer import wire, wire_stream
-from services.buffer.application import Buffer
-from services.buffer.backup import Digest
-from services.buffer.book import StreamBook
-from services.buffer.group import Group, GroupState
+from services.buffer.conversion import wire, wire_stream
+from services.buffer.conversion.wire_bytes import RawPut, batch_group_bytes, sample_bytes
+from services.buffer.conversion.wire_checks import require_sha256
+from services.buffer.ledger.book import StreamBook
+from services.buffer.ledger.group import Group, GroupState
+from services.buffer.ledger.portions import cut, first_within
+from services.buffer.ledger.source import source_names
 from services.buffer.pace import paced
-from services.buffer.portions import cut, first_within
-from services.buffer.source import source_names
-from services.buffer.wire_bytes import RawPut, batch_group_bytes, sample_bytes
-from services.buffer.wire_checks import require_sha256
+from services.buffer.runtime.application import Buffer
+from services.buffer.runtime.backup import Digest
 
 DEFAULT_PAGE_SIZE = 100
 REQUEST_LIMITS = RequestLimits(

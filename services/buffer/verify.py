@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from headrace.api.sample.v1 import sample_pb2
-from headrace.config.job import BufferSection
 from headrace.errors import DataLoss, HeadraceError
+from headrace.job.schema.job import BufferSection
 from headrace.rpc.log import configure_logging
-from services.buffer.group import SampleRecord
+from services.buffer.ledger.group import SampleRecord
 from services.buffer.store.base import Damage, Store
 from services.buffer.store.kinds import open_store
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from headrace.config.job import Job, RewardSection
 from headrace.errors import HeadraceError
 from headrace.hooks import HookArgs, hook_args, section_args
+from headrace.job.schema.job import Job, RewardSection
 from headrace.rpc.log import configure_logging
 from services.reward.service import RewardServer
 

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from headrace.config.job import Job
 from headrace.errors import ConfigError, HeadraceError
 from headrace.hooks import RewardForm, RewardHook, hook_args
-from headrace.json_text import from_json
+from headrace.job.schema.job import Job
 from headrace.judgement import Judgement, Score, ScoreError, ScoreItem
 from headrace.preflight.process import CheckOptions, serve_check
 from headrace.preflight.report import PromptRow, Prompts, Report, Scorers
-from headrace.workers import WorkerError
+from headrace.process.workers import WorkerError
+from headrace.wire.json_text import from_json
 from services.reward.evaluations import scorers_of
 from services.reward.judge import Judge
 from services.reward.metrics import RewardMetrics

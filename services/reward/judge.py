@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from headrace.errors import HeadraceError, Internal, InvalidArgument, ResourceExhausted
 from headrace.hooks import HookArgs, NoReward, Reward, RewardForm, RewardHook
 from headrace.judgement import Judgement, Score, ScoreError, ScoreItem
+from headrace.process.workers import WorkerBroken, WorkerCrashed, WorkerError, WorkerPool, WorkerRaised, WorkerTimeout
+from headrace.process.workers.turns import Caller
 from headrace.rpc.log import log
 from headrace.sample_checks import check_reward
 from headrace.wire.checks import shown
 from headrace.wire.limits import MAX_SCORE_ITEMS, MAX_SCORE_ITEMS_PER_CALLER
-from headrace.workers import WorkerBroken, WorkerCrashed, WorkerError, WorkerPool, WorkerRaised, WorkerTimeout
-from headrace.workers.turns import Caller
 from services.reward.builtin import run_builtin, run_builtin_within
 from services.reward.cpu_limit import KILLED_BY
 from services.reward.custom import run_custom

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from headrace.judgement import Judgement, ScoreError
-from headrace.workers import WorkerPool
+from headrace.process.workers import WorkerPool
 
 
 class RewardMetrics:

@@ -8,13 +8,13 @@ from functools import partial
 
 from headrace.api.reward.v1 import reward_pb2
 from headrace.api.reward.v1.reward_pb2_grpc import add_RewardServiceServicer_to_server
-from headrace.config.job import RewardSection
 from headrace.errors import ConfigError
 from headrace.hooks import HookArgs, RewardForm, RewardHook, prepare_reward, reward_hook
+from headrace.job.schema.job import RewardSection
+from headrace.process.workers import WorkerError, WorkerPool
 from headrace.rpc.request_limits import RequestLimits
 from headrace.rpc.server import RpcServer, Service
 from headrace.wire.limits import MAX_SCORE_ITEMS, MAX_SCORE_REQUEST_BYTES
-from headrace.workers import WorkerError, WorkerPool
 from services.reward.builtin import prepare_builtin, prepare_slow
 from services.reward.judge import Judge
 from services.reward.metrics import RewardMetrics

@@ -11,8 +11,8 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from headrace.config.job import Job
 from headrace.errors import HeadraceError, Unavailable
+from headrace.job.schema.job import Job
 from headrace.rpc.log import configure_logging, log
 from headrace.rpc.net import Address, require_free
 from headrace.rpc.server import RpcServer, Service

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.config.context_limit import ContextLimit
-from headrace.config.job import Job
 from headrace.errors import ConfigError, HeadraceError
 from headrace.hooks.filter import load_filter
+from headrace.job.model.context_limit import ContextLimit
+from headrace.job.schema.job import Job
 from headrace.preflight.process import CheckOptions, serve_check
 from headrace.preflight.report import Prompts, Report
-from headrace.workers import WorkerError, WorkerPool
+from headrace.process.workers import WorkerError, WorkerPool
 from services.rollout.eval_file import EvalFiles, EvalKeys
 
 _LOAD_SECONDS = 120.0
@@ -71,8 +71,8 @@ def _evaluations(job: Job, report: Report) -> None:
 
 
 def _tokenize(job: Job, prompts: Prompts, report: Report) -> None:
-    from services.rollout.prompts import PromptEncoder
-    from services.rollout.supervised import supervised_parts
+    from services.rollout.production.prompts import PromptEncoder
+    from services.rollout.production.supervised import supervised_parts
 
     try:
         supervised = supervised_parts(job)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from headrace.errors import InvalidArgument
-from headrace.json_text import to_json
 from headrace.label import label_text
 from headrace.sample_checks import check_text
 from headrace.wire.checks import shown
+from headrace.wire.json_text import to_json
 from headrace.wire.limits import MAX_EVAL_FILE_BYTES, MAX_EVAL_PROMPTS, MAX_PROMPT_LINE_BYTES
 
 _FIELD = "datasets.path"

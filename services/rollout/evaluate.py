@@ -21,8 +21,8 @@ from headrace.wire.limits import MAX_EVAL_DATASETS, MAX_EVAL_SAMPLES, MAX_EVALUA
 from services.rollout.engine.api import SamplingParams
 from services.rollout.eval_file import EvalFiles, EvalKeys, EvalRow
 from services.rollout.judge import Judge
-from services.rollout.prompts import EncodedPrompt, PromptEncoder
-from services.rollout.sampling import Maker, SampleRequest, failed_sample, merged_params, seed_of
+from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
+from services.rollout.production.sampling import Maker, SampleRequest, failed_sample, merged_params, seed_of
 
 _AT_ONCE = 64
 

@@ -11,39 +11,39 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from headrace.api.sample.v1 import sample_pb2
-from headrace.config.architecture import Architecture
-from headrace.config.context_limit import ContextLimit
-from headrace.config.job import Job
 from headrace.errors import ConfigError, HeadraceError
+from headrace.job.model.context_limit import ContextLimit
+from headrace.job.schema.job import Job
 from headrace.job_buffer import buffer_of
+from headrace.models.architecture import Architecture
 from headrace.models.registry import read_architecture
 from headrace.rpc.log import log
 from headrace.sample_checks import ModelBounds
-from services.rollout.custom import CustomMaker, custom_args
 from services.rollout.engine import arguments
 from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Fleet, FleetTiming
 from services.rollout.engine.machine import Machine
 from services.rollout.engine.process import EngineFactory, SglangProcess
+from services.rollout.engine.router import Router
 from services.rollout.engine.scratch import delete_leftovers
 from services.rollout.eval_file import EvalFiles
 from services.rollout.evaluate import Evaluator
-from services.rollout.failed_samples import FailedSamples
-from services.rollout.filter import GroupFilter
-from services.rollout.generator import Generator
-from services.rollout.groups import GroupMaker
 from services.rollout.judge import Judge
-from services.rollout.ledger import BufferLedger
 from services.rollout.metrics import RolloutMetrics
-from services.rollout.partial import PartialRollout
-from services.rollout.producer import Producer
-from services.rollout.prompts import EncodedPrompt, PromptEncoder
+from services.rollout.production.custom import CustomMaker, custom_args
+from services.rollout.production.failed_samples import FailedSamples
+from services.rollout.production.filter import GroupFilter
+from services.rollout.production.generator import Generator
+from services.rollout.production.groups import GroupMaker
+from services.rollout.production.ledger import BufferLedger
+from services.rollout.production.partial import PartialRollout
+from services.rollout.production.producer import Producer
+from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
+from services.rollout.production.sampling import Maker, SampleMaker, job_params, merged_params
+from services.rollout.production.supervised import supervised_parts
+from services.rollout.production.teacher import Teacher
 from services.rollout.publication.receiver import Receiver
-from services.rollout.router import Router
-from services.rollout.sampling import Maker, SampleMaker, job_params, merged_params
-from services.rollout.supervised import supervised_parts
-from services.rollout.teacher import Teacher
 
 _STREAM = "train"
 

@@ -17,7 +17,7 @@ from headrace.wire.limits import MAX_MESSAGES, MAX_PROBE_TOKENS, MAX_PROMPT_TOKE
 from services.rollout.engine.answer import Finish
 from services.rollout.engine.api import Generation
 from services.rollout.engine.fleet import Engine
-from services.rollout.prompts import EncodedPrompt, PromptEncoder
+from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.publication.probe import Probe
 
 

@@ -16,19 +16,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from headrace.config.job import Job
 from headrace.errors import DeadlineExceeded, DiskFull, HeadraceError, NothingToLearn, Unavailable
+from headrace.job.schema.job import Job
 from headrace.job_buffer import buffer_of
-from headrace.launch.ending import Ending
-from headrace.launch.exit_codes import NOTHING_TO_LEARN, PEER_AWAY
-from headrace.launch.ranks import PEER_LOST
-from headrace.launch.run_folder import RunFolder
+from headrace.process.ending import Ending
+from headrace.process.exit_codes import NOTHING_TO_LEARN, PEER_AWAY, PEER_LOST
 from headrace.rpc.log import configure_logging, log
-from services.trainer.crew import follow
-from services.trainer.fetch import Fetch
-from services.trainer.lead import Serving, lead
-from services.trainer.lifeline import PeerLost
-from services.trainer.rank import build, meet
+from headrace.run_folder import RunFolder
+from services.trainer.control.crew import follow
+from services.trainer.control.lead import Serving, lead
+from services.trainer.control.lifeline import PeerLost
+from services.trainer.control.rank import build, meet
+from services.trainer.data.fetch import Fetch
 
 STREAM = "train"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
-from headrace.config.job import Job
+from headrace.job.schema.job import Job
 from headrace.wire.checks import one_line
 
 _MIN_WINDOW = 32

@@ -8,7 +8,7 @@ from headrace.errors import ConfigError
 from headrace.hooks.trainer import TrainerKind, load_trainer_hook
 from headrace.preflight.process import CheckOptions, serve_check
 from headrace.preflight.report import Prompts, Report
-from headrace.workers import WorkerError, WorkerPool
+from headrace.process.workers import WorkerError, WorkerPool
 
 _LOAD_SECONDS = 120.0
 _KINDS: Mapping[str, TrainerKind] = {

@@ -9,19 +9,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.config.job import Job
-from headrace.config.megatron import megatron
 from headrace.errors import HeadraceError
+from headrace.job.megatron.arguments import megatron
+from headrace.job.schema.job import Job
 from headrace.models.registry import read_architecture
 from headrace.rpc.log import configure_logging
-from services.trainer.checkpoint_reader import opened
-from services.trainer.model_state import ModelState
-from services.trainer.models.convert import Converter
-from services.trainer.models.export import export
-from services.trainer.models.gpt import build_stages, transformer_config
-from services.trainer.packing import packing_of
-from services.trainer.parallel import initialize
-from services.trainer.policy import MODEL, POLICY, architecture_facts, require_same_model
+from services.trainer.checkpoint.model_state import ModelState
+from services.trainer.checkpoint.reader import opened
+from services.trainer.hugging_face.convert import Converter
+from services.trainer.hugging_face.export import export
+from services.trainer.megatron.gpt.gpt import build_stages, transformer_config
+from services.trainer.megatron.packing import packing_of
+from services.trainer.megatron.parallel import initialize
+from services.trainer.model.policy import MODEL, POLICY, architecture_facts, require_same_model
 
 _PRECISION = ("bf16", "fp16")
 

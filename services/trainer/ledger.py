@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from headrace.api.trainer.v1 import trainer_pb2 as pb
 from headrace.client.port import Buffer
-from services.trainer.batch import Batch
 from services.trainer.breaker import Breaker
-from services.trainer.console import TrainerConsole
+from services.trainer.plan.batch import Batch
+from services.trainer.serving.console import TrainerConsole
 
 _WAIT_SECONDS = 2.0
 

@@ -12,9 +12,9 @@ from typing import Protocol
 
 from headrace.errors import Fenced, HeadraceError
 from headrace.rpc.log import log
-from services.trainer.batch import Batch
-from services.trainer.lacking import Lacking
+from services.trainer.plan.batch import Batch
 from services.trainer.state import TrainState
+from services.trainer.weights.lacking import Lacking
 
 
 class Ledger(Protocol):

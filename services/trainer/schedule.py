@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.config.job import Job
+from headrace.job.schema.job import Job
 from services.trainer.state import TrainState
 
 

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from headrace.config.job import Job
+from headrace.job.schema.job import Job
 from headrace.trajectory import PolicyRange, Sample, Status
-from tests.support.tiny_families import make_tiny
+from tests.support.models.tiny_families import make_tiny
 
 STEPS, PROMPTS, SAMPLES, ANSWER = 40, 10, 8, 3
 FIRST_DIGIT, MARK = 40, 7
@@ -82,9 +82,9 @@ def learn(algorithm: str, seed: int, checkpoint: Path, steps: int = STEPS) -> Ru
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from services.trainer.batch import SampleFacts
-    from services.trainer.parallel import initialize
-    from services.trainer.policy import Policy
+    from services.trainer.megatron.parallel import initialize
+    from services.trainer.model.policy import Policy
+    from services.trainer.plan.batch import SampleFacts
 
     chosen = job(checkpoint, ALGORITHMS[algorithm], steps)
     policy = Policy.build(chosen, initialize(chosen))

@@ -16,12 +16,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from services.buffer.group import Group, Prompt, SampleRecord
-from services.buffer.ledger import Ledger
-from services.buffer.producing import GroupPut, PutOutcome
-from services.buffer.stream import StreamConfig, StreamState
-from services.buffer.transaction import Instant
-from services.buffer.work import NewSample
+from services.buffer.ledger.commands.producing import GroupPut, PutOutcome
+from services.buffer.ledger.commands.work import NewSample
+from services.buffer.ledger.group import Group, Prompt, SampleRecord
+from services.buffer.ledger.ledger import Ledger
+from services.buffer.ledger.stream import StreamConfig, StreamState
+from services.buffer.ledger.transaction import Instant
 
 NOW = Instant(1000.0, 1_700_000_000.0)
 GROUPS_PER_STEP = 256

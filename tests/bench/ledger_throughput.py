@@ -25,14 +25,14 @@ import uvloop
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.buffer import BufferClient
-from headrace.column import pack_column
-from headrace.config.job import BufferSection
 from headrace.digest import digest_of
+from headrace.job.schema.job import BufferSection
+from headrace.wire.column import pack_column
 from services.buffer.store.files import DiskFiles
 from tests.bench.cpu import cpu_seconds
 from tests.bench.raw_stream import raw_samples_per_second
-from tests.support.buffer_samples import text_prompts
-from tests.support.buffer_server import BufferProcess
+from tests.support.ledgers.buffer_samples import text_prompts
+from tests.support.processes.buffer_server import BufferProcess
 
 SIZES = (2_300, 18_000, 147_000)
 NUM_SAMPLES = {2_300: 8_192, 18_000: 4_096, 147_000: 1_024}

@@ -15,7 +15,7 @@ from multiprocessing.queues import Queue
 import torch
 from torch import Tensor
 
-from services.trainer.algorithms.vocab_parallel import log_probs_and_entropy
+from services.trainer.rl.algorithms.vocab_parallel import log_probs_and_entropy
 
 POSITIONS, WIDTH, VOCABULARY = 4096, 576, 49152
 ROUNDS = 3

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from itertools import product
 
-from services.trainer.batch import SampleFacts
-from services.trainer.planning import Planner
-from services.trainer.rows import Packing
+from services.trainer.plan.batch import SampleFacts
+from services.trainer.plan.planning import Planner
+from services.trainer.plan.rows import Packing
 from tests.support.slime_micro_batches import slime_cut
 
 NUM_SAMPLES, PROMPT_TOKENS, CAPACITY, RANKS = 4096, 64, 8192, (1, 8)

@@ -21,18 +21,18 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, _new_process_group_helper
 from transformers import AutoModelForCausalLM
 
-from headrace.config.job import Job
+from headrace.job.schema.job import Job
 from services.rollout.engine.api import TensorSpec as EngineSpec
 from services.rollout.engine.fleet import Fleet, FleetTiming
 from services.rollout.engine.machine import probe
+from services.rollout.engine.router import Router
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan, Plan
-from services.rollout.router import Router
 from services.rollout.service import sglang_factory
-from services.trainer.buckets import TensorSpec, cut
-from services.trainer.engine_layout import EngineChecksums, flat_bytes
-from services.trainer.weight_group import WeightGroup
-from tests.support.tiny_model import make_tiny_qwen3
+from services.trainer.weights.buckets import TensorSpec, cut
+from services.trainer.weights.engine_layout import EngineChecksums, flat_bytes
+from services.trainer.weights.weight_group import WeightGroup
+from tests.support.models.tiny_model import make_tiny_qwen3
 
 ROUNDS = 7
 BUCKET_BYTES = 16 << 20

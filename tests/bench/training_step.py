@@ -23,17 +23,17 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headrace.config.job import Job
-from headrace.config.megatron import MegatronArgs
+from headrace.job.megatron.arguments import MegatronArgs
+from headrace.job.schema.job import Job
 from headrace.models.registry import read_architecture
 from headrace.trajectory import Sample, Status
-from services.trainer.batch import SampleFacts
-from services.trainer.models.convert import Converter
-from services.trainer.models.gpt import transformer_config
-from services.trainer.optimizer import Optimizer, wrap_for_data_parallel
-from services.trainer.parallel import Layout, initialize
-from services.trainer.policy import Policy
-from tests.support.tiny_model import make_tiny_tokenizer
+from services.trainer.hugging_face.convert import Converter
+from services.trainer.megatron.gpt.gpt import transformer_config
+from services.trainer.megatron.optimizer import Optimizer, wrap_for_data_parallel
+from services.trainer.megatron.parallel import Layout, initialize
+from services.trainer.model.policy import Policy
+from services.trainer.plan.batch import SampleFacts
+from tests.support.models.tiny_model import make_tiny_tokenizer
 
 ROUNDS = 5
 VOCAB_SIZE = 8192

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
-from headrace.config.job import BufferSection
-from tests.support.buffer_samples import complete_put, text_prompts
-from tests.support.buffer_server import BufferProcess
+from headrace.job.schema.job import BufferSection
+from tests.support.ledgers.buffer_samples import complete_put, text_prompts
+from tests.support.processes.buffer_server import BufferProcess
 
 NUM_SAMPLES = int(os.environ.get("HEADRACE_SAMPLES", "100000"))
 NUM_RECOVERIES = int(os.environ.get("HEADRACE_RECOVERIES", "100"))

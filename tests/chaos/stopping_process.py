@@ -12,7 +12,7 @@ import sys
 
 from headrace.client.buffer import BufferClient
 from headrace.errors import HeadraceError
-from tests.support.buffer_samples import complete_put
+from tests.support.ledgers.buffer_samples import complete_put
 
 NUM_STEPS = 3
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config.job import BufferSection
+from headrace.job.schema.job import BufferSection
 from tests.chaos.workload import working
-from tests.support.buffer_server import BufferProcess
+from tests.support.processes.buffer_server import BufferProcess
 
 # `make chaos` asks for more.
 NUM_KILLS = int(os.environ.get("HEADRACE_KILLS", "6"))

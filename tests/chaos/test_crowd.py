@@ -23,11 +23,11 @@ import pytest
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.buffer.v1 import buffer_pb2_grpc
 from headrace.client.buffer import BufferClient
-from headrace.config.job import BufferSection
+from headrace.job.schema.job import BufferSection
 from headrace.rpc.channel import connect
 from headrace.rpc.net import free_port
-from tests.support.buffer_samples import complete_put, text_prompts
-from tests.support.buffer_server import ROOT, BufferProcess
+from tests.support.ledgers.buffer_samples import complete_put, text_prompts
+from tests.support.processes.buffer_server import ROOT, BufferProcess
 
 NUM_EACH = int(os.environ.get("HEADRACE_CROWD", "1000"))
 MOST_TIMES_BARE = 1.4  # of about 24 KB: a thread for each lease would be more, or a page of events kept for each watch
@@ -91,7 +91,7 @@ class Crowd:
 async def bare_cost() -> tuple[int, float]:
     """(bytes resident, bytes that a waiting call costs) of a server that does nothing."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.bare_server"],
+        [sys.executable, "-m", "tests.support.fakes.bare_server"],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout

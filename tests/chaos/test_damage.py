@@ -22,9 +22,9 @@ import pytest
 from headrace.errors import ConfigError, DataLoss
 from services.buffer.store.base import Snapshot
 from services.buffer.store.sqlite.store import SqliteStore
-from tests.support.durable_points import image
-from tests.support.ledger_history import History
-from tests.support.ledger_under_test import LedgerUnderTest
+from tests.support.faults.durable_points import image
+from tests.support.ledgers.ledger_history import History
+from tests.support.ledgers.ledger_under_test import LedgerUnderTest
 
 # `make chaos` makes 1,000 of each kind that is drawn.
 NUM_DAMAGES = int(os.environ.get("HEADRACE_DAMAGES", "12"))

@@ -23,13 +23,13 @@ from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from services.rollout.publication.publication import Committed
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan, Plan
-from services.trainer.weight_group import WeightGroup
-from tests.support.certain_rollout import allow, certain_rollout, produce
-from tests.support.engine_checksums import engine_checksums, flat_bytes
-from tests.support.fake_fleet import RememberedRouting
-from tests.support.gloo_engine_process import GlooEngineProcess
-from tests.support.tiny_model import make_tiny_qwen3
-from tests.support.training_run import TrainingRun, consumed_by_step
+from services.trainer.weights.weight_group import WeightGroup
+from tests.support.fakes.certain_rollout import allow, certain_rollout, produce
+from tests.support.fakes.engine_checksums import engine_checksums, flat_bytes
+from tests.support.fakes.fake_fleet import RememberedRouting
+from tests.support.fakes.gloo_engine_process import GlooEngineProcess
+from tests.support.models.tiny_model import make_tiny_qwen3
+from tests.support.processes.training_run import TrainingRun, consumed_by_step
 
 MEGABYTES = 48  # of a bucket: far more than sockets hold
 STEPS, GROUPS_PER_STEP = 4, 4

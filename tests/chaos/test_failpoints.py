@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config.job import BufferSection
+from headrace.job.schema.job import BufferSection
 from tests.chaos.workload import working
-from tests.support.buffer_server import BufferProcess
-from tests.support.faulty_database import DATABASE_FAILPOINTS
-from tests.support.faulty_files import ACTIONS, POINTS
+from tests.support.faults.faulty_database import DATABASE_FAILPOINTS
+from tests.support.faults.faulty_files import ACTIONS, POINTS
+from tests.support.processes.buffer_server import BufferProcess
 
 _FIRST_STEPS = 2
 # How often a point is passed before it acts: beyond the start of the buffer, in the middle of the work.

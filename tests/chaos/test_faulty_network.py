@@ -24,9 +24,9 @@ from headrace.client.buffer import BufferClient
 from headrace.client.columns import LargeColumn
 from headrace.errors import DeadlineExceeded, Unavailable
 from services.buffer.store.sqlite.store import SqliteStore
-from tests.support.buffer_samples import complete_put, failed_put, text_prompts
-from tests.support.buffer_server import served_buffer
-from tests.support.fault_proxy import Direction, Fault, fault_proxy
+from tests.support.faults.fault_proxy import Direction, Fault, fault_proxy
+from tests.support.ledgers.buffer_samples import complete_put, failed_put, text_prompts
+from tests.support.processes.buffer_server import served_buffer
 
 SERVICE = pb.DESCRIPTOR.services_by_name["BufferService"]
 DEADLINE_SECONDS = 0.6

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from services.buffer.store.sqlite.store import SqliteStore
-from tests.support.durable_points import image, open_told
-from tests.support.ledger_history import History, Moment
+from tests.support.faults.durable_points import image, open_told
+from tests.support.ledgers.ledger_history import History, Moment
 
 # `make chaos` cuts at every point.
 NUM_COMMANDS = int(os.environ.get("HEADRACE_KILL_COMMANDS", "160"))

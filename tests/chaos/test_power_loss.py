@@ -1,7 +1,8 @@
 """The power is cut after every operation on payload files: what was answered is there, and nothing else is made up.
 
 SQLite's own file is taken at its word: after a cut it holds what its last COMMIT before the cut left, which
-`tests/contract/test_store_syncs.py` sees it sync. The mark beside it is not synced, and may be gone, torn or older.
+`tests/contract/buffer/test_store_syncs.py` sees it sync. The mark beside it is not synced, and may be gone, torn or
+older.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import pytest
 
 from services.buffer.store.sqlite.database import FILE, connect
 from services.buffer.store.sqlite.store import SqliteStore
-from tests.support.ledger_history import History
-from tests.support.power_loss import Disk, Image, MemoryFiles
+from tests.support.faults.power_loss import Disk, Image, MemoryFiles
+from tests.support.ledgers.ledger_history import History
 
 # `make chaos` cuts before and after every single operation of 1,000 commands; here it is at drawn ones.
 NUM_COMMANDS = int(os.environ.get("HEADRACE_POWER_COMMANDS", "200"))

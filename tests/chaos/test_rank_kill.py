@@ -19,11 +19,11 @@ import pytest
 from safetensors.torch import load_file
 
 from headrace.cli.main import main
-from headrace.linux import descendants
-from tests.support.certain_rollout import CertainRollout, allow, certain_rollout, produce
+from headrace.process.linux import descendants
+from tests.support.fakes.certain_rollout import CertainRollout, allow, certain_rollout, produce
 from tests.support.metric_docs import documented_metrics, undocumented
-from tests.support.tiny_model import make_tiny_qwen3
-from tests.support.training_run import ROOT, TrainingRun
+from tests.support.models.tiny_model import make_tiny_qwen3
+from tests.support.processes.training_run import ROOT, TrainingRun
 
 NUM_KILLS = int(os.environ.get("HEADRACE_RANK_KILLS", "1"))
 STEPS_PER_KILL = 4
@@ -31,7 +31,7 @@ GROUPS_PER_STEP = 4
 NUM_STEPS = STEPS_PER_KILL * NUM_KILLS + 2
 PARTS_OF_A_START = [(event, rank) for event in ("restoring", "joining", "met", "built") for rank in (1, 0)]
 """A rank says each of these before it does what is named: looks for the others, builds the model, loads, runs."""
-MORTAL = {"PYTHONPATH": f"{ROOT / 'tests' / 'support' / 'mortal'}:{ROOT}"}
+MORTAL = {"PYTHONPATH": f"{ROOT / 'tests' / 'support' / 'faults' / 'mortal'}:{ROOT}"}
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200 + 200 * NUM_KILLS)]
 
@@ -84,7 +84,7 @@ async def test_torchrun_slurm_and_ray_survive_a_kill_and_train_to_the_same_weigh
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "srun").symlink_to(ROOT / "tests" / "support" / "srun.py")
+    (tmp_path / "bin" / "srun").symlink_to(ROOT / "tests" / "support" / "fakes" / "srun.py")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     checkpoint = make_tiny_qwen3(tmp_path / "model")
@@ -123,7 +123,7 @@ def restarts(run: TrainingRun) -> list[str]:
 
 
 def order_of(run: TrainingRun) -> Path:
-    """The file that names a rank and the line of its log at which it dies (tests/support/mortal)."""
+    """The file that names a rank and the line of its log at which it dies (tests/support/faults/mortal)."""
     return run.log.with_name("order")
 
 

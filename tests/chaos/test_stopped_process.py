@@ -15,8 +15,8 @@ import pytest
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
 from services.buffer.store.memory import MemoryStore
-from tests.support.buffer_samples import complete_put, text_prompts
-from tests.support.buffer_server import ROOT, served_buffer
+from tests.support.ledgers.buffer_samples import complete_put, text_prompts
+from tests.support.processes.buffer_server import ROOT, served_buffer
 
 LEASE_SECONDS = 4.0  # longer than a slow machine needs from the lease to the put
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from headrace.api.buffer.v1 import buffer_pb2
-from services.trainer.checkpoint import newest
-from tests.support.certain_rollout import certain_rollout, produce
-from tests.support.tiny_model import make_tiny_qwen3
-from tests.support.training_run import TrainingRun
+from services.trainer.checkpoint.checkpoint import newest
+from tests.support.fakes.certain_rollout import certain_rollout, produce
+from tests.support.models.tiny_model import make_tiny_qwen3
+from tests.support.processes.training_run import TrainingRun
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1200)]
 

@@ -14,15 +14,15 @@ from pathlib import Path
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
-from headrace.audit.ledger import read_ledger
-from headrace.cli.audit import audit_ledger, described
+from headrace.cli.commands.audit import audit_ledger, described
 from headrace.client.buffer import BufferClient
 from headrace.digest import digest_of
 from headrace.errors import FailedPrecondition, Fenced, InvalidArgument, NotFound
-from services.trainer.batch import Batch
-from services.trainer.record import TrainingRecord
-from tests.support.buffer_samples import complete_put
-from tests.support.buffer_server import BufferProcess
+from headrace.ledger_tools.audit.ledger import read_ledger
+from services.trainer.data.record import TrainingRecord
+from services.trainer.plan.batch import Batch
+from tests.support.ledgers.buffer_samples import complete_put
+from tests.support.processes.buffer_server import BufferProcess
 
 NUM_PRODUCERS = 4
 GROUPS_PER_STEP = 4

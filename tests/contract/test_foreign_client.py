@@ -13,8 +13,8 @@ import pytest
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
 from services.buffer.store.memory import MemoryStore
-from tests.support.buffer_samples import complete_put
-from tests.support.buffer_server import ROOT, served_buffer
+from tests.support.ledgers.buffer_samples import complete_put
+from tests.support.processes.buffer_server import ROOT, served_buffer
 
 FOLDER = Path(__file__).parent / "node"
 

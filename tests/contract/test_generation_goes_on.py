@@ -12,21 +12,21 @@ from services.buffer.store.memory import MemoryStore
 from services.rollout.engine.api import SamplingParams
 from services.rollout.eval_file import EvalFiles
 from services.rollout.evaluate import Evaluator
-from services.rollout.generator import Generator
-from services.rollout.sampling import SampleMaker
+from services.rollout.production.generator import Generator
+from services.rollout.production.sampling import SampleMaker
 from services.trainer.breaker import Breaker
-from services.trainer.console import TrainerConsole
 from services.trainer.ledger import StreamLedger
 from services.trainer.loop import train
-from services.trainer.report import Report
+from services.trainer.serving.console import TrainerConsole
+from services.trainer.serving.report import Report
 from services.trainer.state import TrainState
-from tests.support.buffer_samples import text_prompts
-from tests.support.buffer_server import served_buffer
-from tests.support.certain_rollout import produce
-from tests.support.memory_ledger import MemoryLedger, lease
-from tests.support.scripted_reward import score
-from tests.support.tiny_model import make_tiny_tokenizer
-from tests.unit.rollout.test_production import production
+from tests.support.fakes.certain_rollout import produce
+from tests.support.fakes.memory_ledger import MemoryLedger, lease
+from tests.support.fakes.scripted_reward import score
+from tests.support.ledgers.buffer_samples import text_prompts
+from tests.support.models.tiny_model import make_tiny_tokenizer
+from tests.support.processes.buffer_server import served_buffer
+from tests.unit.rollout.production.test_production import production
 from tests.unit.trainer.test_loop import Everything
 
 

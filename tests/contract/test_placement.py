@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config.job import Job, ModelSection, PlacementSection
 from headrace.errors import ConfigError
-from headrace.launch.placement import starter
-from headrace.launch.run_folder import RunFolder
-from headrace.launch.slurm_rank import first_host
-from tests.support.listening import open_to_others
+from headrace.job.schema.job import Job, ModelSection, PlacementSection
+from headrace.launch.ranks.placement import starter
+from headrace.launch.ranks.slurm import first_host
+from headrace.run_folder import RunFolder
+from tests.support.processes.listening import open_to_others
 
 ROOT = Path(__file__).parents[2]
 PLACEMENTS = [
@@ -37,7 +37,7 @@ EXIT_CODES = {"torchrun": {1}, "slurm": {137, 143}}
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """A run's folder, on a machine with an srun."""
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "srun").symlink_to(ROOT / "tests" / "support" / "srun.py")
+    (tmp_path / "bin" / "srun").symlink_to(ROOT / "tests" / "support" / "fakes" / "srun.py")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -49,7 +49,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 @pytest.mark.ranks
 @pytest.mark.parametrize(("placement", "nodes", "per_node"), PLACEMENTS)
 def test_ranks_meet_and_end_together(folder: RunFolder, placement: str, nodes: int, per_node: int) -> None:
-    program = [sys.executable, str(ROOT / "tests" / "support" / "rank_program.py"), str(folder.path)]
+    program = [sys.executable, str(ROOT / "tests" / "support" / "ranks" / "rank_program.py"), str(folder.path)]
     ended = subprocess.run(
         [*starter(job(placement, nodes, per_node), folder), *program],
         cwd=ROOT, capture_output=True, text=True, timeout=240,

@@ -16,9 +16,9 @@ import pytest
 
 from headrace.api.reward.v1 import reward_pb2 as pb
 from headrace.client.reward import RewardClient
-from headrace.config.job import RewardSection
 from headrace.errors import ConfigError, DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from headrace.hooks import section_args
+from headrace.job.schema.job import RewardSection
 from headrace.judgement import Score, ScoreError, ScoreItem
 from headrace.rpc import interceptor
 from headrace.rpc.call import call
@@ -287,7 +287,7 @@ HEAVY = "import sys; {}; print(sorted({{'torch', 'transformers', 'megatron', 'sg
     "code",
     [
         "import services.reward.__main__",
-        "import headrace.client.reward, headrace.hooks, headrace.workers",
+        "import headrace.client.reward, headrace.hooks, headrace.process.workers",
         "from services.reward.builtin import BUILTINS, prepare_builtin; [prepare_builtin(b.name) for b in BUILTINS]",
     ],
 )

@@ -16,13 +16,13 @@ from headrace.errors import FailedPrecondition
 from headrace.trajectory import Status
 from services.buffer.store.memory import MemoryStore
 from services.trainer.breaker import Breaker
-from services.trainer.console import TrainerConsole
 from services.trainer.ledger import StreamLedger
 from services.trainer.loop import train
-from services.trainer.report import Report
+from services.trainer.serving.console import TrainerConsole
+from services.trainer.serving.report import Report
 from services.trainer.state import TrainState
-from tests.support.buffer_samples import complete_put, failed_put, text_prompts
-from tests.support.buffer_server import served_buffer
+from tests.support.ledgers.buffer_samples import complete_put, failed_put, text_prompts
+from tests.support.processes.buffer_server import served_buffer
 from tests.unit.trainer.test_loop import Everything
 
 N_SAMPLES = 4

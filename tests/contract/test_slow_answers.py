@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from headrace.client.reward import RewardClient
-from headrace.config.job import RewardSection
 from headrace.hooks import section_args
+from headrace.job.schema.job import RewardSection
 from headrace.judgement import Score, ScoreItem
 from services.reward import judge
 from services.reward.service import RewardServer

@@ -16,26 +16,26 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
-from headrace.config.job import Job
 from headrace.errors import ChecksumMismatch, InvalidArgument, PublicationAborted, Unavailable
+from headrace.job.schema.job import Job
 from services.rollout.engine.answer import BadAnswer, Finish
 from services.rollout.engine.api import Generation, SamplingParams, TensorSpec
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Engine, EngineState, Fleet, FleetTiming
 from services.rollout.engine.machine import Machine, probe
 from services.rollout.engine.process import SglangProcess
-from services.rollout.generator import Generator
+from services.rollout.engine.router import Router
+from services.rollout.production.generator import Generator
 from services.rollout.publication.probe import Probe
 from services.rollout.publication.publication import Committed
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan, Plan
-from services.rollout.router import Router
 from services.rollout.service import sglang_factory
-from services.trainer.weight_group import WeightGroup
-from tests.support.engine_checksums import engine_checksums, flat_bytes
-from tests.support.engine_contract import CONTRACT, EngineUnderTest
-from tests.support.listening import listening_of_tree, open_to_others
-from tests.support.tiny_model import make_tiny_qwen3
+from services.trainer.weights.weight_group import WeightGroup
+from tests.support.fakes.engine_checksums import engine_checksums, flat_bytes
+from tests.support.fakes.engine_contract import CONTRACT, EngineUnderTest
+from tests.support.models.tiny_model import make_tiny_qwen3
+from tests.support.processes.listening import listening_of_tree, open_to_others
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 

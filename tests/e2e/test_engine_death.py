@@ -13,8 +13,8 @@ import pytest
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.cli.main import main
 from headrace.client.rollout import RolloutClient
-from tests.support.tiny_model import make_tiny_qwen3
-from tests.support.training_run import TrainingRun, consumed_by_step
+from tests.support.models.tiny_model import make_tiny_qwen3
+from tests.support.processes.training_run import TrainingRun, consumed_by_step
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

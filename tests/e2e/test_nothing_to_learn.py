@@ -15,11 +15,11 @@ import pytest
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.sample.v1 import sample_pb2
 from headrace.cli.main import main
-from headrace.launch.exit_codes import NOTHING_TO_LEARN
+from headrace.process.exit_codes import NOTHING_TO_LEARN
 from headrace.trajectory import Status
-from tests.support.certain_rollout import certain_rollout, produce
-from tests.support.tiny_model import make_tiny_qwen3
-from tests.support.training_run import ROOT, TrainingRun
+from tests.support.fakes.certain_rollout import certain_rollout, produce
+from tests.support.models.tiny_model import make_tiny_qwen3
+from tests.support.processes.training_run import ROOT, TrainingRun
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ranks, pytest.mark.timeout(900)]
 
@@ -41,7 +41,7 @@ async def test_a_run_that_cannot_learn_ends_with_exit_code_3_and_the_reasons(
     tmp_path: Path, placement: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "srun").symlink_to(ROOT / "tests" / "support" / "srun.py")
+    (tmp_path / "bin" / "srun").symlink_to(ROOT / "tests" / "support" / "fakes" / "srun.py")
     environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     checkpoint = make_tiny_qwen3(tmp_path / "model")
     async with certain_rollout() as rollout:

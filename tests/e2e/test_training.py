@@ -20,10 +20,10 @@ from headrace.cli.main import main
 from headrace.client.rollout import RolloutClient
 from headrace.rpc.net import free_port
 from headrace.sample_log import SampleLog
-from tests.support.listening import listening_of_tree, open_to_others
-from tests.support.malformed import MALFORMED, call_raw, methods
-from tests.support.tiny_model import make_tiny_qwen3
-from tests.support.training_run import ROOT, TrainingRun, consumed_by_step
+from tests.support.faults.malformed import MALFORMED, call_raw, methods
+from tests.support.models.tiny_model import make_tiny_qwen3
+from tests.support.processes.listening import listening_of_tree, open_to_others
+from tests.support.processes.training_run import ROOT, TrainingRun, consumed_by_step
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

@@ -17,13 +17,13 @@ import pytest
 
 from headrace.cli.main import main
 from headrace.client.buffer import BufferClient
-from headrace.config.job import Job
+from headrace.job.schema.job import Job
 from headrace.rpc.net import free_port
 from services.rollout.engine.machine import probe
 from services.rollout.engine.process import SglangProcess
-from tests.support.tiny_families import make_tiny
-from tests.support.tiny_model import make_tiny_qwen3
-from tests.support.training_run import STREAM, SUMS, TrainingRun
+from tests.support.models.tiny_families import make_tiny
+from tests.support.models.tiny_model import make_tiny_qwen3
+from tests.support.processes.training_run import STREAM, SUMS, TrainingRun
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

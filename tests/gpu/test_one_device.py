@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from services.trainer.algorithms.vocab_parallel import log_probs_and_entropy
-from tests.support.device_case import DeviceCase, run
+from services.trainer.rl.algorithms.vocab_parallel import log_probs_and_entropy
+from tests.support.ranks.device_case import DeviceCase, run
 
 pytestmark = pytest.mark.timeout(900)
 

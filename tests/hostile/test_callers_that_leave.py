@@ -9,7 +9,7 @@ from random import Random
 from google.protobuf.message import Message
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
-from tests.hostile.servers import buffer_process, tracebacks
+from tests.hostile.servers.servers import buffer_process, tracebacks
 from tests.hostile.wire import BUFFER, Wire
 
 NUM_CALLERS = 16

@@ -19,7 +19,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from tests.hostile.fuzz.campaign import Campaign, by_kind
-from tests.hostile.servers import (
+from tests.hostile.servers.servers import (
     ServerProcess,
     buffer_process,
     reward_process,
@@ -28,7 +28,7 @@ from tests.hostile.servers import (
     trainer_process,
 )
 from tests.hostile.wire import BUFFER, REWARD, ROLLOUT, TRAINER, Refused, Wire
-from tests.support.health_probe import HealthProbe
+from tests.support.processes.health_probe import HealthProbe
 
 NUM_CALLS = int(os.environ.get("HEADRACE_FUZZ", "2000"))
 SEED = int(os.environ.get("HEADRACE_FUZZ_SEED", "10"))

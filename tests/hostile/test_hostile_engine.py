@@ -17,21 +17,21 @@ from headrace.trajectory import Sample, Status
 from services.rollout.engine.answer import BadAnswer
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
-from services.rollout.engine.fake import VOCAB_SIZE, FakeEngine, response_to
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from services.rollout.engine.weights import ServedWeights
-from services.rollout.generator import Generator
-from services.rollout.groups import GroupMaker
 from services.rollout.judge import Judge
 from services.rollout.metrics import RolloutMetrics
-from services.rollout.producer import Producer
-from services.rollout.prompts import PromptEncoder
-from services.rollout.sampling import SampleMaker
-from tests.support.fake_fleet import RememberedRouting
-from tests.support.hostile_engine import HOSTILE, NUM_TOKENS, Hostile, HostileEngine, TakingTurns
-from tests.support.memory_ledger import MemoryLedger, lease
-from tests.support.scripted_reward import ScriptedReward, score, scripted_reward
-from tests.support.tiny_model import make_tiny_tokenizer
+from services.rollout.production.generator import Generator
+from services.rollout.production.groups import GroupMaker
+from services.rollout.production.producer import Producer
+from services.rollout.production.prompts import PromptEncoder
+from services.rollout.production.sampling import SampleMaker
+from tests.support.fakes.fake_engine import VOCAB_SIZE, FakeEngine, response_to
+from tests.support.fakes.fake_fleet import RememberedRouting
+from tests.support.fakes.hostile_engine import HOSTILE, NUM_TOKENS, Hostile, HostileEngine, TakingTurns
+from tests.support.fakes.memory_ledger import MemoryLedger, lease
+from tests.support.fakes.scripted_reward import ScriptedReward, score, scripted_reward
+from tests.support.models.tiny_model import make_tiny_tokenizer
 
 GROUPS = 4
 PARAMS = SamplingParams(max_new_tokens=NUM_TOKENS)

@@ -12,17 +12,17 @@ from typing import Any
 
 from headrace.api.reward.v1 import reward_pb2 as pb
 from headrace.client.reward import RewardClient
-from headrace.config.job import RewardSection
 from headrace.errors import HeadraceError
 from headrace.hooks import HookArgs, Sample, from_hook, run_generate, section_args
 from headrace.hooks.buffer_filter import run_buffer_filter
 from headrace.hooks.data_source import read_data_source
 from headrace.hooks.filter import run_filter
+from headrace.job.schema.job import RewardSection
 from headrace.judgement import ScoreItem
-from headrace.linux import descendants
+from headrace.process.linux import descendants
+from headrace.process.workers import WorkerError, WorkerPool
 from headrace.rpc.call import call
 from headrace.trajectory import Status
-from headrace.workers import WorkerError, WorkerPool
 from services.reward.service import RewardServer
 from tests.hostile import hostile_hooks as hooks
 

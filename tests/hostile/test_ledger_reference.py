@@ -22,7 +22,7 @@ from google.protobuf.message import Message
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from tests.hostile.ledger_reference import COMMITTED, DROPPED, FAILED, LEASED, Group, No, Stream
-from tests.hostile.servers import ServerProcess, buffer_process, tracebacks
+from tests.hostile.servers.servers import ServerProcess, buffer_process, tracebacks
 from tests.hostile.wire import BUFFER, Refused, Wire, payload, sample
 
 NUM_COMMANDS = int(os.environ.get("HEADRACE_LEDGER_COMMANDS", "350"))

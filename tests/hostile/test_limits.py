@@ -23,12 +23,12 @@ from headrace.errors import FailedPrecondition, InvalidArgument, NotFound, Resou
 from headrace.rpc.channel import connect
 from headrace.wire import limits
 from services.buffer import servicer
-from services.buffer.producing import GroupPut, PutOutcome
+from services.buffer.ledger.commands.producing import GroupPut, PutOutcome
 from services.buffer.store.sqlite.store import SqliteStore
-from tests.support.buffer_samples import complete_put, completed_sample, text_prompts
-from tests.support.buffer_server import served_buffer
-from tests.support.ledger_under_test import LedgerUnderTest
-from tests.support.ledger_under_test import sample as ledger_sample
+from tests.support.ledgers.buffer_samples import complete_put, completed_sample, text_prompts
+from tests.support.ledgers.ledger_under_test import LedgerUnderTest
+from tests.support.ledgers.ledger_under_test import sample as ledger_sample
+from tests.support.processes.buffer_server import served_buffer
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 FAILED = grpc.StatusCode.FAILED_PRECONDITION

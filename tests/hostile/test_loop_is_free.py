@@ -30,14 +30,14 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.hooks import HookArgs
 from headrace.rpc.server import OPTIONS
 from headrace.wire import limits
-from services.buffer.application import Buffer
+from services.buffer.conversion.wire_bytes import length_delimited
+from services.buffer.ledger.stream import Selection, StreamConfig
+from services.buffer.runtime.application import Buffer
+from services.buffer.runtime.user_code import UserCode
 from services.buffer.store.memory import MemoryStore
 from services.buffer.store.sqlite.store import SqliteStore
-from services.buffer.stream import Selection, StreamConfig
-from services.buffer.user_code import UserCode
-from services.buffer.wire_bytes import length_delimited
-from tests.support.buffer_samples import completed_sample, failed_put
-from tests.support.buffer_server import served_buffer
+from tests.support.ledgers.buffer_samples import completed_sample, failed_put
+from tests.support.processes.buffer_server import served_buffer
 
 MESSAGES = {name: GetMessageClass(kind) for name, kind in pb.DESCRIPTOR.message_types_by_name.items()}
 MOST_SECONDS = 0.05

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from headrace.cli.audit import audit_ledger, described
-from services.buffer.group import Group, GroupState
-from services.buffer.transaction import LedgerEvent
-from tests.support.audited_run import STREAM, AuditedRun, good_run, run_with_drops
-from tests.support.buffer_server import served_buffer
+from headrace.cli.commands.audit import audit_ledger, described
+from services.buffer.ledger.group import Group, GroupState
+from services.buffer.ledger.transaction import LedgerEvent
+from tests.support.ledgers.audited_run import STREAM, AuditedRun, good_run, run_with_drops
+from tests.support.processes.buffer_server import served_buffer
 
 Plant = Callable[[AuditedRun], Sequence[str]]
 """Spoils a run; regular expressions of lines that the audit has to print."""

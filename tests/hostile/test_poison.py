@@ -20,16 +20,16 @@ import pytest
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.sample.v1 import sample_pb2 as pb
-from headrace.column import pack_column
 from headrace.digest import digest_of
 from headrace.errors import DataLoss
-from services.buffer.group import SampleRecord
+from headrace.wire.column import pack_column
+from services.buffer.ledger.group import SampleRecord
+from services.buffer.ledger.transaction import Payload
 from services.buffer.store.memory import MemoryStore
-from services.buffer.transaction import Payload
-from tests.support.rank_results import weights
-from tests.support.ranks import run_cases
-from tests.support.tiny_families import make_tiny
-from tests.support.trainer_cases import served
+from tests.support.models.tiny_families import make_tiny
+from tests.support.ranks.rank_results import weights
+from tests.support.ranks.ranks import run_cases
+from tests.support.ranks.trainer_cases import served
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
@@ -134,7 +134,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("poison")
     make_tiny(folder / "model", "qwen3", num_layers=2)
     with pytest.MonkeyPatch.context() as patch:
-        for edge in ("application.check_samples", "wire.check_envelope"):
+        for edge in ("runtime.application.check_samples", "conversion.wire.check_envelope"):
             patch.setattr(f"services.buffer.{edge}", lambda *args: None)
         asyncio.run(_run(folder))
     return Runs(folder)
@@ -150,7 +150,9 @@ async def _run(folder: Path) -> None:
                 name, folder, folder / "model", sections, lambda put, c=change: changed(put, c), DamagedStore()
             )
             cases.append(await stack.enter_async_context(context))
-        await asyncio.to_thread(run_cases, folder, 2, [case for case, _ in cases], 300.0, "tests.support.trainer_cases")
+        await asyncio.to_thread(
+            run_cases, folder, 2, [case for case, _ in cases], 300.0, "tests.support.ranks.trainer_cases"
+        )
 
 
 def test_no_poison_stops_the_run(runs: Runs) -> None:

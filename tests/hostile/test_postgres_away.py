@@ -17,18 +17,18 @@ import psycopg
 import pytest
 
 from headrace.client.buffer import BufferClient
-from headrace.config.job import BufferSection, RunSection
 from headrace.errors import Fenced, Unavailable
-from headrace.launch.exit_codes import PEER_AWAY
+from headrace.job.schema.job import BufferSection, RunSection
 from headrace.launch.health import is_serving
-from headrace.launch.run_folder import RunFolder, ServiceEntry
-from services.buffer.store import postgres_sessions
-from services.buffer.store.postgres import PostgresStore
+from headrace.process.exit_codes import PEER_AWAY
+from headrace.run_folder import RunFolder, ServiceEntry
+from services.buffer.store.postgres import sessions as postgres_sessions
+from services.buffer.store.postgres.store import PostgresStore
 from tests.chaos.workload import working
-from tests.support.buffer_samples import text_prompts
-from tests.support.buffer_server import BufferProcess
-from tests.support.ledger_under_test import LedgerUnderTest
-from tests.support.postgres import PostgresServer, needs_postgres
+from tests.support.ledgers.buffer_samples import text_prompts
+from tests.support.ledgers.ledger_under_test import LedgerUnderTest
+from tests.support.processes.buffer_server import BufferProcess
+from tests.support.processes.postgres import PostgresServer, needs_postgres
 
 pytestmark = needs_postgres
 

@@ -13,11 +13,11 @@ import pytest
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
-from headrace.config.job import BufferSection
 from headrace.errors import FailedPrecondition, InvalidArgument
+from headrace.job.schema.job import BufferSection
 from services.buffer.store.sqlite.store import SqliteStore
-from tests.support.buffer_samples import complete_put, text_prompts
-from tests.support.buffer_server import BufferProcess, served_buffer
+from tests.support.ledgers.buffer_samples import complete_put, text_prompts
+from tests.support.processes.buffer_server import BufferProcess, served_buffer
 
 
 def stream(name: str, path: Path | str) -> pb.StreamConfig:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config.job import Job
-from headrace.config.load import load
+from headrace.job.load.load import load
+from headrace.job.schema.job import Job
 
 Load = Callable[..., Job]
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli import buffer as buffer_command
 from headrace.cli import main as command_line
-from headrace.config.leaf import ALIASES, Shape, leaves
+from headrace.cli.commands import buffer as buffer_command
+from headrace.job.leaf import ALIASES, Shape, leaves
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [

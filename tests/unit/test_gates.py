@@ -32,6 +32,29 @@ IMPORTS = {
     "headrace, buffer and reward import no torch": ("services/buffer/breach.py", "import torch"),
     "errors are plain: headrace.rpc.status has their codes": ("headrace/errors.py", "import grpc"),
     "a client loads no server": ("headrace/client/breach.py", "import headrace.rpc.server"),
+    "no cycles between the rooms of headrace and services": (
+        "services/reward/registry.py",
+        "import services.reward.judge",
+    ),
+    "the kernel's layers": ("headrace/wire/breach.py", "import headrace.models"),
+    "the buffer's layers: start, servicer, runtime, conversion, store and prompts, ledger": (
+        "services/buffer/ledger/breach.py",
+        "import services.buffer.runtime",
+    ),
+    "the ledger's state machine is pure": ("services/buffer/ledger/breach.py", "import time"),
+    "rollout's layers": ("services/rollout/engine/breach.py", "import services.rollout.service"),
+    "the trainer's layers": ("services/trainer/plan/breach.py", "import services.trainer.model"),
+    "the trainer's mathematics and its plan know no process, disk or service": (
+        "services/trainer/plan/breach.py",
+        "import asyncio",
+    ),
+    "servers import no client": ("services/reward/breach.py", "import headrace.client"),
+    "services know neither the command line nor the launcher": ("services/reward/breach.py", "import headrace.cli"),
+    "Ray is one module's": ("headrace/launch/breach.py", "import ray"),
+    "Weights & Biases is one module's": ("services/trainer/serving/breach.py", "import wandb"),
+    "psycopg is one store's": ("services/buffer/store/breach.py", "import psycopg"),
+    "SQLite is one store's": ("services/buffer/store/breach.py", "import sqlite3"),
+    "aiohttp is one module's": ("services/rollout/breach.py", "import aiohttp"),
 }
 SERVERS = [
     "aiohttp",

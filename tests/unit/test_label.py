@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.api.sample.v1 import sample_pb2
-from headrace.cli.submit import prompt_of
+from headrace.cli.commands.submit import prompt_of
 from headrace.errors import InvalidArgument
 from headrace.hooks import Sample
 from headrace.hooks.plain import plain
 from headrace.label import label_text
+from services.buffer.ledger.source import FileSource
 from services.buffer.prompts.data_source import DataSourceWalk
 from services.buffer.prompts.row import RowReader
-from services.buffer.source import FileSource
 from services.rollout.eval_file import EvalFiles, EvalKeys
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)

@@ -12,17 +12,17 @@ import pytest
 
 from headrace.api.reward.v1 import reward_pb2
 from headrace.api.sample.v1 import sample_pb2 as pb
-from headrace.column import pack_column, unpack_column
 from headrace.digest import digest_of
 from headrace.errors import InvalidArgument
 from headrace.hooks import Sample as HookSample
 from headrace.hooks import from_hook
-from headrace.json_text import from_json, to_json
 from headrace.judgement import ScoreError, unpack_result
 from headrace.policy_range import PolicyRange, check_covered, check_ranges
 from headrace.sample_checks import ModelBounds, check_experts, check_loss_mask, check_row
 from headrace.trajectory import Failure, Sample, Status
 from headrace.wire.checks import require_json_object
+from headrace.wire.column import pack_column, unpack_column
+from headrace.wire.json_text import from_json, to_json
 from headrace.wire.limits import MAX_JSON_DEPTH
 
 NESTED: dict[str, Any] = {}

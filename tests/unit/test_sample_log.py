@@ -10,7 +10,7 @@ import pytest
 
 from headrace.sample_log import Answer, SampleLog
 from headrace.trajectory import Failure, Status
-from tests.support.answers import answered
+from tests.support.ledgers.answers import answered
 
 MEGABYTE = 1 << 20
 

@@ -11,12 +11,12 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import ConfigError, FailedPrecondition, InvalidArgument
 from headrace.hooks import HookArgs, Sample
 from headrace.hooks.data_source import add_to_data_source, load_data_source, read_data_source, wind_data_source
+from headrace.process.workers import WorkerError, WorkerPool
 from headrace.rpc.log import log
 from headrace.trajectory import from_json, to_json
-from headrace.workers import WorkerError, WorkerPool
-from services.buffer.group import Prompt
+from services.buffer.ledger.group import Prompt
+from services.buffer.ledger.source import Cursor
 from services.buffer.prompts.walk import Reading, Step
-from services.buffer.source import Cursor
 
 _WIND_SHARE = 0.2
 """Of a call's time limit: the answer that is asked for last may take as long again, twice."""

@@ -16,10 +16,10 @@ import numpy as np
 
 from headrace.errors import InvalidArgument
 from services.buffer.blocking import BlockingPool
-from services.buffer.group import Prompt
+from services.buffer.ledger.group import Prompt
+from services.buffer.ledger.source import Cursor
 from services.buffer.prompts.row import RowReader
 from services.buffer.prompts.walk import Reading, Step, without_prompts
-from services.buffer.source import Cursor
 
 
 class Rows(Protocol):

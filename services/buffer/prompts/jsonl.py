@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from headrace.errors import InvalidArgument
 from headrace.wire.limits import MAX_PROMPT_LINE_BYTES
-from services.buffer.group import Prompt
+from services.buffer.ledger.group import Prompt
 from services.buffer.prompts.files import open_regular, open_same
 from services.buffer.prompts.row import RowReader
 from services.buffer.prompts.streamed import Block, BlockPlace, edges_digest

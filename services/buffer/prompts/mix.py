@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.buffer.group import Prompt
+from services.buffer.ledger.group import Prompt
+from services.buffer.ledger.source import Cursor
 from services.buffer.prompts.walk import PromptWalk, Reading
-from services.buffer.source import Cursor
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.buffer.blocking import BlockingPool
+from services.buffer.ledger.source import FileSource, source_names
+from services.buffer.ledger.stream import StreamConfig
 from services.buffer.prompts.data_source import DataSourceWalk
 from services.buffer.prompts.indexed import IndexedFile
 from services.buffer.prompts.jsonl import JsonlBlocks, JsonlRows, read_jsonl_block
@@ -13,8 +15,6 @@ from services.buffer.prompts.row import RowReader
 from services.buffer.prompts.shard import WalkShard
 from services.buffer.prompts.streamed import StreamedFile
 from services.buffer.prompts.walk import PromptWalk
-from services.buffer.source import FileSource, source_names
-from services.buffer.stream import StreamConfig
 
 
 def open_files(files: Sequence[FileSource], readers: BlockingPool) -> list[PromptWalk]:

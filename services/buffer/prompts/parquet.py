@@ -10,12 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headrace.errors import InvalidArgument
-from services.buffer.group import Prompt
+from services.buffer.ledger.group import Prompt
+from services.buffer.ledger.source import FileSource
 from services.buffer.prompts.files import open_regular
 from services.buffer.prompts.row import RowReader
 from services.buffer.prompts.streamed import Block, BlockPlace, edges_digest
 from services.buffer.prompts.walk import check_num_rows, unreadable
-from services.buffer.source import FileSource
 
 
 class ParquetRows:

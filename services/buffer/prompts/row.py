@@ -10,8 +10,8 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
 from headrace.label import label_text
 from headrace.wire.limits import MAX_PROMPT_BYTES
-from services.buffer.group import Prompt
-from services.buffer.source import FileSource
+from services.buffer.ledger.group import Prompt
+from services.buffer.ledger.source import FileSource
 
 _KINDS: dict[type, str] = {dict: "an object", list: "an array", int: "an integer"}
 

@@ -5,8 +5,8 @@ Every shard walks the whole source and keeps its own, so together they walk it e
 
 from __future__ import annotations
 
+from services.buffer.ledger.source import Cursor
 from services.buffer.prompts.walk import PromptWalk, Reading
-from services.buffer.source import Cursor
 
 
 class WalkShard:

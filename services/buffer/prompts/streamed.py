@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headrace.errors import HeadraceError, InvalidArgument
-from headrace.workers import WorkerPool, WorkerRaised
+from headrace.process.workers import WorkerPool, WorkerRaised
 from services.buffer.blocking import BlockingPool
-from services.buffer.group import Prompt
+from services.buffer.ledger.group import Prompt
+from services.buffer.ledger.source import Cursor
 from services.buffer.prompts.files import open_regular
 from services.buffer.prompts.indexed import drawn_order
 from services.buffer.prompts.row import RowReader
 from services.buffer.prompts.walk import Reading, Step, without_prompts
-from services.buffer.source import Cursor
 
 _BLOCK_SECONDS = 120.0
 _EDGE_BYTES = 1 << 20

@@ -9,8 +9,8 @@ from typing import Protocol
 
 from headrace.errors import InvalidArgument
 from headrace.wire.limits import MAX_FILE_ROWS
-from services.buffer.group import Prompt
-from services.buffer.source import Cursor
+from services.buffer.ledger.group import Prompt
+from services.buffer.ledger.source import Cursor
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from headrace.errors import RetryableError
-from services.buffer.group import Group, SampleRecord
+from services.buffer.ledger.group import Group, SampleRecord
+from services.buffer.ledger.stream import StreamState
+from services.buffer.ledger.transaction import LedgerEvent, Payload, Transaction
 from services.buffer.store.copy import CopiedFile
-from services.buffer.stream import StreamState
-from services.buffer.transaction import LedgerEvent, Payload, Transaction
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headrace.config.job import BufferSection, Job
 from headrace.errors import ConfigError
+from headrace.job.schema.job import BufferSection, Job
 from services.buffer.store.base import Store
 from services.buffer.store.memory import MemoryStore
 from services.buffer.store.sqlite.database import FILE
@@ -42,6 +42,6 @@ def open_store(section: BufferSection, folder: Path, name: str) -> Store:
 
 
 def _postgres_store(dsn: str, name: str, wait_seconds: float) -> Store:
-    from services.buffer.store.postgres import PostgresStore  # its driver is an extra: headrace[postgres]
+    from services.buffer.store.postgres.store import PostgresStore  # its driver is an extra: headrace[postgres]
 
     return PostgresStore(dsn, name, wait_seconds=wait_seconds)

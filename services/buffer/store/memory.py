@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from headrace.errors import FailedPrecondition, RetryableError
-from services.buffer.group import Group, SampleRecord
+from services.buffer.ledger.group import Group, SampleRecord
+from services.buffer.ledger.stream import StreamState
+from services.buffer.ledger.transaction import LedgerEvent, Payload, Transaction
 from services.buffer.store.base import Damage, Snapshot
 from services.buffer.store.copy import CopiedFile
 from services.buffer.store.payload import checked_payload
-from services.buffer.stream import StreamState
-from services.buffer.transaction import LedgerEvent, Payload, Transaction
 
 
 class MemoryStore:

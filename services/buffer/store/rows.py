@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from services.buffer.group import Group, Prompt, SampleRecord
-from services.buffer.stream import StreamState
-from services.buffer.transaction import LedgerEvent, Transaction
+from services.buffer.ledger.group import Group, Prompt, SampleRecord
+from services.buffer.ledger.stream import StreamState
+from services.buffer.ledger.transaction import LedgerEvent, Transaction
 
 _NAMES = tuple(name for name in Group.__struct_fields__ if name not in ("prompt", "samples", "partials"))
 _values = attrgetter(*_NAMES)

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.config.engine_rules import OURS
-from headrace.config.job import Job
 from headrace.errors import ConfigError
-from headrace.launch.openmp import openmp, threads_of_each
+from headrace.job.rules.engine_rules import OURS
+from headrace.job.schema.job import Job
+from headrace.process.openmp import openmp, threads_of_each
 from services.rollout.engine.machine import Machine
 from services.rollout.engine.weights import INITIAL_VERSION
 

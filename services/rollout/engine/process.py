@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from headrace.config.job import Job
 from headrace.errors import HeadraceError, Unavailable
+from headrace.job.schema.job import Job
 from headrace.rpc.net import free_port
-from services.rollout.child import ChildProcess
 from services.rollout.engine import arguments
+from services.rollout.engine.child import ChildProcess
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.machine import Machine
 from services.rollout.engine.scratch import Scratch

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config.job import BufferSection, DataSection, Job, ModelSection, RolloutSection
 from headrace.errors import ConfigError
+from headrace.job.schema.job import BufferSection, DataSection, Job, ModelSection, RolloutSection
 from services.buffer.from_job import train_stream
-from services.buffer.limiter import Limiter
-from services.buffer.stream import ExpiryAction, Selection, StreamConfig
-from services.buffer.user_code import UserCode
+from services.buffer.ledger.limiter import Limiter
+from services.buffer.ledger.stream import ExpiryAction, Selection, StreamConfig
+from services.buffer.runtime.user_code import UserCode
 
 
 def stream_of(**sections: object) -> StreamConfig:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import pytest
 
 from headrace.errors import Unavailable
-from services.buffer.journal import Journal
+from services.buffer.ledger.transaction import LedgerEvent, Transaction
+from services.buffer.runtime.journal import Journal
 from services.buffer.store.memory import MemoryStore
-from services.buffer.transaction import LedgerEvent, Transaction
 
 _SECONDS = 60.0
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from headrace.api.sample.v1 import sample_pb2 as pb
-from headrace.column import pack_column, unpack_column
 from headrace.digest import digest_of
 from headrace.errors import InvalidArgument
 from headrace.trajectory import PolicyRange, Sample, Status
-from services.buffer.payload_check import check_samples
-from services.buffer.payload_columns import columns_of
+from headrace.wire.column import pack_column, unpack_column
+from services.buffer.conversion.payload_check import check_samples
+from services.buffer.conversion.payload_columns import columns_of
 from tests.unit.test_sample_checks import BAD_ENVELOPES, BAD_PAYLOADS, packed
 
 

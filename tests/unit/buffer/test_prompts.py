@@ -16,10 +16,10 @@ import pytest
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
 from services.buffer.blocking import BlockingPool
-from services.buffer.group import Prompt
+from services.buffer.ledger.group import Prompt
+from services.buffer.ledger.source import Cursor, FileSource
 from services.buffer.prompts.mix import PromptMix
 from services.buffer.prompts.open import open_files
-from services.buffer.source import Cursor, FileSource
 
 READERS = BlockingPool("prompts", 2)
 

@@ -13,19 +13,19 @@ from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import ConfigError, FailedPrecondition
 from headrace.hooks import HookArgs
-from services.buffer import wire
-from services.buffer.application import Buffer
-from services.buffer.group import GroupState, Prompt
-from services.buffer.producing import GroupPut, PutOutcome
+from services.buffer.conversion import wire
+from services.buffer.conversion.wire_bytes import raw_put
+from services.buffer.ledger.commands.producing import GroupPut, PutOutcome
+from services.buffer.ledger.commands.training import Batch
+from services.buffer.ledger.group import GroupState, Prompt
+from services.buffer.ledger.source import Cursor
+from services.buffer.ledger.stream import ExpiryAction, Selection, StreamConfig
 from services.buffer.prompts.data_source import DataSourceWalk
-from services.buffer.source import Cursor
+from services.buffer.runtime.application import Buffer
+from services.buffer.runtime.user_code import UserCode
 from services.buffer.store.base import Store
 from services.buffer.store.memory import MemoryStore
-from services.buffer.stream import ExpiryAction, Selection, StreamConfig
-from services.buffer.training import Batch
-from services.buffer.user_code import UserCode
-from services.buffer.wire_bytes import raw_put
-from tests.support.buffer_samples import completed_sample
+from tests.support.ledgers.buffer_samples import completed_sample
 
 SEEN_BY_SLIME = """
 def pop_first(args, rollout_id, buffer, num_samples):

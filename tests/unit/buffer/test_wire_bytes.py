@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
-from headrace.client.put_request import put_request
-from services.buffer.group import SampleRecord
-from services.buffer.wire_bytes import RawPut, parse_puts, raw_put, sample_bytes
+from headrace.wire.put_request import put_request
+from services.buffer.conversion.wire_bytes import RawPut, parse_puts, raw_put, sample_bytes
+from services.buffer.ledger.group import SampleRecord
 
 samples = st.builds(
     lambda sample_id, payload, reward: sample_pb2.Sample(

@@ -15,9 +15,9 @@ from headrace.cli import runs
 from headrace.cli.main import main
 from headrace.errors import FailedPrecondition
 from headrace.launch.launcher import Launcher
-from headrace.launch.run_folder import RunFolder, ServiceEntry
 from headrace.launch.supervisor import ServiceFailed
 from headrace.rpc.net import free_port
+from headrace.run_folder import RunFolder, ServiceEntry
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:

@@ -13,16 +13,16 @@ from rich.console import Console
 
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.trainer.v1 import trainer_pb2
+from headrace.cli.commands.submit import prompts_of
 from headrace.cli.main import main
-from headrace.cli.run_view import RunView, sparkline
 from headrace.cli.runs import find_run
-from headrace.cli.submit import prompts_of
-from headrace.config.leaf import leaves
+from headrace.cli.view.run_view import RunView, sparkline
 from headrace.errors import FailedPrecondition, InvalidArgument
+from headrace.job.leaf import leaves
 from headrace.launch.launcher import Launcher
-from headrace.launch.run_folder import RunFolder, ServiceEntry
 from headrace.launch.specs import without_address
 from headrace.rpc.net import free_port
+from headrace.run_folder import RunFolder, ServiceEntry
 
 
 def test_check_prints_the_plan(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,15 +16,15 @@ from rich.console import Console
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
-from headrace.cli.awaited import Patience, awaited
-from headrace.cli.failures import failures_line
 from headrace.cli.main import main
-from headrace.cli.overdue import overdue
-from headrace.cli.run_view import RunView
-from headrace.config.job import Job
-from headrace.launch.run_folder import RunFolder, ServiceEntry
+from headrace.cli.view.awaited import Patience, awaited
+from headrace.cli.view.failures import failures_line
+from headrace.cli.view.overdue import overdue
+from headrace.cli.view.run_view import RunView
+from headrace.job.schema.job import Job
 from headrace.rpc.net import free_port
 from headrace.rpc.server import RpcServer, Service
+from headrace.run_folder import RunFolder, ServiceEntry
 
 READY = rollout_pb2.Engine(state=rollout_pb2.ENGINE_STATE_READY)
 RAISED = "hook agent.py:f raised KeyError: 'answer' (agent.py:12)"

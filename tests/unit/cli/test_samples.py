@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.main import main
-from headrace.launch.run_folder import RunFolder, ServiceEntry
+from headrace.run_folder import RunFolder, ServiceEntry
 from headrace.sample_log import Answer, SampleLog
 from headrace.trajectory import Failure
-from tests.support.answers import answered
+from tests.support.ledgers.answers import answered
 
 MEGABYTE = 1 << 20
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cli.check import check
+from headrace.cli.commands.check import check
 from headrace.errors import ConfigError
 from headrace.hooks import check_hook
 from headrace.hooks.trainer import TRAINER_FORMS, TrainerKind, trainer_hook

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config.job import Job
 from headrace.errors import FailedPrecondition
+from headrace.job.schema.job import Job
 from headrace.launch.earlier import earlier_start, has_ended, is_finished, resumption
-from headrace.launch.run_folder import RunFolder, ServiceEntry
+from headrace.run_folder import RunFolder, ServiceEntry
 
 
 def started(load_with, folder: Path, *flags: str, step: int = 0) -> tuple[RunFolder, Job]:

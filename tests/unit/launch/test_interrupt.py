@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from headrace.launch.grace import grace_seconds
-from headrace.linux import runs
+from headrace.process.linux import runs
 from tests.unit.launch.test_supervisor import HERE
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config.job import Job, ServicesSection
-from headrace.launch.openmp import openmp, threads_of_each
-from headrace.launch.run_folder import RunFolder
+from headrace.job.schema.job import Job, ServicesSection
 from headrace.launch.specs import SERVICES, spec
-from services.rollout.child import ChildProcess
+from headrace.process.openmp import openmp, threads_of_each
+from headrace.run_folder import RunFolder
 from services.rollout.engine import arguments
+from services.rollout.engine.child import ChildProcess
 from services.rollout.engine.machine import Machine
 
 NAMES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")

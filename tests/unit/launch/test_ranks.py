@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headrace.launch.ranks import new_rendezvous
+from headrace.launch.ranks.local import new_rendezvous
 
 
 def test_what_a_killed_launcher_left_goes_when_the_next_one_starts(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config.job import Job
-from headrace.launch.run_folder import RunFolder
+from headrace.job.schema.job import Job
 from headrace.launch.specs import spec
+from headrace.run_folder import RunFolder
 
 ADDRESSES = {
     f"{name}_address": f"127.0.0.1:70{number}"

@@ -18,12 +18,11 @@ import pytest
 
 from headrace.client.buffer import BufferClient
 from headrace.errors import HeadraceError, NothingToLearn
-from headrace.launch.ending import Ending
-from headrace.launch.exit_codes import NOTHING_TO_LEARN, PEER_AWAY
 from headrace.launch.health import is_serving
 from headrace.launch.process import ServiceProcess, ServiceSpec
-from headrace.launch.ranks import PEER_LOST
 from headrace.launch.supervisor import RestartPolicy, ServiceFailed, Supervisor
+from headrace.process.ending import Ending
+from headrace.process.exit_codes import NOTHING_TO_LEARN, PEER_AWAY, PEER_LOST
 from headrace.rpc.net import free_port
 
 HERE = Path(__file__).parent
@@ -171,7 +170,7 @@ async def test_a_run_that_loses_a_rank_ends_with_the_ranks_last_lines(stage: Sta
         "print('step 7: out of memory soon', flush=True)\n"
         f"pathlib.Path({str(dead)!r}).touch(); os.kill(os.getpid(), 9)"
     )
-    starter = [sys.executable, "-m", "headrace.launch.ranks", "2", str(stage.folder)]
+    starter = [sys.executable, "-m", "headrace.launch.ranks.local", "2", str(stage.folder)]
     ranks = replace(
         service, command=[*starter, sys.executable, "-c", code, *service.command[1:]], no_restart="pass --a-flag"
     )
@@ -325,7 +324,7 @@ def test_a_guard_leaves_the_patience_to_its_living_parent(tmp_path: Path) -> Non
     )
     with (tmp_path / "log").open("wb") as log:
         guard = subprocess.Popen(
-            [sys.executable, "-m", "headrace.launch.guard", str(os.getpid()), "0.1", sys.executable, "-c", code],
+            [sys.executable, "-m", "headrace.process.guard", str(os.getpid()), "0.1", sys.executable, "-c", code],
             stdout=subprocess.PIPE,
             stderr=log,
         )

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.support.fake_fleet import FakeFleet, fake_fleet
+from tests.support.fakes.fake_fleet import FakeFleet, fake_fleet
 
 
 @pytest.fixture

@@ -18,13 +18,13 @@ from services.rollout.engine.answer import BadAnswer
 from services.rollout.engine.api import SamplingParams
 from services.rollout.eval_file import EvalFiles
 from services.rollout.evaluate import Evaluator
-from services.rollout.generator import Generator
 from services.rollout.judge import Judge
-from services.rollout.prompts import PromptEncoder
-from services.rollout.sampling import SampleMaker, SampleRequest, failed_sample
-from tests.support.fake_fleet import FakeFleet
-from tests.support.scripted_reward import refuse, score, scripted_reward
-from tests.support.tiny_model import make_tiny_tokenizer
+from services.rollout.production.generator import Generator
+from services.rollout.production.prompts import PromptEncoder
+from services.rollout.production.sampling import SampleMaker, SampleRequest, failed_sample
+from tests.support.fakes.fake_fleet import FakeFleet
+from tests.support.fakes.scripted_reward import refuse, score, scripted_reward
+from tests.support.models.tiny_model import make_tiny_tokenizer
 
 
 async def test_progress_then_means_over_the_judged_samples_only(fakes: FakeFleet, tmp_path: Path) -> None:

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from headrace.config.job import Job
+from headrace.job.schema.job import Job
 from headrace.trajectory import Status
-from services.rollout.custom import custom_args
-from services.rollout.engine.fake import FakeEngine
-from services.rollout.prompts import EncodedPrompt
-from services.rollout.router import command
-from services.rollout.sampling import SampleRequest, job_params
+from services.rollout.engine.router import command
+from services.rollout.production.custom import custom_args
+from services.rollout.production.prompts import EncodedPrompt
+from services.rollout.production.sampling import SampleRequest, job_params
 from services.rollout.service import RolloutService
-from tests.support.fake_fleet import WIRE
-from tests.support.tiny_model import make_tiny_qwen3
+from tests.support.fakes.fake_engine import FakeEngine
+from tests.support.fakes.fake_fleet import WIRE
+from tests.support.models.tiny_model import make_tiny_qwen3
 
 HOOK = """
 async def generate(args, sample, sampling_params):

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config.job import Job
+from headrace.job.schema.job import Job
 from headrace.trajectory import Status
-from services.rollout.custom import CustomMaker, custom_args
 from services.rollout.engine.api import SamplingParams
-from services.rollout.prompts import EncodedPrompt
-from services.rollout.sampling import SampleRequest
-from tests.support.fake_fleet import fake_fleet
-from tests.support.tiny_model import make_tiny_tokenizer
+from services.rollout.production.custom import CustomMaker, custom_args
+from services.rollout.production.prompts import EncodedPrompt
+from services.rollout.production.sampling import SampleRequest
+from tests.support.fakes.fake_fleet import fake_fleet
+from tests.support.models.tiny_model import make_tiny_tokenizer
 
 ROOT = Path(__file__).parents[3]
 

@@ -12,13 +12,13 @@ from headrace.client.rollout import RolloutClient
 from headrace.rpc.server import RpcServer, Service
 from headrace.trajectory import unpack_column
 from services.rollout.engine.api import SamplingParams
-from services.rollout.engine.fake import response_to
-from services.rollout.generator import Generator
-from services.rollout.prompts import EncodedPrompt, PromptEncoder
-from services.rollout.sampling import merged_params
+from services.rollout.production.generator import Generator
+from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
+from services.rollout.production.sampling import merged_params
 from services.rollout.servicer import RolloutServicer
-from tests.support.fake_fleet import FakeFleet
-from tests.support.tiny_model import make_tiny_tokenizer
+from tests.support.fakes.fake_engine import response_to
+from tests.support.fakes.fake_fleet import FakeFleet
+from tests.support.models.tiny_model import make_tiny_tokenizer
 
 
 async def test_pieces_put_together_are_the_whole_response(fakes: FakeFleet, tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
 from headrace.trajectory import pack_column
 from services.rollout.engine.api import SamplingParams
+from services.rollout.production.sampling import merged_params
 from services.rollout.publication.checksums import differences, digest
 from services.rollout.publication.plan import plan_of
-from services.rollout.sampling import merged_params
 from services.rollout.wire import probe_of, reward_target_of
 
 

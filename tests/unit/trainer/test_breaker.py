@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
-from headrace.config.job import RolloutSection
+from headrace.job.schema.job import RolloutSection
 from services.trainer.breaker import Breaker
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from headrace.errors import Fenced, ResourceExhausted
-from services.trainer.batch import Batch
-from services.trainer.lacking import Lacking
 from services.trainer.loop import train
+from services.trainer.plan.batch import Batch
 from services.trainer.state import TrainState
+from services.trainer.weights.lacking import Lacking
 
 
 @dataclass

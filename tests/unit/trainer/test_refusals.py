@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace.config.megatron import MegatronArgs
 from headrace.errors import ConfigError
-from headrace.models.megatron import contradictions
+from headrace.job.megatron.arguments import MegatronArgs
+from headrace.job.model.transformer_config import contradictions
 from headrace.models.registry import read_architecture
-from tests.support.rank_cases import Case
-from tests.support.ranks import run_cases
-from tests.support.tiny_families import make_tiny
+from tests.support.models.tiny_families import make_tiny
+from tests.support.ranks.rank_cases import Case
+from tests.support.ranks.ranks import run_cases
 
 REFUSED = {
     "lacks-a-tensor": r"lacks 1 tensors that its config.json asks for: \['model.layers.1.mlp.up_proj.weight'\]",

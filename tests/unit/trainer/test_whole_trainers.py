@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tests.support.algorithm_cases import Sections
-from tests.support.rank_results import weights
-from tests.support.ranks import run_cases
-from tests.support.tiny_families import make_tiny
-from tests.support.trainer_cases import NUM_STEPS, served
+from tests.support.models.tiny_families import make_tiny
+from tests.support.ranks.algorithm_cases import Sections
+from tests.support.ranks.rank_results import weights
+from tests.support.ranks.ranks import run_cases
+from tests.support.ranks.trainer_cases import NUM_STEPS, served
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
@@ -100,7 +100,9 @@ async def _run(folder: Path) -> Mapping[str, Mapping[str, Tensor]]:
             filled = json.loads(json.dumps(sections).replace("{folder}", str(folder)))
             filled |= {"megatron": LAYOUTS[layout]}
             cases.append(await stack.enter_async_context(served(run, folder, folder / family, filled)))
-        await asyncio.to_thread(run_cases, folder, 2, [case for case, _ in cases], 600.0, "tests.support.trainer_cases")
+        await asyncio.to_thread(
+            run_cases, folder, 2, [case for case, _ in cases], 600.0, "tests.support.ranks.trainer_cases"
+        )
         return {case.name: dict(rollout.engine.tensors) for case, rollout in cases}
 
 

@@ -15,9 +15,9 @@ from headrace.api.reward.v1 import reward_pb2
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.sample.v1 import sample_pb2
 from headrace.api.trainer.v1 import trainer_pb2
-from headrace.client.put_request import varint
 from headrace.errors import InvalidArgument
 from headrace.wire.field_count import layout_of, require_few_fields
+from headrace.wire.put_request import varint
 
 MOST = 1_000
 REQUESTS = {

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from services.buffer.group import Group, Prompt, SampleRecord
+from services.buffer.ledger.group import Group, Prompt, SampleRecord
+from services.buffer.ledger.stream import StreamState
 from services.buffer.store import rows as codec
 from services.buffer.store.base import Damage
 from services.buffer.store.sqlite.database import whole_rows
 from services.buffer.store.sqlite.extent import Extent, StoredPayload
 from services.buffer.store.sqlite.writing import extent_checksum
-from services.buffer.stream import StreamState
 
 _payloads_decoder = msgspec.msgpack.Decoder(tuple[StoredPayload, ...])
 

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from headrace.errors import DataLoss, RetryableError
 from headrace.rpc.log import log
-from services.buffer.group import SampleRecord
+from services.buffer.ledger.group import SampleRecord
+from services.buffer.ledger.transaction import LedgerEvent, Payload, Transaction
 from services.buffer.store import rows as codec
 from services.buffer.store.base import Damage, Snapshot
 from services.buffer.store.copy import CopiedFile, copy_folder, delete_leftovers, files_of
@@ -42,7 +43,6 @@ from services.buffer.store.sqlite.writing import (
     write_extents,
     write_state,
 )
-from services.buffer.transaction import LedgerEvent, Payload, Transaction
 
 FILE_BYTES = 64 << 20
 PAYLOADS = "payloads"

@@ -10,7 +10,7 @@ import msgspec
 from crc32c import crc32c
 
 from headrace.rpc.log import log
-from services.buffer.group import SampleRecord
+from services.buffer.ledger.group import SampleRecord
 from services.buffer.store import rows as codec
 from services.buffer.store.sqlite.database import checksum, delete_rows, write_rows
 from services.buffer.store.sqlite.extent import Extent

@@ -1,0 +1,51 @@
+"""`headrace check JOB.toml [flags]` and `headrace check hook PATH`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from headrace.cli.commands.check_hook import check_hook
+from headrace.cli.job_arguments import flags_help, load_job, wants_help
+from headrace.cli.view.check_view import print_report
+from headrace.cli.view.plan import plan
+from headrace.job.rules.scope import Scope, scope_of_check
+from headrace.job.schema.job import Job
+from headrace.preflight.preflight import preflight
+from headrace.preflight.process import READ_SECONDS
+
+_USAGE = """usage: headrace check [JOB.toml] [--fast] [--elsewhere] [flags]
+       headrace check hook PATH [--kind KIND] [--job JOB.toml]
+
+  --fast       without what needs the tokenizer: the first prompt as the model sees it, lengths; prompts are read for
+               2 s at most, else for 20 s
+  --elsewhere  the job is for another machine: files and GPUs that are not here are named, and refuse nothing
+"""
+_REFUSED_EXIT_CODE = 2
+_FAST_READ_SECONDS = 2.0
+
+
+def check(argv: Sequence[str]) -> int:
+    """Prints the plan and what every service found. 2 where one of them refuses, with a sentence that says why."""
+    if argv and argv[0] == "hook":
+        return check_hook(argv[1:])
+    if not argv or wants_help(argv):
+        print(_USAGE, flags_help(argv))
+        return 0
+    fast, elsewhere = "--fast" in argv, "--elsewhere" in argv
+    scopes: list[Scope] = []
+
+    def scope_of(job: Job) -> Scope:
+        scopes.append(scope_of_check(job, elsewhere=elsewhere))
+        return scopes[-1]
+
+    job = load_job([word for word in argv if word not in ("--fast", "--elsewhere")], scope_of)
+    report = preflight(job, scopes[0], fast=fast, read_seconds=_FAST_READ_SECONDS if fast else READ_SECONDS, tell=_tell)
+    print_report(Console(soft_wrap=False), plan(job, scopes[0]), report, scopes[0])
+    return _REFUSED_EXIT_CODE if report.refusals else 0
+
+
+def _tell(sentence: str) -> None:
+    print(sentence, file=sys.stderr)

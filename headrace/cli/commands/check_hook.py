@@ -1,0 +1,54 @@
+"""`headrace check hook PATH`: loads a hook and tries it on samples, with a job's own arguments."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.errors import ConfigError
+from headrace.hooks import HookArgs, hook_args
+from headrace.hooks import check_hook as run_check
+from headrace.hooks.check import KINDS
+from headrace.job.load.load import read
+from headrace.job.load.resolve import resolve
+from headrace.job.rules.hook_files import hooks_of
+from headrace.rpc.log import drop_logs
+
+
+def check_hook(argv: Sequence[str]) -> int:
+    """1 where something failed."""
+    parser = argparse.ArgumentParser(prog="headrace check hook", description="Loads a hook and tries it on samples.")
+    parser.add_argument("path", help="pkg.mod.fn or file.py:fn; file.py tries every function in it that is a hook")
+    parser.add_argument("--kind", choices=KINDS, help="what it is; absent: told from its arguments")
+    parser.add_argument("--job", type=Path, help="its args are this job's; absent: those of a job with every default")
+    parser.add_argument("--reward-model-path", help="folder that a reward class is made with; absent: the job's")
+    args = parser.parse_args(argv)
+    drop_logs()
+    return max(_tried(path, args) for path in _paths(args.path))
+
+
+def _tried(path: str, args: argparse.Namespace) -> int:
+    report = run_check(path, args.kind, _job_args(args.job), args.reward_model_path)
+    if path != args.path:
+        print(path)
+    for line in report.passed:
+        print(f"ok      {line}")
+    for line in report.failed:
+        print(f"failed  {line}")
+    return 1 if report.failed else 0
+
+
+def _job_args(job: Path | None) -> HookArgs | None:
+    return None if job is None else hook_args(resolve(read(job, [], os.environ)))
+
+
+def _paths(path: str) -> list[str]:
+    """Of a file without a function, everything in it that some flag could mean."""
+    if not path.endswith(".py") or not Path(path).is_file():
+        return [path]
+    found = [f"{path}:{name}" for name in hooks_of(Path(path))]
+    if not found:
+        raise ConfigError(f"hook {path}: it defines no function or class that a flag could name")
+    return found

@@ -1,0 +1,56 @@
+"""`headrace eval [RUN] [--data NAME PATH]`: judges the policy that the engines serve now."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.progress import Progress
+
+from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from headrace.cli.runs import add_run_argument, address_of, find_run
+from headrace.errors import InvalidArgument
+from headrace.job.eval_dataset import eval_dataset
+from headrace.rpc.call import stream
+from headrace.rpc.channel import connect
+
+_DEADLINE_SECONDS = 24 * 3600.0
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """Prints one line a data set."""
+    parser = argparse.ArgumentParser(prog="headrace eval")
+    add_run_argument(parser)
+    parser.add_argument("--data", nargs=2, action="append", metavar=("NAME", "PATH"), help="instead of the job's")
+    parser.add_argument("--max-prompts", type=int, help="of each data set, from the first")
+    args = parser.parse_intermixed_args(argv)
+    job = find_run(args.run).job()
+    data = args.data or job.eval.eval_prompt_data
+    if not data:
+        raise InvalidArgument("the job has no eval_prompt_data: pass --data NAME PATH")
+    datasets = [eval_dataset(job, name, Path(path).absolute(), args.max_prompts) for name, path in data]
+    results = asyncio.run(_evaluate(address_of(args.run, "rollout"), datasets))
+    for result in results:
+        print(
+            f"eval/{result.name}: mean reward {result.mean_reward:.4f} over {result.num_samples} samples "
+            f"({result.num_failed} failed), {result.mean_response_tokens:.1f} tokens, "
+            f"{result.truncated_ratio:.0%} truncated, policy version {result.min_policy_version} to "
+            f"{result.max_policy_version}"
+        )
+    return 0
+
+
+async def _evaluate(address: str, datasets: list[rollout_pb2.EvalDataset]) -> list[rollout_pb2.EvalResult]:
+    results: list[rollout_pb2.EvalResult] = []
+    request = rollout_pb2.EvaluateRequest(evaluation_id=uuid.uuid4().hex, datasets=datasets)
+    async with connect(address) as channel:
+        stub = rollout_pb2_grpc.RolloutServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
+        with Progress(transient=True) as progress:
+            bar = progress.add_task("evaluating", total=None)
+            async for reply in stream(stub.Evaluate, request, deadline_seconds=_DEADLINE_SECONDS):
+                progress.update(bar, completed=reply.done, total=reply.total)
+                results.extend(reply.results)
+    return results

@@ -1,0 +1,70 @@
+"""`headrace export FOLDER [RUN]`: weights as a Hugging Face folder, of a running trainer or of a run's checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from headrace.api.trainer.v1 import trainer_pb2
+from headrace.cli.runs import add_run_argument, address_of, find_run
+from headrace.cli.words import count
+from headrace.client.trainer import TrainerClient
+from headrace.errors import FailedPrecondition, NotFound
+from headrace.launch.earlier import checkpoints_of, has_ended
+from headrace.run_folder import RunFolder
+
+
+def export(argv: Sequence[str]) -> int:
+    """A run that lives exports its current weights after its step; one that has ended, those of a checkpoint."""
+    parser = argparse.ArgumentParser(prog="headrace export")
+    parser.add_argument("folder", type=Path, help="must not exist or be empty")
+    add_run_argument(parser)
+    parser.add_argument(
+        "--step", type=count, help="of the checkpoint of this step; absent: the current or newest weights"
+    )
+    parser.add_argument("--trainer-address", help="instead of a run")
+    args = parser.parse_intermixed_args(argv)
+    if not args.trainer_address:
+        run = find_run(args.run)
+        if args.step is not None or has_ended(run):
+            return _of_checkpoint(run, args.step, args.folder.absolute())
+    address = address_of(args.run, "trainer", args.trainer_address)
+    with Console().status("exporting after the current step"):
+        reply = asyncio.run(_export(address, args.folder.absolute()))
+    print(f"{reply.path}: weights of step {reply.step}")
+    return 0
+
+
+async def _export(address: str, folder: Path) -> trainer_pb2.ExportModelResponse:
+    async with TrainerClient(address) as trainer:
+        return await trainer.export_model(folder)
+
+
+def _of_checkpoint(run: RunFolder, step: int | None, folder: Path) -> int:
+    """One process reads it on CPUs: none of the run's services is needed, and no GPU."""
+    found = checkpoints_of(run, run.job())
+    if not found:
+        raise NotFound(f"{run.path} has no checkpoint: nothing was saved before it ended")
+    wanted = max(found) if step is None else step
+    if wanted not in found:
+        raise NotFound(f"{run.path} has no checkpoint of step {wanted}; it has {', '.join(map(str, sorted(found)))}")
+    with Console().status(f"exporting the checkpoint of step {wanted}"):
+        program = [sys.executable, "-m", "services.trainer.export_checkpoint", "--config", str(run.job_file)]
+        done = subprocess.run(
+            [*program, str(found[wanted]), str(folder)],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"},
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    if done.returncode:
+        raise FailedPrecondition(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "it said nothing")
+    print(f"{folder}: weights of step {wanted}, from {found[wanted]}")
+    return 0

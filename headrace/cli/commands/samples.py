@@ -1,0 +1,190 @@
+"""`headrace samples [RUN]`: what the policy answered, while the run lives and after it has ended."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import heapq
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from rich.console import Console
+from rich.markup import escape
+
+from headrace.api.buffer.v1 import buffer_pb2
+from headrace.cli.runs import add_run_argument, find_run, require_answer
+from headrace.cli.words import count, printable, text
+from headrace.client.open import open_buffer
+from headrace.client.port import Buffer
+from headrace.errors import NotFound, Unavailable
+from headrace.launch.buffer_of_run import living_buffer
+from headrace.run_folder import RunFolder
+from headrace.sample_log import Answer, SampleLog, as_row
+from headrace.trajectory import Sample
+
+_WITH_PAYLOAD = (buffer_pb2.GROUP_STATE_READY, buffer_pb2.GROUP_STATE_CONSUMED)
+_MAX_LEDGER_GROUPS = 200
+_SAMPLES_AT_ONCE = 64
+_EPILOG = """Samples come from samples/ in the run's folder, where the trainer writes them step by step; while the run
+lives, also from its ledger, where they wait for their step. --sample-log-bytes bounds the folder."""
+
+
+def samples(argv: Sequence[str]) -> int:
+    """Prints `-n` samples, newest step first."""
+    parser = argparse.ArgumentParser(prog="headrace samples", epilog=_EPILOG)
+    add_run_argument(parser)
+    parser.add_argument("-n", type=count, default=5, help="samples at most (5)")
+    parser.add_argument("--step", type=count, help="those that this step trained, counted from 1 as the console counts")
+    parser.add_argument("--group", type=text, help="those of one group, by its id")
+    parser.add_argument("--search", type=text, metavar="TEXT", help="those with TEXT in prompt or response")
+    order = parser.add_mutually_exclusive_group()
+    order.add_argument("--best", action="store_true", help="highest reward first")
+    order.add_argument("--worst", action="store_true", help="lowest reward first")
+    parser.add_argument("--failed", action="store_true", help="those that failed, and why")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--stream", type=text, default="train", help="of the ledger (train)")
+    parser.add_argument(
+        "--buffer-address", help="the ledger alone, instead of a run; of a sharded one all, with commas"
+    )
+    args = parser.parse_intermixed_args(argv)
+    folder = None if args.buffer_address else find_run(args.run)
+    found = _chosen(_all(folder, args), args)
+    if args.json:
+        for answer in found:
+            print(json.dumps(as_row(answer), ensure_ascii=False))
+        return 0
+    console = Console()
+    for answer in found:
+        console.print(described(answer), highlight=False, soft_wrap=True)
+    for line in _notes(folder, found, args):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return 0
+
+
+def _all(folder: RunFolder | None, args: argparse.Namespace) -> Iterator[Answer]:
+    """Each sample once, newest first: those that wait in the ledger, then step by step what was trained."""
+    seen = set[str]()
+    for answer in _by_source(folder, args):
+        if answer.sample_id not in seen:
+            seen.add(answer.sample_id)
+            yield answer
+
+
+def _by_source(folder: RunFolder | None, args: argparse.Namespace) -> Iterator[Answer]:
+    log = SampleLog(folder.samples) if folder else None
+    if log and args.failed:
+        yield from log.failed()
+    if log and args.step is not None and args.step in log.steps():
+        yield from log.of_step(args.step)
+        return
+    address = args.buffer_address or (living_buffer(folder) if folder else None)
+    if address:
+        yield from _held(address, args, required=log is None or log.is_empty())
+    if log:
+        for step in reversed(log.steps()):
+            yield from log.of_step(step)
+        yield from log.failed() if args.group else ()
+
+
+def _held(address: str, args: argparse.Namespace, *, required: bool) -> list[Answer]:
+    try:
+        return asyncio.run(_of_ledger(address, args))
+    except Unavailable as error:
+        if required:
+            raise
+        print(f"headrace: only what was written: {error.message}", file=sys.stderr)
+        return []
+
+
+async def _of_ledger(address: str, args: argparse.Namespace) -> list[Answer]:
+    """Of the groups that changed last; enough of them for the question."""
+    await require_answer(address, "buffer")
+    narrow = args.best or args.worst or args.search or args.step is not None or args.failed
+    async with open_buffer(address) as buffer:
+        page = await buffer.list_groups(
+            args.stream,
+            _WITH_PAYLOAD,
+            page_size=_MAX_LEDGER_GROUPS if narrow else min(args.n, _MAX_LEDGER_GROUPS),
+            group_ids=[args.group] if args.group else (),
+        )
+        found: list[Answer] = []
+        for group in page.groups:
+            found += await _of_group(buffer, args.stream, group)
+            if not narrow and len(found) >= args.n:
+                break
+    return found
+
+
+async def _of_group(buffer: Buffer, stream: str, group: buffer_pb2.Group) -> list[Answer]:
+    """Empty when it was committed meanwhile."""
+    step = group.step + 1 if group.HasField("step") else None
+    ids = [envelope.sample_id for envelope in group.samples]
+    found: list[Answer] = []
+    try:
+        for start in range(0, len(ids), _SAMPLES_AT_ONCE):
+            packed = await buffer.fetch_samples(stream, ids[start : start + _SAMPLES_AT_ONCE])
+            found += [Answer.of(Sample.unpack(one), step) for one in packed]
+    except NotFound:
+        return []
+    return found
+
+
+def _chosen(answers: Iterator[Answer], args: argparse.Namespace) -> list[Answer]:
+    wanted = (answer for answer in answers if _is_wanted(answer, args))
+    if args.best or args.worst:
+        scored = (answer for answer in wanted if answer.reward is not None)
+        chosen = heapq.nlargest if args.best else heapq.nsmallest
+        return chosen(args.n, scored, key=lambda answer: answer.reward or 0.0)
+    return list(islice(wanted, args.n))
+
+
+def _is_wanted(answer: Answer, args: argparse.Namespace) -> bool:
+    if args.failed and answer.failure_reason is None:
+        return False
+    if args.step is not None and answer.step != args.step:
+        return False
+    if args.group is not None and answer.group_id != args.group:
+        return False
+    needle = (args.search or "").casefold()
+    return needle in answer.prompt.casefold() or needle in answer.response.casefold()
+
+
+def _notes(folder: RunFolder | None, found: Sequence[Answer], args: argparse.Namespace) -> Iterator[str]:
+    """What else there is, or why there is nothing."""
+    if folder is None:
+        if not found:
+            yield "the ledger holds no such sample; committed ones are in their run's folder: headrace samples RUN"
+        return
+    log = SampleLog(folder.samples)
+    steps = log.steps()
+    if not found:
+        there = f"steps {steps[0]} to {steps[-1]} have samples there" if steps else "none were trained yet"
+        yield f"no such sample in {folder.path}: {there}"
+    if not args.failed and (failed := sum(1 for _ in log.failed())):
+        yield f"{failed} samples failed: headrace samples {folder.path} --failed shows them"
+
+
+def described(answer: Answer) -> str:
+    """A sample for a person, in rich's markup."""
+    versions = ", ".join(f"{version} [{start}:{end}]" for version, start, end in answer.policy_ranges)
+    if answer.failure_reason is not None:
+        scored = f"[red]failed[/]: {_shown(answer.failure_reason)}: {_shown(answer.failure_message or '')}"
+    elif answer.reward is None:
+        scored = "not scored"
+    else:
+        parts = "".join(f", {_shown(name)} {value:.3g}" for name, value in sorted(answer.reward_parts.items()))
+        by = f"{_shown(answer.scorer)} {_shown(answer.scorer_version)}".strip() or "its producer"
+        scored = f"reward [bold]{answer.reward:.3g}[/] by {by}{parts}"
+    label = f", label {_shown(answer.label)}" if answer.label is not None else ""
+    step = f"step {answer.step}, " if answer.step is not None else ""
+    return (
+        f"[dim]── {step}{_shown(answer.sample_id)}, {answer.status}, {answer.prompt_tokens} + {answer.response_tokens} "
+        f"tokens, policy version {versions or '–'}[/]\n"
+        f"{_shown(answer.prompt)}[cyan]{_shown(answer.response)}[/]\n{scored}{label}\n"
+    )
+
+
+def _shown(text: str) -> str:
+    return escape(printable(text))

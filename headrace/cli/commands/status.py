@@ -1,0 +1,140 @@
+"""`headrace status [RUN]`: the services of a run, its trainer, its engines, its ledger."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from headrace.api.buffer.v1 import buffer_pb2
+from headrace.api.rollout.v1 import rollout_pb2
+from headrace.api.trainer.v1 import trainer_pb2
+from headrace.cli.runs import add_run_argument, find_run
+from headrace.cli.view.failures import failures_line
+from headrace.cli.view.overdue import fleet_of, overdue
+from headrace.cli.view.step_line import duration
+from headrace.client.open import open_buffer
+from headrace.client.trainer import TrainerClient
+from headrace.errors import DataLoss, DeadlineExceeded, HeadraceError
+from headrace.launch.earlier import earlier_start, has_ended
+from headrace.launch.health import is_serving
+from headrace.launch.service_log import doing
+from headrace.process.ending import Ending
+from headrace.run_folder import RunFolder
+from headrace.wire.checks import one_line
+
+_PATIENCE_SECONDS = 3.0
+_MAX_DAMAGES_SHOWN = 20
+_WARNING_CHARACTERS = 600
+_SILENT = "does not answer"
+
+
+def status(argv: Sequence[str]) -> int:
+    """0 when every service serves, or the run has finished; 1 otherwise."""
+    parser = argparse.ArgumentParser(prog="headrace status")
+    add_run_argument(parser)
+    folder = find_run(parser.parse_intermixed_args(argv).run)
+    return _ended(folder) if has_ended(folder) else asyncio.run(_status(folder))
+
+
+def _ended(folder: RunFolder) -> int:
+    """0 for a run that came to its end, 1 for one that the same command would go on with."""
+    earlier = earlier_start(folder)
+    if earlier is None:
+        print(f"{folder.path}: ended; its job.json cannot be read, so how far it came is not known")
+        return 1
+    steps, wanted = earlier.saved_step, earlier.job.rollout.num_rollout
+    if steps >= wanted:
+        print(f"{folder.path}: finished {wanted} of {wanted} steps; `headrace samples` and `headrace export` read it")
+        return 0
+    if ending := Ending.read(folder.ending):
+        print(f"{folder.path}: the trainer ended: {ending.message}")
+    print(
+        f"{folder.path}: ended; {steps} of {wanted} steps are in its checkpoints: the command that started it goes on "
+        f"from there, {folder.logs} says why it ended"
+    )
+    return 1
+
+
+async def _status(folder: RunFolder) -> int:
+    table = Table("service", "address", "process", "state", title=str(folder.path), title_justify="left", box=None)
+    services = folder.services()
+    said = await asyncio.gather(*(_said(name, entry.address) for name, entry in services.items()))
+    for (name, entry), (_, detail) in zip(services.items(), said, strict=True):
+        if detail == _SILENT and name in folder.running_services():
+            detail = _not_ready(folder, name)
+        table.add_row(name, entry.address, str(entry.pid or "elsewhere"), Text(detail))
+    Console().print(table)
+    if sentence := await overdue(folder, _PATIENCE_SECONDS):
+        print(sentence)
+    return 0 if all(serving for serving, _ in said) else 1
+
+
+def _not_ready(folder: RunFolder, name: str) -> str:
+    last = doing(folder.logs / f"{name}.log", 0)
+    return "its process lives and does not serve yet" + (f", last: {last}" if last else "")
+
+
+async def _said(name: str, address: str) -> tuple[bool, str]:
+    """Whether a service serves, and what it says: one that waits for its database does not serve and says so."""
+    serving = await is_serving(address)
+    try:
+        if name in _DETAILS:
+            return serving, await _DETAILS[name](address)
+    except DeadlineExceeded:
+        return serving, _SILENT
+    except HeadraceError as error:
+        return serving, error.message
+    return serving, "serving" if serving else _SILENT
+
+
+async def _trainer(address: str) -> str:
+    async with TrainerClient(address, deadline_seconds=_PATIENCE_SECONDS) as trainer:
+        said = await trainer.status()
+    phase = trainer_pb2.Phase.Name(said.phase).removeprefix("PHASE_").lower()
+    if said.phase == trainer_pb2.PHASE_WAITING:
+        phase = f"waiting for {duration(said.waiting_seconds)}, {said.groups_ready}/{said.groups_per_step} groups ready"
+    return f"step {said.step}/{said.num_steps} {phase}, policy version {said.policy_version}, {said.world_size} ranks"
+
+
+async def _rollout(address: str) -> str:
+    fleet = await fleet_of(address, _PATIENCE_SECONDS)
+    engines = ", ".join(
+        f"{engine.engine_id} {rollout_pb2.EngineState.Name(engine.state).removeprefix('ENGINE_STATE_').lower()} "
+        f"version {engine.policy_version}"
+        for engine in fleet.engines
+    )
+    samples = f"{fleet.samples_in_flight} samples in flight, {fleet.samples_being_scored} being scored"
+    warnings = "".join(f"\n{one_line(warning, _WARNING_CHARACTERS)}" for warning in fleet.warnings)
+    return f"{engines}; {samples}, {fleet.groups_produced} groups made{warnings}"
+
+
+async def _buffer(address: str) -> str:
+    async with open_buffer(address, deadline_seconds=_PATIENCE_SECONDS) as buffer:
+        damaged = "".join(f"\ndamaged: {_described(one)}" for one in (await buffer.damage())[:_MAX_DAMAGES_SHOWN])
+        try:
+            stats = await buffer.stats("train")
+        except DataLoss as error:
+            return f"{error.message}{damaged}"
+    groups = ", ".join(f"{count} {name.lower()}" for name, count in sorted(stats.groups.items()) if count)
+    mix = "".join(
+        f"\n{source.name} (weight {source.weight:g}): {source.prompts_read} prompts read, {source.ready} groups ready, "
+        f"{source.batched} in batches"
+        for source in stats.sources
+    )
+    trouble = f"; no prompts: {stats.trouble}" if stats.trouble else ""
+    failures = f"\n{line}" if (line := failures_line(stats.production)) else ""
+    state = f"step {stats.step} (committed {stats.committed_step}); groups: {groups or 'none'}"
+    return f"{state}{mix}{trouble}{failures}{damaged}"
+
+
+def _described(damage: buffer_pb2.Damage) -> str:
+    whose = [f"{name} {value}" for name, value in (("group", damage.group_id), ("sample", damage.sample_id)) if value]
+    return f"{damage.what} ({', '.join(whose)})" if whose else damage.what
+
+
+_DETAILS: Mapping[str, Callable[[str], Awaitable[str]]] = {"trainer": _trainer, "rollout": _rollout, "buffer": _buffer}

@@ -1,0 +1,68 @@
+"""How much memory a job takes, by arithmetic: weights, gradients and states of each rank, and an engine's weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.job.megatron.arguments import megatron
+from headrace.job.rules.algorithm_rules import uses_critic, uses_reference
+from headrace.job.rules.rules import known_architecture, ranks
+from headrace.job.schema.job import Job
+from headrace.models.registry import table
+
+_FLOAT32, _BFLOAT16 = 4, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes. A rank holds the policy and what stands beside it; all before activations."""
+
+    policy: float
+    beside: dict[str, float]
+    engine: float
+    """Weights of each of its processes, before its KV cache."""
+
+    @property
+    def rank(self) -> float:
+        """All that is known of a trainer's rank."""
+        return self.policy + sum(self.beside.values())
+
+
+def memory(job: Job) -> Memory | None:
+    """None where this machine knows nothing of the model."""
+    parameters = num_parameters(job)
+    if parameters is None:
+        return None
+    args = megatron(job)
+    weight = _BFLOAT16 if args.bf16 else _FLOAT32
+    shared = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    data = ranks(job) // (shared * args.context_parallel_size)
+    # Gradients in float32 and Adam's two moments; in bfloat16 a float32 master copy is stored beside them.
+    states = (3 if args.bf16 else 2) * _FLOAT32 / (data if args.use_distributed_optimizer else 1)
+    trained, frozen = parameters / shared * (weight + _FLOAT32 + states), parameters / shared * weight
+    beside = {
+        "critic": trained if uses_critic(job) else 0.0,
+        "reference": frozen if uses_reference(job) else 0.0,
+        "teacher": frozen if job.distillation.use_opd and job.distillation.opd_type == "megatron" else 0.0,
+        "old actor": frozen if job.train.keep_old_actor else 0.0,
+    }
+    engine = parameters * weight / job.placement.rollout_num_gpus_per_engine
+    return Memory(trained, {name: size for name, size in beside.items() if size}, engine)
+
+
+def num_parameters(job: Job) -> int | None:
+    """Elements of all tensors: from the headers of the safetensors files, else from the architecture."""
+    folder = job.model.hf_checkpoint
+    if counted := sum(_elements(file) for file in folder.glob("*.safetensors")):
+        return counted
+    architecture = known_architecture(job)
+    return None if architecture is None else table(architecture).num_parameters
+
+
+def _elements(file: Path) -> int:
+    with file.open("rb") as data:
+        header = json.loads(data.read(int.from_bytes(data.read(8), "little")))
+    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")

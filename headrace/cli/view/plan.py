@@ -1,0 +1,181 @@
+"""What a resolved job will do, for a person to read before it starts."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+
+from headrace.cli.view.memory import memory, num_parameters
+from headrace.job.megatron.arguments import megatron
+from headrace.job.rules.algorithm_rules import uses_critic, uses_reference
+from headrace.job.rules.machine import num_gpus
+from headrace.job.rules.rules import ranks
+from headrace.job.rules.scope import Scope
+from headrace.job.schema.job import Job
+from headrace.launch.specs import SERVICES, address_in
+
+_PACKAGES = ("headrace", "torch", "megatron-core", "transformers", "sglang", "sglang-router", "grpcio")
+
+
+def plan(job: Job, scope: Scope | None = None) -> list[tuple[str, str]]:
+    """(what, how) in the order of reading."""
+    return [
+        ("run", f"{job.run.run_dir / job.run.run_name}, seed {job.run.seed}"),
+        ("model", f"{job.model.hf_checkpoint}, {_parameters(job)}"),
+        ("services", "; ".join(f"{name} {address_in(job, name) or 'started here'}" for name in SERVICES)),
+        ("algorithm", _algorithm(job)),
+        ("loss", _loss(job)),
+        ("trainer", _trainer(job, scope)),
+        ("engines", _engines(job)),
+        ("batch", _batch(job)),
+        ("staleness", _staleness(job)),
+        ("prompts", _prompts(job)),
+        ("reward", job.reward.custom_rm_path or job.reward.rm_type or "by each prompt's metadata.rm_type"),
+        ("evaluation", _evaluation(job)),
+        ("memory", _memory(job)),
+        ("versions", f"Python {sys.version.split()[0]}, {', '.join(_versions())}"),
+    ]
+
+
+def in_short(job: Job) -> str:
+    """One line for the moment before it starts."""
+    rollout = job.rollout
+    engines = job.placement.rollout_num_gpus // job.placement.rollout_num_gpus_per_engine
+    return (
+        f"{job.model.hf_checkpoint.name}, {_parameters(job)}: {rollout.num_rollout} steps of "
+        f"{rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt} samples, "
+        f"{_count(ranks(job), 'trainer rank')}, {_count(engines, 'engine')}, {_meaning(job.buffer.max_staleness)}"
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _parameters(job: Job) -> str:
+    found = num_parameters(job)
+    return "size unknown here" if found is None else f"{found / 1e6:,.1f} M parameters"
+
+
+def _algorithm(job: Job) -> str:
+    train = job.train
+    if train.loss_type == "sft_loss":
+        return "supervised fine-tuning" + (f", masks of {train.loss_mask_type}" if train.loss_mask_type else "")
+    parts: list[str] = [train.advantage_estimator]
+    if uses_critic(job):
+        start = job.critic.critic_load or job.model.hf_checkpoint
+        parts.append(f"critic from {start}, lr {job.critic.critic_lr:g}, value clip {job.critic.value_clip:g}")
+    if job.distillation.use_opd:
+        parts.append(f"distilled from a teacher ({job.distillation.opd_type}), weight {job.distillation.opd_kl_coef:g}")
+    if job.train.disable_grpo_std_normalization:
+        parts.append("advantages not divided by the group's deviation")
+    return ", ".join([*parts, *(["advantages whitened"] if train.normalize_advantages else [])])
+
+
+def _loss(job: Job) -> str:
+    train = job.train
+    if train.loss_type != "policy_loss":
+        return job.hooks.custom_loss_function_path or train.loss_type
+    high = train.eps_clip if train.eps_clip_high is None else train.eps_clip_high
+    parts = [f"ratio clipped to {1 - train.eps_clip:g} … {1 + high:g}", _kl(job)]
+    if train.use_tis:
+        parts.append(f"importance weights ({train.tis_mode}) up to {train.tis_clip:g}")
+    if train.entropy_coef:
+        parts.append(f"entropy bonus {train.entropy_coef:g}")
+    parts.append("mean over tokens" if train.calculate_per_token_loss else "mean over rollouts")
+    return ", ".join(parts)
+
+
+def _kl(job: Job) -> str:
+    train = job.train
+    if not uses_reference(job):
+        return "no KL to a reference"
+    where = job.model.ref_load or "the starting weights"
+    if train.kl_coef > 0:
+        return f"KL to {where} in the reward, weight {train.kl_coef:g}"
+    return f"KL ({train.kl_loss_type}) to {where} in the loss, weight {train.kl_loss_coef:g}"
+
+
+def _trainer(job: Job, scope: Scope | None) -> str:
+    args = megatron(job)
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    data = ranks(job) // (tensor * pipeline * args.context_parallel_size)
+    on_gpus = num_gpus() or (scope is not None and scope.elsewhere)
+    where = f"{'GPUs' if on_gpus else 'CPU processes'}, placement {job.placement.placement}"
+    layout = f"data {data} x tensor {tensor} x pipeline {pipeline}"
+    layout += f" x context {args.context_parallel_size}" if args.context_parallel_size > 1 else ""
+    layout += f", experts over {args.expert_model_parallel_size}" if args.expert_model_parallel_size > 1 else ""
+    return f"{_count(ranks(job), 'rank')} ({where}): {layout}; lr {args.lr:g} {args.lr_decay_style}"
+
+
+def _engines(job: Job) -> str:
+    each = job.placement.rollout_num_gpus_per_engine
+    count = job.placement.rollout_num_gpus // each
+    return f"{count} behind the router ({job.rollout.router_policy}), {each} tensor-parallel processes in each"
+
+
+def _batch(job: Job) -> str:
+    rollout, train = job.rollout, job.train
+    return (
+        f"{rollout.num_rollout} steps of {rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt} samples"
+        f" = {train.num_steps_per_rollout} optimizer steps x {train.global_batch_size} samples; {_micro(job)}"
+    )
+
+
+def _micro(job: Job) -> str:
+    if job.train.use_dynamic_batch_size:
+        return f"micro-batches of up to {job.train.max_tokens_per_gpu:,} tokens"
+    return f"micro-batches of {job.train.micro_batch_size}"
+
+
+def _staleness(job: Job) -> str:
+    staleness = job.buffer.max_staleness
+    return f"at most {staleness} steps ({_meaning(staleness)})"
+
+
+def _meaning(staleness: int) -> str:
+    return {0: "synchronous, on-policy", 1: "one step off"}.get(staleness, "asynchronous")
+
+
+def _prompts(job: Job) -> str:
+    files, weights = job.data.prompt_data, job.data.prompt_data_weights
+    if not files:
+        return "by SubmitPrompts only (headrace submit)"
+    if len(files) == 1:
+        return files[0]
+    shares = weights or (1.0,) * len(files)
+    return ", ".join(f"{share / sum(shares):.0%} {file}" for file, share in zip(files, shares, strict=True))
+
+
+def _evaluation(job: Job) -> str:
+    if not job.eval.eval_prompt_data:
+        return "none"
+    interval = job.eval.eval_interval
+    every = f"every {interval} steps" if interval else "before the first and after the last step"
+    return f"{', '.join(name for name, _ in job.eval.eval_prompt_data)}: {every}"
+
+
+def _memory(job: Job) -> str:
+    found = memory(job)
+    if found is None:
+        return "unknown: the model is not on this machine; --model NAME would tell"
+    beside = "".join(f", {name} {_gigabytes(size)}" for name, size in found.beside.items())
+    return (
+        f"about {_gigabytes(found.rank)} for each trainer rank (policy {_gigabytes(found.policy)}{beside}) and "
+        f"{_gigabytes(found.engine)} of weights for each of an engine's processes, before activations and KV cache"
+    )
+
+
+def _versions() -> Sequence[str]:
+    found = []
+    for package in _PACKAGES:
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"{package} not installed")
+    return found
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:.2f} GB" if size < 1e10 else f"{size / 1e9:,.0f} GB"

@@ -1,0 +1,203 @@
+"""What is known of a running job, and how it looks."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from headrace.api.buffer.v1 import buffer_pb2
+from headrace.api.rollout.v1 import rollout_pb2
+from headrace.api.trainer.v1 import trainer_pb2
+from headrace.cli.view.awaited import Patience, awaited
+from headrace.cli.view.failures import FailureNotes, failures_line
+from headrace.cli.view.step_line import duration, evaluation_line, evaluations, step_line
+from headrace.job.schema.job import Job
+from headrace.wire.checks import one_line
+
+_BARS = "▁▂▃▄▅▆▇█"
+_NOTES_SHOWN = 4
+_SPARKS_SHOWN = 48
+_STEPS_BEFORE_GUESSING = 2
+_WARNING_CHARACTERS = 600
+
+
+class RunView:
+    """Written by the follower and the launcher, read by the display. One event loop, so no locks."""
+
+    def __init__(self, job: Job, resumed_step: int = 0) -> None:
+        self._job = job
+        self._resumed_step = resumed_step
+        self._started = time.monotonic()
+        self._started_at = time.time()
+        self._notes: deque[str] = deque(maxlen=200)
+        self._unread: deque[str] = deque()
+        self._status: trainer_pb2.GetStatusResponse | None = None
+        self._fleet: rollout_pb2.GetFleetResponse | None = None
+        self._stats: buffer_pb2.StreamStats | None = None
+        self._failure_notes = FailureNotes()
+        self._patience = Patience(job.run.first_batch_seconds)
+        self._tokens: deque[tuple[float, int]] = deque(maxlen=20)
+        self._trained: set[int] = set()
+        self._rewards: dict[int, float] = {}
+        self._step_seconds: deque[float] = deque(maxlen=20)
+        self._evaluations: dict[str, dict[int, float]] = {}
+        self._seen: set[tuple[int, int]] = set()
+        self._warned: set[str] = set()
+        self._latest: Mapping[str, float] = {}
+        self.ended = False
+
+    def note(self, line: str) -> None:
+        """Something a person should read once."""
+        self._notes.append(line)
+        self._unread.append(line)
+
+    def end(self) -> None:
+        """Nothing more will come."""
+        self.ended = True
+
+    def unread(self) -> list[str]:
+        """Lines since the last call, for plain output."""
+        lines = list(self._unread)
+        self._unread.clear()
+        return lines
+
+    def on_status(self, status: trainer_pb2.GetStatusResponse) -> None:
+        """The trainer's answer. A batch that is long overdue is a note."""
+        self._status = status
+        if status.phase == trainer_pb2.PHASE_WAITING and self._patience.is_over(status.step, status.waiting_seconds):
+            self.note(awaited(status, self._fleet, self._stats))
+
+    def on_stats(self, stats: buffer_pb2.StreamStats) -> None:
+        """The buffer's answer. Samples that fail are notes, as they come."""
+        self._stats = stats
+        for line in self._failure_notes.lines(stats.production):
+            self.note(line)
+
+    def on_fleet(self, fleet: rollout_pb2.GetFleetResponse) -> None:
+        """The rollout service's answer. What it warns of is a note, once."""
+        self._fleet = fleet
+        for warning in fleet.warnings:
+            if warning not in self._warned:
+                self._warned.add(warning)
+                self.note(one_line(warning, _WARNING_CHARACTERS))
+        self._tokens.append((time.monotonic(), fleet.tokens_produced))
+
+    def on_progress(self, row: trainer_pb2.WatchProgressResponse) -> None:
+        """A finished step (counted from 1) or evaluation. A step that is trained again replaces the first.
+
+        What an earlier start trained is in the curves and is not said again.
+        """
+        key = (row.step, row.time.ToNanoseconds())
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        metrics = dict(row.metrics)
+        if "reward/mean" in metrics:
+            self._rewards[row.step] = metrics["reward/mean"]
+        is_old = row.step <= self._resumed_step and row.time.ToNanoseconds() < self._started_at * 1e9
+        if "time/step_seconds" in metrics and not is_old:
+            self._step_seconds.append(metrics["time/step_seconds"])
+            self._patience.waited(metrics.get("time/wait_seconds", 0.0))
+        for warning in row.warnings:
+            self.note(f"after step {row.step}: {warning}")
+        for name in evaluations(metrics):
+            self._evaluations.setdefault(name, {})[row.step] = metrics[name]
+        self._latest = {**self._latest, **metrics}
+        if is_old:
+            return
+        if shown := step_line(metrics):
+            self._trained.add(row.step)
+            steps = self._job.rollout.num_rollout
+            self._unread.append(f"step {row.step}/{steps}: {shown}{self._left(row.step)}")
+        if shown := evaluation_line(metrics):
+            self._unread.append(f"evaluation after step {row.step}: {shown}")
+
+    def tokens_per_second(self) -> float:
+        """Response tokens over the last twenty answers."""
+        if len(self._tokens) < 2:
+            return 0.0
+        (first, before), (last, after) = self._tokens[0], self._tokens[-1]
+        return max(after - before, 0) / max(last - first, 1e-9)
+
+    def summary(self) -> list[str]:
+        """How the run went, in a few lines."""
+        earlier = f" after the {self._resumed_step} of earlier starts" if self._resumed_step else ""
+        took = duration(time.monotonic() - self._started)
+        lines = [f"finished {len(self._trained)} steps{earlier} in {took}"]
+        rewards = [self._rewards[step] for step in sorted(self._rewards)]
+        if len(rewards) >= 6:
+            before, after = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3
+            lines.append(f"mean reward: first three steps {before:.3f}, last three {after:.3f}")
+        for name, values in sorted(self._evaluations.items()):
+            first, last = min(values), max(values)
+            lines.append(f"{name}: {values[first]:.3f} after step {first}, {values[last]:.3f} after step {last}")
+        return lines
+
+    def __rich__(self) -> RenderableType:
+        notes = Text("\n".join(list(self._notes)[-_NOTES_SHOWN:]))
+        return Panel(Group(self._table(), notes), title=f"headrace · {self._job.run.run_name}", title_align="left")
+
+    def _table(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="bold")
+        table.add_column()
+        table.add_column()
+        step, steps, phase = self._position()
+        table.add_row("step", _bar(step, steps), f"{step}/{steps}  {phase}{self._left(step)}")
+        if self._status and self._status.groups_per_step:
+            ready, wanted = self._status.groups_ready, self._status.groups_per_step
+            table.add_row("groups", _bar(ready, wanted), f"{ready}/{wanted} ready")
+        rewards = [self._rewards[step] for step in sorted(self._rewards)]
+        table.add_row("reward", sparkline(rewards[-_SPARKS_SHOWN:]), f"{rewards[-1]:.3f}" if rewards else "–")
+        for name, values in sorted(self._evaluations.items()):
+            shown = [values[step] for step in sorted(values)]
+            table.add_row(name, sparkline(shown[-_SPARKS_SHOWN:]), f"{shown[-1]:.3f}")
+        table.add_row("training", step_line(self._latest, skip=("reward/mean",)) or "–", "")
+        table.add_row("rollout", *self._rollout())
+        if self._stats and (failures := failures_line(self._stats.production)):
+            table.add_row("failures", Text(failures), "")
+        return table
+
+    def _position(self) -> tuple[int, int, str]:
+        if self._status is None:
+            return 0, self._job.rollout.num_rollout, "starting"
+        phase = trainer_pb2.Phase.Name(self._status.phase).removeprefix("PHASE_").lower()
+        return self._status.step, self._status.num_steps or self._job.rollout.num_rollout, phase
+
+    def _left(self, step: int) -> str:
+        """How long it will take from here; empty before it can be known, and at the end."""
+        steps_left = self._job.rollout.num_rollout - step
+        if len(self._step_seconds) < _STEPS_BEFORE_GUESSING or steps_left <= 0:
+            return ""
+        return f", about {duration(statistics.median(self._step_seconds) * steps_left)} left"
+
+    def _rollout(self) -> tuple[str, str]:
+        if self._fleet is None:
+            return "starting", ""
+        ready = sum(engine.state == rollout_pb2.ENGINE_STATE_READY for engine in self._fleet.engines)
+        return (
+            f"{ready}/{len(self._fleet.engines)} engines ready, {self._fleet.samples_in_flight} samples in flight, "
+            f"{self.tokens_per_second():.0f} tokens/s",
+            f"policy version {self._fleet.policy_version}",
+        )
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """One character a value, from the lowest to the highest."""
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    span = (high - low) or 1.0
+    return "".join(_BARS[round((value - low) / span * (len(_BARS) - 1))] for value in values)
+
+
+def _bar(done: int, total: int) -> ProgressBar:
+    return ProgressBar(total=max(total, 1), completed=min(done, total), width=_SPARKS_SHOWN)

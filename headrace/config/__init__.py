@@ -1,1 +1,0 @@
-"""One typed, frozen tree for a whole run. Imports neither torch nor any service."""

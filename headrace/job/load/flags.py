@@ -1,0 +1,122 @@
+"""Command-line flags to settings. `--flag value`, `--flag=value`, `--switch`, `--no-switch`, `--many a b --many c`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from headrace.errors import ConfigError
+from headrace.job.leaf import ALIASES, OPPOSITES, Leaf, Setting, Shape
+from headrace.job.load import sglang
+from headrace.job.load.foreign import FOREIGN
+from headrace.job.schema.literal import literal
+from headrace.suggest import did_you_mean
+from headrace.wire.checks import shown
+
+SGLANG_PREFIX = "--sglang-"
+_SHOWN = 80
+
+
+def parse_flags(
+    argv: Sequence[str], known: Mapping[str, Leaf], note: Callable[[str], None] = lambda _: None
+) -> list[Setting]:
+    """One setting a leaf. `note` hears which leaf is given more than once: the last value counts, as in argparse.
+
+    Raises ConfigError that names every flag that is unknown or has the wrong number of values.
+    """
+    settings: dict[tuple[str, str], Setting] = {}
+    mistakes: list[ConfigError] = []
+    for flag, words in _split(argv):
+        try:
+            setting = _setting(flag, words, known)
+        except ConfigError as mistake:
+            mistakes.append(mistake)
+            continue
+        key = (setting.section, setting.name)
+        settings[key] = _joined(settings[key], setting, known, note) if key in settings else setting
+    if mistakes:
+        raise _all_of(mistakes)
+    return list(settings.values())
+
+
+def shaped(leaf: Leaf, words: Sequence[str], origin: str) -> Any:
+    """The value that `words` give to `leaf`; the number of words is checked here, their meaning by the job's types."""
+    if leaf.shape is Shape.PAIRS:
+        if not words or len(words) % 2:
+            raise ConfigError(f"{origin} takes NAME PATH pairs, got {_shown(words)}", field=leaf.name)
+        return list(zip(words[::2], words[1::2], strict=True))
+    if leaf.shape is Shape.MANY:
+        if not words:
+            raise ConfigError(f"{origin} takes one or more values, got none", field=leaf.name)
+        return list(words)
+    if leaf.shape is Shape.SWITCH and not words:
+        return True
+    if len(words) != 1:
+        raise ConfigError(f"{origin} takes one value, got {_shown(words)}", field=leaf.name)
+    return words[0]
+
+
+def _split(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
+    found: list[tuple[str, list[str]]] = []
+    for word in argv:
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            found.append((flag, [value] if equals else []))
+        elif found:
+            found[-1][1].append(word)
+        else:
+            raise ConfigError(f"unexpected argument {shown(word)}: flags begin with --")
+    return found
+
+
+def _setting(flag: str, words: list[str], known: Mapping[str, Leaf]) -> Setting:
+    foreign = FOREIGN.get(flag.removeprefix("--").replace("-", "_"))
+    if foreign is not None:
+        raise ConfigError(f"{flag} is not a flag of headrace: {foreign}", field=flag)
+    if flag.startswith(SGLANG_PREFIX):
+        return _sglang(flag, words)
+    name = _name(flag.removeprefix("--"))
+    if name in known:
+        leaf = known[name]
+        return Setting(leaf.section, leaf.name, shaped(leaf, words, flag), flag)
+    negated = OPPOSITES.get(name) or _name(flag.removeprefix("--no-"))
+    if negated in known and known[negated].shape is Shape.SWITCH:
+        if words:
+            raise ConfigError(f"{flag} takes no value, got {_shown(words)}", field=negated)
+        return Setting(known[negated].section, negated, False, flag)
+    names = [leaf.flag for leaf in known.values()] + [f"--{alias.replace('_', '-')}" for alias in ALIASES]
+    raise ConfigError(f"unknown flag {flag[:_SHOWN]}{did_you_mean(flag, names)}", field=flag)
+
+
+def _sglang(flag: str, words: list[str]) -> Setting:
+    name = flag.removeprefix(SGLANG_PREFIX).replace("-", "_")
+    sglang.require_known(name, flag)
+    values = [literal(word) for word in words]
+    return Setting("sglang", name, True if not values else values[0] if len(values) == 1 else values, flag)
+
+
+def _joined(first: Setting, second: Setting, known: Mapping[str, Leaf], note: Callable[[str], None]) -> Setting:
+    if first.section != "sglang" and known[first.name].shape in (Shape.MANY, Shape.PAIRS):
+        return Setting(first.section, first.name, [*first.value, *second.value], first.origin)
+    if first.value != second.value:
+        note(
+            f"{first.name} is given twice, {first.origin} {str(first.value)[:_SHOWN]} and {second.origin} "
+            f"{str(second.value)[:_SHOWN]}: the last one counts"
+        )
+    return second
+
+
+def _all_of(mistakes: Sequence[ConfigError]) -> ConfigError:
+    if len(mistakes) == 1:
+        return mistakes[0]
+    lines = "".join(f"\n  {mistake.message}" for mistake in mistakes)
+    return ConfigError(f"{len(mistakes)} flags cannot be taken:{lines}", field=mistakes[0].field)
+
+
+def _name(flag: str) -> str:
+    name = flag.replace("-", "_")
+    return ALIASES.get(name, name)
+
+
+def _shown(words: Sequence[str]) -> str:
+    return f"{len(words)}: {' '.join(words)[:_SHOWN]}" if words else "none"

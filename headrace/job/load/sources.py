@@ -1,0 +1,118 @@
+"""The other two places settings come from: a TOML file and the environment."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import ConfigError
+from headrace.job.leaf import ALIASES, Leaf, Setting, Shape
+from headrace.job.load import sglang
+from headrace.job.load.flags import shaped
+from headrace.job.load.foreign import FOREIGN
+from headrace.job.schema.job import Job
+from headrace.job.schema.literal import literal
+from headrace.suggest import did_you_mean
+
+PREFIX = "HEADRACE_"
+SGLANG_PREFIX = "HEADRACE_SGLANG_"
+_MAX_FILE_BYTES = 16 << 20
+
+
+def read_file(path: Path, known: Mapping[str, Leaf]) -> list[Setting]:
+    """Settings of a job file. Raises ConfigError that names file, section and key."""
+    tree = _parsed(path)
+    settings: list[Setting] = []
+    for section, table in tree.items():
+        if section not in Job.model_fields:
+            raise ConfigError(f"{path}: {_unknown_top(section, known)}", field=section)
+        if not isinstance(table, dict):
+            raise ConfigError(f"{path}: {section} is not a table: write [{section}] on its own line", field=section)
+        settings += [_of_file(path, section, key, value, known) for key, value in table.items()]
+    return settings
+
+
+def read_environment(environment: Mapping[str, str], known: Mapping[str, Leaf]) -> list[Setting]:
+    """Settings of HEADRACE_<LEAF> variables. Raises ConfigError for one that is no leaf."""
+    return [
+        _of_environment(variable, text, known)
+        for variable, text in sorted(environment.items())
+        if variable.startswith(PREFIX)
+    ]
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    """TOML, or the JSON of a run's folder (where what is absent is null)."""
+    text = _text(path)
+    try:
+        if path.suffix != ".json":
+            return tomllib.loads(text)
+        tree: Any = json.loads(text)
+    except (ValueError, RecursionError) as error:  # both parsers' errors
+        raise ConfigError(f"{path} is not {path.suffix.removeprefix('.').upper() or 'TOML'}: {error}") from error
+    if not isinstance(tree, dict) or not all(isinstance(table, dict) for table in tree.values()):
+        raise ConfigError(f"{path} is no job: it must be an object of sections, each an object")
+    return {name: {key: value for key, value in table.items() if value is not None} for name, table in tree.items()}
+
+
+def _text(path: Path) -> str:
+    try:
+        if path.is_dir():
+            raise ConfigError(f"job file {path} is a folder: name the file in it")
+        if not path.is_file():
+            raise ConfigError(f"job file {path} does not exist")
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise ConfigError(f"job file {path} is larger than {_MAX_FILE_BYTES} bytes: it is no job")
+        return path.read_text()
+    except OSError as error:
+        raise ConfigError(f"job file {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"job file {path} is no text: {error}") from error
+
+
+def _of_file(path: Path, section: str, key: str, value: Any, known: Mapping[str, Leaf]) -> Setting:
+    origin = f"{path} [{section}] {key}"
+    if section == "sglang":
+        sglang.require_known(key, origin)
+        return Setting(section, key, value, origin)
+    name = ALIASES.get(key, key)
+    if name in known and known[name].section == section:
+        return Setting(section, name, value, origin)
+    if name in known:
+        raise ConfigError(f"{origin}: unknown key here: it belongs in [{known[name].section}]", field=key)
+    if key in FOREIGN:
+        raise ConfigError(f"{origin}: not a key of headrace: {FOREIGN[key]}", field=key)
+    names = [leaf.name for leaf in known.values() if leaf.section == section]
+    near = did_you_mean(key, names) or did_you_mean(key, [leaf.name for leaf in known.values()])
+    raise ConfigError(f"{origin}: unknown key{near}", field=key)
+
+
+def _unknown_top(key: str, known: Mapping[str, Leaf]) -> str:
+    name = ALIASES.get(key, key)
+    if name in known:
+        return f"{key} must stand in a section: put it under [{known[name].section}]"
+    return f"unknown section [{key}]{did_you_mean(key, Job.model_fields)}"
+
+
+def _of_environment(variable: str, text: str, known: Mapping[str, Leaf]) -> Setting:
+    if variable.startswith(SGLANG_PREFIX):
+        name = variable.removeprefix(SGLANG_PREFIX).lower()
+        sglang.require_known(name, variable)
+        return Setting("sglang", name, literal(text), variable)
+    key = variable.removeprefix(PREFIX).lower()
+    name = ALIASES.get(key, key)
+    if name not in known:
+        if name in FOREIGN:
+            raise ConfigError(f"{variable} is no variable of headrace: {FOREIGN[name]}", field=variable)
+        near = did_you_mean(variable, [leaf.variable for leaf in known.values()])
+        raise ConfigError(f"unknown environment variable {variable}{near}", field=variable)
+    leaf = known[name]
+    try:
+        words = shlex.split(text) if leaf.shape in (Shape.MANY, Shape.PAIRS) else [text]
+    except ValueError as error:
+        raise ConfigError(f"{variable}: {error}", field=leaf.name) from error
+    return Setting(leaf.section, leaf.name, shaped(leaf, words, variable), variable)

@@ -1,0 +1,170 @@
+"""Megatron's arguments, by Megatron's own names: every field of its configs, typed, and what its trainer's flags add.
+
+Architecture is never needed: the checkpoint's config.json says it all. What is given must agree with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+
+from headrace.job.megatron.fields import MegatronFields
+from headrace.job.megatron.layer_pattern import LayerPattern
+from headrace.job.megatron.owned import GPU_ONLY, OWNED
+from headrace.job.schema.job import Job
+from headrace.job.schema.section import NonNegative, Positive, Rate
+
+MEGATRON_ALIASES: Mapping[str, str] = {
+    "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
+    "apply_layernorm_1p": "layernorm_zero_centered_gamma",
+    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+    "end_weight_decay": "end_wd",
+    "fp8_format": "fp8",
+    "layernorm_epsilon": "norm_epsilon",
+    "gated_linear_unit": "swiglu",
+    "lr_decay_steps": "lr_decay_iters",
+    "lr_warmup_init": "init_lr",
+    "lr_warmup_steps": "lr_warmup_iters",
+    "lr_wsd_decay_iters": "wsd_decay_steps",
+    "max_lr": "lr",
+    "num_experts": "num_moe_experts",
+    "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
+    "rope_fusion": "apply_rope_fusion",
+    "start_weight_decay": "start_wd",
+    "use_gated_attention": "attention_output_gate",
+    "weight_decay_incr_style": "wd_incr_style",
+}
+"""Other names of fields: those of Megatron's own training script, or those of its classes."""
+
+
+def _none(dropout: float) -> float:
+    if dropout:
+        raise ValueError("should be 0: a policy's log-probs must be the same in every pass")
+    return dropout
+
+
+NoDropout = Annotated[float, AfterValidator(_none)]
+
+
+class ArchitectureArgs(MegatronFields):
+    """Given for agreement only: each must equal what the checkpoint says."""
+
+    num_layers: Positive | None = Field(None, description="Transformer layers.")
+    hidden_size: Positive | None = Field(None, description="Width of the residual stream.")
+    ffn_hidden_size: Positive | None = Field(None, description="Width of the MLP.")
+    num_attention_heads: Positive | None = Field(None, description="Query heads.")
+    num_query_groups: Positive | None = Field(None, description="Key/value heads.")
+    kv_channels: Positive | None = Field(None, description="Width of a head.")
+    max_position_embeddings: Positive | None = Field(None, description="Longest sequence.")
+    vocab_size: Positive | None = Field(None, description="Rows of the embedding.")
+    rotary_base: Annotated[float, Field(ge=1, le=1e15)] | None = Field(
+        None, description="Base of the rotary frequencies."
+    )
+    rotary_percent: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Share of a head to rotate.")
+    norm_epsilon: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Epsilon of the norms.")
+    normalization: Literal["RMSNorm", "LayerNorm"] | None = Field(None, description="Kind of norm.")
+    swiglu: bool | None = Field(None, description="Gated SiLU in the MLP.")
+    qk_layernorm: bool | None = Field(None, description="Norms on queries and keys.")
+    add_qkv_bias: bool | None = Field(None, description="Biases on q, k and v.")
+    untie_embeddings_and_output_weights: bool | None = Field(None, description="Output layer with weights of its own.")
+    position_embedding_type: Literal["rope"] | None = Field(None, description="How positions are known.")
+    no_position_embedding: bool | None = Field(None, description="No learned positions: they are rotary.")
+    disable_bias_linear: bool | None = Field(None, description="No biases in linear layers.")
+    seq_length: Positive | None = Field(None, description="Longest sequence; at most max_position_embeddings.")
+    tokenizer_type: Literal["HuggingFaceTokenizer"] | None = Field(None, description="The checkpoint's own.")
+    group_query_attention: bool | None = Field(None, description="Fewer key/value heads than query heads.")
+    use_rotary_position_embeddings: bool | None = Field(None, description="Positions are rotary.")
+    use_rope_scaling: bool | None = Field(None, description="Llama 3's stretched rotary frequencies.")
+    rotary_interleaved: bool | None = Field(None, description="Neighbouring channels are turned together.")
+    multi_latent_attention: bool | None = Field(None, description="DeepSeek's latent attention.")
+    post_self_attn_layernorm: bool | None = Field(None, description="A norm behind attention too.")
+    post_mlp_layernorm: bool | None = Field(None, description="A norm behind the MLP too.")
+    moe_layer_freq: Annotated[int | tuple[int, ...], LayerPattern] | None = Field(
+        None, description="Which layers have experts: 1, [0,1,1] or [0]*1+[1]*45."
+    )
+    spec: tuple[str, ...] = Field((), description="Module and function of slime's model: must be the checkpoint's.")
+    train_backend: Literal["megatron"] | None = Field(None, description="The trainer's only one.")
+
+
+class MegatronArgs(ArchitectureArgs):
+    """Every Megatron flag there is; unknown ones are errors. None: Megatron's own default."""
+
+    tensor_model_parallel_size: Positive = Field(1, description="Ranks that share every layer.")
+    pipeline_model_parallel_size: Positive = Field(1, description="Stages of consecutive layers.")
+    virtual_pipeline_model_parallel_size: Positive | None = Field(
+        None, description="Virtual stages of a pipeline rank, which take turns; absent: its layers are one stage."
+    )
+    num_layers_per_virtual_pipeline_stage: Positive | None = Field(
+        None, description="The same by the number of layers in each."
+    )
+    expert_model_parallel_size: Positive = Field(1, description="Ranks that share out the experts of a layer.")
+    expert_tensor_parallel_size: Positive | None = Field(
+        None, description="Ranks that share each expert; absent: tensor_model_parallel_size."
+    )
+    context_parallel_size: Positive = Field(
+        1, description="Ranks that share a sequence: each has a part of its positions."
+    )
+    sequence_parallel: bool = Field(False, description="Share activations over tensor ranks.")
+    use_distributed_optimizer: bool = Field(False, description="Optimizer states are shared out over data ranks.")
+    bf16: bool = Field(False, description="Weights and activations in bfloat16, fp32 master weights.")
+    recompute_activations: bool = Field(False, description="Recompute attention in the backward pass.")
+    attention_dropout: NoDropout = Field(0.0, description="Must be 0.")
+    hidden_dropout: NoDropout = Field(0.0, description="Must be 0.")
+    optimizer: Literal["adam", "sgd"] = Field("adam", description="What updates the weights.")
+    lr: Rate = Field(1e-6, description="Highest learning rate.")
+    min_lr: Rate = Field(0.0, description="Lowest learning rate.")
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = Field(
+        "constant", description="How it falls."
+    )
+    lr_decay_iters: Positive | None = Field(None, description="Optimizer steps of the decay; absent: all.")
+    lr_warmup_iters: NonNegative = Field(0, description="Optimizer steps of the warm-up.")
+    lr_warmup_fraction: Annotated[float, Field(ge=0, lt=1)] | None = Field(
+        None, description="The same as a share of the decay's steps."
+    )
+    init_lr: Rate = Field(0.0, description="Learning rate at the start of the warm-up.")
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] | None = Field(
+        None, description="How a WSD schedule falls at its end."
+    )
+    wsd_decay_steps: Positive | None = Field(None, description="Optimizer steps of that end.")
+    weight_decay: Rate = Field(0.01, description="Decoupled weight decay.")
+    start_wd: Rate | None = Field(None, description="Weight decay at the start; absent: weight_decay.")
+    end_wd: Rate | None = Field(None, description="Weight decay at the end; absent: weight_decay.")
+    wd_incr_style: Literal["constant", "linear", "cosine"] = Field("constant", description="How it goes between them.")
+    wd_incr_steps: Positive | None = Field(None, description="Optimizer steps between them; absent: all.")
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="Decay of the first moment.")
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.999, description="Decay of the second moment.")
+    adam_eps: Annotated[float, Field(gt=0, le=1)] = Field(1e-8, description="Adam's epsilon.")
+    clip_grad: Annotated[float, Field(ge=0, le=1e9)] = Field(1.0, description="Largest gradient norm; 0: no clipping.")
+    grad_reduce_in_fp32: bool = Field(True, description="Gradients are summed over data ranks in float32.")
+    check_for_nan_in_grad: bool = Field(True, description="A gradient that is not a number ends the run.")
+
+    @field_validator(*OWNED, mode="before")
+    @classmethod
+    def _not_headraces_own(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None
+        raise ValueError(f"{info.field_name} is not for a job to set: {OWNED[info.field_name]}: leave it out")
+
+    def given(self, names: frozenset[str]) -> dict[str, Any]:
+        """Those of `names` that the job has set."""
+        return {name: getattr(self, name) for name in sorted(names & self.model_fields_set)}
+
+    def needs_gpu(self) -> list[str]:
+        """The flags that only a GPU can follow, as they would be typed."""
+        flags = []
+        for name, value in self.given(GPU_ONLY).items():
+            if value:
+                flag = f"--{name.replace('_', '-')}"
+                flags.append(flag if value is True else f"{flag} {value}")
+        return flags
+
+
+DESCRIBED = frozenset(ArchitectureArgs.__annotations__) | frozenset(MegatronArgs.__annotations__)
+"""Arguments that headrace says something about; the others are Megatron-core's alone."""
+
+
+def megatron(job: Job) -> MegatronArgs:
+    """Megatron's arguments of a job, typed."""
+    return MegatronArgs.model_validate(job.megatron)

@@ -1,0 +1,102 @@
+"""Rules of the engines: SGLang's arguments that are not for a job to set or out of range, lengths, tensor ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from headrace.errors import ConfigError
+from headrace.job.model.context_limit import ContextLimit
+from headrace.job.rules.machine import num_gpus
+from headrace.job.rules.scope import Scope
+from headrace.job.schema.job import Job
+from headrace.models.architecture import Architecture
+
+OURS: Mapping[str, str] = {
+    "model_path": "set hf_checkpoint instead",
+    "tp_size": "set rollout_num_gpus_per_engine instead",
+    "host": "engines listen on 127.0.0.1 only",
+    "port": "a free port is chosen",
+    "weight_version": "it is the policy version",
+    "random_seed": "set rollout_seed instead",
+    "base_gpu_id": "engines are laid out over rollout_num_gpus",
+    "enable_return_routed_experts": "set use_rollout_routing_replay instead",
+}
+"""Arguments of SGLang that headrace sets, and what a job says instead."""
+
+_SHARES = ("mem_fraction_static", "schedule_conservativeness")
+_AT_MOST_ONE = ("mem_fraction_static",)
+_COUNTS = ("context_length", "max_running_requests", "max_total_tokens", "max_prefill_tokens", "page_size", "dp_size")
+_SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
+
+
+def check_engines(job: Job) -> None:
+    """Raises ConfigError for an argument of SGLang that is ours, secret, or no number that it could be."""
+    for name, value in job.sglang.items():
+        if name in OURS:
+            raise _refusal(name, f"cannot be given: {OURS[name]}")
+        if name in _SECRETS:
+            raise ConfigError(
+                f"sglang {name}: engines listen on 127.0.0.1 and take no key, and a run's folder keeps its job in "
+                "clear: leave it out",
+                field=f"sglang.{name}",
+            )
+        if name in _SHARES and not _is_share(name, value):
+            limit = "a number above 0 and below 1" if name in _AT_MOST_ONE else "a number above 0"
+            raise _refusal(name, f"{value}: should be {limit}")
+        if name in _COUNTS and not (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+            raise _refusal(name, f"{value}: should be a number of 1 or more")
+    _groups(job)
+
+
+def check_lengths(job: Job, architecture: Architecture) -> None:
+    """Raises ConfigError for a response or a context that is longer than what the engines can hold."""
+    engines = ContextLimit.of_engines(job, architecture)
+    limit, whose = engines.tokens, engines.name
+    for name, length in (
+        ("rollout_max_response_len", job.rollout.rollout_max_response_len),
+        ("eval_max_response_len", job.eval.eval_max_response_len),
+        ("rollout_max_prompt_len", job.rollout.rollout_max_prompt_len),
+    ):
+        if length is not None and length >= limit and job.train.loss_mask_type is None:
+            raise ConfigError(
+                f"{name} {length} is not below {limit}, {whose}: prompt and response share it: pass "
+                f"--{name.replace('_', '-')} {max(1, limit // 2)} or another smaller number",
+                field=name,
+            )
+    context = job.rollout.rollout_max_context_len
+    if context is not None and context > limit:
+        raise ConfigError(
+            f"rollout_max_context_len {context} is above {limit}, {whose}: lower it", field="rollout_max_context_len"
+        )
+
+
+def check_engine_ranks(job: Job, architecture: Architecture, scope: Scope) -> None:
+    """Raises ConfigError for an engine whose tensor ranks cannot share out the heads. On a CPU, SGLang adds heads."""
+    ranks = job.placement.rollout_num_gpus_per_engine
+    if not num_gpus() and scope.elsewhere is None:
+        return
+    heads, groups = architecture.num_attention_heads, architecture.num_query_groups
+    if heads % ranks or (groups % ranks and ranks % groups):
+        raise ConfigError(
+            f"rollout_num_gpus_per_engine {ranks} cannot share out {heads} heads in {groups} groups of this model: "
+            "choose a divisor of both",
+            field="rollout_num_gpus_per_engine",
+        )
+
+
+def _groups(job: Job) -> None:
+    gpus, each = job.placement.rollout_num_gpus, job.placement.rollout_num_gpus_per_engine
+    if gpus % each:
+        raise ConfigError(
+            f"rollout_num_gpus {gpus} cannot be divided by rollout_num_gpus_per_engine {each}", field="rollout_num_gpus"
+        )
+
+
+def _is_share(name: str, value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return value > 0 and (value < 1 or name not in _AT_MOST_ONE)
+
+
+def _refusal(name: str, message: str) -> ConfigError:
+    return ConfigError(f"--sglang-{name.replace('_', '-')} {message}", field=f"sglang.{name}")

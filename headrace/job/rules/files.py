@@ -1,0 +1,143 @@
+"""Files that a job names: what can be known of them before anything starts. Each service's are its own part."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+
+from headrace.errors import ConfigError
+from headrace.job.rules.hook_files import definitions, refuse_slimes
+from headrace.job.rules.scope import Scope
+from headrace.job.schema.job import Job
+from headrace.job.schema.prompt_path import PromptPath
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_LINES_LOOKED_AT = 1000
+
+
+def check_files(job: Job, scope: Scope) -> None:
+    """Raises ConfigError that names the leaf and the path."""
+    if "trainer" in scope.services or "rollout" in scope.services:
+        _model("hf_checkpoint", job.model.hf_checkpoint, scope)
+    if "buffer" in scope.services:
+        _of_buffer(job, scope)
+    if "rollout" in scope.services:
+        _of_rollout(job, scope)
+    if "reward" in scope.services:
+        _of_reward(job, scope)
+    if "trainer" in scope.services:
+        _of_trainer(job, scope)
+
+
+def _of_buffer(job: Job, scope: Scope) -> None:
+    for text in job.data.prompt_data:
+        _prompts("prompt_data", PromptPath.parse(text), job, scope)
+    _hook("buffer_filter_path", job.buffer.buffer_filter_path, scope)
+    _hook("data_source_path", job.data.data_source_path, scope)
+
+
+def _of_rollout(job: Job, scope: Scope) -> None:
+    for name, path in job.eval.eval_prompt_data:
+        _prompts(f"eval_prompt_data {name}", PromptPath(path), job, scope)
+    _hook("custom_generate_function_path", job.rollout.custom_generate_function_path, scope)
+    _hook("dynamic_sampling_filter_path", job.rollout.dynamic_sampling_filter_path, scope)
+
+
+def _of_reward(job: Job, scope: Scope) -> None:
+    _hook("custom_rm_path", job.reward.custom_rm_path, scope)
+    folder = job.reward.reward_model_path
+    if folder is not None and not folder.is_dir():
+        scope.missing(
+            ConfigError(
+                f"reward_model_path {folder} is not a folder: name the folder that {job.reward.custom_rm_path} is "
+                "made with",
+                field="reward_model_path",
+            )
+        )
+
+
+def _of_trainer(job: Job, scope: Scope) -> None:
+    for name, folder in (
+        ("ref_load", job.model.ref_load),
+        ("critic_load", job.critic.critic_load),
+        ("opd_teacher_load", job.distillation.opd_teacher_load),
+    ):
+        if folder is not None:
+            _model(name, folder, scope)
+    initial = job.checkpoint.initial_megatron_checkpoint
+    if initial and not (initial / "manifest.json").is_file():
+        scope.missing(
+            ConfigError(
+                f"initial_megatron_checkpoint {initial} has no manifest.json: name a step-… folder of a headrace run",
+                field="initial_megatron_checkpoint",
+            )
+        )
+    if job.checkpoint.load and job.checkpoint.load.exists() and not job.checkpoint.load.is_dir():
+        raise ConfigError(f"load {job.checkpoint.load} is not a folder: name the folder of checkpoints", field="load")
+    for name, path in job.hooks:
+        _hook(name, path, scope)
+
+
+def _model(leaf: str, folder: Path, scope: Scope) -> None:
+    if not folder.is_dir():
+        scope.missing(ConfigError(f"{leaf} {folder} is not a folder: name a Hugging Face model folder", field=leaf))
+        return
+    missing = [] if (folder / "config.json").is_file() else ["config.json"]
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        missing.append(f"tokenizer ({' or '.join(_TOKENIZERS)})")
+    if not any(folder.glob("*.safetensors")):
+        missing.append("weights (*.safetensors)")
+    if missing:
+        scope.missing(
+            ConfigError(f"{leaf} {folder} is not a whole model: it has no {', no '.join(missing)}", field=leaf)
+        )
+
+
+def _prompts(leaf: str, part: PromptPath, job: Job, scope: Scope) -> None:
+    path = part.path
+    if not path.is_file():
+        scope.missing(ConfigError(f"{leaf} {path} does not exist", field=leaf), path)
+        return
+    if path.suffix == ".parquet":
+        return  # the buffer, which has a reader for it, looks into it at its start
+    empty = True
+    with path.open(encoding="utf-8") as lines:
+        for number, line in islice(enumerate(lines, 1), part.first_row, part.end_row):
+            if number > part.first_row + _LINES_LOOKED_AT:
+                break
+            if line.strip():
+                empty = False
+                if not job.data.skip_bad_lines:
+                    _line(leaf, path, number, line, job)
+    if empty:
+        raise ConfigError(f"{leaf} {path} has no lines", field=leaf)
+
+
+def _line(leaf: str, path: Path, number: int, line: str, job: Job) -> None:
+    where = f"{leaf} {path}, line {number}"
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where}: not JSON ({error}): mend it, or pass --skip-bad-lines", field=leaf) from error
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where}: a JSON object is wanted, this is {type(row).__name__}", field=leaf)
+    for name, key in (("input_key", job.data.input_key), ("label_key", job.data.label_key)):
+        if key is not None and key not in row:
+            raise ConfigError(f"{where}: no key {key!r} ({name}); the keys are {', '.join(row)}", field=leaf)
+
+
+def _hook(leaf: str, hook: str | None, scope: Scope) -> None:
+    """`file.py:fn` is looked into; `pkg.mod.fn` is left to the service that imports it."""
+    if hook is None:
+        return
+    refuse_slimes(leaf, hook)
+    file, _, function = hook.rpartition(":") if ".py:" in hook else (hook, "", "")
+    if not file.endswith(".py"):
+        return
+    if not Path(file).is_file():
+        scope.missing(ConfigError(f"{leaf} {hook}: {file} does not exist", field=leaf), Path(file))
+        return
+    if function not in (defined := [node.name for node in definitions(leaf, Path(file))]):
+        there = f": there is {', '.join(defined)}" if defined else ""
+        raise ConfigError(f"{leaf} {hook}: {file} defines no {function}{there}", field=leaf)

@@ -1,0 +1,43 @@
+"""Folders that a run will write: whether they can be made."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from headrace.errors import ConfigError
+from headrace.job.rules.scope import Scope
+from headrace.job.schema.job import Job
+
+
+def check_folders(job: Job, scope: Scope) -> None:
+    """Raises ConfigError for a folder that cannot be made or written, with the reason that the system gives."""
+    folders = {"run_dir": job.run.run_dir / job.run.run_name}
+    if "trainer" in scope.services:
+        folders |= {
+            name: folder
+            for name, folder in (
+                ("save", job.checkpoint.save),
+                ("save_hf", job.checkpoint.save_hf),
+                ("export_root", job.checkpoint.export_root),
+            )
+            if folder is not None
+        }
+    for name, folder in folders.items():
+        try:
+            _try(folder)
+        except OSError as error:
+            flag = f"--{name.replace('_', '-')}"
+            refusal = ConfigError(
+                f"{name} {folder} cannot be written: {error.strerror}: choose another folder with {flag}", field=name
+            )
+            scope.missing(refusal)
+
+
+def _try(folder: Path) -> None:
+    """Makes a folder where this one, or the first that is to be made above it, would be; and removes it."""
+    there = folder
+    while not os.path.lexists(there):
+        there = there.parent
+    os.rmdir(tempfile.mkdtemp(prefix=".headrace-", dir=there))

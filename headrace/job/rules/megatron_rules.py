@@ -1,0 +1,97 @@
+"""Rules over Megatron's arguments that this machine, the installed version or each other make."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from headrace.errors import ConfigError
+from headrace.job.megatron.arguments import MegatronArgs, megatron
+from headrace.job.megatron.fields import ONLY_IN
+from headrace.job.rules.machine import num_gpus
+from headrace.job.rules.scope import Scope
+from headrace.job.schema.job import Job
+
+
+def check_megatron(job: Job) -> None:
+    """Raises ConfigError for the first rule that is broken."""
+    args = megatron(job)
+    _context_parallel(args, job)
+    _installed(args)
+    _recomputation(args)
+    _optimizer(args)
+    _schedules(args)
+
+
+def require_gpus(job: Job, scope: Scope) -> None:
+    """Refuses what Megatron-core does only on a GPU, where the trainer's machine has none."""
+    flags = megatron(job).needs_gpu()
+    if flags and not num_gpus():
+        scope.missing(
+            ConfigError(
+                f"{', '.join(flags)}: Megatron-core does that only on a GPU, and this machine has none: leave it out"
+            )
+        )
+
+
+def _context_parallel(args: MegatronArgs, job: Job) -> None:
+    if args.context_parallel_size > 1 and job.train.packing == "padded":
+        raise ConfigError(
+            f"context_parallel_size {args.context_parallel_size} divides packed rows, and packing is padded: "
+            "leave one of them out",
+            field="packing",
+        )
+
+
+def _installed(args: MegatronArgs) -> None:
+    """Where Megatron-core is not installed, the trainer's machine will see."""
+    try:
+        installed = ".".join(version("megatron-core").split(".")[:2])
+    except PackageNotFoundError:
+        return
+    for name in args.given(frozenset(ONLY_IN)):
+        if installed not in ONLY_IN[name]:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is a field of megatron-core {' and '.join(ONLY_IN[name])}, and "
+                f"{installed} is installed: leave it out, or install the other",
+                field=name,
+            )
+
+
+def _recomputation(args: MegatronArgs) -> None:
+    if args.recompute_activations and args.recompute_granularity == "full":
+        raise ConfigError(
+            "recompute_activations means recompute_granularity selective, which is given as full: leave one out",
+            field="recompute_granularity",
+        )
+
+
+def _optimizer(args: MegatronArgs) -> None:
+    if args.optimizer != "adam" and args.use_distributed_optimizer:
+        raise ConfigError(
+            f"optimizer {args.optimizer} with use_distributed_optimizer: Megatron-core distributes Adam alone: leave "
+            "one of them out",
+            field="optimizer",
+        )
+
+
+def _schedules(args: MegatronArgs) -> None:
+    if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
+        raise ConfigError(
+            f"lr_warmup_iters {args.lr_warmup_iters} and lr_warmup_fraction {args.lr_warmup_fraction:g} say the same: "
+            "leave one out",
+            field="lr_warmup_fraction",
+        )
+    start, end = (args.weight_decay if wd is None else wd for wd in (args.start_wd, args.end_wd))
+    if start != end and args.wd_incr_style == "constant":
+        raise ConfigError(
+            f"weight decay goes from {start} to {end}, and wd_incr_style is constant: make it linear or cosine",
+            field="wd_incr_style",
+        )
+    if args.wd_incr_steps is not None and args.wd_incr_style == "constant":
+        raise ConfigError("wd_incr_steps has no effect with wd_incr_style constant", field="wd_incr_steps")
+    wsd = {"wsd_decay_steps": args.wsd_decay_steps, "lr_wsd_decay_style": args.lr_wsd_decay_style}
+    for name, value in wsd.items():
+        if (value is None) == (args.lr_decay_style == "WSD"):
+            raise ConfigError(
+                f"lr_decay_style is {args.lr_decay_style} and {name} is {value}: the two belong together", field=name
+            )

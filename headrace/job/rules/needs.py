@@ -1,0 +1,61 @@
+"""Which leaf has no effect without which other one: a flag that does nothing is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from headrace.errors import ConfigError
+from headrace.job.leaf import leaves
+from headrace.job.rules.algorithm_rules import ALGORITHM_NEEDS, uses_reference
+from headrace.job.schema.job import Job
+
+_NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
+    **ALGORITHM_NEEDS,
+    "max_tokens_per_gpu": ("use_dynamic_batch_size", lambda job: job.train.use_dynamic_batch_size),
+    "balance_by": ("balance_data", lambda job: job.train.balance_data),
+    "buffer_postgres": ("buffer_store", lambda job: job.buffer.buffer_store == "postgres"),
+    "buffer_postgres_wait_seconds": ("buffer_store", lambda job: job.buffer.buffer_store == "postgres"),
+    "buffer_shard": ("buffer_addresses", lambda job: bool(job.buffer.buffer_addresses)),
+    "ref_update_interval": ("use_kl_loss", uses_reference),
+    "keep_best_metric": ("keep_best", lambda job: job.checkpoint.keep_best > 0),
+    "group_rm": ("custom_rm_path", lambda job: job.reward.custom_rm_path is not None),
+    "max_turns": ("custom_generate_function_path", lambda job: job.rollout.custom_generate_function_path is not None),
+    "eval_interval": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
+    "n_samples_per_eval_prompt": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
+    "eval_temperature": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
+    "eval_top_p": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
+    "eval_top_k": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
+    "skip_eval_before_train": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
+    "eval_max_response_len": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
+    "rollout_shuffle": ("prompt_data", lambda job: bool(job.data.prompt_data)),
+    "num_epoch": ("prompt_data", lambda job: bool(job.data.prompt_data)),
+    "prompt_data_weights": ("prompt_data", lambda job: bool(job.data.prompt_data)),
+    "streaming_data": ("prompt_data", lambda job: bool(job.data.prompt_data)),
+    "mask_offpolicy_in_partial_rollout": ("partial_rollout", lambda job: job.rollout.partial_rollout),
+    "num_data_workers": ("streaming_data", lambda job: job.data.streaming_data),
+    "buffer_hook_timeout_seconds": (
+        "buffer_filter_path",
+        lambda job: bool(job.buffer.buffer_filter_path or job.data.data_source_path),
+    ),
+    "samples_per_insert": ("min_size_to_sample", lambda job: job.buffer.min_size_to_sample is not None),
+    "samples_per_insert_error_buffer": ("samples_per_insert", lambda job: job.buffer.samples_per_insert is not None),
+    "wandb_project": ("use_wandb", lambda job: job.tracking.use_wandb),
+    "wandb_group": ("use_wandb", lambda job: job.tracking.use_wandb),
+    "wandb_team": ("use_wandb", lambda job: job.tracking.use_wandb),
+    "wandb_mode": ("use_wandb", lambda job: job.tracking.use_wandb),
+    "skip_bad_lines": ("prompt_data", lambda job: bool(job.data.prompt_data)),
+    "max_trainer_restarts": ("use_fault_tolerance", lambda job: job.placement.use_fault_tolerance),
+}
+"""A leaf that has no effect without another one."""
+
+
+def check_needs(job: Job) -> None:
+    """Raises ConfigError for a leaf that is set and would be ignored."""
+    known = leaves()
+    for name, (needed, has_it) in _NEEDS.items():
+        section = getattr(job, known[name].section)
+        if getattr(section, name) != known[name].default and not has_it(job):
+            raise ConfigError(
+                f"{name} has no effect without {needed}: add {known[needed].flag} or leave {known[name].flag} out",
+                field=name,
+            )

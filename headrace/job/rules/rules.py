@@ -1,0 +1,216 @@
+"""Rules over several leaves. Each says which values contradict each other and what to change."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from headrace.errors import ConfigError
+from headrace.job.megatron.arguments import megatron
+from headrace.job.model.layout import check_layout
+from headrace.job.model.transformer_config import contradictions
+from headrace.job.model.virtual_stages import virtual_stages
+from headrace.job.rules.algorithm_rules import check_algorithm
+from headrace.job.rules.buffer_rules import check_buffer
+from headrace.job.rules.engine_rules import check_engine_ranks, check_engines, check_lengths
+from headrace.job.rules.files import check_files
+from headrace.job.rules.folders import check_folders
+from headrace.job.rules.megatron_rules import check_megatron, require_gpus
+from headrace.job.rules.needs import check_needs
+from headrace.job.rules.routing_rules import check_routing_replay
+from headrace.job.rules.scope import Scope
+from headrace.job.schema.job import Job
+from headrace.job.schema.old_log_probs import trains_on_old_log_probs
+from headrace.job.schema.secrets import passwords
+from headrace.models.architecture import Architecture
+from headrace.models.exported import is_torn
+from headrace.models.presets import differences, find
+from headrace.models.registry import architecture, read_architecture
+from headrace.rpc.net import Address
+
+
+def check(job: Job, scope: Scope) -> None:
+    """Raises ConfigError for the first rule that a resolved job breaks: of the job itself, then of the scope's part."""
+    for rule in _RULES:
+        rule(job)
+    check_files(job, scope)
+    check_folders(job, scope)
+    if "trainer" in scope.services:
+        require_gpus(job, scope)
+        _export_folder_is_new(job)
+    if "trainer" in scope.services or "rollout" in scope.services:
+        _architecture(job, scope)
+
+
+def _synchronous_when_colocated(job: Job) -> None:
+    if not job.placement.colocate:
+        return
+    if job.buffer.max_staleness or job.publish.update_weights_interval > 1:
+        raise ConfigError(
+            f"colocate cannot be combined with asynchronous training (max_staleness {job.buffer.max_staleness}, "
+            f"update_weights_interval {job.publish.update_weights_interval}): trainer and engines take turns on the "
+            "same GPUs. Leave --colocate out, or set both back to 0 and 1",
+            field="colocate",
+        )
+    raise ConfigError("colocate is not built yet: leave it out and give engines GPUs of their own", field="colocate")
+
+
+def _micro_batches(job: Job) -> None:
+    train = job.train
+    if not train.use_dynamic_batch_size:
+        return
+    if train.max_tokens_per_gpu is None:
+        raise ConfigError(
+            "use_dynamic_batch_size fills micro-batches up to max_tokens_per_gpu: pass --max-tokens-per-gpu",
+            field="max_tokens_per_gpu",
+        )
+    if train.micro_batch_size != 1:
+        raise ConfigError(
+            f"micro_batch_size {train.micro_batch_size} has no effect with use_dynamic_batch_size: leave it out, "
+            f"max_tokens_per_gpu {train.max_tokens_per_gpu} decides",
+            field="micro_batch_size",
+        )
+
+
+def _ranks(job: Job) -> None:
+    args, world = megatron(job), ranks(job)
+    product = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    if world % product:
+        raise ConfigError(
+            f"{world} ranks (actor_num_nodes {job.placement.actor_num_nodes} x actor_num_gpus_per_node "
+            f"{job.placement.actor_num_gpus_per_node}) cannot be divided by tensor_model_parallel_size "
+            f"{args.tensor_model_parallel_size} x pipeline_model_parallel_size {args.pipeline_model_parallel_size} x "
+            f"context_parallel_size {args.context_parallel_size} = {product}: change one of them",
+            field="actor_num_gpus_per_node",
+        )
+    size = world // product
+    if job.train.global_batch_size is not None and job.train.global_batch_size < size:
+        raise ConfigError(
+            f"global_batch_size {job.train.global_batch_size} is smaller than the {size} data-parallel ranks: "
+            "some would have nothing to train on",
+            field="global_batch_size",
+        )
+
+
+def _old_actor_is_used(job: Job) -> None:
+    train = job.train
+    if not train.keep_old_actor:
+        return
+    if not trains_on_old_log_probs(train):
+        raise ConfigError(
+            "keep_old_actor has no effect: nothing in this loss asks for the old policy's log-probs: leave it out",
+            field="keep_old_actor",
+        )
+    if job.buffer.max_staleness == 0:
+        raise ConfigError(
+            "keep_old_actor has no effect with max_staleness 0: every sample is of the current policy: leave it out",
+            field="keep_old_actor",
+        )
+
+
+def _frozen_parameters(job: Job) -> None:
+    only, freeze = job.train.only_train_params_name_list, job.train.freeze_params_name_list
+    if only and freeze:
+        raise ConfigError(
+            "only_train_params_name_list and freeze_params_name_list say the same thing in two ways: give one",
+            field="freeze_params_name_list",
+        )
+    for pattern in (*only, *freeze):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(
+                f"{pattern!r} is no regular expression: {error}", field="freeze_params_name_list"
+            ) from error
+
+
+def _context_length(job: Job) -> None:
+    limit, response = job.rollout.rollout_max_context_len, job.rollout.rollout_max_response_len
+    if limit is not None and limit <= response:
+        raise ConfigError(
+            f"rollout_max_context_len {limit} leaves no room for a prompt beside rollout_max_response_len {response}",
+            field="rollout_max_context_len",
+        )
+
+
+def _no_passwords(job: Job) -> None:
+    if found := passwords(job.model_dump(mode="json")):
+        raise ConfigError(
+            f"{found[0]} holds a URL with a password, and a run's folder keeps its job in clear: take the password out "
+            "and let the service read it from its environment or a file of its own",
+            field=found[0],
+        )
+
+
+def _several_machines(job: Job) -> None:
+    if job.placement.actor_num_nodes == 1:
+        return
+    services = {"buffer": job.services.buffer_address, "rollout": job.services.rollout_address}
+    for name, address in services.items():
+        if address is None or Address.parse(address).is_loopback:
+            where = "is started on this machine's loopback" if address is None else f"is at {address}"
+            raise ConfigError(
+                f"actor_num_nodes {job.placement.actor_num_nodes}: ranks on other machines cannot reach {name}, which "
+                f"{where}: start it at an address of its machine and pass --{name}-address",
+                field=f"{name}_address",
+            )
+
+
+def _export_folder_is_new(job: Job) -> None:
+    folder = job.checkpoint.save_hf
+    if folder is None or not folder.exists() or (folder.is_dir() and is_torn(folder)):
+        return
+    if not folder.is_dir() or any(folder.iterdir()):
+        raise ConfigError(
+            f"save_hf {folder} is there already and not empty: name a new folder, or remove it",
+            field="save_hf",
+        )
+
+
+def _architecture(job: Job, scope: Scope) -> None:
+    found = known_architecture(job)
+    if found is None:
+        return
+    wrong = contradictions(found, megatron(job))
+    if wrong:
+        raise ConfigError("; ".join(wrong))
+    check_layout(found, megatron(job))
+    virtual_stages(found, megatron(job))
+    check_routing_replay(job, found)
+    check_lengths(job, found)
+    check_engine_ranks(job, found, scope)
+    if job.model.model is not None and (other := differences(find(job.model.model), found)):
+        raise ConfigError(
+            f"hf_checkpoint {job.model.hf_checkpoint} is not {job.model.model}: its config.json says "
+            f"{'; '.join(other)}. Name that model's folder, or leave --model out",
+            field="model",
+        )
+
+
+def known_architecture(job: Job) -> Architecture | None:
+    """Of the model's folder, else of the preset; None where this machine has neither."""
+    if (job.model.hf_checkpoint / "config.json").is_file():
+        return read_architecture(job.model.hf_checkpoint)
+    return None if job.model.model is None else architecture(find(job.model.model).config)
+
+
+_RULES: Sequence[Callable[[Job], None]] = (
+    _synchronous_when_colocated,
+    check_needs,
+    check_buffer,
+    _micro_batches,
+    _ranks,
+    check_megatron,
+    _frozen_parameters,
+    _old_actor_is_used,
+    check_engines,
+    _context_length,
+    _no_passwords,
+    _several_machines,
+    check_algorithm,
+)
+
+
+def ranks(job: Job) -> int:
+    """Processes of the trainer."""
+    return job.placement.actor_num_nodes * job.placement.actor_num_gpus_per_node

@@ -1,0 +1,73 @@
+"""What a command is about to start on this machine: rules that need a file or a device ask here whose part it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headrace.errors import ConfigError
+from headrace.job.megatron.arguments import megatron
+from headrace.job.rules.machine import num_gpus
+from headrace.job.schema.job import Job
+
+_ADDRESSED = ("buffer", "reward", "rollout")
+_GPU_SGLANG = ("mem_fraction_static", "disable_cuda_graph", "cuda_graph_max_bs", "kv_cache_dtype", "quantization")
+
+
+@dataclass(frozen=True)
+class Scope:
+    """`services` are started here. With `elsewhere`, which is a reason, the job is checked for another machine: what
+    this one lacks is noted in `unchecked` and refuses nothing.
+    """
+
+    services: Collection[str]
+    elsewhere: str | None = None
+    unchecked: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of_train(cls, job: Job) -> Scope:
+        """Every service without an address, and the trainer."""
+        return cls(services_here(job))
+
+    def missing(self, refusal: ConfigError, path: Path | None = None) -> None:
+        """Raises the refusal, or notes it where another machine may have what is missing here.
+
+        A `path` in a folder that is here is a mistake on every machine.
+        """
+        if self.elsewhere is None or (path is not None and path.parent.is_dir()):
+            raise refusal
+        self.unchecked.append(refusal.message)
+
+
+def services_here(job: Job) -> list[str]:
+    """What `headrace train` starts: services that have no address in the job, and the trainer."""
+    addresses = job.services.model_dump()
+    return [name for name in _ADDRESSED if addresses[f"{name}_address"] is None] + ["trainer"]
+
+
+def meant_for_gpus(job: Job) -> str | None:
+    """Why this job is for a machine with GPUs, as far as it says so; None where a CPU would do."""
+    args = megatron(job)
+    if flags := args.needs_gpu():
+        return flags[0]
+    if args.bf16:
+        return "--bf16"
+    if job.placement.placement in ("slurm", "ray"):
+        return f"--placement {job.placement.placement}"
+    if given := [name for name in _GPU_SGLANG if name in job.sglang]:
+        return f"--sglang-{given[0].replace('_', '-')}"
+    for name in ("actor_num_gpus_per_node", "rollout_num_gpus"):
+        count, cores = getattr(job.placement, name), os.cpu_count() or 1
+        if count > cores:
+            return f"--{name.replace('_', '-')} {count} on {cores} cores"
+    return None
+
+
+def scope_of_check(job: Job, *, elsewhere: bool) -> Scope:
+    """Of `headrace check`: for this machine, unless it was told otherwise or the job wants GPUs that are not here."""
+    if elsewhere:
+        return Scope(services_here(job), "--elsewhere")
+    reason = None if num_gpus() else meant_for_gpus(job)
+    return Scope(services_here(job), reason)

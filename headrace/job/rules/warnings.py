@@ -1,0 +1,21 @@
+"""What a job may say and probably does not mean. `headrace check` and `headrace train` print it and go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from headrace.job.rules.algorithm_warnings import algorithm_warnings
+from headrace.job.rules.launch_line_warnings import begins_anew, sequence_parallel_alone
+from headrace.job.schema.job import Job
+
+WARNINGS: Sequence[Callable[[Job], Sequence[str]]] = (
+    sequence_parallel_alone,
+    begins_anew,
+    algorithm_warnings,
+)
+"""Each answers sentences that say what will happen and what to set; nothing where all is well."""
+
+
+def warnings(job: Job) -> list[str]:
+    """All of a resolved job."""
+    return [sentence for rule in WARNINGS for sentence in rule(job)]

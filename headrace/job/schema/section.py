@@ -1,0 +1,46 @@
+"""What sections of a job are made of: the frozen base of all, and the ranges that numbers come in."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+
+from headrace.job.schema.sound import sound
+from headrace.wire.limits import MAX_COUNTER, MAX_LEASE_SECONDS
+
+_LEAST_TEMPERATURE = 1e-3
+
+
+def _not_nearly_zero(value: float) -> float:
+    """Logits are divided by it in float32."""
+    if 0 < value < _LEAST_TEMPERATURE:
+        raise ValueError(f"should be 0, which is greedy, or at least {_LEAST_TEMPERATURE:g}")
+    return value
+
+
+_MAX_INT32 = (1 << 31) - 1
+
+Positive = Annotated[int, Field(gt=0, le=_MAX_INT32)]
+NonNegative = Annotated[int, Field(ge=0, le=_MAX_INT32)]
+Seed = Annotated[int, Field(ge=0, lt=1 << 32)]
+Bytes = Annotated[int, Field(ge=0, le=MAX_COUNTER)]
+Seconds = Annotated[float, Field(ge=1e-3, le=MAX_LEASE_SECONDS)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Above = Annotated[float, Field(gt=0, le=1e6)]
+Coefficient = Annotated[float, Field(ge=0, le=1e4)]
+"""The weight of a term in a loss or a reward."""
+Rate = Annotated[float, Field(ge=0, le=100)]
+"""A learning rate, a weight decay."""
+Temperature = Annotated[float, Field(ge=0, le=1e3), AfterValidator(_not_nearly_zero)]
+
+
+class Section(BaseModel):
+    """Frozen; unknown keys are errors, and so are values that cannot be written down and computed with."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @field_validator("*")
+    @classmethod
+    def _sound(cls, value: Any) -> Any:
+        return sound(value)

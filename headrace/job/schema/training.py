@@ -1,0 +1,180 @@
+"""The sections of a job about training: what is minimised, who stands beside the policy, and user functions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from headrace.job.schema.section import Above, Coefficient, NonNegative, Positive, Rate, Section, Share
+
+KlType = Literal["k1", "k2", "k3", "low_var_kl"]
+Estimator = Literal["grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"]
+
+
+Level = Literal["token", "sequence", "geometric"]
+
+
+def _icepop(mode: object) -> object:
+    """IcePop is a mask of tokens."""
+    return "mask" if mode == "icepop" else mode
+
+
+class TrainSection(Section):
+    global_batch_size: Positive | None = Field(None, description="Samples in an optimizer step; may be derived.")
+    num_steps_per_rollout: Positive | None = Field(
+        None, description="Optimizer steps in a rollout step; may be derived."
+    )
+    micro_batch_size: Positive = Field(1, description="Samples in a forward pass.")
+    use_dynamic_batch_size: bool = Field(
+        False, description="Micro-batches of max_tokens_per_gpu, however many samples."
+    )
+    max_tokens_per_gpu: Positive | None = Field(None, description="Tokens in a forward pass at most.")
+    balance_data: bool = Field(
+        True, description="Data-parallel ranks get equally much work; off: samples as they come."
+    )
+    balance_by: Literal["tokens", "flops"] = Field("tokens", description="What work is.")
+    packing: Literal["padded", "packed", "shared_prompts"] | None = Field(
+        None, description="Samples in a row: one, several, or several behind one prompt; absent: the fastest."
+    )
+    loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = Field(
+        "policy_loss", description="What is minimised."
+    )
+    loss_mask_type: Literal["qwen", "qwen3", "llama3", "glm4", "distill_qwen", "deepseek", "kimi"] | None = Field(
+        None, description="Prompts are conversations, their assistants' turns are trained; whose chat marks they have."
+    )
+    keep_earlier_thoughts: bool = Field(
+        False, description="Earlier turns of a conversation keep their thoughts; off: what the chat template keeps."
+    )
+    advantage_estimator: Estimator = Field("grpo", description="How rewards become advantages.")
+    disable_grpo_std_normalization: bool = Field(False, description="Do not divide by the group's deviation.")
+    disable_rewards_normalization: bool = Field(False, description="Advantages are the rewards themselves.")
+    normalize_advantages: bool = Field(False, description="Whiten advantages over the whole rollout batch.")
+    gamma: Share = Field(1.0, description="Discount of later tokens' rewards: ppo and reinforce_plus_plus.")
+    lambd: Annotated[float, Field(ge=0, le=1)] = Field(1.0, description="Lambda of GAE: ppo.")
+    kl_coef: Coefficient = Field(
+        0.0, description="Weight of the KL in the reward: ppo, reinforce_plus_plus and its baseline variant."
+    )
+    kl_reward_type: KlType = Field(
+        "k1", description="Estimator of the KL in the reward; only k1 has the gradient of the KL there."
+    )
+    eps_clip: Above = Field(0.2, description="Lower clip of the ratio: 1 - eps.")
+    eps_clip_high: Above | None = Field(None, description="Upper clip: 1 + eps; absent: eps_clip.")
+    eps_clip_c: Annotated[Above, Field(gt=1)] | None = Field(None, description="Dual clip for negative advantages.")
+    use_kl_loss: bool = Field(False, description="Add kl_loss_coef times the KL to the reference policy.")
+    kl_loss_coef: Coefficient = Field(0.0, description="Weight of that KL.")
+    kl_loss_type: KlType = Field("low_var_kl", description="Estimator of the KL in the loss.")
+    use_unbiased_kl: bool = Field(False, description="The KL of the loss times the importance ratio.")
+    entropy_coef: Coefficient = Field(0.0, description="Weight of the entropy bonus.")
+    calculate_per_token_loss: bool = Field(False, description="Mean over tokens instead of over rollouts.")
+    loss_constant_length: Above | None = Field(
+        None, description="Divide a rollout's sum by this length, not by its own (Dr.GRPO)."
+    )
+    use_tis: bool = Field(False, description="Importance weights between trainer and engine.")
+    tis_mode: Annotated[Literal["truncate", "clip", "mask"], BeforeValidator(_icepop)] = Field(
+        "truncate", description="Weights are cut at their bounds, or 0 beyond them (icepop)."
+    )
+    tis_level: Level = Field(
+        "token", description="Whose ratio: a token's, or an answer's: its tokens' product, or their geometric mean."
+    )
+    tis_clip: Above = Field(2.0, description="Their upper bound (alias: tis_threshold, tis_upper_bound).")
+    tis_clip_low: Coefficient | None = Field(
+        None,
+        description="Their lower bound; absent: 0 for truncate, else 1 / tis_clip (alias: tis_lower_bound).",
+    )
+    tis_batch_normalize: bool = Field(False, description="Divide the weights of an optimizer step by their mean.")
+    use_rs: bool = Field(False, description="Leave out tokens or answers whose ratio is beyond bounds of its own.")
+    rs_level: Level = Field("token", description="Whose ratio.")
+    rs_lower_bound: Above | None = Field(None, description="Lower bound; absent: that of the weights.")
+    rs_upper_bound: Above | None = Field(None, description="Upper bound; absent: tis_clip.")
+    rs_veto_threshold: Share | None = Field(
+        None, description="Leave out an answer of which one token's ratio is below; absent: none."
+    )
+    use_opsm: bool = Field(False, description="Leave out bad answers that the policy has moved away from.")
+    opsm_delta: Coefficient = Field(1e-4, description="Mean log-ratio from which it has.")
+    use_rollout_logprobs: bool = Field(False, description="The engine's log-probs are the old policy's.")
+    true_on_policy_mode: bool = Field(
+        False, description="Refuse all that makes the ratio differ from 1; stop when trainer and engine disagree."
+    )
+    true_on_policy_bound: Above = Field(
+        1e-3, description="Largest difference of their log-probs that is no disagreement."
+    )
+    only_train_params_name_list: tuple[str, ...] = Field(
+        (), description="Regular expressions: parameters whose names match are trained, the others frozen."
+    )
+    freeze_params_name_list: tuple[str, ...] = Field(
+        (), description="Regular expressions: parameters whose names match are frozen."
+    )
+    ref_update_interval: Positive | None = Field(
+        None, description="Rollout steps after which the reference becomes the current policy; absent: never."
+    )
+    keep_old_actor: bool = Field(
+        False, description="Old log-probs are those of the policy that the sample came from, kept by the trainer."
+    )
+    use_routing_replay: bool = Field(
+        False, description="Tokens go to the experts that they went to when old log-probs were computed."
+    )
+    use_rollout_routing_replay: bool = Field(
+        False, description="Tokens go to the experts that the engines chose, in old log-probs and in training."
+    )
+
+    @property
+    def weight_bounds(self) -> tuple[float, float]:
+        """Of importance weights."""
+        if self.tis_clip_low is not None:
+            return self.tis_clip_low, self.tis_clip
+        return 0.0 if self.tis_mode == "truncate" else 1.0 / self.tis_clip, self.tis_clip
+
+    @property
+    def rejection_bounds(self) -> tuple[float, float]:
+        """Of the ratios that rejection sampling keeps."""
+        high = self.tis_clip if self.rs_upper_bound is None else self.rs_upper_bound
+        low = 1.0 / self.tis_clip if self.tis_clip_low is None else self.tis_clip_low
+        return (low if self.rs_lower_bound is None else self.rs_lower_bound), high
+
+
+class CriticSection(Section):
+    """For advantage_estimator ppo."""
+
+    critic_load: Path | None = Field(None, description="Hugging Face folder it starts from; absent: hf_checkpoint.")
+    critic_lr: Rate = Field(1e-6, description="Its highest learning rate.")
+    critic_lr_warmup_iters: NonNegative = Field(0, description="Optimizer steps of its warm-up.")
+    num_critic_only_steps: NonNegative = Field(0, description="Rollout steps at the start that train the critic alone.")
+    value_clip: Above = Field(0.2, description="Largest change of a value that counts.")
+
+
+class DistillationSection(Section):
+    """On-policy distillation: advantages minus the reverse KL to a teacher."""
+
+    use_opd: bool = Field(False, description="Distil from a teacher.")
+    opd_type: Literal["sglang", "megatron"] = Field(
+        "sglang", description="The teacher is served at opd_teacher_url, or held by the trainer's ranks."
+    )
+    opd_kl_coef: Annotated[Coefficient, Field(gt=0)] = Field(1.0, description="Weight of the reverse KL.")
+    opd_teacher_url: str | None = Field(None, description="An SGLang server of the teacher, with our tokenizer.")
+    opd_teacher_load: Path | None = Field(None, description="Hugging Face folder of the teacher; same architecture.")
+
+
+class HooksSection(Section):
+    """User functions in the trainer: pkg.mod.fn or file.py:fn."""
+
+    custom_reward_post_process_path: str | None = Field(None, description="f(args, samples) -> (raw rewards, rewards).")
+    custom_advantage_function_path: str | None = Field(
+        None, description="f(args, rollout_data): sets advantages and returns."
+    )
+    rollout_data_postprocess_path: str | None = Field(
+        None, description="f(args, rollout_id, rollout_data): before training, after advantages."
+    )
+    custom_loss_function_path: str | None = Field(
+        None, description="f(args, batch, logits, sum_of_sample_mean) -> (loss, log); with loss_type custom_loss."
+    )
+    custom_tis_function_path: str | None = Field(
+        None, description="f(args, *, pg_loss, train_log_probs, ...) -> (pg_loss, loss_masks, metrics)."
+    )
+    custom_pg_loss_reducer_function_path: str | None = Field(
+        None, description="f(total_lengths, response_lengths, loss_masks, per_token) -> reducer."
+    )
+    custom_megatron_before_train_step_hook_path: str | None = Field(
+        None, description="f(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)."
+    )

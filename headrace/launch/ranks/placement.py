@@ -1,0 +1,83 @@
+"""What stands before the trainer's command line: who starts its ranks, and where.
+
+local     headrace.launch.ranks.local: this machine.
+torchrun  torch.distributed.run: this machine, for those who want its agent.
+slurm     srun: the machines of the allocation that this process runs in.
+ray       headrace.launch.ranks.ray: a placement group of the Ray cluster.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+
+from headrace.errors import ConfigError
+from headrace.job.rules.rules import ranks
+from headrace.job.schema.job import Job
+from headrace.run_folder import RunFolder
+
+LOSING_EXIT_CODES = ("torchrun", "slurm")
+"""torchrun ends with 1 whatever a rank's code was; srun with the highest of all ranks' codes."""
+
+
+def starter(job: Job, folder: RunFolder) -> list[str]:
+    """The words before `python -m services.trainer …`. Raises ConfigError when this machine cannot start ranks so."""
+    return _STARTERS[job.placement.placement](job, folder)
+
+
+def _local(job: Job, folder: RunFolder) -> list[str]:
+    _one_machine(job)
+    return [sys.executable, "-m", "headrace.launch.ranks.local", str(ranks(job)), str(folder.logs)]
+
+
+def _torchrun(job: Job, folder: RunFolder) -> list[str]:
+    _one_machine(job)
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"]
+    return [*run, "--nproc-per-node", str(ranks(job)), "--no-python"]
+
+
+def _slurm(job: Job, folder: RunFolder) -> list[str]:
+    if shutil.which("srun") is None:
+        raise ConfigError("placement slurm needs srun, which this machine does not have", field="placement")
+    if "SLURM_JOB_ID" not in os.environ:
+        raise ConfigError(
+            "placement slurm starts ranks in an allocation, and this process is in none: see deploy/slurm/train.sbatch",
+            field="placement",
+        )
+    place = job.placement
+    return [
+        *("srun", f"--nodes={place.actor_num_nodes}", f"--ntasks-per-node={place.actor_num_gpus_per_node}"),
+        *("--kill-on-bad-exit=1", "--overlap", f"--output={folder.logs}/trainer-rank-%t.log", "--open-mode=append"),
+        *(sys.executable, "-m", "headrace.launch.ranks.slurm", str(folder.logs)),
+    ]
+
+
+def _ray(job: Job, folder: RunFolder) -> list[str]:
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("placement ray needs the package ray: pip install 'headrace[ray]'", field="placement")
+    place = job.placement
+    return [
+        *(sys.executable, "-m", "headrace.launch.ranks.ray"),
+        *(str(place.actor_num_nodes), str(place.actor_num_gpus_per_node), str(folder.logs)),
+    ]
+
+
+def _one_machine(job: Job) -> None:
+    if job.placement.actor_num_nodes > 1:
+        raise ConfigError(
+            f"actor_num_nodes {job.placement.actor_num_nodes}: placement {job.placement.placement} is one machine. "
+            "Pass --placement slurm or --placement ray; or start the other services with headrace up, and "
+            "torchrun … -m services.trainer on each of the trainer's machines",
+            field="actor_num_nodes",
+        )
+
+
+_STARTERS: Mapping[str, Callable[[Job, RunFolder], list[str]]] = {
+    "local": _local,
+    "torchrun": _torchrun,
+    "slurm": _slurm,
+    "ray": _ray,
+}

@@ -1,0 +1,102 @@
+"""A line of the trainer's record against the step's batch: the same samples, in their order, under the same digest."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+from headrace.ledger_tools.audit.finding import Finding
+from headrace.ledger_tools.audit.ledger import Ledger
+from headrace.ledger_tools.audit.record import RecordLine
+
+
+def compare_batch(ledgers: Sequence[Ledger], line: RecordLine) -> Iterator[Finding]:
+    """The line whose weights live on; also of a step that a kill kept the trainer from consuming: it has its batch."""
+    batch = [sample_id for ledger in ledgers for sample_id in _samples(ledger, line.step)]
+    if list(line.sample_ids) == batch:
+        yield from _compare_digest(ledgers, line)
+        return
+    yield from (Finding("unaccounted", sample_id) for sample_id in line.sample_ids if sample_id not in batch)
+    if missing := [sample_id for sample_id in batch if sample_id not in line.sample_ids]:
+        yield Finding("batch", f"of step {line.step} was fed without {missing} (line {line.number})")
+    elif sorted(line.sample_ids) == sorted(batch):
+        place = next(i for i, pair in enumerate(zip(line.sample_ids, batch, strict=True)) if pair[0] != pair[1])
+        yield Finding(
+            "order",
+            f"line {line.number} feeds step {line.step} its batch in another order: sample {place} is "
+            f"{line.sample_ids[place]}, in the ledger {batch[place]}",
+        )
+
+
+def is_superseded(ledgers: Sequence[Ledger], line: RecordLine) -> bool:
+    """It feeds what was the step's batch until an operator dropped a group of it, and no step has consumed since."""
+    every = [ledger.replay.steps for ledger in ledgers]
+    if any(steps.used.get(line.step) for steps in every):
+        return False
+    has_changed = any(line.step in steps.earlier for steps in every)
+    parts = [(_part(ledger, line), ledger) for ledger in ledgers]
+    return (
+        has_changed
+        and any(part != _samples(ledger, line.step) for part, ledger in parts)
+        and all(part in _versions(ledger, line.step) for part, ledger in parts)
+    )
+
+
+def compare_rerun(ledgers: Sequence[Ledger], line: RecordLine, last: RecordLine) -> Iterator[Finding]:
+    """A line of a step that was run again later: with the same data, unless groups were taken out of its batch."""
+    if line.sample_ids == last.sample_ids:
+        if line.digest != last.digest:
+            what = f"lines {line.number} and {last.number} feed step {line.step} the same samples as {_two(line, last)}"
+            yield Finding("digest", what)
+        return
+    if all(_part(ledger, line) in _versions(ledger, line.step) for ledger in ledgers):
+        return
+    only = [[each for each in a.sample_ids if each not in b.sample_ids] for a, b in ((line, last), (last, line))]
+    yield Finding(
+        "rerun",
+        f"step {line.step} was fed other samples before it was run again: line {line.number} has {only[0]}, "
+        f"line {last.number} has {only[1]}" + ("" if any(only) else ", in another order"),
+    )
+
+
+def _compare_digest(ledgers: Sequence[Ledger], line: RecordLine) -> Iterator[Finding]:
+    parts = [_digest(ledger, line.step) for ledger in ledgers]
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return  # a group is forgotten, and its samples' digests with it
+    digest = known[0] if len(known) == 1 else hashlib.sha256(b"".join(known)).digest()
+    if line.digest != digest.hex():
+        yield Finding(
+            "digest",
+            f"line {line.number} feeds step {line.step} the batch {line.digest[:16]}…, "
+            f"in the ledger it is {digest.hex()[:16]}…",
+        )
+
+
+def _digest(ledger: Ledger, step: int) -> bytes | None:
+    """As LeaseBatch makes it: SHA-256 over the group ids and sample digests in order."""
+    digest = hashlib.sha256()
+    for group_id in ledger.replay.steps.batches.get(step, ()):
+        if group_id not in ledger.groups:
+            return None
+        digest.update(group_id.encode())
+        for sample in ledger.groups[group_id].samples:
+            digest.update(sample.digest)
+    return digest.digest()
+
+
+def _samples(ledger: Ledger, step: int) -> tuple[str, ...]:
+    return ledger.replay.samples_of(ledger.replay.steps.batches.get(step, ()))
+
+
+def _part(ledger: Ledger, line: RecordLine) -> tuple[str, ...]:
+    """Of several shards, this one's."""
+    return tuple(sample_id for sample_id in line.sample_ids if sample_id in ledger.replay.home)
+
+
+def _versions(ledger: Ledger, step: int) -> Sequence[tuple[str, ...]]:
+    return [_samples(ledger, step), *ledger.replay.steps.earlier.get(step, ())]
+
+
+def _two(line: RecordLine, last: RecordLine) -> str:
+    return f"{line.digest[:16]}… and {last.digest[:16]}…"

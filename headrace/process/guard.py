@@ -1,0 +1,109 @@
+"""`python -m headrace.process.guard PARENT GRACE_SECONDS COMMAND…`: runs one command, and leaves nothing of it behind.
+
+running → (SIGTERM, or the parent's death) → stopping: SIGTERM and SIGCONT to the command, and patience: until a second
+    signal while the parent lives, GRACE_SECONDS without it → sweeping
+running → (the command ends) → sweeping: SIGTERM, a little patience and SIGKILL to every descendant that is left → exit
+Orphans of the command (engines, ranks) are adopted, so even `kill -9` of it leaves none. The exit code is its own;
+128 + n when signal n ended it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+from headrace.process.linux import adopt_orphans, descendants, die_with_parent
+
+_SWEEP_SECONDS = 3.0
+_WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command to its end."""
+    parent, grace_seconds, command = int(argv[0]), float(argv[1]), argv[2:]
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)  # they are waited for, not handled
+    die_with_parent(parent, signal.SIGTERM)
+    adopt_orphans()
+    guard = os.getpid()
+    child = subprocess.Popen(command, preexec_fn=lambda: _before_exec(guard))
+    print(f"pid {child.pid}", flush=True)  # noqa: T201  # the parent reads it
+    os.dup2(2, 1)  # nothing more goes to the parent
+    code = _wait(child.pid, deadline=None)
+    if code is None:
+        for number in (signal.SIGTERM, signal.SIGCONT):  # one that was stopped has to go on to end
+            os.kill(child.pid, number)  # not buried yet: the id is still its own
+        is_alone = os.getppid() != parent
+        code = _wait(child.pid, deadline=time.monotonic() + grace_seconds if is_alone else None)
+    _sweep(guard, code)
+    return 128 + signal.SIGKILL if code is None else code
+
+
+def _before_exec(guard: int) -> None:
+    os.dup2(2, 1)  # the command's output is its log
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
+    die_with_parent(guard, signal.SIGTERM)
+
+
+def _wait(pid: int, deadline: float | None) -> int | None:
+    """The command's exit code, or None: asked to stop, or out of time."""
+    while True:
+        if (code := _reap(pid)) is not None:
+            return code
+        left = 3600.0 if deadline is None else deadline - time.monotonic()
+        if left <= 0:
+            return None
+        received = signal.sigtimedwait(_WATCHED, left)
+        if received and received.si_signo != signal.SIGCHLD:
+            return None
+
+
+def _reap(pid: int) -> int | None:
+    """Buries every child that has ended; the command's exit code if it is among them."""
+    code = None
+    while True:
+        try:
+            ended, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return code
+        if ended == 0:
+            return code
+        if ended == pid:
+            number = os.waitstatus_to_exitcode(status)
+            code = 128 - number if number < 0 else number
+
+
+def _sweep(guard: int, code: int | None) -> None:
+    patience = 0.0 if code is None else _SWEEP_SECONDS
+    _signal_all(guard, signal.SIGTERM)
+    if not _gone(guard, patience):
+        _signal_all(guard, signal.SIGKILL)
+        _gone(guard, _SWEEP_SECONDS)
+
+
+def _gone(guard: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while _alive(guard):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        signal.sigtimedwait({signal.SIGCHLD}, min(left, 0.2))
+    return True
+
+
+def _alive(guard: int) -> list[int]:
+    _reap(-1)
+    return descendants(guard)
+
+
+def _signal_all(guard: int, number: signal.Signals) -> None:
+    for pid in descendants(guard):
+        with suppress(ProcessLookupError):  # it ended meanwhile
+            os.kill(pid, number)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,6 @@
+"""User code and fragile libraries, run in processes that can be killed."""
+
+from headrace.process.workers.errors import WorkerBroken, WorkerCrashed, WorkerError, WorkerRaised, WorkerTimeout
+from headrace.process.workers.pool import WorkerPool
+
+__all__ = ["WorkerBroken", "WorkerCrashed", "WorkerError", "WorkerPool", "WorkerRaised", "WorkerTimeout"]

@@ -1,0 +1,133 @@
+"""A run's folder: job.json and job.toml, services.json, logs/, ledger/ and whatever the trainer writes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from headrace.errors import DataLoss, NotFound
+from headrace.job.load.toml import to_toml
+from headrace.job.schema.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceEntry:
+    """Where a service is; `pid` is absent for one that this run did not start."""
+
+    address: str
+    metrics_address: str | None
+    pid: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The files of one run, by what they are for."""
+
+    path: Path
+
+    @property
+    def job_file(self) -> Path:
+        """The resolved job as every service reads it."""
+        return self.path / "job.json"
+
+    @property
+    def logs(self) -> Path:
+        """One file a service, and the engines'."""
+        return self.path / "logs"
+
+    @property
+    def ledger(self) -> Path:
+        """The buffer's data."""
+        return self.path / "ledger"
+
+    @property
+    def metrics(self) -> Path:
+        """A line of metrics a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def training_record(self) -> Path:
+        """What the trainer fed to each step."""
+        return self.path / "trained.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """What the policy answered, step by step."""
+        return self.path / "samples"
+
+    @property
+    def ending(self) -> Path:
+        """Why the trainer ended, if it ended badly (`headrace.process.ending`)."""
+        return self.path / ".trainer-ended.json"
+
+    @property
+    def services_file(self) -> Path:
+        """Addresses and process ids."""
+        return self.path / "services.json"
+
+    def create(self, job: Job) -> None:
+        """Makes the folders and writes the resolved job, also as TOML for people."""
+        for folder in (self.path, self.logs, self.ledger):
+            folder.mkdir(parents=True, exist_ok=True)
+        _replace(self.job_file, job.model_dump_json(indent=2) + "\n")
+        _replace(self.path / "job.toml", to_toml(job))
+
+    def job(self) -> Job:
+        """The resolved job. Raises NotFound, and DataLoss for a file that no launcher of this version wrote."""
+        if not self.job_file.is_file():
+            raise NotFound(f"{self.path} has no job.json: it is no run's folder")
+        try:
+            return Job.model_validate_json(self.job_file.read_bytes())
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise DataLoss(f"{self.job_file} is no job of this version: {where} {first['msg']}") from error
+
+    def write_services(self, entries: Mapping[str, ServiceEntry]) -> None:
+        """Replaces services.json at once, so that readers never see half of it."""
+        tree = {name: asdict(entry) for name, entry in entries.items()}
+        _replace(self.services_file, json.dumps(tree, indent=2) + "\n")
+
+    def services(self) -> dict[str, ServiceEntry]:
+        """What was written last. Raises NotFound."""
+        if not self.services_file.is_file():
+            raise NotFound(f"{self.path} has no services.json: it is no run's folder, or the run never started")
+        try:
+            tree = json.loads(self.services_file.read_text())
+            return {name: ServiceEntry(**entry) for name, entry in tree.items()}
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise DataLoss(
+                f"{self.services_file} is damaged ({error}): start the run again, which writes it anew"
+            ) from error
+
+    def running_services(self) -> dict[str, ServiceEntry]:
+        """Those that a launcher of this folder started and that live."""
+        if not self.services_file.is_file():
+            return {}
+        services = self.services().items()
+        return {name: entry for name, entry in services if entry.pid and Path(f"/proc/{entry.pid}").exists()}
+
+
+def living_runs(run_dir: Path) -> list[RunFolder]:
+    """Those with a service that a launcher started here and that lives, by name."""
+    runs = [RunFolder(file.parent) for file in sorted(run_dir.glob("*/services.json"))]
+    return [run for run in runs if run.running_services()]
+
+
+def newest_run(run_dir: Path) -> RunFolder:
+    """The run that was started last in `run_dir`. Raises NotFound when there is none."""
+    found = sorted(run_dir.glob("*/services.json"), key=lambda file: file.stat().st_mtime)
+    if not found:
+        raise NotFound(f"no run in {run_dir.absolute()}: name the run's folder, or start one with headrace train")
+    return RunFolder(found[-1].parent)
+
+
+def _replace(file: Path, text: str) -> None:
+    part = file.with_name(f".{file.name}.{os.getpid()}")
+    part.write_text(text)
+    part.replace(file)

@@ -1,0 +1,88 @@
+"""The columns of a payload, without copies where it is large: they are slices of it.
+
+A large payload is walked by the headers of its fields. What is not encoded as every encoder writes it, and what is
+small, is parsed by the generated class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+from headrace.trajectory import parsed_payload
+from headrace.wire.json_text import from_json
+from services.buffer.conversion.wire_bytes import read_varint
+from services.buffer.ledger.transaction import Payload
+
+Column = tuple[str, int, tuple[int, ...], Payload]
+"""(name, dtype, shape, data)."""
+
+_PARSED_BYTES = 16 << 10
+"""Up to here the class and its copies cost less than the walk."""
+_JSON_TAGS = frozenset((4 << 3 | 2, 5 << 3 | 2, 7 << 3 | 2))
+_TEXT_TAGS = frozenset((1 << 3 | 2, 2 << 3 | 2, 3 << 3 | 2)) | _JSON_TAGS
+_COLUMN_TAG = 6 << 3 | 2
+_HEADER_TAGS = 1 << 3 | 2, 2 << 3, 3 << 3 | 2
+"""Of a column's name, dtype and shape, in this order."""
+_DATA_TAG = 4 << 3 | 2
+_ONE_BYTE = 127
+"""The largest number in a byte of its own."""
+_HEADER_BYTES = 256
+"""Of a column in front of its data: a name of 128 bytes and 8 dimensions fit."""
+
+
+def columns_of(sample_id: str, payload: Payload) -> list[Column]:
+    """Raises InvalidArgument for bytes that are no payload, and for text that is not the JSON object it should be."""
+    if len(payload) > _PARSED_BYTES:
+        with suppress(IndexError, ValueError):  # not protobuf, or not as every encoder writes it
+            return list(_walked(memoryview(payload)))
+    message = parsed_payload(sample_id, bytes(payload))
+    for text in (message.metadata_json, message.sampling_params_json, message.train_metadata_json):
+        if text:
+            from_json(text)
+    return [(column.name, column.dtype, tuple(column.shape[:]), column.data) for column in message.columns]
+
+
+def _walked(view: memoryview) -> Iterator[Column]:
+    at = 0
+    while at < len(view):
+        tag = view[at]
+        length, at = read_varint(view, at + 1)
+        contents = view[at : at + length]
+        if len(contents) < length:
+            raise ValueError("cut off")
+        at += length
+        if tag == _COLUMN_TAG:
+            yield _column(contents)
+        elif tag in _TEXT_TAGS:
+            text = str(contents, "utf-8")
+            if tag in _JSON_TAGS:
+                from_json(text)
+        else:
+            raise ValueError(f"the field of the tag {tag}")
+
+
+def _column(view: memoryview) -> Column:
+    header = view[:_HEADER_BYTES].tobytes()
+    dtype_at = 2 + header[1]
+    shape_at = dtype_at + 4
+    shape_end = shape_at + header[shape_at - 1]
+    tags = header[0], header[dtype_at], header[dtype_at + 2]
+    if tags != _HEADER_TAGS or max(header[1], header[dtype_at + 1], header[shape_at - 1]) > _ONE_BYTE:
+        raise ValueError("a column of other fields")
+    shape: list[int] = []
+    at = shape_at
+    while at < shape_end:
+        length, at = read_varint(header, at)
+        shape.append(length)
+    num_bytes, data_at = (0, at) if at == len(view) else _data(header, at)
+    if at != shape_end or data_at + num_bytes != len(view):
+        raise ValueError("a column of other fields")
+    return header[2:dtype_at].decode(), header[dtype_at + 1], tuple(shape), view[data_at:]
+
+
+def _data(header: bytes, at: int) -> tuple[int, int]:
+    """(length, where the data begins)."""
+    if header[at] != _DATA_TAG:
+        raise ValueError("a column of other fields")
+    return read_varint(header, at + 1)

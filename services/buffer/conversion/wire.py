@@ -1,0 +1,303 @@
+"""Protos to the domain and back. Whatever arrives is checked here, once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from google.protobuf.message import DecodeError
+
+from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.api.sample.v1 import sample_pb2
+from headrace.errors import InvalidArgument
+from headrace.trajectory import Failure
+from headrace.wire.checks import cut_text, require_at_most, require_bytes, require_id, require_some, shown
+from headrace.wire.limits import MAX_COUNTER, MAX_PARTIAL_BYTES, MAX_STATES
+from services.buffer.conversion.wire_bytes import RawPut, RawSample, group_bytes
+from services.buffer.conversion.wire_checks import check_envelope, check_group, check_prompt, to_failure
+from services.buffer.ledger.commands.producing import GroupPut, NoLeaseReason, PutOutcome, PutResult, Release
+from services.buffer.ledger.commands.work import NewSample
+from services.buffer.ledger.group import Group, GroupState, Prompt, SampleRecord, payload_key
+from services.buffer.ledger.production import Production
+from services.buffer.ledger.transaction import LedgerEvent, Payload
+from services.buffer.pace import paced
+from services.buffer.store.base import Damage
+
+_OUTCOMES = {
+    pb.PUT_OUTCOME_COMPLETE: PutOutcome.COMPLETE,
+    pb.PUT_OUTCOME_DROPPED: PutOutcome.DROPPED,
+    pb.PUT_OUTCOME_FAILED: PutOutcome.FAILED,
+}
+_STATES = {pb.GroupState.Value(f"GROUP_STATE_{state.name}"): state for state in GroupState}
+_STATE_NUMBERS = {state: number for number, state in _STATES.items()}
+_TOKEN_DIGITS = len(str(MAX_COUNTER))
+_UNFINISHED = (sample_pb2.SAMPLE_STATUS_ABORTED, sample_pb2.SAMPLE_STATUS_PENDING)
+
+
+def to_prompt(message: sample_pb2.Prompt, i: int) -> Prompt:
+    """A prompt with an id and a content."""
+    check_prompt(message, f"prompts[{i}]")
+    return Prompt(message.prompt_id, message.SerializeToString(deterministic=True), message.priority)
+
+
+def from_prompt(prompt: Prompt) -> sample_pb2.Prompt:
+    """As it was submitted."""
+    return sample_pb2.Prompt.FromString(prompt.body)
+
+
+async def to_put(put: RawPut) -> GroupPut:
+    """Checked by itself, but for its payloads' digests."""
+    message = put.rest
+    group_id = require_id(message.group_id, "groups.group_id")
+    if message.outcome not in _OUTCOMES:
+        raise InvalidArgument(f"the put of {group_id} has no outcome known here", field="groups.outcome")
+    outcome = _OUTCOMES[message.outcome]
+    if outcome is PutOutcome.COMPLETE:
+        require_some(len(put.samples), "groups.samples")
+        check_group([len(sample.envelope) for sample in put.samples], "groups.samples")
+    elif not message.HasField("failure"):
+        raise InvalidArgument(f"the put of {group_id} is {outcome.value} and does not say why", field="groups.failure")
+    samples = put.samples if outcome is PutOutcome.COMPLETE else ()
+    new = [_to_finished(s, group_id, payload_key(message.lease_id, i)) async for i, s in paced(enumerate(samples))]
+    return GroupPut(
+        lease_id=require_id(message.lease_id, "groups.lease_id"),
+        group_id=group_id,
+        outcome=outcome,
+        samples=_distinct(new),
+        failure=to_failure(message.failure, "groups.failure") if message.HasField("failure") else None,
+    )
+
+
+def _to_finished(sample: RawSample, group_id: str, key: str) -> NewSample:
+    envelope = _parse_envelope(sample.envelope)
+    _check_finished(envelope)
+    # However a producer has encoded it: the same envelope is the same bytes, by which puts are compared.
+    canonical = envelope.SerializeToString(deterministic=True)
+    return _to_sample(RawSample(canonical, sample.payload), envelope, group_id, key)
+
+
+def _distinct(samples: Sequence[NewSample]) -> tuple[NewSample, ...]:
+    """Raises InvalidArgument for two samples of one index, unless one execution fanned out into both."""
+    rollouts: dict[int, str] = {}
+    for sample in samples:
+        index = sample.record.index
+        if rollouts.setdefault(index, sample.rollout_id) != sample.rollout_id:
+            raise InvalidArgument(
+                f"sample {sample.record.sample_id} has the index {index} of another sample of its group: samples of "
+                "one execution share a rollout_id, others have an index each",
+                field="groups.samples.envelope.index",
+            )
+    return tuple(samples)
+
+
+def _parse_envelope(data: bytes) -> sample_pb2.SampleEnvelope:
+    try:
+        return sample_pb2.SampleEnvelope.FromString(data)
+    except DecodeError as error:
+        raise InvalidArgument(
+            f"the {len(data)} bytes of an envelope are none: {error}",
+            field="groups.samples.envelope",
+            reason="MALFORMED_REQUEST",
+        ) from error
+
+
+async def to_release(message: pb.LeaseRelease) -> Release:
+    """A lease given back."""
+    lease_id = require_id(message.lease_id, "releases.lease_id")
+    samples = [RawSample(s.envelope.SerializeToString(), s.payload) async for s in paced(message.partial_samples)]
+    field = "releases.partial_samples"
+    check_group([len(sample.envelope) for sample in samples], field)
+    require_bytes(sum(len(s.envelope) + len(s.payload) for s in samples), MAX_PARTIAL_BYTES, field)
+    group_id = lease_id.rpartition("#")[0]
+    pairs = enumerate(zip(samples, message.partial_samples, strict=True))
+    partials = [
+        _to_sample(sample, packed.envelope, group_id, payload_key(lease_id, i))
+        async for i, (sample, packed) in paced(pairs)
+    ]
+    return Release(lease_id, tuple(partials), cut_text(message.reason))
+
+
+def _to_sample(sample: RawSample, envelope: sample_pb2.SampleEnvelope, group_id: str, key: str) -> NewSample:
+    check_envelope(envelope, len(sample.envelope), len(sample.payload))
+    if envelope.group_id != group_id:
+        raise InvalidArgument(
+            f"sample {envelope.sample_id} says group {shown(envelope.group_id)} and comes with group {group_id!r}",
+            field="samples.envelope.group_id",
+        )
+    _check_status(envelope)
+    oldest, newest = _versions(envelope)
+    columns = envelope.out_of_line
+    return NewSample(
+        SampleRecord(
+            key=key,
+            sample_id=envelope.sample_id,
+            index=envelope.index,
+            digest=envelope.digest,
+            payload_bytes=envelope.payload_bytes,
+            oldest_version=oldest,
+            envelope=sample.envelope,
+            reward=envelope.reward if envelope.HasField("reward") and not envelope.HasField("failure") else None,
+            column_bytes=sum([column.num_bytes for column in columns]) if columns else 0,
+        ),
+        sample.payload,
+        tuple([column.sha256 for column in columns]) if columns else (),
+        newest,
+        envelope.rollout_id or envelope.sample_id,
+        to_failure(envelope.failure, "samples.envelope.failure") if envelope.HasField("failure") else None,
+    )
+
+
+def _check_finished(envelope: sample_pb2.SampleEnvelope) -> None:
+    if envelope.status in _UNFINISHED:
+        raise InvalidArgument(
+            f"sample {envelope.sample_id} is not finished, and its group is put as COMPLETE: release the lease with "
+            "partial_samples, or put the group as FAILED",
+            field="groups.samples.envelope.status",
+        )
+
+
+def _versions(envelope: sample_pb2.SampleEnvelope) -> tuple[int | None, int | None]:
+    """(the oldest version of tokens that are trained, the newest of any)."""
+    oldest: int | None = None
+    newest: int | None = None
+    for one in envelope.policy_ranges:
+        version = one.policy_version
+        if newest is None or version > newest:
+            newest = version
+        if (oldest is None or version < oldest) and one.end > one.start and not one.masked:
+            oldest = version
+    return oldest, newest
+
+
+def _check_status(envelope: sample_pb2.SampleEnvelope) -> None:
+    if envelope.status == sample_pb2.SAMPLE_STATUS_UNSPECIFIED:
+        raise InvalidArgument(f"sample {envelope.sample_id} has no status", field="samples.envelope.status")
+    is_failed = envelope.status == sample_pb2.SAMPLE_STATUS_FAILED
+    if is_failed != envelope.HasField("failure"):
+        raise InvalidArgument(
+            f"sample {envelope.sample_id} must have a failure exactly when its status is FAILED",
+            field="samples.envelope.failure",
+        )
+
+
+def from_put_result(result: PutResult) -> pb.PutResult:
+    """What became of a put."""
+    return pb.PutResult(
+        group_id=result.group_id,
+        state=pb.GROUP_STATE_UNSPECIFIED if result.state is None else from_state(result.state),
+        duplicate=result.duplicate,
+        refused=_from_failure(result.refused),
+    )
+
+
+def from_sample(record: SampleRecord, payload: Payload) -> sample_pb2.Sample:
+    """As it was put."""
+    return sample_pb2.Sample(envelope=from_record(record), payload=bytes(payload))
+
+
+def from_record(record: SampleRecord) -> sample_pb2.SampleEnvelope:
+    """The envelope as it was put."""
+    return sample_pb2.SampleEnvelope.FromString(record.envelope)
+
+
+def from_lease(
+    group: Group, seconds_left: float, n_samples: int, partials: Sequence[sample_pb2.Sample]
+) -> pb.GroupLease:
+    """A LEASED group in its producer's hands."""
+    assert group.lease is not None
+    return pb.GroupLease(
+        lease_id=group.lease.lease_id,
+        group_id=group.group_id,
+        prompt=from_prompt(group.prompt),
+        n_samples=n_samples,
+        attempt=group.attempts,
+        lease_seconds=seconds_left,
+        policy_version=group.lease.policy_version,
+        partial_samples=partials,
+    )
+
+
+def from_group(group: Group) -> bytes:
+    """A group as ListGroups shows it, as it stands in the answer."""
+    message = pb.Group(
+        group_id=group.group_id,
+        state=from_state(group.state),
+        attempts=group.attempts,
+        step=group.step,
+        failure=_from_failure(group.failure),
+        position=group.position,
+    )
+    return group_bytes(message, group.prompt.body, (record.envelope for record in group.samples))
+
+
+def from_event(event: LedgerEvent) -> pb.LedgerEvent:
+    """One line of the history."""
+    message = pb.LedgerEvent(
+        position=event.position,
+        stream=event.stream,
+        group_id=event.group_id or "",
+        kind=event.kind,
+        state=from_state(event.state) if event.state else pb.GROUP_STATE_UNSPECIFIED,
+        epoch=event.epoch or 0,
+        step=event.step,
+        policy_version=event.policy_version,
+        sample_ids=event.sample_ids,
+        detail=event.detail,
+    )
+    message.time.FromNanoseconds(int(event.unix_seconds * 1e9))
+    return message
+
+
+def from_production(production: Production) -> pb.Production:
+    """As GetStats shows it."""
+    return pb.Production(
+        num_samples=production.num_samples,
+        num_failed=production.num_failed,
+        num_dropped=production.num_dropped,
+        failures=[
+            pb.FailureCount(
+                reason=reason, num_samples=count.num_samples, example=count.example, group_id=count.group_id
+            )
+            for reason, count in production.failures.items()
+        ],
+        num_groups_returned=production.num_groups_returned,
+        last_return=production.last_return,
+    )
+
+
+def from_damage(damage: Damage) -> pb.Damage:
+    """As GetStats shows it."""
+    return pb.Damage(what=damage.what, group_id=damage.group_id, sample_id=damage.sample_id)
+
+
+def from_state(state: GroupState) -> pb.GroupState.ValueType:
+    """Its number on the wire."""
+    return _STATE_NUMBERS[state]
+
+
+def to_states(numbers: Sequence[pb.GroupState.ValueType]) -> list[GroupState]:
+    """Raises InvalidArgument for a state unknown here."""
+    require_at_most(len(numbers), MAX_STATES, "states")
+    unknown = [n for n in numbers if n not in _STATES]
+    if unknown:
+        raise InvalidArgument(f"states {unknown} are not known here", field="states")
+    return [_STATES[n] for n in numbers]
+
+
+def from_no_lease_reason(reason: NoLeaseReason | None) -> pb.NoLeaseReason.ValueType:
+    """Its number on the wire; UNSPECIFIED for none."""
+    if reason is None:
+        return pb.NO_LEASE_REASON_UNSPECIFIED
+    return pb.NoLeaseReason.Value(f"NO_LEASE_REASON_{reason.name}")
+
+
+def to_page_token(token: str) -> int | None:
+    """A position; None for the first page."""
+    if not token:
+        return None
+    if not (token.isascii() and token.isdecimal() and len(token) <= _TOKEN_DIGITS):
+        raise InvalidArgument(f"page_token {shown(token)} is none that ListGroups gave out", field="page_token")
+    return int(token)
+
+
+def _from_failure(failure: Failure | None) -> sample_pb2.Failure | None:
+    return sample_pb2.Failure(reason=failure.reason, message=failure.message) if failure else None

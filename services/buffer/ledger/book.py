@@ -1,0 +1,246 @@
+"""One stream in memory: its state, its groups, and an index for every question that a command asks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+
+from headrace.errors import DataLoss
+from services.buffer.ledger.admission import places_left
+from services.buffer.ledger.group import Group, GroupState, SampleRecord
+from services.buffer.ledger.production import Production
+from services.buffer.ledger.queues.lanes import Lanes
+from services.buffer.ledger.queues.recency import Recency
+from services.buffer.ledger.stream import StreamState
+
+_WITH_SAMPLES = frozenset((GroupState.READY, GroupState.CONSUMED))
+_MAX_NAMED = 10
+_UNENDED = frozenset((GroupState.QUEUED, GroupState.LEASED, GroupState.READY, GroupState.CONSUMED))
+
+
+class StreamBook:
+    """`place` is the only way in: it moves a group from the indexes of its old state to those of its new one."""
+
+    def __init__(self, state: StreamState) -> None:
+        self.state = state
+        self.groups: dict[str, Group] = {}
+        self.lanes = Lanes(state.config)
+        self.prompts: dict[str, str] = {}
+        self.samples: dict[str, str] = {}
+        """Sample id → the group that has it."""
+        self.lost_groups: set[str] = set()
+        """Ids of groups whose records are damaged: nothing else is known of them."""
+        self.counts: Counter[GroupState] = Counter()
+        self.payload_bytes = 0
+        self.sample_bytes = 0
+        """Payloads, envelopes and columns of READY and CONSUMED groups, and all partial samples."""
+        self.prompt_bytes = 0
+        """Of groups that still have a way to go."""
+        self.recency = Recency(self.groups)
+        self.production = Production()
+        self._batches: defaultdict[int, dict[int, str]] = defaultdict(dict)
+        self._digests: dict[int, bytes] = {}
+        """Step → its batch's digest, until the batch changes."""
+        self._ended: defaultdict[int, list[str]] = defaultdict(list)
+
+    def place(self, group: Group) -> None:
+        """The group as it is now."""
+        before = self.groups.get(group.group_id)
+        self.groups[group.group_id] = group
+        if before is None:
+            self.prompts[group.prompt.prompt_id] = group.group_id
+            self._hold((), group.records)
+            self._know(group.group_id, (), group.samples)
+        else:
+            self._leave(before)
+            if before.samples is not group.samples:
+                self._know(group.group_id, before.samples, group.samples)
+            if before.state is not group.state and before.records is not group.records:
+                self._hold(before.records, group.records)
+        self._enter(group)
+        if before:
+            self.recency.left(before.state)
+
+    def batch(self, step: int) -> list[Group] | None:
+        """The groups of a step's batch in training order. Raises DataLoss when the store lost one of them.
+
+        Where the ids of lost groups are lost, too, dropping any group of the batch dissolves it.
+        """
+        members = self.members(step)
+        if not members:
+            return None
+        if (missing := self.state.config.groups_per_step - len(members)) == 0:
+            return members
+        named = sorted(self.lost_groups)[:_MAX_NAMED] or [members[0].group_id]
+        lost = f", of the lost groups {named}" if self.lost_groups else ""
+        options = " ".join(f"--group {group_id}" for group_id in named)
+        raise DataLoss(
+            f"stream {self.state.name}: the records of {missing} of the {len(members) + missing} groups in the batch "
+            f"of step {step} are damaged{lost}; to give the step another batch: "
+            f"headrace buffer drop --stream {self.state.name} {options} --reason damaged",
+            reason="GROUP_LOST",
+        )
+
+    def incomplete_steps(self) -> list[int]:
+        """Steps whose batch lacks groups that the store lost."""
+        wanted = self.state.config.groups_per_step
+        return sorted(step for step, members in self._batches.items() if len(members) != wanted)
+
+    def note_lost(self, group_id: str) -> None:
+        """The store found the group's record damaged. A name that no group here has had is damaged itself."""
+        if group_id not in self.groups and 0 <= self.seq_of(group_id) < self.state.next_seq:
+            self.lost_groups.add(group_id)
+
+    def seq_of(self, group_id: str) -> int:
+        """The number in the stream that a group's id says; -1 where it is no id of this stream's."""
+        config = self.state.config
+        number = group_id.removeprefix(f"{config.name}/")
+        if number == group_id or not number.isdecimal() or str(int(number)) != number:
+            return -1
+        seq, shard = divmod(int(number), config.num_shards)
+        return seq if shard == config.shard else -1
+
+    def members(self, step: int) -> list[Group]:
+        """The groups of a step's batch that are there, in training order."""
+        members = self._batches.get(step, {})
+        return [self.groups[members[i]] for i in sorted(members)]
+
+    def batched_steps(self, first: int, end: int) -> list[int]:
+        """Steps in [first, end) that have a batch."""
+        return sorted(step for step in self._batches if first <= step < end)
+
+    def forget(self, group_id: str) -> Group:
+        """Takes an ended group out of memory."""
+        group = self.groups.pop(group_id)
+        self._leave(group)
+        self._hold(group.records, ())
+        self._know(group_id, group.samples, ())
+        del self.prompts[group.prompt.prompt_id]
+        self.recency.left(group.state)
+        return group
+
+    def batch_digest(self, step: int) -> bytes:
+        """SHA-256 over the ids of the groups and the digests of the samples in a step's batch, in order."""
+        if step not in self._digests:
+            self._digests[step] = batch_digest(self.members(step))
+        return self._digests[step]
+
+    def take_ended(self, end: int, most: int) -> list[str]:
+        """Ids of at most `most` groups that ended with a step below `end`, to be forgotten."""
+        taken: list[str] = []
+        for step in sorted(step for step in self._ended if step < end):
+            ids = self._ended[step]
+            room = most - len(taken)
+            taken += ids[:room]
+            del ids[:room]
+            if not ids:
+                del self._ended[step]
+            if len(taken) == most:
+                break
+        return taken
+
+    def count(self, state: GroupState) -> int:
+        """Groups in a state, those forgotten included."""
+        return self.counts[state] + self.state.forgotten.get(state.value, 0)
+
+    @property
+    def stored_bytes(self) -> int:
+        """What counts towards max_payload_bytes."""
+        return self.sample_bytes + self.prompt_bytes
+
+    @property
+    def num_groups(self) -> int:
+        """Groups that still have a way to go."""
+        return sum(self.counts[state] for state in _UNENDED)
+
+    def admitted_left(self) -> int | None:
+        """Groups that staleness lets go now; None without admission control."""
+        return places_left(self.state, self.counts[GroupState.LEASED], self.counts[GroupState.READY])
+
+    def inserts_left(self) -> int | None:
+        """Groups that the limiter lets go now; None without a limit."""
+        limiter = self.state.config.limiter
+        if limiter is None:
+            return None
+        leased = self.counts[GroupState.LEASED]
+        left = limiter.inserts_left(
+            num_inserted=self.state.num_inserted, num_taken=self.state.num_taken, num_leased=leased
+        )
+        needed = max(self.state.config.groups_per_step, limiter.min_size)
+        return None if left is None else max(left, needed - self.lanes.num_ready - leased)
+
+    def places_left(self) -> int | None:
+        """Groups that may be handed out now; None without admission control and limiter."""
+        rules = [left for left in (self.admitted_left(), self.inserts_left()) if left is not None]
+        return min(rules) if rules else None
+
+    def may_take(self, count: int) -> bool:
+        """Whether `count` groups are READY for a batch, and the limiter lets them go."""
+        if self.lanes.num_ready < count:
+            return False
+        limiter = self.state.config.limiter
+        if limiter is None or (self.places_left() == 0 and not self.counts[GroupState.LEASED]):
+            return True
+        state = self.state
+        return limiter.may_take(
+            count, num_inserted=state.num_inserted, num_taken=state.num_taken, num_ready=self.lanes.num_ready
+        )
+
+    def _enter(self, group: Group) -> None:
+        self.counts[group.state] += 1
+        if group.state in _UNENDED:
+            self.prompt_bytes += len(group.prompt.body)
+        self.recency.entered(group)
+        if group.state is GroupState.QUEUED:
+            self.lanes.enqueue(group)
+        elif group.state is GroupState.LEASED:
+            self.lanes.lease(group)
+        elif group.state in _WITH_SAMPLES:
+            if group.step is None or group.batch_index is None:
+                self.lanes.add_ready(group)
+            else:
+                self._batches[group.step][group.batch_index] = group.group_id
+                self._digests.pop(group.step, None)
+        elif group.ended_step is not None:
+            self._ended[group.ended_step].append(group.group_id)
+
+    def _leave(self, group: Group) -> None:
+        self.counts[group.state] -= 1
+        if group.state in _UNENDED:
+            self.prompt_bytes -= len(group.prompt.body)
+        if group.state is GroupState.LEASED:
+            self.lanes.unlease(group)
+        if group.state not in _WITH_SAMPLES:
+            return
+        if group.step is None or group.batch_index is None:
+            self.lanes.discard_ready(group.group_id)
+            return
+        members = self._batches[group.step]
+        del members[group.batch_index]
+        self._digests.pop(group.step, None)
+        if not members:
+            del self._batches[group.step]
+
+    def _hold(self, before: tuple[SampleRecord, ...], now: tuple[SampleRecord, ...]) -> None:
+        for record in before:
+            self.payload_bytes -= record.payload_bytes
+            self.sample_bytes -= record.stored_bytes
+        for record in now:
+            self.payload_bytes += record.payload_bytes
+            self.sample_bytes += record.stored_bytes
+
+    def _know(self, group_id: str, before: tuple[SampleRecord, ...], now: tuple[SampleRecord, ...]) -> None:
+        for record in before:
+            del self.samples[record.sample_id]
+        for record in now:
+            self.samples[record.sample_id] = group_id
+
+
+def batch_digest(groups: list[Group]) -> bytes:
+    """SHA-256 over the group ids and sample digests in order."""
+    digest = hashlib.sha256()
+    for group in groups:
+        digest.update(group.group_id.encode())
+        for record in group.samples:
+            digest.update(record.digest)
+    return digest.digest()

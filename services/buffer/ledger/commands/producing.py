@@ -1,0 +1,366 @@
+"""Commands of producers: prompts in, leases out, puts in.
+
+A lease is exclusive while it lives and ends by put, release or expiry. A group is put whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import chain
+
+import msgspec
+from msgspec.structs import replace
+
+from headrace.errors import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted
+from headrace.trajectory import Failure
+from headrace.wire.limits import MAX_SAMPLES_PER_STEP
+from services.buffer.ledger.admission import oldest_trainable
+from services.buffer.ledger.book import StreamBook
+from services.buffer.ledger.commands.work import NewSample, Work
+from services.buffer.ledger.group import Group, GroupState, Lease, Prompt
+from services.buffer.ledger.portions import first_within
+from services.buffer.ledger.source import Cursor
+
+
+class PutOutcome(StrEnum):
+    """What a producer made of a group."""
+
+    COMPLETE = "COMPLETE"
+    DROPPED = "DROPPED"
+    FAILED = "FAILED"
+
+
+class NoLeaseReason(StrEnum):
+    """Why no group was handed out."""
+
+    ADMISSION = "ADMISSION"
+    NO_PROMPTS = "NO_PROMPTS"
+    EXHAUSTED = "EXHAUSTED"
+    BYTES = "BYTES"
+    LIMITER = "LIMITER"
+
+
+class GroupPut(msgspec.Struct, frozen=True, gc=False):
+    """One group's end."""
+
+    lease_id: str
+    group_id: str
+    outcome: PutOutcome
+    samples: tuple[NewSample, ...] = ()
+    failure: Failure | None = None
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Equal for the same put made again: the same payloads, rewards, versions, tags and all else of envelopes."""
+        digest = hashlib.sha256(self.outcome.value.encode())
+        for sample in self.samples:
+            digest.update(len(sample.record.envelope).to_bytes(8, "little") + sample.record.envelope)
+        return digest.digest()[:16]
+
+
+class PutResult(msgspec.Struct, frozen=True, gc=False):
+    """What became of it."""
+
+    group_id: str
+    state: GroupState | None
+    """None for a group that the ledger holds no more."""
+    duplicate: bool = False
+    refused: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A lease given back, with the tokens so far."""
+
+    lease_id: str
+    partials: tuple[NewSample, ...] = ()
+    reason: str = ""
+
+
+def submit(work: Work, book: StreamBook, prompts: Sequence[Prompt]) -> list[str]:
+    """One group for each prompt; all of them or none."""
+    _add_groups(work, book, check_submit(book, prompts))
+    return [book.prompts[prompt.prompt_id] for prompt in prompts]
+
+
+def check_submit(book: StreamBook, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Those that are new. Raises unless all can be kept."""
+    new: dict[str, Prompt] = {}
+    for prompt in prompts:
+        known = book.groups[book.prompts[prompt.prompt_id]].prompt if prompt.prompt_id in book.prompts else None
+        earlier = known or new.setdefault(prompt.prompt_id, prompt)
+        if earlier.body != prompt.body:
+            raise AlreadyExists(
+                f"prompt {prompt.prompt_id} was submitted to {book.state.name} before with another content: "
+                "give it another prompt_id"
+            )
+    check_room(book, len(new))
+    check_bytes(book, sum([len(prompt.body) for prompt in new.values()]), book.stored_bytes)
+    return list(new.values())
+
+
+def check_room(book: StreamBook, num_groups: int) -> None:
+    """Raises ResourceExhausted when so many more groups to be queued exceed the stream's limits."""
+    limit = book.state.config.max_queued_groups
+    if book.lanes.num_queued + num_groups > limit:
+        raise ResourceExhausted(
+            f"stream {book.state.name} has {book.lanes.num_queued} groups queued, {num_groups} more exceed "
+            f"max_queued_groups {limit}: submit again when producers have taken some",
+            retry_after_seconds=1.0,
+        )
+    room = book.state.config.max_groups - book.num_groups
+    if num_groups > room:
+        raise ResourceExhausted(
+            f"stream {book.state.name} holds {book.num_groups} groups, {num_groups} more exceed max_groups "
+            f"{book.state.config.max_groups}: submit again when some were committed",
+            retry_after_seconds=1.0,
+        )
+
+
+def read(
+    work: Work,
+    book: StreamBook,
+    prompts: Sequence[Sequence[Prompt]],
+    cursors: Sequence[Cursor],
+    ended: Sequence[bool],
+) -> None:
+    """Prompts of each of the stream's sources become groups, and the cursors move with them."""
+    for prompt in chain.from_iterable(prompts):
+        if prompt.prompt_id in book.prompts:
+            raise AlreadyExists(
+                f"prompt {prompt.prompt_id} of {book.state.name}'s source was submitted before: "
+                "submitted prompts need ids of their own"
+            )
+    for source, those in enumerate(prompts):
+        _add_groups(work, book, those, source)
+    state = replace(book.state, cursors=tuple(cursors), ended=tuple(ended), exhausted=all(ended))
+    work.set_state(book, state)
+
+
+def _add_groups(work: Work, book: StreamBook, prompts: Sequence[Prompt], source: int | None = None) -> None:
+    if not prompts:
+        return
+    seq = book.state.next_seq
+    work.set_state(book, replace(book.state, next_seq=seq + len(prompts)))
+    config = book.state.config
+    for i, prompt in enumerate(prompts, seq):
+        number = i * config.num_shards + config.shard
+        work.add(book, Group(f"{config.name}/{number}", config.name, i, prompt, source=source))
+
+
+def lease(
+    work: Work, book: StreamBook, producer_id: str, request_id: str, max_groups: int, ledger_id: str
+) -> list[Group]:
+    """At most `max_groups` LEASED groups, as many as one answer holds; those of the same request while they live."""
+    held = work.leases.of_request(book.state.name, request_id)
+    if held or no_lease_reason(book) is not None:
+        return held
+    most = book.state.config.max_leases
+    room = most - book.counts[GroupState.LEASED]
+    if room <= 0:
+        raise ResourceExhausted(
+            f"{most} leases of {book.state.name} are out, which is max_leases: put or release some first"
+        )
+    places = book.places_left()
+    count = min(max_groups, room) if places is None else min(max_groups, room, places)
+    return [
+        _grant(work, book, group, producer_id, request_id, ledger_id)
+        for group in _answerable(book, book.lanes.take_queued(book.state, count))
+    ]
+
+
+def _answerable(book: StreamBook, group_ids: Sequence[str]) -> list[Group]:
+    """The first groups, as many as one answer holds; the others are queued again where they were."""
+    groups = [book.groups[group_id] for group_id in group_ids]
+    fitting = first_within(groups, lambda group: group.lease_bytes)
+    for group in groups[len(fitting) :]:
+        book.lanes.enqueue(group)
+    return fitting
+
+
+def _grant(work: Work, book: StreamBook, group: Group, producer_id: str, request_id: str, ledger_id: str) -> Group:
+    number = group.num_leases + 1
+    lease = Lease(f"{group.group_id}#{number}.{ledger_id}", producer_id, request_id, book.state.policy_version)
+    leased = replace(group, state=GroupState.LEASED, lease=lease, num_leases=number, attempts=group.attempts + 1)
+    leased = work.change(book, leased, "leased", detail=f"lease {lease.lease_id} to {producer_id}")
+    work.leases.grant(leased, work.now.monotonic + book.state.config.lease_seconds)
+    return leased
+
+
+def no_lease_reason(book: StreamBook) -> NoLeaseReason | None:
+    """What keeps every group from being handed out now; None when one may go."""
+    if book.admitted_left() == 0:
+        return NoLeaseReason.ADMISSION
+    if book.inserts_left() == 0:
+        return NoLeaseReason.LIMITER
+    if book.sample_bytes >= book.state.config.max_payload_bytes:
+        return NoLeaseReason.BYTES
+    if book.lanes.num_queued:
+        return None
+    return NoLeaseReason.EXHAUSTED if book.state.exhausted else NoLeaseReason.NO_PROMPTS
+
+
+def release(work: Work, book: StreamBook, group: Group, given: Release) -> None:
+    """Back to the front of the queue; the lease does not count as an attempt."""
+    if given.partials:
+        work.forget(group.partials)
+        work.keep(given.partials)
+    partials = tuple(p.record for p in given.partials) or group.partials
+    queued = replace(
+        work.end_lease(group),
+        state=GroupState.QUEUED,
+        attempts=group.attempts - 1,
+        partials=partials,
+    )
+    work.change(book, queued, "released", detail=given.reason)
+    book.production.returned(given.reason)
+
+
+def lose(work: Work, book: StreamBook, group: Group) -> None:
+    """The lease has reached its deadline."""
+    assert group.lease is not None
+    seconds = book.state.config.lease_seconds
+    failure = Failure("LEASE_EXPIRED", f"producer {group.lease.producer_id} was silent for {seconds:g} s")
+    work.requeue_or_fail(book, work.end_lease(group), "lease_expired", failure)
+    book.production.returned(f"{failure.reason}: {failure.message}")
+
+
+def check_put(work: Work, book: StreamBook, put: GroupPut) -> int:
+    """Raises unless the put can be answered; returns the payload bytes it adds."""
+    group = _find(book, put.group_id)
+    if group is None or _was_answered(group, put):
+        return 0  # even where the group was expired since and made anew under the same sample ids
+    _check_samples(book, put)
+    _check_versions(book, put)
+    if _is_duplicate(book, group, put) or not _is_live(group, put):
+        return 0
+    return sum([s.record.stored_bytes for s in put.samples])
+
+
+def check_bytes(book: StreamBook, num_bytes: int, held_bytes: int) -> None:
+    """Raises ResourceExhausted when so many more bytes exceed the stream's limit.
+
+    Prompts count for those that are submitted and not for samples: a queue that is full must not keep puts out.
+    """
+    limit = book.state.config.max_payload_bytes
+    if num_bytes and held_bytes + num_bytes > limit:
+        raise ResourceExhausted(
+            f"stream {book.state.name} holds {held_bytes} bytes, {num_bytes} more exceed "
+            f"max_payload_bytes {limit}: raise it, or save checkpoints more often",
+            retry_after_seconds=1.0,
+        )
+
+
+def put(work: Work, book: StreamBook, put: GroupPut) -> PutResult:
+    """Ends the lease. The put was checked."""
+    group = _find(book, put.group_id)
+    if group is None:
+        gone = Failure("LEASE_LOST", f"lease {put.lease_id} has ended: its group is no longer held")
+        return PutResult(put.group_id, None, refused=gone)
+    if _is_duplicate(book, group, put):
+        return PutResult(group.group_id, group.state, duplicate=True)
+    if not _is_live(group, put):
+        refused = Failure("LEASE_LOST", f"lease {put.lease_id} has ended: its group is somebody else's now")
+        return PutResult(group.group_id, group.state, refused=refused)
+    assert group.lease is not None
+    leased_version = group.lease.policy_version
+    ended = work.end_lease(group, put.fingerprint)
+    num_samples = book.state.config.n_samples_per_prompt
+    failure = put.failure or Failure(put.outcome.value, "no reason was given")
+    match put.outcome:
+        case PutOutcome.COMPLETE:
+            done = _complete(work, book, ended, put, leased_version)
+            book.production.completed(group.group_id, [sample.failure for sample in put.samples])
+        case PutOutcome.DROPPED:
+            done = work.drop(book, ended, failure)
+            book.production.dropped(group.group_id, failure, num_samples)
+        case PutOutcome.FAILED:
+            done = work.requeue_or_fail(book, ended, "failed", failure)
+            book.production.failed(group.group_id, failure, num_samples)
+    return PutResult(done.group_id, done.state)
+
+
+def _complete(work: Work, book: StreamBook, group: Group, put: GroupPut, leased_version: int) -> Group:
+    records = tuple(s.record for s in put.samples)
+    oldest = min((r.oldest_version for r in records if r.oldest_version is not None), default=leased_version)
+    work.forget(group.partials)
+    ready = replace(group, state=GroupState.READY, samples=records, partials=(), oldest_version=oldest)
+    limit = oldest_trainable(book.state, book.state.step)
+    ready = work.change(book, ready, "put", sample_ids=[r.sample_id for r in records])
+    if limit is not None and oldest < limit:
+        return work.expire(book, ready, book.state.step)
+    work.keep(put.samples)
+    work.set_state(book, replace(book.state, num_inserted=book.state.num_inserted + 1))
+    return ready
+
+
+def _find(book: StreamBook, group_id: str) -> Group | None:
+    """None for a group that was there and is gone: a put that is made again may come that late."""
+    group = book.groups.get(group_id)
+    if group is None and not 0 <= book.seq_of(group_id) < book.state.next_seq:
+        raise NotFound(f"stream {book.state.name} has had no group {group_id}")
+    return group
+
+
+def _check_samples(book: StreamBook, put: GroupPut) -> None:
+    if put.outcome is not PutOutcome.COMPLETE:
+        return
+    wanted = book.state.config.n_samples_per_prompt
+    if len(put.samples) < wanted:
+        raise InvalidArgument(
+            f"group {put.group_id} comes with {len(put.samples)} samples, n_samples_per_prompt is {wanted}: "
+            "put it whole, failed samples included",
+            field="groups.samples",
+        )
+    most = MAX_SAMPLES_PER_STEP // book.state.config.groups_per_step
+    if len(put.samples) > most:
+        raise InvalidArgument(
+            f"group {put.group_id} comes with {len(put.samples)} samples, one of {book.state.config.groups_per_step} "
+            f"groups of a step may have {most}: a batch has {MAX_SAMPLES_PER_STEP} at most",
+            field="groups.samples",
+        )
+    kept = {record.sample_id: record for record in book.groups[put.group_id].samples}
+    for sample in put.samples:
+        record = sample.record
+        if record.sample_id not in book.samples:
+            continue
+        group_id = book.samples[record.sample_id]
+        if group_id != put.group_id or kept[record.sample_id].envelope != record.envelope:
+            raise AlreadyExists(
+                f"sample {record.sample_id} was kept before, in group {group_id}, with another content "
+                "(payload, reward, versions or tags): a new sample needs a new sample_id"
+            )
+
+
+def _check_versions(book: StreamBook, put: GroupPut) -> None:
+    """Weights that the trainer has not told of are not served: a refused publication's tokens never get in.
+
+    A group that was finished between the engines' commit and the trainer's word is put again a moment later.
+    """
+    newest = max((s.newest_version for s in put.samples if s.newest_version is not None), default=0)
+    if newest > (served := book.state.policy_version):
+        raise InvalidArgument(
+            f"group {put.group_id} has tokens of policy version {newest}, version {served} is served",
+            field="groups.samples.envelope.policy_ranges",
+            reason="VERSION_NOT_SERVED",
+        )
+
+
+def _is_live(group: Group, put: GroupPut) -> bool:
+    return group.lease is not None and group.lease.lease_id == put.lease_id
+
+
+def _is_duplicate(book: StreamBook, group: Group, put: GroupPut) -> bool:
+    if _is_live(group, put):
+        return False
+    if _was_answered(group, put):
+        return True
+    kept = {r.sample_id for r in group.samples}
+    return bool(kept) and kept == {s.record.sample_id for s in put.samples}
+
+
+def _was_answered(group: Group, put: GroupPut) -> bool:
+    return any(e.lease_id == put.lease_id and e.fingerprint == put.fingerprint for e in group.ended)

@@ -1,0 +1,57 @@
+"""FAILED groups get another try: the operator has mended what was wrong with an engine, a scorer, a hook."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from msgspec.structs import replace
+
+from headrace.errors import FailedPrecondition, NotFound
+from headrace.wire.limits import MAX_RETRIES_PER_CALL
+from services.buffer.ledger.book import StreamBook
+from services.buffer.ledger.commands import producing
+from services.buffer.ledger.commands.work import Work
+from services.buffer.ledger.group import Group, GroupState
+
+_MAX_REMEMBERED = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Retried:
+    """How many were queued again by a request, and how many are FAILED now."""
+
+    num_groups: int
+    num_failed: int
+
+
+def retry(work: Work, book: StreamBook, request_id: str, group_ids: Sequence[str]) -> Retried:
+    """FAILED → QUEUED with no attempt counted, all of them or none; a request that was answered changes nothing."""
+    state = book.state
+    if request_id not in state.retries:
+        groups = [_failed(book, group_id) for group_id in group_ids] if group_ids else _latest(work, book)
+        producing.check_room(book, len(groups))
+        for group in groups:
+            assert group.failure is not None
+            queued = replace(group, state=GroupState.QUEUED, attempts=0, failure=None)
+            work.change(book, queued, "retried", detail=f"{group.failure.reason}: {group.failure.message}")
+        remembered = dict(list(state.retries.items())[1 - _MAX_REMEMBERED :])
+        work.set_state(book, replace(state, retries={**remembered, request_id: len(groups)}))
+    return Retried(book.state.retries[request_id], book.count(GroupState.FAILED))
+
+
+def _latest(work: Work, book: StreamBook) -> list[Group]:
+    return list(islice(book.recency.before(work.position + 1, (GroupState.FAILED,)), MAX_RETRIES_PER_CALL))
+
+
+def _failed(book: StreamBook, group_id: str) -> Group:
+    if group_id not in book.groups:
+        raise NotFound(f"stream {book.state.name} has no group {group_id}")
+    group = book.groups[group_id]
+    if group.state is not GroupState.FAILED:
+        raise FailedPrecondition(
+            f"group {group_id} is {group.state.value}, only FAILED ones are tried again: leave it out",
+            reason="NOT_FAILED",
+        )
+    return group

@@ -1,0 +1,328 @@
+"""Commands of the trainer: batches out, steps consumed and committed, rewinds.
+
+Only the trainer of the newest epoch is heard. A batch belongs to its step from the first LeaseBatch until the step is
+committed, across consumption and rewinds: step s trains on the same groups in the same order however often it is run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from headrace.errors import FailedPrecondition, Fenced
+from headrace.trajectory import Failure
+from headrace.wire.limits import MAX_STEPS_AHEAD
+from services.buffer.ledger.book import StreamBook
+from services.buffer.ledger.commands.work import MAX_CHANGES, Work
+from services.buffer.ledger.group import Group, GroupState
+from services.buffer.ledger.stream import Selection
+
+_MAX_REMEMBERED_REWINDS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a step trains on, in training order."""
+
+    groups: tuple[Group, ...]
+    digest: bytes
+
+
+def lease_batch(work: Work, book: StreamBook, epoch: int, step: int) -> Batch | None:
+    """The step's batch; None while too few groups are ready.
+
+    Once the next step has its batch, the one after it may be asked for: to be fetched while the next is trained.
+    """
+    _check_epoch(book, epoch)
+    _check_leasable(book, step)
+    groups = book.batch(step) or _choose(work, book, step)
+    return _batch(book, step, groups) if groups else None
+
+
+def _batch(book: StreamBook, step: int, groups: Sequence[Group]) -> Batch:
+    return Batch(tuple(groups), book.batch_digest(step))
+
+
+def _choose(work: Work, book: StreamBook, step: int) -> list[Group]:
+    state = book.state
+    is_ahead = step > state.step
+    if is_ahead and state.config.max_staleness == 0:
+        return []  # what is ready now is too stale by then
+    # The next step has its batch when the one after it is asked for: nothing else will be trained before `step`.
+    if work.expire_stale(book, step) == MAX_CHANGES:
+        return []  # there may be others: the next attempt goes on
+    count = state.config.groups_per_step
+    if state.config.selection is Selection.HOOK and book.may_take(count):
+        return []  # `choose` is its way to a batch
+    if not book.may_take(count):
+        if not is_ahead:
+            _check_not_starved(work, book)
+        return []
+    chosen = [book.groups[group_id] for group_id in book.lanes.take_batch(state, count)]
+    return _give(work, book, step, chosen) if chosen else []
+
+
+def candidates(book: StreamBook, step: int) -> list[Group]:
+    """What a user's function may choose from for a step; none while it has a batch, or too few are READY."""
+    config = book.state.config
+    if config.selection is not Selection.HOOK or book.members(step) or not book.may_take(config.groups_per_step):
+        return []
+    if step > book.state.step and config.max_staleness == 0:
+        return []
+    return [book.groups[group_id] for group_id in book.lanes.by_admission()]
+
+
+def choose(
+    work: Work, book: StreamBook, epoch: int, step: int, chosen: Sequence[str], dropped: Sequence[str]
+) -> Batch | None:
+    """The batch of the chosen groups, when they fill it and all are still there; `dropped` ones are never trained."""
+    _check_epoch(book, epoch)
+    _check_leasable(book, step)
+    known = book.batch(step)
+    if known:
+        return _batch(book, step, known)
+    for group_id in dropped:
+        if book.lanes.is_ready(group_id):
+            book.lanes.discard_ready(group_id)
+            work.drop(book, book.groups[group_id], Failure("BUFFER_FILTER", "buffer_filter took it out"))
+    if len(chosen) < book.state.config.groups_per_step or not all(map(book.lanes.is_ready, chosen)):
+        return None
+    for group_id in chosen:
+        book.lanes.discard_ready(group_id)
+    groups = _give(work, book, step, [book.groups[group_id] for group_id in chosen])
+    return _batch(book, step, groups)
+
+
+def _give(work: Work, book: StreamBook, step: int, chosen: list[Group]) -> list[Group]:
+    state = book.state
+    of_source = Counter(group.source for group in chosen)
+    taken = tuple(state.taken_of(i) + of_source[i] for i in range(len(state.cursors)))
+    work.set_state(book, replace(state, num_taken=state.num_taken + len(chosen), taken=taken))
+    return [work.change(book, replace(group, step=step, batch_index=i), "batched") for i, group in enumerate(chosen)]
+
+
+def _check_not_starved(work: Work, book: StreamBook) -> None:
+    state = book.state
+    if work.transaction.events or not state.exhausted or not is_starved(book):
+        return
+    raise FailedPrecondition(
+        f"stream {state.name}: {_num_left(book)} groups are left for step {state.step}, a batch has "
+        f"{state.config.groups_per_step}, and the prompt file is read to its end: "
+        f"submit prompts, raise num_epoch or lower num_rollout{_lost(book)}",
+        reason="EXHAUSTED",
+    )
+
+
+def _lost(book: StreamBook) -> str:
+    """Why groups are missing; empty where none failed or was dropped since the buffer started."""
+    production = book.production
+    lost = production.num_failed + production.num_dropped
+    if not lost:
+        return ""
+    reason, count = next(iter(production.failures.items()))
+    return f"; {lost} samples failed or were dropped, most of them, {count.num_samples} by {reason}: {count.example}"
+
+
+def is_starved(book: StreamBook) -> bool:
+    """Too few groups are there for the next batch, unless other prompts come."""
+    return book.state.config.has_source and _num_left(book) < book.state.config.groups_per_step
+
+
+def _num_left(book: StreamBook) -> int:
+    return book.lanes.num_queued + book.counts[GroupState.LEASED] + book.lanes.num_ready
+
+
+def consume(work: Work, book: StreamBook, epoch: int, step: int, digest: bytes) -> int:
+    """READY → CONSUMED for the batch of the next step; returns the step after it."""
+    _check_epoch(book, epoch)
+    _check_known(book, step)
+    groups = book.batch(step)
+    if groups is None:
+        raise FailedPrecondition(f"step {step} of {book.state.name} has no batch yet: LeaseBatch gives it one")
+    if book.batch_digest(step) != digest:
+        raise FailedPrecondition(
+            f"step {step} of {book.state.name} has the batch {book.batch_digest(step).hex()[:16]}…, "
+            f"not {digest.hex()[:16]}…: "
+            "train on what LeaseBatch answered",
+            reason="OTHER_BATCH",
+        )
+    if step == book.state.step:
+        work.set_state(book, replace(book.state, step=step + 1))
+        for group in groups:
+            ids = [record.sample_id for record in group.samples]
+            work.change(book, replace(group, state=GroupState.CONSUMED), "consumed", sample_ids=ids)
+    return step + 1
+
+
+def commit(work: Work, book: StreamBook, epoch: int, step: int) -> int:
+    """CONSUMED → COMMITTED for every step below `step`; their payloads are deleted. Returns the groups."""
+    _check_commit(book, epoch, step)
+    state = book.state
+    members = _members(book, state.committed_step, step)
+    if step > state.committed_step:
+        work.set_state(book, replace(state, committed_step=step))
+    for group in members:
+        work.forget(group.samples)
+        work.change(book, replace(group, state=GroupState.COMMITTED, ended_step=group.step), "committed")
+    forget_ended(work, book)
+    return len(members)
+
+
+def commit_steps(book: StreamBook, epoch: int, step: int) -> list[int]:
+    """Steps to commit one after the other, the last of them `step`: no command commits many more than a chunk."""
+    _check_commit(book, epoch, step)
+    return [*_chunk_ends(book, book.state.committed_step, step), step]
+
+
+def _chunk_ends(book: StreamBook, first: int, end: int) -> list[int]:
+    """Steps in (first, end) at which as many groups have come together as one command changes."""
+    per_chunk = max(MAX_CHANGES // book.state.config.groups_per_step, 1)
+    return book.batched_steps(first, end)[per_chunk::per_chunk]
+
+
+def _check_commit(book: StreamBook, epoch: int, step: int) -> None:
+    _check_epoch(book, epoch)
+    state = book.state
+    if step > state.step:
+        raise FailedPrecondition(
+            f"step {step} of {state.name} cannot be committed: steps below {state.step} are consumed so far"
+        )
+
+
+def forget_ended(work: Work, book: StreamBook) -> int:
+    """COMMITTED and DROPPED groups leave the ledger `retain_steps` after their step, a chunk of them; returns how many.
+
+    Their number stays; `forgotten_step` moves with the last of them.
+    """
+    state = book.state
+    if state.config.retain_steps is None:
+        return 0
+    end = state.committed_step - state.config.retain_steps
+    if end <= state.forgotten_step:
+        return 0
+    gone = [work.forget_group(book, group_id) for group_id in book.take_ended(end, MAX_CHANGES)]
+    forgotten = Counter(state.forgotten) + Counter(group.state.value for group in gone)
+    reached = end if len(gone) < MAX_CHANGES else state.forgotten_step
+    work.set_state(book, replace(state, forgotten_step=reached, forgotten=dict(forgotten)))
+    if reached == end:
+        work.announce(book, "forgotten", step=end, detail=f"ended groups of steps {state.forgotten_step} to {end - 1}")
+    return len(gone)
+
+
+def rewind(
+    work: Work, book: StreamBook, step: int, request_id: str | None, least_epoch: int, *, num_back: int = 0
+) -> tuple[int, int]:
+    """CONSUMED → READY from `step` on, in the same batches; (epoch, groups). A new epoch fences those before.
+
+    Without a request_id it is a part of a rewind that goes further back, and `num_back` groups came back by such parts.
+    """
+    state = book.state
+    if request_id is not None and request_id in state.rewinds:
+        return state.rewinds[request_id]
+    _check_rewind(book, step, least_epoch)
+    back = _members(book, step, state.step)
+    skipped = _skipped(book, state.step, step)
+    answer = (max(state.epoch + 1, least_epoch), len(back) + num_back)
+    rewinds = dict(list(state.rewinds.items())[1 - _MAX_REMEMBERED_REWINDS :])
+    if request_id is not None:
+        rewinds[request_id] = answer
+    work.set_state(book, replace(state, epoch=answer[0], epoch_start=step, step=step, rewinds=rewinds))
+    for group in skipped:
+        ids = [record.sample_id for record in group.samples]
+        used = replace(group, state=GroupState.CONSUMED)
+        work.change(book, used, "consumed", sample_ids=ids, detail="the trainer's checkpoint has it")
+    for group in back:
+        work.change(book, replace(group, state=GroupState.READY), "rewound")
+    work.announce(book, "rewound", detail=f"from step {state.step}")
+    return answer
+
+
+def rewind_steps(book: StreamBook, step: int, request_id: str, least_epoch: int) -> list[int]:
+    """Steps to rewind to before `step`, one after the other: no command gives back many more groups than a chunk."""
+    if request_id in book.state.rewinds:
+        return []
+    _check_rewind(book, step, least_epoch)
+    return _chunk_ends(book, step, book.state.step)[::-1]
+
+
+def _check_rewind(book: StreamBook, step: int, least_epoch: int) -> None:
+    """A ledger that was restored from a backup is behind its trainer, but not by more than any run has steps."""
+    state = book.state
+    if step < state.committed_step:
+        raise FailedPrecondition(
+            f"stream {state.name} has committed every step below {state.committed_step}, their samples are gone: "
+            f"step {step} cannot be had again; restore a checkpoint of step {state.committed_step} or later",
+            reason="COMMITTED",
+        )
+    for name, number, known in (("step", step, state.step), ("least_epoch", least_epoch, state.epoch)):
+        _check_ahead(state.name, name, number, known)
+
+
+def _check_ahead(stream: str, name: str, number: int, known: int) -> None:
+    if number > known + MAX_STEPS_AHEAD:
+        raise FailedPrecondition(
+            f"{name} {number} is more than {MAX_STEPS_AHEAD} ahead of {known}, where stream {stream} is: "
+            "no run has come so far since; see whether the number, or the ledger, is another run's",
+            reason="TOO_FAR_AHEAD",
+        )
+
+
+def _skipped(book: StreamBook, first: int, end: int) -> list[Group]:
+    """Groups of batches that the trainer's checkpoint has passed: it was trained with them, being their steps' batches.
+
+    So it is when a trainer that was fenced has saved before it knew, or when the ledger was restored from a backup.
+    """
+    return [g for g in _members(book, first, end) if g.state is GroupState.READY]
+
+
+def set_policy_version(work: Work, book: StreamBook, epoch: int, policy_version: int) -> int:
+    """The engines serve these weights; returns how many groups expired by it: a chunk, then there may be others."""
+    _check_epoch(book, epoch)
+    state = book.state
+    _check_ahead(state.name, "policy_version", policy_version, state.step)
+    if policy_version < state.policy_version and state.policy_epoch == epoch:
+        raise FailedPrecondition(
+            f"stream {state.name} is at policy version {state.policy_version}, {policy_version} is older: "
+            "it goes back only after Rewind"
+        )
+    if (policy_version, epoch) != (state.policy_version, state.policy_epoch):
+        work.set_state(book, replace(state, policy_version=policy_version, policy_epoch=epoch))
+        work.announce(book, "policy_version")
+    return work.expire_stale(book, book.state.step)
+
+
+def _members(book: StreamBook, first: int, end: int) -> list[Group]:
+    return [group for step in book.batched_steps(first, end) for group in book.members(step)]
+
+
+def _check_epoch(book: StreamBook, epoch: int) -> None:
+    current = book.state.epoch
+    if epoch > current:
+        raise FailedPrecondition(
+            f"epoch {epoch} of {book.state.name} was never opened here, the newest is {current}: call Rewind first",
+            reason="EPOCH_UNKNOWN",
+        )
+    if epoch < current:
+        raise Fenced(f"epoch {epoch} of {book.state.name} is over: a newer trainer opened epoch {current}; stop")
+    if current == 0:
+        raise FailedPrecondition(
+            f"stream {book.state.name} has no trainer yet: call Rewind first", reason="EPOCH_UNKNOWN"
+        )
+
+
+def _check_leasable(book: StreamBook, step: int) -> None:
+    if step != book.state.step + 1 or book.batch(book.state.step) is None:
+        _check_known(book, step)
+
+
+def _check_known(book: StreamBook, step: int) -> None:
+    state = book.state
+    if max(state.epoch_start, state.committed_step) <= step <= state.step:
+        return
+    raise FailedPrecondition(
+        f"step {step} of {state.name} is not to be had in epoch {state.epoch}: the next is {state.step}, "
+        f"those from {max(state.epoch_start, state.committed_step)} on can be asked for again"
+    )

@@ -1,0 +1,175 @@
+"""One command at work: it changes books through here, and every change lands in the transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+from msgspec.structs import replace
+
+from headrace.trajectory import Failure
+from services.buffer.ledger.admission import oldest_trainable
+from services.buffer.ledger.book import StreamBook
+from services.buffer.ledger.group import EndedLease, Group, GroupState, SampleRecord
+from services.buffer.ledger.queues.leases import LeaseTable
+from services.buffer.ledger.stream import ExpiryAction, StreamState
+from services.buffer.ledger.transaction import Instant, LedgerEvent, Payload, Transaction
+
+MAX_CHANGES = 1_024
+"""Groups that one command expires, commits, forgets or gives back: others have their turn before it goes on."""
+
+
+class NewSample(msgspec.Struct, frozen=True, gc=False):
+    """A sample as a producer brings it."""
+
+    record: SampleRecord
+    payload: Payload
+    columns: tuple[bytes, ...] = ()
+    """SHA-256 of its columns that lie out of line."""
+    newest_version: int | None = None
+    """Of all its tokens, masked ones too."""
+    rollout_id: str = ""
+    """The execution that it came out of; its own id unless that fanned out."""
+    failure: Failure | None = None
+    """Why it FAILED; None unless it did."""
+
+
+class Work:
+    """Commands check first and change last: once a Work was used nothing may raise."""
+
+    def __init__(self, now: Instant, position: int, leases: LeaseTable) -> None:
+        self.now = now
+        self.position = position
+        self.leases = leases
+        self.transaction = Transaction()
+
+    def set_state(self, book: StreamBook, state: StreamState) -> None:
+        """The stream's state as it is now."""
+        book.state = state
+        self.transaction.streams[state.name] = state
+
+    def change(
+        self,
+        book: StreamBook,
+        group: Group,
+        kind: str,
+        *,
+        sample_ids: Sequence[str] = (),
+        step: int | None = None,
+        detail: str = "",
+    ) -> Group:
+        """The group as it is now, and the event that says so; `step` where it is not the group's own."""
+        if step is None:
+            step = group.ended_step if group.step is None else group.step
+        self.position += 1
+        admitted_at = self.position if kind == "leased" else group.admitted_at
+        group = replace(group, position=self.position, admitted_at=admitted_at)
+        book.place(group)
+        self.transaction.groups[group.group_id] = group
+        self.transaction.events.append(
+            LedgerEvent(
+                position=self.position,
+                unix_seconds=self.now.unix,
+                stream=group.stream,
+                kind=kind,
+                group_id=group.group_id,
+                state=group.state,
+                epoch=book.state.epoch or None,
+                step=step,
+                policy_version=group.oldest_version,
+                sample_ids=tuple(sample_ids),
+                detail=detail,
+            )
+        )
+        return group
+
+    def add(self, book: StreamBook, group: Group) -> Group:
+        """A new group, QUEUED."""
+        self.transaction.new_groups.append(group.group_id)
+        return self.change(book, group, "submitted", detail=f"prompt {group.prompt.prompt_id}")
+
+    def announce(self, book: StreamBook, kind: str, *, step: int | None = None, detail: str = "") -> None:
+        """An event of the stream itself."""
+        state = book.state
+        self.position += 1
+        self.transaction.events.append(
+            LedgerEvent(
+                position=self.position,
+                unix_seconds=self.now.unix,
+                stream=state.name,
+                kind=kind,
+                epoch=state.epoch or None,
+                step=state.step if step is None else step,
+                policy_version=state.policy_version,
+                detail=detail,
+            )
+        )
+
+    def keep(self, samples: Iterable[NewSample]) -> None:
+        """Payloads to be written."""
+        self.transaction.payloads.update({s.record.key: s.payload for s in samples})
+
+    def forget_group(self, book: StreamBook, group_id: str) -> Group:
+        """An ended group leaves memory and store."""
+        group = book.forget(group_id)
+        self.transaction.forgotten.append(group)
+        return group
+
+    def forget(self, records: Iterable[SampleRecord]) -> None:
+        """Payloads to be deleted."""
+        self.transaction.deleted_payloads.extend(record.key for record in records)
+
+    def end_lease(self, group: Group, fingerprint: bytes | None = None) -> Group:
+        """The group without its lease; a fingerprint makes a repeated put known."""
+        assert group.lease is not None
+        self.leases.end(group.lease.lease_id)
+        ended = (*group.ended, EndedLease(group.lease.lease_id, fingerprint)) if fingerprint else group.ended
+        return replace(group, lease=None, ended=ended)
+
+    def requeue_or_fail(self, book: StreamBook, group: Group, kind: str, failure: Failure) -> Group:
+        """After a failed attempt: to the front of the queue, or FAILED when it was the last."""
+        if group.attempts < book.state.config.max_attempts:
+            queued = replace(group, state=GroupState.QUEUED)
+            return self.change(book, queued, kind, detail=f"{failure.reason}: {failure.message}")
+        self.forget(group.partials)
+        failed = replace(group, state=GroupState.FAILED, failure=failure, partials=())
+        return self.change(book, failed, "failed", detail=f"{failure.reason}: {failure.message}")
+
+    def drop(self, book: StreamBook, group: Group, failure: Failure) -> Group:
+        """A group that is never trained; its payloads go."""
+        self.forget((*group.samples, *group.partials))
+        dropped = replace(
+            group,
+            state=GroupState.DROPPED,
+            failure=failure,
+            samples=(),
+            partials=(),
+            oldest_version=None,
+            step=None,
+            batch_index=None,
+            ended_step=book.state.step,
+        )
+        return self.change(book, dropped, "dropped", detail=f"{failure.reason}: {failure.message}")
+
+    def expire_stale(self, book: StreamBook, step: int) -> int:
+        """Takes READY groups that may not be trained at `step` or later out of the pool, a chunk of them."""
+        oldest = oldest_trainable(book.state, step)
+        stale = book.lanes.older_than(oldest, MAX_CHANGES) if oldest is not None else []
+        for group_id in stale:
+            self.expire(book, book.groups[group_id], step)
+        return len(stale)
+
+    def expire(self, book: StreamBook, group: Group, step: int) -> Group:
+        """A group too stale to be trained: queued again (not counted as an attempt), or dropped."""
+        message = (
+            f"its oldest token is of policy version {group.oldest_version}, step {step} trains "
+            f"{oldest_trainable(book.state, step)} or newer (max_staleness {book.state.config.max_staleness})"
+        )
+        self.forget(group.samples)
+        bare = replace(group, samples=(), oldest_version=None)
+        if book.state.config.expiry_action is ExpiryAction.DROP:
+            failure = Failure("EXPIRED", message)
+            dropped = replace(bare, state=GroupState.DROPPED, failure=failure, ended_step=book.state.step)
+            return self.change(book, dropped, "expired", detail=message)
+        queued = replace(bare, state=GroupState.QUEUED, attempts=group.attempts - 1)
+        return self.change(book, queued, "expired", detail=message)

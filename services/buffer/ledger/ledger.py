@@ -1,0 +1,420 @@
+"""The ledger's state machine: commands in, answers and transactions out. No gRPC, no disk, no clock: time is passed in.
+
+A command checks everything first and raises with nothing changed, or changes memory and returns what must be made
+durable before its answer may leave the process. A command that changes nothing returns an empty transaction; its answer
+still has to wait for the transactions before it. No command looks at all groups: every question has an index.
+The states are in `group`, the staleness rule in `admission`, the commands in `producing` and `training`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from typing import TypeVar
+
+from msgspec.structs import replace
+
+from headrace.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument, NotFound
+from headrace.wire.checks import shown
+from services.buffer.ledger.book import StreamBook
+from services.buffer.ledger.commands import producing, training
+from services.buffer.ledger.commands.dropping import Dropped, drop
+from services.buffer.ledger.commands.producing import GroupPut, NoLeaseReason, PutResult, Release
+from services.buffer.ledger.commands.retrying import Retried, retry
+from services.buffer.ledger.commands.training import Batch
+from services.buffer.ledger.commands.work import MAX_CHANGES, Work
+from services.buffer.ledger.group import Group, GroupState, Prompt, SampleRecord
+from services.buffer.ledger.queues.leases import LeaseTable
+from services.buffer.ledger.source import Cursor
+from services.buffer.ledger.stream import StreamConfig, StreamState
+from services.buffer.ledger.transaction import Instant, Transaction
+
+_Answer = TypeVar("_Answer")
+Result = tuple[_Answer, Transaction]
+_EVENTS_FORGOTTEN_SHARE = 8
+"""They go an eighth of retain_events at a time."""
+
+
+class Ledger:
+    """All streams of one server. `ledger_id` keeps lease ids apart from those of another ledger at the same address."""
+
+    def __init__(self, ledger_id: str, *, retain_events: int | None = None) -> None:
+        """`retain_events`: of the history at least so many are kept, an eighth more at most; None: all."""
+        self.position = 0
+        self.oldest_position = 1
+        """Of the history; what is below was deleted."""
+        self._retain_events = retain_events
+        self.books: dict[str, StreamBook] = {}
+        self.deleted: dict[str, StreamBook] = {}
+        """Streams that are gone; `forget_deleted` takes out the groups that are left of them."""
+        self.lost_streams: frozenset[str] = frozenset()
+        self._ledger_id = ledger_id
+        self._leases = LeaseTable()
+
+    def restore(
+        self,
+        now: Instant,
+        streams: Iterable[StreamState],
+        groups: Iterable[Group],
+        position: int,
+        oldest_position: int = 1,
+        lost_streams: Iterable[str] = (),
+        lost_groups: Iterable[str] = (),
+    ) -> None:
+        """Takes over what a store kept. Every lease gets its full time again.
+
+        Nothing can be done with `lost_streams`, whose own rows are damaged, and their names are not free. Of
+        `lost_groups` only the ids are known: they can be dropped.
+        """
+        self.lost_streams = frozenset(lost_streams)
+        self.position = position
+        self.oldest_position = oldest_position
+        for state in streams:
+            (self.deleted if state.deleted else self.books)[state.name] = StreamBook(state)
+        for group in sorted(groups, key=lambda g: g.position):
+            book = self.deleted.get(group.stream) or self.book(group.stream)
+            book.place(group)
+            if group.lease and not book.state.deleted:
+                self._leases.grant(group, now.monotonic + book.state.config.lease_seconds)
+        for group_id in lost_groups:
+            if lacking := self.books.get(group_id.rpartition("/")[0]):
+                lacking.note_lost(group_id)
+
+    def book(self, stream: str) -> StreamBook:
+        """Raises NotFound for a stream that was never created, DataLoss for one whose row is damaged."""
+        self._require_whole(stream)
+        if stream not in self.books:
+            raise NotFound(
+                f"there is no stream {shown(stream)}: CreateStream makes one; there are {sorted(self.books)[:10]}"
+            )
+        return self.books[stream]
+
+    def vocab_size(self, group_id: str) -> int | None:
+        """Of the group's stream; None where nobody said it, or there is no such stream."""
+        book = self.books.get(group_id.rpartition("/")[0])
+        return None if book is None else book.state.config.vocab_size
+
+    # Streams
+
+    def create_stream(self, now: Instant, state: StreamState) -> Result[bool]:
+        """True when it is new. Raises AlreadyExists when another config is there."""
+        self._require_whole(state.name)
+        known = self.books.get(state.name)
+        if known and known.state.config != state.config:
+            raise AlreadyExists(
+                f"stream {state.name} is there with another config: {_differences(known.state.config, state.config)}; "
+                "use another name, or another data directory"
+            )
+        work = self._work(now)
+        if known is None:
+            if gone := self.deleted.pop(state.name, None):
+                state = replace(state, next_seq=gone.state.next_seq, epoch=gone.state.epoch + 1)
+            book = self.books[state.name] = StreamBook(state)
+            work.set_state(book, state)
+            work.announce(book, "stream_created")
+        return self._done(work, known is None)
+
+    def set_limits(self, now: Instant, limits: StreamConfig) -> Result[None]:
+        """Gives the stream of that name these limits; nothing else of it changes."""
+        work = self._work(now)
+        book = self.book(limits.name)
+        config = book.state.config.with_limits_of(limits)
+        if config != book.state.config:
+            changes = _differences(book.state.config, config)
+            work.set_state(book, replace(book.state, config=config))
+            work.announce(book, "limits_changed", detail=changes)
+        return self._done(work, None)
+
+    def delete_stream(self, now: Instant, stream: str, *, force: bool) -> Result[bool]:
+        """True when it was there. Its groups are taken out by `forget_deleted`. Raises FailedPrecondition."""
+        work = self._work(now)
+        book = self.books.get(stream)
+        if book is None:
+            return self._done(work, False)
+        if book.num_groups and not force:
+            raise FailedPrecondition(
+                f"stream {stream} has {book.num_groups} groups that are queued, leased, ready or consumed: "
+                "set force to delete them",
+                reason="NOT_EMPTY",
+            )
+        self.deleted[stream] = self.books.pop(stream)
+        work.announce(book, "stream_deleted", detail=f"with {len(book.groups)} groups")
+        work.set_state(
+            book, StreamState(book.state.config, book.state.epoch, next_seq=book.state.next_seq, deleted=True)
+        )
+        return self._done(work, True)
+
+    def forget_deleted(self, now: Instant, stream: str) -> Result[int]:
+        """Takes out a chunk of what is left of a deleted stream; returns how many groups."""
+        work = self._work(now)
+        book = self.deleted.get(stream)
+        group_ids = list(islice(book.groups, MAX_CHANGES)) if book else []
+        for group_id in group_ids:
+            assert book is not None
+            group = book.groups[group_id]
+            if group.lease and self._leases.find(group.lease.lease_id):
+                self._leases.end(group.lease.lease_id)
+            work.forget(group.records)
+            work.forget_group(book, group_id)
+            work.set_state(book, book.state)
+        return self._done(work, len(group_ids))
+
+    # Producers
+
+    def submit(self, now: Instant, stream: str, prompts: Sequence[Prompt]) -> Result[list[str]]:
+        """Ids of the groups made, or of those that were there already."""
+        work = self._work(now)
+        return self._done(work, producing.submit(work, self.book(stream), prompts))
+
+    def check_submit(self, stream: str, prompts: Sequence[Prompt]) -> None:
+        """Raises what `submit` raises: afterwards the prompts may be submitted some at a time."""
+        producing.check_submit(self.book(stream), prompts)
+
+    def prompts_wanted(self, stream: str, max_groups: int) -> Sequence[int]:
+        """How many prompts should be read from each of the stream's sources so that `max_groups` may be leased."""
+        book = self.book(stream)
+        room = book.state.config.max_groups - book.num_groups
+        if not book.state.config.has_source or book.state.exhausted or room <= 0:
+            return ()
+        places = book.places_left()
+        return book.lanes.wanted(book.state, max_groups if places is None else min(max_groups, places), room)
+
+    def read(
+        self,
+        now: Instant,
+        stream: str,
+        prompts: Sequence[Sequence[Prompt]],
+        cursors: Sequence[Cursor],
+        ended: Sequence[bool],
+    ) -> Result[None]:
+        """Prompts of each source become groups; the cursors move in the same transaction."""
+        work = self._work(now)
+        producing.read(work, self.book(stream), prompts, cursors, ended)
+        return self._done(work, None)
+
+    def lease(
+        self, now: Instant, stream: str, producer_id: str, request_id: str, max_groups: int
+    ) -> Result[list[Group]]:
+        """LEASED groups, none when `no_lease_reason` has one."""
+        work = self._work(now)
+        book = self.book(stream)
+        return self._done(work, producing.lease(work, book, producer_id, request_id, max_groups, self._ledger_id))
+
+    def no_lease_reason(self, stream: str) -> NoLeaseReason | None:
+        """What holds producers back now."""
+        return producing.no_lease_reason(self.book(stream))
+
+    def lease_seconds_left(self, now: Instant, lease_id: str) -> float:
+        """Of a live lease."""
+        return self._leases.seconds_left(lease_id, now.monotonic)
+
+    def renew(self, now: Instant, lease_ids: Sequence[str]) -> tuple[list[str], list[str]]:
+        """(renewed, lost). Deadlines are not durable, so neither is this."""
+        renewed: list[str] = []
+        lost: list[str] = []
+        for lease_id in lease_ids:
+            group = self._live(lease_id)
+            if group is None:
+                lost.append(lease_id)
+                continue
+            seconds = self.books[group.stream].state.config.lease_seconds
+            self._leases.renew(lease_id, now.monotonic + seconds)
+            renewed.append(lease_id)
+        return renewed, lost
+
+    def renew_all(self, now: Instant) -> None:
+        """Every lease gets its full time again: nobody could renew it."""
+        self.renew(now, [group.lease.lease_id for group in self._leases.live() if group.lease])
+
+    def release(self, now: Instant, releases: Sequence[Release]) -> Result[None]:
+        """Live leases are given back, ended ones ignored."""
+        _check_distinct("lease_id", [r.lease_id for r in releases])
+        live = [(group, r) for r in releases if (group := self._live(r.lease_id))]
+        adding: dict[str, int] = {}
+        for group, given in live:
+            num_bytes = sum(p.record.stored_bytes for p in given.partials)
+            adding[group.stream] = adding.get(group.stream, 0) + num_bytes
+        for stream, num_bytes in adding.items():
+            producing.check_bytes(self.books[stream], num_bytes, self.books[stream].sample_bytes)
+        work = self._work(now)
+        for group, given in live:
+            producing.release(work, self.books[group.stream], group, given)
+        return self._done(work, None)
+
+    def retry(self, now: Instant, stream: str, request_id: str, group_ids: Sequence[str]) -> Result[Retried]:
+        """FAILED groups are queued again; without ids all of them, the latest first, as far as a call goes."""
+        _check_distinct("group_id", group_ids)
+        work = self._work(now)
+        return self._done(work, retry(work, self.book(stream), request_id, group_ids))
+
+    def drop(
+        self, now: Instant, stream: str, request_id: str, group_ids: Sequence[str], reason: str
+    ) -> Result[Dropped]:
+        """Groups become DROPPED, all of them or none; batches that had one are dissolved."""
+        _check_distinct("group_id", group_ids)
+        work = self._work(now)
+        return self._done(work, drop(work, self.book(stream), request_id, group_ids, reason))
+
+    def put(self, now: Instant, puts: Sequence[GroupPut]) -> Result[list[PutResult]]:
+        """All are kept or none; a lost lease is refused in its result."""
+        _check_distinct("group_id", [p.group_id for p in puts])
+        _check_distinct("sample_id", [s.record.sample_id for p in puts for s in p.samples])
+        work = self._work(now)
+        adding: dict[str, int] = {}
+        for put in puts:
+            stream = self._stream_of(put.group_id)
+            adding[stream] = adding.get(stream, 0) + producing.check_put(work, self.books[stream], put)
+        for stream, num_bytes in adding.items():
+            producing.check_bytes(self.books[stream], num_bytes, self.books[stream].sample_bytes)
+        results = [producing.put(work, self.books[self._stream_of(p.group_id)], p) for p in puts]
+        return self._done(work, results)
+
+    def expire_leases(self, now: Instant) -> Result[int]:
+        """Ends leases that have reached their deadline, a chunk of them."""
+        work = self._work(now)
+        due = self._leases.due(now.monotonic, MAX_CHANGES)
+        for group in due:
+            if group.stream in self.books:
+                producing.lose(work, self.books[group.stream], group)
+            elif group.lease:
+                self._leases.end(group.lease.lease_id)
+        return self._done(work, len(due))
+
+    def next_lease_deadline(self) -> float | None:
+        """Monotonic seconds at which `expire_leases` may have work."""
+        return self._leases.next_deadline()
+
+    # The trainer
+
+    def lease_batch(self, now: Instant, stream: str, epoch: int, step: int) -> Result[Batch | None]:
+        """The step's batch, None while it is not full."""
+        work = self._work(now)
+        return self._done(work, training.lease_batch(work, self.book(stream), epoch, step))
+
+    def is_starved(self, stream: str) -> bool:
+        """Too few groups are there for the next batch, unless other prompts come."""
+        return training.is_starved(self.book(stream))
+
+    def candidates(self, stream: str, step: int) -> list[Group]:
+        """READY groups, by admission, from which a user's function has to choose the batch now."""
+        return training.candidates(self.book(stream), step)
+
+    def choose(
+        self, now: Instant, stream: str, epoch: int, step: int, chosen: Sequence[str], dropped: Sequence[str]
+    ) -> Result[Batch | None]:
+        """The step's batch, None when the choice does not fill it."""
+        work = self._work(now)
+        return self._done(work, training.choose(work, self.book(stream), epoch, step, chosen, dropped))
+
+    def consume(self, now: Instant, stream: str, epoch: int, step: int, digest: bytes) -> Result[int]:
+        """The step to ask for next."""
+        work = self._work(now)
+        return self._done(work, training.consume(work, self.book(stream), epoch, step, digest))
+
+    def commit(self, now: Instant, stream: str, epoch: int, step: int) -> Result[int]:
+        """Groups committed."""
+        work = self._work(now)
+        return self._done(work, training.commit(work, self.book(stream), epoch, step))
+
+    def commit_steps(self, stream: str, epoch: int, step: int) -> list[int]:
+        """Steps to commit one after the other, so that no command is long; the last is `step`."""
+        return training.commit_steps(self.book(stream), epoch, step)
+
+    def forget_ended(self, now: Instant, stream: str) -> Result[int]:
+        """What `commit` has begun: a chunk of the groups past retention are forgotten; returns how many."""
+        work = self._work(now)
+        return self._done(work, training.forget_ended(work, self.book(stream)))
+
+    def rewind(
+        self, now: Instant, stream: str, step: int, request_id: str | None, least_epoch: int = 0, num_back: int = 0
+    ) -> Result[tuple[int, int]]:
+        """(epoch, groups that came back)."""
+        work, book = self._work(now), self.book(stream)
+        return self._done(work, training.rewind(work, book, step, request_id, least_epoch, num_back=num_back))
+
+    def rewind_steps(self, stream: str, step: int, request_id: str, least_epoch: int) -> list[int]:
+        """Steps to rewind to before `step`, so that no command is long."""
+        return training.rewind_steps(self.book(stream), step, request_id, least_epoch)
+
+    def set_policy_version(self, now: Instant, stream: str, epoch: int, policy_version: int) -> Result[int]:
+        """Groups expired."""
+        work = self._work(now)
+        return self._done(work, training.set_policy_version(work, self.book(stream), epoch, policy_version))
+
+    # Readers
+
+    def sample_records(
+        self, stream: str, sample_ids: Sequence[str], *, skip_unknown: bool = False
+    ) -> list[SampleRecord]:
+        """Those with a payload, in order. Raises NotFound naming the ids that are gone or never were."""
+        book = self.book(stream)
+        found: list[SampleRecord] = []
+        gone: list[str] = []
+        of_group: dict[str, Mapping[str, SampleRecord]] = {}
+        for sample_id in sample_ids:
+            group_id = book.samples.get(sample_id)
+            if group_id is None or book.groups[group_id].state is GroupState.COMMITTED:
+                gone.append(sample_id)
+                continue
+            if group_id not in of_group:
+                of_group[group_id] = {record.sample_id: record for record in book.groups[group_id].samples}
+            found.append(of_group[group_id][sample_id])
+        if gone and not skip_unknown:
+            some = f"{gone[:10]} and {len(gone) - 10} others" if len(gone) > 10 else f"{gone}"
+            raise NotFound(f"stream {stream} has no payload of the samples {some}: never put, expired or committed")
+        return found
+
+    def list_groups(
+        self, stream: str, states: Sequence[GroupState], before: int | None, count: int
+    ) -> tuple[list[Group], int | None]:
+        """Newest change first, below position `before`; and where the next page starts, None on the last."""
+        recency = self.book(stream).recency
+        end = self.position + 1 if before is None else before
+        page = list(islice(recency.before(end, states or tuple(GroupState)), count + 1))
+        return page[:count], page[count - 1].position if len(page) > count else None
+
+    def _live(self, lease_id: str) -> Group | None:
+        """The group under a live lease of a stream that is there."""
+        group = self._leases.find(lease_id)
+        return group if group and group.stream in self.books else None
+
+    def _require_whole(self, stream: str) -> None:
+        if stream in self.lost_streams:
+            raise DataLoss(
+                f"the ledger's row of stream {stream} is damaged, and nothing of it can go on without: restore a "
+                "backup; other streams are served"
+            )
+
+    def _work(self, now: Instant) -> Work:
+        return Work(now, self.position, self._leases)
+
+    def _done(self, work: Work, answer: _Answer) -> Result[_Answer]:
+        self.position = work.position
+        self._forget_events(work.transaction)
+        return answer, work.transaction
+
+    def _forget_events(self, transaction: Transaction) -> None:
+        if self._retain_events is None or not transaction.events:
+            return
+        oldest = self.position + 1 - self._retain_events
+        if oldest > self.oldest_position + self._retain_events // _EVENTS_FORGOTTEN_SHARE:
+            self.oldest_position = transaction.events_from = oldest
+
+    def _stream_of(self, group_id: str) -> str:
+        stream = group_id.rpartition("/")[0]
+        self._require_whole(stream)
+        if stream not in self.books:
+            raise NotFound(f"there is no group {shown(group_id)}")
+        return stream
+
+
+def _check_distinct(name: str, values: Sequence[str]) -> None:
+    if len(set(values)) < len(values):
+        twice = Counter(values).most_common(1)[0][0]
+        raise InvalidArgument(f"{name} {twice} comes twice in one call", field=name)
+
+
+def _differences(old: StreamConfig, new: StreamConfig) -> str:
+    names = [n for n in StreamConfig.__slots__ if getattr(old, n) != getattr(new, n)]
+    return ", ".join(f"{n} is {getattr(old, n)!r}, now {getattr(new, n)!r}" for n in names)

@@ -1,0 +1,37 @@
+"""Answers by bytes: how much of a list one message holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+from headrace.wire.limits import MAX_ANSWER_BYTES
+from services.buffer.ledger.group import SampleRecord
+
+_Item = TypeVar("_Item")
+_MOST_ITEMS = 2_048
+
+
+def portions(records: Iterable[SampleRecord]) -> Iterator[list[SampleRecord]]:
+    """Samples with their payloads, cut into messages; one that is larger than a message should be is alone."""
+    return cut(records, lambda record: record.payload_bytes + len(record.envelope))
+
+
+def cut(items: Iterable[_Item], size: Callable[[_Item], int], most: int = MAX_ANSWER_BYTES) -> Iterator[list[_Item]]:
+    """The items, as many together as one answer holds."""
+    some: list[_Item] = []
+    num_bytes = 0
+    for item in items:
+        item_bytes = size(item)
+        if some and (num_bytes + item_bytes > most or len(some) == _MOST_ITEMS):
+            yield some
+            some, num_bytes = [], 0
+        some.append(item)
+        num_bytes += item_bytes
+    if some:
+        yield some
+
+
+def first_within(items: Iterable[_Item], size: Callable[[_Item], int], most: int = MAX_ANSWER_BYTES) -> list[_Item]:
+    """The first items, as many as one answer holds."""
+    return next(cut(items, size, most), [])

@@ -1,0 +1,152 @@
+"""A stream's groups by the source that they came from, and whose turn it is.
+
+Of several files every one has a lane of its own, with a queue, a ready pool and a cursor. A turn goes to the source
+whose share is furthest behind: the smallest (groups in hand + 1) / weight, the first of equals. Producers get the next
+groups, and a batch is made, by turns. In hand are, for a lease, the groups given to batches, READY and LEASED; for a
+batch those given to batches. A group that is dropped or fails is in hand no more, so the next lease is of its source,
+and what is in hand are always the next turns: a batch that waits for one source waits for groups that are leased.
+
+A source at its end leaves its turns to the others. What was submitted comes before all turns and takes none; where
+there are not several files everything is in that lane.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Sequence
+
+from services.buffer.ledger.group import Group
+from services.buffer.ledger.queues.prompt_queue import PromptQueue
+from services.buffer.ledger.queues.ready_pool import ReadyPool
+from services.buffer.ledger.stream import StreamConfig, StreamState
+
+_SUBMITTED = None
+
+
+class Lanes:
+    """QUEUED groups and READY ones without a batch; ids only, the groups are in the book."""
+
+    def __init__(self, config: StreamConfig) -> None:
+        self._weights = [file.weight for file in config.files] if len(config.files) > 1 else []
+        names = (_SUBMITTED, *range(len(self._weights)))
+        self._queues = {name: PromptQueue(config.selection) for name in names}
+        self._pools = {name: ReadyPool(config.selection) for name in names}
+        self._leased: Counter[int | None] = Counter()
+
+    @property
+    def num_queued(self) -> int:
+        """Groups that wait for a producer."""
+        return sum(map(len, self._queues.values()))
+
+    @property
+    def num_ready(self) -> int:
+        """READY groups without a batch."""
+        return sum(map(len, self._pools.values()))
+
+    def counts(self, source: int) -> tuple[int, int, int]:
+        """(queued, leased, ready) groups of one of several files."""
+        return len(self._queues[source]), self._leased[source], len(self._pools[source])
+
+    def enqueue(self, group: Group) -> None:
+        """QUEUED."""
+        self._queues[self._lane(group)].add(group)
+
+    def discard_queued(self, group: Group) -> None:
+        """Takes a QUEUED group out that is dropped."""
+        self._queues[self._lane(group)].discard(group.group_id)
+
+    def lease(self, group: Group) -> None:
+        """LEASED."""
+        self._leased[self._lane(group)] += 1
+
+    def unlease(self, group: Group) -> None:
+        """LEASED no more."""
+        self._leased[self._lane(group)] -= 1
+
+    def add_ready(self, group: Group) -> None:
+        """READY, without a batch."""
+        self._pools[self._lane(group)].add(group)
+
+    def discard_ready(self, group_id: str) -> None:
+        """Takes it out, if it is there."""
+        for pool in self._pools.values():
+            pool.discard(group_id)
+
+    def is_ready(self, group_id: str) -> bool:
+        """READY, without a batch."""
+        return any(group_id in pool for pool in self._pools.values())
+
+    def by_admission(self) -> list[str]:
+        """All READY ids, in the order of each source's admission."""
+        return [group_id for pool in self._pools.values() for group_id in pool.by_admission()]
+
+    def older_than(self, version: int, most: int) -> list[str]:
+        """At most `most` READY ids whose oldest token is older than `version`, which leave."""
+        taken: list[str] = []
+        for pool in self._pools.values():
+            taken += pool.older_than(version, most - len(taken))
+        return taken
+
+    def wanted(self, state: StreamState, count: int, room: int) -> tuple[int, ...]:
+        """Prompts to be read from each source, `room` at most, so that the next `count` leases have theirs."""
+        left = max(count - len(self._queues[_SUBMITTED]), 0)
+        if not self._weights:
+            return (min(left, room),)
+        queued = [len(self._queues[i]) for i in range(len(self._weights))]
+        seen: Counter[int] = Counter()
+        missing: list[int] = []
+        for source in self._lease_turns(state, left):
+            seen[source] += 1
+            if seen[source] > queued[source]:
+                missing.append(source)
+        wanted = Counter(missing[:room])
+        return tuple(wanted[i] for i in range(len(self._weights)))
+
+    def take_queued(self, state: StreamState, count: int) -> list[str]:
+        """At most `count` ids from the queues; fewer where a prompt of the source in turn was not read yet."""
+        taken = self._queues[_SUBMITTED].take(count)
+        for source in self._lease_turns(state, count - len(taken)):
+            if not self._queues[source]:
+                break
+            taken += self._queues[source].take(1)
+        return taken
+
+    def take_batch(self, state: StreamState, count: int) -> list[str]:
+        """A batch's ids, which leave the pools; none while it cannot be made by turns. There must be `count` READY."""
+        submitted = min(len(self._pools[_SUBMITTED]), count)
+        turns = self._batch_turns(state, count - submitted)
+        shares = Counter(turns)
+        if len(turns) < count - submitted or any(len(self._pools[i]) < share for i, share in shares.items()):
+            return []
+        chosen = {source: iter(self._pools[source].first(share)) for source, share in shares.items()}
+        return [*self._pools[_SUBMITTED].first(submitted), *(next(chosen[source]) for source in turns)]
+
+    def _lane(self, group: Group) -> int | None:
+        return group.source if self._weights else _SUBMITTED
+
+    def _lease_turns(self, state: StreamState, count: int) -> list[int]:
+        sources = range(len(self._weights))
+        in_hand = [state.taken_of(i) + self._leased[i] + len(self._pools[i]) for i in sources]
+        room = [len(self._queues[i]) if state.has_ended(i) else count for i in sources]
+        return turns(self._weights, in_hand, room, count)
+
+    def _batch_turns(self, state: StreamState, count: int) -> list[int]:
+        sources = range(len(self._weights))
+        room = [self._leased[i] + len(self._pools[i]) if state.has_ended(i) else count for i in sources]
+        return turns(self._weights, [state.taken_of(i) for i in sources], room, count)
+
+
+def turns(weights: Sequence[float], in_hand: Sequence[int], room: Sequence[int], count: int) -> list[int]:
+    """Whose the next `count` groups are; a source gets at most its `room`, so there may be fewer."""
+    heap = [((in_hand[i] + 1) / weight, i, 1) for i, weight in enumerate(weights) if room[i]]
+    heapq.heapify(heap)
+    found: list[int] = []
+    while heap and len(found) < count:
+        _, i, nth = heap[0]
+        found.append(i)
+        if nth < room[i]:
+            heapq.heapreplace(heap, ((in_hand[i] + nth + 1) / weights[i], i, nth + 1))
+        else:
+            heapq.heappop(heap)
+    return found

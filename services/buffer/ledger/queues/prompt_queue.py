@@ -1,0 +1,42 @@
+"""QUEUED groups in the order producers get them: by priority where asked, then by age.
+
+Groups leave by age, so one that comes back (a lost lease, a failure) is older than all that wait: it is at the front.
+"""
+
+from __future__ import annotations
+
+from services.buffer.ledger.group import Group
+from services.buffer.ledger.queues.ordered import Ordered
+from services.buffer.ledger.stream import Selection
+
+
+class PromptQueue:
+    """Groups leave it from its front, or are passed over there once they were dropped, never to come back."""
+
+    def __init__(self, selection: Selection) -> None:
+        self._by_priority = selection is Selection.PRIORITY
+        self._waiting: Ordered[tuple[int, int]] = Ordered()
+        self._dropped: set[str] = set()
+        """Of those that wait."""
+
+    def __len__(self) -> int:
+        return len(self._waiting) - len(self._dropped)
+
+    def add(self, group: Group) -> None:
+        """Puts it in its place."""
+        self._waiting.add((-group.prompt.priority if self._by_priority else 0, group.seq), group.group_id)
+
+    def take(self, count: int) -> list[str]:
+        """Removes at most `count` ids from the front."""
+        taken: list[str] = []
+        while len(taken) < count and len(self._waiting):
+            _, group_id = self._waiting.pop()
+            if group_id in self._dropped:
+                self._dropped.remove(group_id)
+            else:
+                taken.append(group_id)
+        return taken
+
+    def discard(self, group_id: str) -> None:
+        """Takes out one that waits and is dropped."""
+        self._dropped.add(group_id)

@@ -1,0 +1,54 @@
+"""What one command changed: made durable as a whole, or not at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from services.buffer.ledger.group import Group, GroupState
+from services.buffer.ledger.stream import StreamState
+
+Payload = bytes | memoryview
+"""A memoryview is a slice of the request it came in, or of the record it was read from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instant:
+    """Now, on two clocks: leases count monotonic seconds, the history shows Unix seconds."""
+
+    monotonic: float
+    unix: float
+
+
+class LedgerEvent(msgspec.Struct, frozen=True, gc=False):
+    """One transition. Positions are 1, 2, 3, … without gaps over the whole ledger."""
+
+    position: int
+    unix_seconds: float
+    stream: str
+    kind: str
+    group_id: str | None = None
+    state: GroupState | None = None
+    epoch: int | None = None
+    step: int | None = None
+    policy_version: int | None = None
+    sample_ids: tuple[str, ...] = ()
+    detail: str = ""
+
+
+@dataclass(slots=True)
+class Transaction:
+    """Rows to write and to delete. Empty where a command changed nothing."""
+
+    streams: dict[str, StreamState] = field(default_factory=dict)
+    groups: dict[str, Group] = field(default_factory=dict)
+    new_groups: list[str] = field(default_factory=list)
+    forgotten: list[Group] = field(default_factory=list)
+    """Groups that are deleted, with their prompts; applied after `groups`."""
+    payloads: dict[str, Payload] = field(default_factory=dict)
+    """By SampleRecord.key; whose record is in `groups`."""
+    deleted_payloads: list[str] = field(default_factory=list)
+    events: list[LedgerEvent] = field(default_factory=list)
+    events_from: int | None = None
+    """Events below this position are deleted."""

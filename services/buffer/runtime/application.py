@@ -1,0 +1,446 @@
+"""The ledger in time and on disk: commands run on the event loop, transactions to the journal, waits end on change.
+
+Unblocked by: a change of the stream (waiting leases and batches), the journal (answers), the lease timer (lost leases).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from headrace.api.sample.v1.sample_pb2 import SampleEnvelope
+from headrace.errors import ResourceExhausted
+from headrace.hooks.buffer_filter import pack_groups
+from headrace.rpc.log import log
+from headrace.trajectory import check_payload
+from headrace.wire.limits import MAX_COLUMN_BYTES, MAX_STREAM_NAMES, MAX_STREAMS
+from services.buffer.blocking import BlockingPool
+from services.buffer.conversion import wire
+from services.buffer.conversion.payload_check import check_samples
+from services.buffer.ledger.commands.dropping import Dropped
+from services.buffer.ledger.commands.producing import GroupPut, NoLeaseReason, PutResult, Release
+from services.buffer.ledger.commands.retrying import Retried
+from services.buffer.ledger.commands.training import Batch
+from services.buffer.ledger.commands.work import MAX_CHANGES, NewSample
+from services.buffer.ledger.group import Group, GroupState, Prompt, SampleRecord
+from services.buffer.ledger.ledger import Ledger
+from services.buffer.ledger.portions import cut, portions
+from services.buffer.ledger.stream import StreamConfig, StreamState
+from services.buffer.ledger.stream_limits import check_limits
+from services.buffer.ledger.transaction import LedgerEvent, Payload
+from services.buffer.pace import paced
+from services.buffer.prompts.files import PromptFiles
+from services.buffer.runtime.backup import Chunk, Digest, stream_copy
+from services.buffer.runtime.changes import Changes
+from services.buffer.runtime.chooser import GroupChooser
+from services.buffer.runtime.clock import now
+from services.buffer.runtime.journal import Journal
+from services.buffer.runtime.lease_timer import LeaseTimer
+from services.buffer.runtime.store_watch import StoreWatch
+from services.buffer.runtime.supply import PromptSupply
+from services.buffer.runtime.user_code import UserCode
+from services.buffer.runtime.watching import Watching
+from services.buffer.store.base import Damage, Store
+from services.buffer.store.columns import Columns
+
+NO_USER_CODE = UserCode()
+NO_PROMPT_FILES = PromptFiles()
+_SUBMITTED_AT_ONCE = 2_048
+_LOOKED_UP_AT_ONCE = 2_048
+_SMALL_BYTES = 8 << 10
+"""Payloads up to here are checked on the event loop."""
+_CHECKED_BYTES = 64 << 10
+"""Of payloads and envelopes that are checked before others have their turn."""
+_OPENING_SECONDS = 30.0
+"""That the start waits for prompt files: reading a large one takes its time, one that never answers does not count."""
+
+
+class Buffer:
+    """One ledger, alive. Made by `open`."""
+
+    def __init__(
+        self,
+        store: Store,
+        ledger: Ledger,
+        journal: Journal,
+        supply: PromptSupply,
+        columns: Columns,
+        *,
+        max_watch_lag: int,
+        min_free_disk_bytes: int,
+    ) -> None:
+        self.ledger = ledger
+        self.journal = journal
+        self._store = store
+        self._min_free_disk_bytes = min_free_disk_bytes
+        self._supply = supply
+        self._columns = columns
+        self._changes = Changes(ledger, journal, columns, supply)
+        self._watching = Watching(journal, store, max_watch_lag)
+        self._chooser: GroupChooser | None = None
+        self._choosing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._changing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By stream: commands that go on in several transactions."""
+        self._deleting: set[asyncio.Task[None]] = set()
+        self._payload_readers = BlockingPool("payload-reader", 4)
+        self._hashers = BlockingPool("payload-hasher", 4)
+        self._copiers = BlockingPool("backup", 1)
+        self._timer = LeaseTimer(ledger, self._changes)
+        self.store_watch = StoreWatch(store, journal)
+        self.store_watch.listeners.append(self._keep_leases)
+
+    @classmethod
+    async def open(
+        cls,
+        store: Store,
+        *,
+        columns_folder: Path | None = None,
+        user_code: UserCode = NO_USER_CODE,
+        prompt_files: PromptFiles = NO_PROMPT_FILES,
+        max_column_bytes: int = MAX_COLUMN_BYTES,
+        max_watch_lag: int = 100_000,
+        min_free_disk_bytes: int = 0,
+        retain_events: int | None = None,
+    ) -> Buffer:
+        """Loads what the store kept and starts the lease timer. A prompt file that is gone is its stream's trouble."""
+        snapshot = await asyncio.to_thread(store.load)
+        for damage in store.damage():
+            log.error("ledger_damaged", what=damage.what, group_id=damage.group_id, sample_id=damage.sample_id)
+        if snapshot.torn_bytes:
+            log.warning("torn_tail_cut", num_bytes=snapshot.torn_bytes)
+        ledger = Ledger(snapshot.ledger_id, retain_events=retain_events)
+        ledger.restore(
+            now(),
+            snapshot.streams,
+            snapshot.groups,
+            snapshot.position,
+            snapshot.oldest_position,
+            snapshot.lost_streams,
+            snapshot.lost_groups,
+        )
+        columns = Columns(columns_folder, max_bytes=max_column_bytes)
+        await columns.restore(snapshot.groups)
+        supply = PromptSupply(user_code, prompt_files)
+        buffer = cls(
+            store,
+            ledger,
+            Journal(store, snapshot.position, snapshot.oldest_position),
+            supply,
+            columns,
+            max_watch_lag=max_watch_lag,
+            min_free_disk_bytes=min_free_disk_bytes,
+        )
+        buffer._chooser = await user_code.chooser()
+        opening = [task for book in ledger.books.values() if (task := supply.resume(book.state))]
+        if opening:
+            await asyncio.wait(opening, timeout=_OPENING_SECONDS)
+        for stream in ledger.deleted:
+            buffer._forget_deleted(stream)
+        buffer._timer.start()
+        buffer.store_watch.start()
+        return buffer
+
+    async def close(self) -> None:
+        """Waits for what is being written, but not for a store that is away: nobody was told that it is kept."""
+        self._timer.stop()
+        for task in self._deleting:
+            task.cancel()
+        self.store_watch.stop()
+        if self._store.waiting_for:
+            self._store.stop_waiting()
+        await self.journal.close()
+        await self._supply.close()
+        if self._chooser:
+            await self._chooser.close()
+        await asyncio.to_thread(self._store.close)
+
+    async def create_stream_of_client(self, config: StreamConfig) -> tuple[StreamConfig, bool]:
+        """(config, created). Raises InvalidArgument for files that clients may not name."""
+        check_limits(config)
+        paths = [await self._supply.path_of_client(file.path) for file in config.files]
+        files = tuple(replace(file, path=path) for file, path in zip(config.files, paths, strict=True))
+        known = config.name in self.ledger.books
+        names = {*self.ledger.books, *self.ledger.deleted, config.name}
+        if not known and (len(self.ledger.books) >= MAX_STREAMS or len(names) > MAX_STREAM_NAMES):
+            raise ResourceExhausted(
+                f"there are {len(self.ledger.books)} streams, {MAX_STREAMS} is the most, and {len(names) - 1} names, "
+                f"{MAX_STREAM_NAMES} is the most: delete streams, or use a name again"
+            )
+        return await self.create_stream(replace(config, files=files))
+
+    async def _keep_leases(self, store_answers: bool) -> None:
+        """No lease ends while nobody can renew it."""
+        if store_answers:
+            self.ledger.renew_all(now())
+            self._timer.start()
+        else:
+            self._timer.stop()
+
+    async def create_stream(self, config: StreamConfig) -> tuple[StreamConfig, bool]:
+        """(config, created)."""
+        check_limits(config)
+        async with self._supply.locks[config.name]:
+            is_new = config.name not in self.ledger.books
+            state = await self._supply.begin(config) if is_new else StreamState(config)
+            return config, await self._changes.commit(self.ledger.create_stream(now(), state))
+
+    async def set_limits(self, limits: StreamConfig) -> None:
+        """The operator's way to change a stream that is there: its limits, and nothing else."""
+        check_limits(limits)
+        if limits.name in self.ledger.books:
+            await self._changes.commit(self.ledger.set_limits(now(), limits))
+
+    async def delete_stream(self, stream: str, *, force: bool) -> bool:
+        """True when it was there; its groups are deleted by and by."""
+        async with self._supply.locks[stream], self._changing[stream]:
+            deleted = await self._changes.commit(self.ledger.delete_stream(now(), stream, force=force))
+            if deleted:
+                await self._supply.forget(stream)
+                self._forget_deleted(stream)
+        return deleted
+
+    def _forget_deleted(self, stream: str) -> None:
+        async def forget() -> None:
+            async with self._changing[stream]:  # before it may be created again
+                while await self._changes.commit(self.ledger.forget_deleted(now(), stream)):
+                    pass
+
+        task = asyncio.create_task(forget())
+        self._deleting.add(task)
+        task.add_done_callback(self._deleting.discard)
+
+    def trouble_of(self, stream: str) -> str | None:
+        """Why a stream's prompts cannot be read now; None where they can."""
+        return self._supply.trouble_of(stream)
+
+    async def submit(self, stream: str, prompts: Sequence[Prompt]) -> list[str]:
+        """Group ids, one for each prompt."""
+        group_ids: list[str] = []
+        async with self._changing[stream]:
+            self.ledger.check_submit(stream, prompts)
+            for first in range(0, len(prompts), _SUBMITTED_AT_ONCE):
+                some = prompts[first : first + _SUBMITTED_AT_ONCE]
+                submitted = self._changes.commit(self.ledger.submit(now(), stream, some))
+                group_ids += await submitted
+        return group_ids
+
+    async def lease(
+        self, stream: str, producer_id: str, request_id: str, max_groups: int, wait_seconds: float
+    ) -> tuple[list[Group], NoLeaseReason | None]:
+        """Leased groups, or why there are none."""
+
+        async def attempt() -> list[Group] | None:
+            await self._read_prompts(stream, max_groups)
+            result = self.ledger.lease(now(), stream, producer_id, request_id, max_groups)
+            if result[0]:
+                self._timer.granted()
+            return await self._changes.commit(result) or None
+
+        self.ledger.book(stream)
+        groups = await self._changes.wait(stream, attempt, wait_seconds) or []
+        return groups, None if groups else self.ledger.no_lease_reason(stream)
+
+    async def _read_prompts(self, stream: str, max_groups: int) -> None:
+        """Until nothing is wanted: while a file is read, others may change whose turn it is."""
+        async with self._supply.locks[stream]:
+            while any(counts := self.ledger.prompts_wanted(stream, max_groups)):
+                reading = await self._supply.read(self.ledger.book(stream).state, counts)
+                result = self.ledger.read(now(), stream, reading.prompts, reading.cursors, reading.ended)
+                # Not waited for: the lease that follows is behind it in the journal.
+                _ = self.journal.append(result[1])
+
+    def lease_seconds_left(self, lease_id: str) -> float:
+        """Of a live lease."""
+        return self.ledger.lease_seconds_left(now(), lease_id)
+
+    def renew(self, lease_ids: Sequence[str]) -> tuple[list[str], list[str]]:
+        """(renewed, lost)."""
+        return self.ledger.renew(now(), lease_ids)
+
+    async def release(self, releases: Sequence[Release]) -> None:
+        """Groups go back to the queue."""
+        partials = [sample for release in releases for sample in release.partials]
+        await self._check_payloads([(r.lease_id.rpartition("#")[0], sample) for r in releases for sample in r.partials])
+        self._columns.require(partials)
+        await self._changes.commit_samples(partials, self.ledger.release(now(), releases))
+
+    async def put(self, puts: Sequence[GroupPut]) -> list[PutResult]:
+        """Durable when it returns. Refused where it would fill the disk: consume and commit need what is left."""
+        samples = [sample for put in puts for sample in put.samples]
+        await self._check_payloads([(put.group_id, sample) for put in puts for sample in put.samples])
+        self._columns.require(samples)
+        return await self._changes.commit_samples(samples, self.ledger.put(now(), puts))
+
+    async def retry(self, stream: str, request_id: str, group_ids: Sequence[str]) -> Retried:
+        """FAILED groups go back to the queue."""
+        return await self._changes.commit(self.ledger.retry(now(), stream, request_id, group_ids))
+
+    async def drop(self, stream: str, request_id: str, group_ids: Sequence[str], reason: str) -> Dropped:
+        """Groups are never trained, by an operator's word."""
+        return await self._changes.commit(self.ledger.drop(now(), stream, request_id, group_ids, reason))
+
+    async def lease_batch(self, stream: str, epoch: int, step: int, wait_seconds: float) -> tuple[Batch | None, int]:
+        """The batch, and how many groups are READY."""
+
+        async def attempt() -> Batch | None:
+            batch = await self._changes.commit(self.ledger.lease_batch(now(), stream, epoch, step))
+            if batch is None and self.ledger.is_starved(stream):
+                self._supply.require(self.ledger.book(stream).state)
+            return await self._choose(stream, epoch, step) if batch is None and self._chooser else batch
+
+        self.ledger.book(stream)
+        batch = await self._changes.wait(stream, attempt, wait_seconds)
+        return batch, self.ledger.book(stream).counts[GroupState.READY]
+
+    async def _choose(self, stream: str, epoch: int, step: int) -> Batch | None:
+        assert self._chooser is not None
+        async with self._choosing[stream]:
+            book = self.ledger.book(stream)
+            groups = self.ledger.candidates(stream, step)
+            if not groups:
+                return None
+            with TemporaryDirectory(prefix="headrace-filter-") as folder:
+                packed = Path(folder) / "groups"
+                await self._payload_readers.run(pack_groups, packed, map(self._packed, groups))
+                chosen, dropped = await self._chooser.choose(step, packed, book.state.config.groups_per_step)
+            ids = [[groups[place].group_id for place in places] for places in (chosen, dropped)]
+            return await self._changes.commit(self.ledger.choose(now(), stream, epoch, step, *ids))
+
+    def _packed(self, group: Group) -> list[bytes]:
+        """In a thread: a user's function is shown all that waits."""
+        samples = zip(group.samples, self._store.read_payloads(group.samples), strict=True)
+        return [wire.from_sample(record, payload).SerializeToString() for record, payload in samples]
+
+    async def consume(self, stream: str, epoch: int, step: int, digest: bytes) -> int:
+        """The step after it."""
+        return await self._changes.commit(self.ledger.consume(now(), stream, epoch, step, digest))
+
+    async def commit(self, stream: str, epoch: int, step: int) -> int:
+        """Groups committed."""
+        num_groups = 0
+        async with self._changing[stream]:
+            for until in self.ledger.commit_steps(stream, epoch, step):
+                num_groups += await self._changes.commit(self.ledger.commit(now(), stream, epoch, until))
+            while await self._changes.commit(self.ledger.forget_ended(now(), stream)) == MAX_CHANGES:
+                pass
+        return num_groups
+
+    async def rewind(self, stream: str, step: int, request_id: str, least_epoch: int) -> tuple[int, int]:
+        """(epoch, groups that came back)."""
+        num_back = 0
+        async with self._changing[stream]:
+            for until in self.ledger.rewind_steps(stream, step, request_id, least_epoch):
+                part = self.ledger.rewind(now(), stream, until, None, 0, num_back)
+                num_back = (await self._changes.commit(part))[1]
+            return await self._changes.commit(
+                self.ledger.rewind(now(), stream, step, request_id, least_epoch, num_back)
+            )
+
+    async def set_policy_version(self, stream: str, epoch: int, policy_version: int) -> int:
+        """Groups that expired by it."""
+        num_expired = 0
+        while True:
+            some = await self._changes.commit(self.ledger.set_policy_version(now(), stream, epoch, policy_version))
+            num_expired += some
+            if some < MAX_CHANGES:
+                return num_expired
+
+    async def payloads(self, records: Sequence[SampleRecord]) -> Sequence[Payload]:
+        """Checked against their digests."""
+        return await self._payload_readers.run(self._store.read_payloads, records)
+
+    async def fetch(
+        self, stream: str, sample_ids: Sequence[str], *, skip_unknown: bool
+    ) -> AsyncIterator[list[tuple[SampleRecord, Payload]]]:
+        """Samples in the order asked, some at a time."""
+        found: list[SampleRecord] = []
+        async for first in paced(range(0, len(sample_ids), _LOOKED_UP_AT_ONCE)):
+            some = sample_ids[first : first + _LOOKED_UP_AT_ONCE]
+            found += self.ledger.sample_records(stream, some, skip_unknown=skip_unknown)
+        for records in portions(found):
+            yield list(zip(records, await self.payloads(records), strict=True))
+
+    async def list_groups(
+        self, stream: str, states: Sequence[GroupState], before: int | None, count: int
+    ) -> tuple[list[Group], int | None]:
+        """A page, and where the next one starts."""
+        page = self.ledger.list_groups(stream, states, before, count)
+        await self.settled()
+        return page
+
+    async def backup(self) -> AsyncIterator[Chunk | Digest]:
+        """A copy with at least everything up to the durable position."""
+        self._columns.keep_all()
+        try:
+            async for part in stream_copy(self._store, self._columns.files, self._copiers):
+                yield part
+        finally:
+            self._columns.keep_no_more()
+
+    @property
+    def columns(self) -> Columns:
+        """Bytes that are too large for a message."""
+        return self._columns
+
+    async def upload_column(self, sha256: bytes, num_bytes: int, offset: int, data: bytes) -> tuple[int, bool]:
+        """(where to go on, whether it is whole and durable). Refused where it would fill the disk."""
+        await self._hashers.run(self._require_disk)
+        return await self._columns.upload(sha256, num_bytes, offset, data)
+
+    def damage(self) -> Sequence[Damage]:
+        """What the store has found so far that is not as it was written."""
+        return self._store.damage()
+
+    @property
+    def store_name(self) -> str:
+        """The kind of store, as the job says it."""
+        return self._store.name
+
+    async def settled(self) -> None:
+        """Everything that memory shows is durable."""
+        await self._changes.settled()
+
+    def watch(self, from_position: int) -> AsyncIterator[list[LedgerEvent]]:
+        """The history from a position on, then live. Raises OutOfRange outside of it, or for a reader left behind."""
+        return self._watching.watch(from_position)
+
+    async def _check_payloads(self, samples: Sequence[tuple[str, NewSample]]) -> None:
+        """Each with its group's id. Large payloads are hashed in a thread, which also asks the disk.
+
+        For small ones a thread costs more than it saves: it shares the interpreter with the event loop. Larger ones
+        would keep leases waiting.
+        """
+        if not samples:
+            return
+        large = [one for one in samples if len(one[1].payload) > _SMALL_BYTES]
+        await self._hashers.run(self._check_in_thread, large)
+        small = samples if not large else [one for one in samples if len(one[1].payload) <= _SMALL_BYTES]
+        for some in cut(small, lambda one: len(one[1].payload) + len(one[1].record.envelope), _CHECKED_BYTES):
+            self._check(some)
+            await asyncio.sleep(0)
+
+    def _check_in_thread(self, samples: Sequence[tuple[str, NewSample]]) -> None:
+        self._require_disk()
+        self._check(samples)
+
+    def _check(self, samples: Sequence[tuple[str, NewSample]]) -> None:
+        for _, sample in samples:
+            record = sample.record
+            check_payload(record.sample_id, record.digest, record.payload_bytes, sample.payload)
+        for vocab_size, some in groupby(samples, lambda one: self.ledger.vocab_size(one[0])):
+            check_samples(((SampleEnvelope.FromString(s.record.envelope), s.payload) for _, s in some), vocab_size)
+
+    def _require_disk(self) -> None:
+        free = self._store.free_bytes()
+        if free is not None and free < self._min_free_disk_bytes:
+            raise ResourceExhausted(
+                f"the ledger's disk has {free} bytes left, min_free_disk_bytes is {self._min_free_disk_bytes}: free "
+                "some, or save checkpoints, after which samples are deleted",
+                reason="DISK_RESERVE",
+                retry_after_seconds=5.0,
+            )

@@ -1,0 +1,113 @@
+"""What commands changed, on its way out: to the journal, and once it is durable to whom it concerns.
+
+Waits of a stream end when anything in it changes. Deleted samples give their columns back when the deletion is durable,
+groups dropped by age go back to the data source that they came from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import TypeVar
+
+from headrace.errors import Unavailable
+from services.buffer.ledger.commands.work import NewSample
+from services.buffer.ledger.group import GroupState, Prompt
+from services.buffer.ledger.ledger import Ledger, Result
+from services.buffer.ledger.transaction import Transaction
+from services.buffer.runtime.journal import Journal
+from services.buffer.runtime.signal import Signal, wait_for
+from services.buffer.runtime.supply import PromptSupply
+from services.buffer.store.columns import Columns
+
+_Answer = TypeVar("_Answer")
+_SETTLE_AGAIN_SECONDS = 0.5
+
+
+class Changes:
+    """Unblocked by the journal."""
+
+    def __init__(self, ledger: Ledger, journal: Journal, columns: Columns, supply: PromptSupply) -> None:
+        self._ledger = ledger
+        self._journal = journal
+        self._columns = columns
+        self._supply = supply
+        self._changed: defaultdict[str, Signal] = defaultdict(Signal)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def commit(self, result: Result[_Answer]) -> _Answer:
+        """The answer, once what goes with it is durable."""
+        answer, transaction = result
+        durable = self._journal.append(transaction)
+        for name in {e.stream for e in transaction.events}:
+            self._changed[name].set()
+        if transaction.deleted_payloads:
+            self._later(self._release_columns(transaction.deleted_payloads))
+        try:
+            await durable
+        except Unavailable:
+            self._later(self._give_back_when_settled(transaction))
+            raise
+        await self._give_back(transaction)
+        return answer
+
+    async def commit_samples(self, samples: Sequence[NewSample], result: Result[_Answer]) -> _Answer:
+        """The same; columns of samples that are kept are held from now on."""
+        for sample in samples:
+            if sample.record.key in result[1].payloads:
+                self._columns.hold(sample.record.key, sample.columns)
+        return await self.commit(result)
+
+    async def settled(self) -> None:
+        """Everything that memory shows is durable."""
+        await self._journal.append(Transaction())
+
+    async def wait(
+        self, stream: str, attempt: Callable[[], Awaitable[_Answer | None]], seconds: float
+    ) -> _Answer | None:
+        """Attempts after every change of the stream until one has an answer; None when none had in time."""
+        end = time.monotonic() + seconds
+        while True:
+            ticket = self._changed[stream].ticket()
+            answer = await attempt()
+            left = end - time.monotonic()
+            if answer is not None or left <= 0 or not await wait_for(ticket, left):
+                return answer
+
+    async def _release_columns(self, keys: Sequence[str]) -> None:
+        """Also where the call that deleted the samples was cancelled."""
+        if await self._settled_at_last():
+            self._columns.release(keys)
+
+    async def _give_back_when_settled(self, transaction: Transaction) -> None:
+        if await self._settled_at_last():
+            await self._give_back(transaction)
+
+    async def _settled_at_last(self) -> bool:
+        """After the store was away as well; False when it has failed and the process is ending."""
+        while not self._journal.failed.done():
+            try:
+                await self.settled()
+            except Unavailable:
+                await asyncio.sleep(_SETTLE_AGAIN_SECONDS)
+            else:
+                return True
+        return False
+
+    def _later(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _give_back(self, transaction: Transaction) -> None:
+        """Groups dropped by age, to the data sources they came from."""
+        dropped: defaultdict[str, list[Prompt]] = defaultdict(list)
+        for event in transaction.events:
+            if event.kind == "expired" and event.state is GroupState.DROPPED and event.group_id:
+                dropped[event.stream].append(transaction.groups[event.group_id].prompt)
+        for stream, prompts in dropped.items():
+            if stream not in self._ledger.books:
+                continue  # deleted since
+            await self._supply.give_back(self._ledger.book(stream).state, prompts)

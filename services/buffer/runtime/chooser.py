@@ -1,0 +1,51 @@
+"""Selection HOOK: the user's buffer_filter sees the groups that wait, in a worker process, and chooses the batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headrace.errors import ConfigError, FailedPrecondition
+from headrace.hooks import HookArgs
+from headrace.hooks.buffer_filter import load_buffer_filter, run_packed_buffer_filter
+from headrace.process.workers import WorkerError, WorkerPool
+
+_LOAD_SECONDS = 120.0
+
+
+class GroupChooser:
+    """Its choice is durable before anybody hears of it; a restart does not ask again."""
+
+    def __init__(self, path: str, args: HookArgs, *, seconds: float) -> None:
+        self._path = path
+        self._args = args
+        self._seconds = seconds
+        self._pool = WorkerPool(1)
+
+    async def start(self) -> None:
+        """Loads the function. Raises ConfigError when it cannot be loaded or takes other arguments."""
+        try:
+            await self._pool.run(
+                load_buffer_filter, self._path, timeout_seconds=_LOAD_SECONDS, name=f"hook {self._path}"
+            )
+        except WorkerError as error:
+            raise ConfigError(error.message, field="buffer.buffer_filter_path") from error
+
+    async def close(self) -> None:
+        """Ends the worker."""
+        await self._pool.close()
+
+    async def choose(self, step: int, groups: Path, num_groups: int) -> tuple[list[int], list[int]]:
+        """(chosen, dropped) places in the file, which `pack_groups` has written.
+
+        Raises FailedPrecondition when the function fails or takes too long.
+        """
+        work = (self._path, self._args, step, groups, num_groups)
+        try:
+            chosen, dropped = await self._pool.run(
+                run_packed_buffer_filter, *work, timeout_seconds=self._seconds, name=f"hook {self._path}"
+            )
+        except WorkerError as error:
+            raise FailedPrecondition(
+                f"step {step} has no batch, its buffer filter failed: {error.message}", reason="BUFFER_FILTER_FAILED"
+            ) from error
+        return chosen, dropped

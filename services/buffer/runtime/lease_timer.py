@@ -1,0 +1,51 @@
+"""Ends leases at their deadline. Unblocked by: the earliest deadline, a lease that is granted."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+
+from headrace.errors import Unavailable
+from headrace.rpc.log import log
+from services.buffer.ledger.ledger import Ledger
+from services.buffer.runtime.changes import Changes
+from services.buffer.runtime.clock import now
+from services.buffer.runtime.signal import Signal, wait_for
+
+
+class LeaseTimer:
+    """Runs from `start` to `stop`."""
+
+    def __init__(self, ledger: Ledger, changes: Changes) -> None:
+        self._ledger = ledger
+        self._changes = changes
+        self._granted = Signal()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Leases end from now on."""
+        self._task = asyncio.create_task(self._run())
+
+    def granted(self) -> None:
+        """There may be an earlier deadline."""
+        self._granted.set()
+
+    def stop(self) -> None:
+        """No lease ends any more."""
+        if self._task:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            ticket = self._granted.ticket()
+            result = self._ledger.expire_leases(now())
+            if result[0]:
+                with suppress(Unavailable):  # the store is away: they have ended, and it will hear of it
+                    await self._changes.commit(result)
+                log.info("leases_expired", num_groups=result[0])
+            deadline = self._ledger.next_lease_deadline()
+            if deadline is None:
+                await ticket.wait()
+            else:
+                await wait_for(ticket, max(deadline - time.monotonic(), 0.0))

@@ -1,0 +1,307 @@
+"""Columns too large for a message: files named by their SHA-256, kept for as long as a sample names them.
+
+absent → (upload, piece by piece) → partial → (the last piece; checked, synced, renamed) → whole
+whole → (a put names it) → held → (the last sample that names it is deleted) → absent
+What nobody named within an hour is deleted too. Who names what is not written here: the samples' records say it.
+All but the reading and writing of bytes happens on the event loop, so that a put finds what it has checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import re
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from headrace.api.sample.v1 import sample_pb2
+from headrace.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from headrace.wire.limits import MAX_COLUMN_BYTES, MAX_UPLOADS
+from services.buffer.blocking import BlockingPool
+from services.buffer.ledger.commands.work import NewSample
+from services.buffer.ledger.group import Group
+from services.buffer.pace import paced
+from services.buffer.store.copy import CopiedFile
+
+_READ_BYTES = 1 << 20
+_ORPHAN_SECONDS = 3600.0
+_FILE_NAME = re.compile(r"[0-9a-f]{64}(\.part|\.\d+\.deleted)?")
+_THREADS = 4
+_Answer = TypeVar("_Answer")
+
+
+async def _to_its_end(work: Coroutine[Any, Any, _Answer]) -> _Answer:
+    """Also where the caller is cancelled: nobody else writes meanwhile."""
+    task = asyncio.create_task(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
+
+
+@dataclass(slots=True)
+class _Upload:
+    """One that has begun; `num_bytes` as it was said to have, None after a restart until somebody says it again."""
+
+    num_bytes: int | None
+    reserved_bytes: int
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Columns:
+    """`folder`/SHA256 and `folder`/SHA256.part. Without a folder it takes none."""
+
+    def __init__(self, folder: Path | None, *, max_bytes: int = MAX_COLUMN_BYTES) -> None:
+        """`max_bytes`: of all columns, those whose upload has only begun at the size that they are said to have."""
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
+        self._maybe_folder = folder
+        self._max_bytes = max_bytes
+        self._held: defaultdict[str, deque[tuple[bytes, ...]]] = defaultdict(deque)
+        self._counts: Counter[bytes] = Counter()
+        self._whole: dict[bytes, int] = {}
+        """Its bytes."""
+        self._uploads: dict[bytes, _Upload] = {}
+        self._swept = time.time()
+        self._num_keepers = 0
+        self._num_deleted = 0
+        self._unlinking: set[asyncio.Future[None]] = set()
+        self._pool = BlockingPool("columns", _THREADS)
+
+    async def restore(self, groups: Iterable[Group]) -> None:
+        """What the ledger's samples name is held again."""
+        if self._maybe_folder is None:
+            return
+        for path in filter(_is_ours, self._folder.iterdir()):
+            if path.suffix == "":
+                self._whole[bytes.fromhex(path.name)] = path.stat().st_size
+            elif path.suffix == ".part":
+                self._uploads[bytes.fromhex(path.stem)] = _Upload(None, path.stat().st_size)
+        if self._whole:
+            for group in groups:
+                for record in group.records:
+                    envelope = sample_pb2.SampleEnvelope.FromString(record.envelope)
+                    self.hold(record.key, [column.sha256 for column in envelope.out_of_line])
+        await self._sweep()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all that was brought or has begun to be."""
+        return sum(self._whole.values()) + sum(upload.reserved_bytes for upload in self._uploads.values())
+
+    # Uploads
+
+    async def upload(self, sha256: bytes, num_bytes: int, offset: int, data: bytes) -> tuple[int, bool]:
+        """(where to go on, whether it is whole and durable). Raises DataLoss when it has another digest."""
+        if time.time() - self._swept > _ORPHAN_SECONDS:
+            await self._sweep()
+        if sha256 in self._whole:
+            return await self._again(sha256, num_bytes)
+        upload = self._upload(sha256, num_bytes)
+        async with upload.lock:
+            if sha256 in self._whole:
+                return num_bytes, True
+            try:
+                answer = await _to_its_end(self._pool.run(self._write, sha256, num_bytes, offset, data))
+            except (DataLoss, OSError):
+                self._uploads.pop(sha256, None)
+                raise
+            if answer[1]:
+                self._uploads.pop(sha256, None)
+                self._whole[sha256] = num_bytes
+        return answer
+
+    async def _again(self, sha256: bytes, num_bytes: int) -> tuple[int, bool]:
+        if self._whole[sha256] != num_bytes:
+            raise InvalidArgument(
+                f"column {sha256.hex()[:16]}… has {self._whole[sha256]} bytes, not {num_bytes}", field="num_bytes"
+            )
+        await self._pool.run(os.utime, self._path(sha256))  # not an orphan yet
+        return num_bytes, True
+
+    def _upload(self, sha256: bytes, num_bytes: int) -> _Upload:
+        """The one that has begun; else a new one, for which there must be room."""
+        upload = self._uploads.get(sha256)
+        if upload and upload.num_bytes not in (None, num_bytes):
+            raise InvalidArgument(
+                f"column {sha256.hex()[:16]}… is said to have {num_bytes} bytes, and was said to have "
+                f"{upload.num_bytes} when its upload began",
+                field="num_bytes",
+            )
+        if upload and upload.num_bytes == num_bytes:
+            return upload
+        self._require_room(num_bytes - (upload.reserved_bytes if upload else 0))
+        upload = self._uploads[sha256] = _Upload(num_bytes, num_bytes)
+        return upload
+
+    def _require_room(self, num_bytes: int) -> None:
+        self._folder  # noqa: B018  # raises where there is none
+        if len(self._uploads) >= MAX_UPLOADS:
+            raise ResourceExhausted(
+                f"{len(self._uploads)} uploads of columns have begun, the most there may be: end some first, or wait "
+                f"{_ORPHAN_SECONDS:g} s until those that nobody continues are deleted",
+                retry_after_seconds=5.0,
+            )
+        if self.num_bytes + num_bytes > self._max_bytes:
+            raise ResourceExhausted(
+                f"columns hold {self.num_bytes} bytes, {num_bytes} more exceed {self._max_bytes} (max_payload_bytes): "
+                "raise it, or save checkpoints more often",
+                retry_after_seconds=1.0,
+            )
+
+    def _write(self, sha256: bytes, num_bytes: int, offset: int, data: bytes) -> tuple[int, bool]:
+        part = self._path(sha256).with_suffix(".part")
+        with part.open("ab") as file:
+            size = file.tell()
+            if offset > size or not (data or size == num_bytes):
+                return size, False
+            new = data[size - offset :]
+            if size + len(new) > num_bytes:
+                raise InvalidArgument(
+                    f"column {sha256.hex()[:16]}… is said to have {num_bytes} bytes, {size + len(new)} came",
+                    field="num_bytes",
+                )
+            file.write(new)
+            file.flush()
+            if size + len(new) < num_bytes:
+                return size + len(new), False
+            os.fdatasync(file.fileno())
+        self._finish(part, sha256)
+        return num_bytes, True
+
+    def _finish(self, part: Path, sha256: bytes) -> None:
+        with part.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").digest()
+        if found != sha256:
+            part.unlink()
+            raise DataLoss(f"the column's bytes have the SHA-256 {found.hex()[:16]}…, not {sha256.hex()[:16]}…")
+        part.rename(self._path(sha256))
+        descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    # What samples name
+
+    def require(self, samples: Iterable[NewSample]) -> None:
+        """Raises FailedPrecondition for a column that is not here, InvalidArgument for one of another size."""
+        for sample in samples:
+            if not sample.columns:
+                continue
+            missing = next((sha256 for sha256 in sample.columns if sha256 not in self._whole), None)
+            if missing is not None:
+                raise FailedPrecondition(
+                    f"sample {sample.record.sample_id} names the column {missing.hex()[:16]}…, which is not here: "
+                    "UploadColumn brings it before the put",
+                    reason="COLUMN_MISSING",
+                )
+            num_bytes = sum([self._whole[sha256] for sha256 in sample.columns])
+            if num_bytes != sample.record.column_bytes:
+                raise InvalidArgument(
+                    f"sample {sample.record.sample_id} says that its columns have {sample.record.column_bytes} bytes "
+                    f"out of line, they have {num_bytes}",
+                    field="samples.envelope.out_of_line",
+                )
+
+    def hold(self, key: str, columns: Sequence[bytes]) -> None:
+        """The sample that is kept under this key names them."""
+        if columns:
+            self._held[key].append(tuple(columns))
+            self._counts.update(columns)
+
+    def release(self, keys: Iterable[str]) -> None:
+        """The samples under these keys are deleted, durably."""
+        for key in keys:
+            if key not in self._held:
+                continue
+            columns = self._held[key].popleft()
+            if not self._held[key]:
+                del self._held[key]
+            for sha256 in columns:
+                self._counts[sha256] -= 1
+                if not self._counts[sha256]:
+                    self._delete(sha256)
+
+    def _delete(self, sha256: bytes) -> None:
+        if self._num_keepers:
+            return
+        del self._counts[sha256]
+        if self._whole.pop(sha256, None) is not None:
+            # Out of the way at once, so that it may be brought again; to free a large file takes its time.
+            self._num_deleted += 1
+            gone = self._path(sha256).with_suffix(f".{self._num_deleted}.deleted")
+            self._path(sha256).rename(gone)
+            unlinking = asyncio.ensure_future(self._pool.run(gone.unlink))
+            self._unlinking.add(unlinking)
+            unlinking.add_done_callback(self._unlinking.discard)
+
+    # Readers
+
+    async def read(self, sha256: bytes, offset: int, num_bytes: int | None) -> AsyncIterator[tuple[int, bytes]]:
+        """(offset, bytes) of a range, some at a time. Raises NotFound."""
+        try:
+            file = await self._pool.run(self._path(sha256).open, "rb")
+        except FileNotFoundError as error:
+            raise NotFound(
+                f"there is no column {sha256.hex()[:16]}…: it was never brought, or deleted with its samples"
+            ) from error
+        with file:
+            end = os.fstat(file.fileno()).st_size
+            end = end if num_bytes is None else min(end, offset + num_bytes)
+            while offset < end:
+                data = await self._pool.run(os.pread, file.fileno(), min(_READ_BYTES, end - offset), offset)
+                yield offset, data
+                offset += len(data)
+
+    def keep_all(self) -> None:
+        """Nothing is deleted until `keep_no_more`: somebody copies the ledger."""
+        self._num_keepers += 1
+
+    def keep_no_more(self) -> None:
+        """What lost its last sample meanwhile is deleted now."""
+        self._num_keepers -= 1
+        for sha256 in [sha256 for sha256, count in self._counts.items() if not count]:
+            self._delete(sha256)
+
+    def files(self) -> list[CopiedFile]:
+        """Of all columns that samples name. May run in a thread."""
+        paths = [path for sha256 in list(self._counts) if (path := self._path(sha256)).exists()]
+        return [CopiedFile(f"columns/{path.name}", path, path.stat().st_size) for path in paths]
+
+    async def _sweep(self) -> None:
+        """Deletes what nobody has named in time."""
+        self._swept = time.time()
+        async for path in paced(await self._pool.run(self._old_files)):
+            sha256 = bytes.fromhex(path.name.partition(".")[0])
+            if path.suffix == "" and sha256 in self._counts:
+                continue
+            if path.suffix == "":
+                self._whole.pop(sha256, None)
+            elif path.suffix == ".part":
+                self._uploads.pop(sha256, None)
+            path.unlink(missing_ok=True)
+
+    def _old_files(self) -> list[Path]:
+        ours = filter(_is_ours, self._folder.iterdir())
+        return [path for path in ours if self._swept - path.stat().st_mtime > _ORPHAN_SECONDS]
+
+    @property
+    def _folder(self) -> Path:
+        if self._maybe_folder is None:
+            raise FailedPrecondition("this buffer keeps everything in memory, and takes no columns out of line")
+        return self._maybe_folder
+
+    def _path(self, sha256: bytes) -> Path:
+        return self._folder / sha256.hex()
+
+
+def _is_ours(path: Path) -> bool:
+    """What an operator left in the folder stays as it is."""
+    return _FILE_NAME.fullmatch(path.name) is not None and path.is_file()

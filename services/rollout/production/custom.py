@@ -1,0 +1,203 @@
+"""Samples made by a user's generate function, in worker processes.
+
+The function asks the router itself, so what it brings is held back here until no verdict on weights is awaited; where
+weights were refused while it ran, all that it made is made again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from urllib.parse import urlsplit
+
+from headrace.errors import ConfigError, HeadraceError, InvalidArgument, Unavailable
+from headrace.hooks import HookArgs, from_hook, hook_args, load_hook, run_generate, to_hook
+from headrace.hooks import Sample as HookSample
+from headrace.hooks.finished import require_finished
+from headrace.hooks.generate import takes_group
+from headrace.job.schema.job import Job
+from headrace.process.workers import WorkerError, WorkerPool
+from headrace.rpc.log import log
+from headrace.trajectory import Failure, Sample, Status
+from headrace.wire.limits import MAX_ID_CHARACTERS
+from services.rollout.engine.weights import ServedWeights
+from services.rollout.production.sampling import SampleRequest, failed_sample
+
+_WORKERS = 2
+_CALLS_PER_WORKER = 256
+_LOAD_SECONDS = 120.0
+_MOST_DIGITS = 16  # of 2^53
+
+
+class CustomMaker:
+    """Calls the function with slime's arguments; its exception is its samples' failure."""
+
+    def __init__(
+        self,
+        path: str,
+        args: HookArgs,
+        weights: ServedWeights,
+        *,
+        seconds: float,
+        warn: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._path = path
+        self._warn = warn
+        self._warned = False
+        self._weights = weights
+        self._places = asyncio.Semaphore(_WORKERS * _CALLS_PER_WORKER)
+        self._args = args
+        self._seconds = seconds
+        self._pool = WorkerPool(_WORKERS, calls_per_worker=_CALLS_PER_WORKER)
+        self._takes_group = False
+        self.in_flight = 0
+
+    async def start(self) -> None:
+        """Loads the function. Raises ConfigError when it cannot be loaded or takes other arguments."""
+        try:
+            self._takes_group = await self._pool.run(hook_takes_group, self._path, timeout_seconds=_LOAD_SECONDS)
+        except WorkerError as error:
+            raise ConfigError(error.message, field="rollout.custom_generate_function_path") from error
+
+    async def close(self) -> None:
+        """Ends the workers."""
+        await self._pool.close()
+
+    async def make_all(
+        self, requests: Sequence[SampleRequest], *, evaluation: bool, hand_back: asyncio.Event | None = None
+    ) -> list[Sample]:
+        """At least one sample for each request; more where one execution fans out. What is ABORTED goes back.
+
+        Raises Unavailable when weights were refused meanwhile: nothing of it may be stored.
+        """
+        parts = [requests] if self._takes_group else [[request] for request in requests]
+        self.in_flight += len(requests)
+        try:
+            made = await asyncio.gather(*(self._call(part, evaluation=evaluation) for part in parts))
+        finally:
+            self.in_flight -= len(requests)
+        return [sample for samples in made for sample in samples]
+
+    async def _call(self, requests: Sequence[SampleRequest], *, evaluation: bool) -> list[Sample]:
+        params = requests[0].params.for_engine()
+        work = (self._path, self._args, [_to_hook(r) for r in requests], params, evaluation)
+        try:
+            async with self._places:
+                oldest, refusals = self._weights.policy_version, self._weights.refusals
+                results = await self._pool.run(
+                    run_generate, *work, timeout_seconds=self._seconds, name=f"hook {self._path}"
+                )
+            await self._weights.settled()
+            self._require_no_refusal(refusals)
+            oldest = min(oldest, self._weights.policy_version)
+            made = [await self._of_one(*pair, oldest) for pair in zip(requests, results, strict=True)]
+            return [sample for samples in made for sample in samples]
+        except WeightsRefused:
+            raise
+        except (WorkerError, HeadraceError) as error:
+            log.warning("hook_failed", hook=self._path, sample_id=requests[0].sample_id, message=error.message)
+            reason = error.reason if isinstance(error, HeadraceError) else _REASONS[type(error).__name__]
+            return [failed_sample(request, Failure(reason, error.message)) for request in requests]
+
+    async def _of_one(self, request: SampleRequest, made: Sequence[HookSample], oldest: int) -> list[Sample]:
+        """What came of one request; what of it cannot be used is that request's failure."""
+        try:
+            return await self._from_hooks(request, made, oldest)
+        except WeightsRefused:
+            raise
+        except HeadraceError as error:
+            failure = Failure(error.reason, error.message)
+        except Exception as error:  # noqa: BLE001  # what a user's function returned may be anything
+            message = f"what hook {self._path} returned cannot be used: {type(error).__name__}: {error}"
+            failure = Failure("HOOK_INVALID", message)
+        log.warning("hook_failed", hook=self._path, sample_id=request.sample_id, message=failure.message)
+        return [failed_sample(request, failure)]
+
+    def _require_no_refusal(self, refusals: int) -> None:
+        if self._weights.refusals != refusals:
+            raise WeightsRefused(f"weights were refused while hook {self._path} ran: it runs again")
+
+    async def _from_hooks(self, request: SampleRequest, made: Sequence[HookSample], oldest: int) -> list[Sample]:
+        """One sample keeps the request's id; those of a fan-out are numbered and share it as their rollout."""
+        if len(made) != 1:
+            for sample in made:
+                sample.rollout_id = request.sample_id
+        for sample in made:
+            require_finished(self._path, sample)
+            self._warn_without_versions(sample)
+            sample.weight_versions = [await self._version(name) for name in sample.weight_versions] or [str(oldest)]
+        return [
+            self._with_reward(
+                from_hook(
+                    sample,
+                    sample_id=request.sample_id if len(made) == 1 else f"{request.sample_id}/{number}",
+                    group_id=request.group_id,
+                    index=request.index,
+                    sampling_params=request.params.for_engine(),
+                ),
+                sample,
+            )
+            for number, sample in enumerate(made)
+        ]
+
+    def _warn_without_versions(self, sample: HookSample) -> None:
+        """Warns once of a function whose samples do not say which weights made them."""
+        if self._warned or sample.weight_versions or not sample.response_length:
+            return
+        self._warned = True
+        self._warn(
+            f"hook {self._path} leaves weight_versions empty, so which weights made a sample is not known: the version "
+            "that was served when the function was called counts for all of it, and staleness is at most what is "
+            "shown. To have it measured, append each answer's meta_info['weight_version'] to sample.weight_versions"
+        )
+
+    def _with_reward(self, sample: Sample, made: HookSample) -> Sample:
+        """A reward that the function has set is the sample's, and no scorer is asked for another."""
+        if made.reward is None or sample.status not in (Status.COMPLETED, Status.TRUNCATED):
+            return sample
+        parts = made.reward if isinstance(made.reward, dict) else {}
+        scorer = f"hook {self._path}"[-MAX_ID_CHARACTERS:]
+        return replace(sample, reward=made.get_reward_value(self._args), reward_parts=parts, scorer=scorer)
+
+    async def _version(self, name: object) -> str:
+        """The policy version behind a name that an engine gave, or behind a version's own number."""
+        if isinstance(name, str) and name.isascii() and name.isdigit() and len(name) <= _MOST_DIGITS:
+            if int(name) > self._weights.policy_version:
+                raise InvalidArgument(f"weight_versions hold {name}, {self._weights.policy_version} is served")
+            return name
+        version = await self._weights.version_of(name) if isinstance(name, str) else None
+        if version is None:
+            raise WeightsRefused(f"weight_versions hold {name!r:.80}, which is of refused weights")
+        return str(version)
+
+
+class WeightsRefused(Unavailable):
+    """Nothing of it may be stored; it is made again."""
+
+
+_REASONS = {
+    "WorkerTimeout": "HOOK_TIMEOUT",
+    "WorkerCrashed": "HOOK_CRASHED",
+    "WorkerBroken": "HOOK_CRASHED",
+    "WorkerRaised": "HOOK_RAISED",
+}
+
+
+def custom_args(job: Job, router_url: str) -> HookArgs:
+    """The job's leaves, and where the router listens under slime's names."""
+    router = urlsplit(router_url)
+    return hook_args(job, sglang_router_ip=router.hostname, sglang_router_port=router.port)
+
+
+def hook_takes_group(path: str) -> bool:
+    """Runs in a worker: whether the function takes a list of samples. Raises ConfigError for another signature."""
+    return takes_group(load_hook(path))
+
+
+def _to_hook(request: SampleRequest) -> HookSample:
+    if request.begun:
+        return to_hook(request.begun)
+    return HookSample(
+        index=request.index, prompt=request.prompt.text, label=request.label, metadata=dict(request.metadata)
+    )

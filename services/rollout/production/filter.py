@@ -1,0 +1,54 @@
+"""Dynamic sampling: a function of the user's keeps the groups worth training; the others are dropped and replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace.errors import ConfigError
+from headrace.hooks import HookArgs, hook_args, to_hook
+from headrace.hooks.filter import load_filter, run_filter
+from headrace.job.schema.job import Job
+from headrace.process.workers import WorkerError, WorkerPool
+from headrace.trajectory import Failure, Sample
+
+_LOAD_SECONDS = 120.0
+_CALL_SECONDS = 30.0
+
+
+class GroupFilter:
+    """Runs in a worker process, so that it may take its time."""
+
+    def __init__(self, path: str, args: HookArgs, *, seconds: float = _CALL_SECONDS) -> None:
+        self._path = path
+        self._args = args
+        self._seconds = seconds
+        self._pool = WorkerPool(1)
+
+    @classmethod
+    def of(cls, job: Job) -> GroupFilter | None:
+        """None where the job names none."""
+        path = job.rollout.dynamic_sampling_filter_path
+        return cls(path, hook_args(job)) if path else None
+
+    async def start(self) -> None:
+        """Loads the function. Raises ConfigError when it cannot be loaded or takes other arguments."""
+        try:
+            await self._pool.run(load_filter, self._path, timeout_seconds=_LOAD_SECONDS, name=f"hook {self._path}")
+        except WorkerError as error:
+            raise ConfigError(error.message, field="rollout.dynamic_sampling_filter_path") from error
+
+    async def close(self) -> None:
+        """Ends the worker."""
+        await self._pool.close()
+
+    async def refusal(self, samples: Sequence[Sample]) -> Failure | None:
+        """Why the group is dropped; None where it is kept. Raises WorkerError when the function fails."""
+        keep, reason = await self._pool.run(
+            run_filter,
+            self._path,
+            self._args,
+            [to_hook(sample) for sample in samples],
+            timeout_seconds=self._seconds,
+            name=f"hook {self._path}",
+        )
+        return None if keep else Failure("FILTERED", reason or f"{self._path} did not keep it")

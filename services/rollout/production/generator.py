@@ -1,0 +1,166 @@
+"""One response, whatever engines do meanwhile: it is continued from its tokens when an engine dies or aborts it.
+
+What an engine answers wrongly is asked again, and the engine is suspected. Tokens of weights whose publication is not
+committed yet are held back until it is; those of refused weights are cut off and made again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import replace
+
+from headrace.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
+from headrace.job.model.context_limit import ContextLimit
+from services.rollout.engine.answer import Answer, BadAnswer, Finish
+from services.rollout.engine.api import NOTHING_YET, Generation, SamplingParams
+from services.rollout.engine.client import EngineClient
+from services.rollout.engine.weights import ServedWeights
+
+_FIRST_BACKOFF_SECONDS = 0.1
+_LONGEST_BACKOFF_SECONDS = 2.0
+
+
+class Generator:
+    """Asks the router. `suspect` hears of every bad answer."""
+
+    def __init__(
+        self,
+        router: EngineClient,
+        weights: ServedWeights,
+        suspect: Callable[[BadAnswer], None] = lambda _: None,
+        *,
+        context: ContextLimit | None = None,
+    ) -> None:
+        self._router = router
+        self._weights = weights
+        self._suspect = suspect
+        self._context = context
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        seconds: float,
+        begun: Generation = NOTHING_YET,
+        hand_back: asyncio.Event | None = None,
+    ) -> Generation:
+        """A finished response. Raises Unavailable or DeadlineExceeded when no engine made it within `seconds`.
+
+        With `hand_back` it is not continued after an abort: the tokens so far come back with finish ABORT, and the
+        event is set for all who share it; when somebody else sets it, the next pause in the generation is the end.
+        """
+        pieces = self._pieces(prompt, params, begun, hand_back, request_id=request_id, seconds=seconds, streaming=False)
+        return [piece async for piece in pieces][-1]
+
+    def stream(
+        self, prompt: Sequence[int], params: SamplingParams, *, request_id: str, seconds: float
+    ) -> AsyncIterator[Generation]:
+        """All tokens so far, again and again; the last one has a `finish` of stop or length."""
+        return self._pieces(prompt, params, NOTHING_YET, None, request_id=request_id, seconds=seconds, streaming=True)
+
+    def _fitting(self, num_tokens: int, params: SamplingParams) -> SamplingParams:
+        """Raises InvalidArgument for what no engine could take, which is no fault of an engine."""
+        if self._context is None:
+            return params
+        if num_tokens >= self._context.tokens:
+            raise InvalidArgument(self._context.too_long(num_tokens), reason="PROMPT_TOO_LONG")
+        return replace(params, max_new_tokens=min(params.max_new_tokens, self._context.tokens - num_tokens))
+
+    async def _pieces(  # noqa: C901  # one branch a kind of answer
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        begun: Generation,
+        hand_back: asyncio.Event | None,
+        *,
+        request_id: str,
+        seconds: float,
+        streaming: bool,
+    ) -> AsyncIterator[Generation]:
+        end = time.monotonic() + seconds
+        params = self._fitting(len(prompt), params)
+        done = begun
+        if len(done.tokens) >= params.max_new_tokens:
+            yield replace(done, finish=Finish.LENGTH)
+            return
+        backoff_seconds = _FIRST_BACKOFF_SECONDS
+        attempt = 0
+        while (left := end - time.monotonic()) > 0:
+            if hand_back and hand_back.is_set():
+                yield done
+                return
+            attempt += 1
+            rest = replace(params, max_new_tokens=params.max_new_tokens - len(done.tokens))
+            so_far = done
+            failure: Unavailable | None = None
+            try:
+                pieces = self._ask([*prompt, *done.tokens], rest, f"{request_id}#{attempt}", left, streaming)
+                async with contextlib.aclosing(pieces):
+                    async for piece in pieces:
+                        if streaming and len(done.tokens) + len(piece.tokens) < len(so_far.tokens):
+                            raise Unavailable("weights were taken back: ask again", reason="WEIGHTS_REFUSED")
+                        so_far = done.then(piece)
+                        yield so_far
+            except BadAnswer as error:
+                self._suspect(error)
+                failure = error
+            except (InvalidArgument, FailedPrecondition) as error:
+                self._suspect(BadAnswer("refused", error.message))  # it may refuse whatever it is asked
+                raise
+            except Unavailable as error:
+                failure = error
+            else:
+                if so_far.finish is not None and so_far.finish.is_final:
+                    return
+            if failure is not None and end - time.monotonic() <= backoff_seconds:
+                raise failure
+            if failure is None and len(so_far.tokens) > len(done.tokens):
+                backoff_seconds = _FIRST_BACKOFF_SECONDS
+            done = replace(so_far, finish=Finish.ABORT)
+            if len(done.tokens) >= params.max_new_tokens:
+                yield replace(done, finish=Finish.LENGTH)
+                return
+            if hand_back and failure is None and len(done.tokens) > len(begun.tokens):
+                hand_back.set()
+            await _set_within(hand_back, backoff_seconds)
+            backoff_seconds = min(backoff_seconds * 2, _LONGEST_BACKOFF_SECONDS)
+        raise DeadlineExceeded(f"request {request_id} had {len(done.tokens)} tokens after {seconds:g} s")
+
+    async def _ask(
+        self, tokens: list[int], params: SamplingParams, request_id: str, seconds: float, streaming: bool
+    ) -> AsyncGenerator[Generation, None]:
+        end = time.monotonic() + seconds
+        cache_key = f"v{self._weights.policy_version}"
+        if not streaming:
+            answer = await self._router.generate(
+                tokens, params, request_id=request_id, cache_key=cache_key, seconds=seconds
+            )
+            yield await self._accepted(answer, len(tokens), end)
+            return
+        answers = self._router.stream(tokens, params, request_id=request_id, cache_key=cache_key, seconds=seconds)
+        async with contextlib.aclosing(answers):
+            async for answer in answers:
+                generation = await self._accepted(answer, len(tokens), end)
+                yield generation
+                if len(generation.tokens) < len(answer.tokens):
+                    return  # what follows was made after tokens of refused weights
+
+    async def _accepted(self, answer: Answer, num_prompt_tokens: int, end: float) -> Generation:
+        """What accepted weights made of the answer, once every verdict on its weights is there."""
+        try:
+            async with asyncio.timeout(end - time.monotonic()):
+                ranges = await self._weights.ranges_of(answer.spans)
+        except TimeoutError as error:
+            raise DeadlineExceeded("its weights were neither committed nor refused in time") from error
+        return Generation.of(answer, ranges, num_prompt_tokens)
+
+
+async def _set_within(event: asyncio.Event | None, seconds: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await (event or asyncio.Event()).wait()

@@ -1,0 +1,171 @@
+"""One leased group, from prompt to put."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from headrace.api.buffer.v1 import buffer_pb2
+from headrace.api.sample.v1 import sample_pb2
+from headrace.errors import HeadraceError
+from headrace.job.model.context_limit import ContextLimit
+from headrace.process.workers import WorkerError
+from headrace.sample_checks import ModelBounds
+from headrace.trajectory import Failure, PolicyRange, Sample, Status, from_json
+from services.rollout.engine.api import SamplingParams
+from services.rollout.judge import Judge
+from services.rollout.production.failed_samples import FailedSamples
+from services.rollout.production.filter import GroupFilter
+from services.rollout.production.partial import PartialRollout
+from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
+from services.rollout.production.sampling import Maker, SampleRequest, seed_of
+from services.rollout.production.teacher import Teacher
+
+Made = buffer_pb2.GroupPut | buffer_pb2.LeaseRelease
+
+
+class GroupMaker:
+    """Generates a group's samples side by side and has them judged together."""
+
+    def __init__(
+        self,
+        encoder: PromptEncoder,
+        maker: Maker,
+        judge: Judge | None,
+        params: SamplingParams,
+        *,
+        rollout_seed: int,
+        max_prompt_tokens: int | None,
+        context: ContextLimit | None,
+        group_filter: GroupFilter | None = None,
+        partial_rollout: PartialRollout | None = None,
+        teacher: Teacher | None = None,
+        bounds: ModelBounds | None = None,
+        failed_samples: FailedSamples | None = None,
+    ) -> None:
+        self._encoder = encoder
+        self._maker = maker
+        self._judge = judge
+        self._params = params
+        self._rollout_seed = rollout_seed
+        self._max_prompt_tokens = max_prompt_tokens
+        self._context = context
+        self._filter = group_filter
+        self._partial = partial_rollout
+        self._teacher = teacher
+        self._bounds = bounds
+        self._failed_samples = failed_samples
+
+    @property
+    def hands_back(self) -> bool:
+        """An interrupted group goes back to the ledger with its tokens."""
+        return self._partial is not None
+
+    async def make(self, lease: buffer_pb2.GroupLease, hand_back: asyncio.Event | None = None) -> Made:
+        """What to put for the lease: COMPLETE, DROPPED or FAILED; or its release, when it was interrupted."""
+        try:
+            prompt = await self._encoder.off_loop(self._encoder.encode, lease.prompt)
+        except HeadraceError as error:
+            return _put(lease, buffer_pb2.PUT_OUTCOME_FAILED, failure=Failure(error.reason, error.message))
+        if too_long := self._too_long(len(prompt.tokens)):
+            return _put(lease, buffer_pb2.PUT_OUTCOME_DROPPED, failure=Failure("PROMPT_TOO_LONG", too_long))
+        params = self._params_for(prompt)
+        begun = self._partial.begun(lease, prompt) if self._partial else {}
+        requests = [
+            replace(self._request(lease, prompt, params, index), begun=begun.get(index))
+            for index in range(lease.n_samples)
+        ]
+        made = await self._maker.make_all(requests, evaluation=False, hand_back=hand_back)
+        samples = [_of_version(sample, lease.policy_version) for sample in made]
+        if any(s.status is Status.ABORTED for s in samples):
+            return self._interrupted(lease, samples)
+        samples = [self._bounded(sample) for sample in samples]
+        if self._partial:
+            samples = [self._partial.finished(sample, lease.policy_version) for sample in samples]
+        return await self._judged(lease, samples)
+
+    def _bounded(self, sample: Sample) -> Sample:
+        """FAILED where it holds what the model does not have."""
+        if self._bounds is None or sample.status is Status.FAILED:
+            return sample
+        try:
+            self._bounds.check(sample.sample_id, sample.tokens, sample.columns)
+        except HeadraceError as error:
+            return replace(sample, status=Status.FAILED, failure=Failure("NOT_OF_THE_MODEL", error.message))
+        return sample
+
+    def _interrupted(self, lease: buffer_pb2.GroupLease, samples: list[Sample]) -> Made:
+        """An aborted sample, and one that fanned out with it, is never trained."""
+        if self._partial:
+            return self._partial.release(lease, samples)
+        aborted = [sample.sample_id for sample in samples if sample.status is Status.ABORTED]
+        failure = Failure("ABORTED", f"samples {aborted} were aborted: --partial-rollout would continue them")
+        return _put(lease, buffer_pb2.PUT_OUTCOME_FAILED, failure=failure)
+
+    async def _judged(self, lease: buffer_pb2.GroupLease, samples: list[Sample]) -> buffer_pb2.GroupPut:
+        if self._teacher:
+            samples = await self._teacher.mark(samples)
+        if self._judge:
+            samples = await self._judge.judge(samples)
+        if self._failed_samples:
+            await self._failed_samples.write(samples)
+        if all(s.status is Status.FAILED for s in samples):
+            return _put(lease, buffer_pb2.PUT_OUTCOME_FAILED, failure=samples[0].failure)
+        try:
+            refusal = await self._filter.refusal(samples) if self._filter else None
+        except WorkerError as error:
+            failure = Failure("FILTER_FAILED", error.message)
+            return _put(lease, buffer_pb2.PUT_OUTCOME_FAILED, failure=failure)
+        if refusal:
+            return _put(lease, buffer_pb2.PUT_OUTCOME_DROPPED, failure=refusal)
+        return _put(lease, buffer_pb2.PUT_OUTCOME_COMPLETE, samples=samples)
+
+    def _too_long(self, length: int) -> str | None:
+        """Why a prompt of so many tokens is not asked about."""
+        if self._max_prompt_tokens is not None and length > self._max_prompt_tokens:
+            return f"the prompt has {length:,} tokens: rollout_max_prompt_len is {self._max_prompt_tokens:,}"
+        if self._context is not None and length >= self._context.tokens:
+            return self._context.too_long(length)
+        return None
+
+    def _params_for(self, prompt: EncodedPrompt) -> SamplingParams:
+        if self._context is None:
+            return self._params
+        room = self._context.tokens - len(prompt.tokens)
+        return replace(self._params, max_new_tokens=min(self._params.max_new_tokens, room))
+
+    def _request(
+        self, lease: buffer_pb2.GroupLease, prompt: EncodedPrompt, params: SamplingParams, index: int
+    ) -> SampleRequest:
+        return SampleRequest(
+            sample_id=f"{lease.group_id}/{lease.attempt}/{index}",
+            group_id=lease.group_id,
+            index=index,
+            prompt=prompt,
+            label=lease.prompt.label if lease.prompt.HasField("label") else None,
+            metadata=from_json(lease.prompt.metadata_json),
+            params=replace(params, seed=seed_of(self._rollout_seed, lease.group_id, lease.attempt, index)),
+        )
+
+
+def _of_version(sample: Sample, policy_version: int) -> Sample:
+    """A hook's tokens, or a data set's, count as the lease's version where nobody says which they are of."""
+    if sample.policy_ranges or not sample.response_length:
+        return sample
+    return replace(sample, policy_ranges=(PolicyRange(policy_version, 0, sample.response_length),))
+
+
+def _put(
+    lease: buffer_pb2.GroupLease,
+    outcome: buffer_pb2.PutOutcome.ValueType,
+    *,
+    samples: list[Sample] | None = None,
+    failure: Failure | None = None,
+) -> buffer_pb2.GroupPut:
+    return buffer_pb2.GroupPut(
+        lease_id=lease.lease_id,
+        group_id=lease.group_id,
+        outcome=outcome,
+        samples=[sample.pack() for sample in samples or ()],
+        failure=sample_pb2.Failure(reason=failure.reason, message=failure.message) if failure else None,
+    )

@@ -1,0 +1,85 @@
+"""Partial rollout: what an interrupted group has so far goes back to the ledger, and its next producer continues there.
+
+A sample is finished, begun, or not there. Finished ones are taken as they are, begun ones are continued from their
+tokens, the others are made. Tokens of policies before the lease's are trained as they are while they are fresh enough,
+or masked (`mask_offpolicy`): then their age does not count. Without a mask, tokens too old to be trained are made anew.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from headrace.api.buffer.v1 import buffer_pb2
+from headrace.errors import HeadraceError
+from headrace.rpc.log import log
+from headrace.trajectory import ROUTED_EXPERTS, Sample, Status
+from services.rollout.engine.answer import Finish
+from services.rollout.engine.api import Generation
+from services.rollout.production.prompts import EncodedPrompt
+
+_FINISH = {Status.COMPLETED: Finish.STOP, Status.TRUNCATED: Finish.LENGTH, Status.ABORTED: Finish.ABORT}
+
+
+@dataclass(frozen=True, slots=True)
+class PartialRollout:
+    """The job's choice."""
+
+    mask_offpolicy: bool
+    max_staleness: int
+
+    def begun(self, lease: buffer_pb2.GroupLease, prompt: EncodedPrompt) -> Mapping[int, Sample]:
+        """By index: the samples of an earlier lease that this one goes on with."""
+        found: dict[int, Sample] = {}
+        for packed in lease.partial_samples:
+            try:
+                sample = Sample.unpack(packed)
+            except HeadraceError as error:
+                log.warning("partial_sample_unreadable", group_id=lease.group_id, error=error.message)
+                continue
+            if self._fits(sample, lease.policy_version, prompt):
+                found[sample.index] = sample
+        return found
+
+    def _fits(self, sample: Sample, policy_version: int, prompt: EncodedPrompt) -> bool:
+        if tuple(sample.tokens[: sample.prompt_length].tolist()) != prompt.tokens:
+            return False  # another tokenizer or chat template made it
+        oldest = min((r.policy_version for r in sample.policy_ranges), default=policy_version)
+        return self.mask_offpolicy or policy_version - oldest <= self.max_staleness
+
+    def finished(self, sample: Sample, policy_version: int) -> Sample:
+        """As it is put: tokens of policies before the lease's are masked where the job says so."""
+        if not self.mask_offpolicy or all(r.policy_version >= policy_version for r in sample.policy_ranges):
+            return sample
+        ranges = tuple(replace(r, masked=r.policy_version < policy_version) for r in sample.policy_ranges)
+        loss_mask, log_probs = sample.loss_mask.copy(), sample.rollout_log_probs.copy()
+        for old in (r for r in ranges if r.masked):
+            loss_mask[old.start : old.end] = 0
+            log_probs[old.start : old.end] = 0.0
+        return replace(sample, policy_ranges=ranges, loss_mask=loss_mask, rollout_log_probs=log_probs)
+
+    def release(self, lease: buffer_pb2.GroupLease, samples: Sequence[Sample]) -> buffer_pb2.LeaseRelease:
+        """Gives the lease back with all that can be continued; what fanned out cannot."""
+        count = Counter(sample.index for sample in samples)
+        kept = [s for s in samples if s.status in _FINISH and s.response_length and count[s.index] == 1]
+        tokens = sum(sample.response_length for sample in kept)
+        return buffer_pb2.LeaseRelease(
+            lease_id=lease.lease_id,
+            partial_samples=[sample.pack() for sample in kept],
+            reason=f"interrupted with {tokens} tokens of {len(kept)} samples",
+        )
+
+
+def generation_of(sample: Sample) -> Generation:
+    """What the engines have said so far."""
+    experts = sample.columns.get(ROUTED_EXPERTS)
+    return Generation(
+        tokens=tuple(sample.tokens[sample.prompt_length :].tolist()),
+        log_probs=tuple(np.asarray(sample.rollout_log_probs, dtype=np.float64).tolist()),
+        finish=_FINISH[sample.status],
+        policy_ranges=tuple(sample.policy_ranges),
+        routed_experts=None if experts is None else experts.astype("<i4").tobytes(),
+    )

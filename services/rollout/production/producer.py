@@ -1,0 +1,243 @@
+"""Production: leases groups for ever, makes them side by side, puts them. Only admission (the buffer's) holds it back.
+
+Consumes leases; waits for admission, a free place, engines with the ledger's version, and `resume`; produces puts.
+States: running ⇄ paused → drained. Leases are renewed while a group is made; a lost lease ends the work on its group.
+Work on a group ends in a put or in a release, with one line in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from headrace.api.buffer.v1 import buffer_pb2
+from headrace.api.sample.v1 import sample_pb2
+from headrace.background import kept_running
+from headrace.errors import (
+    Aborted,
+    DeadlineExceeded,
+    HeadraceError,
+    InvalidArgument,
+    ResourceExhausted,
+    RetryableError,
+    Unavailable,
+)
+from headrace.rpc.call import pause_seconds
+from headrace.rpc.log import log
+from headrace.wire.checks import cut_text
+from services.rollout.metrics import RolloutMetrics
+from services.rollout.production.groups import GroupMaker, Made
+from services.rollout.production.ledger import Ledger
+
+_RETRY_SECONDS = 1.0
+_RENEWALS_PER_LEASE = 3
+_INTERRUPT_SECONDS = 10.0
+_LEDGER_BEHIND_SECONDS = 30.0
+"""Engines serve a version a moment before the ledger hears of it: so long a put of its tokens may be refused."""
+
+
+class Producer:
+    """At most `max_groups_in_flight` groups at once."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        maker: GroupMaker,
+        served_version: Callable[[], int],
+        metrics: RolloutMetrics,
+        *,
+        max_groups_in_flight: int,
+        interrupt: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self._interrupt = interrupt
+        self._interruptions: dict[str, asyncio.Event] = {}  # lease id → ends its generation where it is
+        self._ledger = ledger
+        self._maker = maker
+        self._served_version = served_version
+        self._metrics = metrics
+        self._max_groups_in_flight = max_groups_in_flight
+        self._may_lease = asyncio.Event()
+        self._may_lease.set()
+        self._groups: dict[str, asyncio.Task[None]] = {}  # lease id → the work on it
+        self._something_ended = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def paused(self) -> bool:
+        """True while no groups are leased."""
+        return not self._may_lease.is_set()
+
+    def start(self) -> None:
+        """Begins to produce."""
+        self._tasks = [
+            asyncio.create_task(kept_running("lease groups", self._lease_for_ever, self._metrics.background_work_ended))
+        ]
+
+    def pause(self) -> None:
+        """Leases no more; groups in flight finish."""
+        self._may_lease.clear()
+
+    def resume(self) -> None:
+        """Goes on."""
+        self._may_lease.set()
+
+    async def drain(self) -> None:
+        """Ends the work in flight and gives its leases back, with the tokens so far where the job wants them kept."""
+        for task in self._tasks:
+            task.cancel()
+        if self._groups and self._interrupt and self._maker.hands_back:
+            await self._interrupt_groups(self._interrupt)
+        lease_ids, works = list(self._groups), list(self._groups.values())
+        for work in works:
+            work.cancel()
+        await asyncio.gather(*self._tasks, *works, return_exceptions=True)
+        if lease_ids:
+            await self._release([_release(lease_id, "the rollout service stops") for lease_id in lease_ids])
+
+    async def _interrupt_groups(self, interrupt: Callable[[], Awaitable[None]]) -> None:
+        for event in self._interruptions.values():
+            event.set()
+        await interrupt()
+        await asyncio.wait(list(self._groups.values()), timeout=_INTERRUPT_SECONDS)
+
+    async def _release(self, releases: list[buffer_pb2.LeaseRelease]) -> None:
+        try:
+            await self._ledger.release(releases)
+        except ResourceExhausted as error:
+            log.warning("partial_samples_not_kept", error=error.message)
+            await self._release_bare(releases)
+        except HeadraceError as error:
+            log.warning("leases_not_released", leases=len(releases), error=error.message)  # they will expire
+
+    async def _release_bare(self, releases: list[buffer_pb2.LeaseRelease]) -> None:
+        try:
+            await self._ledger.release([_release(release.lease_id, release.reason) for release in releases])
+        except HeadraceError as error:
+            log.warning("leases_not_released", leases=len(releases), error=error.message)
+
+    async def _lease_for_ever(self) -> None:
+        while True:
+            await self._may_lease.wait()
+            free = await self._free_places()
+            try:
+                leases = await self._ledger.lease(free)
+            except HeadraceError as error:
+                log.warning("lease_failed", error=error.message)
+                await asyncio.sleep(_RETRY_SECONDS)
+                continue
+            behind = [lease for lease in leases if lease.policy_version > self._served_version()]
+            for lease in leases:
+                if lease not in behind:
+                    self._groups[lease.lease_id] = asyncio.create_task(self._work(lease))
+            if behind:
+                await self._hand_back(behind)
+
+    async def _free_places(self) -> int:
+        while len(self._groups) >= self._max_groups_in_flight:
+            self._something_ended.clear()
+            await self._something_ended.wait()
+        return self._max_groups_in_flight - len(self._groups)
+
+    async def _hand_back(self, leases: list[buffer_pb2.GroupLease]) -> None:
+        """After a restart engines have hf_checkpoint's weights: wait for the trainer's next publication."""
+        why = f"engines serve version {self._served_version()}, the ledger is at {leases[0].policy_version}"
+        log.warning("engines_behind", why=why)
+        await self._release([_release(lease.lease_id, why) for lease in leases])
+        await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _work(self, lease: buffer_pb2.GroupLease) -> None:
+        """Ends in a put or in a release, whatever happens, unless the lease is lost."""
+        keeper = asyncio.create_task(
+            kept_running("renew a lease", lambda: self._keep(lease), self._metrics.background_work_ended)
+        )
+        hand_back = self._interruptions[lease.lease_id] = asyncio.Event()
+        try:
+            made = await self._made(lease, hand_back if self._maker.hands_back else None)
+            release = await self._put(lease, made) if isinstance(made, buffer_pb2.GroupPut) else made
+            if release is not None:
+                log.info("group_released", group_id=lease.group_id, why=release.reason)
+                await self._release([release])
+        finally:
+            keeper.cancel()
+            del self._groups[lease.lease_id], self._interruptions[lease.lease_id]
+            self._something_ended.set()
+
+    async def _made(self, lease: buffer_pb2.GroupLease, hand_back: asyncio.Event | None) -> Made:
+        try:
+            return await self._maker.make(lease, hand_back)
+        except (RetryableError, Aborted, DeadlineExceeded) as error:
+            return _release(lease.lease_id, cut_text(f"{error.reason}: {error.message}"))
+        except HeadraceError as error:
+            return self._failed(lease, error.reason, error.message)
+        except Exception as error:  # noqa: BLE001  # one group's bug is that group's failure
+            self._metrics.group_raised()
+            log.error("group_raised", group_id=lease.group_id, exc_info=error)
+            return self._failed(lease, "GROUP_RAISED", f"{type(error).__name__}: {error}")
+
+    def _failed(self, lease: buffer_pb2.GroupLease, reason: str, message: str) -> buffer_pb2.GroupPut:
+        log.error("group_failed", group_id=lease.group_id, reason=reason, error=message)
+        return buffer_pb2.GroupPut(
+            lease_id=lease.lease_id,
+            group_id=lease.group_id,
+            outcome=buffer_pb2.PUT_OUTCOME_FAILED,
+            failure=sample_pb2.Failure(reason=reason, message=cut_text(message)),
+        )
+
+    async def _keep(self, lease: buffer_pb2.GroupLease) -> None:
+        work = self._groups[lease.lease_id]
+        while True:
+            await asyncio.sleep(lease.lease_seconds / _RENEWALS_PER_LEASE)
+            try:
+                lost = await self._ledger.renew([lease.lease_id])
+            except HeadraceError as error:
+                log.warning("renew_failed", group_id=lease.group_id, error=error.message)
+                continue
+            if lost:
+                log.warning("lease_lost", group_id=lease.group_id, lease_id=lease.lease_id)
+                work.cancel()
+                return
+
+    async def _put(self, lease: buffer_pb2.GroupLease, put: buffer_pb2.GroupPut) -> buffer_pb2.LeaseRelease | None:
+        """None once the ledger has it. One that the ledger will never take is put as FAILED, or else released."""
+        newest = _newest_version(put)
+        if newest > self._served_version():
+            return _release(lease.lease_id, f"version {newest} is not served any more: its trainer started again")
+        try:
+            result = await self._delivered(put, may_be_early=newest > lease.policy_version)
+        except Exception as error:  # noqa: BLE001  # what it was made of cannot be stored; that it failed can be
+            if put.outcome == buffer_pb2.PUT_OUTCOME_FAILED:
+                return _release(lease.lease_id, cut_text(f"neither put nor failed: {error}"))
+            return await self._put(lease, self._failed(lease, "PUT_REFUSED", str(error)))
+        if result.HasField("refused"):
+            log.warning("put_refused", group_id=put.group_id, reason=result.refused.reason)
+            return None
+        tokens = sum(sample.envelope.response_tokens for sample in put.samples)
+        outcome = buffer_pb2.PutOutcome.Name(put.outcome).removeprefix("PUT_OUTCOME_").lower()
+        self._metrics.group_done(outcome, tokens)
+        log.info("group_put", group_id=put.group_id, outcome=outcome, tokens=tokens, reason=put.failure.reason)
+        return None
+
+    async def _delivered(self, put: buffer_pb2.GroupPut, *, may_be_early: bool) -> buffer_pb2.PutResult:
+        """Tries until the ledger has answered: a put is idempotent, and the end of its lease ends this work."""
+        end = time.monotonic() + _LEDGER_BEHIND_SECONDS
+        while True:
+            try:
+                return await self._ledger.put(put)
+            except ResourceExhausted as error:
+                await asyncio.sleep(pause_seconds(error, _RETRY_SECONDS))
+            except (Unavailable, DeadlineExceeded) as error:
+                log.warning("put_not_answered", group_id=put.group_id, error=error.message)
+                await asyncio.sleep(_RETRY_SECONDS)
+            except InvalidArgument:
+                if not may_be_early or time.monotonic() > end:
+                    raise
+                await asyncio.sleep(_RETRY_SECONDS)
+
+
+def _newest_version(put: buffer_pb2.GroupPut) -> int:
+    return max((r.policy_version for sample in put.samples for r in sample.envelope.policy_ranges), default=0)
+
+
+def _release(lease_id: str, why: str) -> buffer_pb2.LeaseRelease:
+    return buffer_pb2.LeaseRelease(lease_id=lease_id, reason=why)

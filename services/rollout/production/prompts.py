@@ -1,0 +1,132 @@
+"""Prompts become tokens here, once; responses are never tokenized again.
+
+Tokenizing a prompt of megabytes takes seconds: what comes from outside is encoded by `off_loop`, in threads of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from transformers import AutoTokenizer
+
+from headrace.api.sample.v1 import sample_pb2 as pb
+from headrace.errors import ConfigError, InvalidArgument
+from headrace.sample_checks import check_text
+from headrace.wire.checks import require_bytes, require_json_array, require_json_object
+from headrace.wire.limits import MAX_PROMPT_BYTES
+from services.rollout.chat.chat_segments import Segment
+
+_THREADS = 2
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """What a person reads and what the engine sees."""
+
+    text: str
+    tokens: tuple[int, ...]
+    trained: tuple[range, ...] = ()
+    """Of a conversation for supervised fine-tuning: the tokens that its assistants wrote."""
+
+
+class PromptEncoder:
+    """The checkpoint's tokenizer and chat template."""
+
+    def __init__(self, hf_checkpoint: Path, *, apply_chat_template: bool) -> None:
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(hf_checkpoint))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"no tokenizer in {hf_checkpoint}: {str(error).splitlines()[0]}: give a Hugging Face folder",
+                field="model.hf_checkpoint",
+            ) from error
+        self._threads = ThreadPoolExecutor(_THREADS, "tokenize")
+        self._apply_chat_template = apply_chat_template
+
+    @property
+    def tokenizer(self) -> Any:
+        """Transformers' tokenizer, for hooks."""
+        return self._tokenizer
+
+    async def off_loop(self, work: Callable[..., T], *args: Any) -> T:
+        """`work(*args)`, in one of the encoder's threads."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+
+    def close(self) -> None:
+        """Ends the threads, once they have nothing to do."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that the tokenizer knows."""
+        return len(self._tokenizer)
+
+    def encode(self, prompt: pb.Prompt) -> EncodedPrompt:
+        """Raises InvalidArgument for a prompt without content or one that the chat template refuses."""
+        kind = prompt.WhichOneof("content")
+        if kind == "messages":
+            return self.encode_messages(*messages_of(prompt))
+        if kind != "text":
+            raise InvalidArgument(f"prompt {prompt.prompt_id} has no content", field="prompt.content")
+        return self.encode_text(prompt.text)
+
+    def encode_text(self, text: str) -> EncodedPrompt:
+        """As it is, or as one user turn where the job says so."""
+        if self._apply_chat_template:
+            return self.encode_messages([{"role": "user", "content": text}], None)
+        return self.encode_plain(text)
+
+    def encode_plain(self, text: str) -> EncodedPrompt:
+        """Tokenized as it is. Raises InvalidArgument for a text that is too large."""
+        return EncodedPrompt(text, self._tokens(text, add_special_tokens=True))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """For people and rewards; special tokens are left out."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def encode_messages(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> EncodedPrompt:
+        """A conversation in OpenAI's shape. Raises InvalidArgument when the chat template refuses it."""
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # a template is code of the checkpoint's author: it may raise anything
+            raise InvalidArgument(f"the chat template refused it: {error}", field="prompt.messages") from error
+        return EncodedPrompt(text, self._tokens(text, add_special_tokens=False))
+
+    def encode_segments(self, segments: Sequence[Segment]) -> EncodedPrompt:
+        """Each part by itself, as its own reader tokenizes it: the engine a prompt, the model what it says."""
+        text = "".join(segment.text for segment in segments)
+        require_bytes(len(text.encode()), MAX_PROMPT_BYTES, "prompt")
+        tokens, trained = list[int](), list[range]()
+        for segment in segments:
+            start = len(tokens)
+            tokens.extend(self._tokens(segment.text, add_special_tokens=False))
+            if segment.trained:
+                trained.append(range(start, len(tokens)))
+        return EncodedPrompt(text, tuple(tokens), tuple(trained))
+
+    def _tokens(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        check_text("prompt", text)
+        require_bytes(len(text.encode()), MAX_PROMPT_BYTES, "prompt")
+        if self._tokenizer.is_fast:  # only the ids: all else that transformers makes of them holds the interpreter
+            backend = self._tokenizer.backend_tokenizer
+            return tuple(backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+
+def messages_of(prompt: pb.Prompt) -> tuple[list[dict[str, Any]], list[Any] | None]:
+    """A conversation in OpenAI's shape, and the tools that it may call. Raises InvalidArgument for what is no JSON."""
+    tools = require_json_array(prompt.tools_json, "prompt.tools_json") or None
+    return [_message(message) for message in prompt.messages.messages], tools
+
+
+def _message(message: pb.ChatMessage) -> dict[str, Any]:
+    extra = require_json_object(message.extra_json, "prompt.messages.extra_json")
+    return {"role": message.role, "content": message.content, **extra}

@@ -1,0 +1,201 @@
+"""From a prompt to samples: the job's sampling parameters, seeds, and the generation of one sample."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.api.sample.v1 import sample_pb2 as pb
+from headrace.errors import HeadraceError, InvalidArgument
+from headrace.job.schema.job import Job
+from headrace.rpc.log import log
+from headrace.trajectory import ROUTED_EXPERTS, Failure, Sample, Status
+from headrace.wire.checks import require_at_most, require_between, require_finite
+from headrace.wire.limits import MAX_COUNTER, MAX_NEW_TOKENS, MAX_STOPS, MAX_TEMPERATURE, MAX_TEXT_CHARACTERS
+from services.rollout.engine.answer import BadAnswer, Finish
+from services.rollout.engine.api import NOTHING_YET, Generation, SamplingParams
+from services.rollout.production.generator import Generator
+from services.rollout.production.partial import generation_of
+from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
+
+_MAX_TOP_K = (1 << 31) - 1  # what SGLang holds in an int32
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One sample to make. Its id is unique for each attempt."""
+
+    sample_id: str
+    group_id: str
+    index: int
+    prompt: EncodedPrompt
+    label: str | None
+    metadata: Mapping[str, Any]
+    params: SamplingParams
+    begun: Sample | None = None
+    """Made so far under an earlier lease."""
+
+
+def job_params(job: Job) -> SamplingParams:
+    """What the job's --rollout-* flags say."""
+    rollout = job.rollout
+    return SamplingParams(
+        max_new_tokens=rollout.rollout_max_response_len,
+        temperature=rollout.rollout_temperature,
+        top_p=rollout.rollout_top_p,
+        top_k=rollout.rollout_top_k,
+        stop=rollout.rollout_stop,
+        stop_token_ids=rollout.rollout_stop_token_ids,
+    )
+
+
+def merged_params(asked: pb.SamplingParams, defaults: SamplingParams) -> SamplingParams:
+    """What a caller asked for, the rest from `defaults`. Raises InvalidArgument for values that cannot be."""
+    params = SamplingParams(
+        max_new_tokens=asked.max_new_tokens if asked.HasField("max_new_tokens") else defaults.max_new_tokens,
+        temperature=asked.temperature if asked.HasField("temperature") else defaults.temperature,
+        top_p=asked.top_p if asked.HasField("top_p") else defaults.top_p,
+        top_k=asked.top_k if asked.HasField("top_k") else defaults.top_k,
+        stop=tuple(asked.stop) or defaults.stop,
+        stop_token_ids=tuple(asked.stop_token_ids) or defaults.stop_token_ids,
+        seed=asked.seed if asked.HasField("seed") else defaults.seed,
+    )
+    require_between(params.max_new_tokens, 1, MAX_NEW_TOKENS, "sampling.max_new_tokens")
+    require_finite(params.temperature, "sampling.temperature", most=MAX_TEMPERATURE)
+    require_at_most(len(params.stop), MAX_STOPS, "sampling.stop")
+    require_at_most(len(params.stop_token_ids), MAX_STOPS, "sampling.stop_token_ids")
+    if not all(0 < len(stop) <= MAX_TEXT_CHARACTERS for stop in params.stop):
+        raise InvalidArgument(
+            f"a stop string is empty, or longer than {MAX_TEXT_CHARACTERS} characters", field="sampling.stop"
+        )
+    if any(token < 0 for token in params.stop_token_ids):
+        raise InvalidArgument(
+            f"stop token id {min(params.stop_token_ids)} is negative", field="sampling.stop_token_ids"
+        )
+    if params.seed is not None:
+        require_between(params.seed, -MAX_COUNTER, MAX_COUNTER, "sampling.seed")
+    if not 0 < params.top_p <= 1:
+        raise InvalidArgument(f"top_p is {params.top_p:g}, must be in (0, 1]", field="sampling.top_p")
+    if params.top_k == 0:
+        raise InvalidArgument("top_k is 0: leave it out to sample from all tokens", field="sampling.top_k")
+    if params.top_k is not None:
+        require_between(params.top_k, 1, _MAX_TOP_K, "sampling.top_k")
+    return params
+
+
+def seed_of(rollout_seed: int, group_id: str, attempt: int, index: int) -> int:
+    """Equal for equal arguments on every machine; 31 bits."""
+    digest = hashlib.sha256(f"{rollout_seed}/{group_id}/{attempt}/{index}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
+
+
+_STATUS = {Finish.STOP: Status.COMPLETED, Finish.LENGTH: Status.TRUNCATED, Finish.ABORT: Status.ABORTED}
+
+
+class Maker(Protocol):
+    """The engines' own generation, or a user's function."""
+
+    in_flight: int
+
+    async def make_all(
+        self, requests: Sequence[SampleRequest], *, evaluation: bool, hand_back: asyncio.Event | None = None
+    ) -> list[Sample]:
+        """Samples without rewards; one that could not be made is FAILED, one that was handed back ABORTED."""
+
+
+class SampleMaker:
+    """Makes single samples. A failure is the sample's own: it comes back FAILED with its reason.
+
+    `num_layers` of the model, where engines are asked which experts its tokens went to.
+    """
+
+    def __init__(
+        self, generator: Generator, encoder: PromptEncoder, *, seconds: float, num_layers: int | None = None
+    ) -> None:
+        self._generator = generator
+        self._encoder = encoder
+        self._seconds = seconds
+        self._num_layers = num_layers
+        self.in_flight = 0
+
+    async def make_all(
+        self, requests: Sequence[SampleRequest], *, evaluation: bool, hand_back: asyncio.Event | None = None
+    ) -> list[Sample]:
+        """One sample for each request, side by side."""
+        return await asyncio.gather(*(self.make(request, hand_back) for request in requests))
+
+    async def make(self, request: SampleRequest, hand_back: asyncio.Event | None = None) -> Sample:
+        """A sample without reward."""
+        begun = generation_of(request.begun) if request.begun else NOTHING_YET
+        if begun.finish and begun.finish.is_final:
+            return self._sample(request, begun)
+        self.in_flight += 1
+        try:
+            generation = await self._generator.generate(
+                request.prompt.tokens,
+                request.params,
+                request_id=request.sample_id,
+                seconds=self._seconds,
+                begun=begun,
+                hand_back=hand_back,
+            )
+            return self._sample(request, generation)
+        except HeadraceError as error:
+            log.warning("sample_failed", sample_id=request.sample_id, reason=error.reason, message=error.message)
+            return failed_sample(request, Failure(error.reason, error.message))
+        finally:
+            self.in_flight -= 1
+
+    def _sample(self, request: SampleRequest, generation: Generation) -> Sample:
+        return Sample(
+            sample_id=request.sample_id,
+            group_id=request.group_id,
+            index=request.index,
+            prompt=request.prompt.text,
+            response=self._encoder.decode(generation.tokens),
+            tokens=np.asarray([*request.prompt.tokens, *generation.tokens], dtype=np.int32),
+            loss_mask=np.ones(len(generation.tokens), dtype=np.uint8),
+            rollout_log_probs=np.asarray(generation.log_probs, dtype=np.float32),
+            status=_STATUS[generation.finish or Finish.ABORT],
+            label=request.label,
+            metadata=request.metadata,
+            sampling_params=asdict(request.params),
+            policy_ranges=generation.policy_ranges,
+            columns=self._columns(request, generation),
+        )
+
+    def _columns(self, request: SampleRequest, generation: Generation) -> dict[str, NDArray[Any]]:
+        if self._num_layers is None or not generation.routed_experts:
+            return {}
+        num_tokens = len(request.prompt.tokens) + len(generation.tokens) - 1
+        chosen = np.frombuffer(generation.routed_experts, dtype="<i4").astype(np.int16)
+        if not chosen.size or chosen.size % (num_tokens * self._num_layers):
+            raise BadAnswer(
+                "routed_experts", f"{chosen.size} experts for {num_tokens} tokens, {self._num_layers} layers"
+            )
+        return {ROUTED_EXPERTS: chosen.reshape(num_tokens, self._num_layers, -1)}
+
+
+def failed_sample(request: SampleRequest, failure: Failure) -> Sample:
+    """The prompt's tokens and the reason why there is no response."""
+    return Sample(
+        sample_id=request.sample_id,
+        group_id=request.group_id,
+        index=request.index,
+        prompt=request.prompt.text,
+        response="",
+        tokens=np.asarray(request.prompt.tokens, dtype=np.int32),
+        loss_mask=np.zeros(0, dtype=np.uint8),
+        rollout_log_probs=np.zeros(0, dtype=np.float32),
+        status=Status.FAILED,
+        failure=failure,
+        label=request.label,
+        metadata=request.metadata,
+        sampling_params=asdict(request.params),
+    )

@@ -1,0 +1,88 @@
+"""Supervised fine-tuning: conversations from the prompts become samples without an engine and without a judge."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from headrace.api.sample.v1 import sample_pb2 as pb
+from headrace.errors import InvalidArgument
+from headrace.job.schema.job import Job
+from headrace.trajectory import Sample, Status
+from services.rollout.chat.chat_mask import ChatMask
+from services.rollout.production.prompts import EncodedPrompt, PromptEncoder, messages_of
+from services.rollout.production.sampling import SampleRequest
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedParts:
+    """What stands in for engine and judge."""
+
+    encoder: ConversationEncoder
+    maker: SupervisedMaker
+
+
+def supervised_parts(job: Job) -> SupervisedParts | None:
+    """Those of a job with --loss-mask-type; None for one whose answers come from engines."""
+    family = job.train.loss_mask_type
+    if family is None:
+        return None
+    encoder = ConversationEncoder(
+        job.model.hf_checkpoint, family, keep_earlier_thoughts=job.train.keep_earlier_thoughts
+    )
+    return SupervisedParts(encoder, SupervisedMaker())
+
+
+class ConversationEncoder(PromptEncoder):
+    """Encodes conversations that nobody continues. Raises ConfigError where the tokenizer is not of the family."""
+
+    def __init__(self, hf_checkpoint: Path, family: str, *, keep_earlier_thoughts: bool = False) -> None:
+        super().__init__(hf_checkpoint, apply_chat_template=False)
+        self._mask = ChatMask(self.tokenizer, family, keep_earlier_thoughts=keep_earlier_thoughts)
+
+    def encode(self, prompt: pb.Prompt) -> EncodedPrompt:
+        """Raises InvalidArgument for what is no conversation, or has nothing to train."""
+        if prompt.WhichOneof("content") != "messages":
+            raise InvalidArgument(
+                f"prompt {prompt.prompt_id} is a text: supervised fine-tuning trains arrays of chat messages",
+                field="prompt.content",
+            )
+        return self.encode_segments(self._mask.segments(*messages_of(prompt)))
+
+
+class SupervisedMaker:
+    """A `Maker`: the response is what follows the first assistant's opening; only assistants' tokens are trained."""
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+
+    async def make_all(
+        self, requests: Sequence[SampleRequest], *, evaluation: bool, hand_back: asyncio.Event | None = None
+    ) -> list[Sample]:
+        """One sample for each request."""
+        return [_made(request) for request in requests]
+
+
+def _made(request: SampleRequest) -> Sample:
+    tokens = np.asarray(request.prompt.tokens, dtype=np.int32)
+    mask = np.zeros(len(tokens), dtype=np.uint8)
+    for trained in request.prompt.trained:
+        mask[trained.start : trained.stop] = 1
+    start = request.prompt.trained[0].start
+    return Sample(
+        sample_id=request.sample_id,
+        group_id=request.group_id,
+        index=request.index,
+        prompt=request.prompt.text,
+        response="",
+        tokens=tokens,
+        loss_mask=mask[start:],
+        rollout_log_probs=np.zeros(len(tokens) - start, dtype=np.float32),
+        status=Status.COMPLETED,
+        label=request.label,
+        metadata=request.metadata,
+    )

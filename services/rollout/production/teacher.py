@@ -1,0 +1,74 @@
+"""On-policy distillation's teacher: an SGLang server that says how likely each token of an answer is to it.
+
+Its log-probs travel with the sample, as the column teacher_log_probs. A sample that it could not score is FAILED.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from headrace.errors import HeadraceError, Unavailable
+from headrace.job.schema.job import Job
+from headrace.rpc.log import log
+from headrace.trajectory import Failure, Sample, Status
+from services.rollout.engine.client import EngineClient
+
+COLUMN = "teacher_log_probs"
+_PAUSE_SECONDS = 1.0
+_PATIENCE_SECONDS = 120.0
+
+
+class Teacher:
+    """`call_seconds` is the limit of one sample's scoring, `patience_seconds` that of waiting for an absent server."""
+
+    def __init__(self, url: str, *, call_seconds: float, patience_seconds: float = _PATIENCE_SECONDS) -> None:
+        self._client = EngineClient(url)
+        self._call_seconds = call_seconds
+        self._patience_seconds = patience_seconds
+
+    @classmethod
+    def of(cls, job: Job) -> Teacher | None:
+        """The job's; None when it has none that is served."""
+        url = job.distillation.opd_teacher_url
+        return None if url is None else cls(url.rstrip("/"), call_seconds=job.rollout.generate_timeout_seconds)
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._client.close()
+
+    async def mark(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples with their column; those that failed before stay as they are."""
+        return await asyncio.gather(*(self._marked(sample) for sample in samples))
+
+    async def _marked(self, sample: Sample) -> Sample:
+        if sample.status is Status.FAILED:
+            return sample
+        try:
+            return replace(sample, columns={**sample.columns, COLUMN: await self._log_probs(sample)})
+        except HeadraceError as error:
+            log.warning("teacher_failed", sample_id=sample.sample_id, reason=error.reason, error=error.message)
+            return replace(sample, status=Status.FAILED, failure=Failure(f"TEACHER_{error.reason}", error.message))
+
+    async def _log_probs(self, sample: Sample) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+        if not sample.response_length:
+            return np.zeros(0, dtype=np.float32)
+        found = await self._scored(sample.tokens.tolist())
+        # Nothing predicts the first token of a response without a prompt, and nothing trains it.
+        padded = [0.0, *found]
+        return np.asarray(padded[len(padded) - sample.response_length :], dtype=np.float32)
+
+    async def _scored(self, tokens: Sequence[int]) -> list[float]:
+        """Raises what waiting cannot help, and Unavailable when it did not."""
+        end = time.monotonic() + self._patience_seconds
+        while True:
+            try:
+                return await self._client.score(tokens, cache_key="teacher", seconds=self._call_seconds)
+            except Unavailable:
+                if time.monotonic() > end:
+                    raise
+            await asyncio.sleep(_PAUSE_SECONDS)

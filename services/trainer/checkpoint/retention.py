@@ -1,0 +1,47 @@
+"""Which checkpoints stay: the newest, and those whose step did best."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.job.schema.job import CheckpointSection
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """`metric` is looked up in the run's metrics.jsonl: of the step after which the checkpoint was taken."""
+
+    keep_last: int
+    keep_best: int
+    metric: str
+    metrics_file: Path
+
+    @classmethod
+    def of(cls, config: CheckpointSection, run_dir: Path) -> Retention:
+        """Of a job."""
+        return cls(config.keep_last, config.keep_best, config.keep_best_metric, run_dir / "metrics.jsonl")
+
+    def superfluous(self, steps: Iterable[int]) -> list[int]:
+        """The steps among `steps` whose checkpoints may go."""
+        newest_first = sorted(steps, reverse=True)
+        kept = set(newest_first[: self.keep_last])
+        scores = self._scores() if self.keep_best else {}
+        scored = sorted((s for s in newest_first if s in scores), key=lambda s: scores[s], reverse=True)
+        return [step for step in newest_first if step not in kept | set(scored[: self.keep_best])]
+
+    def _scores(self) -> dict[int, float]:
+        """By step; a step that was run again counts as it ran last."""
+        if not self.metrics_file.is_file():
+            return {}
+        scores = {}
+        for line in self.metrics_file.read_text().splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue  # a line that is being written
+            if self.metric in row:
+                scores[int(row["step"])] = float(row[self.metric])
+        return scores

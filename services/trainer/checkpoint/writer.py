@@ -1,0 +1,34 @@
+"""What each rank writes of a checkpoint: a file that is durable before rank 0 hears of it, and a note for the manifest.
+
+Nothing here is a collective. The ranks' notes reach rank 0 by `agreement`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from services.trainer.checkpoint.manifest import FileFacts, crc32
+from services.trainer.checkpoint.piece import Piece, Place
+from services.trainer.files.durable import sync
+
+
+def write_pieces(folder: Path, rank: int, pieces: Sequence[Piece]) -> str:
+    """This rank's file is on the disk when it returns; the answer is its note for the manifest."""
+    path = folder / f"rank-{rank:05d}.safetensors"
+    save_file({piece.key: piece.values for piece in pieces}, str(path))
+    sync(path)
+    facts = FileFacts(path.stat().st_size, crc32(path))
+    places = [asdict(Place.of(piece, path.name)) for piece in pieces]
+    return json.dumps({"name": path.name, "facts": asdict(facts), "places": places})
+
+
+def read_notes(notes: Sequence[str]) -> tuple[dict[str, FileFacts], list[Place]]:
+    """Every rank's file, and where every piece is."""
+    found = [json.loads(note) for note in notes]
+    files = {note["name"]: FileFacts(**note["facts"]) for note in found}
+    return files, [Place(**place) for note in found for place in note["places"]]

@@ -1,0 +1,111 @@
+"""The loop's `Ranks`: what the training loop asks of all ranks, put into commands and publications."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from headrace.api.trainer.v1 import trainer_pb2 as pb
+from headrace.job.schema.job import Job
+from headrace.models.exported import is_whole
+from services.trainer.checkpoint.checkpoint import Checkpoints, checkpoint_folder, step_name
+from services.trainer.control.commands import Export, Prefetch, Save, Train
+from services.trainer.control.crew import Crew
+from services.trainer.control.publication import Publisher
+from services.trainer.data.record import TrainingRecord
+from services.trainer.data.set_aside import SetAside
+from services.trainer.plan.batch import Batch, statistics
+from services.trainer.serving.console import TrainerConsole
+from services.trainer.state import TrainState
+from services.trainer.weights.lacking import Lacking
+
+
+class TrainerRanks:
+    """All trainer processes, as one. `restored_step` is where the latest checkpoint left off, 0 without one."""
+
+    def __init__(
+        self,
+        job: Job,
+        crew: Crew,
+        publisher: Publisher,
+        console: TrainerConsole,
+        run_dir: Path,
+        checkpoints: Checkpoints,
+        restored_step: int,
+    ) -> None:
+        self._job = job
+        self._crew = crew
+        self._publisher = publisher
+        self._console = console
+        self._record = TrainingRecord(run_dir / "trained.jsonl")
+        self._set_aside = SetAside(run_dir / "set_aside.jsonl")
+        self._checkpoints = checkpoints
+        self._checkpoint_folder = checkpoint_folder(job, run_dir)
+        self._restored_step = restored_step
+
+    async def restore(self) -> int:
+        """The ranks restored themselves while they were built; this is the step they came to."""
+        return self._restored_step
+
+    async def claim(self, state: TrainState) -> None:
+        """From here on its folder takes no checkpoint of an older trainer."""
+        await asyncio.to_thread(self._checkpoints.claim, state.epoch)
+
+    async def train(self, step: int, batch: Batch) -> dict[str, float]:
+        """One rollout step's optimizer steps."""
+        with self._console.phase(pb.PHASE_TRAINING):
+            metrics = await self._crew.run(Train(step, self._set_aside.applied(batch).samples))
+        self._set_aside.append(step, self._crew.set_aside)
+        self._record.append(step, batch)
+        return statistics(self._set_aside.applied(batch), step) | metrics
+
+    async def prefetch(self, batch: Batch) -> None:
+        """Every rank begins to fetch its samples of the next step."""
+        await self._crew.run(Prefetch(self._set_aside.applied(batch).samples))
+
+    async def publish(self, state: TrainState) -> dict[str, float]:
+        """The current weights to all engines."""
+        with self._console.phase(pb.PHASE_PUBLISHING):
+            return await self._publisher.publish(state)
+
+    async def lacking(self, state: TrainState) -> Lacking:
+        """Engines that do not serve its policy version."""
+        return await self._publisher.lacking(state)
+
+    async def rejoin(self, state: TrainState, engine_ids: Sequence[str]) -> None:
+        """Engines that started again get the served weights, while the others go on."""
+        await self._publisher.rejoin(state, engine_ids)
+
+    async def flush(self) -> None:
+        """Waits until the checkpoint that was taken last is safe."""
+        with self._console.phase(pb.PHASE_SAVING):
+            await asyncio.to_thread(self._checkpoints.flush)
+
+    def take_safe(self) -> TrainState | None:
+        """The newest state whose checkpoint became safe since this was asked last."""
+        return self._checkpoints.take_safe()
+
+    async def save(self, state: TrainState) -> None:
+        """Returns when the checkpoint is safe, or with async_save when its copies are taken."""
+        with self._console.phase(pb.PHASE_SAVING):
+            await self._crew.run(Save(state.step, state.policy_version, state.epoch))
+
+    def checkpoint_path(self, step: int) -> Path:
+        """Where `save` puts the checkpoint of a step."""
+        return self._checkpoint_folder / step_name(step)
+
+    async def export(self) -> None:
+        """Writes save_hf, if the job has it and a trainer that died at the very end has not written all of it yet."""
+        if self._console.leaving:
+            return
+        folder = self._job.checkpoint.save_hf
+        was_finished = self._restored_step == self._job.rollout.num_rollout
+        if folder is None or (was_finished and await asyncio.to_thread(is_whole, folder)):
+            return
+        await self.export_to(folder)
+
+    async def export_to(self, path: Path) -> None:
+        """Writes the current weights as a Hugging Face folder."""
+        with self._console.phase(pb.PHASE_SAVING):
+            await self._crew.run(Export(str(path)))

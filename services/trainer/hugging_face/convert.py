@@ -1,0 +1,168 @@
+"""Weights between a Hugging Face folder and the ranks' shards, tensor by tensor: never a whole model twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt.gpt_model import GPTModel
+from torch import Tensor, nn
+
+from headrace.errors import ConfigError, InvalidArgument
+from headrace.models.architecture import Architecture
+from headrace.models.registry import table
+from headrace.models.rows import Replicated, Sharding
+from services.trainer.hugging_face.hf_folder import HfFolder
+from services.trainer.hugging_face.model_shard import ModelShard
+from services.trainer.hugging_face.names import check_names
+from services.trainer.hugging_face.placement import Placed, placed_rows
+from services.trainer.hugging_face.shards import cut, merge
+from services.trainer.hugging_face.transformer_engine import fused_name
+from services.trainer.hugging_face.weights import weights_of
+from services.trainer.megatron.parallel import Layout
+from services.trainer.weights.buckets import TensorSpec
+
+
+class Converter:
+    """One rank's part of a model in both directions."""
+
+    def __init__(self, architecture: Architecture, layout: Layout, chunks: Sequence[GPTModel]) -> None:
+        self._architecture = architecture
+        self._layout = layout
+        self._weights = weights_of(chunks)
+        is_tied = not architecture.untie_embeddings_and_output_weights
+        self._has_tied_copy = is_tied and chunks[-1].post_process and not chunks[0].pre_process
+        self._tied_copy = f"{len(chunks) - 1}.output_layer.weight"
+        self._placed = [
+            Placed(placed.row, self._name(placed.name), placed.owner)
+            for placed in placed_rows(architecture, layout, chunks)
+        ]
+        self._check_covered()
+        self._mark_sharded()
+
+    def load(self, folder: Path) -> None:
+        """Fills this rank's weights. Raises ConfigError that lists missing and extra tensors of the folder."""
+        source = HfFolder(folder)
+        check_names(source, self._architecture)
+        for placed in self._placed:
+            if self._is_here(placed):
+                self._fill(self._weights[placed.name], placed, [source.tensor(t.name) for t in placed.row.hf])
+        if self._has_tied_copy:
+            embedding = self._tied_embedding()
+            self._fill(self._weights[self._tied_copy], embedding, [source.tensor(embedding.row.hf[0].name)])
+
+    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Collective over a stage: yields (name, whole tensor) on its first rank, nothing elsewhere."""
+        for placed in self._placed:
+            wholes = self._shared_by_experts(placed) if placed.row.expert is not None else self._merged(placed)
+            if self._layout.tp_rank == 0 and self._layout.dp_rank == 0:
+                yield from zip((t.name for t in placed.row.hf), wholes, strict=True)
+
+    def hf_tensor_specs(self) -> list[TensorSpec]:
+        """What hf_tensors yields on the first rank of a stage, in that order, without moving anything."""
+        return [
+            TensorSpec(tensor.name, tensor.shape, str(self._weights[placed.name].dtype).removeprefix("torch."))
+            for placed in self._placed
+            for tensor in placed.row.hf
+        ]
+
+    def shards(self) -> list[ModelShard]:
+        """Every weight of this rank with its place in the whole model, in the table's order."""
+        found = [self._shard(placed) for placed in self._placed if self._is_here(placed)]
+        if self._has_tied_copy:
+            copy = self._shard(self._tied_embedding())
+            found.append(replace(copy, replica=0, num_replicas=0, speaks=False))
+        return found
+
+    def _shard(self, placed: Placed) -> ModelShard:
+        layout, sharding, shared = self._layout, self._sharding(placed), placed.row.expert is None
+        rank, size = self._rank(placed), self._size(placed)
+        data_rank, data_size = (layout.dp_rank, layout.dp_size) if shared else (layout.edp_rank, layout.edp_size)
+        is_replicated = isinstance(sharding, Replicated)
+        return ModelShard(
+            key=placed.row.hf[0].name,
+            parameter=self._weights[placed.name],
+            sharding=sharding,
+            shard=0 if is_replicated else rank,
+            num_shards=1 if is_replicated else size,
+            replica=data_rank * size + rank if is_replicated else data_rank,
+            num_replicas=data_size * size if is_replicated else data_size,
+            speaks=rank == 0 or not is_replicated,
+        )
+
+    def _tied_embedding(self) -> Placed:
+        return Placed(table(self._architecture).first[0], self._tied_copy, 0)
+
+    def _name(self, megatron: str) -> str:
+        return megatron if megatron in self._weights else fused_name(megatron)
+
+    def _is_here(self, placed: Placed) -> bool:
+        return placed.row.expert is None or placed.owner == self._layout.ep_rank
+
+    def _mark_sharded(self) -> None:
+        """Megatron marks shards while it initializes them, which is skipped here; the gradient norm needs them."""
+        for placed in self._placed:
+            weight = self._weights[placed.name]
+            if isinstance(weight, nn.Parameter):
+                weight.tensor_model_parallel = not isinstance(self._sharding(placed), Replicated)  # type: ignore[attr-defined]
+        if self._has_tied_copy:
+            self._weights[self._tied_copy].tensor_model_parallel = True  # type: ignore[attr-defined]
+
+    def _sharding(self, placed: Placed) -> Sharding:
+        """The table's, or Replicated for what this build keeps whole: Transformer Engine's latent projections."""
+        tensors = placed.row.hf
+        is_whole = len(tensors) == 1 and tensors[0].shape == tuple(self._weights[placed.name].shape)
+        return Replicated() if is_whole and self._size(placed) > 1 else placed.row.sharding
+
+    def _rank(self, placed: Placed) -> int:
+        return self._layout.tp_rank if placed.row.expert is None else self._layout.etp_rank
+
+    def _size(self, placed: Placed) -> int:
+        return self._layout.tp_size if placed.row.expert is None else self._layout.etp_size
+
+    def _fill(self, weight: Tensor, placed: Placed, parts: list[Tensor]) -> None:
+        found = [tuple(part.shape) for part in parts]
+        if found != [tensor.shape for tensor in placed.row.hf]:
+            raise ConfigError(
+                f"{', '.join(t.name for t in placed.row.hf)}: shapes {[list(s) for s in found]} are not "
+                f"{[list(t.shape) for t in placed.row.hf]}: the weights and config.json are of different models"
+            )
+        with torch.no_grad():
+            weight.copy_(cut(self._sharding(placed), parts, self._rank(placed), self._size(placed)))
+
+    def _merged(self, placed: Placed) -> list[Tensor]:
+        group = self._layout.tp_group if placed.row.expert is None else self._layout.etp_group
+        shards = _gathered(self._weights[placed.name].detach(), group, self._size(placed))
+        return merge(self._sharding(placed), shards)
+
+    def _shared_by_experts(self, placed: Placed) -> Sequence[Tensor]:
+        """An expert's whole tensors, from the expert rank that holds them to all."""
+        layout = self._layout
+        if layout.ep_size == 1:
+            return self._merged(placed)
+        if placed.owner == layout.ep_rank:
+            wholes = [whole.contiguous() for whole in self._merged(placed)]
+        else:
+            like = self._weights[placed.name]
+            wholes = [torch.empty(t.shape, dtype=like.dtype, device=like.device) for t in placed.row.hf]
+        for whole in wholes:
+            dist.broadcast(whole, dist.get_global_rank(layout.ep_group, placed.owner), group=layout.ep_group)
+        return wholes
+
+    def _check_covered(self) -> None:
+        covered = {placed.name for placed in self._placed} | ({self._tied_copy} if self._has_tied_copy else set())
+        if uncovered := self._weights.keys() ^ covered:
+            raise InvalidArgument(
+                f"the table of {self._architecture.family} does not fit the model: {sorted(uncovered)}"
+            )
+
+
+def _gathered(one: Tensor, group: dist.ProcessGroup, size: int) -> list[Tensor]:
+    if size == 1:
+        return [one]
+    shards = [torch.empty_like(one) for _ in range(size)]
+    dist.all_gather(shards, one.contiguous(), group=group)
+    return shards

@@ -1,0 +1,168 @@
+"""A complete Hugging Face folder from the ranks' weights: safetensors, config.json, tokenizer.
+
+Every pipeline stage writes the files of its own layers at the same time. The folder appears under its name at the end,
+when all that is in it survives a power loss. What fails on one rank is raised on all (`agreement`); the tensors are
+gathered to the end all the same, so that no rank is left in a collective.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from headrace.errors import AlreadyExists, HeadraceError, InvalidArgument
+from headrace.models.exported import is_torn
+from headrace.rpc.log import log
+from services.trainer.files.agreement import FileWork
+from services.trainer.files.durable import make_folder, put_in_place, remove, sync, sync_files
+from services.trainer.hugging_face.kept_layers import write_kept_layers
+from services.trainer.megatron.parallel import Layout
+from services.trainer.weights.buckets import TensorSpec, cut
+
+FILE_BYTES = 4 << 30
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+_PART = ".part"
+_DRAFT = ".draft"
+_TORN = ".torn"
+
+
+def export(
+    tensors: Iterator[tuple[str, Tensor]],
+    specs: Sequence[TensorSpec],
+    hf_checkpoint: Path,
+    folder: Path,
+    layout: Layout,
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Collective over all ranks; `tensors` yields this stage's `specs`, on its sender. Raises AlreadyExists unless the
+    folder is absent, empty, or an export that was torn; InvalidArgument when it cannot be written.
+    """
+    is_first = layout.rank == 0
+    everybody = dist.group.WORLD
+    assert everybody is not None  # the ranks have met
+    work = FileWork(everybody, layout.device, InvalidArgument)
+    draft = folder.parent / f".{folder.name}{_DRAFT}"
+    work.do(lambda: _begin(folder, draft) if is_first else None)
+    files = cut(specs, file_bytes)
+    names = _file_names(len(files), layout)
+    if layout.tp_rank == 0 and layout.dp_rank == 0:
+        _write_stage(work, tensors, files, names, draft, layout.pp_rank)
+    for _ in tensors:  # the other tensor ranks only take part in the gathering
+        pass
+    try:
+        work.agree()
+        work.do(lambda: _finish(hf_checkpoint, draft, folder, specs[0].dtype, file_bytes, layout) if is_first else None)
+    except HeadraceError:
+        if is_first:
+            remove(draft)  # a full disk is not kept full
+        raise
+
+
+def _require_free(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not is_torn(folder):
+        raise AlreadyExists(f"{folder} is there already and not empty: export to another folder")
+
+
+def _begin(folder: Path, draft: Path) -> None:
+    """An earlier export may have left the draft."""
+    _require_free(folder)
+    remove(draft)
+    make_folder(draft.parent)
+    draft.mkdir()
+
+
+def _finish(hf_checkpoint: Path, draft: Path, folder: Path, dtype: str, file_bytes: int, layout: Layout) -> None:
+    """On rank 0, when every stage's files are durable."""
+    _copy_companions(hf_checkpoint, draft)
+    _write_config(hf_checkpoint, draft, dtype)
+    write_kept_layers(hf_checkpoint, draft, dtype, file_bytes, draft / f"{layout.pp_size}{_PART}")
+    _write_index(draft)
+    sync_files(draft)
+    if folder.exists():
+        _make_way(folder)
+    put_in_place(draft, folder)
+
+
+def _make_way(folder: Path) -> None:
+    _require_free(folder)
+    if not any(folder.iterdir()):
+        folder.rmdir()
+        return
+    torn = folder.with_name(f".{folder.name}{_TORN}")
+    remove(torn)
+    folder.rename(torn)
+    log.warning("torn_export_replaced", folder=str(folder), kept_as=str(torn))
+
+
+def _file_names(num_files: int, layout: Layout) -> list[str]:
+    """This stage's file names; their numbers go on from the stages before."""
+    counts = torch.zeros(layout.pp_size, dtype=torch.int64, device=layout.device)
+    if layout.tp_rank == 0 and layout.dp_rank == 0:
+        counts[layout.pp_rank] = num_files
+    dist.all_reduce(counts)
+    total, before = int(counts.sum()), int(counts[: layout.pp_rank].sum())
+    if total == 1:
+        return [_SINGLE]
+    return [f"model-{before + place + 1:05d}-of-{total:05d}.safetensors" for place in range(num_files)]
+
+
+def _write_stage(
+    work: FileWork,
+    tensors: Iterator[tuple[str, Tensor]],
+    files: Sequence[Sequence[TensorSpec]],
+    names: Sequence[str],
+    draft: Path,
+    stage: int,
+) -> None:
+    weight_map: dict[str, str] = {}
+    for name, specs in zip(names, files, strict=True):
+        content = {key: tensor.cpu().clone() for key, tensor in islice(tensors, len(specs))}
+        work.attempt(partial(_write_file, draft / name, content))
+        weight_map |= dict.fromkeys(content, name)
+    num_bytes = sum(spec.num_bytes for specs in files for spec in specs)
+    part = json.dumps({"weight_map": weight_map, "num_bytes": num_bytes})
+    work.attempt(lambda: (draft / f"{stage}{_PART}").write_text(part))
+
+
+def _write_file(path: Path, content: dict[str, Tensor]) -> None:
+    save_file(content, str(path), metadata={"format": "pt"})
+    sync(path)
+
+
+def _copy_companions(hf_checkpoint: Path, draft: Path) -> None:
+    """Tokenizer, chat template, generation config, licence: all that is not weights."""
+    for path in sorted(hf_checkpoint.iterdir()):
+        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_WEIGHTS):
+            shutil.copyfile(path, draft / path.name)
+
+
+def _write_config(hf_checkpoint: Path, draft: Path, dtype: str) -> None:
+    """The checkpoint's config, saying the dtype that was written; `torch_dtype` is what older readers look for."""
+    config = json.loads((hf_checkpoint / "config.json").read_text())
+    config |= {"dtype": dtype, "torch_dtype": dtype}
+    config.pop("quantization_config", None)
+    (draft / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def _write_index(draft: Path) -> None:
+    parts = sorted(draft.glob(f"*{_PART}"), key=lambda path: int(path.stem))
+    contents = [json.loads(part.read_text()) for part in parts]
+    weight_map = {name: file for content in contents for name, file in content["weight_map"].items()}
+    if set(weight_map.values()) != {_SINGLE}:
+        total_size = sum(content["num_bytes"] for content in contents)
+        (draft / _INDEX).write_text(
+            json.dumps({"metadata": {"total_size": total_size}, "weight_map": weight_map}, indent=2)
+        )
+    for part in parts:
+        part.unlink()

@@ -1,0 +1,44 @@
+"""Megatron-core's configs from a job's arguments; what differs between its versions is here and nowhere else.
+
+Written against 0.16.1 (Python 3.11) and 0.19.2 (Python 3.12).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import torch
+from megatron.core.transformer.enums import AttnBackend
+
+from headrace.errors import ConfigError
+from headrace.job.megatron.arguments import MegatronArgs
+from headrace.job.megatron.owned import ARCHITECTURAL
+
+C = TypeVar("C")
+
+_TUPLES = frozenset({"window_size", "param_name_patterns_for_fp32_local_accumulation"})
+
+
+def made(config: type[C], args: MegatronArgs, values: Mapping[str, Any], fixed: Mapping[str, Any] | None = None) -> C:
+    """The config with `values`, over them what the job has set by name, over both `fixed`.
+
+    Raises ConfigError with Megatron's own words when it refuses a combination.
+    """
+    known = frozenset(field.name for field in fields(config))  # type: ignore[arg-type]  # untyped dataclasses
+    given = {name: _as_megatron(name, value) for name, value in args.given(known - ARCHITECTURAL).items()}
+    try:
+        return config(**({**values} | given | {**(fixed or {})}))
+    except (ValueError, AssertionError, NotImplementedError) as error:
+        raise ConfigError(f"Megatron-core refuses this {config.__name__}: {error}") from error
+
+
+def _as_megatron(name: str, value: Any) -> Any:
+    if name == "attention_backend":
+        return AttnBackend[value]
+    if name.endswith("_dtype") and name not in ("moe_router_dtype",):
+        return getattr(torch, value)
+    if isinstance(value, tuple) and name not in _TUPLES:
+        return list(value)
+    return value

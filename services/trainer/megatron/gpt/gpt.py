@@ -1,0 +1,140 @@
+"""A checkpoint's architecture as this rank's part of a Megatron-core GPTModel."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from headrace.errors import ConfigError
+from headrace.job.megatron.arguments import MegatronArgs
+from headrace.job.model.layout import check_layout
+from headrace.job.model.transformer_config import megatron_fields
+from headrace.models.architecture import Architecture, Llama3Rope
+from services.trainer.megatron.configs import made
+from services.trainer.megatron.gpt.hidden_states import give_hidden_states
+from services.trainer.megatron.gpt.layer_specs import has_transformer_engine, layer_specs
+from services.trainer.megatron.gpt.segment_attention import with_segment_attention
+from services.trainer.megatron.parallel import Layout
+from services.trainer.plan.rows import Packing
+
+# Megatron's constants for Llama 3's frequencies; only the factor is an argument there.
+_MEGATRON_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def transformer_config(architecture: Architecture, args: MegatronArgs, layout: Layout) -> TransformerConfig:
+    """Megatron's config; fused paths that need a GPU are off on a CPU."""
+    check_layout(architecture, args)
+    on_cpu = layout.device.type == "cpu"
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    values = {
+        **megatron_fields(architecture),
+        "activation_func": torch.nn.functional.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": layout.tp_size,
+        "pipeline_model_parallel_size": layout.pp_size,
+        "expert_model_parallel_size": layout.ep_size,
+        "expert_tensor_parallel_size": layout.etp_size,
+        "pipeline_dtype": dtype,
+        "params_dtype": dtype,
+        "bf16": args.bf16,
+        "variable_seq_lengths": layout.pp_size > 1,
+        "moe_token_dispatcher_type": "alltoall",  # the default refuses variable lengths
+        "moe_router_bias_update_rate": 0.0,  # the checkpoint balances its experts already
+        # Sent in one batch, two stages' activations and gradients would meet the wrong buffers: each is the other's
+        # neighbour on both sides.
+        "overlap_p2p_comm": layout.vpp_size > 1,
+        "batch_p2p_comm": not on_cpu and layout.vpp_size == 1,
+        "use_cpu_initialization": on_cpu,
+        "perform_initialization": False,
+        "recompute_granularity": "selective" if args.recompute_activations else None,
+        "attention_softmax_in_fp32": True,
+        "masked_softmax_fusion": not on_cpu,
+        "bias_activation_fusion": not on_cpu,
+        "bias_dropout_fusion": not on_cpu,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+    }
+    kind = MLATransformerConfig if architecture.latent_attention else TransformerConfig
+    virtual = layout.vpp_size if layout.vpp_size > 1 else None
+    fixed = {
+        "virtual_pipeline_model_parallel_size": virtual,
+        "sequence_parallel": args.sequence_parallel and layout.tp_size > 1,
+    }
+    config = made(kind, args, values, fixed)
+    if (found := config.virtual_pipeline_model_parallel_size) != virtual:
+        raise ConfigError(
+            f"pipeline_model_parallel_layout has {found} stages for each pipeline rank: say so with "
+            "--num-virtual-stages-per-pipeline-rank"
+        )
+    return config
+
+
+def build_stages(
+    architecture: Architecture, config: TransformerConfig, layout: Layout, packing: Packing
+) -> list[GPTModel]:
+    """This rank's share of its stage, or of each of its virtual stages, with whatever weights torch gave it: load a
+    checkpoint next.
+
+    The last stage answers with hidden states; log-probs are services/trainer/model/head.py's.
+    """
+    _require_whole_latents(architecture, config, layout)
+    return [_stage(architecture, config, layout, packing, number) for number in range(layout.vpp_size)]
+
+
+def _stage(
+    architecture: Architecture, config: TransformerConfig, layout: Layout, packing: Packing, number: int
+) -> GPTModel:
+    virtual = number if layout.vpp_size > 1 else None
+    spec = layer_specs(architecture, config, layout, virtual)
+    if uses_segment_attention(layout, packing):
+        spec = with_segment_attention(spec)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=architecture.vocab_size,
+        max_sequence_length=architecture.max_position_embeddings,
+        pre_process=layout.is_first_stage and number == 0,
+        post_process=layout.is_last_stage and number == layout.vpp_size - 1,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not architecture.untie_embeddings_and_output_weights,
+        position_embedding_type="rope",
+        rotary_percent=architecture.rotary_percent,
+        rotary_base=architecture.rotary_base,
+        rope_scaling=isinstance(architecture.rope_scaling, Llama3Rope),
+        rope_scaling_factor=_rope_factor(architecture),
+        vp_stage=virtual,
+    )
+    return in_dtype(give_hidden_states(model), config.params_dtype).to(layout.device)
+
+
+def in_dtype(model: GPTModel, dtype: torch.dtype) -> GPTModel:
+    """All parameters in one dtype: Megatron makes norms in float32 unless its trainer's wrapper casts them too."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def uses_segment_attention(layout: Layout, packing: Packing) -> bool:
+    """Transformer Engine packs samples by itself, but knows no shared prompts and none of our context groups."""
+    return not has_transformer_engine(layout) or packing == "shared_prompts" or layout.context.size > 1
+
+
+def _rope_factor(architecture: Architecture) -> float:
+    scaling = architecture.rope_scaling
+    if not isinstance(scaling, Llama3Rope):
+        return 1.0
+    for name, fixed in _MEGATRON_ROPE.items():
+        if getattr(scaling, name) != fixed:
+            raise ConfigError(f"rope_scaling {name} {getattr(scaling, name)}: Megatron-core has only {fixed}")
+    return scaling.factor
+
+
+def _require_whole_latents(architecture: Architecture, config: TransformerConfig, layout: Layout) -> None:
+    if architecture.latent_attention and config.sequence_parallel and not has_transformer_engine(layout):
+        raise ConfigError(
+            f"sequence_parallel with the latent attention of {architecture.family}: without Transformer Engine nothing "
+            "adds up the gradients of its down-projections: install it, or leave tensor_model_parallel_size at 1"
+        )

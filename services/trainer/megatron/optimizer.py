@@ -1,0 +1,135 @@
+"""Megatron's Adam with clipping and schedule, and its states as plain tensors (nothing is pickled)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from headrace.errors import DataLoss
+from headrace.job.megatron.arguments import MegatronArgs
+from services.trainer.megatron.configs import made
+from services.trainer.megatron.optimizer_slots import Slot, group_step, set_group_step, slots
+
+
+def wrap_for_data_parallel(
+    config: TransformerConfig, args: MegatronArgs, chunks: Sequence[GPTModel]
+) -> list[DistributedDataParallel]:
+    """The rank's stages with gradient buffers that data ranks reduce, in float32."""
+    ddp_config = made(
+        DistributedDataParallelConfig,
+        args,
+        {
+            "grad_reduce_in_fp32": args.grad_reduce_in_fp32,
+            "use_distributed_optimizer": args.use_distributed_optimizer,
+            "check_for_nan_in_grad": args.check_for_nan_in_grad,
+        },
+    )
+    # As Megatron's own trainer: only the gradients of the first stage are waited for, so only they come in buckets.
+    return [
+        DistributedDataParallel(config=config, ddp_config=ddp_config, module=chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
+
+
+def parameter_schedule(optimizer: Any, args: MegatronArgs, num_steps: int) -> OptimizerParamScheduler:
+    """Of the learning rate and the weight decay over `num_steps` optimizer steps."""
+    decay_steps, warmup_steps = args.lr_decay_iters or num_steps, args.lr_warmup_iters
+    if args.lr_warmup_fraction is not None:
+        warmup_steps = round(args.lr_warmup_fraction * decay_steps)
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=min(args.init_lr, args.lr),
+        max_lr=args.lr,
+        min_lr=min(args.min_lr, args.lr),
+        lr_warmup_steps=warmup_steps,
+        lr_decay_steps=max(decay_steps, warmup_steps + 1),
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.weight_decay if args.start_wd is None else args.start_wd,
+        end_wd=args.weight_decay if args.end_wd is None else args.end_wd,
+        wd_incr_steps=0 if args.wd_incr_style == "constant" else args.wd_incr_steps or num_steps,
+        wd_incr_style=args.wd_incr_style,
+        wsd_decay_steps=args.wsd_decay_steps,
+        lr_wsd_decay_style=args.lr_wsd_decay_style,
+    )
+
+
+class Optimizer:
+    """One optimizer step at a time, the schedule with it."""
+
+    def __init__(self, args: MegatronArgs, chunks: Sequence[DistributedDataParallel], num_steps: int) -> None:
+        config = made(
+            OptimizerConfig,
+            args,
+            {
+                "optimizer": args.optimizer,
+                "weight_decay": args.weight_decay,
+                "adam_beta1": args.adam_beta1,
+                "adam_beta2": args.adam_beta2,
+                "adam_eps": args.adam_eps,
+                "clip_grad": args.clip_grad,
+                "bf16": args.bf16,
+                "params_dtype": torch.bfloat16 if args.bf16 else torch.float32,
+                "use_distributed_optimizer": args.use_distributed_optimizer,
+            },
+            fixed={"lr": args.lr, "min_lr": min(args.min_lr, args.lr)},
+        )
+        self._optimizer: Any = get_megatron_optimizer(config, list(chunks))
+        self._kind = args.optimizer
+        self._schedule = parameter_schedule(self._optimizer, args, num_steps)
+
+    def step(self, *, updates: bool = True) -> dict[str, float]:
+        """Clips, updates, moves the schedule on; returns grad_norm (before clipping) and the lr that was used.
+
+        Without `updates` only the schedule moves.
+        """
+        lr = float(self._optimizer.param_groups[0]["lr"])
+        updated, grad_norm, _ = self._optimizer.step() if updates else (False, 0.0, None)
+        self._schedule.step(increment=1)
+        return {"grad_norm": float(grad_norm or 0.0), "lr": lr, "updated": float(updated)}
+
+    @property
+    def megatron(self) -> tuple[Any, Any]:
+        """Megatron's optimizer and scheduler, for a user's hook."""
+        return self._optimizer, self._schedule
+
+    def zero_grad(self) -> None:
+        """Before the first backward of a step."""
+        self._optimizer.zero_grad()
+
+    def slots(self) -> Iterator[Slot]:
+        """Where the state of every parameter is that this rank updates."""
+        return slots(self._optimizer)
+
+    def scalars(self) -> dict[str, Any]:
+        """As JSON: the schedule's place, and whose states these are."""
+        return {
+            "optimizer": self._kind,
+            "schedule_steps": self._schedule.num_steps,
+            "group_step": group_step(self._optimizer),
+        }
+
+    def require_same_kind(self, scalars: Mapping[str, Any]) -> None:
+        """Raises DataLoss when the states of a checkpoint are another optimizer's."""
+        if scalars["optimizer"] != self._kind:
+            raise DataLoss(
+                f"the checkpoint has states of {scalars['optimizer']}, and this job's optimizer is {self._kind}: "
+                f"pass --optimizer {scalars['optimizer']}, or take its weights with --initial-megatron-checkpoint"
+            )
+
+    def restore_scalars(self, scalars: Mapping[str, Any]) -> None:
+        """The schedule goes on where it was."""
+        if scalars["group_step"] is not None:
+            set_group_step(self._optimizer, scalars["group_step"])
+        self._schedule.num_steps = 0
+        self._schedule.step(increment=scalars["schedule_steps"])
+
+    def reload_master_weights(self) -> None:
+        """After the model's weights were replaced from outside."""
+        self._optimizer.reload_model_params()

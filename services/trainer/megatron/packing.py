@@ -1,0 +1,44 @@
+"""Which way of laying samples into rows a job trains with."""
+
+from __future__ import annotations
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from headrace.errors import ConfigError
+from headrace.job.schema.job import Job
+from services.trainer.megatron.gpt.layer_specs import has_transformer_engine
+from services.trainer.megatron.parallel import Layout
+from services.trainer.plan.rows import Packing
+
+
+def packing_of(job: Job, config: TransformerConfig, layout: Layout) -> Packing:
+    """The job's; unsaid, a group's prompt is trained once where that is exact and costs no faster attention.
+
+    Raises ConfigError when the job shares prompts and the model's loss would not be the same.
+    """
+    obstacle = _counts_tokens(config)
+    if job.train.packing == "shared_prompts" and obstacle:
+        raise ConfigError(
+            f"packing shared_prompts trains a prompt once for all its answers, and {obstacle} counts it as often as it "
+            "is there: pass --packing packed",
+            field="packing",
+        )
+    if job.train.packing is not None:
+        return job.train.packing
+    return "packed" if obstacle or has_transformer_engine(layout) else "shared_prompts"
+
+
+def _counts_tokens(config: TransformerConfig) -> str | None:
+    """What in this model depends on how many tokens there are, and not only on what each of them sees."""
+    if config.num_moe_experts is None:
+        return None
+    balancing = config.moe_router_load_balancing_type
+    if config.moe_aux_loss_coeff and balancing not in ("none", ["none"]):
+        return f"the experts' {balancing}"
+    if config.moe_z_loss_coeff:
+        return "the experts' z-loss"
+    if config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate:
+        return "the update of the router biases"
+    if config.moe_expert_capacity_factor is not None:
+        return "the experts' capacity"
+    return None

@@ -1,0 +1,160 @@
+"""PPO's critic: the policy's architecture with one output, an optimizer and a schedule of its own.
+
+Lives on the same ranks under the same layout. Values are of positions: V at the position that predicts a token is the
+worth of the state before that token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from headrace.job.megatron.arguments import megatron
+from headrace.job.schema.job import Job
+from headrace.models.registry import read_architecture
+from headrace.models.rows import Replicated
+from services.trainer.checkpoint.model_state import ModelState
+from services.trainer.hugging_face.convert import Converter
+from services.trainer.hugging_face.model_shard import ModelShard
+from services.trainer.hugging_face.weights import weights_of
+from services.trainer.megatron.gpt.gpt import build_stages, transformer_config
+from services.trainer.megatron.optimizer import Optimizer, wrap_for_data_parallel
+from services.trainer.megatron.packing import packing_of
+from services.trainer.megatron.parallel import Layout
+from services.trainer.metrics.stopwatch import Stopwatch
+from services.trainer.model.head import placed
+from services.trainer.model.runner import Runner
+from services.trainer.rl.algorithms.reduction import weighted_sum
+from services.trainer.rl.algorithms.value_loss import value_loss
+from services.trainer.rl.inputs import MicroInputs, StepInputs
+from services.trainer.rl.terms import masked_sum
+
+
+class ValueHead(torch.nn.Module):
+    """One number a position, from hidden states. Begins at 0, alike on all tensor ranks."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self._sequence_parallel = config.sequence_parallel
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype))
+        for parameter in (self.weight, self.bias):
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # Megatron's mark
+
+    def forward(self, hidden: Tensor, **_: object) -> tuple[Tensor, None]:
+        """Float32 [S, B, 1], in the place of Megatron's output layer, whose arguments speak of a vocabulary."""
+        values = torch.nn.functional.linear(hidden, self.weight, self.bias).float()
+        if self._sequence_parallel:
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
+
+
+class Critic:
+    """One rank's share of it."""
+
+    def __init__(self, job: Job, layout: Layout, stopwatch: Stopwatch) -> None:
+        args = megatron(job).model_copy(
+            update={
+                "lr": job.critic.critic_lr,
+                "lr_warmup_iters": job.critic.critic_lr_warmup_iters,
+                "lr_warmup_fraction": None,
+            }
+        )
+        architecture = read_architecture(job.model.hf_checkpoint)
+        config = transformer_config(architecture, args, layout)
+        packing = packing_of(job, config, layout)
+        stages = build_stages(architecture, config, layout, packing)
+        converter = Converter(architecture, layout, stages)
+        converter.load(job.critic.critic_load or job.model.hf_checkpoint)
+        if layout.is_last_stage:
+            stages[-1].output_layer = ValueHead(config).to(layout.device)
+        for stage in stages:
+            stage.share_embeddings_and_output_weights = False
+        self._layout = layout
+        self._value_clip = job.critic.value_clip
+        self._chunks = wrap_for_data_parallel(config, args, stages)
+        steps_per_rollout = job.train.num_steps_per_rollout or 1
+        self._optimizer = Optimizer(args, self._chunks, job.rollout.num_rollout * steps_per_rollout)
+        self.state = ModelState("critic", _shards(converter, stages, layout), self._optimizer)
+        self._runner = Runner(config, self._chunks, layout, packing, stopwatch, part="critic_forward")
+
+    def values(self, inputs: StepInputs) -> list[Tensor] | None:
+        """[B, S] for each micro-batch; None except on last-stage ranks."""
+        return self._runner.infer(inputs, self._at_responses)
+
+    def train(
+        self, inputs: StepInputs, old_values: Sequence[Tensor] | None, *, updates: bool = True
+    ) -> dict[str, float]:
+        """One optimizer step towards the returns; metrics are equal on all ranks."""
+
+        def loss(number: int, output: Tensor) -> tuple[Tensor, Tensor]:
+            assert old_values is not None  # this is the last stage
+            micro = inputs[number]
+            values = self._at_responses(micro, output)
+            per_token, clipped = value_loss(values, old_values[number], micro.returns, self._value_clip)
+            found = weighted_sum(per_token, micro.weights)
+            return found, _sums(micro, values, clipped, found)
+
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        total, tokens, clipped, values, returns = self._summed(self._runner.train(inputs, loss))
+        found = self._optimizer.step(updates=updates)
+        tokens = max(tokens, 1.0)
+        return {
+            "critic/loss": total,
+            "critic/clip_fraction": clipped / tokens,
+            "critic/value": values / tokens,
+            "critic/return": returns / tokens,
+            "critic/grad_norm": found["grad_norm"],
+            "critic/lr": found["lr"],
+        }
+
+    def _at_responses(self, micro: MicroInputs, output: Tensor) -> Tensor:
+        """[B, S, 1] of the rows to the responses' tokens: V where a token is predicted, before it is known."""
+        return placed(output.flatten()[micro.sources], micro, self._layout.context)
+
+    def _summed(self, parts: Sequence[Tensor]) -> list[float]:
+        sums = torch.zeros(5, dtype=torch.float64, device=self._layout.device)
+        if self._layout.is_last_stage and self._layout.speaks:
+            for part in parts:
+                sums += part
+        dist.all_reduce(sums)
+        return [float(x) for x in sums.tolist()]
+
+
+def _sums(micro: MicroInputs, values: Tensor, clipped: Tensor, loss: Tensor) -> Tensor:
+    parts = (
+        loss,
+        micro.mask.sum(),
+        masked_sum(clipped, micro.mask),
+        masked_sum(values, micro.mask),
+        masked_sum(micro.returns, micro.mask),
+    )
+    return torch.stack([part.detach().double() for part in parts])
+
+
+def _shards(converter: Converter, stages: Sequence[GPTModel], layout: Layout) -> list[ModelShard]:
+    """The policy's, less its output layer, and the head: one copy on every rank of the last stage."""
+    living = {id(parameter) for parameter in weights_of(stages).values()}
+    head = [
+        ModelShard(
+            key=name,
+            parameter=parameter,
+            sharding=Replicated(),
+            shard=0,
+            num_shards=1,
+            replica=layout.dp_rank * layout.tp_size + layout.tp_rank,
+            num_replicas=layout.dp_size * layout.tp_size,
+            speaks=layout.tp_rank == 0,
+        )
+        for name, parameter in stages[-1].named_parameters()
+        if name.startswith("output_layer.")
+    ]
+    return [shard for shard in converter.shards() if id(shard.parameter) in living] + head

@@ -1,0 +1,163 @@
+"""What has to be known before the optimizer steps of a rollout step: frozen log-probs, values, advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from headrace.errors import InvalidArgument
+from headrace.job.schema.job import Job
+from headrace.sample_checks import TEACHER_LOG_PROBS
+from headrace.trajectory import Sample
+from services.trainer.megatron.parallel import Layout
+from services.trainer.metrics.teacher_distance import TeacherDistance
+from services.trainer.model.critic import Critic
+from services.trainer.model.known import Known, at
+from services.trainer.model.old_log_probs import OldLogProbs
+from services.trainer.model.old_policies import OldPolicies
+from services.trainer.model.pipeline import Pipeline
+from services.trainer.model.reference import ReferencePolicy
+from services.trainer.rl.advantages import Advantages, Evidence
+from services.trainer.rl.algorithms.mis import mean_weight_sums
+from services.trainer.rl.corrections import weights_of
+from services.trainer.rl.hooks import RolloutDataHook
+from services.trainer.rl.inputs import MicroInputs, StepInputs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedStep:
+    """One optimizer step, ready to run."""
+
+    inputs: StepInputs
+    old: Known
+    reference: Known
+    values: Known
+
+
+class Preparation:
+    """Asks the frozen policies and the critic, once for all optimizer steps of a rollout step."""
+
+    def __init__(
+        self,
+        job: Job,
+        layout: Layout,
+        pipeline: Pipeline,
+        reference: ReferencePolicy | None,
+        teacher: ReferencePolicy | None,
+        critic: Critic | None,
+        old_policies: OldPolicies | None,
+    ) -> None:
+        self._job = job
+        self._layout = layout
+        self._pipeline = pipeline
+        self._old = OldLogProbs(job.train, layout, pipeline, old_policies)
+        self._reference = reference
+        self._teacher = teacher
+        self._critic = critic
+        self._advantages = Advantages(job, layout.data_group)
+        self._distance = TeacherDistance(layout.device) if job.distillation.use_opd else None
+        path = job.hooks.rollout_data_postprocess_path
+        self._data_hook = RolloutDataHook(job, path) if path else None
+
+    def __call__(self, step: int, steps: Sequence[StepInputs]) -> list[PreparedStep]:
+        """Collective over all ranks."""
+        self._update_reference(step)
+        by_advantages = self._advantages.needs_log_probs and not self._job.train.use_rollout_logprobs
+        normalizes = self._job.train.tis_batch_normalize
+        olds, kept = self._old(step, steps, for_advantages=by_advantages or normalizes)
+        references, teachers = (self._under(policy, steps) for policy in (self._reference, self._teacher))
+        values: list[Known] = [self._critic.values(inputs) if self._critic else None for inputs in steps]
+        filled = list(steps)
+        if self._layout.is_last_stage and self._job.train.loss_type != "sft_loss":
+            filled = self._with_advantages(step, steps, olds, references, teachers, values)
+            if normalizes:
+                filled = [self._normalized(inputs, old) for inputs, old in zip(filled, olds, strict=True)]
+        rows = zip(filled, kept, references, values, strict=True)
+        return [PreparedStep(*row) for row in rows]
+
+    def metrics(self) -> dict[str, float]:
+        """Collective: what was seen since it was asked last."""
+        return {} if self._distance is None else self._distance.read()
+
+    def _update_reference(self, step: int) -> None:
+        interval = self._job.train.ref_update_interval
+        if self._reference is not None and interval is not None and step and step % interval == 0:
+            self._reference.update()
+
+    def _under(self, policy: ReferencePolicy | None, steps: Sequence[StepInputs]) -> list[Known]:
+        if policy is None:
+            return [None] * len(steps)
+        with policy.in_place():
+            return [self._pipeline.log_probs(inputs) for inputs in steps]
+
+    def _with_advantages(
+        self,
+        step: int,
+        steps: Sequence[StepInputs],
+        olds: Sequence[Known],
+        references: Sequence[Known],
+        teachers: Sequence[Known],
+        values: Sequence[Known],
+    ) -> list[StepInputs]:
+        evidence = [
+            Evidence(
+                micro,
+                log_probs=micro.rollout_log_probs if self._job.train.use_rollout_logprobs else at(old, number),
+                reference_log_probs=at(reference, number),
+                teacher_log_probs=self._teacher_log_probs(micro, at(teacher, number)),
+                values=at(value, number),
+            )
+            for inputs, old, reference, teacher, value in zip(steps, olds, references, teachers, values, strict=True)
+            for number, micro in enumerate(inputs)
+        ]
+        self._measure(evidence)
+        found = self._advantages(evidence)
+        if self._data_hook is not None:
+            found = self._data_hook(step, found)
+        rest = iter(found)
+        return [list(islice(rest, len(inputs))) for inputs in steps]
+
+    def _normalized(self, inputs: StepInputs, old: Known) -> StepInputs:
+        """With the mean of the importance weights of this optimizer step over all data-parallel ranks."""
+        config = self._job.train
+        sums = torch.zeros(2, dtype=torch.float64, device=self._layout.device)
+        for number, micro in enumerate(inputs):
+            trainer = at(old, number)
+            assert trainer is not None
+            found = weights_of(config, micro, trainer)
+            sums += mean_weight_sums(found, micro.mask, config.tis_level, config.tis_mode)
+        dist.all_reduce(sums, group=self._layout.data_group)
+        total, count = sums.tolist()
+        mean = total / count if total > 0 else 1.0
+        return [replace(micro, mean_weight=mean) for micro in inputs]
+
+    def _measure(self, evidence: Sequence[Evidence]) -> None:
+        """One rank speaks for those that know the same of the same samples."""
+        if self._distance is None or not self._layout.speaks:
+            return
+        for one in evidence:
+            assert one.log_probs is not None
+            assert one.teacher_log_probs is not None
+            self._distance.add(one.log_probs, one.teacher_log_probs, one.micro.mask)
+
+    def _teacher_log_probs(self, micro: MicroInputs, held: Tensor | None) -> Tensor | None:
+        """Held by these ranks, or travelled with the samples."""
+        if held is not None or not self._job.distillation.use_opd:
+            return held
+        return micro.put([teacher_log_probs(sample) for sample in micro.samples])
+
+
+def teacher_log_probs(sample: Sample) -> Tensor:
+    """float32 [R], as they travelled with the sample. Raises InvalidArgument for a sample without."""
+    column = sample.columns.get(TEACHER_LOG_PROBS)
+    if column is None:
+        raise InvalidArgument(
+            f"sample {sample.sample_id} has no teacher_log_probs for its {sample.response_length} response tokens: "
+            "set --opd-teacher-url, or sample.teacher_log_probs in the generate function"
+        )
+    return torch.from_numpy(column.astype("float32"))

@@ -1,0 +1,81 @@
+"""The samples of a micro-batch as tensors: rows for the model, and the answers that are trained beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.trajectory import Sample
+from services.trainer.plan.planning import Ids
+from services.trainer.plan.rows import NOBODY, Packing, Rows, lay
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Rows for the model, and n answers beside them: column t speaks of a response's token t. On the CPU."""
+
+    sample_ids: Ids
+    samples: Sequence[Sample]
+    """One a row of what follows; none where there is nothing to train"""
+    rows: Rows
+    sources: Tensor
+    """int64 [N]: positions of the flattened rows that predict a token of an answer"""
+    places: Tensor
+    """int64 [N]: where that token is in the flattened [n, R]"""
+    targets: Tensor
+    """int64 [n, R]: the responses' tokens"""
+    loss_mask: Tensor
+    """uint8 [n, R]: 1 where a token is trained"""
+    rollout_log_probs: Tensor
+    """float32 [n, R], 0 where there is none"""
+    owners: Tensor
+    """int64 [B, S]: whose token a position of the rows holds; -1: nobody's"""
+
+
+def collate(samples: Sequence[Sample], packing: Packing) -> MicroBatch:
+    """At least one sample; R is the longest response."""
+    laid = lay(samples, packing)
+    shape = (len(samples), max(1, *(s.response_length for s in samples)))
+    targets = torch.zeros(shape, dtype=torch.int64)
+    mask = torch.zeros(shape, dtype=torch.uint8)
+    log_probs = torch.zeros(shape, dtype=torch.float32)
+    places = []
+    for row, (sample, sources) in enumerate(zip(samples, laid.sources, strict=True)):
+        size = sample.response_length
+        # A response without a prompt loses its first token, which nothing predicts.
+        first = size - len(sources)
+        targets[row, :size] = torch.from_numpy(sample.tokens[sample.prompt_length :].astype(np.int64))
+        mask[row, first:size] = torch.from_numpy(sample.loss_mask[first:].copy())
+        log_probs[row, first:size] = torch.from_numpy(sample.rollout_log_probs[first:].copy())
+        places.append(np.arange(first, size) + row * shape[1])
+    return MicroBatch(
+        sample_ids=tuple(s.sample_id for s in samples),
+        samples=tuple(samples),
+        rows=laid.rows,
+        sources=torch.from_numpy(np.concatenate(laid.sources)),
+        places=torch.from_numpy(np.concatenate(places)),
+        targets=targets,
+        loss_mask=mask,
+        rollout_log_probs=log_probs,
+        owners=laid.owners,
+    )
+
+
+def empty_micro_batch() -> MicroBatch:
+    """One row, nothing to train: for a data rank that has fewer than the others."""
+    one = torch.zeros((1, 1), dtype=torch.int64)
+    return MicroBatch(
+        sample_ids=("",),
+        samples=(),
+        rows=Rows(one, one, None),
+        sources=one[0],
+        places=one[0],
+        targets=one,
+        loss_mask=one.to(torch.uint8),
+        rollout_log_probs=one.to(torch.float32),
+        owners=one + NOBODY,
+    )

@@ -1,0 +1,49 @@
+"""Estimators of the KL divergence to a reference policy, per token (Schulman, http://joschu.net/blog/kl-approx.html)."""
+
+from __future__ import annotations
+
+from typing import Literal, assert_never
+
+from torch import Tensor
+
+from services.trainer.rl.algorithms.precision import bounded, precise
+
+KlType = Literal["k1", "k2", "k3", "low_var_kl"]
+
+KL_LIMIT = 10.0
+
+
+def unbiased_kl_estimate(log_probs: Tensor, old_log_probs: Tensor, ref_log_probs: Tensor, kl_type: KlType) -> Tensor:
+    """π/π_old times the estimate: unbiased for samples of the old policy (DeepSeek-V3.2, arXiv:2512.02556).
+
+    Of low_var_kl the product is within ±10. Gradients flow through the ratio too.
+    """
+    ratio = bounded(precise(log_probs) - precise(old_log_probs.detach())).exp()
+    if kl_type == "low_var_kl":
+        return (ratio * kl_estimate(log_probs, ref_log_probs, "k3")).clamp(-KL_LIMIT, KL_LIMIT)
+    return ratio * kl_estimate(log_probs, ref_log_probs, kl_type)
+
+
+def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kl_type: KlType) -> Tensor:
+    """Float32 estimate of KL(policy, reference) for every token, in the shape of `log_probs`.
+
+    With d = log_probs - ref_log_probs: k1 = d; k2 = d² / 2; k3 = exp(-d) - 1 + d; low_var_kl is k3 within ±10.
+    Gradients flow to `log_probs` alone.
+    """
+    d = precise(log_probs) - precise(ref_log_probs.detach())
+    match kl_type:
+        case "k1":
+            return d
+        case "k2":
+            return d * d / 2.0
+        case "k3":
+            return _k3(d)
+        case "low_var_kl":
+            return _k3(d).clamp(-KL_LIMIT, KL_LIMIT)
+        case _:
+            assert_never(kl_type)
+
+
+def _k3(d: Tensor) -> Tensor:
+    # expm1 keeps the digits that exp(-d) - 1 loses where the policies agree.
+    return (-bounded(d)).expm1() + d

@@ -1,0 +1,98 @@
+"""Importance sampling between trainer and engine: per token or per answer, bounded in three ways, and rejection.
+
+Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training" (truncated, per token);
+Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch".
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, assert_never
+
+import torch
+from torch import Tensor
+
+from services.trainer.rl.algorithms.precision import bounded, precise
+from services.trainer.rl.algorithms.sequence import sequence_mean, sequence_sum
+
+MisLevel = Literal["token", "sequence", "geometric"]
+MisMode = Literal["truncate", "clip", "mask"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImportanceWeights:
+    """Float32 tensors in the shape of the log-probs, without gradient; reduce them as the loss is reduced."""
+
+    weights: Tensor
+    """What the loss is multiplied by: the ratio within its bounds."""
+    ratio: Tensor
+    """exp(trainer - engine), its logarithm within ±20; 1 where both agree."""
+    truncated: Tensor
+    """1 where a bound took effect, else 0."""
+    log_prob_gap: Tensor
+    """|trainer - engine|."""
+
+
+def importance_ratio(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, level: MisLevel) -> Tensor:
+    """ρ for every token, float32 [B, R], its logarithm within ±20; Δ = old_log_probs - rollout_log_probs.
+
+    `token`: exp Δ_t; `sequence`: exp Σ Δ_t over the trained tokens of the answer, the unbiased weight; `geometric`:
+    exp mean Δ_t, which does not punish length.
+    """
+    gap = precise(old_log_probs.detach()) - precise(rollout_log_probs.detach())
+    match level:
+        case "token":
+            return bounded(gap).exp()
+        case "sequence":
+            return bounded(sequence_sum(gap, mask)).exp().expand(gap.shape)
+        case "geometric":
+            return bounded(sequence_mean(gap, mask)).exp().expand(gap.shape)
+        case _:
+            assert_never(level)
+
+
+def mis_weights(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    level: MisLevel,
+    low: float,
+    high: float,
+    mode: MisMode = "mask",
+) -> ImportanceWeights:
+    """`truncate`, `clip`: ρ cut to [low, high]; `mask`: ρ within it and 0 elsewhere; float32 [B, R].
+
+    The first two differ in the bounds that a job takes for them: `truncate` has low = 0 unless it is asked for another.
+    """
+    ratio = importance_ratio(old_log_probs, rollout_log_probs, mask, level)
+    gap = (precise(old_log_probs.detach()) - precise(rollout_log_probs.detach())).abs()
+    if mode == "mask":
+        kept = (ratio >= low) & (ratio <= high)
+        return ImportanceWeights(torch.where(kept, ratio, 0.0), ratio, (~kept).float(), gap)
+    weights = ratio.clamp(low, high)
+    return ImportanceWeights(weights, ratio, (weights != ratio).float(), gap)
+
+
+def within(ratio: Tensor, low: float, high: float) -> Tensor:
+    """1 where a sample is kept by rejection sampling, else 0."""
+    return ((ratio >= low) & (ratio <= high)).float()
+
+
+def not_vetoed(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, threshold: float) -> Tensor:
+    """0 for all tokens of an answer of which one trained token has exp Δ_t below the threshold, else 1; [B, R]."""
+    gap = precise(old_log_probs.detach()) - precise(rollout_log_probs.detach())
+    catastrophic = ((gap < math.log(threshold)) & (mask > 0)).any(dim=1, keepdim=True)
+    return (~catastrophic).float().expand(gap.shape)
+
+
+def mean_weight_sums(found: ImportanceWeights, mask: Tensor, level: MisLevel, mode: MisMode) -> Tensor:
+    """[2]: the sum of the weights, and of what they are a mean over: trained tokens, or answers where they have one.
+
+    What is masked out for its ratio is in neither.
+    """
+    counted = mask > 0 if mode != "mask" else (mask > 0) & (found.weights > 0)
+    if level == "token":
+        return torch.stack((torch.where(counted, found.weights, 0.0).sum(), counted.sum())).double()
+    answers = counted.any(dim=1, keepdim=True)
+    return torch.stack((sequence_mean(found.weights, counted.float()).sum(), answers.sum())).double()

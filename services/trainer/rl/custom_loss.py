@@ -1,0 +1,143 @@
+"""A user's own loss, and a user's own way from token losses to a number, with slime's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.errors import InvalidArgument
+from headrace.hooks import hook_args
+from headrace.hooks.trainer import trainer_hook
+from headrace.job.schema.job import Job
+from headrace.job.schema.training import TrainSection
+from services.trainer.rl.algorithms.reduction import weighted_sum
+from services.trainer.rl.hooks import of_samples
+from services.trainer.rl.inputs import MicroInputs
+from services.trainer.rl.terms import Terms
+
+
+class CustomLoss:
+    """`f(args, batch, logits, sum_of_sample_mean) -> (loss, log)`: the loss of the micro-batch, summed over samples,
+    and so the numbers of the log, which are reported.
+
+    Beyond slime's keys the batch has `current_log_probs` and `entropy`, computed from the logits, with their gradients.
+    """
+
+    def __init__(self, job: Job) -> None:
+        path = job.hooks.custom_loss_function_path
+        assert path is not None  # the rules saw to it
+        self._path = path
+        self._hook = trainer_hook(path, "loss").target
+        self._args = hook_args(job)
+
+    def __call__(self, terms: Terms) -> tuple[Tensor, dict[str, Tensor]]:
+        """A share of the step's loss, and of each number of the log, as scalars."""
+        micro = terms.micro
+        if not micro.samples:
+            return weighted_sum(terms.log_probs, micro.weights), {}
+
+        def sum_of_sample_mean(flat: Tensor) -> Tensor:
+            lengths = [sample.response_length for sample in micro.samples]
+            return weighted_sum(micro.put(torch.split(flat, lengths)), micro.weights) * micro.loss_scale
+
+        before = _version(terms.logits)
+        found = self._hook(self._args, _batch(terms), terms.logits, sum_of_sample_mean)
+        loss, log = found if isinstance(found, tuple) and len(found) == 2 else (None, None)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(log, dict):
+            raise InvalidArgument(f"hook {self._path} must return (loss, log): a tensor of one number, and a dict")
+        self._check(loss, terms, before)
+        # A loss that touches no logits still has to run backward with those of the other ranks.
+        share = loss.squeeze() / micro.loss_scale + weighted_sum(terms.log_probs, torch.zeros_like(micro.weights))
+        return share, {
+            f"loss/custom/{name}": self._number(name, value) / micro.loss_scale for name, value in log.items()
+        }
+
+    def _check(self, loss: Tensor, terms: Terms, logits_before: int) -> None:
+        if not torch.isfinite(loss).all():
+            raise InvalidArgument(f"hook {self._path} returned a loss of {loss.item()}, must be finite")
+        if _version(terms.logits) != logits_before:
+            raise InvalidArgument(f"hook {self._path} has written into the logits: they are too large to be copied")
+        sources = [tensor for tensor in (terms.log_probs, terms.entropy, terms.logits) if tensor is not None]
+        if terms.micro.mask.any() and not has_gradient(loss, sources):
+            raise InvalidArgument(
+                f"hook {self._path} returned a loss without a gradient, which trains nothing: compute it from the "
+                "logits, or from batch['current_log_probs'] or batch['entropy'], and detach none of it"
+            )
+
+    def _number(self, name: str, value: object) -> Tensor:
+        if isinstance(value, int | float):
+            return torch.tensor(float(value))
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise InvalidArgument(f"hook {self._path}: log[{name!r}] must be one number")
+        return value.detach().float().squeeze()
+
+
+def has_gradient(loss: Tensor, sources: Sequence[Tensor]) -> bool:
+    """Whether a gradient of the loss reaches one of them; True where none of them has one."""
+    wanted = [source.grad_fn for source in sources if source.grad_fn is not None]
+    seen, front = set(), [loss.grad_fn]
+    while front:
+        node = front.pop()
+        if node is None or node in seen:
+            continue
+        if node in wanted:
+            return True
+        seen.add(node)
+        front += [following for following, _ in node.next_functions]
+    return not wanted
+
+
+def _version(tensor: Tensor | None) -> int:
+    """Goes up whenever the tensor is written into."""
+    return 0 if tensor is None else tensor._version
+
+
+class PolicyReducer:
+    """`f(total_lengths, response_lengths, loss_masks, per_token) -> reducer` for the policy's part of the loss."""
+
+    def __init__(self, path: str, config: TrainSection) -> None:
+        self._path = path
+        self._hook = trainer_hook(path, "reducer").target
+        self._per_token = config.calculate_per_token_loss
+
+    def of(self, micro: MicroInputs) -> Callable[[Tensor, Tensor], Tensor]:
+        """In the place of `weighted_sum`, for this micro-batch."""
+
+        def reduce(per_token: Tensor, weights: Tensor) -> Tensor:
+            if not micro.samples:
+                return weighted_sum(per_token, weights)
+            facts = of_samples(micro.samples)
+            masks = micro.copies(micro.mask)
+            lengths = [len(mask) for mask in masks]
+            reducer = self._hook(facts["total_lengths"], lengths, masks, self._per_token)
+            found = reducer(torch.cat(micro.cut(per_token)))
+            if not isinstance(found, Tensor) or found.numel() != 1:
+                raise InvalidArgument(f"hook {self._path}: its reducer must return a tensor of one number")
+            if not torch.isfinite(found).all() or (micro.mask.any() and not has_gradient(found, [per_token])):
+                raise InvalidArgument(
+                    f"hook {self._path}: its reducer returned {found.item()}, must be finite and have the gradient of "
+                    "the losses it was given"
+                )
+            return found.squeeze() / micro.loss_scale
+
+        return reduce
+
+
+def _batch(terms: Terms) -> dict[str, Any]:
+    micro = terms.micro
+    cut = micro.copies
+    facts = of_samples(micro.samples)
+    return facts | {
+        "unconcat_tokens": facts["tokens"],
+        "loss_masks": cut(micro.mask),
+        "advantages": cut(micro.advantages),
+        "returns": cut(micro.returns),
+        "rollout_log_probs": cut(micro.rollout_log_probs),
+        "log_probs": cut(terms.trainer_log_probs),
+        "ref_log_probs": None if terms.reference_log_probs is None else cut(terms.reference_log_probs),
+        "current_log_probs": cut(terms.log_probs),
+        "entropy": cut(terms.entropy),
+    }

@@ -1,0 +1,158 @@
+"""What a rank feeds its model in one optimizer step: micro-batches on the device, with rewards and loss weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.job.schema.training import TrainSection
+from headrace.trajectory import Sample
+from services.trainer.megatron.parallel import Layout
+from services.trainer.plan.batch import SampleFacts
+from services.trainer.plan.batching import MicroBatch, collate, empty_micro_batch
+from services.trainer.plan.experts import ExpertChoices, RolloutChoices
+from services.trainer.plan.planning import StepPlan
+from services.trainer.plan.rows import Packing, Rows
+from services.trainer.rl.algorithms.reduction import Reduction
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroInputs:
+    """Rows for the model, and B answers of at most S tokens: column t speaks of a response's token t.
+
+    Rows, sources and places are this rank's part in its context group, the rest is all of it.
+    """
+
+    rows: Rows
+    sources: Tensor
+    """int64 [N], positions of the flattened rows that predict a token"""
+    places: Tensor
+    """int64 [N], where that token is in the flattened [B, S]"""
+    targets: Tensor
+    """int64 [B, S]"""
+    mask: Tensor
+    """float32 [B, S], 1 where the target is trained"""
+    weights: Tensor
+    """float32 [B, S], the target's share of the global loss"""
+    loss_scale: float
+    """How many rollouts (or tokens, for a loss per token) of the step the weights are an average over"""
+    rollout_log_probs: Tensor
+    """float32 [B, S]"""
+    lags: Tensor
+    """float32 [B, 1], how many steps behind the sample's oldest token is"""
+    advantages: Tensor
+    """float32 [B, S]; zeros until services/trainer/rl/advantages.py fills it in"""
+    returns: Tensor
+    """float32 [B, S]: what a critic learns; likewise"""
+    rewards: Sequence[float]
+    """Of each sample, as the estimator wants it: raw, or against its group"""
+    samples: Sequence[Sample]
+    """Of the first rows of all this; an empty micro-batch has a row and no sample"""
+    experts: ExpertChoices
+    """Where routing replay sends the tokens; a pass may write it down for later ones"""
+    mean_weight: float = 1.0
+    """What importance weights are divided by: their mean over the optimizer step, where they are normalized"""
+
+    def cut(self, values: Tensor) -> list[Tensor]:
+        """Each sample's part of [B, S], [R] each: views, differentiable."""
+        return [row[: sample.response_length] for row, sample in zip(values, self.samples, strict=False)]
+
+    def copies(self, values: Tensor) -> list[Tensor]:
+        """As `cut`, for a user's function: what it writes into them reaches nothing else."""
+        return [part.clone() for part in self.cut(values)]
+
+    def put(self, parts: Sequence[Tensor]) -> Tensor:
+        """The other way: float32 [B, S], 0 where there is no token."""
+        whole = torch.zeros_like(self.mask)
+        for row, part in enumerate(parts):
+            whole[row, : len(part)] = part
+        return whole
+
+
+StepInputs = Sequence[MicroInputs]
+
+
+def step_inputs(
+    plan: StepPlan,
+    step: int,
+    samples: Sequence[SampleFacts],
+    rewards: Mapping[str, float],
+    fetched: Mapping[str, Sample],
+    config: TrainSection,
+    layout: Layout,
+    packing: Packing,
+    choices: RolloutChoices | None = None,
+) -> list[MicroInputs]:
+    """This data rank's micro-batches of one optimizer step; every data rank has the same number of them.
+
+    `rewards` come from the groups of the whole rollout batch, weights from the samples of this step, `choices` of
+    experts from the samples, where they are replayed.
+    """
+    ids = plan.all_sample_ids
+    of_step = [s for s in samples if s.sample_id in ids]
+    reduction = Reduction.of(of_step, per_token=config.calculate_per_token_loss, constant=config.loss_constant_length)
+    lags = {s.sample_id: float(step - s.min_policy_version) for s in of_step if s.min_policy_version is not None}
+    weights = {s.sample_id: reduction.weight(s.sample_id) for s in of_step}
+    scale = reduction.num_tokens if config.calculate_per_token_loss else reduction.num_rollouts
+    micro_batches = [
+        collate([fetched[i] for i in ids], packing) if ids else empty_micro_batch()
+        for ids in plan.micro_batches(layout.data_rank)
+    ]
+    return [
+        _on_device(
+            micro,
+            micro.loss_mask * _column(micro, weights),
+            scale,
+            _column(micro, lags),
+            rewards,
+            layout,
+            choices,
+        )
+        for micro in micro_batches
+    ]
+
+
+def inference_inputs(micro: MicroBatch, layout: Layout) -> MicroInputs:
+    """For log-probs alone: no rewards, no weights."""
+    lags = torch.zeros(len(micro.targets), 1)
+    return _on_device(micro, torch.zeros(micro.targets.shape), 1, lags, {}, layout)
+
+
+def _on_device(
+    micro: MicroBatch,
+    weights: Tensor,
+    scale: int,
+    lags: Tensor,
+    rewards: Mapping[str, float],
+    layout: Layout,
+    choices: RolloutChoices | None = None,
+) -> MicroInputs:
+    device = layout.device
+    zeros = torch.zeros(micro.targets.shape, dtype=torch.float32, device=device)
+    rows, sources, places = layout.context.part(
+        micro.rows.to(device), micro.sources.to(device), micro.places.to(device)
+    )
+    return MicroInputs(
+        rows=rows,
+        sources=sources,
+        places=places,
+        targets=micro.targets.to(device),
+        mask=micro.loss_mask.to(device, torch.float32),
+        weights=weights.to(device),
+        loss_scale=float(max(scale, 1)),
+        rollout_log_probs=micro.rollout_log_probs.to(device),
+        lags=lags.to(device),
+        advantages=zeros,
+        returns=zeros,
+        rewards=tuple(rewards.get(sample.sample_id, 0.0) for sample in micro.samples),
+        samples=micro.samples,
+        experts=choices.of(micro.samples, micro.owners, rows) if choices else ExpertChoices(),
+    )
+
+
+def _column(micro: MicroBatch, values: Mapping[str, float]) -> Tensor:
+    """float32 [B, 1]; 0 for the dummy of an empty micro-batch."""
+    return torch.tensor([[values.get(sample_id, 0.0)] for sample_id in micro.sample_ids], dtype=torch.float32)

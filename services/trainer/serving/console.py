@@ -1,0 +1,277 @@
+"""What people see of the loop, and how they steer it.
+
+Requests (pause, save, export, stop) are served between two steps, when no rank computes. A request is served whether or
+not its caller still waits, and its failure is its caller's: training goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from headrace.api.trainer.v1 import trainer_pb2 as pb
+from headrace.errors import FailedPrecondition, Fenced, HeadraceError, ResourceExhausted
+from headrace.rpc.log import log
+from services.trainer.serving.report import Report
+from services.trainer.state import TrainState
+
+
+class Steered(Protocol):
+    """What a request may ask of the ranks."""
+
+    async def save(self, state: TrainState) -> None:
+        """Takes a checkpoint."""
+
+    async def flush(self) -> None:
+        """Returns when it is safe."""
+
+    def checkpoint_path(self, step: int) -> Path:
+        """Where that checkpoint is."""
+
+    async def export_to(self, path: Path) -> None:
+        """Writes a Hugging Face folder."""
+
+
+MAX_REQUESTS = 64
+"""Saves and exports that may wait for the end of a step."""
+
+Action = Callable[[Steered, TrainState], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """Metrics of an evaluation, and sentences for a person where it went wrong."""
+
+    metrics: Mapping[str, float]
+    warnings: Sequence[str] = ()
+
+
+Evaluate = Callable[[TrainState], Awaitable[Evaluated | None]]
+"""None where no evaluation is due."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    action: Action
+    done: asyncio.Future[TrainState]
+
+
+class TrainerConsole:
+    """The loop's `Console`. All of it runs on rank 0's event loop."""
+
+    def __init__(
+        self,
+        report: Report,
+        evaluate: Evaluate,
+        *,
+        run: str,
+        num_steps: int,
+        groups_per_step: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._report = report
+        self._evaluate = evaluate
+        self._requests: list[_Request] = []
+        self._running = asyncio.Event()
+        self._running.set()
+        self._stopping = False
+        self._leaving = False
+        self._verdict: str | None = None
+        self._waiting_since = 0.0
+        self._ended = False
+        self._ranks: Steered | None = None
+        self._seconds: dict[int, float] = defaultdict(float)
+        self._reported_at: float | None = None
+        """When the step began that is under way; the start of the run belongs to none"""
+        self._status = pb.GetStatusResponse(
+            run=run, phase=pb.PHASE_STARTING, num_steps=num_steps, groups_per_step=groups_per_step
+        )
+
+    @property
+    def status(self) -> pb.GetStatusResponse:
+        """Where the loop is now."""
+        is_waiting = self._status.phase == pb.PHASE_WAITING
+        self._status.waiting_seconds = time.monotonic() - self._waiting_since if is_waiting else 0.0
+        return self._status
+
+    @property
+    def stopping(self) -> bool:
+        """True once the run is to end."""
+        return self._stopping
+
+    @property
+    def leaving(self) -> bool:
+        """True once the run is to be left, to be gone on with by another start."""
+        return self._leaving
+
+    @property
+    def verdict(self) -> str | None:
+        """Why the run was given up; None unless it was."""
+        return self._verdict
+
+    @contextmanager
+    def phase(self, phase: pb.Phase.ValueType) -> Iterator[None]:
+        """Shows the phase while the block runs, and the one before it afterwards."""
+        before, self._status.phase = self._status.phase, phase
+        started = self._clock()
+        try:
+            yield
+        finally:
+            self._status.phase = before
+            self._seconds[phase] += self._clock() - started
+
+    def open(self, ranks: Steered, world_size: int, step: int = 0) -> None:
+        """The ranks are up, restored to `step`; requests go to them."""
+        self._ranks = ranks
+        self._status.step = step
+        self._status.world_size = world_size
+
+    def finished(self, error: str | None = None) -> None:
+        """The run is over; watchers of progress are let go."""
+        self._status.phase = pb.PHASE_FAILED if error else pb.PHASE_FINISHED
+        self._status.error = error or ""
+        self._ended = True
+        for request in self._requests:
+            request.done.set_exception(_ended())
+        self._requests.clear()
+        self._report.close()
+
+    def groups_ready(self, count: int) -> None:
+        """Progress while a batch fills."""
+        self._status.groups_ready = count
+
+    async def before_step(self, state: TrainState) -> bool:
+        """Serves what was asked for, holds while paused; False ends the run."""
+        self._show(state)
+        if self._reported_at is None:
+            self._reported_at = self._clock()
+            self._seconds.clear()
+        await self._serve(state)
+        if not self._running.is_set():
+            with self.phase(pb.PHASE_PAUSED):
+                while not self._running.is_set():
+                    await self._running.wait()
+                    await self._serve(state)
+        self._status.phase, self._waiting_since = pb.PHASE_WAITING, time.monotonic()
+        return not self._stopping
+
+    async def evaluate(self, state: TrainState) -> None:
+        """Evaluates if it is due; what it finds is reported with the step that was trained last."""
+        self._show(state)
+        with self.phase(pb.PHASE_EVALUATING):
+            evaluated = await self._evaluate(state)
+        if evaluated:
+            self._report.write(state.step, evaluated.metrics, evaluated.warnings)
+
+    def report(self, state: TrainState, metrics: dict[str, float]) -> None:
+        """A step is done; `state.step` counts it."""
+        self._show(state)
+        metrics = metrics | self._times() | {"policy_version": float(state.policy_version)}
+        self._report.write(state.step, metrics)
+        log.info("step", step=state.step, **{k: round(v, 6) for k, v in metrics.items() if k in _LOGGED})
+
+    async def ask(self, action: Action) -> TrainState:
+        """Runs the action before the next step; returns the state it ran in. Raises what the action raised.
+
+        Cancelling the wait cancels nothing else: the loop may be in the middle of the action.
+        """
+        if self._ended:
+            raise _ended()
+        if len(self._requests) >= MAX_REQUESTS:
+            raise ResourceExhausted(
+                f"{MAX_REQUESTS} saves and exports wait for the end of the step: ask again after it"
+            )
+        request = _Request(action, asyncio.get_running_loop().create_future())
+        self._requests.append(request)
+        if not self._running.is_set():
+            self._running.set()  # wake the paused loop to serve it; it holds again at once
+            self._running.clear()
+        return await asyncio.shield(request.done)
+
+    def pause(self) -> None:
+        """Holds before the next step."""
+        self._running.clear()
+
+    def resume(self) -> None:
+        """Goes on."""
+        self._running.set()
+
+    def stop(self) -> None:
+        """Ends the run before the next step."""
+        self._stopping = True
+        self._running.set()
+
+    def leave(self) -> None:
+        """SIGTERM: a checkpoint, and nothing that a finished run does."""
+        self._leaving = True
+        self.stop()
+
+    def give_up(self, verdict: str) -> None:
+        """The run cannot learn: it is left, and ends with the verdict."""
+        self._verdict = verdict
+        self.leave()
+
+    async def _serve(self, state: TrainState) -> None:
+        assert self._ranks is not None  # the loop runs only after open()
+        while self._requests:
+            request = self._requests[0]  # it stays in the list while it is served: `finished` answers what is left
+            try:
+                await request.action(self._ranks, state)
+            except Fenced as error:
+                self._requests.remove(request)
+                request.done.set_exception(error)
+                raise
+            except HeadraceError as error:
+                self._requests.remove(request)
+                request.done.set_exception(error)
+                log.warning("request_failed", step=state.step, reason=error.reason, error=error.message)
+            else:
+                self._requests.remove(request)
+                request.done.set_result(state)
+
+    def _times(self) -> dict[str, float]:
+        """Where the time went since the step before."""
+        assert self._reported_at is not None  # before_step came first
+        now = self._clock()
+        found = {name: self._seconds[phase] for phase, name in _TIMES.items()}
+        found["time/step_seconds"], self._reported_at = now - self._reported_at, now
+        self._seconds.clear()
+        return found
+
+    def _show(self, state: TrainState) -> None:
+        self._status.step = state.step
+        self._status.policy_version = state.policy_version
+        self._status.epoch = state.epoch
+        self._status.groups_ready = 0
+
+
+def _ended() -> FailedPrecondition:
+    return FailedPrecondition("the run has ended: its last checkpoint and export are in its folder")
+
+
+_TIMES = {
+    pb.PHASE_WAITING: "time/wait_seconds",
+    pb.PHASE_TRAINING: "time/train_seconds",
+    pb.PHASE_PUBLISHING: "time/publish_seconds",
+    pb.PHASE_SAVING: "time/save_seconds",
+    pb.PHASE_EVALUATING: "time/evaluate_seconds",
+}
+
+_LOGGED = frozenset(
+    {
+        "reward/mean",
+        "loss/policy",
+        "loss/sft",
+        "grad_norm",
+        "log_prob_diff/mean",
+        "log_prob_diff/max",
+        "tokens_per_second",
+    }
+)

@@ -1,0 +1,44 @@
+"""The picture of a run: reward, response length, loss and the distance between trainer and engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from services.trainer.serving.row import Row
+
+_PANELS: Sequence[tuple[str, Sequence[str]]] = (
+    ("reward", ("reward/mean",)),
+    ("evaluation", ("eval/",)),
+    ("response tokens", ("response_length/mean",)),
+    ("loss", ("loss/policy", "loss/sft", "loss/kl")),
+    ("gradient norm", ("grad_norm",)),
+    ("|log-prob trainer − engine|", ("log_prob_diff/mean", "log_prob_diff/max")),
+)
+
+
+def draw_curves(rows: Sequence[Row], path: Path) -> None:
+    """Writes a PNG with a panel for each group of metrics that the run has."""
+    names = sorted({name for row in rows for name in row.metrics})
+    panels = [(title, [n for n in names if n.startswith(tuple(starts))]) for title, starts in _PANELS]
+    panels = [(title, found) for title, found in panels if found]
+    figure = Figure(figsize=(12, 3.2 * ((len(panels) + 1) // 2)), layout="constrained")
+    FigureCanvasAgg(figure)
+    for place, (title, found) in enumerate(panels, start=1):
+        axes = figure.add_subplot((len(panels) + 1) // 2, 2, place)
+        for name in found:
+            points = [(row.step, row.metrics[name]) for row in rows if name in row.metrics]
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1.2, label=name)
+        axes.set_title(title)
+        axes.set_xlabel("step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small", frameon=False)
+    # Written beside it and renamed: whoever looks never sees half a picture.
+    unfinished = path.with_suffix(".tmp.png")
+    figure.savefig(unfinished, dpi=110)
+    unfinished.replace(path)

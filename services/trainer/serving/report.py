@@ -1,0 +1,103 @@
+"""What a run leaves to look at: metrics.jsonl, curves.png, timeline.png, trackers, a live stream for watchers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from services.trainer.serving.curves import draw_curves
+from services.trainer.serving.row import Row
+from services.trainer.serving.timeline import draw_timeline
+from services.trainer.serving.trackers import OpenTrackers, Tracker
+
+_REDRAW_SECONDS = 30.0
+
+
+class Report:
+    """Appends rows. `resume` first: a run that starts again keeps the rows up to its checkpoint."""
+
+    def __init__(self, folder: Path, open_trackers: OpenTrackers = lambda step: ()) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._path = folder / "metrics.jsonl"
+        self._open_trackers = open_trackers
+        self._trackers: Sequence[Tracker] = ()
+        self.rows: list[Row] = []
+        self._drawing = ThreadPoolExecutor(1, thread_name_prefix="curves")
+        self._drawn = time.monotonic()
+        self._changed = asyncio.Event()
+        self._closed = False
+
+    def resume(self, step: int) -> None:
+        """Keeps the rows that an earlier start wrote up to `step`, and lets the later ones go."""
+        self.rows = [row for row in _read(self._path) if row.step <= step]
+        self._path.write_text("")
+        for row in self.rows:
+            self._append(row)
+        self._trackers = self._open_trackers(step)
+
+    def write(self, step: int, metrics: Mapping[str, float], warnings: Sequence[str] = ()) -> None:
+        """One more row."""
+        row = Row(step, time.time(), dict(metrics), tuple(warnings))
+        self.rows.append(row)
+        self._append(row)
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
+        if time.monotonic() - self._drawn > _REDRAW_SECONDS:
+            self._draw()
+        self._wake()
+
+    def close(self) -> None:
+        """Draws the last pictures; watchers end."""
+        self._closed = True
+        if self.rows:
+            self._draw()
+        self._drawing.shutdown(wait=True)
+        for tracker in self._trackers:
+            tracker.close()
+        self._wake()
+
+    async def watch(self, from_step: int) -> AsyncIterator[Row]:
+        """Every row from `from_step` on, then live, until the run is over."""
+        sent = 0
+        while True:
+            changed = self._changed
+            for row in self.rows[sent:]:
+                if row.step >= from_step:
+                    yield row
+            sent = len(self.rows)
+            if self._closed:
+                return
+            await changed.wait()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _append(self, row: Row) -> None:
+        with self._path.open("a") as file:
+            warnings = {"warnings": row.warnings} if row.warnings else {}
+            file.write(json.dumps({"step": row.step, "time": row.time, **warnings, **row.metrics}) + "\n")
+
+    def _draw(self) -> None:
+        self._drawn = time.monotonic()
+        rows = list(self.rows)
+        self._drawing.submit(draw_curves, rows, self._folder / "curves.png")
+        self._drawing.submit(draw_timeline, rows, self._folder / "timeline.png")
+
+
+def _read(path: Path) -> list[Row]:
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            fields = json.loads(line)
+        except ValueError:
+            break  # the line that a kill tore
+        rows.append(Row(fields.pop("step"), fields.pop("time"), warnings=fields.pop("warnings", ()), metrics=fields))
+    return rows

@@ -1,0 +1,55 @@
+"""The picture of where the time went: each step's seconds, one part on the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from services.trainer.serving.row import Row
+
+PARTS: Mapping[str, str] = {
+    "time/wait_seconds": "#c7c7c7",
+    "time/fetch_seconds": "#8dd3c7",
+    "time/log_probs_seconds": "#bebada",
+    "time/forward_seconds": "#80b1d3",
+    "time/backward_seconds": "#1f78b4",
+    "time/optimizer_seconds": "#b3de69",
+    "time/critic_seconds": "#cab2d6",
+    "time/publish_seconds": "#fdb462",
+    "time/save_seconds": "#fb8072",
+    "time/evaluate_seconds": "#ffed6f",
+}
+"""What follows each other in a step, and its colour."""
+
+_REST = "time/other_seconds"
+
+
+def draw_timeline(rows: Sequence[Row], path: Path) -> None:
+    """Writes a PNG with a bar a step; what is not one of PARTS is `other`."""
+    steps = [row for row in rows if "time/step_seconds" in row.metrics]
+    if not steps:
+        return
+    parts = {name: [row.metrics.get(name, 0.0) for row in steps] for name in PARTS}
+    whole = [row.metrics["time/step_seconds"] for row in steps]
+    known = [sum(values) for values in zip(*parts.values(), strict=True)]
+    parts[_REST] = [max(all_ - some, 0.0) for all_, some in zip(whole, known, strict=True)]
+    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    places, bottom = [row.step for row in steps], [0.0] * len(steps)
+    for name, seconds in parts.items():
+        if any(seconds):
+            label = f"{name.removeprefix('time/').removesuffix('_seconds')}: {sum(seconds) / sum(whole):.0%}"
+            axes.bar(places, seconds, width=1.0, bottom=bottom, label=label, color=PARTS.get(name, "#eeeeee"))
+            bottom = [below + more for below, more in zip(bottom, seconds, strict=True)]
+    axes.set_xlabel("step")
+    axes.set_ylabel("seconds")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(fontsize="small", frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True)
+    unfinished = path.with_suffix(".tmp.png")
+    figure.savefig(unfinished, dpi=110)
+    unfinished.replace(path)

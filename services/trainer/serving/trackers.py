@@ -1,0 +1,95 @@
+"""Where metrics go beside the run's folder: TensorBoard, Weights & Biases.
+
+Keys never come near them: W&B reads its own from WANDB_API_KEY or ~/.netrc, a job has no leaf for one, and what is
+uploaded of the job has passed `without_secrets`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from torch.utils.tensorboard import SummaryWriter
+
+from headrace.errors import ConfigError
+from headrace.job.schema.job import Job
+from headrace.job.schema.secrets import without_secrets
+
+
+class Tracker(Protocol):
+    """Somebody who keeps a run's numbers."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One step's."""
+
+    def close(self) -> None:
+        """Everything is kept."""
+
+
+OpenTrackers = Callable[[int], Sequence[Tracker]]
+"""From the step that the run goes on from: later ones, of an earlier start, are to be forgotten."""
+
+
+def trackers(job: Job, folder: Path) -> OpenTrackers:
+    """Those that the job asks for."""
+
+    def opened(step: int) -> Sequence[Tracker]:
+        found: list[Tracker] = []
+        if job.tracking.use_tensorboard:
+            found.append(TensorBoard(folder, step))
+        if job.tracking.use_wandb:
+            found.append(Wandb(job, folder))
+        return found
+
+    return opened
+
+
+class TensorBoard:
+    """Events in the run's folder."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Flushed at once."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Ends the file."""
+        self._writer.close()
+
+
+class Wandb:
+    """A run of Weights & Biases. A trainer that starts again goes on with the same run: its id is the folder's."""
+
+    def __init__(self, job: Job, folder: Path) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                "use_wandb needs the package wandb: pip install 'headrace[wandb]'", field="use_wandb"
+            ) from error
+        self._run = wandb.init(
+            project=job.tracking.wandb_project,
+            group=job.tracking.wandb_group,
+            entity=job.tracking.wandb_team,
+            name=job.run.run_name,
+            id=hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:12],
+            resume="allow",
+            mode=job.tracking.wandb_mode,
+            dir=str(folder),
+            config=without_secrets(job.model_dump(mode="json")),
+            settings=wandb.Settings(silent=True, disable_code=True, disable_git=True, x_disable_stats=True),
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Handed to W&B's own process, which uploads it when it can."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Waits for W&B's process."""
+        self._run.finish()

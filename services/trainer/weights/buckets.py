@@ -1,0 +1,41 @@
+"""Cutting a model's tensors into buckets that travel one after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.trainer.weights.engine_layout import travel_together
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor as it travels: its name in the Hugging Face checkpoint, shape and dtype."""
+
+    name: str
+    shape: Sequence[int]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the wire."""
+        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+
+def cut(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[list[TensorSpec]]:
+    """Consecutive tensors, at most `bucket_bytes` to a bucket; a larger one travels alone, and what an engine fuses
+    only when it gets both at once travels together.
+    """
+    buckets: list[list[TensorSpec]] = []
+    filled = 0
+    for spec in specs:
+        is_full = not buckets or filled + spec.num_bytes > bucket_bytes
+        if is_full and not (buckets and travel_together(buckets[-1][-1].name, spec.name)):
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(spec)
+        filled += spec.num_bytes
+    return buckets

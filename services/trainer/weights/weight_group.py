@@ -1,0 +1,99 @@
+"""The collective group between one sending rank and all engines. The sender is always rank 0: SGLang hardcodes it."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper
+
+from headrace.errors import DeadlineExceeded, PublicationAborted
+from services.trainer.megatron.rendezvous import listening_store
+
+T = TypeVar("T")
+_POLL_SECONDS = 0.05
+
+
+class WeightGroup:
+    """States: listening (its store is up) → joined → broken or dropped. A broken group is never used again."""
+
+    def __init__(self, name: str, host: str, backend: str, timeout_seconds: float) -> None:
+        self.name = name
+        self.joined = False
+        self._backend = backend
+        self._timeout_seconds = timeout_seconds
+        self._timeout = datetime.timedelta(seconds=timeout_seconds)
+        self._store = listening_store(host, self._timeout)
+        self._group: dist.ProcessGroup | None = None
+
+    @property
+    def port(self) -> int:
+        """Where the store listens."""
+        return int(self._store.port)
+
+    def join(self, world_size: int, aborted: Callable[[], bool]) -> None:
+        """Waits for all engines. Built as SGLang builds its side (sglang/srt/utils: init_custom_process_group)."""
+
+        def build() -> dist.ProcessGroup:
+            group, _ = _new_process_group_helper(
+                world_size,
+                0,
+                [],
+                Backend(self._backend),
+                dist.PrefixStore(self.name, self._store),
+                group_name=GroupName(self.name),
+                backend_options=None,
+                timeout=self._timeout,
+            )
+            assert isinstance(group, dist.ProcessGroup)
+            return group
+
+        self._group = self._until_done(build, aborted)
+        self.joined = True
+
+    def broadcast(self, flat: torch.Tensor, aborted: Callable[[], bool]) -> None:
+        """Sends one bucket: uint8, shape [bytes]. Returns when it is on its way to every engine."""
+        group = self._group
+        assert group is not None
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._until_done(lambda: group.broadcast([flat], options).wait(self._timeout), aborted)
+
+    def drop(self) -> None:
+        """Closes the connections; engines that still wait on them get an error instead of waiting on."""
+        if self._group is not None:
+            self._group.abort()
+            self._group = None
+        self.joined = False
+
+    def _until_done(self, work: Callable[[], T], aborted: Callable[[], bool]) -> T:
+        """Collectives cannot be cancelled from outside, so the work has a thread that may be left behind."""
+        outcome: list[T] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                outcome.append(work())
+            except BaseException as error:  # noqa: BLE001  # handed to the waiting thread as it is
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name=f"weights-{self.name}", daemon=True)
+        thread.start()
+        waited = 0.0
+        while thread.is_alive():
+            thread.join(_POLL_SECONDS)
+            waited += _POLL_SECONDS
+            if thread.is_alive() and aborted():
+                self.drop()
+                raise PublicationAborted(f"group {self.name}: the publication was given up while sending")
+            if waited > self._timeout_seconds:
+                self.drop()
+                raise DeadlineExceeded(f"group {self.name}: engines did not answer within {self._timeout_seconds:g} s")
+        if errors:
+            self.drop()
+            raise errors[0]
+        return outcome[0]

@@ -1,0 +1,226 @@
+"""A ledger's copy while it serves, a ledger of that copy, and its samples as a table."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import duckdb
+import pyarrow.parquet
+import pytest
+
+from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.cli.main import main
+from headrace.client.buffer import BufferClient
+from headrace.errors import DataLoss, FailedPrecondition
+from headrace.ledger_tools.backup import write_backup
+from headrace.ledger_tools.export import export_parquet
+from headrace.sample_log import Answer, SampleLog
+from headrace.trajectory import Failure, Sample
+from services.buffer.store.memory import MemoryStore
+from services.buffer.store.postgres.store import PostgresStore
+from services.buffer.store.sqlite.store import SqliteStore
+from tests.support.ledgers.answers import answered
+from tests.support.ledgers.buffer_samples import complete_put, text_prompts
+from tests.support.processes.buffer_server import served_buffer
+from tests.support.processes.postgres import cluster, needs_postgres, run_postgres
+
+STREAM = pb.StreamConfig(name="train", n_samples_per_prompt=2, groups_per_step=2)
+
+
+@dataclass
+class Served:
+    address: str
+    client: BufferClient
+    folder: Path
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Served]:
+    """A buffer with ten groups ready and one step consumed."""
+    folder = tmp_path / "ledger"
+    async with served_buffer(SqliteStore(folder)) as (_, server), BufferClient(server.address) as client:
+        await client.create_stream(STREAM)
+        await produce(client, 12)
+        epoch = (await client.rewind("train", 0)).epoch
+        batch = await client.lease_batch("train", epoch, 0)
+        await client.consume("train", epoch, 0, batch.digest)
+        yield Served(server.address, client, folder)
+
+
+async def produce(client: BufferClient, count: int, prefix: str = "q") -> list[str]:
+    """Sample ids that were acknowledged."""
+    await client.submit_prompts("train", text_prompts(*(f"{prefix}{i}" for i in range(count))))
+    leases = (await client.lease_groups("train", "p", count)).leases
+    puts = [complete_put(lease) for lease in leases]
+    await client.put_groups(puts)
+    return [sample.envelope.sample_id for put in puts for sample in put.samples]
+
+
+async def command(*words: str) -> int:
+    return await asyncio.to_thread(main, ["buffer", *words])
+
+
+async def test_a_copy_made_under_load_is_one_moment_of_the_ledger(served: Served, tmp_path: Path) -> None:
+    before = await served.client.list_groups("train")
+    stopping = asyncio.Event()
+
+    async def keep_producing() -> None:
+        rounds = 0
+        while not stopping.is_set():
+            await produce(served.client, 4, f"more-{rounds}-")
+            rounds += 1
+
+    producing = asyncio.create_task(keep_producing())
+    assert await command("backup", served.address, str(tmp_path / "copy")) == 0
+    stopping.set()
+    await producing
+    assert not list(served.folder.glob("copy-*"))
+    assert await command("restore", str(tmp_path / "copy"), str(tmp_path / "again")) == 0
+
+    restored = SqliteStore(tmp_path / "again")
+    async with served_buffer(restored) as (buffer, server), BufferClient(server.address) as client:
+        position = await client.position()
+        assert position >= before.groups[0].position
+        groups = {g.group_id: g for g in (await client.list_groups("train", page_size=1000)).groups}
+        for group in before.groups:
+            assert groups[group.group_id] == group
+        ids = [sample.sample_id for group in groups.values() for sample in group.samples]
+        assert len(await client.fetch_samples("train", ids)) == len(ids)
+        events = [event.position async for page in _until(buffer.watch(1), position) for event in page]
+        assert events == list(range(1, position + 1))
+        await produce(client, 2, "goes on")
+
+
+async def _until(pages, position):  # type: ignore[no-untyped-def]
+    async for page in pages:
+        yield page
+        if page[-1].position >= position:
+            return
+
+
+async def test_a_changed_byte_of_a_backup_is_found(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await command("backup", served.address, str(tmp_path / "copy")) == 0
+    assert await command("backup", served.address, str(tmp_path / "copy")) == 1
+    assert "has something in it" in capsys.readouterr().err
+    file = max((tmp_path / "copy" / "files").rglob("*.s*"), key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert await command("restore", str(tmp_path / "copy"), str(tmp_path / "again")) == 1
+    assert "is not what was backed up" in capsys.readouterr().err
+    (tmp_path / "copy" / "backup.json").unlink()
+    assert await command("restore", str(tmp_path / "copy"), str(tmp_path / "again")) == 1
+    assert "it is no backup, or one that was cut short" in capsys.readouterr().err
+
+
+async def test_a_backup_of_a_damaged_ledger_says_what_it_lacks(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (group,) = (await served.client.list_groups("train", [pb.GROUP_STATE_READY], page_size=1)).groups
+    (sample, _) = await served.client.fetch_samples("train", [one.sample_id for one in group.samples])
+    file = next(path for path in (served.folder / "payloads").iterdir() if sample.payload in path.read_bytes())
+    data = file.read_bytes()
+    at = data.index(sample.payload)
+    with file.open("r+b") as broken:
+        broken.seek(at)
+        broken.write(bytes([data[at] ^ 1]))
+    assert await command("backup", served.address, str(tmp_path / "copy")) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "was written and lacks 1 things that are damaged in the ledger itself; the rest is there" in said
+    assert sample.envelope.sample_id in said
+    assert not list(tmp_path.glob("copy-verified-*"))
+
+
+async def test_a_backup_writes_nothing_outside_of_its_folder(tmp_path: Path) -> None:
+    async def hostile() -> AsyncIterator[pb.BackupResponse]:
+        yield pb.BackupResponse(chunk=pb.BackupChunk(file="../outside", data=b"x"))
+
+    with pytest.raises(DataLoss, match="outside of its folder"):
+        await write_backup(hostile(), tmp_path / "copy")
+    assert not (tmp_path / "outside").exists()
+
+
+async def test_a_ledger_in_memory_says_that_it_cannot_be_copied(tmp_path: Path) -> None:
+    async with served_buffer(MemoryStore()) as (_, server), BufferClient(server.address) as client:
+        with pytest.raises(FailedPrecondition, match="start the buffer with another --buffer-store"):
+            await write_backup(client.backup(), tmp_path / "copy")
+
+
+@needs_postgres
+async def test_a_ledger_in_postgresql_says_how_it_is_copied_and_that_way_works(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = PostgresStore(cluster(), "backed_up")
+    async with served_buffer(store) as (_, server), BufferClient(server.address) as client:
+        await client.create_stream(STREAM)
+        sample_ids = await produce(client, 2)
+        assert await command("backup", server.address, str(tmp_path / "copy")) == 1
+        assert "pg_dump --schema headrace_backed_up DATABASE > FILE" in " ".join(capsys.readouterr().err.split())
+        dump = run_postgres("pg_dump", "--schema", "headrace_backed_up", cluster())
+    run_postgres("createdb", f"--maintenance-db={cluster()}", "restored")
+    restored = f"{cluster().removesuffix('/postgres')}/restored"
+    run_postgres("psql", "--quiet", restored, standard_input=dump)
+    async with (
+        served_buffer(PostgresStore(restored, "backed_up")) as (_, server),
+        BufferClient(server.address) as client,
+    ):
+        assert len(await client.fetch_samples("train", sample_ids)) == 4
+        await produce(client, 2, "goes on")
+
+
+async def test_what_was_submitted_is_said_in_a_sentence(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["submit", "--buffer-address", served.address, "--prompt", "2 + 2 ="]
+    assert await asyncio.to_thread(main, words) == 0
+    assert capsys.readouterr().out.startswith("1 prompt is queued in stream train as group train/12: headrace samples")
+    assert await asyncio.to_thread(main, [*words, "--ids"]) == 0
+    assert capsys.readouterr().out == "train/13\n"
+
+
+async def test_what_was_committed_is_exported_with_its_text(served: Served, tmp_path: Path) -> None:
+    """From the run's log, and so is what the ledger has forgotten or never took."""
+    groups = (await served.client.list_groups("train", [pb.GROUP_STATE_CONSUMED])).groups
+    ids = [envelope.sample_id for group in groups for envelope in group.samples]
+    held = [Sample.unpack(packed) for packed in await served.client.fetch_samples("train", ids)]
+    log, file = SampleLog(tmp_path / "samples"), tmp_path / "samples.parquet"
+    forgotten = Answer.of(answered("forgotten", "2 + 2 =", " 5"), 1)
+    log.write_step(1, 0, [*(Answer.of(sample, 1) for sample in held), forgotten], 1 << 20)
+    failed = Answer.of(answered("failed", response="?", failure=Failure("SCORER_RAISED", "KeyError")))
+    log.write_failed(log.new_failed_file(), [failed], 1 << 20)
+    await served.client.commit("train", (await served.client.stats("train")).epoch, 1)
+    assert await export_parquet(served.address, "train", file, log) == 24 + 2
+    rows = {row["sample_id"]: row for row in pyarrow.parquet.read_table(file).to_pylist()}
+    committed = [row for row in rows.values() if row["state"] == "COMMITTED" and row["sample_id"] != "forgotten"]
+    assert {row["sample_id"] for row in committed} == set(ids)
+    assert all(row["prompt"].startswith("What is q") and row["response"] == "ok" for row in committed)
+    assert [rows["forgotten"][name] for name in ("step", "response", "reward", "scorer")] == [0, " 5", 1.0, "math"]
+    assert [rows["failed"][name] for name in ("status", "response", "failure_reason")] == [
+        "failed",
+        "?",
+        "SCORER_RAISED",
+    ]
+
+
+async def test_samples_are_exported_as_a_table(served: Served, tmp_path: Path) -> None:
+    file = tmp_path / "samples.parquet"
+    epoch = (await served.client.stats("train")).epoch
+    await served.client.commit("train", epoch, 1)
+    assert await command("export", "--buffer-address", served.address, "--parquet", str(file)) == 0
+    rows = {row["sample_id"]: row for row in pyarrow.parquet.read_table(file).to_pylist()}
+    groups = (await served.client.list_groups("train")).groups
+    assert rows.keys() == {sample.sample_id for group in groups for sample in group.samples}
+    ready = [row for row in rows.values() if row["state"] == "READY"]
+    assert len(ready) == 20
+    for row in ready:
+        assert row["tokens"] == [1, 2, 3, 10 + row["index"], 5]
+        assert (row["loss_mask"], row["rollout_log_probs"]) == ([1, 1], [0.0, 0.0])
+        assert row["policy_ranges"] == [{"policy_version": 0, "start": 0, "end": 2}]
+        assert row["prompt"].startswith("What is q")
+    gone = [row for row in rows.values() if row["state"] == "COMMITTED"]
+    assert [(row["step"], row["tokens"], row["reward"]) for row in gone] == [(0, None, 1.0)] * 4
+    table = duckdb.sql(f"SELECT state, count(*), avg(reward), sum(len(tokens)) FROM '{file}' GROUP BY 1 ORDER BY 1")
+    assert table.fetchall() == [("COMMITTED", 4, 1.0, None), ("READY", 20, 1.0, 100)]

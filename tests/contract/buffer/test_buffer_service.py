@@ -1,0 +1,453 @@
+"""The buffer over gRPC: what the state machine's tests cannot see."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.api.sample.v1 import sample_pb2
+from headrace.client.buffer import BufferClient
+from headrace.errors import (
+    AlreadyExists,
+    DataLoss,
+    DeadlineExceeded,
+    FailedPrecondition,
+    Fenced,
+    InvalidArgument,
+    NotFound,
+    OutOfRange,
+    ResourceExhausted,
+    Unavailable,
+)
+from headrace.job.schema.job import BufferSection, RolloutSection
+from headrace.ledger_tools.audit.ledger import read_ledger
+from headrace.rpc import call as rpc
+from headrace.trajectory import Sample
+from services.buffer.ledger.group import Prompt
+from services.buffer.ledger.stream import StreamConfig
+from services.buffer.ledger.transaction import Transaction
+from services.buffer.runtime.application import Buffer
+from services.buffer.store.memory import MemoryStore
+from services.buffer.store.sqlite.store import SqliteStore
+from tests.support.ledgers.buffer_samples import complete_put, completed_sample, text_prompts
+from tests.support.processes.buffer_server import BufferProcess, served_buffer
+
+
+def stream(**changes: object) -> pb.StreamConfig:
+    fields: dict[str, object] = {
+        "name": "train",
+        "n_samples_per_prompt": 2,
+        "groups_per_step": 2,
+        "max_staleness": 1,
+        **changes,
+    }
+    return pb.StreamConfig(**fields)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[BufferClient]:
+    async with (
+        served_buffer(MemoryStore(), prompt_root=Path("/")) as (_, server),
+        BufferClient(server.address) as client,
+    ):
+        await client.create_stream(stream())
+        yield client
+
+
+async def test_a_step_over_the_wire(client: BufferClient) -> None:
+    assert await client.submit_prompts("train", text_prompts("a", "b")) == ["train/0", "train/1"]
+    epoch = (await client.rewind("train", 0)).epoch
+    leases = (await client.lease_groups("train", "p", 8)).leases
+    assert [(x.prompt.text, x.n_samples, x.attempt) for x in leases] == [("What is a?", 2, 1), ("What is b?", 2, 1)]
+    assert 50 < leases[0].lease_seconds <= 60
+    results = await client.put_groups([complete_put(x) for x in leases])
+    assert {r.state for r in results} == {pb.GROUP_STATE_READY}
+    batch = await client.lease_batch("train", epoch, 0)
+    ids = [s.sample_id for g in batch.groups for s in g.samples]
+    samples = [Sample.unpack(packed) for packed in await client.fetch_samples("train", ids[::-1])]
+    assert [s.sample_id for s in samples] == ids[::-1]
+    assert samples[-1].tokens.tolist() == [1, 2, 3, 10, 5]
+    assert await client.consume("train", epoch, 0, batch.digest) == 1
+    assert await client.set_policy_version("train", epoch, 1) == 0
+    assert await client.commit("train", epoch, 1) == 2
+    stats = await client.stats("train")
+    assert (stats.step, stats.committed_step, stats.payload_bytes, stats.groups["COMMITTED"]) == (1, 1, 0, 2)
+    with pytest.raises(NotFound, match="committed"):
+        await client.fetch_samples("train", ids)
+
+
+async def test_waiting_producers_and_trainers_are_woken_by_the_change(client: BufferClient) -> None:
+    epoch = (await client.rewind("train", 0)).epoch
+    producer = asyncio.create_task(client.lease_groups("train", "p", 2, wait_seconds=30))
+    trainer = asyncio.create_task(client.try_lease_batch("train", epoch, 0, wait_seconds=30))
+    async with asyncio.timeout(180):
+        await client.submit_prompts("train", text_prompts("a", "b"))
+        leases = (await producer).leases
+        assert not trainer.done()
+        await client.put_groups([complete_put(x) for x in leases])
+        assert (await trainer).ready
+
+
+async def test_a_wait_ends_empty_before_its_deadline_and_says_why(client: BufferClient) -> None:
+    reply = await client.lease_groups("train", "p", 2, wait_seconds=0.05)
+    assert (len(reply.leases), reply.no_lease_reason) == (0, pb.NO_LEASE_REASON_NO_PROMPTS)
+    epoch = (await client.rewind("train", 0)).epoch
+    progress: list[int] = []
+    with pytest.raises(DeadlineExceeded, match=r"0 groups ready after 1 s"):
+        await client.lease_batch("train", epoch, 0, timeout_seconds=1.0, on_progress=progress.append)
+    assert progress[-1] == 0
+
+
+async def test_an_expired_lease_wakes_the_next_producer(client: BufferClient) -> None:
+    await client.create_stream(stream(name="quick", lease_seconds=0.2))
+    await client.submit_prompts("quick", text_prompts("a"))
+    first = (await client.lease_groups("quick", "p1", 1)).leases[0]
+    async with asyncio.timeout(180):
+        second = (await client.lease_groups("quick", "p2", 1, wait_seconds=50)).leases[0]
+    assert (second.group_id, second.attempt) == (first.group_id, 2)
+    (late,) = await client.put_groups([complete_put(first)])
+    assert late.refused.reason == "LEASE_LOST"
+
+
+async def test_partial_samples_reach_the_next_producer(client: BufferClient) -> None:
+    await client.submit_prompts("train", text_prompts("a"))
+    lease = (await client.lease_groups("train", "p1", 1)).leases[0]
+    partial = completed_sample(lease, 0, 0).pack()
+    await client.release_leases([pb.LeaseRelease(lease_id=lease.lease_id, partial_samples=[partial], reason="stop")])
+    again = (await client.lease_groups("train", "p2", 1)).leases[0]
+    assert (again.attempt, list(again.partial_samples)) == (1, [partial])
+
+
+async def test_an_older_trainer_is_fenced(client: BufferClient) -> None:
+    old = (await client.rewind("train", 0)).epoch
+    await client.rewind("train", 0)
+    with pytest.raises(Fenced, match="stop"):
+        await client.try_lease_batch("train", old, 0)
+
+
+async def test_limits_come_with_the_time_to_try_again(client: BufferClient) -> None:
+    await client.create_stream(stream(name="small", max_queued_groups=1))
+    with pytest.raises(ResourceExhausted, match="max_queued_groups 1") as refused:
+        await client.submit_prompts("small", text_prompts("a", "b"))
+    assert refused.value.retry_after_seconds == 1.0
+
+
+async def test_a_batch_over_the_limit_is_refused_with_the_limit(client: BufferClient) -> None:
+    with pytest.raises(InvalidArgument, match="prompts has 10001 entries, a call may have 10000") as refused:
+        await client.submit_prompts("train", text_prompts(*(str(i) for i in range(10_001))))
+    assert (refused.value.reason, refused.value.metadata["limit"]) == ("BATCH_TOO_LARGE", "10000")
+    with pytest.raises(InvalidArgument, match="groups has 1001 entries, a call may have 1000"):
+        await client.put_groups([pb.GroupPut()] * 1001)
+    request = pb.FetchSamplesRequest(stream="train", sample_ids=["x"] * 65_537)
+    with pytest.raises(InvalidArgument, match="sample_ids has 65537 entries"):
+        await anext(aiter(rpc.stream(client._stub.FetchSamples, request, deadline_seconds=60.0)))
+
+
+async def test_a_peer_with_too_many_calls_is_refused_and_told_when_to_come_back() -> None:
+    async with (
+        served_buffer(MemoryStore(), max_calls_per_peer=2) as (_, server),
+        BufferClient(server.address) as client,
+    ):
+        await client.create_stream(stream())
+        waiting = [asyncio.create_task(client.lease_groups("train", "me", 1, wait_seconds=20.0)) for _ in range(2)]
+        while server.peers.in_progress < 2:  # theirs, not ours to wake
+            await asyncio.sleep(0.01)
+        with pytest.raises(ResourceExhausted, match="has 2 calls in progress") as refused:
+            await client.stats("train")
+        assert refused.value.retry_after_seconds > 0
+        for call in waiting:
+            call.cancel()
+
+
+async def test_a_stream_has_one_config(client: BufferClient) -> None:
+    assert not (await client.create_stream(stream())).created
+    with pytest.raises(AlreadyExists, match="groups_per_step is 2, now 3"):
+        await client.create_stream(stream(groups_per_step=3))
+    assert [s.name for s in await client.list_streams()] == ["train"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"name": "no spaces"}, "config.name"),
+        ({"n_samples_per_prompt": 0}, "config.n_samples_per_prompt"),
+        ({"groups_per_step": 0}, "config.groups_per_step"),
+        ({"lease_seconds": -1.0}, "config.lease_seconds"),
+        ({"lease_seconds": float("nan")}, "config.lease_seconds"),
+        ({"selection": 77}, "config.selection"),
+        ({"files": [pb.FileSource(path="/nowhere.jsonl", input_key="prompt")]}, "config.files.path"),
+        ({"files": [pb.FileSource(path="/nowhere.jsonl")]}, "config.files.input_key"),
+    ],
+)
+async def test_a_wrong_config_names_its_field(client: BufferClient, changes: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        await client.create_stream(stream(**{"name": "new", **changes}))
+    assert refused.value.field == field
+
+
+async def test_a_bad_line_is_refused_with_file_and_line(client: BufferClient, tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "fine"}\n{"prompt": oops}\n')
+    file = pb.FileSource(path=str(path), input_key="prompt")
+    with pytest.raises(InvalidArgument) as refused:
+        await client.create_stream(stream(name="bad", files=[file]))
+    assert f"{path}, line 2: " in refused.value.message
+    file.skip_bad_lines = True
+    await client.create_stream(stream(name="bad", files=[file]))
+    assert (await client.stats("bad")).bad_lines == 1
+
+
+async def test_wrong_samples_are_refused(client: BufferClient) -> None:
+    await client.submit_prompts("train", text_prompts("a"))
+    lease = (await client.lease_groups("train", "p", 1)).leases[0]
+    put = complete_put(lease)
+    put.samples[1].payload += b"x"
+    with pytest.raises(DataLoss, match="does not match its digest"):
+        await client.put_groups([put])
+    put = complete_put(lease)
+    put.samples[0].envelope.group_id = "train/77"
+    with pytest.raises(InvalidArgument, match="says group 'train/77'"):
+        await client.put_groups([put])
+    put = complete_put(lease)
+    put.samples[0].envelope.status = sample_pb2.SAMPLE_STATUS_FAILED
+    with pytest.raises(InvalidArgument, match="a failure exactly when"):
+        await client.put_groups([put])
+    with pytest.raises(InvalidArgument, match="does not say why"):
+        await client.put_groups(
+            [pb.GroupPut(lease_id=lease.lease_id, group_id=lease.group_id, outcome=pb.PUT_OUTCOME_DROPPED)]
+        )
+
+
+async def test_a_failed_sample_inside_of_a_group_is_kept(client: BufferClient) -> None:
+    await client.submit_prompts("train", text_prompts("a"))
+    lease = (await client.lease_groups("train", "p", 1)).leases[0]
+    put = complete_put(lease)
+    failed = put.samples[1].envelope
+    failed.status = sample_pb2.SAMPLE_STATUS_FAILED
+    failed.failure.reason = "REWARD_TIMEOUT"
+    failed.ClearField("reward")
+    (result,) = await client.put_groups([put])
+    assert result.state == pb.GROUP_STATE_READY
+    group = (await client.list_groups("train", group_ids=[lease.group_id])).groups[0]
+    assert [s.failure.reason for s in group.samples] == ["", "REWARD_TIMEOUT"]
+
+
+async def test_samples_larger_than_a_message_come_in_several(client: BufferClient) -> None:
+    await client.submit_prompts("train", text_prompts("a", "b"))
+    leases = (await client.lease_groups("train", "p", 2)).leases
+    puts = [complete_put(x) for x in leases]
+    for put in puts:
+        for i, packed in enumerate(put.samples):
+            big = completed_sample(leases[puts.index(put)], i, 0)
+            packed.CopyFrom(Sample(**{**_fields(big), "response": "x" * (3 << 20)}).pack())
+    await client.put_groups(puts)
+    ids = [s.envelope.sample_id for p in puts for s in p.samples]
+    assert [s.envelope.sample_id for s in await client.fetch_samples("train", ids)] == ids
+
+
+def _fields(sample: Sample) -> dict[str, object]:
+    return {name: getattr(sample, name) for name in Sample.__slots__}
+
+
+async def test_two_streams_may_use_the_same_sample_ids(client: BufferClient) -> None:
+    await client.create_stream(stream(name="other"))
+    samples = {}
+    for name in ("train", "other"):
+        await client.submit_prompts(name, text_prompts(name))
+        (lease,) = (await client.lease_groups(name, "p", 1)).leases
+        put = complete_put(lease)
+        for i, packed in enumerate(put.samples):
+            packed.envelope.sample_id = f"sample-{i}"
+        await client.put_groups([put])
+        samples[name] = list(put.samples)
+    for name, put_samples in samples.items():
+        assert await client.fetch_samples(name, ["sample-0", "sample-1"]) == put_samples
+
+
+async def test_watch_gives_the_history_and_then_what_happens(client: BufferClient) -> None:
+    await client.submit_prompts("train", text_prompts("a"))
+    events = client.watch("train", 2)
+    async with asyncio.timeout(180):
+        first = await anext(events)
+        assert (first.position, first.kind, first.group_id) == (2, "submitted", "train/0")
+        coming = asyncio.ensure_future(anext(events))
+        await client.lease_groups("train", "p", 1)
+        second = await coming
+    assert (second.position, second.kind, second.state) == (3, "leased", pb.GROUP_STATE_LEASED)
+    await events.aclose()  # type: ignore[attr-defined]
+
+
+async def test_a_position_that_is_not_written_yet_is_out_of_range(client: BufferClient) -> None:
+    with pytest.raises(OutOfRange, match="the latest is 1"):
+        await anext(client.watch("train", 9))
+
+
+async def test_a_watch_from_a_deleted_position_is_refused_with_the_oldest_and_from_0_it_begins_there() -> None:
+    async with (
+        served_buffer(MemoryStore(), retain_events=16) as (_, server),
+        BufferClient(server.address) as client,
+    ):
+        await client.create_stream(stream(max_queued_groups=100))
+        for i in range(40):
+            await client.submit_prompts("train", text_prompts(f"p{i}"))
+        with pytest.raises(OutOfRange, match="watch from 25, or from 0") as refused:
+            await anext(client.watch("train", 1))
+        assert refused.value.metadata["oldest_position"] == "25"
+        for first in (0, 25):
+            assert (await anext(client.watch("train", first))).position == 25
+        with pytest.raises(OutOfRange, match="events before position 25 are deleted"):
+            await read_ledger(client, "train", 60.0)
+
+
+async def test_a_watcher_left_behind_is_cut_off_and_the_ledger_goes_on() -> None:
+    async with (
+        served_buffer(MemoryStore(), max_watch_lag=10) as (buffer, server),
+        BufferClient(server.address) as client,
+    ):
+        await client.create_stream(stream(max_queued_groups=100))
+        watcher = buffer.watch(1)
+        assert len(await anext(watcher)) == 1
+        live = asyncio.ensure_future(anext(watcher))
+        await client.submit_prompts("train", text_prompts("a"))
+        assert len(await live) == 1
+        await client.submit_prompts("train", text_prompts(*(f"p{i}" for i in range(20))))
+        with pytest.raises(OutOfRange, match="20 events behind, more than 10"):
+            await anext(watcher)
+
+
+async def test_groups_are_listed_by_page_and_by_id(client: BufferClient) -> None:
+    await client.submit_prompts("train", text_prompts("a", "b", "c"))
+    page = await client.list_groups("train", page_size=2)
+    assert [g.prompt.prompt_id for g in page.groups] == ["c", "b"]
+    rest = await client.list_groups("train", page_size=2, page_token=page.next_page_token)
+    assert ([g.prompt.prompt_id for g in rest.groups], rest.next_page_token) == (["a"], "")
+    some = await client.list_groups("train", group_ids=["train/0", "train/9"])
+    assert [g.group_id for g in some.groups] == ["train/0"]
+    with pytest.raises(InvalidArgument, match="none that ListGroups gave out"):
+        await client.list_groups("train", page_token="first")
+
+
+async def test_an_unknown_stream_is_not_found(client: BufferClient) -> None:
+    for attempt in (client.lease_groups("nope", "p", 1), client.stats("nope"), client.rewind("nope", 0)):
+        with pytest.raises(NotFound, match="no stream 'nope'"):
+            await attempt
+
+
+async def test_an_exhausted_file_ends_the_wait_for_a_batch(client: BufferClient, tmp_path: Path) -> None:
+    path = tmp_path / "three.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"q{i}"}) + "\n" for i in range(3)))
+    file = pb.FileSource(path=str(path), input_key="prompt", num_epochs=1)
+    await client.create_stream(stream(name="short", files=[file]))
+    epoch = (await client.rewind("short", 0)).epoch
+    leases = (await client.lease_groups("short", "p", 9)).leases
+    await client.put_groups([complete_put(x) for x in leases])
+    batch = await client.lease_batch("short", epoch, 0)
+    await client.consume("short", epoch, 0, batch.digest)
+    await client.set_policy_version("short", epoch, 1)
+    assert (await client.lease_groups("short", "p", 9)).no_lease_reason == pb.NO_LEASE_REASON_EXHAUSTED
+    with pytest.raises(FailedPrecondition, match="1 groups are left for step 1, a batch has 2") as refused:
+        await client.lease_batch("short", epoch, 1)
+    assert refused.value.reason == "EXHAUSTED"
+
+
+class FullDisk(MemoryStore):
+    """Takes one commit, then none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_commits = 0
+
+    def commit(self, transactions: Sequence[Transaction]) -> None:
+        self.num_commits += 1
+        if self.num_commits > 1:
+            raise OSError(28, "No space left on device")
+        super().commit(transactions)
+
+
+async def test_a_write_error_is_never_answered_ok_and_ends_the_buffer() -> None:
+    buffer = await Buffer.open(FullDisk())
+    await buffer.create_stream(StreamConfig("train", n_samples_per_prompt=2, groups_per_step=2))
+    for attempt in ("first", "second"):
+        with pytest.raises(Unavailable, match="disk failed"):
+            await buffer.submit("train", [Prompt(attempt, b"body")])
+    with pytest.raises(OSError, match="No space left"):
+        await buffer.journal.failed
+    await buffer.close()
+
+
+async def test_a_client_waits_through_a_restart_of_the_buffer(tmp_path: Path) -> None:
+    process = BufferProcess(tmp_path, prompts=None)
+    await process.start()
+    try:
+        async with BufferClient(process.address) as client, asyncio.timeout(180):
+            epoch = (await client.rewind("train", 0)).epoch
+            waiting = asyncio.create_task(client.lease_batch("train", epoch, 0))
+            await client.submit_prompts("train", text_prompts("a", "b", "c", "d"))
+            assert await process.terminate() == 0
+            await process.start()
+            leases = (await client.lease_groups("train", "p", 4)).leases
+            await client.put_groups([complete_put(x) for x in leases])
+            assert [g.group_id for g in (await waiting).groups] == [f"train/{i}" for i in range(4)]
+    finally:
+        await process.kill()
+
+
+async def test_a_restart_with_the_sqlite_store_goes_on_where_it_was(tmp_path: Path) -> None:
+    async with served_buffer(SqliteStore(tmp_path)) as (_, server), BufferClient(server.address) as client:
+        await client.create_stream(stream())
+        await client.submit_prompts("train", text_prompts("a", "b"))
+        leases = (await client.lease_groups("train", "p", 2)).leases
+    async with served_buffer(SqliteStore(tmp_path)) as (_, server), BufferClient(server.address) as client:
+        assert (await client.renew_leases([x.lease_id for x in leases])).renewed == [x.lease_id for x in leases]
+        results = await client.put_groups([complete_put(x) for x in leases])
+        assert {r.state for r in results} == {pb.GROUP_STATE_READY}
+
+
+@pytest.mark.parametrize(("section", "status"), [({"max_payload_bytes": 1000}, "serving"), ({}, "refused")])
+async def test_a_restart_may_change_the_limits_and_nothing_else(
+    tmp_path: Path, section: dict[str, int], status: str
+) -> None:
+    first = BufferProcess(tmp_path, None)
+    await first.start()
+    async with BufferClient(first.address) as client:
+        await client.submit_prompts("train", text_prompts("a"))
+    await first.kill()
+    batch_size = 4 if status == "serving" else 5
+    second = BufferProcess(
+        tmp_path,
+        None,
+        buffer=BufferSection(max_staleness=3, **section),
+        rollout=RolloutSection(rollout_batch_size=batch_size, n_samples_per_prompt=2),
+    )
+    await second.start()
+    if status == "refused":
+        assert await second.wait() == 1
+        assert "groups_per_step is 4, now 5; use another name" in json.loads(second.log.splitlines()[-1])["message"]
+        return
+    async with BufferClient(second.address) as client:
+        (config,) = await client.list_streams()
+        assert (config.max_staleness, config.max_payload_bytes) == (3, 1000)
+        assert (await client.stats("train")).groups["QUEUED"] == 1
+    await second.kill()
+
+
+async def test_two_samples_of_one_index_need_a_shared_rollout_id(client: BufferClient) -> None:
+    await client.submit_prompts("train", text_prompts("a"))
+    (lease,) = (await client.lease_groups("train", "p", 1)).leases
+    put = complete_put(lease)
+    for sample in put.samples:
+        sample.envelope.index = 0
+    for rollout_ids in (("", ""), ("one", "other"), ("one", "")):
+        for sample, rollout_id in zip(put.samples, rollout_ids, strict=True):
+            sample.envelope.rollout_id = rollout_id
+        with pytest.raises(InvalidArgument, match="samples of one execution share a rollout_id"):
+            await client.put_groups([put])
+    for sample in put.samples:
+        sample.envelope.rollout_id = "one"
+    (result,) = await client.put_groups([put])
+    assert (result.state, result.HasField("refused")) == (pb.GROUP_STATE_READY, False)

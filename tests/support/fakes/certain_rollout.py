@@ -1,0 +1,139 @@
+"""A rollout service whose samples follow from prompt and policy version alone, and whose engine takes real weights.
+
+Publication is the real one (receiver, fleet, a gloo broadcast into an engine without a model). Production is one lease
+after the other, so a run's batches are the same however often its trainer dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from headrace.api.buffer.v1 import buffer_pb2
+from headrace.api.rollout.v1 import rollout_pb2 as pb
+from headrace.api.rollout.v1 import rollout_pb2_grpc
+from headrace.client.buffer import BufferClient
+from headrace.errors import HeadraceError
+from headrace.rpc.server import RpcServer, Service
+from headrace.trajectory import PolicyRange, Sample, Status
+from services.rollout.engine.fleet import Fleet, FleetTiming
+from services.rollout.engine.process import EngineFactory
+from services.rollout.metrics import RolloutMetrics
+from services.rollout.publication.receiver import Receiver
+from services.rollout.service import RolloutParts
+from services.rollout.servicer import RolloutServicer
+from services.rollout.wire import engine_of
+from tests.support.fakes.fake_fleet import RememberedRouting
+from tests.support.fakes.gloo_engine import GlooEngine
+
+VOCAB_SIZE = 300
+Change = Callable[[buffer_pb2.GroupPut], buffer_pb2.GroupPut]
+
+
+@dataclass
+class CertainRollout:
+    """What a test sees of it."""
+
+    address: str
+    fleet: Fleet
+
+    @property
+    def engine(self) -> GlooEngine:
+        """The only one, where it is part of the test's process."""
+        process = self.fleet.engines[0].process
+        assert isinstance(process, GlooEngine)
+        return process
+
+
+@dataclass
+class _Parts:
+    fleet: Fleet
+    receiver: Receiver
+    metrics: RolloutMetrics
+
+
+class _Servicer(RolloutServicer):
+    async def GetFleet(self, request: pb.GetFleetRequest, context: Any) -> pb.GetFleetResponse:
+        fleet = self._parts.fleet
+        return pb.GetFleetResponse(
+            engines=[engine_of(engine) for engine in fleet.engines], policy_version=fleet.policy_version
+        )
+
+
+@asynccontextmanager
+async def certain_rollout(
+    build: EngineFactory = lambda _: GlooEngine(), num_engines: int = 1
+) -> AsyncIterator[CertainRollout]:
+    """Serves on a free port; produce with `produce`."""
+    fleet = Fleet(num_engines, 1, build, RememberedRouting(), FleetTiming(start_seconds=120))
+    await fleet.start()
+    parts = _Parts(fleet, Receiver(fleet), RolloutMetrics(CollectorRegistry()))
+    servicer = _Servicer(cast(RolloutParts, parts))
+    name = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
+    add = rollout_pb2_grpc.add_RolloutServiceServicer_to_server
+    server = RpcServer("rollout", "127.0.0.1:0", [Service(servicer, add, name)])
+    await server.start()
+    try:
+        yield CertainRollout(server.address, fleet)
+    finally:
+        await server.stop(0.0)
+        await parts.receiver.close()
+        await fleet.stop()
+
+
+def allow(supply: asyncio.Semaphore, groups: int) -> None:
+    """So many more may be made: a run whose groups are counted waits where a test wants it to."""
+    for _ in range(groups):
+        supply.release()
+
+
+async def produce(
+    buffer_address: str, supply: asyncio.Semaphore | None = None, change: Change = lambda put: put
+) -> None:
+    """Leases, makes, changes and puts one group at a time, until cancelled; as many as the supply allows."""
+    async with BufferClient(buffer_address) as client:
+        while True:
+            if supply:
+                await supply.acquire()
+            try:
+                reply = await client.lease_groups("train", "certain", 1, wait_seconds=1.0)
+                if reply.leases:
+                    await client.put_groups([change(_group(reply.leases[0]))])
+                elif supply:
+                    supply.release()
+            except HeadraceError:  # the buffer starts or ends
+                await asyncio.sleep(0.1)
+
+
+def _group(lease: buffer_pb2.GroupLease) -> buffer_pb2.GroupPut:
+    samples = [_sample(lease, index).pack() for index in range(lease.n_samples)]
+    return buffer_pb2.GroupPut(
+        lease_id=lease.lease_id, group_id=lease.group_id, outcome=buffer_pb2.PUT_OUTCOME_COMPLETE, samples=samples
+    )
+
+
+def _sample(lease: buffer_pb2.GroupLease, index: int) -> Sample:
+    """Lengths, tokens, log-probs and reward: all from the prompt, the version and the index."""
+    text = f"{lease.prompt.prompt_id}/{lease.policy_version}/{index}"
+    random = np.random.default_rng(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big"))
+    prompt, response = int(random.integers(3, 12)), int(random.integers(2, 16))
+    return Sample(
+        sample_id=f"{lease.group_id}/{lease.attempt}/{index}",
+        group_id=lease.group_id,
+        index=index,
+        prompt=lease.prompt.text,
+        response="",
+        tokens=random.integers(3, VOCAB_SIZE, prompt + response).astype(np.int32),
+        loss_mask=np.ones(response, np.uint8),
+        rollout_log_probs=random.uniform(-6.5, -5.0, response).astype(np.float32),
+        status=Status.COMPLETED,
+        reward=float(random.normal()),
+        policy_ranges=[PolicyRange(lease.policy_version, 0, response)],
+    )

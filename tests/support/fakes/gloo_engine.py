@@ -1,0 +1,93 @@
+"""A fake engine that takes part in real weight broadcasts: it joins the trainer's group and keeps what it receives.
+
+`python -m tests.support.fakes.gloo_engine PORT [FAILPOINT]` is one in a process of its own. Its failpoints are passed
+in every broadcast: `bucket` before anything is received, so that the sender waits, `bytes` when the first have come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import math
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from aiohttp import web
+from torch.distributed.distributed_c10d import Backend, _new_process_group_helper
+
+from tests.support.fakes.engine_checksums import engine_checksums
+from tests.support.fakes.fake_engine import FakeEngine
+from tests.support.faults.failpoint import Failpoint
+
+_TIMEOUT = datetime.timedelta(seconds=60)
+
+
+class GlooEngine(FakeEngine):
+    """Answers /weights_checker as SGLang does, from the tensors that came over the wire."""
+
+    def __init__(self, port: int | None = None, failpoint: Failpoint | None = None) -> None:
+        super().__init__(port=port)
+        self._failpoint = failpoint
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._joined: dict[str, dist.ProcessGroup] = {}
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        work = {
+            "/init_weights_update_group": self._join,
+            "/update_weights_from_distributed": self._receive,
+            "/weights_checker": self._checksums,
+        }.get(request.path)
+        if work is None:
+            return await super()._answer(request)
+        try:
+            return web.json_response(await asyncio.to_thread(work, await request.json()))
+        except RuntimeError as error:  # the trainer died in the middle
+            return web.json_response({"success": False, "message": str(error)}, status=400)
+
+    def _join(self, body: dict[str, Any]) -> dict[str, Any]:
+        name = body["group_name"]
+        store = dist.TCPStore(body["master_address"], body["master_port"], is_master=False, timeout=_TIMEOUT)
+        self._joined[name], _ = _new_process_group_helper(
+            body["world_size"],
+            body["rank_offset"],
+            [],
+            Backend("gloo"),
+            dist.PrefixStore(name, store),
+            group_name=name,
+            backend_options=None,
+            timeout=_TIMEOUT,
+        )
+        self.groups.add(name)
+        return {"success": True}
+
+    def _receive(self, body: dict[str, Any]) -> dict[str, Any]:
+        dtypes = [getattr(torch, name.removeprefix("torch.")) for name in body["dtypes"]]
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(body["shapes"], dtypes, strict=True)]
+        flat = torch.zeros(sum(sizes), dtype=torch.uint8)
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        if self._failpoint:
+            self._failpoint.passes("bucket")
+        work = self._joined[body["group_name"]].broadcast([flat], options)
+        if self._failpoint:
+            while not flat[:64].any() and not work.is_completed():
+                pass  # what comes are weights: never zeros alone
+            self._failpoint.passes("bytes")
+        work.wait(_TIMEOUT)
+        for name, part, dtype, shape in zip(body["names"], flat.split(sizes), dtypes, body["shapes"], strict=True):
+            self.tensors[name] = part.clone().view(dtype).view(shape)
+        return {"success": True}
+
+    def _checksums(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {"success": True, "ranks": [{"checksums": engine_checksums(self.tensors)}]}
+
+
+async def main(port: str, failpoint: str = "") -> None:
+    await GlooEngine(int(port), Failpoint(failpoint) if failpoint else None).start(seconds=60)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

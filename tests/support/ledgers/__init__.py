@@ -1,0 +1,1 @@
+"""Ledgers, stores and samples for tests, and histories to check them against."""

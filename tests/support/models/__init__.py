@@ -1,0 +1,1 @@
+"""Tiny random models of every family, with real tokenizers and chat templates."""

@@ -1,0 +1,130 @@
+"""Tiny random checkpoints of every family, made by transformers: `make_tiny(folder, "llama", tied=True)`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from tests.support.models.tiny_model import make_tiny_tokenizer
+
+VOCAB_SIZE = 320
+_SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 16384,
+    "initializer_range": 0.15,  # far from a uniform distribution, so that a wrong weight shows
+    "vocab_size": VOCAB_SIZE,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# Short, so that a few positions are already in the part that YaRN stretches.
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+_SIGMOID_EXPERTS = {
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_nextn_predict_layers": 0,
+}
+_LATENT_ATTENTION = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+}
+_FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            "head_dim": 32,
+            "moe_intermediate_size": 48,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+        },
+    ),
+    "glm4": ("glm4", {"head_dim": 32, "attention_bias": True, "rms_norm_eps": 1e-5}),
+    "glm4_moe": ("glm4_moe", _SIGMOID_EXPERTS | {"head_dim": 32, "attention_bias": True, "use_qk_norm": True}),
+    "deepseek_v3": (
+        "deepseek_v3",
+        _SIGMOID_EXPERTS
+        | _LATENT_ATTENTION
+        | {"q_lora_rank": 32, "n_group": 4, "topk_group": 2, "rope_parameters": _YARN},
+    ),
+    "moonlight": (
+        "deepseek_v3",
+        _SIGMOID_EXPERTS | _LATENT_ATTENTION | {"q_lora_rank": None, "rms_norm_eps": 1e-2},
+    ),
+    "kimi_k2": (
+        "deepseek_v3",
+        _SIGMOID_EXPERTS | _LATENT_ATTENTION | {"q_lora_rank": 32, "rope_parameters": _YARN | {"beta_fast": 1.0}},
+    ),
+}
+"""transformers' model_type and the shape. Kimi K2 is DeepSeek V3's model under another name."""
+
+
+def make_tiny(
+    folder: Path, family: str, *, tied: bool = False, seed: int = 7, num_layers: int = 2, **shape: Any
+) -> Path:
+    """A float32 Hugging Face folder with a tokenizer; untied Llama has Llama 3's stretched rotary frequencies."""
+    torch.manual_seed(seed)
+    model_type, particular = _FAMILIES[family]
+    rope = {"rope_parameters": _LLAMA3_ROPE} if family == "llama" and not tied else {}
+    chosen = {"tie_word_embeddings": tied, "num_hidden_layers": num_layers} | rope | shape
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**(_SHAPE | dict(particular) | chosen)))
+    _shake(model)
+    model.save_pretrained(folder, max_shard_size="100KB")
+    make_tiny_tokenizer().save_pretrained(folder)
+    if family == "kimi_k2":
+        _call_it(folder, "kimi_k2")
+    return folder
+
+
+def _shake(model: Any) -> None:
+    """Norms are ones, and biases and router biases zeros otherwise, which hides mix-ups."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.copy_(torch.randn_like(parameter) * 0.1 + float("norm" in name))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.3)
+
+
+def _call_it(folder: Path, model_type: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": model_type}))

@@ -1,0 +1,148 @@
+"""A buffer to talk to: in this process, or as a process of its own that may be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from headrace.api.buffer.v1 import buffer_pb2
+from headrace.job.schema.job import BufferSection, DataSection, Job, ModelSection, RolloutSection
+from headrace.rpc.net import free_port
+from headrace.rpc.server import RpcServer, Service
+from services.buffer.conversion.wire_bytes import add_to_server
+from services.buffer.prompts.files import PromptFiles
+from services.buffer.runtime.application import NO_USER_CODE, Buffer
+from services.buffer.runtime.user_code import UserCode
+from services.buffer.servicer import REQUEST_LIMITS, BufferServicer
+from services.buffer.store.base import Store
+
+ROOT = Path(__file__).parents[3]
+
+
+@asynccontextmanager
+async def served_buffer(
+    store: Store,
+    *,
+    address: str = "127.0.0.1:0",
+    columns_folder: Path | None = None,
+    user_code: UserCode = NO_USER_CODE,
+    prompt_root: Path | None = None,
+    max_column_bytes: int = 1 << 40,
+    max_watch_lag: int = 100_000,
+    min_free_disk_bytes: int = 0,
+    retain_events: int | None = None,
+    grace_seconds: float = 0.0,
+    max_calls_per_peer: int = 40_000,
+) -> AsyncIterator[tuple[Buffer, RpcServer]]:
+    """A buffer on a free port of this process."""
+    buffer = await Buffer.open(
+        store,
+        columns_folder=columns_folder,
+        user_code=user_code,
+        prompt_files=PromptFiles(prompt_root, None if prompt_root is None else ()),
+        max_column_bytes=max_column_bytes,
+        max_watch_lag=max_watch_lag,
+        min_free_disk_bytes=min_free_disk_bytes,
+        retain_events=retain_events,
+    )
+    name = buffer_pb2.DESCRIPTOR.services_by_name["BufferService"].full_name
+    service = Service(BufferServicer(buffer), add_to_server, name)
+    server = RpcServer(
+        "buffer",
+        address,
+        [service],
+        max_calls_per_peer=max_calls_per_peer,
+        request_limits=REQUEST_LIMITS,
+        gate=buffer.store_watch.require,
+    )
+    await server.start()
+    buffer.store_watch.listeners.append(server.set_serving)
+    try:
+        yield buffer, server
+    finally:
+        await server.stop(grace_seconds)
+        await buffer.close()
+
+
+class BufferProcess:
+    """`python -m services.buffer` on one port and one data folder, started as often as one likes."""
+
+    def __init__(self, folder: Path, prompts: Path | None, **sections: object) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        self.folder = folder
+        self._config = folder / "job.json"
+        self._config.write_text(_job(prompts, **sections).model_dump_json())
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(
+        self,
+        failpoint: str | None = None,
+        file_bytes: int = 1 << 20,
+        metrics_address: str | None = None,
+        *,
+        compacting: bool = False,
+    ) -> None:
+        """Returns at once; clients wait for it. With a failpoint (see `faulty_files`) its disk fails there."""
+        module = "tests.support.faults.faulty_buffer" if failpoint or compacting else "services.buffer"
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "HEADRACE_FILE_BYTES": str(file_bytes)}
+        if failpoint:
+            environment["HEADRACE_FAILPOINT"] = failpoint
+        if compacting:
+            environment["HEADRACE_COMPACTING"] = "1"
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", module, "--config", str(self._config), "--address", self.address,
+            "--data-dir", str(self.folder / "ledger"),
+            *(("--metrics-address", metrics_address) if metrics_address else ()),
+            cwd=ROOT, env=environment, stderr=(self.folder / "log").open("a"),
+        )  # fmt: skip
+
+    async def kill(self) -> None:
+        """`kill -9`."""
+        await self._end(signal.SIGKILL)
+
+    async def terminate(self) -> int:
+        """SIGTERM; returns the exit status."""
+        return await self._end(signal.SIGTERM)
+
+    async def wait(self) -> int:
+        """The exit status, once it ends by itself."""
+        assert self._process
+        return await self._process.wait()
+
+    @property
+    def pid(self) -> int:
+        assert self._process
+        return self._process.pid
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that the process has had resident so far."""
+        assert self._process
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")) * 1024
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+    async def _end(self, number: signal.Signals) -> int:
+        assert self._process
+        if self._process.returncode is None:
+            self._process.send_signal(number)
+        return await self._process.wait()
+
+
+def _job(prompts: Path | None, **sections: object) -> Job:
+    fields: dict[str, object] = {
+        "model": ModelSection(hf_checkpoint=Path("/none")),
+        "data": DataSection(prompt_data=(str(prompts),) if prompts else ()),
+        "rollout": RolloutSection(rollout_batch_size=4, n_samples_per_prompt=2),
+        "buffer": BufferSection(max_staleness=1),
+        **sections,
+    }
+    return Job(**fields)  # type: ignore[arg-type]

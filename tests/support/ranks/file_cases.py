@@ -1,0 +1,130 @@
+"""Two ranks that save and export while one of them has a disk that refuses, and go on: a rank's part in the tests.
+
+Each step of a case ends on both ranks with the same line in log-RANK.txt: "ok", or the error's class and message.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import HeadraceError
+from headrace.job.schema.job import CheckpointSection, Job
+
+FULL_BYTES = 20_000
+
+
+@dataclass(frozen=True)
+class FilesCase:
+    """`folder` is the run's; the model is in `hf_checkpoint`, a smaller one with the same names in `smaller`."""
+
+    folder: str
+    hf_checkpoint: str
+    smaller: str
+    async_save: bool
+    megatron: dict[str, Any]
+
+
+def run_case(case: FilesCase) -> None:  # noqa: PLR0915  # one case, told in order
+    """In both ranks at once."""
+    import torch.distributed as dist
+
+    from services.trainer.checkpoint.checkpoint import Checkpoints
+    from services.trainer.megatron.parallel import initialize
+    from services.trainer.model.policy import Policy
+
+    run, rank = Path(case.folder), int(os.environ["RANK"])
+    sections = {"model": {"hf_checkpoint": case.hf_checkpoint}, "checkpoint": {"async_save": case.async_save}}
+    job = Job.model_validate({**sections, "rollout": {"num_rollout": 2}, "megatron": case.megatron})
+    layout = initialize(job)
+    policy = Policy.build(job, layout)
+    checkpoints = Checkpoints(job, run, layout)
+
+    def step(work: Callable[[], None]) -> None:
+        with (run / f"log-{rank}.txt").open("a") as log:
+            try:
+                work()
+                print("ok", file=log)
+            except HeadraceError as error:
+                print(f"{type(error).__name__}: {error.message}", file=log)
+        dist.barrier()
+
+    def save(number: int, epoch: int = 5) -> None:
+        checkpoints.save(policy, step=number, policy_version=number, epoch=epoch)
+        checkpoints.flush()
+
+    step(lambda: save(1))
+    for ill in (0, 1):
+        with full_disk(ill == rank):
+            step(lambda: save(2))
+        with full_disk(ill == rank):
+            step(lambda: policy.export(run / "exports" / "full"))
+    if rank == 0:
+        (run / "taken").write_text("no folder")
+        (run / "used").mkdir()
+        (run / "used" / "file").touch()
+    step(lambda: policy.export(run / "taken" / "below"))
+    step(lambda: policy.export(run / "used"))
+    if rank == 0:
+        (run / "checkpoints").rename(run / "elsewhere")
+        (run / "checkpoints").write_text("no folder")
+    step(lambda: save(2))
+    if rank == 0:
+        (run / "checkpoints").unlink()
+        (run / "elsewhere").rename(run / "checkpoints")
+    step(lambda: save(2))
+    step(lambda: save(3, epoch=4))
+    step(lambda: policy.export(run / "exports" / "full"))
+    if rank == 0:
+        (run / "exports" / "full" / "model.safetensors").write_bytes(b"torn")
+    step(lambda: policy.export(run / "exports" / "full"))
+    if rank == 1:
+        shutil.rmtree(run / "checkpoints" / "step-00000002")
+    dist.barrier()
+    step(lambda: print(checkpoints.restore_latest(policy), file=(run / f"restored-{rank}.txt").open("w")))
+    smaller = job.model_copy(update={"model": job.model.model_copy(update={"hf_checkpoint": Path(case.smaller)})})
+    other = Policy.build(smaller, layout)
+    step(lambda: print(checkpoints.restore_latest(other)))
+    initial = CheckpointSection(initial_megatron_checkpoint=run / "checkpoints" / "step-00000001")
+    step(lambda: print(Policy.build(smaller.model_copy(update={"checkpoint": initial}), layout)))
+
+
+@contextmanager
+def full_disk(is_full: bool) -> Iterator[None]:
+    """This process cannot write files longer than FULL_BYTES; the others can."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if is_full:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_BYTES, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def main(script: Path) -> None:
+    """The cases of a script, each on a port of its own."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    for entry in json.loads(script.read_text()):
+        os.environ["MASTER_PORT"] = str(entry.pop("port"))
+        try:
+            run_case(FilesCase(**entry))
+        finally:
+            parallel_state.destroy_model_parallel()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

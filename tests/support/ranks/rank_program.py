@@ -1,0 +1,62 @@
+"""`python rank_program.py FOLDER`: a rank that meets the others, adds up their numbers, and loses rank 1 after that."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+import os
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from headrace.process.exit_codes import PEER_LOST
+from services.trainer.control.channel import Control
+from services.trainer.control.lifeline import Lifeline, PeerLost
+from services.trainer.megatron.rendezvous import join
+from services.trainer.weights.weight_group import WeightGroup
+from tests.support.processes.listening import listening
+
+
+def meet(folder: Path, rank: int, world_size: int) -> Control:
+    join(rank, world_size, "gloo", datetime.timedelta(minutes=10))
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    (folder / f"rank-{rank}").write_text(" ".join([f"{total.item():g}", *(os.environ[name] for name in names)]))
+    return Control(rank, torch.device("cpu"))
+
+
+async def main(folder: Path) -> None:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    loop, compute = asyncio.get_running_loop(), ThreadPoolExecutor(1)
+    control = await loop.run_in_executor(compute, meet, folder, rank, world_size)
+    lifeline = Lifeline(rank, world_size, control.secret)
+    if rank == 0:
+        control.put("lifeline", str(await lifeline.listen(control.host)))
+    else:
+        await lifeline.connect(control.host, int(await loop.run_in_executor(compute, control.wait_for, "lifeline")))
+    group = WeightGroup("weights", control.host, "gloo", 60.0)
+    (folder / f"listening-{rank}").write_text(json.dumps(listening([os.getpid()])))
+    group.drop()
+    await loop.run_in_executor(compute, dist.barrier)
+    if rank == 1:
+        print("rank 1 says its last words", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    async def waits_for_ever() -> None:
+        await asyncio.Event().wait()
+
+    try:
+        await lifeline.guard(waits_for_ever())
+    except PeerLost as error:
+        print(error.message, file=sys.stderr, flush=True)
+        os._exit(PEER_LOST)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1])))

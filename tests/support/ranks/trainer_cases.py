@@ -1,0 +1,119 @@
+"""What a spawned rank does in the tests of whole trainers: it is one, of one job after the other.
+
+In each case's folder is what a run leaves there, and the exported model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.api.buffer.v1 import buffer_pb2
+from headrace.client.buffer import BufferClient
+from headrace.job.schema.job import Job
+from services.buffer.store.base import Store
+from tests.support.fakes.certain_rollout import CertainRollout, Change, certain_rollout, produce
+from tests.support.fakes.policy_engine import PolicyEngine
+from tests.support.ranks.algorithm_cases import Sections, laid_over
+
+NUM_STEPS = 2
+LOG_PROB_BOUND = 1e-4
+"""By which trainer and engine may differ on the canary, in the mean."""
+_SIZES = {"rollout_batch_size": 4, "n_samples_per_prompt": 4}
+_PLAIN: Sections = {
+    "rollout": {"num_rollout": NUM_STEPS, "rollout_temperature": 0.8, **_SIZES},
+    "train": {"micro_batch_size": 3, "num_steps_per_rollout": 1},
+    "megatron": {"lr": 1e-2, "adam_eps": 1e-3},
+    "publish": {"update_weight_canary_tolerance": LOG_PROB_BOUND, "update_weight_buffer_size": 100_000},
+}
+
+
+@dataclass(frozen=True)
+class TrainerCase:
+    """Sections are laid over those of a plain job."""
+
+    name: str
+    folder: str
+    hf_checkpoint: str
+    sections: Sections
+    services: Mapping[str, str]
+
+    @property
+    def out(self) -> Path:
+        """Where its results are."""
+        return Path(self.folder) / self.name
+
+    def job(self) -> Job:
+        """The job it stands for."""
+        own: Sections = {
+            "model": {"hf_checkpoint": self.hf_checkpoint},
+            "checkpoint": {"save_hf": str(self.out / "export")},
+            "services": self.services,
+        }
+        return laid_over(_PLAIN | own, self.sections)
+
+
+@asynccontextmanager
+async def served(
+    name: str,
+    folder: Path,
+    checkpoint: Path,
+    sections: Sections,
+    change: Change = lambda put: put,
+    store: Store | None = None,
+) -> AsyncIterator[tuple[TrainerCase, CertainRollout]]:
+    """The case, with a buffer and a rollout service for it in this process; they make (and change) its samples."""
+    from services.buffer.store.memory import MemoryStore
+    from tests.support.ledgers.buffer_samples import text_prompts
+    from tests.support.processes.buffer_server import served_buffer
+
+    stream = buffer_pb2.StreamConfig(
+        name="train", n_samples_per_prompt=_SIZES["n_samples_per_prompt"], groups_per_step=_SIZES["rollout_batch_size"]
+    )
+    async with (
+        certain_rollout(lambda _: PolicyEngine(checkpoint)) as rollout,
+        served_buffer(store or MemoryStore()) as (_, server),
+        BufferClient(server.address) as client,
+    ):
+        await client.create_stream(stream)
+        await client.submit_prompts("train", text_prompts(*(str(number) for number in range(20))))
+        producing = asyncio.create_task(produce(server.address, change=change))
+        services = {"buffer_address": server.address, "rollout_address": rollout.address}
+        try:
+            yield TrainerCase(name, str(folder), str(checkpoint), sections, services), rollout
+        finally:
+            producing.cancel()
+
+
+def run_case(case: TrainerCase) -> None:
+    """In every rank at once."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from services.trainer.__main__ import run_rank
+
+    place = argparse.Namespace(address="127.0.0.1:0", metrics_address=None, run_dir=case.out, insecure=False)
+    try:
+        asyncio.run(run_rank(case.job(), place))
+    finally:
+        parallel_state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def main(script: Path) -> None:
+    """The cases of a script, each on a port of its own."""
+    for entry in json.loads(script.read_text()):
+        os.environ["MASTER_PORT"] = str(entry.pop("port"))
+        run_case(TrainerCase(**entry))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,134 @@
+"""Ways in which trainers elsewhere lose rollouts, or train on the wrong ones: each is a sentence here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.api.sample.v1 import sample_pb2
+from headrace.errors import FailedPrecondition, InvalidArgument
+from services.buffer.conversion import wire
+from services.buffer.conversion.wire_bytes import raw_put
+from services.buffer.ledger.commands.producing import GroupPut, PutOutcome, Release
+from services.buffer.ledger.group import GroupState
+from services.buffer.ledger.source import FileSource
+from services.buffer.ledger.stream import StreamConfig
+from services.buffer.runtime.application import Buffer
+from services.buffer.store.sqlite.store import SqliteStore
+from tests.support.ledgers.buffer_samples import complete_put
+from tests.support.ledgers.ledger_under_test import LedgerUnderTest, sample
+from tests.support.ledgers.stores import STORES, reopened
+
+
+def test_groups_are_formed_by_id_and_not_by_the_shape_of_what_came(tmp_path: Path) -> None:
+    it = LedgerUnderTest()
+    it.create(groups_per_step=3)
+    it.submit("a", "b", "c")
+    epoch, groups = it.rewind(), it.lease()
+    sizes = {"train/0": 2, "train/1": 5, "train/2": 3}  # fan-out: more samples than asked, and uneven
+    puts = [
+        GroupPut(
+            group.lease.lease_id,
+            group.group_id,
+            PutOutcome.COMPLETE,
+            tuple(sample(group, i, 0) for i in range(sizes[group.group_id])),
+        )
+        for group in (groups[2], groups[0], groups[1])
+        if group.lease
+    ]
+    it.do(it.ledger.put(it.now, puts))
+    batch = it.consume(epoch, 0)
+    assert {group.group_id: len(group.samples) for group in batch.groups} == sizes
+    for group in batch.groups:
+        assert all(record.sample_id.startswith(f"{group.group_id}#") for record in group.samples)
+
+
+@pytest.mark.parametrize("kind", list(STORES))
+def test_tokens_of_a_partial_rollout_survive_a_restart(kind: str, tmp_path: Path) -> None:
+    it = LedgerUnderTest(STORES[kind](tmp_path))
+    it.create()
+    it.submit("a")
+    it.rewind()
+    (group,) = it.lease()
+    assert group.lease is not None
+    begun = sample(group, 0, 0, text="so far", sample_id="partial")
+    it.do(it.ledger.release(it.now, [Release(group.lease.lease_id, (begun,), "drained")]))
+    it = LedgerUnderTest(reopened(kind, it.store, tmp_path))
+    (again,) = it.lease()
+    assert it.store.read_payloads(again.partials) == [begun.payload]
+    it.store.close()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_a_resumed_run_skips_no_prompt_and_repeats_none(tmp_path: Path, streaming: bool) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"q{i}"}) + "\n" for i in range(20)))
+    file = FileSource(str(path), "prompt", shuffle=True, num_epochs=1, streaming=streaming)
+    config = StreamConfig("train", 2, 2, max_staleness=None, files=(file,))
+    seen: list[str] = []
+    for portion in (3, 1, 7, 9):
+        buffer = await Buffer.open(SqliteStore(tmp_path / "ledger"))
+        await buffer.create_stream(config)
+        groups, _ = await buffer.lease("train", "me", f"request-{len(seen)}", portion, 0.0)
+        await buffer.close()
+        seen += [wire.from_prompt(group.prompt).text for group in groups]
+    assert sorted(seen) == sorted(f"q{i}" for i in range(20))
+
+
+def test_a_group_whose_producer_crashed_keeps_its_prompt() -> None:
+    it = LedgerUnderTest()
+    it.create(max_attempts=3)
+    it.submit("a", "b")
+    it.rewind()
+    (crashed,) = it.lease(1)
+    it.seconds += 61
+    it.do(it.ledger.expire_leases(it.now))
+    (again,) = it.lease(1)
+    assert (again.group_id, again.prompt) == (crashed.group_id, crashed.prompt)
+
+
+@pytest.mark.parametrize("status", [sample_pb2.SAMPLE_STATUS_ABORTED, sample_pb2.SAMPLE_STATUS_PENDING])
+async def test_a_group_with_an_unfinished_sample_is_refused_whatever_else_it_holds(status: int) -> None:
+    lease = pb.GroupLease(lease_id="l", group_id="train/0", n_samples=3, prompt=sample_pb2.Prompt(text="?"))
+    put = complete_put(lease, 0)
+    put.samples[1].envelope.status = status  # type: ignore[assignment]
+    with pytest.raises(InvalidArgument, match=r"l/1 is not finished, .* release the lease with partial_samples"):
+        await wire.to_put(raw_put(put))
+
+
+def test_rollouts_left_over_at_the_end_of_a_step_are_trained_in_the_next() -> None:
+    it = LedgerUnderTest()
+    it.create(max_staleness=2, groups_per_step=2)
+    it.submit(*"abcde")
+    epoch = it.rewind()
+    it.put(it.lease(5))
+    trained = [group.prompt.prompt_id for step in range(2) for group in it.consume(epoch, step).groups]
+    assert trained == list("abcd")
+    assert it.states()["train/4"] is GroupState.READY
+    it.submit("f")
+    it.serve(epoch, 2)
+    it.put(it.lease())
+    assert [group.prompt.prompt_id for group in it.consume(epoch, 2).groups] == ["e", "f"]
+
+
+async def test_a_rest_too_small_for_a_step_is_named_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n')
+    buffer = await Buffer.open(STORES["memory"](tmp_path))
+    await buffer.create_stream(
+        StreamConfig("train", 2, 2, max_staleness=None, files=(FileSource(str(path), "prompt", num_epochs=1),))
+    )
+    epoch, _ = await buffer.rewind("train", 0, "one", 0)
+    groups, _ = await buffer.lease("train", "me", "all", 10, 0.0)
+    await buffer.put([await wire.to_put(raw_put(complete_put(wire.from_lease(group, 1.0, 2, [])))) for group in groups])
+    batch, _ = await buffer.lease_batch("train", epoch, 0, 0.0)
+    assert batch is not None
+    await buffer.consume("train", epoch, 0, batch.digest)
+    with pytest.raises(FailedPrecondition, match="1 groups are left for step 1") as refused:
+        await buffer.lease_batch("train", epoch, 1, 0.0)
+    assert refused.value.reason == "EXHAUSTED"
+    assert buffer.ledger.book("train").counts[GroupState.READY] == 1
+    await buffer.close()

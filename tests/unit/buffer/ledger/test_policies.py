@@ -1,0 +1,222 @@
+"""Selection, limiter, over-sampling and retention: which groups go where, and when they are forgotten."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from headrace.errors import InvalidArgument, NotFound, ResourceExhausted
+from services.buffer.ledger.commands.producing import NoLeaseReason, PutOutcome
+from services.buffer.ledger.group import Group, GroupState
+from services.buffer.ledger.limiter import Limiter
+from services.buffer.ledger.stream import Selection
+from tests.support.ledgers.ledger_under_test import LedgerUnderTest, rewarded, without_samples
+
+
+@pytest.fixture
+def it() -> LedgerUnderTest:
+    return LedgerUnderTest()
+
+
+@pytest.mark.parametrize(
+    ("selection", "expected"),
+    [(Selection.REWARD, ["b", "c", "d", "a", "e"]), (Selection.SURPRISE, ["d", "c", "a", "b", "e"])],
+)
+def test_a_batch_begins_with_the_highest_reward_or_the_largest_spread(
+    it: LedgerUnderTest, selection: Selection, expected: list[str]
+) -> None:
+    it.create(max_staleness=None, groups_per_step=5, selection=selection)
+    it.submit("a", "b", "c", "d", "e")
+    rewards = {"a": (0.0, 0.0), "b": (1.0, 1.0), "c": (0.4, 1.0), "d": (0.0, 1.0), "e": (None, None)}
+    groups = it.lease()
+    it.do(it.ledger.put(it.now, [rewarded(group, rewards[group.prompt.prompt_id]) for group in groups]))
+    epoch = it.rewind()
+    batch = it.batch(epoch, 0)
+    assert batch is not None
+    assert [group.prompt.prompt_id for group in batch.groups] == expected
+
+
+def test_a_chosen_batch_stays_when_better_groups_come_and_after_a_restart(it: LedgerUnderTest) -> None:
+    it.create(max_staleness=None, groups_per_step=1, selection=Selection.REWARD)
+    it.submit("poor", "rich")
+    poor, rich = it.lease()
+    epoch = it.rewind()
+    it.do(it.ledger.put(it.now, [rewarded(poor, (0.0, 0.0))]))
+    first = it.batch(epoch, 0)
+    it.do(it.ledger.put(it.now, [rewarded(rich, (1.0, 1.0))]))
+    assert it.batch(epoch, 0) == first
+    it.restart()
+    assert it.batch(epoch, 0) == first
+    assert it.consume(epoch, 0).groups[0].prompt.prompt_id == "poor"
+    assert it.consume(epoch, 1).groups[0].prompt.prompt_id == "rich"
+
+
+def test_the_limiter_waits_for_its_minimum_size(it: LedgerUnderTest) -> None:
+    it.create(max_staleness=None, groups_per_step=2, limiter=Limiter(min_size=5))
+    it.submit(*"abcdef")
+    epoch = it.rewind()
+    groups = it.lease()
+    it.put(groups[:4])
+    assert it.batch(epoch, 0) is None
+    it.put(groups[4:5])
+    assert it.batch(epoch, 0) is not None
+
+
+def test_the_limiter_keeps_producers_and_trainer_within_its_window(it: LedgerUnderTest) -> None:
+    """Of 100 prompts, half are to be trained; the difference stays within 4 of 0.5 x 6."""
+    it.create(
+        max_staleness=None,
+        groups_per_step=2,
+        limiter=Limiter(min_size=6, samples_per_insert=0.5, error_buffer=4.0),
+    )
+    it.submit(*(f"p{i}" for i in range(100)))
+    epoch, step, made = it.rewind(), 0, 0
+    while made < 100:
+        groups = it.lease(3)
+        if not groups:
+            assert it.ledger.no_lease_reason("train") is NoLeaseReason.LIMITER
+        it.put(groups)
+        made += len(groups)
+        assert 0.5 * made - 2 * step <= 3 + 4
+        while it.batch(epoch, step) is not None:
+            it.consume(epoch, step)
+            step += 1
+            assert 0.5 * made - 2 * step >= 3 - 4
+    assert 2 * step == pytest.approx(50, abs=4)
+
+
+def test_limiter_and_staleness_together_never_stop_everything(it: LedgerUnderTest) -> None:
+    """Groups that expired were inserted and can never be taken: the difference grows, and production goes on."""
+    it.create(max_staleness=0, groups_per_step=2, limiter=Limiter(min_size=2, samples_per_insert=0.2, error_buffer=1.2))
+    it.submit(*(f"p{i}" for i in range(60)))
+    epoch = it.rewind()
+    for step in range(20):
+        it.train_step(epoch, step)
+    assert it.ledger.book("train").state.step == 20
+
+
+@pytest.mark.parametrize(
+    ("limiter", "complaint"),
+    [
+        (Limiter(min_size=0), "min_size_to_sample is 0"),
+        (Limiter(samples_per_insert=0.5), "belong together"),
+        (Limiter(samples_per_insert=1.5, error_buffer=9.0), "at most 1"),
+        (Limiter(samples_per_insert=1.0, error_buffer=1.0), "smaller than 1.5"),
+    ],
+)
+def test_a_limiter_that_cannot_be_is_refused(it: LedgerUnderTest, limiter: Limiter, complaint: str) -> None:
+    with pytest.raises(InvalidArgument, match=complaint):
+        it.create(groups_per_step=2, limiter=limiter)
+
+
+def test_over_sampling_fills_a_step_in_spite_of_drops_and_the_surplus_is_made_anew(it: LedgerUnderTest) -> None:
+    it.create(max_staleness=0, groups_per_step=2, over_sampling_groups=2)
+    it.submit(*"abcdef")
+    epoch = it.rewind()
+    groups = it.lease()
+    assert [g.prompt.prompt_id for g in groups] == ["a", "b", "c", "d"]
+    it.do(it.ledger.put(it.now, [without_samples(groups[0], PutOutcome.DROPPED, "FILTERED")]))
+    it.put(groups[1:])
+    assert [g.prompt.prompt_id for g in it.consume(epoch, 0).groups] == ["b", "c"]
+    it.serve(epoch, 1)
+    assert [g.prompt.prompt_id for g in it.lease()] == ["d", "e", "f"]
+
+
+def test_a_step_is_full_however_many_groups_are_dropped(it: LedgerUnderTest) -> None:
+    it.create(max_staleness=0, groups_per_step=3)
+    it.submit(*(f"p{i}" for i in range(40)))
+    epoch = it.rewind()
+    for step in range(3):
+        while it.batch(epoch, step) is None:
+            for i, group in enumerate(it.lease()):
+                if i == 0:
+                    it.put([group])
+                else:
+                    it.do(it.ledger.put(it.now, [without_samples(group, PutOutcome.DROPPED, "FILTERED")]))
+        assert len(it.consume(epoch, step).groups) == 3
+        it.serve(epoch, step + 1)
+
+
+def trained(it: LedgerUnderTest, steps: int, **config: object) -> int:
+    """An epoch with so many steps of two groups consumed, of each a third was dropped."""
+    it.create(max_staleness=0, **config)
+    it.submit(*(f"p{i}" for i in range(3 * steps)))
+    epoch = it.rewind()
+    for step in range(steps):
+        (dropped,) = it.lease(1)
+        it.do(it.ledger.put(it.now, [without_samples(dropped, PutOutcome.DROPPED)]))
+        it.train_step(epoch, step)
+    return epoch
+
+
+def test_ended_groups_are_forgotten_after_their_steps_and_stay_counted(it: LedgerUnderTest) -> None:
+    epoch = trained(it, 10, retain_steps=2)
+    book = it.ledger.book("train")
+    assert it.commit(epoch, 9) == 18
+    assert len(book.groups) == 3 * 10 - 3 * 7
+    assert (book.count(GroupState.COMMITTED), book.count(GroupState.DROPPED)) == (18, 10)
+    assert book.state.forgotten == {"COMMITTED": 14, "DROPPED": 7}
+    (event,) = [e for e in it.store.read_events(1, 10_000) if e.kind == "forgotten"]
+    assert (event.step, book.state.forgotten_step) == (7, 7)
+    before = it.states()
+    it.restart()
+    assert it.states() == before
+    book = it.ledger.book("train")
+    assert (book.count(GroupState.COMMITTED), len(book.prompts), len(book.samples)) == (18, 9, 12)
+    assert it.commit(epoch, 10) == 2
+    assert book.state.forgotten_step == 8
+
+
+def test_without_retention_nothing_is_forgotten(it: LedgerUnderTest) -> None:
+    epoch = trained(it, 4)
+    it.commit(epoch, 4)
+    assert len(it.states()) == 12
+
+
+def test_a_put_that_is_made_again_after_its_group_was_forgotten_is_refused_and_the_rest_is_kept(
+    it: LedgerUnderTest,
+) -> None:
+    it.create(max_staleness=None, retain_steps=0)
+    it.submit("a", "b", "c")
+    epoch, groups, late = it.rewind(), it.lease(2), it.lease(1)
+    it.put(groups)
+    it.consume(epoch, 0)
+    it.commit(epoch, 1)
+    again, other, kept = it.put([*groups, *late])
+    assert [result.refused.reason for result in (again, other)] == ["LEASE_LOST", "LEASE_LOST"]
+    assert "no longer held" in again.refused.message
+    assert [result.state for result in (again, other, kept)] == [None, None, GroupState.READY]
+    assert it.states() == {"train/2": GroupState.READY}
+
+
+@pytest.mark.parametrize("group_id", ["train/3", "train/-1", "train/00", "train/x", "train/"])
+def test_a_put_for_a_group_that_never_was_is_not_found(it: LedgerUnderTest, group_id: str) -> None:
+    it.create(max_staleness=None)
+    it.submit("a", "b", "c")
+    (group,) = it.lease(1)
+    with pytest.raises(NotFound, match=f"has had no group {group_id}"):
+        it.do(it.ledger.put(it.now, [replace(without_samples(group, PutOutcome.FAILED), group_id=group_id)]))
+
+
+def test_a_put_for_a_group_of_another_shard_is_not_found(it: LedgerUnderTest) -> None:
+    it.create(max_staleness=None, shard=1, num_shards=2)
+    it.submit("a", "b")
+    first, _ = it.lease(2)
+    assert list(it.states()) == ["train/1", "train/3"]
+    with pytest.raises(NotFound, match="has had no group train/2"):
+        it.do(it.ledger.put(it.now, [replace(without_samples(first, PutOutcome.FAILED), group_id="train/2")]))
+
+
+def held(it: LedgerUnderTest) -> list[Group]:
+    return list(it.ledger.book("train").groups.values())
+
+
+def test_groups_and_leases_have_limits_that_say_which(it: LedgerUnderTest) -> None:
+    it.create(max_staleness=None, max_groups=3, max_leases=2)
+    with pytest.raises(ResourceExhausted, match="max_groups 3"):
+        it.submit(*"abcd")
+    assert held(it) == []
+    it.submit(*"abc")
+    assert len(it.lease()) == 2
+    with pytest.raises(ResourceExhausted, match="max_leases"):
+        it.lease()

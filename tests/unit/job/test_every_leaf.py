@@ -1,0 +1,214 @@
+"""Every leaf of the job: what is shown is what services read, and what no run could use is refused with a sentence."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from headrace.cli.main import main
+from headrace.errors import ConfigError
+from headrace.job.leaf import Leaf, Shape, leaves
+from headrace.job.load.load import read
+from headrace.job.load.toml import to_toml
+from headrace.job.schema.job import Job
+
+LONG = bool(os.environ.get("HEADRACE_TEST_LONG"))
+_EVERY = 2
+"""Neighbouring leaves, which have like types, share the words; the long form gives all of them to each."""
+LEAVES = list(leaves().values())
+EXTREME = [
+    *(
+        "inf",
+        "-inf",
+        "nan",
+        "-1",
+        "0",
+        "-0.0",
+        "1e308",
+        "-1e308",
+        "1e-320",
+        "1e31",
+        str(2**63),
+        str(-(2**63)),
+        "9" * 5000,
+    ),
+    *("", " ", "\0", "a\0b", "\x1b[31m", "x" * 10**6, "../..", "/" * 5000, "a/" * 3000, "\ud800", "[" * 200_000, "{}"),
+    *("[1, [2]]", "null", "true", "1e400", "0x10", "١", "💧", "'", '"', "\\", "$(id)", "\x7f", "\x85", "a\nb"),
+]
+numbers = st.one_of(st.floats(), st.integers(-(2**65), 2**65), st.sampled_from([1, 2, 3, 0.5, 1e-4, 1e4]))
+words = st.one_of(numbers.map(str), st.text(max_size=20), st.sampled_from(EXTREME), st.booleans().map(str))
+
+
+def given_to(leaf: Leaf, word: str) -> list[str]:
+    """The flag with the word in every place where one stands."""
+    return [leaf.flag, *([word, word] if leaf.shape is Shape.PAIRS else [word])]
+
+
+def read_flags(leaf: Leaf, word: str) -> Job | None:
+    """The job, or None where the word is refused in one sentence of a reasonable length."""
+    checkpoint = [] if leaf.name == "hf_checkpoint" else ["--hf-checkpoint", "model"]
+    try:
+        return read(None, [*checkpoint, *given_to(leaf, word)], {})
+    except ConfigError as error:
+        refusal = error.message
+    assert leaf.flag in refusal or leaf.name in refusal or word.startswith("--")
+    assert len(refusal) < 2_000
+    return None
+
+
+def plain(job: Job) -> Any:
+    return job.model_dump(mode="json")
+
+
+def numbers_of(value: Any) -> list[float]:
+    if isinstance(value, dict | list | tuple):
+        return [n for each in (value.values() if isinstance(value, dict) else value) for n in numbers_of(each)]
+    return [value] if isinstance(value, int | float) else []
+
+
+@settings(max_examples=20_000 if LONG else 200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(leaf=st.sampled_from(LEAVES), word=words)
+def test_what_is_read_from_a_flag_is_what_services_read(
+    leaf: Leaf, word: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    job = read_flags(leaf, word)
+    if job is None:
+        return
+    assert plain(Job.model_validate_json(job.model_dump_json())) == plain(job)
+    assert all(n == 0 or 1e-30 <= abs(n) <= 1e30 for n in numbers_of(plain(job)))
+    path = tmp_path_factory.getbasetemp() / "job"
+    for suffix, text in ((".toml", to_toml(job)), (".json", job.model_dump_json())):
+        path.with_suffix(suffix).write_text(text)
+        assert plain(read(path.with_suffix(suffix), [], {})) == plain(job)
+    if leaf.shape is Shape.ONE and not word.startswith("--"):
+        variables = {"HEADRACE_HF_CHECKPOINT": "model", leaf.variable: word}
+        assert plain(read(None, [], variables)) == plain(job)
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
+    ["💧", "\x00\x1f\x7f", "\r\n", '"""']
+)
+values = st.recursive(
+    texts | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=5_000 if LONG else 100, deadline=None)
+@given(arguments=st.dictionaries(texts, values, max_size=4), stops=st.lists(texts, max_size=3))
+def test_whatever_a_job_holds_its_toml_reads_back_exactly(arguments: dict[str, Any], stops: list[str]) -> None:
+    job = read(None, ["--hf-checkpoint", "model"], {})
+    rollout = job.rollout.model_copy(update={"rollout_stop": tuple(stops)})
+    job = job.model_copy(update={"sglang": arguments, "rollout": rollout})  # past every validator
+    back = tomllib.loads(to_toml(job))
+    assert back.get("sglang", {}) == arguments
+    assert back["rollout"].get("rollout_stop", []) == stops
+
+
+def test_every_extreme_word_for_every_leaf_is_taken_whole_or_refused_in_a_sentence() -> None:
+    for number, leaf in enumerate(LEAVES):
+        for word in EXTREME if LONG else EXTREME[number % _EVERY :: _EVERY]:
+            job = read_flags(leaf, word)
+            assert job is None or plain(Job.model_validate_json(job.model_dump_json())) == plain(job), (leaf, word[:80])
+
+
+@pytest.mark.parametrize("word", ["inf", "nan", "1e308", "1e-320"])
+def test_no_number_beyond_float32_reaches_a_leaf(word: str) -> None:
+    accepted = [leaf.name for leaf in LEAVES if (job := read_flags(leaf, word)) and _holds_number(job, leaf)]
+    assert accepted == []
+
+
+def _holds_number(job: Job, leaf: Leaf) -> bool:
+    section = plain(job)[leaf.section]
+    return any(isinstance(n, float) or abs(n) > 1 for n in numbers_of(section[leaf.name]))
+
+
+@pytest.mark.parametrize(
+    ("flag", "word", "message"),
+    [
+        ("--lr", "inf", "--lr: should be less than or equal to 100, got 'inf'"),
+        ("--lr", "nan", "--lr: should be"),
+        ("--rollout-temperature", "1e-320", "--rollout-temperature: should be 0, which is greedy, or at least 0.001"),
+        ("--entropy-coef", "1e308", "--entropy-coef: should be less than or equal to 10000, got '1e308'"),
+        ("--eps-clip-high", "inf", "--eps-clip-high: should be less than or equal to 1000000, got 'inf'"),
+        ("--layernorm-zero-centered-gamma", "2", "--layernorm-zero-centered-gamma: should be a valid boolean"),
+        ("--seed", str(2**63), "--seed: should be less than 4294967296"),
+        ("--run-dir", "a\0b", "--run-dir: should have no control characters"),
+        ("--rm-type", "\ud800", "--rm-type: should have no control characters, nor half of a surrogate pair"),
+        ("--rm-type", "x" * 10**6, "--rm-type: should have at most 4096 characters, not 1000000"),
+        ("--save", "x" * 300, "--save: should be a path whose names have at most 255 bytes"),
+        ("--sglang-mem-fraction-static", "Infinity", "should be a finite number"),
+    ],
+)
+def test_a_value_that_ends_the_first_step_is_refused_by_flag_value_and_range(
+    model: Path, capsys: pytest.CaptureFixture[str], flag: str, word: str, message: str
+) -> None:
+    assert main(["check", "--hf-checkpoint", str(model), flag, word]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
+
+
+def test_every_number_of_a_job_file_is_checked_as_a_flag_is(tmp_path: Path) -> None:
+    for text in ("lr = inf", "lr = nan", "lr = 1e300", "lr = [1]", "lr = 2020-01-01", "lr = {a = 1}"):
+        (tmp_path / "job.toml").write_text(f'[model]\nhf_checkpoint = "m"\n[megatron]\n{text}\n')
+        with pytest.raises(ConfigError, match=r"\[megatron\] lr: should"):
+            read(tmp_path / "job.toml", [], {})
+    for value in ("NaN", "Infinity", "1e400", "[" * 80 + "1" + "]" * 80):
+        (tmp_path / "job.json").write_text(f'{{"model": {{"hf_checkpoint": "m"}}, "sglang": {{"tp_size": {value}}}}}')
+        with pytest.raises(ConfigError, match="should"):
+            read(tmp_path / "job.json", [], {})
+
+
+def test_a_service_reads_no_number_that_check_would_refuse() -> None:
+    job = read(None, ["--hf-checkpoint", "m"], {})
+    tree = json.loads(job.model_dump_json())
+    tree["train"]["entropy_coef"] = math.inf
+    with pytest.raises(ValueError, match="entropy_coef"):
+        Job.model_validate_json(json.dumps(tree))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xff\xfe\x00",
+        b"\0" * 100,
+        b"[" * 200_000,
+        b"a = " + b"[" * 200_000,
+        b"[model\n",
+        b"model = 3\n",
+        b"[1]",
+        b"{}",
+        b"",
+    ],
+)
+@pytest.mark.parametrize("suffix", [".toml", ".json", ""])
+def test_a_file_that_is_no_job_is_refused_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, suffix: str
+) -> None:
+    path = tmp_path / f"job{suffix}"
+    path.write_bytes(content)
+    assert main(["check", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("headrace: ")
+    assert "Traceback" not in said
+    assert len(said) < 2_000
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "/dev/zero", "/dev/null", "no\0where", "\ud800", "x" * 5000, "/nowhere/job.toml"]
+)
+def test_what_is_no_file_is_refused_in_a_sentence(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert main(["check", name]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("headrace: ")
+    assert len(said) < 6_000

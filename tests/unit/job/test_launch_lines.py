@@ -1,0 +1,231 @@
+"""Command lines written for slime: every flag of its own scripts is taken, mapped, or refused with its reason."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.main import main
+from headrace.errors import ConfigError
+from headrace.job.leaf import ALIASES, OPPOSITES, leaves
+from headrace.job.load.foreign import FOREIGN
+from headrace.job.load.load import load, read
+from headrace.job.megatron.arguments import megatron
+from headrace.job.model.transformer_config import contradictions
+from headrace.job.rules.warnings import warnings
+from headrace.models.presets import PRESETS
+from headrace.models.registry import architecture
+from tests.support.slime_flags import MODEL_ARGS, REFUSED, TAKEN
+
+
+def read_line(line: str, notes: list[str] | None = None):
+    heard = [] if notes is None else notes
+    return read(None, ["--hf-checkpoint", "model", *line.split()], {}, heard.append)
+
+
+@pytest.mark.parametrize(("line", "leaf", "value"), TAKEN)
+def test_a_flag_of_slimes_scripts_sets_its_leaf(line: str, leaf: str, value: object) -> None:
+    section, name = leaf.split(".")
+    given = getattr(read_line(line), section)
+    assert (given[name] if isinstance(given, dict) else getattr(given, name)) == value
+
+
+@pytest.mark.parametrize(("line", "reason"), REFUSED)
+def test_a_flag_that_is_not_taken_says_what_to_do_instead(line: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(reason)) as refused:
+        read_line(line)
+    assert line.split()[0].removeprefix("--").replace("-", "_") in refused.value.message.replace("-", "_")
+    assert "did you mean" not in refused.value.message
+
+
+@pytest.mark.parametrize("name", MODEL_ARGS)
+def test_the_model_args_of_a_script_agree_with_its_checkpoint(name: str) -> None:
+    given = megatron(read_line(MODEL_ARGS[name]))
+    assert contradictions(architecture(PRESETS[name].config), given) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "message"),
+    [
+        ("qwen3-4B", "--multi-latent-attention", "--multi-latent-attention True contradicts the checkpoint, whose"),
+        ("deepseek-v3", "--no-multi-latent-attention", "--multi-latent-attention False contradicts the checkpoint"),
+        ("qwen3-4B", "--no-group-query-attention", "--group-query-attention False contradicts the checkpoint"),
+        ("qwen3-4B", "--no-use-rotary-position-embeddings", "--use-rotary-position-embeddings False contradicts"),
+        ("qwen3-4B", "--use-rope-scaling", "--use-rope-scaling True contradicts the checkpoint"),
+        ("qwen3-4B", "--rotary-interleaved", "--rotary-interleaved True contradicts the checkpoint"),
+        ("qwen3-4B", "--post-self-attn-layernorm", "--post-self-attn-layernorm True contradicts the checkpoint"),
+        ("glm-z1-9B", "--no-post-mlp-layernorm", "--post-mlp-layernorm False contradicts the checkpoint"),
+        ("qwen3-4B", "--apply-layernorm-1p", "--layernorm-zero-centered-gamma True contradicts the checkpoint"),
+        ("qwen3-4B", "--use-gated-attention", "--attention-output-gate True contradicts the checkpoint"),
+        ("glm-4.5-Air", "--moe-layer-freq [0]*2+[1]*44", "--moe-layer-freq 0 0 1 1"),
+        ("qwen3-30B-A3B", "--moe-layer-freq 2", "--moe-layer-freq 2 contradicts the checkpoint"),
+        ("qwen3-4B", "--spec slime_plugins.models.glm4 get_glm_spec", "config.json says qwen3: leave the flag out"),
+        ("qwen3-4B", "--no-swiglu", "--swiglu False contradicts the checkpoint"),
+    ],
+)
+def test_model_args_of_another_model_are_refused(name: str, flags: str, message: str) -> None:
+    (said,) = contradictions(architecture(PRESETS[name].config), megatron(read_line(flags)))
+    assert message in said
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_layers", 35),
+        ("hidden_size", 2561),
+        ("ffn_hidden_size", 9729),
+        ("num_attention_heads", 16),
+        ("num_query_groups", 4),
+        ("kv_channels", 64),
+        ("max_position_embeddings", 1),
+        ("vocab_size", 151937),
+        ("rotary_base", 5000000),
+        ("rotary_percent", 0.5),
+        ("norm_epsilon", 1e-5),
+        ("normalization", "LayerNorm"),
+        ("qk_layernorm", "false"),
+        ("add_qkv_bias", "true"),
+        ("swiglu", "false"),
+        ("untie_embeddings_and_output_weights", "true"),
+        ("no_position_embedding", "false"),
+        ("disable_bias_linear", "false"),
+        ("seq_length", 999999),
+    ],
+)
+def test_an_architecture_flag_that_says_something_else_is_refused_by_name(name: str, value: object) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    (said,) = contradictions(architecture(PRESETS["qwen3-4B"].config), megatron(read_line(f"{flag}={value}")))
+    assert said.startswith(flag)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--position-embedding-type learned_absolute",
+        "--tokenizer-type Llama2Tokenizer",
+        "--train-backend fsdp",
+        "--update-weight-transport disk",
+    ],
+)
+def test_a_choice_with_one_answer_refuses_another(line: str) -> None:
+    with pytest.raises(ConfigError, match=f"{line.split()[0]}: should be"):
+        read_line(line)
+
+
+@pytest.mark.parametrize("flags", ["--moe-layer-freq 1", "--no-rotary-interleaved", "--no-use-rope-scaling"])
+def test_the_same_said_in_another_way_agrees(flags: str) -> None:
+    assert contradictions(architecture(PRESETS["qwen3-30B-A3B"].config), megatron(read_line(flags))) == []
+
+
+@pytest.mark.parametrize("pattern", ["[0]*1+", "[0]*-1", "[0]*99999999", "__import__('os')", "[0]*(1)", "[2"])
+def test_a_pattern_of_layers_that_is_none_is_refused(pattern: str) -> None:
+    with pytest.raises(ConfigError, match="--moe-layer-freq: should be"):
+        read_line(f"--moe-layer-freq {pattern}")
+
+
+def test_no_name_is_both_known_and_foreign() -> None:
+    assert not FOREIGN.keys() & (leaves().keys() | ALIASES.keys() | OPPOSITES.keys())
+
+
+def test_all_unknown_flags_are_told_at_once_and_no_far_name_is_suggested() -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_line("--no-load-rng --lr 1e-6 --my-own-flag 3 --rollout-bach-size 4 --log-samples-per-step --eps-clip")
+    assert refused.value.message.splitlines() == [
+        "5 flags cannot be taken:",
+        f"  --no-load-rng is not a flag of headrace: {FOREIGN['no_load_rng']}",
+        "  unknown flag --my-own-flag",
+        "  unknown flag --rollout-bach-size: did you mean --rollout-batch-size?",
+        "  unknown flag --log-samples-per-step",
+        "  --eps-clip takes one value, got none",
+    ]
+
+
+@pytest.mark.parametrize("flag", ["--no-load-rng", "--group-query", "--ci-test", "--qkv"])
+def test_an_unknown_flag_is_never_taken_for_a_far_one(flag: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_line(flag)
+    assert "did you mean" not in refused.value.message
+
+
+def test_of_a_flag_given_twice_the_last_one_counts_and_it_is_said_once() -> None:
+    notes: list[str] = []
+    job = read_line(
+        "--rotary-base 10000 --lr 1e-6 --rotary-base 5000000 --max-staleness 1 --async-buffer-size 2", notes
+    )
+    assert job.megatron["rotary_base"] == 5000000
+    assert job.buffer.max_staleness == 2
+    assert notes == [
+        "rotary_base is given twice, --rotary-base 10000 and --rotary-base 5000000: the last one counts",
+        "max_staleness is given twice, --max-staleness 1 and --async-buffer-size 2: the last one counts",
+    ]
+
+
+def test_the_same_value_twice_is_nothing_to_talk_about() -> None:
+    notes: list[str] = []
+    assert read_line("--rollout-num-gpus 2 --bf16 --rollout-num-gpus 2 --bf16", notes).placement.rollout_num_gpus == 2
+    assert notes == []
+
+
+def test_check_says_what_it_was_given_twice(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(job_file), "--seed", "1", "--seed", "2"]) == 0
+    assert "headrace: seed is given twice, --seed 1 and --seed 2: the last one counts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["wandb_key", "rollout_function_path"])
+def test_files_and_variables_say_what_to_do_instead_too(tmp_path: Path, key: str) -> None:
+    (tmp_path / "job.toml").write_text(f'[model]\nhf_checkpoint = "m"\n{key} = "x"\n')
+    for source in ((tmp_path / "job.toml", {}), (None, {f"HEADRACE_{key.upper()}": "x"})):
+        with pytest.raises(ConfigError, match=re.escape(FOREIGN[key])):
+            read(source[0], [], source[1])
+
+
+def test_sequence_parallelism_without_tensor_ranks_is_off_and_said(load_with) -> None:
+    job = load_with("--sequence-parallel")
+    assert warnings(job) == ["sequence_parallel has no effect with tensor_model_parallel_size 1: it is off"]
+    assert warnings(load_with()) == []
+
+
+def test_a_folder_to_resume_from_that_is_not_there_yet_is_a_run_that_begins(load_with, tmp_path: Path) -> None:
+    folder = tmp_path / "slime"
+    job = load_with("--load", str(folder), "--save", str(folder))
+    assert job.checkpoint.load == folder
+    assert [f"load {folder} is not there yet: training starts from the beginning"] == [
+        sentence.partition(", with")[0] for sentence in warnings(job)
+    ]
+    folder.mkdir()
+    assert warnings(load_with("--load", str(folder))) == []
+
+
+def test_a_whole_line_of_slimes_starts(model: Path, tmp_path: Path) -> None:
+    """scripts/run-qwen3-4B.sh, without the two that name what is not here: the GPUs' sharing, and Megatron's own
+    checkpoint of the reference.
+    """
+    (model / "config.json").write_text(json.dumps(PRESETS["qwen3-4B"].config))
+    for name in ("train.jsonl", "aime.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "1 + 1?", "label": "2"}\n')
+    line = f"""
+        --actor-num-nodes 1 --actor-num-gpus-per-node 8 {MODEL_ARGS["qwen3-4B"]} --hf-checkpoint {model}
+        --load {tmp_path}/slime/ --save {tmp_path}/slime/ --save-interval 20
+        --optimizer adam --lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98
+        --prompt-data {tmp_path}/train.jsonl --input-key prompt --label-key label --apply-chat-template
+        --rollout-shuffle --rm-type deepscaler --num-rollout 3000 --rollout-batch-size 32 --n-samples-per-prompt 8
+        --rollout-max-response-len 8192 --rollout-temperature 0.8 --global-batch-size 256 --balance-data
+        --advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.00 --kl-loss-type low_var_kl --entropy-coef 0.00
+        --eps-clip 0.2 --eps-clip-high 0.28
+        --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 1 --context-parallel-size 1
+        --expert-model-parallel-size 1 --expert-tensor-parallel-size 1 --recompute-granularity full
+        --recompute-method uniform --recompute-num-layers 1 --use-dynamic-batch-size --max-tokens-per-gpu 9216
+        --eval-interval 20 --eval-prompt-data aime {tmp_path}/aime.jsonl --n-samples-per-eval-prompt 16
+        --eval-max-response-len 16384 --eval-top-p 0.7
+        --rollout-num-gpus-per-engine 2 --rollout-num-gpus 2 --sglang-mem-fraction-static 0.7
+        --attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32
+        --attention-backend flash
+    """
+    job = load(None, line.split(), {})
+    assert job.train.num_steps_per_rollout == 1
+    assert warnings(job) == [
+        f"load {tmp_path}/slime is not there yet: training starts from the beginning, with hf_checkpoint's weights"
+    ]

@@ -1,0 +1,138 @@
+"""Where a job's values come from, and that what is written down can be read back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import ConfigError
+from headrace.job.leaf import leaves
+from headrace.job.load.load import load
+from headrace.job.load.toml import to_toml
+from headrace.job.schema.job import Job
+
+
+def test_flags_override_variables_and_variables_override_the_file(load_with) -> None:
+    assert load_with().rollout.rollout_batch_size == 4
+    assert load_with(HEADRACE_ROLLOUT_BATCH_SIZE="6").rollout.rollout_batch_size == 6
+    job = load_with("--rollout-batch-size", "8", HEADRACE_ROLLOUT_BATCH_SIZE="6")
+    assert job.rollout.rollout_batch_size == 8
+
+
+def test_every_leaf_is_a_flag_of_its_name() -> None:
+    names = {name for _, section in Job.model_fields.items() for name in _leaf_names(section.annotation)}
+    assert names <= leaves().keys()
+    assert len(names) > 60
+
+
+def _leaf_names(section: object) -> list[str]:
+    return list(getattr(section, "model_fields", {}))
+
+
+def test_switches_can_be_turned_on_and_off(load_with) -> None:
+    assert load_with("--use-tis").train.use_tis
+    assert not load_with("--no-use-tis", HEADRACE_USE_TIS="true").train.use_tis
+    assert not load_with("--use-tensorboard=false").tracking.use_tensorboard
+
+
+def test_many_values_come_together_or_one_by_one_and_replace_the_files(load_with) -> None:
+    job = load_with("--rollout-stop", "x", "y", "--rollout-stop", "z", "--rollout-stop-token-ids", "1", "2")
+    assert job.rollout.rollout_stop == ("x", "y", "z")
+    assert job.rollout.rollout_stop_token_ids == (1, 2)
+    assert load_with().rollout.rollout_stop == ("a", "b")
+
+
+def test_evaluation_data_comes_as_pairs(load_with, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).write_text('{"prompt": "hello"}\n')
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    job = load_with("--eval-prompt-data", "a", one, "--eval-prompt-data", "b", two)
+    assert job.eval.eval_prompt_data == (("a", Path(one)), ("b", Path(two)))
+
+
+def test_slimes_names_are_views_of_ours(load_with) -> None:
+    job = load_with("--use-tis", "--tis-threshold", "3", "--async-buffer-size", "2")
+    assert job.train.tis_clip == 3
+    assert job.buffer.max_staleness == 2
+
+
+def test_megatrons_flags_go_by_their_own_names(load_with) -> None:
+    job = load_with("--tensor-model-parallel-size", "2", "--actor-num-gpus-per-node", "2", "--bf16")
+    assert job.megatron == {"lr": 2e-5, "tensor_model_parallel_size": 2, "bf16": True}
+
+
+def test_any_field_of_megatrons_configs_is_a_flag_with_its_type(load_with) -> None:
+    job = load_with(
+        "--recompute-modules", "core_attn", "mlp", "--moe-aux-loss-coeff", "[0.1, 0.2]", "--attention-backend", "local",
+        "--muon-momentum", "0.8", "--bucket-size", "1000", "--no-check-for-nan-in-grad", "--max-lr", "3e-5",
+        "--decoder-first-pipeline-num-layers", "1",
+    )  # fmt: skip
+    assert job.megatron == {
+        "recompute_modules": ("core_attn", "mlp"),
+        "moe_aux_loss_coeff": (0.1, 0.2),
+        "attention_backend": "local",
+        "muon_momentum": 0.8,
+        "bucket_size": 1000,
+        "check_for_nan_in_grad": False,
+        "lr": 3e-5,
+        "num_layers_in_first_pipeline_stage": 1,
+    }
+
+
+def test_sglangs_flags_carry_a_prefix(load_with) -> None:
+    job = load_with("--sglang-mem-fraction-static", "0.5", "--sglang-disable-cuda-graph", "--sglang-log-level=error")
+    assert job.sglang == {"mem_fraction_static": 0.5, "disable_cuda_graph": True, "log_level": "error"}
+
+
+def test_paths_become_absolute(load_with, monkeypatch, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"prompt": "hello"}\n')
+    (tmp_path / "reward.py").write_text("async def judge(args, sample): return 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    job = load_with("--prompt-data", "data.jsonl", "--custom-rm-path", "reward.py:judge")
+    assert job.data.prompt_data == (str(tmp_path / "data.jsonl"),)
+    assert job.reward.custom_rm_path == f"{tmp_path}/reward.py:judge"
+
+
+def test_several_weighted_files_and_slices(load_with, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "hello"}\n' * 3)
+    files = [str(tmp_path / "a.jsonl"), f"{tmp_path / 'b.jsonl'}@[1:]"]
+    job = load_with("--prompt-data", *files, "--prompt-data-weights", "3", "1")
+    assert job.data.prompt_data == tuple(files)
+    assert job.data.prompt_data_weights == (3.0, 1.0)
+    with pytest.raises(ConfigError, match="has 1 numbers for 2 files"):
+        load_with("--prompt-data", *files, "--prompt-data-weights", "3")
+
+
+def test_the_resolved_job_reads_back_from_toml_and_from_json(load_with, tmp_path: Path) -> None:
+    job = load_with("--rollout-stop", 'a "quoted" one', "--sglang-log-level", "error", "--rollout-top-p", "0.9")
+    (tmp_path / "back.toml").write_text(to_toml(job))
+    (tmp_path / "back.json").write_text(job.model_dump_json())
+    assert load(tmp_path / "back.toml", [], {}) == job
+    assert load(tmp_path / "back.json", [], {}) == job
+
+
+@pytest.mark.parametrize(
+    ("left_out", "derived"),
+    [
+        ("rollout_batch_size", 4),
+        ("n_samples_per_prompt", 8),
+        ("global_batch_size", 16),
+        ("num_steps_per_rollout", 2),
+    ],
+)
+def test_one_of_the_four_batch_sizes_is_derived(model: Path, left_out: str, derived: int) -> None:
+    four = {"rollout-batch-size": 4, "n-samples-per-prompt": 8, "global-batch-size": 16, "num-steps-per-rollout": 2}
+    flags = [
+        word for name, value in four.items() if name != left_out.replace("_", "-") for word in (f"--{name}", str(value))
+    ]
+    job = load(None, ["--hf-checkpoint", str(model), *flags], {})
+    found = job.rollout.model_dump() | job.train.model_dump()
+    assert found[left_out] == derived
+
+
+def test_without_a_word_about_it_a_rollout_is_one_optimizer_step(model: Path) -> None:
+    flags = ["--hf-checkpoint", str(model), "--rollout-batch-size", "4", "--n-samples-per-prompt", "8"]
+    job = load(None, flags, {})
+    assert (job.train.num_steps_per_rollout, job.train.global_batch_size) == (1, 32)

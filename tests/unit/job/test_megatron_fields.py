@@ -1,0 +1,72 @@
+"""The committed table of Megatron-core's fields against the version that is installed here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from headrace.job.leaf import leaves
+from headrace.job.megatron.arguments import MegatronArgs
+from headrace.job.megatron.fields import ONLY_IN, VERSIONS, MegatronFields
+from headrace.job.megatron.owned import ARCHITECTURAL, GPU_ONLY, OWNED
+from headrace.job.schema.job import Job
+from tools.megatron_fields import Row, both, rows, taken_as
+
+COMMITTED = Path(__file__).parents[3] / "headrace" / "job" / "megatron" / "fields.py"
+
+
+@pytest.fixture(scope="module")
+def installed() -> dict[str, Row]:
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return rows(_version(), Path(spec.submodule_search_locations[0]))
+
+
+def test_the_table_has_exactly_the_fields_of_the_installed_version(installed: dict[str, Row]) -> None:
+    committed = {name for name in MegatronFields.model_fields if _version() in ONLY_IN.get(name, VERSIONS)}
+    assert committed == installed.keys()
+
+
+def test_the_table_takes_what_the_installed_version_takes(installed: dict[str, Row]) -> None:
+    text = " ".join(COMMITTED.read_text().split())
+    for name, row in installed.items():
+        committed = text.partition(f" {name}: ")[2].partition(" = Field")[0].removesuffix(" | None")
+        committed = committed.removeprefix("Annotated[").removesuffix(", FromJson]")
+        if row.type is None:
+            assert name in OWNED, f"{name} is an object, and not refused"
+        else:
+            assert both(committed, row.type) == committed, name
+
+
+def test_every_field_that_headrace_treats_by_name_is_one() -> None:
+    assert ARCHITECTURAL | GPU_ONLY | OWNED.keys() <= MegatronArgs.model_fields.keys()
+    assert not ARCHITECTURAL & OWNED.keys()
+
+
+def test_no_field_of_megatron_hides_a_leaf_of_the_job() -> None:
+    known = leaves()
+    for section in ("train", "rollout", "checkpoint", "publish", "placement"):
+        for name in Job.model_fields[section].annotation.model_fields:  # type: ignore[union-attr]
+            assert known[name].section == section
+
+
+@pytest.mark.parametrize(
+    ("annotation", "taken"),
+    [
+        ("Optional[int]", "int"),
+        ("Union[int, List[int]]", "int | tuple[int, ...]"),
+        ("Optional[Literal['full', 'selective']]", 'Literal["full", "selective"]'),
+        ("torch.dtype", 'Literal["float32", "bfloat16", "float16"]'),
+        ("Optional[Callable]", None),
+    ],
+)
+def test_annotations_become_types_that_a_flag_can_give(annotation: str, taken: str | None) -> None:
+    assert taken_as(annotation) == taken
+
+
+def _version() -> str:
+    return ".".join(importlib.metadata.version("megatron-core").split(".")[:2])

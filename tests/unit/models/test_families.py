@@ -1,0 +1,113 @@
+"""Families as data: every table is whole, presets have the size that was published, unknown routing is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.main import main
+from headrace.errors import ConfigError
+from headrace.job.megatron.arguments import MegatronArgs
+from headrace.job.model.transformer_config import contradictions
+from headrace.job.schema.job import Job
+from headrace.models.presets import PRESETS
+from headrace.models.registry import FAMILIES, architecture, table
+
+DEEPSEEK = dict(PRESETS["deepseek-v3"].config)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
+    preset = PRESETS[name]
+    counted = table(architecture(preset.config)).num_parameters
+    assert counted == pytest.approx(preset.published_parameters, rel=0.015)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_no_two_rows_have_a_tensor_in_common(name: str) -> None:
+    tensors = [tensor.name for tensor in table(architecture(PRESETS[name].config)).tensors()]
+    assert len(set(tensors)) == len(tensors)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_presets_layout_divides_the_model_and_fits_80_gigabytes(name: str) -> None:
+    """Weights in bfloat16 and gradients in float32, 6 bytes, and 12 of Adam's: of what is not an expert once for all
+    expert ranks, for they are data ranks.
+    """
+    preset = PRESETS[name]
+    a = architecture(preset.config)
+    tensor, stages, experts = (
+        preset.layout.get(f"{kind}_model_parallel_size", 1) for kind in ("tensor", "pipeline", "expert")
+    )
+    of_last = preset.layout.get("num_layers_in_last_pipeline_stage")
+    assert a.num_layers % stages == 0 if of_last is None else (a.num_layers - of_last) % (stages - 1) == 0
+    assert all(size % tensor == 0 for size in (a.num_attention_heads, a.num_query_groups, a.vocab_size))
+    layers = -(-a.num_layers // stages)
+    rows = [row for layer in range(a.num_layers - layers, a.num_layers) for row in table(a).layer(layer)]
+    of_experts = sum(math.prod(t.shape) for row in rows if row.expert is not None for t in row.hf)
+    shared = sum(math.prod(t.shape) for row in rows if row.expert is None for t in row.hf)
+    assert a.experts is None or (tensor == 1 and a.experts.count % experts == 0)
+    dense = (shared + a.vocab_size * a.hidden_size) / tensor
+    assert 18 * of_experts / experts + (6 + 12 / experts) * dense < 65e9
+
+
+def test_a_model_type_belongs_to_one_family() -> None:
+    types = [name for family in FAMILIES for name in family.model_types]
+    assert len(set(types)) == len(types)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"norm_topk_prob": False}, "norm_topk_prob false with sigmoid scores"),
+        ({"topk_group": 2}, "ranks groups by their two best experts, Megatron-core by their 4 best"),
+        ({"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported; supported: 'sigmoid'"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported"),
+        ({"rope_interleave": False}, "rope_interleave false is not what Megatron-core computes"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling of type 'linear' is not supported"),
+    ],
+)
+def test_routing_and_attention_that_megatron_does_not_compute_are_refused(
+    changed: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        architecture(DEEPSEEK | changed)
+
+
+def test_a_name_brings_its_layout_and_the_jobs_own_sizes_win(load_with: Callable[..., Job], model: Path) -> None:
+    (model / "config.json").write_text(json.dumps(PRESETS["qwen3-4B"].config))
+    flags = ("--model", "qwen3-4B", "--actor-num-gpus-per-node", "4")
+    assert load_with(*flags).megatron["tensor_model_parallel_size"] == 2
+    own = load_with(*flags, "--tensor-model-parallel-size", "4")
+    assert own.megatron["tensor_model_parallel_size"] == 4
+
+
+def test_a_checkpoint_of_another_model_is_refused(load_with: Callable[..., Job]) -> None:
+    with pytest.raises(ConfigError, match=r"is not qwen3-4B: its config.json says num_layers 2, not 36; hid"):
+        load_with("--model", "qwen3-4B", "--actor-num-gpus-per-node", "2")
+
+
+def test_an_unknown_name_is_refused(load_with: Callable[..., Job]) -> None:
+    with pytest.raises(ConfigError, match=r"model 'qwen3-4b' is not known: did you mean qwen3-4B\?: `headrace models`"):
+        load_with("--model", "qwen3-4b")
+
+
+def test_headrace_models_lists_every_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in PRESETS)
+
+
+def test_a_command_line_for_megatron_agrees_with_the_checkpoint_where_it_says_the_same() -> None:
+    kimi = architecture(PRESETS["kimi-k2"].config)
+    flags: dict[str, object] = {"num_layers": 61, "num_moe_experts": 384, "moe_router_topk": 8, "q_lora_rank": 1536}
+    without_effect = {"kv_channels": 64, "moe_router_num_groups": 1, "moe_router_pre_softmax": True}
+    assert contradictions(kimi, MegatronArgs.model_validate(flags | without_effect)) == []
+    wrong = contradictions(kimi, MegatronArgs.model_validate(flags | {"moe_router_num_groups": 8}))
+    assert wrong == [
+        "--moe-router-num-groups 8 contradicts the checkpoint, whose config.json says None: leave the flag out"
+    ]

@@ -1,0 +1,255 @@
+"""Calls that loop, crash, raise or hang end as typed errors; the calls beside them go on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import ResourceExhausted
+from headrace.process.workers import WorkerCrashed, WorkerPool, WorkerRaised, WorkerTimeout
+
+LIMIT = 60.0
+"""Of calls that end by themselves, however slow the machine is."""
+
+
+def add(left: int, right: int) -> int:
+    return left + right
+
+
+def worker_pid() -> int:
+    return os.getpid()
+
+
+def loop_for_ever(mark: str) -> None:
+    Path(mark).touch()
+    while True:
+        pass
+
+
+def segfault() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def divide_by_zero() -> float:
+    return 1 / 0
+
+
+def leave() -> None:
+    sys.exit(3)
+
+
+def unsendable() -> object:
+    return threading.Lock()
+
+
+def needs_main_thread() -> str:
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.alarm(1)
+    signal.alarm(0)
+    return threading.current_thread().name
+
+
+def broken_preparation() -> None:
+    raise ValueError("no such model")
+
+
+async def nap(seconds: float) -> float:
+    await asyncio.sleep(seconds)
+    return seconds
+
+
+async def meet(folder: str, number: int, count: int) -> int:
+    Path(folder, str(number)).touch()
+    while len(os.listdir(folder)) < count:
+        await asyncio.sleep(0.01)
+    return number
+
+
+async def block_the_loop() -> None:
+    time.sleep(60)  # the point
+
+
+async def touch_and_wait(mark: str) -> None:
+    Path(mark).touch()
+    await asyncio.sleep(60)
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[WorkerPool]:
+    pool = WorkerPool(1)
+    await pool.start()
+    yield pool
+    await pool.close()
+
+
+@pytest.fixture
+async def shared() -> AsyncIterator[WorkerPool]:
+    pool = WorkerPool(1, calls_per_worker=8)
+    await pool.start()
+    yield pool
+    await pool.close()
+
+
+async def until(path: Path) -> None:
+    async with asyncio.timeout(60):
+        while not path.exists():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_worker_is_reused(pool: WorkerPool) -> None:
+    assert await pool.run(add, 2, 3, timeout_seconds=LIMIT) == 5
+    pids = {await pool.run(worker_pid, timeout_seconds=LIMIT) for _ in range(3)}
+    assert pids == set(pool.pids)
+    assert os.getpid() not in pids
+
+
+async def test_an_endless_loop_is_killed_and_its_worker_replaced(pool: WorkerPool, tmp_path: Path) -> None:
+    (before,) = pool.pids
+    with pytest.raises(WorkerTimeout, match=r"loop_for_ever did not finish within 0\.3 s"):
+        await pool.run(loop_for_ever, str(tmp_path / "mark"), timeout_seconds=0.3)
+    assert await pool.run(worker_pid, timeout_seconds=LIMIT) != before
+    assert not alive(before)
+
+
+async def test_a_crash_is_typed_and_names_the_signal(pool: WorkerPool) -> None:
+    with pytest.raises(WorkerCrashed, match="segfault ended its worker process with SIGSEGV"):
+        await pool.run(segfault, timeout_seconds=LIMIT)
+    assert await pool.run(add, 1, 1, timeout_seconds=LIMIT) == 2
+
+
+async def test_an_exception_keeps_its_traceback_and_its_worker(pool: WorkerPool) -> None:
+    (before,) = pool.pids
+    with pytest.raises(WorkerRaised, match="ZeroDivisionError: division by zero") as caught:
+        await pool.run(divide_by_zero, timeout_seconds=LIMIT)
+    assert "return 1 / 0" in caught.value.traceback
+    with pytest.raises(WorkerRaised, match="SystemExit: 3"):
+        await pool.run(leave, timeout_seconds=LIMIT)
+    with pytest.raises(WorkerRaised, match="TypeError: a lock cannot leave its worker"):
+        await pool.run(unsendable, timeout_seconds=LIMIT)
+    assert await pool.run(worker_pid, timeout_seconds=LIMIT) == before
+
+
+async def test_functions_run_in_the_main_thread(pool: WorkerPool) -> None:
+    assert await pool.run(needs_main_thread, timeout_seconds=LIMIT) == "MainThread"
+
+
+async def test_the_queue_is_bounded() -> None:
+    pool = WorkerPool(1, max_waiting=2)
+    await pool.start()
+    calls = [asyncio.create_task(pool.run(nap, 0.2, timeout_seconds=LIMIT)) for _ in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(ResourceExhausted, match="2 calls wait for 1 workers"):
+        await pool.run(add, 1, 1, timeout_seconds=LIMIT)
+    assert await asyncio.gather(*calls) == [0.2] * 3
+    await pool.close()
+
+
+async def test_a_cancelled_call_ends_its_worker_and_frees_its_place(pool: WorkerPool, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    call = asyncio.create_task(pool.run(loop_for_ever, str(mark), timeout_seconds=60))
+    await until(mark)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert await pool.run(add, 1, 1, timeout_seconds=LIMIT) == 2
+
+
+async def test_coroutines_share_a_worker_and_their_waits(shared: WorkerPool, tmp_path: Path) -> None:
+    await shared.run(nap, 0.0, timeout_seconds=LIMIT)  # imports this module
+    met = [shared.run(meet, str(tmp_path), number, 8, timeout_seconds=LIMIT) for number in range(8)]
+    assert await asyncio.gather(*met) == list(range(8)), "each waits for all others"
+
+
+async def test_a_waiting_coroutine_times_out_without_harm_to_its_neighbours(shared: WorkerPool) -> None:
+    await shared.run(nap, 0.0, timeout_seconds=LIMIT)  # imports this module
+    before = shared.pids
+    slow, quick = await asyncio.gather(
+        shared.run(nap, 60, timeout_seconds=0.2), shared.run(nap, 0.6, timeout_seconds=LIMIT), return_exceptions=True
+    )
+    assert isinstance(slow, WorkerTimeout)
+    assert quick == 0.6
+    assert shared.pids == before
+
+
+@pytest.mark.parametrize(("culprit", "error"), [(block_the_loop, WorkerTimeout), (segfault, WorkerCrashed)])
+async def test_only_the_guilty_call_fails_when_a_shared_worker_ends(shared: WorkerPool, culprit, error) -> None:
+    await shared.run(nap, 0.0, timeout_seconds=LIMIT)  # imports this module
+    results = await asyncio.gather(
+        *(shared.run(nap, 0.1, timeout_seconds=LIMIT) for _ in range(3)),
+        shared.run(culprit, timeout_seconds=1),
+        *(shared.run(nap, 0.1, timeout_seconds=LIMIT) for _ in range(3)),
+        return_exceptions=True,
+    )
+    assert type(results.pop(3)) is error
+    assert results == [0.1] * 6
+
+
+async def test_an_abandoned_call_is_cancelled_in_the_shared_worker(shared: WorkerPool, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    kept = asyncio.create_task(shared.run(nap, 1.0, timeout_seconds=LIMIT))
+    dropped = asyncio.create_task(shared.run(touch_and_wait, str(mark), timeout_seconds=60))
+    await until(mark)
+    dropped.cancel()
+    assert await kept == 1.0
+    assert len(shared.pids) == 1
+
+
+async def test_a_failed_preparation_fails_the_start() -> None:
+    with pytest.raises(WorkerRaised, match="ValueError: no such model"):
+        await WorkerPool(2, prepare=broken_preparation).start()
+
+
+async def test_close_ends_the_workers() -> None:
+    pool = WorkerPool(2)
+    await pool.start()
+    pids = pool.pids
+    await pool.close()
+    assert len(pids) == 2
+    assert not any(alive(pid) for pid in pids)
+
+
+PARENT = """
+import asyncio, sys
+from headrace.process.workers import WorkerPool
+from tests.unit.process.test_worker_pool import loop_for_ever
+async def main():
+    pool = WorkerPool(2)
+    await pool.start()
+    print(*pool.pids, flush=True)
+    await pool.run(loop_for_ever, sys.argv[1], timeout_seconds=600)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a computing orphan is ended by Linux's PR_SET_PDEATHSIG")
+async def test_workers_end_with_a_parent_that_was_killed(tmp_path: Path) -> None:
+    mark, root = tmp_path / "mark", Path(__file__).parents[3]
+    command = [sys.executable, "-c", PARENT, str(mark)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}
+    ) as parent:
+        assert parent.stdout
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        await until(mark)
+        parent.kill()
+        parent.wait()
+    async with asyncio.timeout(60):
+        while any(alive(pid) for pid in pids):
+            await asyncio.sleep(0.01)
+    assert len(pids) == 2
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import ConfigError
+from headrace.job.schema.job import BufferSection, Job, PlacementSection
+from services.rollout.engine import arguments
+from services.rollout.engine.machine import Machine
+
+FLAGS = {
+    name: (
+        f"--{name.replace('_', '-')}",
+        not name.startswith("disable") and name not in ("sleep_on_idle", "skip_server_warmup"),
+    )
+    for name in (
+        *("device", "attention_backend", "sampling_backend", "disable_overlap_schedule", "skip_server_warmup"),
+        *("sleep_on_idle", "max_total_tokens", "max_running_requests", "dtype", "model_path", "tp_size", "host"),
+        *("port", "weight_version", "random_seed", "base_gpu_id", "mem_fraction_static", "enable_metrics"),
+    )
+}
+CPU = Machine(has_accelerator=False, flags=FLAGS)
+GPU = Machine(has_accelerator=True, flags=FLAGS)
+
+
+def job(**sglang: object) -> Job:
+    return Job.model_validate({"model": {"hf_checkpoint": Path("/m")}, "sglang": sglang})
+
+
+def test_an_unknown_argument_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match=r"-statik is no argument .* did you mean --sglang-mem-fraction-static"):
+        arguments.check({"mem_fraction_statik": 0.5}, CPU)
+
+
+def test_an_argument_that_is_ours_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ConfigError, match="rollout_num_gpus_per_engine instead"):
+        arguments.check({"tp_size": 2}, CPU)
+
+
+def test_without_an_accelerator_the_cpu_recipe_is_chosen_and_the_job_may_change_it() -> None:
+    words = arguments.command(job(max_total_tokens=1024, disable_overlap_schedule=False), CPU, engine=1, port=5)
+    assert words[words.index("--device") + 1] == "cpu"
+    assert words[words.index("--max-total-tokens") + 1] == "1024"
+    assert words[words.index("--random-seed") + 1] == "43"
+    assert "--sleep-on-idle" in words
+    assert "--disable-overlap-schedule" not in words
+
+
+def test_with_an_accelerator_engines_are_laid_out_over_it() -> None:
+    words = arguments.command(job(), GPU, engine=3, port=5)
+    assert "--device" not in words
+    assert words[words.index("--base-gpu-id") + 1] == "3"
+    assert "OMP_NUM_THREADS" not in arguments.environment(job(), GPU)
+
+
+@pytest.mark.parametrize(("engines", "max_staleness", "threads"), [(1, 0, "8"), (2, 0, "4"), (1, 1, "4"), (12, 1, "1")])
+def test_engines_share_the_cores_and_leave_half_to_a_trainer_that_works_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, engines: int, max_staleness: int, threads: str
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    shared = job().model_copy(
+        update={
+            "placement": PlacementSection(rollout_num_gpus=engines),
+            "buffer": BufferSection(max_staleness=max_staleness),
+        }
+    )
+    assert arguments.environment(shared, CPU)["OMP_NUM_THREADS"] == threads

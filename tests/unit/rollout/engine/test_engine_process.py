@@ -1,0 +1,151 @@
+"""An engine that has ended leaves nothing in the temporary folder, however it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.errors import Unavailable
+from headrace.job.schema.job import Job
+from services.rollout.engine import arguments
+from services.rollout.engine.machine import Machine
+from services.rollout.engine.process import SglangProcess
+from services.rollout.engine.scratch import Scratch, delete_leftovers
+from services.rollout.service import sglang_factory
+
+ENGINE = """
+import json, os, sys, tempfile
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+Path(os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"].removeprefix("file://")).write_text("ranks meet here")
+tempfile.NamedTemporaryFile(delete=False)  # as SGLang does for its sockets
+if sys.argv[2] == "fails":
+    sys.exit(3)
+
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = json.dumps({"weight_version": "default", "model_path": "m"}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+        if sys.argv[2] == "ends":
+            os._exit(0)
+
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Answers).serve_forever()
+"""
+
+
+class Engines:
+    """Engines that do as they are told, and the folder for what is temporary."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._folder = folder
+        self._monkeypatch = monkeypatch
+        self.temporary = folder / "temporary"
+        self.temporary.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(self.temporary))
+
+    @property
+    def links(self) -> list[Path]:
+        return list(self._folder.glob(".engine-*"))
+
+    def __call__(self, behaviour: str) -> SglangProcess:
+        def command(job: Job, machine: Machine, *, engine: int, port: int) -> list[str]:
+            return [sys.executable, "-c", ENGINE, str(port), behaviour]
+
+        self._monkeypatch.setattr(arguments, "command", command)
+        job: dict[str, Any] = {"model": {"hf_checkpoint": self._folder}}
+        return SglangProcess(Job.model_validate(job), Machine(False, {}), 0, self._folder / "engine.log")
+
+
+@pytest.fixture
+def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engines:
+    return Engines(tmp_path, monkeypatch)
+
+
+async def test_nothing_is_left_of_an_engine_that_does_not_start(engines: Engines) -> None:
+    with pytest.raises(Unavailable, match="exit code 3"):
+        await engines("fails").start(seconds=50.0)
+    assert not [*engines.temporary.iterdir(), *engines.links]
+
+
+async def test_nothing_is_left_of_an_engine_that_ends_by_itself(engines: Engines) -> None:
+    engine = engines("ends")
+    await engine.start(seconds=50.0)
+    async with asyncio.timeout(50):
+        assert await engine.wait() == 0
+    assert not [*engines.temporary.iterdir(), *engines.links]
+
+
+async def test_nothing_is_left_of_an_engine_that_is_stopped(engines: Engines) -> None:
+    engine = engines("serves")
+    await engine.start(seconds=50.0)
+    assert list(engines.temporary.iterdir())
+    await engine.stop()
+    assert not [*engines.temporary.iterdir(), *engines.links]
+
+
+async def test_what_a_killed_service_leaves_goes_when_the_next_one_starts(tmp_path: Path) -> None:
+    """Of all its engines, also of those that the next one does not have."""
+    temporary, logs = tmp_path / "temporary", tmp_path / "logs"
+    temporary.mkdir()
+    killed = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", KILLED, str(logs)), env={**os.environ, "TMPDIR": str(temporary)}
+    )
+    assert await killed.wait() == -signal.SIGKILL
+    strangers = temporary / "of another program"
+    strangers.mkdir()
+    assert len(list(temporary.iterdir())) == 3
+    delete_leftovers(logs)
+    assert list(temporary.iterdir()) == [strangers]
+    assert not list(logs.iterdir())
+
+
+KILLED = """
+import os, signal, sys, tempfile
+from pathlib import Path
+from services.rollout.engine.scratch import Scratch
+
+for engine in range(2):
+    scratch = Scratch(Path(sys.argv[1]), engine)
+    scratch.make()
+    (scratch.folder / "ranks").write_text("ranks meet here")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_link_to_anything_else_costs_nobody_a_folder(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (tmp_path / ".engine-0.tmp").symlink_to(precious)
+    delete_leftovers(tmp_path)
+    assert precious.is_dir()
+    assert not (tmp_path / ".engine-0.tmp").is_symlink()
+
+
+def test_an_engines_folder_is_its_users_alone_and_short_enough_for_sockets(tmp_path: Path) -> None:
+    scratch = Scratch(tmp_path, 7)
+    scratch.make()
+    assert scratch.folder.stat().st_mode & 0o777 == 0o700
+    assert len(scratch.folder.name) + len("/tmp//tmpabcdefgh") < 60
+    scratch.delete()
+    assert not scratch.folder.exists()
+
+
+def test_the_service_deletes_leftovers_before_its_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = Scratch(tmp_path, 3)
+    left.make()
+    job: dict[str, Any] = {"model": {"hf_checkpoint": tmp_path}}
+    sglang_factory(Job.model_validate(job), Machine(False, {}), tmp_path)
+    assert not left.folder.exists()

@@ -1,0 +1,98 @@
+"""Conversations for supervised fine-tuning become samples without an engine and without a judge."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.api.buffer.v1 import buffer_pb2
+from headrace.api.sample.v1 import sample_pb2
+from headrace.errors import InvalidArgument
+from headrace.trajectory import Sample, Status
+from services.rollout.chat.chat_mask import FAMILIES
+from services.rollout.engine.api import SamplingParams
+from services.rollout.production.groups import GroupMaker
+from services.rollout.production.sampling import SampleRequest
+from services.rollout.production.supervised import ConversationEncoder, SupervisedMaker
+from tests.support.models.chat_templates import CHAT_MODELS, make_chat_tokenizer
+from tests.support.models.tiny_model import make_tiny_tokenizer
+
+TURNS = [
+    {"role": "user", "content": "What is 1 + 2?"},
+    {"role": "assistant", "content": "The answer is 3."},
+    {"role": "user", "content": "And 4?"},
+    {"role": "assistant", "content": "\n7"},
+]
+
+
+@pytest.fixture
+def encoder(tmp_path: Path) -> ConversationEncoder:
+    make_tiny_tokenizer().save_pretrained(tmp_path)
+    return ConversationEncoder(tmp_path, "qwen3")
+
+
+def conversation(num_turns: int) -> sample_pb2.Prompt:
+    messages = [sample_pb2.ChatMessage(role=turn["role"], content=turn["content"]) for turn in TURNS[:num_turns]]
+    return sample_pb2.Prompt(prompt_id="p", messages=sample_pb2.ChatMessages(messages=messages))
+
+
+def lease(prompt: sample_pb2.Prompt) -> buffer_pb2.GroupLease:
+    return buffer_pb2.GroupLease(lease_id="l", group_id="g", n_samples=1, attempt=1, prompt=prompt)
+
+
+def groups(encoder: ConversationEncoder) -> GroupMaker:
+    return GroupMaker(
+        *(encoder, SupervisedMaker(), None, SamplingParams(1)),
+        rollout_seed=1,
+        max_prompt_tokens=None,
+        context=None,
+    )
+
+
+async def test_a_conversation_becomes_a_sample_of_which_the_assistants_tokens_are_trained(
+    encoder: ConversationEncoder,
+) -> None:
+    prompt = encoder.encode(conversation(4))
+    (sample,) = await SupervisedMaker().make_all(
+        [SampleRequest("s", "g", 0, prompt, None, {}, SamplingParams(1))], evaluation=False
+    )
+    assert sample.status is Status.COMPLETED
+    assert sample.loss_mask[0] == 1
+    assert sample.tokens.tolist() == list(prompt.tokens)
+    kept = sample.tokens[sample.prompt_length :][sample.loss_mask == 1]
+    assert encoder.tokenizer.decode(kept.tolist()) == "The answer is 3.<|im_end|>\n7<|im_end|>"
+
+
+@pytest.mark.parametrize("name", sorted(CHAT_MODELS))
+def test_an_answer_is_tokenized_apart_from_its_prompt(tmp_path: Path, name: str) -> None:
+    """As engines see it: a line break that ends a prompt and one that begins an answer never make one token."""
+    make_chat_tokenizer(name).save_pretrained(tmp_path)
+    family = CHAT_MODELS[name].family
+    encoder = ConversationEncoder(tmp_path, family)
+    encoded = encoder.encode(conversation(4))
+    texts = [encoder.tokenizer.decode(list(encoded.tokens[part.start : part.stop])) for part in encoded.trained]
+    stop, cuts_blanks = FAMILIES[family][0], name.startswith(("qwen3", "glm", "llama"))
+    assert texts == [f"The answer is 3.{stop}", f"7{stop}" if cuts_blanks else f"\n7{stop}"]
+    assert encoder.tokenizer.decode(list(encoded.tokens)) == encoded.text
+
+
+async def test_a_leased_conversation_is_put_without_an_engine_and_without_a_judge(encoder: ConversationEncoder) -> None:
+    put = await groups(encoder).make(lease(conversation(4)))
+    assert isinstance(put, buffer_pb2.GroupPut)
+    assert put.outcome == buffer_pb2.PUT_OUTCOME_COMPLETE
+    (sample,) = [Sample.unpack(packed) for packed in put.samples]
+    assert sample.reward is None
+    assert int(sample.loss_mask.sum()) == put.samples[0].envelope.trained_tokens > 0
+
+
+async def test_a_conversation_without_an_assistant_is_put_as_failed(encoder: ConversationEncoder) -> None:
+    put = await groups(encoder).make(lease(conversation(1)))
+    assert isinstance(put, buffer_pb2.GroupPut)
+    assert put.outcome == buffer_pb2.PUT_OUTCOME_FAILED
+    assert "no assistant's turn to train" in put.failure.message
+
+
+def test_a_text_is_no_conversation(encoder: ConversationEncoder) -> None:
+    with pytest.raises(InvalidArgument, match="prompt p is a text: supervised fine-tuning trains arrays"):
+        encoder.encode(sample_pb2.Prompt(prompt_id="p", text="<|im_start|>assistant\nx<|im_end|>"))

@@ -1,0 +1,72 @@
+"""The rules of a publication by themselves: its plan, its end, its groups, its checksums and its probe."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from headrace.errors import ChecksumMismatch, FailedPrecondition, GroupGone, InvalidArgument
+from services.rollout.publication.checksums import differences
+from services.rollout.publication.groups import WeightGroups
+from services.rollout.publication.probe import Probe
+from services.rollout.publication.state import Phase, Transaction
+from tests.unit.rollout.publication.test_receiver import PLAN
+
+
+def test_a_plan_without_buckets_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="each one exactly once"):
+        replace(PLAN, buckets={}, groups=[])
+
+
+def test_a_plan_without_a_name_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="publication_id is empty"):
+        replace(PLAN, publication_id="")
+
+
+def test_what_is_committed_is_neither_open_nor_aborted_any_more() -> None:
+    transaction = Transaction(PLAN, ("engine-0",), received=set(PLAN.buckets))
+    transaction.commit()
+    with pytest.raises(FailedPrecondition, match="is committed already"):
+        transaction.require_open()
+    assert not transaction.abort("too late")
+    assert transaction.phase is Phase.COMMITTED
+
+
+def test_what_was_aborted_keeps_its_first_reason() -> None:
+    transaction = Transaction(PLAN, ("engine-0",))
+    assert transaction.abort("first")
+    assert not transaction.abort("second")
+    assert transaction.why_aborted == "first"
+
+
+def test_an_engine_that_lacks_a_tensor_is_told_from_one_with_tied_embeddings() -> None:
+    sent = {"a": "1", "lm_head.weight": "2"}
+    assert differences(sent, [{"a": "1"}]) is None
+    assert "the engine has no a" in (differences(sent, [{"lm_head.weight": "2"}]) or "")
+
+
+async def test_a_probe_that_is_not_a_number_disagrees() -> None:
+    class Engine:
+        async def score(self, tokens: Any, **_: Any) -> list[float]:
+            return [float("nan")]
+
+    with pytest.raises(ChecksumMismatch):
+        await Probe([1, 2], [-0.5], 0.5).ask(cast(Any, Engine()), 3, seconds=1)
+
+
+def test_a_probe_has_a_log_prob_for_every_token_but_the_first() -> None:
+    with pytest.raises(InvalidArgument, match="needs two tokens or more"):
+        Probe([1, 2, 3], [-0.5], 0.5)
+
+
+def test_a_group_that_was_forgotten_must_be_formed_again() -> None:
+    groups, engines = WeightGroups(), [cast(Any, SimpleNamespace(incarnation="engine-0/1"))]
+    joined = [replace(PLAN.groups[0], joined=True)]
+    groups.formed("g", engines)
+    groups.require_whole(joined, engines)
+    groups.forget(["g"])
+    with pytest.raises(GroupGone):
+        groups.require_whole(joined, engines)

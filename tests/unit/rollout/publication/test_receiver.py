@@ -1,0 +1,341 @@
+"""Publications into fake engines, and every way in which one can fail."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from headrace.errors import (
+    ChecksumMismatch,
+    FailedPrecondition,
+    Fenced,
+    GroupGone,
+    InvalidArgument,
+    NotFound,
+    PublicationAborted,
+)
+from services.rollout.engine.api import TensorSpec
+from services.rollout.engine.fleet import EngineState
+from services.rollout.publication.probe import Probe
+from services.rollout.publication.receiver import Receiver
+from services.rollout.publication.state import GroupPlan, Plan
+from tests.support.fakes.fake_engine import fake_checksum
+from tests.support.fakes.fake_fleet import WIRE, FakeFleet
+
+CHECKSUMS = {name: fake_checksum(content) for name, content in WIRE.items()}
+PLAN = Plan(
+    publication_id="p1",
+    epoch=1,
+    policy_version=3,
+    pause_mode="in_place",
+    backend="gloo",
+    deadline_seconds=20.0,
+    buckets={
+        0: [TensorSpec("a", (2,), "float32"), TensorSpec("b", (2,), "float32")],
+        1: [TensorSpec("c", (), "float32")],
+    },
+    groups=[GroupPlan("g", "127.0.0.1", 1, (0, 1))],
+)
+
+
+async def test_a_committed_version_is_served_by_all(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    begun = await receiver.begin(PLAN)
+    assert (begun.world_size, begun.engine_ids) == (3, ("engine-0", "engine-1"))
+    assert receiver.open_id == "p1"
+    assert await receiver.receive("p1", 0) == ()
+    assert fakes.fleet.policy_version == 0
+    assert await receiver.receive("p1", 1) == ()
+    committed = await receiver.commit("p1", CHECKSUMS)
+    assert committed.engine_ids == ("engine-0", "engine-1")
+    assert fakes.fleet.policy_version == 3
+    assert [await e.client.weights_name() for e in fakes.fleet.engines] == [e.weights_name for e in fakes.fleet.engines]
+    assert receiver.open_id == ""
+
+
+async def test_a_group_is_used_again_while_the_engines_are_the_same(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    await publish(receiver, PLAN)
+    joined = replace(PLAN, publication_id="p2", policy_version=4, groups=[replace(PLAN.groups[0], joined=True)])
+    assert await publish(receiver, joined) == ("engine-0", "engine-1")
+    assert fakes.fake(0).calls.count("/init_weights_update_group") == 1
+
+
+async def test_a_group_that_the_sender_left_is_joined_again(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    await publish(receiver, PLAN)
+    await publish(receiver, replace(PLAN, publication_id="p2", policy_version=4))
+    joins = [call for call in fakes.fake(0).calls if "weights_update_group" in call]
+    init, destroy = "/init_weights_update_group", "/destroy_weights_update_group"
+    assert joins == [init, destroy, init]
+
+
+async def test_a_joined_group_of_other_engines_is_refused_before_any_engine_notices(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    joined = replace(PLAN, publication_id="p2", policy_version=4, groups=[replace(PLAN.groups[0], joined=True)])
+    with pytest.raises(GroupGone, match=r"groups \['g'\] are of other engines"):
+        await receiver.begin(joined)  # a rollout service that started again knows no group
+    await publish(receiver, PLAN)
+    fakes.fake(1).die()
+    await fakes.until(lambda: fakes.fleet.engines[1].state is EngineState.STALE)
+    calls = list(fakes.fake(0).calls)
+    with pytest.raises(GroupGone, match=r"begin with new ones"):
+        await receiver.begin(joined)
+    assert receiver.open_id == ""
+    assert [call for call in fakes.fake(0).calls[len(calls) :] if call != "/model_info"] == []
+    renewed = replace(joined, groups=[GroupPlan("h", "127.0.0.1", 2, (0, 1))])
+    assert await publish(receiver, renewed) == ("engine-0", "engine-1")
+    assert fakes.fake(0).groups == {"h"}
+
+
+async def test_a_group_that_engines_left_at_an_abort_is_not_used_again(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    await publish(receiver, PLAN)
+    joined = replace(PLAN, publication_id="p2", policy_version=4, groups=[replace(PLAN.groups[0], joined=True)])
+    await receiver.begin(joined)
+    await receiver.abort("p2", "no")
+    with pytest.raises(GroupGone):
+        await receiver.begin(replace(joined, publication_id="p3"))
+
+
+async def test_what_the_old_weights_left_in_the_cache_goes_before_an_engine_goes_on(fakes: FakeFleet) -> None:
+    await publish(Receiver(fakes.fleet), PLAN)
+    for number in (0, 1):
+        calls = fakes.fake(number).calls
+        received = len(calls) - calls[::-1].index("/update_weights_from_distributed")
+        assert received < calls.index("/flush_cache", received) < calls.index("/continue_generation", received)
+
+
+async def test_every_call_may_be_repeated(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    assert await receiver.begin(PLAN) == await receiver.begin(PLAN)
+    await asyncio.gather(receiver.receive("p1", 0), receiver.receive("p1", 0))
+    await receiver.receive("p1", 1)
+    assert fakes.fake(0).calls.count("/update_weights_from_distributed") == 2
+    assert await receiver.commit("p1", CHECKSUMS) == await receiver.commit("p1", CHECKSUMS)
+    await receiver.abort("p1", "too late to matter")
+    assert [e.state for e in fakes.fleet.engines] == [EngineState.READY, EngineState.READY]
+
+
+async def test_a_commit_before_all_buckets_is_refused_and_the_publication_goes_on(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    await receiver.begin(PLAN)
+    await receiver.receive("p1", 0)
+    with pytest.raises(FailedPrecondition, match=r"misses buckets \[1\]"):
+        await receiver.commit("p1", CHECKSUMS)
+    await receiver.receive("p1", 1)
+    assert (await receiver.commit("p1", CHECKSUMS)).lost_engine_ids == ()
+
+
+async def test_an_engine_that_refuses_a_bucket_is_restarted_and_the_other_serves(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    fakes.fake(1).faults["/update_weights_from_distributed"] = "refuse"
+    await receiver.begin(PLAN)
+    assert await receiver.receive("p1", 0) == ("engine-1",)
+    assert await receiver.receive("p1", 1) == ("engine-1",)
+    committed = await receiver.commit("p1", CHECKSUMS)
+    assert (committed.engine_ids, committed.lost_engine_ids) == (("engine-0",), ("engine-1",))
+    await fakes.until(lambda: fakes.fleet.engines[1].state is EngineState.STALE)
+    assert fakes.routing.urls == {fakes.fleet.engines[0].url}
+
+
+async def test_an_engine_that_dies_at_the_commit_does_not_stop_the_other(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    fakes.fake(0).faults["/weights_checker"] = "die"
+    assert await publish(receiver, PLAN) == ("engine-1",)
+    assert fakes.fleet.policy_version == 3
+
+
+async def test_an_engine_with_other_weights_is_taken_out(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    await receiver.begin(PLAN)
+    await receiver.receive("p1", 0)
+    await receiver.receive("p1", 1)
+    fakes.fake(0).weights["a"] = "a flipped bit"
+    assert (await receiver.commit("p1", CHECKSUMS)).engine_ids == ("engine-1",)
+
+
+async def test_without_the_senders_checksums_engines_are_compared_with_each_other(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    await receiver.begin(PLAN)
+    await receiver.receive("p1", 0)
+    await receiver.receive("p1", 1)
+    fakes.fake(0).weights["a"] = "a flipped bit"
+    with pytest.raises(ChecksumMismatch, match="engines differ from each other"):
+        await receiver.commit("p1", {})
+    assert fakes.fleet.policy_version == 0
+    assert EngineState.STALE not in [e.state for e in fakes.fleet.engines], "nobody knows which of them is right"
+    await fakes.until(lambda: [e.restarts for e in fakes.fleet.engines] == [1, 1])
+
+
+async def test_when_all_engines_fail_the_publication_is_aborted(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    for number in (0, 1):
+        fakes.fake(number).faults["/update_weights_from_distributed"] = "die"
+    await receiver.begin(PLAN)
+    with pytest.raises(PublicationAborted, match="no engine is left"):
+        await receiver.receive("p1", 0)
+    with pytest.raises(PublicationAborted):
+        await receiver.receive("p1", 1)
+    await fakes.until(lambda: [e.state for e in fakes.fleet.engines] == [EngineState.READY, EngineState.READY])
+    assert [e.restarts for e in fakes.fleet.engines] == [1, 1]
+
+
+async def test_untouched_engines_go_on_after_an_abort(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    await receiver.begin(PLAN)
+    await fakes.until(lambda: all("/begin_weight_update" in fakes.fake(n).calls for n in (0, 1)))
+    await receiver.abort("p1", "the trainer changed its mind")
+    assert [(e.state, e.restarts) for e in fakes.fleet.engines] == [(EngineState.READY, 0)] * 2
+    assert fakes.fake(0).calls[-1] == "/continue_generation"
+    with pytest.raises(PublicationAborted, match="changed its mind"):
+        await receiver.receive("p1", 0)
+
+
+async def test_touched_engines_wait_for_the_next_publication_after_an_abort(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    await publish(receiver, PLAN)
+    await receiver.begin(replace(PLAN, publication_id="p2", policy_version=4))
+    await receiver.receive("p2", 0)
+    await receiver.abort("p2", "no")
+    assert fakes.routing.urls == set()
+    assert [(e.state, e.restarts, e.weights_digest) for e in fakes.fleet.engines] == [(EngineState.STALE, 0, "")] * 2
+    assert fakes.fake(0).calls[-1] == "/end_weight_update", "paused: requests in flight go on with the next weights"
+    again = replace(PLAN, publication_id="p3", policy_version=4, groups=[GroupPlan("h", "127.0.0.1", 2, (0, 1))])
+    assert await publish(receiver, again) == ("engine-0", "engine-1")
+    assert fakes.fake(0).groups == {"h"}
+
+
+async def test_when_one_dies_in_a_broadcast_the_other_is_kept_for_the_next_publication(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    fakes.fake(0).faults["/update_weights_from_distributed"] = "refuse"  # as when the sender leaves the group
+    fakes.fake(1).faults["/update_weights_from_distributed"] = "die"
+    await receiver.begin(PLAN)
+    with pytest.raises(PublicationAborted, match="gone in the middle of a collective.*engine-1"):
+        await receiver.receive("p1", 0)
+    fakes.fake(0).faults.clear()
+    again = replace(PLAN, publication_id="p2", groups=[GroupPlan("h", "127.0.0.1", 2, (0, 1))])
+    assert "engine-0" in await publish(receiver, again)
+    await fakes.until(lambda: [engine.restarts for engine in fakes.fleet.engines] == [0, 1])
+
+
+async def test_when_all_refuse_a_bucket_none_is_started_again(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    for number in (0, 1):
+        fakes.fake(number).faults["/update_weights_from_distributed"] = "refuse"
+    await receiver.begin(PLAN)
+    with pytest.raises(PublicationAborted, match="every engine refused: .*told to"):
+        await receiver.receive("p1", 0)
+    await receiver.abort("p1", "the sender heard of it")
+    assert [(e.state, e.restarts) for e in fakes.fleet.engines] == [(EngineState.STALE, 0)] * 2
+
+
+async def test_engines_that_all_refused_leave_the_publication_though_nobody_aborts_it(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    for number in (0, 1):
+        fakes.fake(number).faults["/update_weights_from_distributed"] = "refuse"
+    await receiver.begin(PLAN)
+    with pytest.raises(PublicationAborted):
+        await receiver.receive("p1", 0)
+    async with asyncio.timeout(20):
+        await fakes.until(lambda: [e.state for e in fakes.fleet.engines] == [EngineState.STALE] * 2)
+
+
+async def test_a_publication_past_its_deadline_aborts_itself(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    await receiver.begin(replace(PLAN, deadline_seconds=0.2))
+    await fakes.until(lambda: receiver.open_id == "")
+    with pytest.raises(PublicationAborted, match=r"not committed within 0\.2 s"):
+        await receiver.receive("p1", 0)
+    await fakes.until(lambda: [e.state for e in fakes.fleet.engines] == [EngineState.READY] * 2)
+
+
+async def test_a_hung_broadcast_ends_at_the_deadline(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    for number in (0, 1):
+        fakes.fake(number).faults["/update_weights_from_distributed"] = "hang"
+    await receiver.begin(replace(PLAN, deadline_seconds=0.3))
+    with pytest.raises(PublicationAborted):
+        await receiver.receive("p1", 0)
+    await fakes.until(lambda: [e.restarts for e in fakes.fleet.engines] == [1, 1])
+
+
+async def test_an_older_epoch_is_fenced_and_a_newer_one_takes_over(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    await receiver.begin(replace(PLAN, epoch=2))
+    with pytest.raises(Fenced, match="epoch 1 is over: epoch 2 has begun"):
+        await receiver.begin(replace(PLAN, publication_id="p0", epoch=1))
+    with pytest.raises(FailedPrecondition, match="publication p1 is open"):
+        await receiver.begin(replace(PLAN, publication_id="p2", epoch=2))
+    assert (await receiver.begin(replace(PLAN, publication_id="p3", epoch=3))).engine_ids == ("engine-0", "engine-1")
+
+
+async def test_buckets_that_no_group_sends_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match=r"groups send buckets \[0\], the manifest has \[0, 1\]"):
+        replace(PLAN, groups=[GroupPlan("g", "127.0.0.1", 1, (0,))])
+
+
+async def test_an_unknown_publication_is_not_found(fakes: FakeFleet) -> None:
+    with pytest.raises(NotFound, match="begin it first"):
+        await Receiver(fakes.fleet).receive("nobody", 0)
+
+
+async def publish(receiver: Receiver, plan: Plan) -> tuple[str, ...]:
+    await receiver.begin(plan)
+    return await finish(receiver, plan)
+
+
+async def finish(receiver: Receiver, plan: Plan) -> tuple[str, ...]:
+    for bucket in plan.buckets:
+        await receiver.receive(plan.publication_id, bucket)
+    return (await receiver.commit(plan.publication_id, CHECKSUMS)).engine_ids
+
+
+async def test_an_engine_that_came_back_gets_the_served_weights_alone(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    await publish(receiver, PLAN)
+    fakes.fake(1).die()
+    await fakes.until(lambda: fakes.fleet.engines[1].state is EngineState.STALE)
+    paused = fakes.fake(0).calls.count("/pause_generation")
+    alone = replace(
+        PLAN, publication_id="p2", groups=[GroupPlan("h", "127.0.0.1", 1, (0, 1))], engine_ids=("engine-1",)
+    )
+    assert (await receiver.begin(alone)).engine_ids == ("engine-1",)
+    await finish(receiver, alone)
+    assert [e.state for e in fakes.fleet.engines] == [EngineState.READY] * 2
+    assert fakes.routing.urls == {engine.url for engine in fakes.fleet.engines}
+    assert fakes.fake(0).calls.count("/pause_generation") == paused
+    assert fakes.fake(1).groups == set()
+
+
+async def test_only_engines_that_wait_for_the_served_version_are_given_it_alone(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    await publish(receiver, PLAN)
+    with pytest.raises(FailedPrecondition, match=r"\['engine-1'\] do not wait for weights"):
+        await receiver.begin(replace(PLAN, publication_id="p2", engine_ids=("engine-1",)))
+    with pytest.raises(FailedPrecondition, match="version 4 for .* alone, but 3 is served"):
+        await receiver.begin(replace(PLAN, publication_id="p3", policy_version=4, engine_ids=("engine-1",)))
+
+
+async def test_an_engine_that_computes_something_else_with_the_same_weights_is_taken_out(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    tokens = (5, 6, 7)
+    await receiver.begin(PLAN)
+    for bucket in (0, 1):
+        await receiver.receive("p1", bucket)
+    fakes.fake(1).log_prob_error = 0.3
+    truth = [-(token % 7 + 1) / 10 for token in tokens[1:]]
+    committed = await receiver.commit("p1", CHECKSUMS, Probe(tokens, truth, max_mean_difference=0.2))
+    assert (committed.engine_ids, committed.lost_engine_ids) == (("engine-0",), ("engine-1",))
+
+
+async def test_a_probe_that_all_engines_fail_ends_the_publication_and_the_old_version_stays(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    await receiver.begin(PLAN)
+    for bucket in (0, 1):
+        await receiver.receive("p1", bucket)
+    with pytest.raises(PublicationAborted, match=r"probe's log-probs differ by 5 in the mean, more than 0\.2"):
+        await receiver.commit("p1", CHECKSUMS, Probe((1, 7), [-5.1], max_mean_difference=0.2))
+    assert fakes.fleet.policy_version == 0

@@ -1,0 +1,223 @@
+"""Tokens of weights that were refused, or that are not judged yet: none of them leaves the rollout service."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from aiohttp import web
+
+from headrace.errors import PublicationAborted
+from services.rollout.engine.answer import BadAnswer, NamedSpan
+from services.rollout.engine.api import SamplingParams
+from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
+from services.rollout.engine.weights import ServedWeights
+from services.rollout.production.generator import Generator
+from services.rollout.publication.probe import Probe
+from services.rollout.publication.receiver import Receiver
+from services.rollout.publication.state import GroupPlan
+from tests.support.fakes.fake_engine import FakeEngine, response_to
+from tests.support.fakes.fake_fleet import WIRE, FakeFleet, RememberedRouting
+from tests.support.fakes.hostile_engine import TakingTurns
+from tests.unit.rollout.publication.test_receiver import CHECKSUMS, PLAN
+
+PROMPT = (5, 6, 7)
+PARAMS = SamplingParams(max_new_tokens=12)
+TRUTH = Probe((5, 6, 7), [-(token % 7 + 1) / 10 for token in (6, 7)], max_mean_difference=0.2)
+
+
+class SlowToAnswerProbes(FakeEngine):
+    """Generates while it thinks about a probe, until `may_answer` is set."""
+
+    may_answer = asyncio.Event()
+    probes = 0
+
+    async def _generate(self, request: web.Request, body: dict[str, object]) -> web.StreamResponse:
+        if "logprob_start_len" in body:
+            type(self).probes += 1
+            await self.may_answer.wait()
+        return await super()._generate(request, body)
+
+
+class Attempts:
+    """Two engines, requests that go to both, and publications whose probe waits for the test."""
+
+    def __init__(self) -> None:
+        self.may_answer = SlowToAnswerProbes.may_answer = asyncio.Event()
+        SlowToAnswerProbes.probes = 0
+        self.routing = RememberedRouting()
+        timing = FleetTiming(start_seconds=60, check_interval_seconds=0.02)
+        self.fleet = Fleet(2, 1, lambda _: SlowToAnswerProbes(WIRE, token_seconds=0.001), self.routing, timing)
+        self.fakes = FakeFleet(self.fleet, self.routing)
+        self.receiver = Receiver(self.fleet)
+        self.router = TakingTurns(self.routing)
+        self.generator = Generator(self.router, self.fleet.weights, self.fleet.suspect)
+
+    async def __aenter__(self) -> Attempts:
+        await self.fleet.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.may_answer.set()
+        await self.router.close()
+        await self.fleet.stop()
+
+    async def begin(self, name: str) -> asyncio.Task[object]:
+        """Version 3, up to its commit; returns when the engines have been asked about the probe."""
+        plan = replace(PLAN, publication_id=name, groups=[GroupPlan(name, "127.0.0.1", 1, (0, 1))])
+        probes = SlowToAnswerProbes.probes
+        await self.receiver.begin(plan)
+        for bucket in (0, 1):
+            await self.receiver.receive(name, bucket)
+        commit = asyncio.create_task(self.receiver.commit(name, CHECKSUMS, TRUTH))
+        await self.fakes.until(lambda: SlowToAnswerProbes.probes == probes + 2)
+        return commit
+
+    async def requests(self) -> list[asyncio.Task[object]]:
+        """Four, whose tokens are all made before this returns."""
+        before = sum(self.fakes.fake(number).num_tokens for number in (0, 1))
+        asked = [
+            asyncio.create_task(self.generator.generate(PROMPT, PARAMS, request_id=f"{before}-{n}", seconds=60))
+            for n in range(4)
+        ]
+        await self.fakes.until(lambda: sum(self.fakes.fake(n).num_tokens for n in (0, 1)) >= before + 4 * 12)
+        return asked
+
+
+async def test_what_new_weights_made_waits_for_the_probe_and_then_counts() -> None:
+    async with Attempts() as attempts:
+        commit = await attempts.begin("p1")
+        asked = await attempts.requests()
+        await asyncio.wait(asked, timeout=0.2)
+        assert not any(request.done() for request in asked), "the verdict on its weights is not there"
+        attempts.may_answer.set()
+        await commit
+        for generation in await asyncio.gather(*asked):
+            assert [(r.policy_version, r.start, r.end) for r in generation.policy_ranges] == [(3, 0, 12)]
+        asked_of_engines = sum(attempts.fakes.fake(number).calls.count("/generate") for number in (0, 1))
+        assert asked_of_engines == 4 + 2, "and the probes: nothing was made twice"
+
+
+async def test_what_refused_weights_made_is_made_again_and_the_next_attempt_is_not_taken_for_it() -> None:
+    async with Attempts() as attempts:
+        refused = await attempts.begin("p1")
+        asked = await attempts.requests()
+        names = [engine.weights_name for engine in attempts.fleet.engines]
+        for number in (0, 1):
+            attempts.fakes.fake(number).log_prob_error = -5.0
+        attempts.may_answer.set()
+        with pytest.raises(PublicationAborted, match="probe's log-probs differ"):
+            await refused
+        await attempts.fakes.until(lambda: all(e.state is EngineState.READY for e in attempts.fleet.engines))
+        for generation in await asyncio.gather(*asked):
+            assert list(generation.tokens) == response_to(PROMPT, 12)
+            assert {r.policy_version for r in generation.policy_ranges} == {0}
+
+        attempts.may_answer.clear()
+        again = await attempts.begin("p2")
+        asked = await attempts.requests()
+        attempts.may_answer.set()
+        await again
+        assert {r.policy_version for g in await asyncio.gather(*asked) for r in g.policy_ranges} == {3}
+        assert [await attempts.fleet.weights.version_of(name) for name in names] == [None, None], "for good"
+        assert not {engine.weights_name for engine in attempts.fleet.engines} & set(names)
+
+
+async def test_an_engine_that_fails_the_probe_beside_one_that_passes_it_takes_its_tokens_with_it() -> None:
+    async with Attempts() as attempts:
+        commit = await attempts.begin("p1")
+        asked = await attempts.requests()
+        bad, good = attempts.fleet.engines
+        name = bad.weights_name
+        attempts.fakes.fake(0).log_prob_error = -5.0
+        attempts.may_answer.set()
+        assert (await commit).engine_ids == (good.engine_id,)
+        assert await attempts.fleet.weights.version_of(name) is None
+        assert {r.policy_version for g in await asyncio.gather(*asked) for r in g.policy_ranges} == {3}
+        assert attempts.fakes.fake(1).num_tokens > 2 * 12, "what the bad one had made was made again by the other"
+
+
+async def test_a_publication_that_ends_before_its_verdict_is_refused() -> None:
+    async with Attempts() as attempts:
+        commit = await attempts.begin("p1")
+        asked = await attempts.requests()
+        await attempts.receiver.abort("p1", "the trainer went away")
+        with pytest.raises(PublicationAborted):
+            await commit
+        for generation in await asyncio.gather(*asked):
+            assert {r.policy_version for r in generation.policy_ranges} == {0}
+
+
+async def test_a_mixture_does_not_come_back_into_routing_by_an_attempt_that_brings_nothing(fakes: FakeFleet) -> None:
+    receiver = Receiver(fakes.fleet)
+    await receiver.begin(PLAN)
+    for bucket in (0, 1):
+        await receiver.receive("p1", bucket)
+    await receiver.commit("p1", CHECKSUMS)
+    await receiver.begin(replace(PLAN, publication_id="p2", policy_version=4))
+    await receiver.receive("p2", 0)
+    await receiver.abort("p2", "in the middle")
+    await receiver.begin(replace(PLAN, publication_id="p3", policy_version=4))
+    await receiver.abort("p3", "before the first bucket")
+    assert fakes.routing.urls == set()
+    assert [engine.state for engine in fakes.fleet.engines] == [EngineState.STALE] * 2
+
+
+async def test_initial_weights_are_not_served_after_a_trainer_published_its_own_under_their_number(
+    fakes: FakeFleet,
+) -> None:
+    receiver = Receiver(fakes.fleet)
+    await receiver.begin(replace(PLAN, policy_version=0))
+    for bucket in (0, 1):
+        await receiver.receive("p1", bucket)
+    await receiver.commit("p1", CHECKSUMS)
+    fakes.fake(0).die()
+    await fakes.until(
+        lambda: fakes.fleet.engines[0].restarts == 1 and fakes.fleet.engines[0].state is EngineState.STALE
+    )
+    assert fakes.routing.urls == {fakes.fleet.engines[1].url}
+
+
+async def test_names_decide_and_versions_do_not_decrease() -> None:
+    weights = ServedWeights()
+    old, new = weights.new_name(1, "engine-0"), weights.new_name(2, "engine-0")
+    weights.accept([old, new])
+    spans = (NamedSpan(old, 0, 4), NamedSpan(new, 4, 9))
+    assert [(r.policy_version, r.start, r.end) for r in await weights.ranges_of(spans)] == [(1, 0, 4), (2, 4, 9)]
+    with pytest.raises(BadAnswer, match="version 1 after 2") as caught:
+        await weights.ranges_of((NamedSpan(new, 0, 4), NamedSpan(old, 4, 9)))
+    assert caught.value.kind == "version_order"
+    with pytest.raises(BadAnswer, match="never published"):
+        await weights.ranges_of((NamedSpan("2", 0, 4),))
+
+
+async def test_what_follows_refused_tokens_is_refused_with_them() -> None:
+    weights = ServedWeights()
+    good, bad, later = (weights.new_name(version, "engine-0") for version in (1, 2, 3))
+    weights.accept([good, later])
+    weights.refuse(bad)
+    spans = (NamedSpan(good, 0, 4), NamedSpan(bad, 4, 6), NamedSpan(later, 6, 9))
+    assert [(r.policy_version, r.start, r.end) for r in await weights.ranges_of(spans)] == [(1, 0, 4)]
+
+
+async def test_weights_of_a_trainer_that_started_again_before_them_are_refused() -> None:
+    weights = ServedWeights()
+    lost, kept = weights.new_name(5, "engine-0"), weights.new_name(3, "engine-0")
+    weights.accept([lost])
+    weights.switch_to(5)
+    weights.accept([kept])
+    weights.switch_to(3)
+    assert await weights.version_of(lost) is None
+    assert await weights.version_of(kept) == 3
+
+
+async def test_names_are_forgotten_in_the_end_but_never_before_their_verdict() -> None:
+    weights = ServedWeights()
+    first = weights.new_name(1, "engine-0")
+    for version in range(20_000):
+        weights.accept([weights.new_name(version, "engine-1")])
+    assert weights.engine_of(first) == "engine-0"
+    weights.refuse(first)
+    weights.accept([weights.new_name(9, "engine-1")])
+    assert weights.engine_of(first) is None

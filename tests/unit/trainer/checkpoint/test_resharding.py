@@ -1,0 +1,146 @@
+"""A checkpoint of any layout restored under any other: the same weights and optimizer states, bit for bit.
+
+One launch of four ranks; a case of fewer ranks runs on the first of them.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.models.registry import read_architecture, table
+from headrace.models.rows import Replicated
+from services.trainer.checkpoint.checkpoint import newest
+from services.trainer.checkpoint.reader import CheckpointReader
+from tests.support.models.tiny_families import make_tiny
+from tests.support.ranks.rank_cases import Case
+from tests.support.ranks.ranks import run_cases
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+
+TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
+DISTRIBUTED = {"use_distributed_optimizer": True}
+LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
+    "alone": (1, {}),
+    "dp2-distributed": (2, DISTRIBUTED),
+    "tp2": (2, TP2),
+    "pp2": (2, PP2),
+    "tp2-pp2": (4, TP2 | PP2),
+}
+EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
+    "ep2": (2, EP2),
+    "ep2-distributed": (2, EP2 | DISTRIBUTED),
+    "ep2-pp2": (4, EP2 | PP2),
+    "ep4": (4, {"expert_model_parallel_size": 4}),
+}
+VIRTUAL_LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
+    "vpp2": (2, VPP2),
+    "vpp2-distributed": (4, VPP2 | DISTRIBUTED),
+}
+PAIRS = [(a, b) for a in LAYOUTS for b in LAYOUTS]
+# Chains of layouts, each restored from the one before. In bfloat16 master weights are one more state that is cut.
+BF16 = [*LAYOUTS, "alone"]
+EXPERTS = ["alone", "ep2", "pp2", "ep4", "ep2-distributed", "ep2-pp2", "dp2-distributed", "alone"]
+CRITIC = ["alone", "vpp2", "tp2-pp2", "dp2-distributed", "alone"]
+PPO = {"train": {"advantage_estimator": "ppo", "use_kl_loss": False}, "sections": {"critic": {"critic_lr": 1e-2}}}
+VIRTUAL = ["alone", "vpp2", "pp2", "vpp2-distributed", "tp2", "vpp2", "alone"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resharding")
+    make_tiny(folder / "model", "qwen3", tied=True)
+    cases = [_case(folder, f"float32@{name}", name, {}) for name in LAYOUTS]
+    cases += [_case(folder, f"float32@{a}@{b}", b, {}, restores=f"float32@{a}") for a, b in PAIRS]
+    make_tiny(folder / "experts", "qwen3_moe", tied=False)
+    make_tiny(folder / "virtual", "qwen3", tied=True, num_layers=4)
+    chains = (
+        ("bf16", BF16, {"bf16": True}),
+        ("experts", EXPERTS, {}),
+        ("virtual", VIRTUAL, {}),
+        ("critic", CRITIC, {}),
+    )
+    for name, chain, megatron in chains:
+        for place, layout in enumerate(chain):
+            before = f"{name}@{place - 1}" if place else None
+            cases.append(_case(folder, f"{name}@{place}", layout, megatron, restores=before))
+    run_cases(folder, 4, cases)
+    return folder
+
+
+@pytest.mark.parametrize(("written", "read"), PAIRS)
+def test_a_checkpoint_of_one_layout_is_the_same_under_another(runs: Path, written: str, read: str) -> None:
+    original, resaved = _tensors(runs, f"float32@{written}"), _tensors(runs, f"float32@{written}@{read}")
+    _assert_equal(original, resaved)
+    assert {name.rpartition("/")[2] for name in original} == {"weight", "exp_avg", "exp_avg_sq", "step"}
+
+
+@pytest.mark.parametrize(("before", "after"), pairwise(range(len(BF16))))
+def test_master_weights_of_bfloat16_come_through_every_layout(runs: Path, before: int, after: int) -> None:
+    original, resaved = _tensors(runs, f"bf16@{before}"), _tensors(runs, f"bf16@{after}")
+    _assert_equal(original, resaved)
+    weights = {name: tensor for name, tensor in original.items() if name.endswith("/weight")}
+    for name, weight in weights.items():
+        main = original[name.removesuffix("weight") + "main"]
+        assert (weight.dtype, main.dtype) == (torch.bfloat16, torch.float32), name
+        assert torch.equal(main.bfloat16(), weight), name
+
+
+@pytest.mark.parametrize(("before", "after"), pairwise(range(len(EXPERTS))))
+def test_experts_come_through_every_layout(runs: Path, before: int, after: int) -> None:
+    original = _tensors(runs, f"experts@{before}", "experts")
+    _assert_equal(original, _tensors(runs, f"experts@{after}", "experts"))
+    assert "policy/model.layers.1.mlp.experts.3.down_proj.weight/exp_avg_sq" in original
+
+
+@pytest.mark.parametrize(("before", "after"), pairwise(range(len(VIRTUAL))))
+def test_virtual_stages_are_written_and_read_as_any_other(runs: Path, before: int, after: int) -> None:
+    _assert_equal(*(_tensors(runs, f"virtual@{place}", "virtual") for place in (before, after)))
+
+
+@pytest.mark.parametrize(("before", "after"), pairwise(range(len(CRITIC))))
+def test_a_critic_and_its_optimizer_come_through_every_layout(runs: Path, before: int, after: int) -> None:
+    original = _tensors(runs, f"critic@{before}", "virtual", part="critic")
+    _assert_equal(original, _tensors(runs, f"critic@{after}", "virtual", part="critic"))
+    assert original["critic/output_layer.weight/exp_avg"].any()
+    assert original["critic/model.layers.3.mlp.down_proj.weight/exp_avg_sq"].any()
+
+
+def _assert_equal(original: dict[str, Tensor], resaved: dict[str, Tensor]) -> None:
+    assert original.keys() == resaved.keys()
+    for name, tensor in original.items():
+        assert tensor.dtype == resaved[name].dtype, name
+        assert torch.equal(tensor, resaved[name]), name
+
+
+def _tensors(runs: Path, run: str, model: str = "model", part: str = "policy") -> dict[str, Tensor]:
+    """Whole tensors of the run's checkpoint, cut nowhere."""
+    found = newest(runs / run / "checkpoints")
+    assert found is not None
+    reader = CheckpointReader(*found)
+    shardings = {row.hf[0].name: row.sharding for row in table(read_architecture(runs / model)).rows()}
+    tensors = {}
+    for name in reader.names:
+        if name.endswith("/step"):
+            tensors[name] = reader.whole(name)
+        elif name.startswith(f"{part}/"):
+            elements = sum(place.end - place.start for place in found[1].places if place.tensor == name)
+            sharding = shardings.get(name.split("/")[1], Replicated())  # a critic's head is whole everywhere
+            tensors[name] = reader.run(name, sharding, 0, 1, 0, elements)
+    return tensors
+
+
+def _case(folder: Path, name: str, layout: str, megatron: dict[str, object], *, restores: str | None = None) -> Case:
+    ranks, parallel = (LAYOUTS | EXPERT_LAYOUTS | VIRTUAL_LAYOUTS)[layout]
+    family = name.split("@")[0]
+    model = {"experts": "experts", "virtual": "virtual", "critic": "virtual"}.get(family, "model")
+    further: dict[str, Any] = PPO if family == "critic" else {}
+    source = None if restores is None else str(folder / restores / "checkpoints")
+    return Case(name, str(folder), str(folder / model), parallel | megatron, ranks=ranks, load=source, **further)

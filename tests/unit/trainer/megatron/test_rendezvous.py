@@ -1,0 +1,42 @@
+"""Where ranks look for each other, and what they say when they do not find anybody."""
+
+from __future__ import annotations
+
+import datetime
+import socket
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import ConfigError, DeadlineExceeded
+from services.trainer.megatron import rendezvous
+
+
+@pytest.fixture(autouse=True)
+def no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MASTER_ADDR", "WORLD_SIZE", "LOCAL_WORLD_SIZE", rendezvous.RENDEZVOUS):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_ranks_of_one_machine_meet_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rendezvous.own_host() == "127.0.0.1"
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert rendezvous.own_host() == "127.0.0.1"
+
+
+def test_on_several_machines_a_name_that_means_loopback_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    with pytest.raises(ConfigError, match=r"means 127\.0\.1\.1, which other machines cannot reach: set MASTER_ADDR"):
+        rendezvous.own_host()
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.7")
+    assert rendezvous.own_host() == "10.0.0.7"
+
+
+def test_a_rank_zero_that_never_comes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(rendezvous.RENDEZVOUS, str(tmp_path / "meet"))
+    monkeypatch.setattr(rendezvous, "_WAIT", datetime.timedelta(seconds=0.2))
+    with pytest.raises(DeadlineExceeded, match="rank 0 did not write .*meet within 0 s: see its log"):
+        rendezvous.join(1, 2, "gloo", datetime.timedelta(seconds=1))

@@ -1,0 +1,89 @@
+"""Attention over packed rows against one dense softmax whose mask says, token by token, what is seen."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from headrace.errors import ConfigError
+from services.trainer.megatron.gpt.segment_attention import SegmentAttention, SegmentedRow, transformer_engine_row
+from services.trainer.plan.rows import Rows, Segment
+
+HEADS, GROUPS, WIDTH = 4, 2, 8
+ROW = (Segment(0, 5), Segment(5, 8, 0), Segment(8, 9, 0), Segment(9, 15), Segment(15, 19, 3))
+SIZE = ROW[-1].end
+
+
+def config(**changes: Any) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=1, hidden_size=32, num_attention_heads=HEADS, num_query_groups=GROUPS, kv_channels=WIDTH, **changes
+    )
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def dense(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float) -> Tensor:
+    """[T, heads, d] each, `seen` [T, T], to [T, heads * d]."""
+    key, value = (each.repeat_interleave(HEADS // GROUPS, dim=1) for each in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, value).flatten(1)
+
+
+def seen_in(segments: tuple[Segment, ...]) -> Tensor:
+    seen = torch.zeros(SIZE, SIZE, dtype=torch.bool)
+    for segment in segments:
+        for position in range(segment.start, segment.end):
+            seen[position, segment.start : position + 1] = True
+            if segment.prefix is not None:
+                prefix = segments[segment.prefix]
+                seen[position, prefix.start : prefix.end] = True
+    return seen
+
+
+@pytest.mark.parametrize("value_width", [WIDTH, 5])
+def test_a_segment_sees_its_prefix_and_itself(value_width: int) -> None:
+    """Values of another width are those of latent attention."""
+    torch.manual_seed(0)
+    inputs = random(SIZE, HEADS, WIDTH), random(SIZE, GROUPS, WIDTH), random(SIZE, GROUPS, value_width)
+    row = SegmentedRow(segments=ROW)
+    found = SegmentAttention(config(), 1, softmax_scale=0.3)(*inputs, None, packed_seq_params=row)
+    expected = dense(*inputs, seen_in(ROW), 0.3)
+    torch.testing.assert_close(found, expected)
+    upstream = torch.randn_like(expected)
+    for mine, theirs in zip(
+        torch.autograd.grad(found, inputs, upstream), torch.autograd.grad(expected, inputs, upstream), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_padded_rows_are_causal() -> None:
+    torch.manual_seed(0)
+    query, key, value = random(SIZE, 2, HEADS, WIDTH), random(SIZE, 2, GROUPS, WIDTH), random(SIZE, 2, GROUPS, WIDTH)
+    found = SegmentAttention(config(), 1)(query, key, value, None)
+    causal = torch.ones(SIZE, SIZE, dtype=torch.bool).tril()
+    for row in range(2):
+        expected = dense(query[:, row], key[:, row], value[:, row], causal, WIDTH**-0.5)
+        torch.testing.assert_close(found[:, row], expected)
+
+
+def test_what_it_cannot_compute_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"attends within a window of \(8, 0\): that needs Transformer Engine"):
+        SegmentAttention(config(window_size=(8, 0)), 1)
+    with pytest.raises(ConfigError, match="softmax_type learnable needs Transformer Engine"):
+        SegmentAttention(config(softmax_type="learnable"), 1)
+
+
+def test_transformer_engine_gets_the_bounds_of_the_samples() -> None:
+    tokens = torch.zeros(1, 9, dtype=torch.int64)
+    packed = transformer_engine_row(Rows(tokens, tokens, (Segment(0, 4), Segment(4, 9))))
+    assert packed.qkv_format == "thd"
+    assert packed.cu_seqlens_q.tolist() == packed.cu_seqlens_kv.tolist() == [0, 4, 9]
+    assert packed.max_seqlen_q == 5

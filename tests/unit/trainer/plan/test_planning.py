@@ -1,0 +1,283 @@
+"""Cutting a rollout batch: nothing dropped, alike on every rank, balanced, and within the tokens of a rank."""
+
+from __future__ import annotations
+
+import cProfile
+import itertools
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.trajectory import Status
+from services.trainer.plan.batch import SampleFacts
+from services.trainer.plan.partition import partition
+from services.trainer.plan.planning import Planner, StepPlan
+from services.trainer.plan.rows import Packing, row_tokens
+from services.trainer.rl.algorithms.reduction import Reduction
+from tests.support.slime_micro_batches import slime_cut
+
+PACKINGS = get_args(Packing)
+LENGTHS = st.lists(st.integers(1, 400), min_size=0, max_size=40)
+
+
+def facts(number: int, length: int, status: Status = Status.COMPLETED, prompt: int = 2) -> SampleFacts:
+    return SampleFacts(
+        sample_id=f"s{number:03d}",
+        group_id=f"g{number // 4}",
+        rollout_id=f"s{number:03d}",
+        reward=1.0,
+        status=status.value,
+        prompt_length=prompt,
+        response_length=length,
+        trained_tokens=length,
+        min_policy_version=0,
+    )
+
+
+def tokens(sample: SampleFacts) -> int:
+    return sample.prompt_length + sample.response_length
+
+
+def planner(
+    dp_size: int = 1,
+    packing: Packing = "padded",
+    micro_batch_size: int = 1,
+    max_tokens: int | None = None,
+    cost: Callable[[SampleFacts], int] | None = tokens,
+    multiple_of: int = 1,
+) -> Planner:
+    return Planner(dp_size, packing, micro_batch_size, max_tokens, cost, multiple_of)
+
+
+def planned(plans: list[StepPlan], ranks: int) -> list[str]:
+    return [i for plan in plans for rank in range(ranks) for ids in plan.micro_batches(rank) for i in ids]
+
+
+@settings(deadline=None)
+@given(
+    LENGTHS, st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.sampled_from(PACKINGS), st.booleans(),
+    st.one_of(st.none(), st.integers(1, 900)), st.integers(1, 3),
+)  # fmt: skip
+def test_every_sample_is_in_exactly_one_micro_batch(
+    lengths: list[int], steps: int, ranks: int, size: int, packing: Packing, balanced: bool,
+    max_tokens: int | None, multiple_of: int,
+) -> None:  # fmt: skip
+    samples = [facts(i, length) for i, length in enumerate(lengths)]
+    cutter = planner(ranks, packing, size, max_tokens, tokens if balanced else None, multiple_of)
+    plans = cutter.plan(samples, steps)
+    assert len(plans) == steps
+    assert sorted(planned(plans, ranks)) == [s.sample_id for s in samples]
+    for plan in plans:
+        counts = {len(plan.micro_batches(rank)) for rank in range(ranks)}
+        assert len(counts) == 1, "data ranks must run equally many collectives"
+        assert counts.pop() % multiple_of == 0
+        if max_tokens is None:
+            assert all(len(ids) <= size for rank in range(ranks) for ids in plan.micro_batches(rank))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=30), st.integers(1, 3), st.sampled_from(PACKINGS))
+def test_a_dynamic_micro_batch_keeps_to_the_tokens_of_a_rank(lengths: list[int], ranks: int, packing: Packing) -> None:
+    by_id = {f"s{i:03d}": facts(i, length, prompt=10) for i, length in enumerate(lengths)}
+    (plan,) = planner(ranks, packing, max_tokens=100).plan(list(by_id.values()), 1)
+    for rank in range(ranks):
+        for ids in plan.micro_batches(rank):
+            lengths_of = [(by_id[i].group_id, by_id[i].prompt_length, by_id[i].response_length) for i in ids]
+            assert row_tokens(lengths_of, packing) <= 100
+
+
+def test_a_sample_that_is_longer_than_a_micro_batch_is_trained_alone() -> None:
+    (plan,) = planner(max_tokens=50).plan([facts(0, 10), facts(1, 99), facts(2, 10)], 1)
+    assert plan.micro_batches(0) == (("s001",), ("s000", "s002"))
+
+
+def test_dynamic_micro_batches_of_a_long_tail_are_few() -> None:
+    samples = [facts(i, 10) for i in range(30)] + [facts(40, 395)]
+    (plan,) = planner(packing="packed", max_tokens=400).plan(samples, 1)
+    assert len(plan.micro_batches(0)) == 2
+
+
+def test_a_shared_prompt_leaves_room_for_more_answers() -> None:
+    samples = [facts(i, 10, prompt=90) for i in range(4)]
+    counts = {p: len(planner(packing=p, max_tokens=130).plan(samples, 1)[0].micro_batches(0)) for p in PACKINGS}
+    assert counts == {"padded": 4, "packed": 4, "shared_prompts": 1}
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(1, 3))
+def test_steps_keep_the_order_of_the_batch(lengths: list[int], steps: int) -> None:
+    samples = [facts(i, length) for i, length in enumerate(lengths)]
+    in_order = [sorted(plan.all_sample_ids) for plan in planner(micro_batch_size=4).plan(samples, steps)]
+    assert [i for ids in in_order for i in ids] == [s.sample_id for s in samples]
+
+
+@st.composite
+def fan_outs(draw: st.DrawFn) -> list[SampleFacts]:
+    """Rollouts of one to five samples, some masked and some failed; those of a rollout need not lie together."""
+    found = []
+    for number, size in enumerate(draw(st.lists(st.integers(1, 5), min_size=1, max_size=12))):
+        for _ in range(size):
+            length = draw(st.integers(0, 30))
+            status = draw(st.sampled_from([Status.COMPLETED, Status.COMPLETED, Status.FAILED]))
+            sample = facts(len(found), length, status)
+            found.append(replace(sample, group_id=f"g{number // 3}", rollout_id=f"r{number % 3}"))
+    return draw(st.permutations(found))
+
+
+@settings(deadline=None)
+@given(fan_outs(), st.integers(1, 4), st.integers(1, 3), st.sampled_from(PACKINGS))
+def test_optimizer_steps_are_split_by_rollout_and_weigh_every_token_by_the_closed_form(
+    samples: list[SampleFacts], steps: int, ranks: int, packing: Packing
+) -> None:
+    """A token of a rollout of T trained tokens, in a step of R rollouts: 1 / T / R, masked rollouts counted in R."""
+    plans = planner(ranks, packing, micro_batch_size=3).plan(samples, steps)
+    alive = [s for s in samples if s.status != Status.FAILED.value]
+    tokens_of, step_of, rollouts_of = Counter[tuple[str, str]](), {}, defaultdict[int, set[tuple[str, str]]](set)
+    for step, plan in enumerate(plans):
+        for sample in (s for s in alive if s.sample_id in plan.all_sample_ids):
+            rollout = (sample.group_id, sample.rollout_id)
+            assert step_of.setdefault(rollout, step) == step, "a rollout is in two optimizer steps"
+            tokens_of[rollout] += sample.trained_tokens
+            rollouts_of[step].add(rollout)
+    sizes = [len(rollouts_of[step]) for step in range(steps)]
+    assert max(sizes) - min(sizes) <= 1
+    for step, plan in enumerate(plans):
+        reduction = Reduction.of([s for s in samples if s.sample_id in plan.all_sample_ids])
+        expected = sum(1 for rollout in rollouts_of[step] if tokens_of[rollout]) / max(len(rollouts_of[step]), 1)
+        found = sum(
+            reduction.weight(s.sample_id) * s.trained_tokens for s in alive if s.sample_id in plan.all_sample_ids
+        )
+        assert found == pytest.approx(expected, rel=1e-12, abs=1e-15)
+        for sample in (s for s in alive if s.sample_id in plan.all_sample_ids and s.trained_tokens):
+            closed = 1 / tokens_of[(sample.group_id, sample.rollout_id)] / len(rollouts_of[step])
+            assert reduction.weight(sample.sample_id) == pytest.approx(closed, rel=1e-12)
+
+
+def test_failed_samples_are_not_trained() -> None:
+    samples = [facts(0, 5), facts(1, 5, Status.FAILED), facts(2, 5, Status.TRUNCATED)]
+    (plan,) = planner(2).plan(samples, 1)
+    assert plan.all_sample_ids == {"s000", "s002"}
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_data_ranks_get_about_the_same_number_of_tokens(packing: Packing) -> None:
+    numbers = random.Random(3)
+    samples = [facts(i, int(numbers.lognormvariate(4, 1))) for i in range(64)]
+    (plan,) = planner(4, packing, micro_batch_size=8).plan(samples, 1)
+    length = {s.sample_id: tokens(s) for s in samples}
+    loads = [sum(length[i] for i in plan.sample_ids(rank)) for rank in range(4)]
+    assert max(loads) <= 1.05 * min(loads)
+
+
+def lengths_like(name: str, count: int, seed: int, longest: int = 8192) -> list[int]:
+    numbers = random.Random(seed)
+    draw: dict[str, Callable[[], float]] = {
+        "uniform": lambda: numbers.uniform(100, 4000),
+        "lognormal": lambda: numbers.lognormvariate(6.5, 0.8),
+        "pareto": lambda: 300 * numbers.paretovariate(1.5),
+        "bimodal": lambda: numbers.gauss(*numbers.choice([(300, 40), (3500, 300)])),
+        "one giant": lambda: numbers.uniform(100, 1000),
+    }
+    found = [min(max(3, int(draw[name]())), longest) for _ in range(count)]
+    return [*found[:-1], longest] if name == "one giant" else found
+
+
+DISTRIBUTIONS = ["uniform", "lognormal", "pareto", "bimodal", "one giant"]
+
+
+def cut_of(lengths: list[int], ranks: int, packing: Packing, capacity: int) -> tuple[int, list[int]]:
+    """Micro-batches of each rank, and the tokens of each; groups have eight samples."""
+    samples = [
+        replace(facts(i, length - 2), sample_id=str(i), group_id=str(i // 8)) for i, length in enumerate(lengths)
+    ]
+    (plan,) = planner(ranks, packing, max_tokens=capacity).plan(samples, 1)
+    tokens_of = [sum(lengths[int(i)] for i in plan.sample_ids(rank)) for rank in range(ranks)]
+    return len(plan.micro_batches(0)), tokens_of
+
+
+@pytest.mark.parametrize("packing", ["packed", "shared_prompts"])
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_micro_batches_are_no_more_than_slimes_and_ranks_have_equal_work(name: str, packing: Packing) -> None:
+    for count, ranks, capacity in itertools.product((64, 512), (1, 2, 4, 8), (8192, 16384)):
+        lengths = lengths_like(name, count, seed=count + ranks)
+        num_micro_batches, loads = cut_of(lengths, ranks, packing, capacity)
+        assert num_micro_batches <= 1.02 * slime_cut(lengths, ranks, capacity).micro_batches, (count, ranks, capacity)
+        if count == 512:
+            assert max(loads) <= 1.02 * sum(loads) / ranks, (count, ranks, capacity)
+
+
+@pytest.mark.parametrize("packing", ["packed", "shared_prompts"])
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_more_micro_batches_than_slimes_are_paid_by_less_work_of_the_busiest_rank(name: str, packing: Packing) -> None:
+    """A sample beyond the capacity is the work of several micro-batches: equal numbers of them are not equal work."""
+    for count, ranks, capacity in itertools.product((64, 256), (1, 2, 4, 8), (2048, 4096, 8192)):
+        lengths = lengths_like(name, count, seed=count + ranks, longest=30_000)
+        num_micro_batches, loads = cut_of(lengths, ranks, packing, capacity)
+        slimes = slime_cut(lengths, ranks, capacity)
+        few = num_micro_batches <= 1.02 * slimes.micro_batches
+        assert few or max(loads) < slimes.busiest_tokens, (count, ranks, capacity)
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_ranks_have_equal_work_to_a_thousandth_in_a_batch_of_thousands(name: str) -> None:
+    _, loads = cut_of(lengths_like(name, 4096, seed=8), 8, "packed", 8192)
+    assert max(loads) <= 1.0007 * sum(loads) / 8
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_planning_is_not_quadratic_in_the_samples(packing: Packing) -> None:
+    """Instructions, counted as calls: eight times the samples may cost at most twelve times as many."""
+
+    def calls(count: int) -> int:
+        lengths = lengths_like("lognormal", count, seed=1)
+        samples = [
+            replace(facts(i, length), sample_id=str(i), group_id=str(i // 8)) for i, length in enumerate(lengths)
+        ]
+        cutter, profile = planner(8, packing, max_tokens=8192), cProfile.Profile()
+        profile.runcall(cutter.plan, samples, 2)
+        return sum(entry.callcount for entry in profile.getstats())
+
+    assert calls(4096) <= 12 * calls(512)
+
+
+def test_without_balancing_data_ranks_get_samples_as_they_come() -> None:
+    samples = [facts(i, length) for i, length in enumerate([400, 390, 10, 20])]
+    (plan,) = planner(2, cost=None).plan(samples, 1)
+    assert [plan.sample_ids(rank) for rank in range(2)] == [["s000", "s001"], ["s002", "s003"]]
+
+
+def test_siblings_share_a_data_rank_and_a_micro_batch_when_their_prompt_is_shared() -> None:
+    samples = [facts(i, 10 + i % 3) for i in range(64)]
+    (plan,) = planner(2, "shared_prompts", micro_batch_size=4).plan(samples, 1)
+    group = {s.sample_id: s.group_id for s in samples}
+    for rank in range(2):
+        assert all(len({group[i] for i in ids}) == 1 for ids in plan.micro_batches(rank))
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_a_batch_that_failed_whole_still_runs_its_collectives(num_steps: int) -> None:
+    plans = planner(2, micro_batch_size=4).plan([facts(0, 5, Status.FAILED)], num_steps)
+    assert [plan.micro_batches(rank) for plan in plans for rank in range(2)] == [((),)] * (2 * num_steps)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 1000), max_size=30), st.integers(1, 5))
+def test_a_partition_holds_every_number_once_and_is_no_worse_than_the_largest_of_them(
+    costs: list[int], parts: int
+) -> None:
+    found = partition(costs, parts)
+    assert len(found) == parts
+    assert sorted(i for part in found for i in part) == list(range(len(costs)))
+    sums = [sum(costs[i] for i in part) for part in found]
+    assert max(sums) - min(sums) <= max(costs, default=0)
+
+
+def test_partitions_are_those_of_karmarkar_and_karp() -> None:
+    assert partition([8, 7, 6, 5, 4], 2) == [[0, 2], [1, 3, 4]]
+    assert partition([8, 7, 6, 5, 4], 3) == [[0], [1, 4], [2, 3]]

@@ -1,0 +1,64 @@
+"""Flags of the loss act: on the parts that the objective is made of, against the definitions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from services.trainer.plan.batch import SampleFacts
+from services.trainer.rl.corrections import weights_of
+from services.trainer.rl.policy_losses import choose_policy_loss
+from services.trainer.rl.rewards import shaped_rewards
+from services.trainer.rl.terms import Terms
+from tests.support.ranks.micro_inputs import micro_inputs
+
+REWARDS = (1.0, 0.25, 0.0)
+
+
+@pytest.mark.parametrize(("flags", "expected"), [("", 5.0), ("--eps-clip-c 3", 3.0), ("--eps-clip-c 10", 5.0)])
+def test_eps_clip_c_bounds_the_loss_of_a_bad_answer(load_with, flags: str, expected: float) -> None:
+    new = torch.full((1, 1), math.log(5.0))
+    micro = micro_inputs(torch.ones(1, 1), advantages=-torch.ones(1, 1))
+    found = choose_policy_loss(load_with(*flags.split()).train)(Terms(micro, new, new, new, new), torch.zeros(1, 1))
+    assert found.loss.item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("flags", "expected"), [("", 2.0), ("--tis-clip 3", 3.0), ("--tis-clip 9", 5.0)])
+def test_tis_clip_bounds_the_importance_weights(load_with, flags: str, expected: float) -> None:
+    trainer = torch.full((1, 1), math.log(5.0))
+    found = weights_of(load_with("--use-tis", *flags.split()).train, micro_inputs(torch.ones(1, 1)), trainer)
+    assert found.weights.item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [("", 0.2), ("--tis-clip-low 0.4", 0.4), ("--tis-mode clip", 0.5), ("--tis-mode clip --tis-clip-low 0.4", 0.4)],
+)
+def test_tis_clip_low_bounds_the_importance_weights(load_with, flags: str, expected: float) -> None:
+    trainer = torch.full((1, 1), math.log(0.2))
+    found = weights_of(load_with("--use-tis", *flags.split()).train, micro_inputs(torch.ones(1, 1)), trainer)
+    assert found.weights.item() == pytest.approx(expected)
+
+
+def test_disable_rewards_normalization_takes_the_rewards_themselves(load_with) -> None:
+    facts = [_facts(index, reward) for index, reward in enumerate(REWARDS)]
+    normalized = shaped_rewards(facts, load_with().train)
+    raw = shaped_rewards(facts, load_with("--disable-rewards-normalization").train)
+    assert tuple(raw.values()) == REWARDS
+    assert sum(normalized.values()) == pytest.approx(0, abs=1e-6)
+
+
+def _facts(index: int, reward: float) -> SampleFacts:
+    return SampleFacts(
+        sample_id=str(index),
+        group_id="g",
+        rollout_id=str(index),
+        reward=reward,
+        status="completed",
+        prompt_length=1,
+        response_length=1,
+        trained_tokens=1,
+        min_policy_version=0,
+    )

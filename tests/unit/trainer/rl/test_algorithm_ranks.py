@@ -1,0 +1,506 @@
+"""Every algorithm in the real trainer: its loss and gradient against SPEC.md §5 in float64 on the transformers model.
+
+One launch for each number of ranks; each rank runs all cases of that number (tests/support/ranks/algorithm_cases.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from headrace.trajectory import Sample
+from tests.support.models.tiny_families import make_tiny
+from tests.support.ranks.algorithm_cases import AlgorithmCase, told
+from tests.support.ranks.rank_results import metrics, weights
+from tests.support.ranks.ranks import run_cases
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+
+Sections = Mapping[str, Mapping[str, Any]]
+TEMPERATURE, LOW, HIGH, GAMMA, LAMBDA, KL_COEF, OPD_COEF, CONSTANT = 0.8, 0.8, 1.2, 0.9, 0.7, 0.2, 0.3, 16.0
+REFERENCE = {"ref_load": "{folder}/reference"}
+WHITENED = {"normalize_advantages": True, "kl_coef": KL_COEF}
+MIS_LOW = 0.35
+HOOKS = "tests.support.ranks.trainer_hooks"
+RECOMPUTED = {"use_rollout_logprobs": False, "num_steps_per_rollout": 2}
+
+ESTIMATORS: dict[str, Sections] = {
+    "grpo": {},
+    "dr_grpo": {"train": {"disable_grpo_std_normalization": True, "loss_constant_length": CONSTANT}},
+    "per_token": {"train": {"calculate_per_token_loss": True}},
+    "gspo": {"train": {"advantage_estimator": "gspo"}},
+    "cispo": {"train": {"advantage_estimator": "cispo"}},
+    "rloo": {"train": {"advantage_estimator": "rloo"}},
+    "reinforce_plus_plus": {
+        "train": {"advantage_estimator": "reinforce_plus_plus", "gamma": GAMMA, **WHITENED},
+        "model": REFERENCE,
+    },
+    "reinforce_plus_plus_baseline": {
+        "train": {"advantage_estimator": "reinforce_plus_plus_baseline", **WHITENED},
+        "model": REFERENCE,
+    },
+    "ppo": {
+        "train": {
+            "advantage_estimator": "ppo",
+            "gamma": GAMMA,
+            "lambd": LAMBDA,
+            "kl_coef": KL_COEF,
+        },
+        "model": REFERENCE,
+    },
+    "opd_sglang": {"distillation": {"use_opd": True, "opd_kl_coef": OPD_COEF}},
+    "opd_megatron": {
+        "distillation": {
+            "use_opd": True,
+            "opd_type": "megatron",
+            "opd_kl_coef": OPD_COEF,
+            "opd_teacher_load": "{folder}/reference",
+        }
+    },
+}
+OTHERS: dict[str, Sections] = {
+    "unbiased_kl": {
+        "train": {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3", "use_unbiased_kl": True},
+        "model": REFERENCE,
+    },
+    "icepop": {"train": {"use_tis": True, "tis_mode": "mask", "tis_clip_low": 0.5, "use_rollout_logprobs": False}},
+    "mis": {
+        "train": {
+            "use_tis": True,
+            "tis_mode": "mask",
+            "tis_level": "geometric",
+            "tis_clip_low": MIS_LOW,
+            "use_rollout_logprobs": False,
+        },
+    },
+    "normalized": {"train": {"use_tis": True, "tis_batch_normalize": True, "use_rollout_logprobs": False}},
+    "normalized_answers": {
+        "train": {
+            "use_tis": True,
+            "tis_level": "geometric",
+            "tis_batch_normalize": True,
+            "use_rollout_logprobs": False,
+        },
+    },
+    "rejected": {
+        "train": {"use_rs": True, "rs_lower_bound": 0.5, "rs_upper_bound": 1.5, "use_rollout_logprobs": False}
+    },
+    "opsm": {"train": {"use_opsm": True, "opsm_delta": 0.05}},
+    "critic_first": {
+        "train": {"advantage_estimator": "ppo"},
+        "critic": {"num_critic_only_steps": 1},
+    },
+    "true_on_policy": {"train": {"true_on_policy_mode": True, "use_rollout_logprobs": False}},
+    "on_policy": {"train": {"use_rollout_logprobs": False}},
+    "truncated": {"train": {"use_tis": True, **RECOMPUTED}},
+    "hook_tis": {"train": {"use_tis": True, **RECOMPUTED}, "hooks": {"custom_tis_function_path": f"{HOOKS}.tis"}},
+    "hook_tis_once": {
+        "train": {"use_tis": True, "use_rollout_logprobs": False},
+        "hooks": {"custom_tis_function_path": f"{HOOKS}.tis"},
+    },
+    "hook_advantage": {"hooks": {"custom_advantage_function_path": f"{HOOKS}.advantage"}},
+    "hook_reducer": {
+        "train": {"disable_grpo_std_normalization": True},
+        "hooks": {"custom_pg_loss_reducer_function_path": f"{HOOKS}.reducer"},
+    },
+    "hook_post_process": {"hooks": {"custom_reward_post_process_path": f"{HOOKS}.post_process"}},
+    "hook_loss": {
+        "train": {"loss_type": "custom_loss"},
+        "hooks": {"custom_loss_function_path": f"{HOOKS}.loss"},
+    },
+    "hooks_around": {
+        "train": {"num_steps_per_rollout": 2},
+        "hooks": {
+            "rollout_data_postprocess_path": f"{HOOKS}.data_postprocess",
+            "custom_megatron_before_train_step_hook_path": f"{HOOKS}.before_train_step",
+        },
+    },
+}
+SPREAD = ("ppo", "reinforce_plus_plus", "gspo", "normalized", "hook_reducer", "hook_post_process", "hook_loss")
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "tp2": {"tensor_model_parallel_size": 2},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of all cases' results, and of the checkpoints they started from."""
+    folder = tmp_path_factory.mktemp("algorithms")
+    make_tiny(folder / "model", "qwen3", tied=True)
+    make_tiny(folder / "reference", "qwen3", tied=True, seed=8)
+    everything = ESTIMATORS | OTHERS
+    with mock.patch.dict(os.environ, {"HEADRACE_TEST_NOTES": str(folder / "notes")}):
+        run_cases(folder, 1, [_case(folder, *item) for item in everything.items()], module=_MODULE)
+    with mock.patch.dict(os.environ, {"HEADRACE_TEST_NOTES": str(folder / "notes-of-two")}):
+        spread = [
+            _case(folder, f"{name}@{layout}", {**everything[name], "megatron": megatron})
+            for layout, megatron in LAYOUTS.items()
+            for name in SPREAD
+            if (name, layout) != ("hook_loss", "tp2")  # its logits are a shard of the vocabulary there
+        ]
+        run_cases(folder, 2, spread, module=_MODULE)
+    return folder
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_the_first_step_has_the_loss_and_gradient_of_the_specification(runs: Path, name: str) -> None:
+    network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
+    reference = AutoModelForCausalLM.from_pretrained(runs / "reference").double()
+    answers = [Answer(network, reference, sample) for sample in told(0) if sample.reward is not None]
+    advantages = _advantages(name, answers)
+    length = {
+        "per_token": lambda a: sum(x.mask.sum() for x in answers) / len(answers),
+        "dr_grpo": lambda a: CONSTANT,
+    }.get(name, lambda a: a.mask.sum())
+    token_loss = {"gspo": _gspo, "cispo": _cispo}.get(name, _clipped)
+    loss = torch.zeros((), dtype=torch.float64)
+    for answer, advantage in zip(answers, advantages, strict=True):
+        if answer.mask.any():
+            loss = loss + (answer.mask * token_loss(answer, advantage)).sum() / length(answer) / len(answers)
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in network.parameters() if p.grad is not None]).norm()
+    found = metrics(runs / name)[0]
+    assert found["loss/policy"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
+    assert found["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["opd_sglang", "opd_megatron"])
+def test_the_distance_to_the_teacher_is_the_mean_over_the_trained_tokens(runs: Path, name: str) -> None:
+    network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
+    reference = AutoModelForCausalLM.from_pretrained(runs / "reference").double()
+    answers = _trained([Answer(network, reference, sample) for sample in told(0) if sample.reward is not None])
+    teacher = {"opd_sglang": lambda a: a.teacher, "opd_megatron": lambda a: a.reference}[name]
+    gaps = torch.cat([(a.old - teacher(a))[a.mask > 0] for a in answers])
+    assert metrics(runs / name)[0]["opd/kl"] == pytest.approx(gaps.mean().item(), rel=1e-4)
+
+
+def test_a_critic_that_knows_nothing_yet_has_the_mean_square_of_the_returns_as_its_loss(runs: Path) -> None:
+    network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
+    reference = AutoModelForCausalLM.from_pretrained(runs / "reference").double()
+    answers = [Answer(network, reference, sample) for sample in told(0) if sample.reward is not None]
+    expected = sum(
+        float((a.mask * returns**2).sum() / a.mask.sum())
+        for a, returns in zip(answers, _advantages("ppo", answers), strict=True)
+        if a.mask.any()
+    ) / len(answers)
+    first, second = metrics(runs / "ppo")
+    assert first["critic/loss"] == pytest.approx(expected, rel=1e-4)
+    assert first["critic/value"] == 0.0
+    assert second["critic/value"] != 0.0
+
+
+def test_the_critic_is_warmed_up_before_the_policy_moves(runs: Path) -> None:
+    first, second = metrics(runs / "critic_first")
+    assert first["critic/grad_norm"] > 0
+    assert "loss/policy" not in first
+    assert second["loss/policy"] != 0.0
+    assert second["critic/lr"] == 1e-2
+
+
+@pytest.mark.parametrize("run", [f"{name}@{layout}" for name in SPREAD for layout in LAYOUTS if name != "hook_loss"])
+def test_no_algorithm_depends_on_the_layout(runs: Path, run: str) -> None:
+    _assert_same(runs, run, run.split("@")[0])
+
+
+def test_unbiased_kl_is_the_estimate_times_the_ratio(runs: Path) -> None:
+    network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
+    reference = AutoModelForCausalLM.from_pretrained(runs / "reference").double()
+    answers = [Answer(network, reference, sample) for sample in told(0) if sample.reward is not None]
+    expected = 0.0
+    for a in _trained(answers):
+        d = a.log_probs - a.reference
+        kl = a.ratio * ((-d).exp() - 1 + d)
+        expected += float(((a.mask * kl).sum() / a.mask.sum()).detach()) / len(answers)
+    assert metrics(runs / "unbiased_kl")[0]["loss/kl"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_ratio_of_one_optimizer_step_is_exactly_one(runs: Path) -> None:
+    for row in metrics(runs / "on_policy"):
+        assert row["ratio/mean"] == 1.0
+        assert row["clip_fraction"] == 0.0
+        assert row["ppo_kl"] == 0.0
+
+
+def test_true_on_policy_mode_stops_with_both_figures(runs: Path) -> None:
+    message = (runs / "true_on_policy" / "error.txt").read_text()
+    network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
+    answers = [Answer(network, network, sample) for sample in told(0) if sample.reward is not None]
+    pairs = [p for a in answers for p in zip(a.log_probs[a.mask > 0], a.old[a.mask > 0], strict=True)]
+    trainer, engine = max(((float(t), float(e)) for t, e in pairs), key=lambda pair: abs(pair[0] - pair[1]))
+    figures = re.search(r"a token log-prob (\S+), the engine gave it (\S+): 4\.4 apart", message)
+    assert figures is not None
+    assert [float(figure) for figure in figures.groups()] == pytest.approx([trainer, engine], abs=1e-4)
+    assert "true_on_policy_bound is 0.001" in message
+
+
+@pytest.mark.parametrize("name", ["icepop", "mis"])
+def test_off_policy_corrections_weigh_the_loss(runs: Path, name: str) -> None:
+    """On one optimizer step the ratio is 1, so a token's loss is -A times its weight."""
+    network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
+    answers = [Answer(network, network, sample) for sample in told(0) if sample.reward is not None]
+    expected, weights = 0.0, []
+    for answer, advantage in zip(answers, _advantages("grpo", answers), strict=True):
+        if answer.mask.any():
+            gap = (answer.log_probs - answer.old).detach()
+            ratio = gap.exp() if name == "icepop" else (gap * answer.mask).sum().div(answer.mask.sum()).exp() + 0 * gap
+            weight = torch.where((ratio >= (0.5 if name == "icepop" else MIS_LOW)) & (ratio <= 2.0), ratio, 0.0)
+            weights.append(weight[answer.mask > 0])
+            expected += float((answer.mask * weight * -advantage).sum() / answer.mask.sum()) / len(answers)
+    found = metrics(runs / name)[0]
+    assert found["loss/policy"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert 0 < found["tis_weight/truncated"] < 1
+    _assert_statistics(found, "tis_weight", torch.cat(weights))
+
+
+@pytest.mark.parametrize("name", ["normalized", "normalized_answers"])
+def test_normalized_weights_have_a_mean_of_one_over_the_optimizer_step(runs: Path, name: str) -> None:
+    network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
+    answers = [Answer(network, network, sample) for sample in told(0) if sample.reward is not None]
+    weights = []
+    for answer in answers:
+        gap = (answer.log_probs - answer.old).detach()
+        mean = (gap * answer.mask).sum() / answer.mask.sum().clamp(min=1)
+        weights.append((gap if name == "normalized" else mean + 0 * gap).exp().clamp(max=2.0))
+    trained = [(w, a) for w, a in zip(weights, answers, strict=True) if a.mask.any()]
+    of_tokens = torch.cat([w[a.mask > 0] for w, a in trained]).mean()
+    of_answers = torch.stack([w[0] for w, _ in trained]).mean()
+    mean = of_tokens if name == "normalized" else of_answers
+    expected = sum(
+        float((a.mask * w / mean * -advantage).sum() / a.mask.sum())
+        for w, a, advantage in zip(weights, answers, _advantages("grpo", answers), strict=True)
+        if a.mask.any()
+    ) / len(answers)
+    assert metrics(runs / name)[0]["loss/policy"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert mean != pytest.approx(1.0, rel=1e-2)
+
+
+def test_what_is_rejected_stays_in_the_divisor(runs: Path) -> None:
+    network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
+    answers = [Answer(network, network, sample) for sample in told(0) if sample.reward is not None]
+    expected = 0.0
+    for a, advantage in zip(answers, _advantages("grpo", answers), strict=True):
+        ratio = (a.log_probs - a.old).detach().exp()
+        kept = a.mask * ((ratio >= 0.5) & (ratio <= 1.5))
+        expected += float((kept * -advantage).sum() / a.mask.sum()) / len(answers) if a.mask.any() else 0.0
+    found = metrics(runs / "rejected")[0]
+    assert found["loss/policy"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert 0 < found["rs/rejected"] < 1
+    assert found["rs/vetoed"] == 0
+
+
+def test_the_ratio_is_reported_over_all_trained_tokens(runs: Path) -> None:
+    network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
+    answers = [Answer(network, network, sample) for sample in told(0) if sample.reward is not None]
+    ratios = torch.cat([answer.ratio[answer.mask > 0].detach() for answer in answers])
+    _assert_statistics(metrics(runs / "grpo")[0], "ratio", ratios)
+
+
+def test_what_a_users_tis_reports_is_averaged_as_the_loss_is(runs: Path) -> None:
+    network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
+    answers = [Answer(network, network, sample) for sample in told(0) if sample.reward is not None]
+    means = [float((a.ratio.detach() * a.mask).sum() / a.mask.sum()) for a in _trained(answers)]
+    expected = sum(means) / len(answers)
+    found = metrics(runs / "hook_tis_once")[0]
+    assert found["tis/tis"] == pytest.approx(expected, rel=1e-4)
+    assert not [name for name in found if name.startswith("tis_weight/")]
+
+
+def test_what_a_users_loss_reports_is_averaged_as_the_loss_is(runs: Path) -> None:
+    for run in ("hook_loss", "hook_loss@dp2", "hook_loss@pp2"):
+        for row in metrics(runs / run):
+            assert row["loss/custom/loss"] == pytest.approx(row["loss/custom"], rel=1e-5)
+
+
+def test_opsm_leaves_out_bad_answers_that_the_policy_left(runs: Path) -> None:
+    assert 0 < metrics(runs / "opsm")[0]["opsm/masked"] < 1
+    assert metrics(runs / "opsm")[0]["loss/policy"] != metrics(runs / "grpo")[0]["loss/policy"]
+
+
+@pytest.mark.parametrize(
+    ("hooked", "built_in"), [("hook_advantage", "grpo"), ("hook_tis", "truncated"), ("hook_reducer", "dr_grpo")]
+)
+def test_a_hook_that_does_what_the_trainer_does_trains_the_same(runs: Path, hooked: str, built_in: str) -> None:
+    _assert_same(runs, hooked, built_in)
+
+
+def test_a_custom_loss_is_what_is_minimised(runs: Path) -> None:
+    network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
+    answers = [Answer(network, network, sample) for sample in told(0) if sample.reward is not None]
+    loss = torch.zeros((), dtype=torch.float64)
+    for answer, advantage in zip(answers, _advantages("grpo", answers), strict=True):
+        if answer.mask.any():
+            loss = loss - (answer.mask * advantage * answer.log_probs).sum() / answer.mask.sum() / len(answers)
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in network.parameters() if p.grad is not None]).norm()
+    for run in ("hook_loss", "hook_loss@dp2", "hook_loss@pp2", "hook_loss@cp2"):
+        found = metrics(runs / run)[0]
+        assert found["loss/custom"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-6)
+        assert found["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+
+
+def test_post_processed_rewards_are_what_is_trained_on(runs: Path) -> None:
+    """Twice the centred reward, by one call for all ranks."""
+    network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
+    answers = [Answer(network, network, sample) for sample in told(0) if sample.reward is not None]
+    expected = 0.0
+    for answer, advantage in zip(answers, _advantages("dr_grpo", answers), strict=True):
+        if answer.mask.any():
+            token_loss = _clipped(answer, 2 * advantage)
+            expected += float((answer.mask * token_loss).sum() / answer.mask.sum()) / len(answers)
+    assert metrics(runs / "hook_post_process")[0]["loss/policy"] == pytest.approx(expected, rel=1e-4)
+    assert len(_notes(runs, "post_process")) == 2
+    assert len(_notes(runs, "post_process", "notes-of-two")) == 2 * len(LAYOUTS)
+
+
+def test_metadata_and_train_metadata_reach_the_hooks(runs: Path) -> None:
+    known = [sample for sample in told(0) if sample.failure is None]
+    train_metadata, metadata, eps_clip = _notes(runs, "advantage")[0]
+    assert sorted(m["weight"] for m in train_metadata) == [s.train_metadata["weight"] for s in known]
+    assert sorted(m["difficulty"] for m in metadata) == [s.metadata["difficulty"] for s in known]
+    assert eps_clip == 0.2
+    assert [m["weight"] for m in _notes(runs, "post_process")[0]] == [s.train_metadata["weight"] for s in known]
+    seen = [m["weight"] for batch in _notes(runs, "loss") for m in batch]
+    assert set(seen) >= {s.train_metadata["weight"] for s in known}
+    assert _notes(runs, "tis")[0] == ["metadata", "response_lengths", "total_lengths"]
+
+
+def test_the_hooks_around_a_step_are_told_where_they_are(runs: Path) -> None:
+    steps = [note[:3] for note in _notes(runs, "before_train_step")]
+    assert steps == [[0, 0, 1], [0, 1, 1], [1, 0, 1], [1, 1, 1]]
+    assert [note[:2] for note in _notes(runs, "data_postprocess")] == [[0, 9], [1, 9]]
+
+
+class Answer:
+    """A sample under a network and a reference, in float64."""
+
+    def __init__(self, network: Any, reference: Any, sample: Sample) -> None:
+        self.sample = sample
+        self.mask = torch.from_numpy(sample.loss_mask).double()
+        self.old = torch.from_numpy(sample.rollout_log_probs).double()
+        self.teacher = torch.from_numpy(sample.columns["teacher_log_probs"]).double()
+        self.log_probs = _log_probs(network, sample)
+        with torch.no_grad():
+            self.reference = _log_probs(reference, sample)
+
+    @property
+    def ratio(self) -> Tensor:
+        return (self.log_probs - self.old).exp()
+
+
+def _log_probs(network: Any, sample: Sample) -> Tensor:
+    tokens = torch.from_numpy(sample.tokens).long()
+    start = sample.prompt_length
+    table = (network(tokens[None]).logits[0, start - 1 : -1] / TEMPERATURE).log_softmax(-1)
+    found: Tensor = table.gather(1, tokens[start:, None])[:, 0]
+    return found
+
+
+def _trained(answers: list[Answer]) -> list[Answer]:
+    return [a for a in answers if a.mask.any()]
+
+
+def _clipped(answer: Answer, advantage: Tensor) -> Tensor:
+    return torch.maximum(-answer.ratio * advantage, -answer.ratio.clamp(LOW, HIGH) * advantage)
+
+
+def _gspo(answer: Answer, advantage: Tensor) -> Tensor:
+    ratio = ((answer.log_probs - answer.old) * answer.mask).sum().div(answer.mask.sum()).exp()
+    return torch.maximum(-ratio * advantage, -ratio.clamp(LOW, HIGH) * advantage)
+
+
+def _cispo(answer: Answer, advantage: Tensor) -> Tensor:
+    return -answer.ratio.detach().clamp(LOW, HIGH) * advantage * answer.log_probs
+
+
+def _advantages(name: str, answers: list[Answer]) -> list[Tensor]:
+    """SPEC.md §5, one tensor a sample; old log-probs are the engine's."""
+    groups: dict[str, list[float]] = defaultdict(list)
+    for a in answers:
+        assert a.sample.reward is not None
+        groups[a.sample.group_id].append(a.sample.reward)
+    rewards = [_against_group(name, a.sample.reward or 0.0, groups[a.sample.group_id]) for a in answers]
+    token: Callable[[Answer, float], Tensor] = {
+        "reinforce_plus_plus": lambda a, r: _discounted(a, _token_rewards(a, r), GAMMA),
+        "reinforce_plus_plus_baseline": lambda a, r: r - KL_COEF * (a.old - a.reference),
+        "ppo": lambda a, r: _discounted(a, _token_rewards(a, r), GAMMA * LAMBDA),
+        "opd_sglang": lambda a, r: r - OPD_COEF * (a.old - a.teacher),
+        "opd_megatron": lambda a, r: r - OPD_COEF * (a.old - a.reference),
+    }.get(name, lambda a, r: r + 0 * a.old)
+    found = [token(a, r) for a, r in zip(answers, rewards, strict=True)]
+    if name.startswith("reinforce"):
+        flat = torch.cat([f[a.mask > 0] for f, a in zip(found, answers, strict=True)])
+        found = [(f - flat.mean()) / (flat.var() + 1e-8).sqrt() for f in found]
+    return found
+
+
+def _against_group(name: str, reward: float, group: list[float]) -> float:
+    if name in ("reinforce_plus_plus", "ppo"):
+        return reward
+    rewards = torch.tensor(group, dtype=torch.float64)
+    if name == "rloo":
+        return float(reward - (rewards.sum() - reward) / (len(group) - 1)) if len(group) > 1 else 0.0
+    if name in ("dr_grpo", "reinforce_plus_plus_baseline"):
+        return float(reward - rewards.mean())
+    return float((reward - rewards.mean()) / (rewards.std() + 1e-6)) if len(group) > 1 else 0.0
+
+
+def _token_rewards(answer: Answer, reward: float) -> Tensor:
+    found = -KL_COEF * (answer.old - answer.reference) * answer.mask
+    if answer.mask.any():
+        found[int(answer.mask.nonzero()[-1])] += reward
+    return found
+
+
+def _discounted(answer: Answer, rewards: Tensor, factor: float) -> Tensor:
+    """Over trained tokens; with a critic of zeros GAE is the same sum with factor γλ."""
+    found, total = torch.zeros_like(rewards), 0.0
+    for t in reversed(answer.mask.nonzero()[:, 0].tolist()):
+        total = float(rewards[t]) + factor * total
+        found[t] = total
+    return found
+
+
+_MODULE = "tests.support.ranks.algorithm_cases"
+_COMPARED = {"loss/policy", "loss/custom", "grad_norm", "critic/loss", "ratio/mean", "ratio/max", "ratio/std"}
+
+
+def _case(folder: Path, name: str, sections: Sections) -> AlgorithmCase:
+    placed = {
+        section: {k: v.format(folder=folder) if isinstance(v, str) else v for k, v in leaves.items()}
+        for section, leaves in sections.items()
+    }
+    return AlgorithmCase(name, str(folder), str(folder / "model"), placed)
+
+
+def _assert_statistics(found: dict[str, float], name: str, values: Tensor) -> None:
+    assert found[f"{name}/mean"] == pytest.approx(values.mean().item(), rel=1e-4)
+    assert found[f"{name}/max"] == pytest.approx(values.max().item(), rel=1e-4)
+    assert found[f"{name}/std"] == pytest.approx(values.std(correction=0).item(), rel=1e-4)
+
+
+def _assert_same(runs: Path, run: str, other: str) -> None:
+    for mine, theirs in zip(metrics(runs / run), metrics(runs / other), strict=True):
+        for metric in set(mine) & _COMPARED:
+            assert mine[metric] == pytest.approx(theirs[metric], rel=1e-5, abs=1e-6), metric
+    expected = weights(runs / other / "trained")
+    for name, weight in weights(runs / run / "trained").items():
+        distance = (weight - expected[name]).norm() / expected[name].norm()
+        assert distance < 1e-5, f"{name}: {distance:.2e}"
+
+
+def _notes(runs: Path, name: str, folder: str = "notes") -> list[Any]:
+    return [json.loads(line) for line in (runs / folder / f"{name}.jsonl").read_text().splitlines()]

@@ -1,0 +1,144 @@
+"""What the trainer's hooks give back is checked, and what they are given is theirs: they change nothing else by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace.errors import InvalidArgument
+from services.trainer.rl import corrections
+from services.trainer.rl.custom_loss import CustomLoss, PolicyReducer
+from services.trainer.rl.hooks import per_token
+from services.trainer.rl.terms import Terms
+from tests.support.ranks.micro_inputs import micro_inputs
+
+LENGTHS = (3, 2)
+Loss = Callable[[Any, dict[str, Any], Tensor, Callable[[Tensor], Tensor]], Any]
+
+
+def terms() -> Terms:
+    logits = torch.zeros(2, 3, 7, requires_grad=True) * 1.0
+    log_probs = logits.log_softmax(-1)[..., 0]
+    micro = micro_inputs(torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]), lengths=LENGTHS)
+    return Terms(micro, log_probs, -log_probs, None, None, logits)
+
+
+def custom(loss: Loss) -> CustomLoss:
+    """Without a job."""
+    hook = CustomLoss.__new__(CustomLoss)
+    hook._path, hook._args, hook._hook = "mine", cast(Any, None), loss
+    return hook
+
+
+@pytest.mark.parametrize(
+    ("loss", "refused"),
+    [
+        (lambda a, batch, logits, mean: (torch.zeros((), requires_grad=True), {}), "without a gradient"),
+        (lambda a, batch, logits, mean: (mean(torch.cat(batch["log_probs"])), {}), "without a gradient"),
+        (lambda a, batch, logits, mean: (logits.detach().sum(), {}), "without a gradient"),
+        (lambda a, batch, logits, mean: (logits.sum() * float("nan"), {}), "finite"),
+        (lambda a, batch, logits, mean: (logits.mul_(2).sum(), {}), "written into the logits"),
+        (lambda a, batch, logits, mean: (logits, {}), "one number"),
+        (lambda a, batch, logits, mean: logits.sum(), "one number"),
+        (lambda a, batch, logits, mean: (logits.sum(), None), "a dict"),
+    ],
+)
+def test_a_loss_that_trains_nothing_or_is_no_loss_is_an_error(loss: Loss, refused: str) -> None:
+    with pytest.raises(InvalidArgument, match=refused):
+        custom(loss)(terms())
+
+
+@pytest.mark.parametrize("source", ["logits", "current_log_probs", "entropy"])
+def test_a_loss_may_come_from_anything_that_has_a_gradient(source: str) -> None:
+    given = terms()
+    found, _ = custom(lambda a, batch, logits, mean: ((batch | {"logits": [logits]})[source][0].square().sum(), {}))(
+        given
+    )
+    torch.autograd.backward([found])
+
+
+def test_what_a_loss_writes_into_its_batch_reaches_nothing() -> None:
+    def loss(args: Any, batch: dict[str, Any], logits: Tensor, mean: Callable[[Tensor], Tensor]) -> Any:
+        for name in ("loss_masks", "advantages", "returns", "rollout_log_probs", "log_probs"):
+            for tensor in batch[name]:
+                tensor.fill_(9.0)
+        return mean(torch.cat(batch["current_log_probs"])), {}
+
+    given = terms()
+    before = [given.log_probs.detach().clone(), given.micro.mask.clone()]
+    custom(loss)(given)
+    assert given.log_probs.equal(before[0])
+    assert given.micro.mask.equal(before[1])
+    assert not given.micro.advantages.any()
+
+
+def test_a_reducer_has_the_gradient_of_what_it_reduces() -> None:
+    def reduced(reduce: Callable[[Tensor], Tensor]) -> Tensor:
+        hook = PolicyReducer.__new__(PolicyReducer)
+        hook._path, hook._per_token, hook._hook = "mine", False, lambda *args: reduce
+        given = terms()
+        return hook.of(given.micro)(given.log_probs, given.micro.weights)
+
+    torch.autograd.backward([reduced(lambda losses: losses.mean())])
+    for reduce in (lambda losses: losses.detach().mean(), lambda losses: losses.sum() / 0.0, lambda losses: losses):
+        with pytest.raises(InvalidArgument, match="reducer"):
+            reduced(reduce)
+
+
+def tis(hook: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What a user's tis function makes of a loss of one a token."""
+    monkeypatch.setattr(corrections, "trainer_hook", lambda path, name: SimpleNamespace(target=hook))
+    monkeypatch.setattr(corrections, "hook_args", lambda job: None)
+    correct = corrections._custom("mine", cast(Any, None))
+    return correct(terms(), torch.zeros(2, 3), torch.ones(2, 3)).loss
+
+
+@pytest.mark.parametrize(
+    ("returned", "refused"),
+    [
+        (lambda loss, masks: (loss, masks), "must return .pg_loss, loss_masks, metrics."),
+        (lambda loss, masks: (loss, masks[:1], {}), "loss_masks of mine"),
+        (lambda loss, masks: (loss, [*masks[:1], masks[0]], {}), "loss_masks of mine"),
+        (lambda loss, masks: (loss, [mask.unsqueeze(0) for mask in masks], {}), "loss_masks of mine"),
+        (lambda loss, masks: (loss, [mask * float("nan") for mask in masks], {}), "loss_masks of mine"),
+        (lambda loss, masks: (loss, [mask * 2 for mask in masks], {}), "loss_masks of 0 to 1"),
+        (lambda loss, masks: (loss, [mask - 1.5 for mask in masks], {}), "loss_masks of 0 to 1"),
+        (lambda loss, masks: (loss[:-1], masks, {}), "one loss a token"),
+        (lambda loss, masks: (loss / 0, masks, {}), "not finite for a token that is trained"),
+        (lambda loss, masks: (loss, masks, None), "metrics as a dict"),
+        (lambda loss, masks: (loss, masks, {"kept": loss[:1]}), "one number a token"),
+    ],
+)
+def test_the_masks_of_a_tis_function_are_checked(returned: Any, refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidArgument, match=refused):
+        tis(lambda args, **given: returned(given["pg_loss"], given["loss_masks"]), monkeypatch)
+
+
+def test_a_tis_function_takes_tokens_out_by_its_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hook(args: Any, **given: Any) -> Any:
+        kept = [torch.tensor([1.0, 0.5, 0.0]), torch.tensor([1.0, 1.0])]
+        return given["pg_loss"] * 3, kept, {}
+
+    assert tis(hook, monkeypatch).tolist() == [[3.0, 1.5, 0.0], [3.0, 3.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        None,
+        [torch.zeros(3)],
+        [torch.zeros(3), torch.zeros(3)],
+        [torch.zeros(3), torch.zeros(2, 1)],
+        [torch.zeros(3), [0.0, 0.0]],
+        [torch.zeros(3), torch.tensor([0.0, float("nan")])],
+        [torch.zeros(3), torch.tensor([0.0, float("inf")])],
+    ],
+)
+def test_numbers_for_tokens_are_one_finite_row_a_sample(found: Any) -> None:
+    with pytest.raises(InvalidArgument, match="advantages"):
+        per_token("advantages", found, LENGTHS)

@@ -1,0 +1,254 @@
+"""Watching and steering a training loop over gRPC, with ranks and ledger that only write down what they do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from headrace.api.trainer.v1 import trainer_pb2 as pb
+from headrace.api.trainer.v1 import trainer_pb2_grpc
+from headrace.client.trainer import TrainerClient
+from headrace.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, ResourceExhausted
+from headrace.rpc.call import call
+from headrace.rpc.channel import connect
+from headrace.rpc.server import RpcServer, Service
+from services.trainer.loop import train
+from services.trainer.plan.batch import Batch
+from services.trainer.serving.console import MAX_REQUESTS, TrainerConsole
+from services.trainer.serving.export_folder import ExportFolders
+from services.trainer.serving.report import Report
+from services.trainer.serving.servicer import TrainerServicer
+from services.trainer.state import TrainState
+from tests.unit.trainer.test_loop import Everything
+
+
+class SteeredEverything(Everything):
+    """Also what requests ask of the ranks; a step is trained only when `go` lets it."""
+
+    def __init__(self, num_steps: int) -> None:
+        super().__init__(num_steps=num_steps)
+        self.go = asyncio.Semaphore(0)
+        self.full_disk = False
+
+    async def train(self, step: int, batch: Batch) -> dict[str, float]:
+        await self.go.acquire()
+        return {"reward/mean": step / 10}
+
+    def checkpoint_path(self, step: int) -> Path:
+        return Path(f"/checkpoints/{step}")
+
+    async def export_to(self, path: Path) -> None:
+        self.diary.append(f"export_to {path}")
+        if self.full_disk:
+            raise ResourceExhausted("the disk is full")
+
+
+@dataclass
+class Desk:
+    everything: SteeredEverything
+    client: TrainerClient
+    stub: trainer_pb2_grpc.TrainerServiceStub
+    running: asyncio.Task[TrainState]
+    folder: Path
+
+
+@pytest.fixture
+async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
+    async def no_evaluation(state: TrainState) -> dict[str, float]:
+        return {}
+
+    everything = SteeredEverything(num_steps=4)
+    report = Report(tmp_path)
+    report.resume(0)
+    console = TrainerConsole(report, no_evaluation, run="r", num_steps=4, groups_per_step=2)
+    console.open(everything, 1)
+    name = pb.DESCRIPTOR.services_by_name["TrainerService"].full_name
+    exports = ExportFolders(tmp_path / "run", [tmp_path / "run" / "checkpoints"])
+    servicer = TrainerServicer(console, report, exports)
+    service = Service(servicer, trainer_pb2_grpc.add_TrainerServiceServicer_to_server, name)
+    server = RpcServer("trainer", "127.0.0.1:0", [service])
+    await server.start()
+    running = asyncio.create_task(train(everything, everything, console, everything))
+    running.add_done_callback(lambda _: console.finished())
+    client = TrainerClient(server.address)
+    channel = connect(server.address)
+    stub = trainer_pb2_grpc.TrainerServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
+    yield Desk(everything, client, stub, running, tmp_path)
+    running.cancel()
+    await client.close()
+    await channel.close(None)
+    await server.stop(0)
+
+
+def let(desk: Desk, steps: int) -> None:
+    for _ in range(steps):
+        desk.everything.go.release()
+
+
+async def until(desk: Desk, phase: pb.Phase.ValueType, step: int) -> pb.GetStatusResponse:
+    async with asyncio.timeout(60):
+        while True:
+            status = await desk.client.status()
+            if (status.phase, status.step) == (phase, step):
+                return status
+            await asyncio.sleep(0.01)
+
+
+async def test_progress_is_told_step_by_step_and_ends_with_the_run(desk: Desk) -> None:
+    let(desk, 4)
+    told = [(row.step, dict(row.metrics)["reward/mean"]) async for row in desk.client.watch_progress()]
+    assert told == [(1, 0.0), (2, 0.1), (3, 0.2), (4, 0.3)]
+    status = await desk.client.status()
+    assert (status.phase, status.policy_version, status.epoch) == (pb.PHASE_FINISHED, 4, 7)
+    rows = [json.loads(line) for line in (desk.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert (desk.folder / "curves.png").stat().st_size > 1000
+
+
+async def test_the_first_steps_seconds_are_without_the_start(tmp_path: Path) -> None:
+    now = [0.0]
+    report = Report(tmp_path)
+    console = TrainerConsole(report, None, run="r", num_steps=4, groups_per_step=2, clock=lambda: now[0])
+    console.open(SteeredEverything(num_steps=4), 1, step=6)
+    assert console.status.step == 6  # a resumed run says so before its first step
+    now[0] += 100.0
+    with console.phase(pb.PHASE_PUBLISHING):
+        now[0] += 50.0
+    state = TrainState(0, policy_version=0, epoch=1)
+    assert await console.before_step(state)
+    now[0] += 7.0
+    console.report(state.trained(), {})
+    assert report.rows[0].metrics["time/step_seconds"] == 7.0
+    assert report.rows[0].metrics["time/publish_seconds"] == 0.0
+
+
+async def test_a_paused_run_holds_saves_on_request_and_goes_on(desk: Desk) -> None:
+    await desk.client.pause()
+    let(desk, 4)
+    await until(desk, pb.PHASE_PAUSED, 1)
+    saved = await desk.client.save_checkpoint()
+    assert (saved.path, saved.step) == ("/checkpoints/1", 1)
+    assert (await desk.client.status()).phase == pb.PHASE_PAUSED
+    await desk.client.resume()
+    assert (await desk.running).step == 4
+    assert desk.everything.diary.count("save 1") == 1
+
+
+async def test_a_stopped_run_ends_after_its_step_with_a_checkpoint(desk: Desk) -> None:
+    await until(desk, pb.PHASE_WAITING, 0)
+    await desk.client.stop()
+    let(desk, 1)
+    assert (await desk.running).step == 1
+    assert desk.everything.diary[-3:] == ["save 1", "commit 7/1", "export"]
+
+
+async def test_an_export_goes_to_a_new_folder_below_the_runs(desk: Desk) -> None:
+    run = desk.folder / "run"
+    (run / "full").mkdir(parents=True)
+    (run / "full" / "file").touch()
+    (run / "out").symlink_to("/var")
+    (run / "round").symlink_to(run / "round")
+    for path, why in {
+        "here": "'here' is not absolute",
+        f"{run}/full": "is not empty: name a new folder",
+        f"{run}/full/file": "full/file is no folder",
+        f"{run}/full/file/below": "full/file is no folder",
+        f"{run}": "is not below .*run: name a folder there",
+        f"{run}/../elsewhere": "is not below .*run: name a folder there, or start the run with --export-root",
+        f"{run}/out/model": "/var/model is not below",
+        f"{run}/round/model": "cannot be looked at|is not below",
+        f"{run}/checkpoints/step-00000009": "which the run keeps for itself",
+        f"{run}/{'a' * 300}": "cannot be looked at: .*File name too long",
+        f"{run}/a\x00b": "holds a control character",
+    }.items():
+        with pytest.raises(InvalidArgument, match=why):
+            await desk.client.export_model(Path(path))
+    await desk.client.pause()
+    let(desk, 1)
+    await until(desk, pb.PHASE_PAUSED, 1)
+    reply = await desk.client.export_model(run / "new")
+    assert f"export_to {run / 'new'}" in desk.everything.diary
+    assert reply.path == str(run / "new")
+
+
+async def test_an_export_is_done_once_for_its_path_while_it_is_there_and_a_failed_one_again(desk: Desk) -> None:
+    await desk.client.pause()
+    let(desk, 1)
+    await until(desk, pb.PHASE_PAUSED, 1)
+    folder = desk.folder / "run" / "model"
+    desk.everything.full_disk = True
+    with pytest.raises(ResourceExhausted, match="the disk is full"):
+        await desk.client.export_model(folder)
+    desk.everything.full_disk = False
+    await desk.client.export_model(folder)
+    folder.mkdir(parents=True)
+    (folder / "config.json").touch()
+    await desk.client.export_model(folder)
+    assert desk.everything.diary.count(f"export_to {folder}") == 2
+    (folder / "config.json").unlink()
+    folder.rmdir()
+    await desk.client.export_model(folder)
+    assert desk.everything.diary.count(f"export_to {folder}") == 3
+
+
+async def test_a_caller_that_gives_up_changes_nothing_and_gets_its_save_when_it_asks_again(desk: Desk) -> None:
+    await until(desk, pb.PHASE_WAITING, 0)
+    hurried = pb.SaveCheckpointRequest(request_id="mine")
+    for method, request in (
+        (desk.stub.SaveCheckpoint, hurried),
+        (desk.stub.ExportModel, pb.ExportModelRequest(path=str(desk.folder / "run" / "new"))),
+    ):
+        with pytest.raises(DeadlineExceeded):
+            await call(method, request, deadline_seconds=0.2)
+    let(desk, 4)
+    assert (await desk.running).step == 4
+    assert desk.everything.diary.count("save 1") == 1
+    assert f"export_to {desk.folder / 'run' / 'new'}" in desk.everything.diary
+    saved = await desk.client.save_checkpoint(request_id="mine")
+    assert saved.path == "/checkpoints/1"
+
+
+async def test_saves_that_wait_are_limited(desk: Desk) -> None:
+    await until(desk, pb.PHASE_WAITING, 0)
+    ids = [str(number) for number in range(MAX_REQUESTS + 1)]
+    asked = [asyncio.create_task(desk.client.save_checkpoint(request_id=each)) for each in ids]
+    refused, waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+    assert len(refused) == 1
+    with pytest.raises(ResourceExhausted, match="64 saves and exports wait for the end of the step"):
+        await refused.pop()
+    let(desk, 4)
+    await desk.running
+    assert {reply.path for reply in await asyncio.gather(*waiting)} == {"/checkpoints/1"}
+
+
+async def test_ids_and_steps_of_requests_have_bounds(desk: Desk) -> None:
+    for request_id in ("", "a" * 513, "a\nb"):
+        with pytest.raises(InvalidArgument, match="request_id (has|.* holds)"):
+            await call(desk.stub.SaveCheckpoint, pb.SaveCheckpointRequest(request_id=request_id), deadline_seconds=60)
+    for step in (-1, 2**63 - 1):
+        with pytest.raises(InvalidArgument, match=f"from_step is {step}, must be 0 to"):
+            _ = [row async for row in desk.client.watch_progress(step)]
+
+
+async def test_a_request_to_a_run_that_ends_is_told_so(desk: Desk) -> None:
+    await until(desk, pb.PHASE_WAITING, 0)
+    late = asyncio.create_task(desk.client.save_checkpoint())
+    desk.running.cancel()
+    with pytest.raises(FailedPrecondition, match="the run has ended"):
+        await late
+
+
+async def test_rows_after_the_checkpoint_are_let_go_when_a_run_resumes(tmp_path: Path) -> None:
+    report = Report(tmp_path)
+    report.resume(0)
+    for step in (1, 2, 3):
+        report.write(step, {"reward/mean": 0.5})
+    again = Report(tmp_path)
+    again.resume(2)
+    assert [row.step for row in again.rows] == [1, 2]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2

@@ -1,0 +1,114 @@
+"""Buckets, checksums and the collective group, with a peer that is built as SGLang builds its side."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import threading
+from datetime import timedelta
+from multiprocessing.queues import Queue
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Backend, _new_process_group_helper
+
+from headrace.errors import DeadlineExceeded, PublicationAborted
+from services.trainer.weights.buckets import TensorSpec, cut
+from services.trainer.weights.engine_layout import EngineChecksums, engine_name, flat_bytes
+from services.trainer.weights.weight_group import WeightGroup
+
+
+def test_buckets_keep_the_order_and_the_limit() -> None:
+    specs = [TensorSpec(f"t{i}", (i + 1, 10), "float32") for i in range(6)]
+    buckets = cut(specs, bucket_bytes=130)
+    assert [spec for bucket in buckets for spec in bucket] == specs
+    assert all(len(b) == 1 or sum(s.num_bytes for s in b) <= 130 for b in buckets)
+    assert [len(b) for b in buckets] == [2, 1, 1, 1, 1]
+
+
+def test_what_an_engine_fuses_in_one_call_is_in_one_bucket() -> None:
+    names = [f"model.layers.0.self_attn.{part}.weight" for part in ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj")]
+    buckets = cut([TensorSpec(name, (10,), "float32") for name in names], bucket_bytes=50)
+    assert [[spec.name for spec in bucket] for bucket in buckets] == [names[:2], names[2:]]
+
+
+def test_fused_parts_hash_as_the_fused_tensor() -> None:
+    q, k, v = torch.randn(8, 4), torch.randn(2, 4), torch.randn(2, 4)
+    checksums = EngineChecksums()
+    checksums.update((f"model.layers.0.self_attn.{n}_proj.weight", t) for n, t in zip("qkv", (q, k, v), strict=True))
+    fused = torch.cat([q, k, v])
+    expected = hashlib.sha256(fused.numpy().tobytes()).hexdigest()[:16]
+    assert checksums.result() == {"model.layers.0.self_attn.qkv_proj.weight": expected}
+
+
+def test_experts_hash_as_the_two_tensors_that_an_engine_stacks_them_into() -> None:
+    experts = [[torch.randn(6, 4), torch.randn(6, 4), torch.randn(4, 6)] for _ in range(3)]
+    checksums = EngineChecksums()
+    for number, parts in enumerate(experts):
+        names = [f"model.layers.1.mlp.experts.{number}.{part}_proj.weight" for part in ("gate", "up", "down")]
+        checksums.update(zip(names, parts, strict=True))
+    w13 = torch.stack([torch.cat([gate, up]) for gate, up, _ in experts])
+    w2 = torch.stack([down for _, _, down in experts])
+    assert checksums.result() == {
+        f"model.layers.1.mlp.experts.{name}_weight": hashlib.sha256(stacked.numpy().tobytes()).hexdigest()[:16]
+        for name, stacked in (("w13", w13), ("w2", w2))
+    }
+
+
+def test_unfused_names_stay() -> None:
+    assert engine_name("model.norm.weight") == "model.norm.weight"
+    assert engine_name("model.layers.3.mlp.up_proj.weight") == "model.layers.3.mlp.gate_up_proj.weight"
+
+
+def test_flat_bytes_are_the_bytes_in_c_order() -> None:
+    tensor = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t()
+    assert flat_bytes(tensor).shape == (12,)
+    assert torch.equal(flat_bytes(tensor), tensor.contiguous().view(torch.uint8).reshape(-1))
+
+
+def join_as_an_engine(name: str, port: int, num_bytes: int, received: Queue[bytes]) -> None:
+    store = dist.TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=120))
+    group, _ = _new_process_group_helper(
+        2, 1, [], Backend("gloo"), dist.PrefixStore(name, store), group_name=name,
+        backend_options=None, timeout=timedelta(seconds=120),
+    )  # fmt: skip
+    buffer = torch.zeros(num_bytes, dtype=torch.uint8)
+    group.broadcast([buffer], dist.BroadcastOptions()).wait()
+    received.put(buffer.numpy().tobytes())
+
+
+def test_an_engine_receives_what_is_broadcast() -> None:
+    group = WeightGroup("headrace-test-a", "127.0.0.1", "gloo", 60.0)
+    flat = flat_bytes(torch.tensor([1.5, -2.0, 3.25]))
+    spawn = multiprocessing.get_context("spawn")
+    received: Queue[bytes] = spawn.Queue()
+    engine = spawn.Process(target=join_as_an_engine, args=(group.name, group.port, flat.numel(), received))
+    engine.start()
+    group.join(2, lambda: not engine.is_alive())
+    group.broadcast(flat, lambda: False)
+    assert received.get(timeout=120) == flat.numpy().tobytes()
+    engine.join(30)
+    group.drop()
+
+
+def test_a_join_that_nobody_answers_ends_by_the_abort() -> None:
+    group = WeightGroup("headrace-test-b", "127.0.0.1", "gloo", 2.0)
+    with pytest.raises(PublicationAborted, match="given up"):
+        group.join(2, lambda: True)
+    outlive_thread_of(group)
+
+
+def test_a_join_that_nobody_answers_ends_by_its_deadline() -> None:
+    group = WeightGroup("headrace-test-c", "127.0.0.1", "gloo", 0.3)
+    with pytest.raises((DeadlineExceeded, RuntimeError)):
+        group.join(2, lambda: False)
+    outlive_thread_of(group)
+
+
+def outlive_thread_of(group: WeightGroup) -> None:
+    """What was left behind in the store ends by its timeout; at the interpreter's end it would take that down."""
+    for thread in threading.enumerate():
+        if thread.name == f"weights-{group.name}":
+            thread.join(30)
+            assert not thread.is_alive()
