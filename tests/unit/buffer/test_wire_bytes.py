@@ -33,7 +33,6 @@ def comparable(puts: list[RawPut]) -> list[tuple[bytes, list[tuple[bytes, bytes]
 
 
 @given(st.lists(puts, max_size=3))
-@settings(deadline=None)
 def test_a_request_is_read_as_its_generated_class_reads_it(groups: list[pb.GroupPut]) -> None:
     data = pb.PutGroupsRequest(groups=groups).SerializeToString()
     assert put_request(groups) == data
@@ -41,7 +40,7 @@ def test_a_request_is_read_as_its_generated_class_reads_it(groups: list[pb.Group
 
 
 @given(st.lists(puts, min_size=1, max_size=2), st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_bytes_that_are_no_request_are_refused_or_mean_the_same_to_both(
     groups: list[pb.GroupPut], draw: st.DataObject
 ) -> None:
@@ -79,7 +78,6 @@ def test_what_is_cut_off_is_refused(data: bytes) -> None:
 
 
 @given(st.lists(st.tuples(st.binary(max_size=100), st.binary(max_size=70_000)), max_size=3))
-@settings(deadline=None)
 def test_an_answer_is_what_its_generated_class_would_write(contents: list[tuple[bytes, bytes]]) -> None:
     expected = pb.FetchSamplesResponse()
     parts: list[bytes | memoryview] = []

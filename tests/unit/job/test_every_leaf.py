@@ -74,7 +74,7 @@ def numbers_of(value: Any) -> list[float]:
     return [value] if isinstance(value, int | float) else []
 
 
-@settings(max_examples=20_000 if LONG else 200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20_000 if LONG else 200, suppress_health_check=list(HealthCheck))
 @given(leaf=st.sampled_from(LEAVES), word=words)
 def test_what_is_read_from_a_flag_is_what_services_read(
     leaf: Leaf, word: str, tmp_path_factory: pytest.TempPathFactory
@@ -103,7 +103,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=5_000 if LONG else 100, deadline=None)
+@settings(max_examples=5_000 if LONG else 100)
 @given(arguments=st.dictionaries(texts, values, max_size=4), stops=st.lists(texts, max_size=3))
 def test_whatever_a_job_holds_its_toml_reads_back_exactly(arguments: dict[str, Any], stops: list[str]) -> None:
     job = read(None, ["--hf-checkpoint", "model"], {})

@@ -401,7 +401,6 @@ def _case(store: str, max_examples: int) -> type:
     case.settings = settings(
         max_examples=max_examples,
         stateful_step_count=30,
-        deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
     return case

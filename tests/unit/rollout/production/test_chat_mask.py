@@ -102,7 +102,7 @@ def expected(name: str, messages: Messages) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(data=st.data())
 def test_what_is_trained_is_what_assistants_say_and_their_stop_marks(name: str, data: st.DataObject) -> None:
     messages = data.draw(conversations(with_tools=name in WITH_TOOLS))
@@ -114,7 +114,7 @@ def test_what_is_trained_is_what_assistants_say_and_their_stop_marks(name: str, 
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20, derandomize=True)
 @given(data=st.data())
 def test_the_text_is_the_one_that_transformers_renders(name: str, data: st.DataObject) -> None:
     messages = [*data.draw(conversations(with_tools=name in WITH_TOOLS)), assistant("end")]

@@ -7,7 +7,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.trajectory import Sample, Status
@@ -75,7 +75,6 @@ def test_a_sample_of_one_token_alone_predicts_nothing(packing: Packing) -> None:
     assert not len(batch.sources)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12))
 def test_the_cost_of_a_micro_batch_is_known_from_lengths_alone(shapes: list[tuple[int, int]]) -> None:
     samples = [replace(sample(p, r), sample_id=str(i), group_id=f"g{p}") for i, (p, r) in enumerate(shapes)]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.trajectory import Status
@@ -59,7 +59,6 @@ def planned(plans: list[StepPlan], ranks: int) -> list[str]:
     return [i for plan in plans for rank in range(ranks) for ids in plan.micro_batches(rank) for i in ids]
 
 
-@settings(deadline=None)
 @given(
     LENGTHS, st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.sampled_from(PACKINGS), st.booleans(),
     st.one_of(st.none(), st.integers(1, 900)), st.integers(1, 3),
@@ -81,7 +80,6 @@ def test_every_sample_is_in_exactly_one_micro_batch(
             assert all(len(ids) <= size for rank in range(ranks) for ids in plan.micro_batches(rank))
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=30), st.integers(1, 3), st.sampled_from(PACKINGS))
 def test_a_dynamic_micro_batch_keeps_to_the_tokens_of_a_rank(lengths: list[int], ranks: int, packing: Packing) -> None:
     by_id = {f"s{i:03d}": facts(i, length, prompt=10) for i, length in enumerate(lengths)}
@@ -109,7 +107,6 @@ def test_a_shared_prompt_leaves_room_for_more_answers() -> None:
     assert counts == {"padded": 4, "packed": 4, "shared_prompts": 1}
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 3))
 def test_steps_keep_the_order_of_the_batch(lengths: list[int], steps: int) -> None:
     samples = [facts(i, length) for i, length in enumerate(lengths)]
@@ -130,7 +127,6 @@ def fan_outs(draw: st.DrawFn) -> list[SampleFacts]:
     return draw(st.permutations(found))
 
 
-@settings(deadline=None)
 @given(fan_outs(), st.integers(1, 4), st.integers(1, 3), st.sampled_from(PACKINGS))
 def test_optimizer_steps_are_split_by_rollout_and_weigh_every_token_by_the_closed_form(
     samples: list[SampleFacts], steps: int, ranks: int, packing: Packing
@@ -266,7 +262,6 @@ def test_a_batch_that_failed_whole_still_runs_its_collectives(num_steps: int) ->
     assert [plan.micro_batches(rank) for plan in plans for rank in range(2)] == [((),)] * (2 * num_steps)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 1000), max_size=30), st.integers(1, 5))
 def test_a_partition_holds_every_number_once_and_is_no_worse_than_the_largest_of_them(
     costs: list[int], parts: int

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.trainer.plan.batch import SampleFacts
@@ -178,7 +178,6 @@ def test_a_tool_that_has_the_last_word_does_not_get_the_reward() -> None:
     assert token_rewards(2.0, torch.tensor([1, 1, 0, 0]), None, 0.0).tolist() == [0.0, 2.0, 0.0, 0.0]
 
 
-@settings(deadline=None)
 @given(seeds, st.floats(0.1, 1), st.floats(0, 1))
 def test_gae_is_the_definition_over_trained_tokens(seed: int, gamma: float, lambd: float) -> None:
     """A_t = Σ_l (γλ)^l δ_{t+l}, written out as the double sum over the tokens that are trained."""
@@ -257,7 +256,6 @@ def test_an_empty_response_does_not_crash_any_estimator() -> None:
     assert gae(nothing, nothing, nothing, gamma=1.0, lambd=1.0)[0].shape == (0,)
 
 
-@settings(deadline=None)
 @given(seeds, st.integers(1, 6))
 def test_whitening_is_the_masked_mean_and_bessel_variance(seed: int, n: int) -> None:
     rng = np.random.default_rng(seed)

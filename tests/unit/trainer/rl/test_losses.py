@@ -175,7 +175,7 @@ def losses(batch: Batch) -> dict[str, Callable[[Tensor], Tensor]]:
     }
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(seeds, st.sampled_from(sorted(losses(Batch(0)))))
 def test_gradients_are_those_of_finite_differences(seed: int, name: str) -> None:
     batch = Batch(seed)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -32,7 +32,6 @@ def step_loss(masks: Tensor, losses: Tensor, parts: Sequence[Sequence[int]], mod
     return sum(weighted_sum(losses[rows], weights[rows]).item() for rows in map(list, parts))
 
 
-@settings(deadline=None)
 @given(st.integers(1, 8), st.sampled_from(MODES), st.randoms(use_true_random=False))
 def test_the_loss_of_a_step_is_the_reference_however_it_is_split(n: int, mode: str, rng: random.Random) -> None:
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
