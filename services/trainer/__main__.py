@@ -1,7 +1,7 @@
 """`python -m services.trainer --config RUN/job.json --address HOST:PORT --run-dir RUN`: one rank of the trainer.
 
 Every rank has an event loop (main thread) and a compute thread. Rank 0's loop serves gRPC and runs the training loop;
-the others follow its commands. When one is gone, all end within seconds (`lifeline`).
+the others follow its commands. When one is gone, all end within seconds (`channel`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from headrace.process.ending import Ending
 from headrace.process.exit_codes import NOTHING_TO_LEARN, PEER_AWAY, PEER_LOST
 from headrace.rpc.log import configure_logging, log
 from headrace.run_folder import RunFolder
-from services.trainer.control.crew import follow
+from services.trainer.control.channel import PeerLost
 from services.trainer.control.lead import Serving, lead
-from services.trainer.control.lifeline import PeerLost
 from services.trainer.control.rank import build, meet
+from services.trainer.control.rank_group import follow
 from services.trainer.data.fetch import Fetch
 
 STREAM = "train"
@@ -85,10 +85,10 @@ async def run_rank(job: Job, args: argparse.Namespace) -> None:
 
         async def work() -> None:
             built = await loop.run_in_executor(compute, build, job, args.run_dir, fetch, met)
-            await loop.run_in_executor(compute, follow, built.control, built.worker)
+            await follow(met.channel, built.worker.execute, compute)
 
-        await met.lifeline.guard(work())
-        await met.lifeline.close()
+        await met.channel.guard(work())
+        await met.channel.close()
     await buffer.close()
 
 

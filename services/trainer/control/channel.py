@@ -1,104 +1,230 @@
-"""How rank 0's commands reach the other ranks: numbered keys in a key-value store that rank 0 keeps.
+"""The one connection between rank 0 and each other rank: orders out, answers back, heartbeats both ways.
 
-A store rather than a collective: a follower may wait for hours for the next batch, and a collective that waits for
-hours cannot tell a slow batch from a dead peer. A follower asks the store again and again; when rank 0 is gone, the
-store is gone, the asking raises, and the follower ends.
+What tells every rank within seconds that another one is gone, wherever it is and whatever it is doing: a connection
+that closes is a rank that died; one that is silent for SILENT_SECONDS is a rank that hangs or a machine that is cut
+off. Rank 0 then ends, which closes the other connections, so all ranks end. Collectives could wait for their own,
+longer, timeout instead.
 
-The store listens at one host and asks nobody who they are. So its keys cannot be guessed, and every value is signed
-with the run's secret: what somebody else put there is as if it were not there.
+Only a rank that is still missing and knows the run's secret (`handshake`) is listened to; all others are hung up on and
+change nothing. Once every rank is there nobody can connect any more.
+
+Lives on the rank's event loop: computation has a thread of its own.
 """
 
 from __future__ import annotations
 
-import datetime
-import hmac
-import secrets
-import time
-from collections.abc import Iterator
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import TypeVar
 
-import torch
-import torch.distributed as dist
+import msgspec
 
+from headrace.errors import DeadlineExceeded, Unavailable
 from headrace.rpc.log import log
-from services.trainer.control import commands
-from services.trainer.control.commands import Command, Leave
-from services.trainer.megatron.rendezvous import listening_store, own_host
+from services.trainer.control.frames import (
+    CHUNK_BYTES,
+    HEARTBEAT,
+    Abort,
+    Done,
+    Goodbye,
+    Message,
+    Order,
+    frame,
+    next_message,
+)
+from services.trainer.control.handshake import Refused, admit, introduce
 
-_ASK_AGAIN_SECONDS = 0.005
-_SIGNATURE_CHARACTERS = 64
-_CONNECT = datetime.timedelta(seconds=120)
+BEAT_SECONDS = 1.0
+SILENT_SECONDS = 30.0
+_CONNECT_SECONDS = 60.0
+_CONNECT_AGAIN_SECONDS = 0.1
+_HANDSHAKE_SECONDS = 10.0
+_MAX_STRANGERS = 64
 
-
-class Control:
-    """The ordered commands of one run. Built on every rank at once, after torch.distributed is up."""
-
-    def __init__(self, rank: int, device: torch.device) -> None:
-        self._next = 0
-        if rank == 0:
-            self.host, secret = own_host(), secrets.token_hex(32)
-            store = listening_store(self.host, _CONNECT)
-            _tell_all(f"{self.host} {store.port} {secret}", device)
-        else:
-            self.host, port, secret = _tell_all("", device).split()
-            store = dist.TCPStore(self.host, int(port), is_master=False, timeout=_CONNECT)
-        self.secret = bytes.fromhex(secret)
-        self._store = dist.PrefixStore(_signature(self.secret, b"keys"), store)
-
-    def send(self, command: Command) -> None:
-        """From rank 0 to all others."""
-        self.put(f"command/{self._next}", commands.encode(command).decode())
-        self._next += 1
-
-    def receive(self) -> Iterator[Command]:
-        """All commands in order, until Leave."""
-        while True:
-            command = commands.decode(self.wait_for(f"command/{self._next}").encode())
-            self._next += 1
-            if isinstance(command, Leave):
-                return
-            yield command
-
-    def wait_for(self, key: str) -> str:
-        """A fact that will be there."""
-        # Asked rather than waited for: the store's own wait logs a warning at every time-out.
-        while (value := self._read(key)) is None:
-            time.sleep(_ASK_AGAIN_SECONDS)
-        return value
-
-    def put(self, key: str, value: str) -> None:
-        """A fact for the other ranks, e.g. where a sender listens."""
-        self._store.set(key, _signature(self.secret, f"{key}={value}".encode()) + value)
-
-    def get(self, key: str) -> str:
-        """A fact that is there. Raises KeyError when it is not."""
-        value = self._read(key)
-        if value is None:
-            raise KeyError(key)
-        return value
-
-    def has(self, key: str) -> bool:
-        """True once the fact is there."""
-        return self._read(key) is not None
-
-    def _read(self, key: str) -> str | None:
-        if not self._store.check([key]):
-            return None
-        found: bytes = self._store.get(key)
-        signature, value = found[:_SIGNATURE_CHARACTERS], found[_SIGNATURE_CHARACTERS:]
-        if hmac.compare_digest(signature, _signature(self.secret, key.encode() + b"=" + value).encode()):
-            return value.decode()
-        log.warning("strangers_value", key=key)
-        return None
+R = TypeVar("R")
 
 
-def _signature(secret: bytes, message: bytes) -> str:
-    return hmac.digest(secret, message, "sha256").hex()
+class PeerLost(Unavailable):
+    """A rank of this trainer is gone; what this rank computes cannot be finished."""
 
 
-def _tell_all(text: str, device: torch.device) -> str:
-    """Rank 0's text, on every rank; up to 255 bytes."""
-    data = torch.zeros(256, dtype=torch.uint8, device=device)
-    encoded = text.encode()
-    data[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8, device=device)
-    dist.broadcast(data, src=0)
-    return bytes(data.tolist()).rstrip(b"\0").decode()
+class Channel:
+    """States: open → (a peer is gone) lost, or → closed. After `close` nobody's end is a loss."""
+
+    def __init__(self, rank: int, world_size: int, secret: bytes) -> None:
+        self._rank = rank
+        self._secret = secret
+        self._loop = asyncio.get_running_loop()
+        self._missing = set(range(1, world_size)) if rank == 0 else set()
+        self._complete: asyncio.Future[None] = self._loop.create_future()
+        self._lost: asyncio.Future[None] = self._loop.create_future()
+        self._strangers = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._peers: dict[int, asyncio.StreamWriter] = {}
+        self._server: asyncio.Server | None = None
+        self._closed = False
+        self._orders: asyncio.Queue[Order] = asyncio.Queue()
+        self._expected: dict[tuple[int, int], Callable[[msgspec.Raw], None]] = {}
+        self._aborted: str | None = None
+
+    async def listen(self, listener: socket.socket) -> int:
+        """On rank 0; returns the port that the others connect to."""
+        self._server = await asyncio.start_server(self._accept, sock=listener, limit=CHUNK_BYTES)
+        port: int = listener.getsockname()[1]
+        return port
+
+    async def until_complete(self) -> None:
+        """On rank 0: returns once every rank is there."""
+        if self._missing:
+            both = {self._complete, self._lost}
+            await asyncio.wait(both, timeout=_CONNECT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        if self._lost.done():
+            self._lost.result()
+        if self._missing:
+            raise DeadlineExceeded(
+                f"ranks {sorted(self._missing)} did not connect to rank 0 within {_CONNECT_SECONDS:g} s: see their logs"
+            )
+
+    async def connect(self, host: str, port: int) -> None:
+        """On every other rank. Raises PeerLost when rank 0 is not there, or not of this run."""
+        try:
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                while not await self._is_introduced(host, port):
+                    await asyncio.sleep(_CONNECT_AGAIN_SECONDS)
+        except (TimeoutError, OSError, Refused) as error:
+            raise PeerLost(f"rank 0 is gone ({host}:{port}: {error!r}): this rank ends too") from error
+
+    def send(self, message: Message) -> None:
+        """To rank 0, or from it to all others. From any thread but the loop's own: a message may be large."""
+        self._loop.call_soon_threadsafe(self._write, frame(message))
+
+    async def next_order(self) -> Order:
+        """What rank 0 asks for next."""
+        return await self._orders.get()
+
+    def expect(self, number: int, read: Callable[[msgspec.Raw], R]) -> list[asyncio.Future[R]]:
+        """The results of an order that is not sent yet, one for every other rank; those of other orders are dropped."""
+        return [self._expect(peer, number, read) for peer in self._peers]
+
+    def abort(self, publication_id: str) -> None:
+        """From rank 0: all senders of this publication stop."""
+        self._aborted = publication_id
+        self._write(frame(Abort(publication_id)))
+
+    def is_aborted(self, publication_id: str) -> bool:
+        """On every rank, from any thread."""
+        return self._aborted == publication_id
+
+    async def guard(self, work: Awaitable[None]) -> None:
+        """Does the work. Raises PeerLost as soon as a rank is gone, also in place of the error that this brought."""
+        task = asyncio.ensure_future(work)
+        await asyncio.wait({task, self._lost}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done() and task.exception() is not None and not self._lost.done():
+            # A collective that breaks can be faster than the news of why.
+            await asyncio.wait({self._lost}, timeout=2 * BEAT_SECONDS)
+        if self._lost.done():
+            task.cancel()
+            self._lost.result()
+        await task
+
+    async def close(self) -> None:
+        """Says goodbye to all."""
+        self._closed = True
+        self._write(frame(Goodbye()))
+        for task in self._tasks:
+            task.cancel()
+        for writer in self._peers.values():
+            writer.close()  # what was written is still sent
+        if self._server is not None:
+            self._server.close()
+
+    def _expect(self, peer: int, number: int, read: Callable[[msgspec.Raw], R]) -> asyncio.Future[R]:
+        future: asyncio.Future[R] = self._loop.create_future()
+
+        def take(result: msgspec.Raw) -> None:
+            if not future.done():
+                future.set_result(read(result))
+
+        self._expected[peer, number] = take
+        return future
+
+    async def _is_introduced(self, host: str, port: int) -> bool:
+        """False where rank 0 is busy with strangers."""
+        reader, writer = await asyncio.open_connection(host, port, limit=CHUNK_BYTES)
+        try:
+            await introduce(reader, writer, self._secret, self._rank)
+        except (EOFError, ConnectionResetError):
+            writer.close()
+            return False
+        self._keep(reader, writer, peer=0)
+        return True
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._strangers >= _MAX_STRANGERS:
+            writer.close()
+            return
+        self._strangers += 1
+        try:
+            async with asyncio.timeout(_HANDSHAKE_SECONDS):
+                peer = await admit(reader, writer, self._secret, self._missing)
+        except (TimeoutError, OSError, EOFError, Refused):
+            log.warning("stranger_refused", peer=str(writer.get_extra_info("peername")))
+            writer.close()
+            return
+        finally:
+            self._strangers -= 1
+        self._keep(reader, writer, peer)
+        if not self._missing and self._server is not None:
+            self._server.close()
+            self._complete.set_result(None)
+
+    def _write(self, data: bytes) -> None:
+        for writer in self._peers.values():
+            writer.write(data)
+
+    def _keep(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: int) -> None:
+        self._peers[peer] = writer
+        for work in (self._beat(writer), self._watch(reader, peer)):
+            task = asyncio.create_task(work)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _beat(self, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):  # the watch says what happened
+            while True:
+                writer.write(HEARTBEAT)
+                await writer.drain()
+                await asyncio.sleep(BEAT_SECONDS)
+
+    async def _watch(self, reader: asyncio.StreamReader, peer: int) -> None:
+        try:
+            while True:
+                message = await next_message(reader, SILENT_SECONDS)
+                if isinstance(message, Goodbye):
+                    return
+                self._take(message, peer)
+        except EOFError:
+            self._lose(peer, "its connection closed")
+        except TimeoutError:
+            self._lose(peer, f"it was silent for {SILENT_SECONDS:g} s")
+        except (OSError, msgspec.MsgspecError) as error:
+            self._lose(peer, str(error))
+
+    def _take(self, message: Message | None, peer: int) -> None:
+        match message:
+            case Order():
+                self._orders.put_nowait(message)
+            case Done(number, result):
+                if take := self._expected.pop((peer, number), None):
+                    take(result)
+            case Abort(publication_id):
+                self._aborted = publication_id
+
+    def _lose(self, peer: int, why: str) -> None:
+        if self._closed or self._lost.done():
+            return
+        log.error("rank_lost", rank=peer, why=why)
+        self._lost.set_exception(PeerLost(f"rank {peer} is gone ({why}): this rank ends too"))
+        self._lost.exception()  # seen: whoever guards raises it

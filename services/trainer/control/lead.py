@@ -18,9 +18,9 @@ from headrace.run_folder import RunFolder
 from services.trainer import loop as training
 from services.trainer.breaker import Breaker
 from services.trainer.checkpoint.checkpoint import checkpoint_folder
-from services.trainer.control.crew import Crew
 from services.trainer.control.publication import Publisher
 from services.trainer.control.rank import Built, build, meet, required
+from services.trainer.control.rank_group import RankGroup
 from services.trainer.control.ranks import TrainerRanks
 from services.trainer.data.fetch import Fetch
 from services.trainer.ledger import StreamLedger
@@ -56,20 +56,20 @@ async def lead(
 
     async def work() -> None:
         built = await asyncio.get_running_loop().run_in_executor(compute, build, job, run_dir, fetch, met)
-        crew = Crew(built.control, built.worker, compute)
-        publisher = _publisher(job, crew, built, rollout)
-        ranks = TrainerRanks(job, crew, publisher, console, run_dir, built.checkpoints, built.restored_step)
+        group = RankGroup(met.channel, built.worker.execute, compute)
+        publisher = _publisher(job, group, built, rollout)
+        ranks = TrainerRanks(job, group, publisher, console, run_dir, built.checkpoints, built.restored_step)
         report.resume(built.restored_step)
         console.open(ranks, built.layout.world_size, built.restored_step)
         await server.set_ready()
         ledger = StreamLedger(buffer, fetch.stream, console, Breaker.of(job))
         await training.train(ledger, ranks, console, schedule)
-        await crew.leave()
+        await group.leave()
 
     try:
         met = await meet(job, compute)
-        await met.lifeline.guard(work())
-        await met.lifeline.close()
+        await met.channel.guard(work())
+        await met.channel.close()
         if console.verdict:
             raise NothingToLearn(console.verdict)
         console.finished()
@@ -110,12 +110,5 @@ def _server(serving: Serving, desk: TrainerServicer) -> RpcServer:
     )
 
 
-def _publisher(job: Job, crew: Crew, built: Built, rollout: RolloutClient) -> Publisher:
-    return Publisher(
-        crew,
-        built.control,
-        rollout,
-        job.publish,
-        stages=built.layout.pp_size,
-        backend="nccl" if built.layout.device.type == "cuda" else "gloo",
-    )
+def _publisher(job: Job, group: RankGroup, built: Built, rollout: RolloutClient) -> Publisher:
+    return Publisher(group, rollout, job.publish, backend="nccl" if built.layout.device.type == "cuda" else "gloo")

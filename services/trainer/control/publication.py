@@ -7,27 +7,22 @@ fails leaves the engines' old version in charge and is tried again with new grou
 from __future__ import annotations
 
 import asyncio
-import json
-import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.client.rollout import RolloutClient
-from headrace.errors import DeadlineExceeded, Fenced, GroupGone, HeadraceError, PublicationAborted, Unavailable
+from headrace.errors import DeadlineExceeded, Fenced, GroupGone, HeadraceError, Unavailable
 from headrace.job.schema.job import PublishSection
 from headrace.rpc.log import log
-from services.trainer.control.channel import Control
-from services.trainer.control.commands import DropGroups, OpenGroups, SendWeights
-from services.trainer.control.crew import Crew
+from services.trainer.control.messages import StageWeights
+from services.trainer.control.rank_group import RankGroup
 from services.trainer.state import TrainState
-from services.trainer.weights.canary import Canary
 from services.trainer.weights.lacking import EVERYBODY, NOBODY, Lacking
 
 _TRIES = 3
-_ASK_AGAIN_SECONDS = 0.005
 _FLEET_SECONDS = 2.0
 _TRANSPORTS = {"collective": pb.TRANSPORT_COLLECTIVE}
 _PAUSE_MODES = {
@@ -49,15 +44,14 @@ class Plan:
 class Publisher:
     """Gives the current weights to all engines."""
 
-    def __init__(
-        self, crew: Crew, control: Control, rollout: RolloutClient, config: PublishSection, *, stages: int, backend: str
-    ) -> None:
-        self._crew = crew
-        self._control = control
+    def __init__(self, ranks: RankGroup, rollout: RolloutClient, config: PublishSection, *, backend: str) -> None:
+        self._ranks = ranks
         self._rollout = rollout
         self._config = config
-        self._stages = stages
+        self._seconds = config.update_weight_timeout_seconds
         self._backend = backend
+        self._weights: list[StageWeights] | None = None
+        """By stage; asked for once"""
 
     async def publish(self, state: TrainState) -> dict[str, float]:
         """Returns once every engine in routing serves `state.step`. Raises the last try's error."""
@@ -107,7 +101,7 @@ class Publisher:
             log.warning("rejoin_failed", engines=list(engine_ids), reason=error.reason, error=str(error))
         else:
             log.info("engines_rejoined", policy_version=state.step, engines=list(reply.engine_ids))
-            await self._crew.run(DropGroups())  # the group of a few engines serves once
+            await self._ranks.drop_groups()  # the group of a few engines serves once
 
     async def _attempt(self, state: TrainState, engine_ids: Sequence[str] = ()) -> pb.CommitPublishResponse:
         """Raises what ended it, once it is given up."""
@@ -116,7 +110,7 @@ class Publisher:
             return await self._exchange(publication_id, state, engine_ids)
         except GroupGone as error:
             log.info("groups_renewed", why=str(error))
-            await self._crew.run(DropGroups())
+            await self._ranks.drop_groups()
         except HeadraceError as error:
             await self._give_up(publication_id, str(error))
             raise
@@ -125,8 +119,8 @@ class Publisher:
     async def _exchange(
         self, publication_id: str, state: TrainState, engine_ids: Sequence[str]
     ) -> pb.CommitPublishResponse:
-        plan = await self._plan(publication_id)
-        canary = await self._canary(publication_id)
+        plan = await self._plan()
+        probe = await self._ranks.probe(deadline_seconds=self._seconds)
         begun = await self._rollout.begin_publish(
             pb.BeginPublishRequest(
                 publication_id=publication_id,
@@ -136,91 +130,68 @@ class Publisher:
                 backend=self._backend,
                 pause_mode=_PAUSE_MODES[self._config.update_weight_pause_mode],
                 transport=_TRANSPORTS[self._config.update_weight_transport],
-                deadline_seconds=self._config.update_weight_timeout_seconds,
+                deadline_seconds=self._seconds,
                 epoch=state.epoch,
                 engine_ids=engine_ids,
             ),
-            deadline_seconds=self._config.update_weight_timeout_seconds,
+            deadline_seconds=self._seconds,
         )
-        sending = asyncio.create_task(self._crew.run(SendWeights(publication_id, begun.world_size)))
+        sending = asyncio.create_task(
+            self._ranks.send_weights(publication_id, begun.world_size, deadline_seconds=self._seconds)
+        )
         offering = asyncio.create_task(self._offer(publication_id, plan.num_buckets))
-        answers = asyncio.create_task(self._answers(publication_id))
         try:
             # Either side may fail while the other waits for it: the first failure ends both.
-            done, _ = await asyncio.wait({offering, answers}, return_when=asyncio.FIRST_EXCEPTION)
+            done, _ = await asyncio.wait({offering, sending}, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()
         except HeadraceError:
-            self._control.put(f"{publication_id}/aborted", "1")
+            self._ranks.abort(publication_id)
             raise
         finally:
             offering.cancel()
-            answers.cancel()
-            await sending
+            with suppress(HeadraceError):  # raised above, or what the abort brought
+                checksums = await sending
         return await self._rollout.commit_publish(
             publication_id,
-            answers.result(),
-            canary=canary,
-            deadline_seconds=self._config.update_weight_timeout_seconds,
+            checksums,
+            canary=probe.pack(self._config.update_weight_canary_tolerance),
+            deadline_seconds=self._seconds,
         )
 
     async def _offer(self, publication_id: str, num_buckets: int) -> None:
         """Asks the engines to receive one bucket after the other."""
         for bucket in range(num_buckets):
-            await self._rollout.publish_bucket(
-                publication_id, bucket, deadline_seconds=self._config.update_weight_timeout_seconds
-            )
+            await self._rollout.publish_bucket(publication_id, bucket, deadline_seconds=self._seconds)
 
-    async def _plan(self, publication_id: str) -> Plan:
-        await self._crew.run(OpenGroups(publication_id))
+    async def _plan(self) -> Plan:
+        if self._weights is None:
+            self._weights = await self._ranks.describe_weights(deadline_seconds=self._seconds)
         tensors: list[pb.TensorSpec] = []
         groups: list[pb.PublishGroup] = []
         next_bucket = 0
-        for stage in range(self._stages):
-            fact = await self._fact(f"{publication_id}/stage/{stage}")
-            numbers = range(next_bucket, next_bucket + len(fact["buckets"]))
+        for stage, group in zip(
+            self._weights, await self._ranks.open_groups(deadline_seconds=self._seconds), strict=True
+        ):
+            numbers = range(next_bucket, next_bucket + len(stage.buckets))
             next_bucket = numbers.stop
-            for number, bucket in zip(numbers, fact["buckets"], strict=True):
+            for number, bucket in zip(numbers, stage.buckets, strict=True):
                 tensors += [
-                    pb.TensorSpec(name=n, shape=shape, dtype=dtype, bucket=number) for n, shape, dtype in bucket
+                    pb.TensorSpec(name=spec.name, shape=spec.shape, dtype=spec.dtype, bucket=number) for spec in bucket
                 ]
             groups.append(
                 pb.PublishGroup(
-                    name=fact["name"],
-                    master_address=fact["host"],
-                    master_port=fact["port"],
+                    name=group.name,
+                    master_address=group.host,
+                    master_port=group.port,
                     buckets=numbers,
-                    joined=fact["joined"],
+                    joined=group.joined,
                 )
             )
         return Plan(pb.Manifest(tensors=tensors), groups, next_bucket)
 
-    async def _canary(self, publication_id: str) -> pb.Canary:
-        """What the last stage makes of it."""
-        canary = Canary(**await self._fact(f"{publication_id}/canary"))
-        return canary.pack(self._config.update_weight_canary_tolerance)
-
-    async def _answers(self, publication_id: str) -> dict[str, str]:
-        """What engines must hold, once every stage has sent; raises what kept one from it."""
-        merged: dict[str, str] = {}
-        for stage in range(self._stages):
-            answer = await self._fact(f"{publication_id}/sent/{stage}")
-            if "error" in answer:
-                raise PublicationAborted(f"stage {stage}: {answer['error']}")
-            merged |= answer["checksums"]
-        return merged
-
-    async def _fact(self, key: str) -> Any:
-        """A fact that a sender puts into the control store."""
-        end = time.monotonic() + self._config.update_weight_timeout_seconds
-        while not self._control.has(key):
-            if time.monotonic() > end:
-                raise DeadlineExceeded(f"no rank put {key} in time: see the trainer's log for the rank that hangs")
-            await asyncio.sleep(_ASK_AGAIN_SECONDS)
-        return json.loads(self._control.get(key))
-
     async def _give_up(self, publication_id: str, reason: str) -> None:
-        await self._crew.run(DropGroups())
+        await self._ranks.drop_groups()
         try:
             await self._rollout.abort_publish(publication_id, reason)
         except HeadraceError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,8 @@ from headrace.rpc.net import Address
 from headrace.run_folder import RunFolder
 from headrace.sample_log import SampleLog
 from services.trainer.checkpoint.checkpoint import Checkpoints, checkpoint_folder
-from services.trainer.control.channel import Control
-from services.trainer.control.lifeline import Lifeline
+from services.trainer.control.bootstrap import open_channel
+from services.trainer.control.channel import Channel
 from services.trainer.control.sender import WeightSender
 from services.trainer.control.worker import Worker
 from services.trainer.data.fetch import Fetch
@@ -28,16 +29,13 @@ from services.trainer.data.sample_log import TrainedSamples
 from services.trainer.megatron.parallel import Layout, initialize
 from services.trainer.model.policy import Policy
 
-_LIFELINE = "lifeline"
-
 
 @dataclass(frozen=True, slots=True)
 class Met:
     """What a rank has once it has met the others."""
 
     layout: Layout
-    control: Control
-    lifeline: Lifeline
+    channel: Channel
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +43,6 @@ class Built:
     """What the compute thread builds on every rank."""
 
     layout: Layout
-    control: Control
     worker: Worker
     checkpoints: Checkpoints
     restored_step: int
@@ -56,37 +53,31 @@ async def meet(job: Job, compute: ThreadPoolExecutor) -> Met:
     loop = asyncio.get_running_loop()
     log.info("joining")
     layout = await loop.run_in_executor(compute, initialize, job)
-    control = await loop.run_in_executor(compute, Control, layout.rank, layout.device)
-    lifeline = Lifeline(layout.rank, layout.world_size, control.secret)
-    if layout.rank == 0:
-        control.put(_LIFELINE, str(await lifeline.listen(control.host)))
-    else:
-        port = int(await loop.run_in_executor(compute, control.wait_for, _LIFELINE))
-        await lifeline.connect(control.host, port)
+    channel = await open_channel(layout.rank, layout.world_size, layout.device, compute)
     log.info("met", rank=layout.rank, world_size=layout.world_size)
-    return Met(layout, control, lifeline)
+    return Met(layout, channel)
 
 
 def build(job: Job, run_dir: Path, fetch: Fetch, met: Met) -> Built:
     """In the compute thread of every rank at once: the policy, its latest checkpoint."""
-    layout, control = met.layout, met.control
+    layout = met.layout
     policy = Policy.build(job, layout)
     checkpoints = Checkpoints(job, run_dir, layout)
     log.info("restoring", folder=str(checkpoint_folder(job, run_dir)))
     restored_step = checkpoints.restore_latest(policy)
-    sender = sender_of(job, policy, layout, control)
+    sender = sender_of(job, policy, layout, met.channel.is_aborted)
     gc.freeze()  # libraries and the model stay: a collection that looks at them costs a step 0.1 s
     log.info("built", restored_step=restored_step)
     worker = Worker(policy, sender, fetch, checkpoints, _trained_samples(job, run_dir, layout))
-    return Built(layout, control, worker, checkpoints, restored_step)
+    return Built(layout, worker, checkpoints, restored_step)
 
 
-def sender_of(job: Job, policy: Policy, layout: Layout, control: Control) -> WeightSender:
+def sender_of(job: Job, policy: Policy, layout: Layout, is_aborted: Callable[[str], bool]) -> WeightSender:
     """This rank's part in publications, as the job's flags want it."""
     return WeightSender(
         policy,
         layout,
-        control,
+        is_aborted,
         host=_sender_host(job),
         bucket_bytes=job.publish.update_weight_buffer_size,
         timeout_seconds=job.publish.update_weight_timeout_seconds,

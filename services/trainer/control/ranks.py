@@ -1,4 +1,4 @@
-"""The loop's `Ranks`: what the training loop asks of all ranks, put into commands and publications."""
+"""The loop's `Ranks`: what the training loop asks of all ranks, put into orders and publications."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from headrace.api.trainer.v1 import trainer_pb2 as pb
 from headrace.job.schema.job import Job
 from headrace.models.exported import is_whole
 from services.trainer.checkpoint.checkpoint import Checkpoints, checkpoint_folder, step_name
-from services.trainer.control.commands import Export, Prefetch, Save, Train
-from services.trainer.control.crew import Crew
 from services.trainer.control.publication import Publisher
+from services.trainer.control.rank_group import RankGroup
 from services.trainer.data.record import TrainingRecord
 from services.trainer.data.set_aside import SetAside
 from services.trainer.plan.batch import Batch, statistics
@@ -27,7 +26,7 @@ class TrainerRanks:
     def __init__(
         self,
         job: Job,
-        crew: Crew,
+        group: RankGroup,
         publisher: Publisher,
         console: TrainerConsole,
         run_dir: Path,
@@ -35,7 +34,7 @@ class TrainerRanks:
         restored_step: int,
     ) -> None:
         self._job = job
-        self._crew = crew
+        self._group = group
         self._publisher = publisher
         self._console = console
         self._record = TrainingRecord(run_dir / "trained.jsonl")
@@ -55,14 +54,14 @@ class TrainerRanks:
     async def train(self, step: int, batch: Batch) -> dict[str, float]:
         """One rollout step's optimizer steps."""
         with self._console.phase(pb.PHASE_TRAINING):
-            metrics = await self._crew.run(Train(step, self._set_aside.applied(batch).samples))
-        self._set_aside.append(step, self._crew.set_aside)
+            trained = await self._group.train(step, self._set_aside.applied(batch).samples)
+        self._set_aside.append(step, trained.set_aside)
         self._record.append(step, batch)
-        return statistics(self._set_aside.applied(batch), step) | metrics
+        return statistics(self._set_aside.applied(batch), step) | trained.metrics
 
     async def prefetch(self, batch: Batch) -> None:
         """Every rank begins to fetch its samples of the next step."""
-        await self._crew.run(Prefetch(self._set_aside.applied(batch).samples))
+        await self._group.prefetch(self._set_aside.applied(batch).samples)
 
     async def publish(self, state: TrainState) -> dict[str, float]:
         """The current weights to all engines."""
@@ -89,7 +88,7 @@ class TrainerRanks:
     async def save(self, state: TrainState) -> None:
         """Returns when the checkpoint is safe, or with async_save when its copies are taken."""
         with self._console.phase(pb.PHASE_SAVING):
-            await self._crew.run(Save(state.step, state.policy_version, state.epoch))
+            await self._group.save(state)
 
     def checkpoint_path(self, step: int) -> Path:
         """Where `save` puts the checkpoint of a step."""
@@ -108,4 +107,4 @@ class TrainerRanks:
     async def export_to(self, path: Path) -> None:
         """Writes the current weights as a Hugging Face folder."""
         with self._console.phase(pb.PHASE_SAVING):
-            await self._crew.run(Export(str(path)))
+            await self._group.export(path)

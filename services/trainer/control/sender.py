@@ -7,18 +7,15 @@ that no rank is left waiting in a collective.
 
 from __future__ import annotations
 
-import json
 import uuid
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 import torch
 
 from headrace.errors import HeadraceError, PublicationAborted
 from headrace.rpc.log import log
-from services.trainer.control.channel import Control
-from services.trainer.control.commands import SendWeights
+from services.trainer.control.messages import Probed, Sent, StageGroup, StageWeights
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.policy import Policy
 from services.trainer.weights.buckets import TensorSpec, cut
@@ -30,10 +27,17 @@ class WeightSender:
     """Opens, uses and drops this stage's group of engines."""
 
     def __init__(
-        self, policy: Policy, layout: Layout, control: Control, *, host: str, bucket_bytes: int, timeout_seconds: float
+        self,
+        policy: Policy,
+        layout: Layout,
+        is_aborted: Callable[[str], bool],
+        *,
+        host: str,
+        bucket_bytes: int,
+        timeout_seconds: float,
     ) -> None:
         self._policy = policy
-        self._control = control
+        self._is_aborted = is_aborted
         self._host = host
         self._backend = "nccl" if layout.device.type == "cuda" else "gloo"
         self._stage = layout.pp_rank
@@ -42,43 +46,41 @@ class WeightSender:
         self._buckets = cut(policy.hf_tensor_specs(), bucket_bytes)
         self._group: WeightGroup | None = None
 
-    def open(self, publication_id: str) -> None:
-        """Tells rank 0 where this stage's group listens, what it will send, and what engines must then compute."""
+    def describe(self) -> StageWeights | None:
+        """What this stage sends at every publication; None on ranks that send nothing."""
+        return StageWeights(self._stage, self._buckets) if self._is_sender else None
+
+    def probe(self) -> Probed | None:
+        """Collective: what engines must compute; None except on the last stage's sender."""
         canary = self._policy.canary()
+        return Probed(canary) if canary and self._is_sender else None
+
+    def open(self) -> StageGroup | None:
+        """Where this stage's group listens; None on ranks that send nothing."""
         if not self._is_sender:
-            return
-        if canary:
-            self._control.put(f"{publication_id}/canary", json.dumps(asdict(canary)))
+            return None
         if self._group is None:
             name = f"headrace-{uuid.uuid4().hex[:12]}-stage{self._stage}"
             self._group = WeightGroup(name, self._host, self._backend, self._timeout_seconds)
-        buckets = [[(spec.name, list(spec.shape), spec.dtype) for spec in bucket] for bucket in self._buckets]
-        fact = {
-            "name": self._group.name,
-            "host": self._host,
-            "port": self._group.port,
-            "joined": self._group.joined,
-            "buckets": buckets,
-        }
-        self._control.put(f"{publication_id}/stage/{self._stage}", json.dumps(fact))
+        return StageGroup(self._stage, self._group.name, self._host, self._group.port, self._group.joined)
 
-    def send(self, command: SendWeights) -> None:
-        """Joins if need be, broadcasts every bucket, and puts the engines' checksums where rank 0 finds them."""
+    def send(self, publication_id: str, world_size: int) -> Sent | None:
+        """Joins if need be and broadcasts every bucket. An error is in the answer; None on ranks that send nothing."""
         checksums = EngineChecksums()
         failure: HeadraceError | None = None
         tensors = self._policy.hf_tensors()
         try:
-            self._join(command)
+            self._join(publication_id, world_size)
             for bucket in self._buckets:
-                self._send_bucket(bucket, tensors, command.publication_id, checksums)
+                self._send_bucket(bucket, tensors, publication_id, checksums)
         except (HeadraceError, RuntimeError) as error:  # torch.distributed raises RuntimeErrors
             failure = error if isinstance(error, HeadraceError) else PublicationAborted(f"sending failed: {error}")
-            log.warning("sending_failed", publication_id=command.publication_id, error=str(error))
+            log.warning("sending_failed", publication_id=publication_id, error=str(error))
         for _ in tensors:
             pass
-        if self._is_sender:
-            answer = {"error": failure.message} if failure else {"checksums": checksums.result()}
-            self._control.put(f"{command.publication_id}/sent/{self._stage}", json.dumps(answer))
+        if not self._is_sender:
+            return None
+        return Sent(self._stage, {}, failure.message) if failure else Sent(self._stage, checksums.result())
 
     def drop(self) -> None:
         """Tears this stage's group down; the next publication opens another."""
@@ -86,10 +88,10 @@ class WeightSender:
             self._group.drop()
             self._group = None
 
-    def _join(self, command: SendWeights) -> None:
+    def _join(self, publication_id: str, world_size: int) -> None:
         if self._group is None or self._group.joined:
             return
-        self._group.join(command.world_size, lambda: self._aborted(command.publication_id))
+        self._group.join(world_size, lambda: self._is_aborted(publication_id))
 
     def _send_bucket(
         self,
@@ -108,7 +110,4 @@ class WeightSender:
         if self._backend == "gloo":
             checksums.update(gathered)
         flat = torch.cat([flat_bytes(tensor) for _, tensor in gathered])
-        self._group.broadcast(flat, lambda: self._aborted(publication_id))
-
-    def _aborted(self, publication_id: str) -> bool:
-        return self._control.has(f"{publication_id}/aborted")
+        self._group.broadcast(flat, lambda: self._is_aborted(publication_id))

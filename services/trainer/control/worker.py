@@ -6,20 +6,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.trainer.checkpoint.checkpoint import Checkpoints
-from services.trainer.control.commands import (
+from services.trainer.control.messages import (
     Command,
+    DescribeWeights,
     DropGroups,
     Export,
     Leave,
     OpenGroups,
     Prefetch,
+    ProbeWeights,
+    Result,
     Save,
     SendWeights,
     Train,
+    Trained,
 )
 from services.trainer.control.sender import WeightSender
 from services.trainer.data.fetch import Fetch
-from services.trainer.data.reading import Unreadable
 from services.trainer.data.sample_log import SamplesRead, TrainedSamples
 from services.trainer.model.policy import Policy
 from services.trainer.plan.batch import SampleFacts
@@ -43,24 +46,23 @@ class Worker:
         self._trained_samples = trained_samples
         """None on ranks that know no samples of their own, and where the job wants none written"""
 
-    @property
-    def set_aside(self) -> Sequence[Unreadable]:
-        """Samples of the latest Train that could not be used."""
-        return self._policy.set_aside
-
-    def execute(self, command: Command) -> dict[str, float]:
-        """Metrics of a Train, nothing otherwise. An error ends the rank, and with it the trainer; but a HeadraceError
-        of a Save or an Export is raised on all ranks alike (`agreement`), and they can go on.
+    def execute(self, command: Command) -> Result | Trained:  # noqa: C901  # one case a command
+        """An error ends the rank, and with it the trainer; but a HeadraceError of a Save or an Export is raised on all
+        ranks alike (`agreement`), and they can go on.
         """
         match command:
             case Train(step, samples):
-                return self._train(step, samples)
+                return Trained(self._train(step, samples), self._policy.set_aside)
             case Prefetch(samples):
                 self._fetch.begin(self._policy.own_sample_ids(samples))
-            case OpenGroups(publication_id):
-                self._sender.open(publication_id)
-            case SendWeights():
-                self._sender.send(command)
+            case DescribeWeights():
+                return self._sender.describe()
+            case OpenGroups():
+                return self._sender.open()
+            case ProbeWeights():
+                return self._sender.probe()
+            case SendWeights(publication_id, world_size):
+                return self._sender.send(publication_id, world_size)
             case DropGroups():
                 self._sender.drop()
             case Save(step, policy_version, epoch):
@@ -71,7 +73,7 @@ class Worker:
             case Leave():
                 self._wait_for_samples()
                 self._checkpoints.wait()
-        return {}
+        return None
 
     def _train(self, step: int, samples: Sequence[SampleFacts]) -> dict[str, float]:
         if self._trained_samples is None:

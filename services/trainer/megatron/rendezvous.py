@@ -40,18 +40,25 @@ def join(rank: int, world_size: int, backend: str, timeout: datetime.timedelta) 
 
 def listening_store(host: str, timeout: datetime.timedelta, port: int = 0) -> dist.TCPStore:
     """A store that listens at `host` and nowhere else: torch's own listens on every interface."""
+    found = listener(host, port)
+    port = found.getsockname()[1]
+    return dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=found.detach()
+    )
+
+
+def listener(host: str, port: int = 0) -> socket.socket:
+    """A socket that listens at `host` and nowhere else. Raises ConfigError where other machines cannot reach it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=1024)
-    address = listener.getsockname()[0]
+    found = socket.create_server((host, port), family=family, backlog=1024)
+    address = found.getsockname()[0]
     if address.startswith("127.") and host not in (address, "localhost") and not _on_one_machine():
+        found.close()
         raise ConfigError(
             f"{host} means {address} on this machine, which other machines cannot reach: set MASTER_ADDR to an address "
             "of the first machine"
         )
-    port = listener.getsockname()[1]
-    return dist.TCPStore(
-        host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
-    )
+    return found
 
 
 def own_host() -> str:

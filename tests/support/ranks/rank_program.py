@@ -15,32 +15,27 @@ import torch
 import torch.distributed as dist
 
 from headrace.process.exit_codes import PEER_LOST
-from services.trainer.control.channel import Control
-from services.trainer.control.lifeline import Lifeline, PeerLost
-from services.trainer.megatron.rendezvous import join
+from services.trainer.control.bootstrap import open_channel
+from services.trainer.control.channel import PeerLost
+from services.trainer.megatron.rendezvous import join, own_host
 from services.trainer.weights.weight_group import WeightGroup
 from tests.support.processes.listening import listening
 
 
-def meet(folder: Path, rank: int, world_size: int) -> Control:
+def meet(folder: Path, rank: int, world_size: int) -> None:
     join(rank, world_size, "gloo", datetime.timedelta(minutes=10))
     total = torch.tensor([rank + 1.0])
     dist.all_reduce(total)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     (folder / f"rank-{rank}").write_text(" ".join([f"{total.item():g}", *(os.environ[name] for name in names)]))
-    return Control(rank, torch.device("cpu"))
 
 
 async def main(folder: Path) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     loop, compute = asyncio.get_running_loop(), ThreadPoolExecutor(1)
-    control = await loop.run_in_executor(compute, meet, folder, rank, world_size)
-    lifeline = Lifeline(rank, world_size, control.secret)
-    if rank == 0:
-        control.put("lifeline", str(await lifeline.listen(control.host)))
-    else:
-        await lifeline.connect(control.host, int(await loop.run_in_executor(compute, control.wait_for, "lifeline")))
-    group = WeightGroup("weights", control.host, "gloo", 60.0)
+    await loop.run_in_executor(compute, meet, folder, rank, world_size)
+    channel = await open_channel(rank, world_size, torch.device("cpu"), compute)
+    group = WeightGroup("weights", own_host(), "gloo", 60.0)
     (folder / f"listening-{rank}").write_text(json.dumps(listening([os.getpid()])))
     group.drop()
     await loop.run_in_executor(compute, dist.barrier)
@@ -52,7 +47,7 @@ async def main(folder: Path) -> None:
         await asyncio.Event().wait()
 
     try:
-        await lifeline.guard(waits_for_ever())
+        await channel.guard(waits_for_ever())
     except PeerLost as error:
         print(error.message, file=sys.stderr, flush=True)
         os._exit(PEER_LOST)

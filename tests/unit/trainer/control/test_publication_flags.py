@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.client.rollout import RolloutClient
 from headrace.errors import DeadlineExceeded
 from headrace.job.schema.job import Job
-from services.trainer.control.channel import Control
-from services.trainer.control.commands import Command, OpenGroups, SendWeights
-from services.trainer.control.crew import Crew
+from services.trainer.control.channel import Channel
+from services.trainer.control.messages import Command, Probed, ProbeWeights, Result
 from services.trainer.control.publication import Publisher
 from services.trainer.control.rank import sender_of
+from services.trainer.control.rank_group import RankGroup
 from services.trainer.control.sender import WeightSender
 from services.trainer.megatron.parallel import Layout
+from services.trainer.megatron.rendezvous import listener
 from services.trainer.model.policy import Policy
 from services.trainer.state import TrainState
 from services.trainer.weights.buckets import TensorSpec
@@ -67,24 +67,20 @@ class AskedRollout:
         pass
 
 
-class OnlyRank:
-    """A crew whose sender has no stage: it puts the canary, or hangs before that."""
+@asynccontextmanager
+async def only_rank(*, beside_one_that_hangs: bool = False) -> AsyncIterator[RankGroup]:
+    """Rank 0, which sends nothing."""
 
-    def __init__(self, control: Control, *, hangs: bool) -> None:
-        self._control = control
-        self._hangs = hangs
+    def execute(command: Command) -> Result:
+        return Probed(CANARY) if isinstance(command, ProbeWeights) else None
 
-    async def run(self, command: Command) -> dict[str, float]:
-        if isinstance(command, OpenGroups) and not self._hangs:
-            self._control.put(f"{command.publication_id}/canary", json.dumps(asdict(CANARY)))
-        return {}
-
-
-@pytest.fixture
-def control() -> Iterator[Control]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Control(0, torch.device("cpu"))
-    dist.destroy_process_group()
+    leader = Channel(0, 2, b"") if beside_one_that_hangs else Channel(0, 1, b"")
+    if beside_one_that_hangs:
+        hanging = Channel(1, 2, b"")
+        await hanging.connect("127.0.0.1", await leader.listen(listener("127.0.0.1")))
+        await leader.until_complete()
+    yield RankGroup(leader, execute, ThreadPoolExecutor(1))
+    await leader.close()
 
 
 def job_of(**publish: Any) -> Job:
@@ -92,45 +88,45 @@ def job_of(**publish: Any) -> Job:
     return Job.model_validate({"model": {"hf_checkpoint": "m"}, "services": services, "publish": publish})
 
 
-def sender_in(control: Control, **publish: Any) -> WeightSender:
+def sender_in(**publish: Any) -> WeightSender:
     layout = SimpleNamespace(device=torch.device("cpu"), pp_rank=0, tp_rank=0, dp_rank=0)
-    return sender_of(job_of(**publish), cast(Policy, SmallPolicy()), cast(Layout, layout), control)
+    return sender_of(job_of(**publish), cast(Policy, SmallPolicy()), cast(Layout, layout), lambda _: False)
 
 
-def publisher_of(control: Control, rollout: AskedRollout, *, hangs: bool = False, **publish: Any) -> Publisher:
-    crew = cast(Crew, OnlyRank(control, hangs=hangs))
-    client = cast(RolloutClient, rollout)
-    return Publisher(crew, control, client, job_of(**publish).publish, stages=0, backend="gloo")
+def publisher_of(ranks: RankGroup, rollout: AskedRollout, **publish: Any) -> Publisher:
+    return Publisher(ranks, cast(RolloutClient, rollout), job_of(**publish).publish, backend="gloo")
 
 
 @pytest.mark.parametrize(("update_weight_buffer_size", "sizes"), [(80, [2, 2]), (100_000, [4]), (1, [1, 1, 1, 1])])
 def test_update_weight_buffer_size_bounds_what_travels_at_once(
-    control: Control, update_weight_buffer_size: int, sizes: list[int]
+    update_weight_buffer_size: int, sizes: list[int]
 ) -> None:
-    sender = sender_in(control, update_weight_buffer_size=update_weight_buffer_size)
-    sender.open("v1")
-    assert [len(bucket) for bucket in json.loads(control.get("v1/stage/0"))["buckets"]] == sizes
+    weights = sender_in(update_weight_buffer_size=update_weight_buffer_size).describe()
+    assert weights is not None
+    assert [len(bucket) for bucket in weights.buckets] == sizes
+
+
+def test_after_update_weight_timeout_seconds_a_sender_gives_up_engines_that_do_not_come() -> None:
+    sender = sender_in(update_weight_timeout_seconds=0.2)
+    sender.open()
+    sent = sender.send("v1", world_size=2)
+    assert sent is not None
+    assert sent.error is not None
     sender.drop()
 
 
-def test_after_update_weight_timeout_seconds_a_sender_gives_up_engines_that_do_not_come(control: Control) -> None:
-    sender = sender_in(control, update_weight_timeout_seconds=0.2)
-    sender.open("v1")
-    sender.send(SendWeights("v1", world_size=2))
-    assert "error" in json.loads(control.get("v1/sent/0"))
-    sender.drop()
+async def test_after_update_weight_timeout_seconds_a_rank_that_hangs_ends_the_publication() -> None:
+    async with only_rank(beside_one_that_hangs=True) as ranks:
+        publisher = publisher_of(ranks, AskedRollout(), update_weight_timeout_seconds=0.05)
+        with pytest.raises(DeadlineExceeded, match="the rank that hangs"):
+            await publisher.publish(STATE)
 
 
-async def test_after_update_weight_timeout_seconds_a_rank_that_hangs_ends_the_publication(control: Control) -> None:
-    publisher = publisher_of(control, AskedRollout(), hangs=True, update_weight_timeout_seconds=0.05)
-    with pytest.raises(DeadlineExceeded, match="the rank that hangs"):
-        await publisher.publish(STATE)
-
-
-async def test_the_rollout_service_is_told_the_transport_and_update_weight_timeout_seconds(control: Control) -> None:
+async def test_the_rollout_service_is_told_the_transport_and_update_weight_timeout_seconds() -> None:
     rollout = AskedRollout()
-    publisher = publisher_of(control, rollout, update_weight_transport="collective", update_weight_timeout_seconds=7.0)
-    await publisher.publish(STATE)
+    async with only_rank() as ranks:
+        publish = {"update_weight_transport": "collective", "update_weight_timeout_seconds": 7.0}
+        await publisher_of(ranks, rollout, **publish).publish(STATE)
     (begun,) = rollout.begun
     assert (begun.transport, begun.deadline_seconds) == (pb.TRANSPORT_COLLECTIVE, 7.0)
     assert rollout.deadlines == [7.0, 7.0]

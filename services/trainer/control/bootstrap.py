@@ -1,0 +1,40 @@
+"""How ranks open their channels: over torch.distributed rank 0 tells where it listens, and the run's secret."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import torch.distributed as dist
+
+from services.trainer.control.channel import Channel
+from services.trainer.megatron.rendezvous import listener, own_host
+
+
+async def open_channel(rank: int, world_size: int, device: torch.device, compute: ThreadPoolExecutor) -> Channel:
+    """On all ranks at once, after torch.distributed is up; returns when all are connected."""
+    loop = asyncio.get_running_loop()
+    if world_size == 1:
+        return Channel(rank, world_size, b"")
+    if rank == 0:
+        host, secret = own_host(), secrets.token_bytes(32)
+        channel = Channel(rank, world_size, secret)
+        port = await channel.listen(listener(host))
+        await loop.run_in_executor(compute, _tell_all, f"{host} {port} {secret.hex()}", device)
+        await channel.until_complete()
+    else:
+        host, found, text = (await loop.run_in_executor(compute, _tell_all, "", device)).split()
+        channel = Channel(rank, world_size, bytes.fromhex(text))
+        await channel.connect(host, int(found))
+    return channel
+
+
+def _tell_all(text: str, device: torch.device) -> str:
+    """Rank 0's text, on every rank; up to 256 bytes."""
+    data = torch.zeros(256, dtype=torch.uint8, device=device)
+    encoded = text.encode()
+    data[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8, device=device)
+    dist.broadcast(data, src=0)
+    return bytes(data.tolist()).rstrip(b"\0").decode()

@@ -1,0 +1,142 @@
+"""What rank 0 asks all ranks to do together, and what they answer. Every rank runs the same commands in one order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from services.trainer.plan.batch import SampleFacts
+from services.trainer.weights.buckets import TensorSpec
+from services.trainer.weights.canary import Canary
+
+if TYPE_CHECKING:
+    from services.trainer.data.reading import Unreadable
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class Train(_Message, frozen=True):
+    """One rollout step."""
+
+    step: int
+    samples: tuple[SampleFacts, ...]
+
+
+class Prefetch(_Message, frozen=True):
+    """Each rank begins to fetch its part of the next rollout step."""
+
+    samples: tuple[SampleFacts, ...]
+
+
+class DescribeWeights(_Message, frozen=True):
+    """Each sender says what it will send at every publication."""
+
+
+class OpenGroups(_Message, frozen=True):
+    """Each sender listens for its group of engines; a group that lives on is kept."""
+
+
+class ProbeWeights(_Message, frozen=True):
+    """The last stage says what engines must compute under the current weights."""
+
+
+class SendWeights(_Message, frozen=True):
+    """Senders join their groups and broadcast their buckets."""
+
+    publication_id: str
+    world_size: int
+
+
+class DropGroups(_Message, frozen=True):
+    """A publication failed: its groups are torn down."""
+
+
+class Save(_Message, frozen=True):
+    """A checkpoint."""
+
+    step: int
+    policy_version: int
+    epoch: int
+
+
+class Export(_Message, frozen=True):
+    """A Hugging Face folder."""
+
+    path: str
+
+
+class Leave(_Message, frozen=True):
+    """The end of the run."""
+
+
+Command = (
+    Train | Prefetch | DescribeWeights | OpenGroups | ProbeWeights | SendWeights | DropGroups | Save | Export | Leave
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """Metrics of a step, and the samples that it could not use. Rank 0's own; it does not travel."""
+
+    metrics: dict[str, float]
+    set_aside: Sequence[Unreadable]
+
+
+class StageWeights(_Message, frozen=True):
+    """One stage's tensors, in the order in which they travel."""
+
+    stage: int
+    buckets: list[list[TensorSpec]]
+
+
+class StageGroup(_Message, frozen=True):
+    """Where one stage's sender listens."""
+
+    stage: int
+    name: str
+    host: str
+    port: int
+    joined: bool
+
+
+class Probed(_Message, frozen=True):
+    """What the last stage computed."""
+
+    canary: Canary
+
+
+class Sent(_Message, frozen=True):
+    """One stage's share of a publication: what engines must hold now, or why it failed."""
+
+    stage: int
+    checksums: dict[str, str]
+    error: str | None = None
+
+
+Result = StageWeights | StageGroup | Probed | Sent | None
+
+
+_commands = msgspec.msgpack.Decoder(Command)
+_results = msgspec.msgpack.Decoder(Result)
+
+
+def packed(found: Command | Result) -> msgspec.Raw:
+    """As it travels in an order or an answer."""
+    return msgspec.Raw(msgspec.msgpack.encode(found))
+
+
+def command_of(data: msgspec.Raw) -> Command:
+    """Raises msgspec.MsgspecError for what is none."""
+    command: Command = _commands.decode(data)
+    return command
+
+
+def result_of(data: msgspec.Raw) -> Result:
+    """Raises msgspec.MsgspecError for what is none."""
+    result: Result = _results.decode(data)
+    return result

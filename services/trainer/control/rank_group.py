@@ -1,0 +1,185 @@
+"""All ranks as one: rank 0 orders, every rank carries out, one command at a time and in one order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from headrace.errors import DeadlineExceeded, HeadraceError, PublicationAborted
+from headrace.rpc.log import log
+from services.trainer.control.channel import Channel
+from services.trainer.control.frames import Done, Order
+from services.trainer.control.messages import (
+    Command,
+    DescribeWeights,
+    DropGroups,
+    Export,
+    Leave,
+    OpenGroups,
+    Prefetch,
+    Probed,
+    ProbeWeights,
+    Result,
+    Save,
+    SendWeights,
+    Sent,
+    StageGroup,
+    StageWeights,
+    Train,
+    Trained,
+    command_of,
+    packed,
+    result_of,
+)
+from services.trainer.plan.batch import SampleFacts
+from services.trainer.state import TrainState
+from services.trainer.weights.canary import Canary
+
+Execute = Callable[[Command], Result | Trained]
+R = TypeVar("R")
+
+
+class RankGroup:
+    """Lives on rank 0. The compute thread executes, so the event loop answers in the middle of a step.
+
+    A method returns once rank 0 is done, and collectives inside keep the others in step; one that has an answer of
+    other ranks returns once they answered, or raises DeadlineExceeded `deadline_seconds` later.
+    """
+
+    def __init__(self, channel: Channel, execute: Execute, compute: ThreadPoolExecutor) -> None:
+        self._channel = channel
+        self._execute = execute
+        self._compute = compute
+        self._number = 0
+
+    async def train(self, step: int, samples: Sequence[SampleFacts]) -> Trained:
+        """One rollout step."""
+        trained = await self._order(Train(step, tuple(samples)))
+        assert isinstance(trained, Trained)
+        return trained
+
+    async def prefetch(self, samples: Sequence[SampleFacts]) -> None:
+        """Each rank begins to fetch its part of the next rollout step."""
+        await self._order(Prefetch(tuple(samples)))
+
+    async def describe_weights(self, *, deadline_seconds: float) -> list[StageWeights]:
+        """What every stage will send, by stage; the same throughout the run."""
+        return sorted(
+            await self._results(self._ask(DescribeWeights()), StageWeights, deadline_seconds),
+            key=lambda found: found.stage,
+        )
+
+    async def open_groups(self, *, deadline_seconds: float) -> list[StageGroup]:
+        """Where every stage's sender listens, by stage."""
+        return sorted(
+            await self._results(self._ask(OpenGroups()), StageGroup, deadline_seconds), key=lambda found: found.stage
+        )
+
+    async def probe(self, *, deadline_seconds: float) -> Canary:
+        """What engines must compute under the current weights."""
+        (found,) = await self._results(self._ask(ProbeWeights()), Probed, deadline_seconds)
+        return found.canary
+
+    async def send_weights(self, publication_id: str, world_size: int, *, deadline_seconds: float) -> dict[str, str]:
+        """What engines must hold, once every stage has sent. Raises PublicationAborted when one could not, or not in
+        time: the first failure stops all.
+        """
+
+        def fail(why: str) -> None:
+            errors.append(why)
+            self.abort(publication_id)
+
+        def hear(answer: asyncio.Future[Result | Trained]) -> None:
+            if answer.cancelled() or answer.exception() is not None:
+                return
+            if isinstance(sent := answer.result(), Sent) and sent.error:
+                fail(f"stage {sent.stage}: {sent.error}")
+
+        errors: list[str] = []
+        deadline = asyncio.get_running_loop().call_later(
+            deadline_seconds, fail, f"weights were not sent within {deadline_seconds:g} s"
+        )
+        answers = self._ask(SendWeights(publication_id, world_size))
+        for answer in answers:
+            answer.add_done_callback(hear)
+        try:
+            sent = await self._results(answers, Sent, deadline_seconds)
+        finally:
+            deadline.cancel()
+        if errors:
+            raise PublicationAborted(errors[0])
+        return {name: checksum for stage in sent for name, checksum in stage.checksums.items()}
+
+    def abort(self, publication_id: str) -> None:
+        """Senders that are at it stop."""
+        self._channel.abort(publication_id)
+
+    async def drop_groups(self) -> None:
+        """The next publication opens others."""
+        await self._order(DropGroups())
+
+    async def save(self, state: TrainState) -> None:
+        """Writes a checkpoint. Raises a HeadraceError of any rank's files on all ranks alike."""
+        await self._order(Save(state.step, state.policy_version, state.epoch))
+
+    async def export(self, path: Path) -> None:
+        """Writes a Hugging Face folder. Raises as `save` does."""
+        await self._order(Export(str(path)))
+
+    async def leave(self) -> None:
+        """Lets the other ranks end; returns once all their files are written."""
+        for answer in self._ask(Leave()):
+            await answer
+
+    def _order(self, command: Command) -> asyncio.Future[Result | Trained]:
+        """Rank 0's own result; the others start before it does."""
+        self._number += 1
+        return asyncio.get_running_loop().run_in_executor(self._compute, self._work, self._number, command)
+
+    def _work(self, number: int, command: Command) -> Result | Trained:
+        self._channel.send(Order(number, packed(command)))
+        return self._execute(command)
+
+    def _ask(self, command: Command) -> list[asyncio.Future[Result | Trained]]:
+        """Rank 0's own result and all others'."""
+        own = self._order(command)
+        others: list[asyncio.Future[Result | Trained]] = self._channel.expect(self._number, result_of)
+        return [own, *others]
+
+    async def _results(
+        self, answers: list[asyncio.Future[Result | Trained]], kind: type[R], deadline_seconds: float
+    ) -> list[R]:
+        """Those of this kind: ranks that have nothing to say answer None."""
+        own, *others = answers
+        await own
+        _, late = await asyncio.wait(others, timeout=deadline_seconds) if others else (None, None)
+        if late:
+            raise DeadlineExceeded(
+                f"{len(late)} ranks gave no {kind.__name__} within {deadline_seconds:g} s: see the trainer's logs "
+                "for the rank that hangs"
+            )
+        return [result for answer in answers if isinstance(result := answer.result(), kind)]
+
+
+async def follow(channel: Channel, execute: Execute, compute: ThreadPoolExecutor) -> None:
+    """What every other rank does until rank 0 says Leave."""
+    is_leaving = False
+    while not is_leaving:
+        found = await channel.next_order()
+        is_leaving = await asyncio.get_running_loop().run_in_executor(compute, _obey, channel, execute, found)
+
+
+def _obey(channel: Channel, execute: Execute, order: Order) -> bool:
+    """True for the last order."""
+    command, result = command_of(order.command), None
+    try:
+        result = execute(command)
+    except HeadraceError as error:
+        if not isinstance(command, Save | Export):
+            raise
+        log.warning("files_failed", reason=error.reason, error=error.message)  # rank 0 has it too and decides
+    channel.send(Done(order.number, packed(None if isinstance(result, Trained) else result)))
+    return isinstance(command, Leave)
