@@ -27,7 +27,7 @@ def test_after_peer_wait_seconds_without_its_buffer_the_trainer_ends_as_one_whos
     config = tmp_path / "job.json"
     config.write_text(Job.model_validate({"model": {"hf_checkpoint": "m"}, "services": services}).model_dump_json())
     assert trainer.main(["--config", str(config), "--run-dir", str(tmp_path)]) == PEER_AWAY
-    assert "trainer: no answer within 0.25 s" in capfd.readouterr().err
+    assert "gave no answer within 0.25 s" in capfd.readouterr().err
 
 
 def test_a_job_without_a_buffers_address_is_told_the_flag() -> None:
