@@ -23,8 +23,7 @@ from headrace.judgement import Score, ScoreError, ScoreItem
 from headrace.rpc import interceptor
 from headrace.rpc.call import call
 from headrace.rpc.net import free_port
-from services.reward import judge
-from services.reward.builtin import installed
+from services.reward import builtin, judge
 from services.reward.service import RewardServer
 
 HOOKS = '''
@@ -103,7 +102,7 @@ async def test_each_item_may_choose_its_scorer() -> None:
         exact, unknown, default = await client.score(asked, deadline_seconds=120)
     assert (exact.scorer, default.scorer) == ("exact_match", "regex")
     assert unknown.reason == "SCORER_UNKNOWN"
-    assert f"There are {', '.join(installed())}" in unknown.message
+    assert f"There are {', '.join(builtin.installed())}" in unknown.message
 
 
 async def test_no_scorer_is_an_error_not_a_zero() -> None:
