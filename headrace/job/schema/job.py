@@ -41,7 +41,7 @@ Arguments = Annotated[dict[str, Any], AfterValidator(plain)]
 class RunSection(Section):
     run_name: Annotated[str, AfterValidator(_one_folder)] = Field("run", description="Names the run and its folder.")
     run_dir: Path = Field(Path("runs"), description="Folder that holds the runs' folders.")
-    seed: Seed = Field(1234, description="Seeds initialisation, data order and sampling.")
+    seed: Seed = Field(1234, description="Seeds Python's, NumPy's and torch's numbers, for what trainer hooks draw.")
     first_batch_seconds: Seconds = Field(
         30.0,
         description="How long the first batch should take. When it takes ten times as long (later ones: ten times the "

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import datetime
 import os
+import random
 from dataclasses import dataclass
 
+import numpy
 import torch
 import torch.distributed as dist
 
@@ -21,6 +23,10 @@ from services.trainer.plan.context import Context
 _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 # How long one rank may write its part of a checkpoint after the first has written its own.
 _FILES_TIMEOUT = datetime.timedelta(minutes=60)
+
+_SEEDS_PER_STAGE = 100
+"""As Megatron's own trainer has it."""
+_NUMPYS_SEEDS = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +141,7 @@ def initialize(job: Job) -> Layout:
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
     )
     device = torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
+    _seed(job.run.seed + _SEEDS_PER_STAGE * parallel_state.get_pipeline_model_parallel_rank(), device)
     context, data_group = _contexts(args, parallel_state.get_data_parallel_group(), world_size, device)
     return Layout(
         rank=rank,
@@ -162,6 +169,17 @@ def initialize(job: Job) -> Layout:
         ep_group=parallel_state.get_expert_model_parallel_group(),
         etp_group=parallel_state.get_expert_tensor_parallel_group(),
     )
+
+
+def _seed(seed: int, device: torch.device) -> None:
+    """What hooks draw from: nothing of ours is random. A checkpoint brings its own states instead."""
+    random.seed(seed)
+    numpy.random.seed(seed % _NUMPYS_SEEDS)
+    torch.manual_seed(seed)
+    if device.type == "cuda":
+        from megatron.core import tensor_parallel
+
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 def _contexts(

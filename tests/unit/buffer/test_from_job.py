@@ -52,6 +52,7 @@ def test_policies_of_the_buffer() -> None:
             retain_steps=5,
             max_groups=100,
             max_leases=7,
+            max_payload_bytes=1 << 20,
             min_size_to_sample=6,
             samples_per_insert=0.5,
             samples_per_insert_error_buffer=4.0,
@@ -60,6 +61,7 @@ def test_policies_of_the_buffer() -> None:
     )
     assert (config.selection, config.expiry_action) == (Selection.SURPRISE, ExpiryAction.DROP)
     assert (config.retain_steps, config.max_groups, config.max_leases) == (5, 100, 7)
+    assert config.max_payload_bytes == 1 << 20
     assert config.limiter == Limiter(6, 0.5, 4.0)
     assert config.over_sampling_groups == 2
 

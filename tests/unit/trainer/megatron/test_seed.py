@@ -1,0 +1,29 @@
+"""Random numbers of a rank."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+_RANK = """
+import random, sys
+import numpy, torch
+from headrace.job.schema.job import Job
+from services.trainer.megatron.parallel import initialize
+initialize(Job.model_validate_json(open(sys.argv[1]).read()))
+print(random.random(), numpy.random.random(), torch.rand(1).item())
+"""
+
+
+def test_seed_makes_what_hooks_draw_the_same(load_with, tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text(load_with("--seed", "7").model_dump_json())
+    command = [sys.executable, "-c", _RANK, str(tmp_path / "job.json")]
+    drawn = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout.split()
+    generator = torch.Generator().manual_seed(7)
+    expected = [random.Random(7).random(), np.random.RandomState(7).random(), torch.rand(1, generator=generator).item()]
+    assert [float(number) for number in drawn] == expected
