@@ -41,18 +41,18 @@ def configure_logging(service: str, *, run: str | None = None, level: str = "INF
 
 
 class _Unfailing:
-    """A stream whose disk may be full or its reader gone: what it refuses is left out, and no work fails by it."""
+    """A stream that may be full, cut off or closed: what it refuses is left out, and no work fails by it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             self._stream.flush()
 
 

@@ -40,6 +40,12 @@ def test_a_log_on_a_full_disk_fails_nobodys_work(monkeypatch: pytest.MonkeyPatch
         for number in range(10_000):
             log.error("rpc_failed", number=number)
         monkeypatch.undo()
-        configure_logging("test")
         with pytest.raises(OSError, match="No space left"):
             full.close()
+
+
+def test_a_log_that_was_closed_fails_nobodys_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path("/dev/null").open("w") as closed:
+        monkeypatch.setattr(sys, "stderr", closed)
+        configure_logging("test")
+    log.error("rpc_failed")
