@@ -44,20 +44,31 @@ class Address:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that was free a moment ago, of those that the kernel gives to nobody who does not name one.
+    """A TCP port that is free, of those that the kernel gives to nobody who does not name one.
 
-    A service may listen there minutes later: any other port would by then be some outgoing connection's.
+    A service may listen there minutes later: any other port would by then be some outgoing connection's. For a minute
+    no other call of this function finds it, in this process or another of this machine.
     """
     for port in secrets.SystemRandom().sample(_NAMED_PORTS, _TRIES):
-        with socket.socket() as probe:
-            try:
-                probe.bind((host, port))
-            except OSError:  # somebody has it
-                continue
-            return port
+        try:
+            with socket.socket() as probe:
+                probe.bind((host, port))  # without SO_REUSEADDR: neither somebody's nor set aside
+            _set_aside(host, port)
+        except OSError:  # somebody has it
+            continue
+        return port
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def _set_aside(host: str, port: int) -> None:
+    """Leaves a closed connection there, which keeps the port from all who do not say SO_REUSEADDR; servers say it.
+
+    Raises OSError when somebody was faster.
+    """
+    with socket.create_server((host, port), backlog=1) as server, socket.create_connection((host, port), timeout=1.0):
+        server.accept()[0].close()  # the side that closes first waits (TIME_WAIT, 60 s on Linux)
 
 
 def require_free(address: Address) -> None:

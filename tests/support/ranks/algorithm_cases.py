@@ -7,7 +7,6 @@ trained        the exported policy after both
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from headrace.errors import FailedPrecondition
 from headrace.job.schema.job import Job
 from headrace.trajectory import ROUTED_EXPERTS, Sample
 from tests.support.ranks.rank_cases import samples
+from tests.support.ranks.ranks import entries
 
 Sections = Mapping[str, Mapping[str, Any]]
 _PLAIN: Sections = {
@@ -120,9 +120,8 @@ def _train(policy: Any, step: int) -> dict[str, float]:
 
 
 def main(script: Path) -> None:
-    """The cases of a script, each on a port of its own."""
-    for entry in json.loads(script.read_text()):
-        os.environ["MASTER_PORT"] = str(entry.pop("port"))
+    """The cases of a script, one after the other."""
+    for entry in entries(script):
         run_case(AlgorithmCase(**entry))
 
 

@@ -5,7 +5,6 @@ Each step of a case ends on both ranks with the same line in log-RANK.txt: "ok",
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import shutil
@@ -19,6 +18,7 @@ from typing import Any
 
 from headrace.errors import HeadraceError
 from headrace.job.schema.job import CheckpointSection, Job
+from tests.support.ranks.ranks import entries
 
 FULL_BYTES = 20_000
 
@@ -112,12 +112,11 @@ def full_disk(is_full: bool) -> Iterator[None]:
 
 
 def main(script: Path) -> None:
-    """The cases of a script, each on a port of its own."""
+    """The cases of a script, one after the other."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    for entry in json.loads(script.read_text()):
-        os.environ["MASTER_PORT"] = str(entry.pop("port"))
+    for entry in entries(script):
         try:
             run_case(FilesCase(**entry))
         finally:

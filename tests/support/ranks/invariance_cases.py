@@ -6,7 +6,6 @@ For each way, in the folder named layout/way: metrics.json of a rollout step, an
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.ranks.rank_cases import Case, train_once
+from tests.support.ranks.ranks import entries
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
     f"{sizes}-{packing}": chosen | {"packing": packing}
@@ -65,6 +65,5 @@ def run_layout(case: LayoutCase) -> None:
 
 
 if __name__ == "__main__":
-    for entry in json.loads(Path(sys.argv[1]).read_text()):
-        os.environ["MASTER_PORT"] = str(entry.pop("port"))
+    for entry in entries(Path(sys.argv[1])):
         run_layout(LayoutCase(**entry))

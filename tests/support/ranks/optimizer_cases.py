@@ -6,7 +6,6 @@ weights.json   the matrix after both, row by row, or error.txt with the class of
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy as np
 
 from headrace.job.megatron.arguments import megatron
 from headrace.job.schema.job import Job
+from tests.support.ranks.ranks import entries
 
 START = np.linspace(-1.0, 1.0, 12).reshape(3, 4)
 GRADIENTS = (np.linspace(0.5, -2.0, 12).reshape(3, 4), np.linspace(-0.1, 0.3, 12).reshape(3, 4))
@@ -78,9 +78,8 @@ def run_case(case: OptimizerCase) -> None:
 
 
 def main(script: Path) -> None:
-    """The cases of a script, each on a port of its own."""
-    for entry in json.loads(script.read_text()):
-        os.environ["MASTER_PORT"] = str(entry.pop("port"))
+    """The cases of a script, one after the other."""
+    for entry in entries(script):
         run_case(OptimizerCase(**entry))
 
 

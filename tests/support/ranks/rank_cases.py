@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from headrace.errors import ConfigError
 from headrace.job.schema.job import Job
 from headrace.trajectory import Failure, PolicyRange, Sample, Status
+from tests.support.ranks.ranks import entries
 
 VOCAB_SIZE = 320
 Tokens = NDArray[np.int64]
@@ -201,10 +202,8 @@ def train_once(policy: Any, step: int, lag: int = 0) -> dict[str, float]:
 
 
 def main(script: Path) -> None:
-    """The cases of a script, each on a port of its own."""
-    entries: Sequence[dict[str, Any]] = json.loads(script.read_text())
-    for entry in entries:
-        os.environ["MASTER_PORT"] = str(entry.pop("port"))
+    """The cases of a script, one after the other."""
+    for entry in entries(script):
         run_case(Case(**entry))
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from services.trainer.megatron.rendezvous import RENDEZVOUS
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -29,8 +29,7 @@ def run_cases(
     Raises AssertionError with a rank's last lines when one fails.
     """
     script = folder / f"cases-{world_size}.json"
-    ports = _quiet_ports()
-    script.write_text(json.dumps([asdict(case) | {"port": next(ports)} for case in cases]))
+    script.write_text(json.dumps([asdict(case) for case in cases]))
     logs = [folder / f"rank-{world_size}-{rank}.log" for rank in range(world_size)]
     processes = [_start(module, rank, world_size, script, log) for rank, log in enumerate(logs)]
     deadline = time.monotonic() + timeout_seconds
@@ -42,12 +41,11 @@ def run_cases(
     assert codes == [0] * world_size, "\n".join(f"{log.name}: {log.read_text()[-3000:]}" for log in logs)
 
 
-def _quiet_ports() -> Iterator[int]:
-    """Free, and below the range that the system hands out: a port for a later case must still be free then."""
-    for port in random.sample(range(15000, 30000), 1000):
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)):
-                yield port
+def entries(script: Path) -> Iterator[dict[str, Any]]:
+    """In a rank: the cases of a script as run_cases wrote it, each with a meeting place of its own."""
+    for number, entry in enumerate(json.loads(script.read_text())):
+        os.environ[RENDEZVOUS] = str(script.with_name(f"{script.stem}-meets-{number}"))
+        yield entry
 
 
 def _start(module: str, rank: int, world_size: int, script: Path, log: Path) -> subprocess.Popen[bytes]:

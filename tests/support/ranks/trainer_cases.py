@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -22,6 +20,7 @@ from services.buffer.store.base import Store
 from tests.support.fakes.certain_rollout import CertainRollout, Change, certain_rollout, produce
 from tests.support.fakes.policy_engine import PolicyEngine
 from tests.support.ranks.algorithm_cases import Sections, laid_over
+from tests.support.ranks.ranks import entries
 
 NUM_STEPS = 2
 LOG_PROB_BOUND = 1e-4
@@ -109,9 +108,8 @@ def run_case(case: TrainerCase) -> None:
 
 
 def main(script: Path) -> None:
-    """The cases of a script, each on a port of its own."""
-    for entry in json.loads(script.read_text()):
-        os.environ["MASTER_PORT"] = str(entry.pop("port"))
+    """The cases of a script, one after the other."""
+    for entry in entries(script):
         run_case(TrainerCase(**entry))
 
 
