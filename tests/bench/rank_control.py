@@ -64,7 +64,7 @@ async def _by_channel(steps: int, samples: list[SampleFacts]) -> dict[str, float
     cpu = cpu_seconds(followers)
     await asyncio.sleep(IDLE_SECONDS)
     measured["idle"] = cpu_seconds(followers) - cpu
-    await group.leave()
+    await group.leave(deadline_seconds=60.0)
     await channel.close()
     for each in followers:
         each.join()

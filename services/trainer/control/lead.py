@@ -24,6 +24,7 @@ from services.trainer.control.rank_group import RankGroup
 from services.trainer.control.ranks import TrainerRanks
 from services.trainer.data.fetch import Fetch
 from services.trainer.ledger import StreamLedger
+from services.trainer.megatron.parallel import FILES_TIMEOUT
 from services.trainer.schedule import JobSchedule
 from services.trainer.serving.console import TrainerConsole
 from services.trainer.serving.evaluation import Evaluator
@@ -64,7 +65,7 @@ async def lead(
         await server.set_ready()
         ledger = StreamLedger(buffer, fetch.stream, console, Breaker.of(job))
         await training.train(ledger, ranks, console, schedule)
-        await group.leave()
+        await group.leave(deadline_seconds=FILES_TIMEOUT.total_seconds())
 
     try:
         met = await meet(job, compute)

@@ -10,14 +10,13 @@ import asyncio
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.client.rollout import RolloutClient
 from headrace.errors import DeadlineExceeded, Fenced, GroupGone, HeadraceError, Unavailable
 from headrace.job.schema.job import PublishSection
 from headrace.rpc.log import log
-from services.trainer.control.messages import StageWeights
+from services.trainer.control.publication_plan import PublicationPlan
 from services.trainer.control.rank_group import RankGroup
 from services.trainer.state import TrainState
 from services.trainer.weights.lacking import EVERYBODY, NOBODY, Lacking
@@ -32,15 +31,6 @@ _PAUSE_MODES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What is sent, in which groups."""
-
-    manifest: pb.Manifest
-    groups: list[pb.PublishGroup]
-    num_buckets: int
-
-
 class Publisher:
     """Gives the current weights to all engines."""
 
@@ -50,8 +40,7 @@ class Publisher:
         self._config = config
         self._seconds = config.update_weight_timeout_seconds
         self._backend = backend
-        self._weights: list[StageWeights] | None = None
-        """By stage; asked for once"""
+        self._made_plan: PublicationPlan | None = None
 
     async def publish(self, state: TrainState) -> dict[str, float]:
         """Returns once every engine in routing serves `state.step`. Raises the last try's error."""
@@ -120,13 +109,14 @@ class Publisher:
         self, publication_id: str, state: TrainState, engine_ids: Sequence[str]
     ) -> pb.CommitPublishResponse:
         plan = await self._plan()
+        groups = plan.groups(await self._ranks.open_groups(deadline_seconds=self._seconds))
         probe = await self._ranks.probe(deadline_seconds=self._seconds)
         begun = await self._rollout.begin_publish(
             pb.BeginPublishRequest(
                 publication_id=publication_id,
                 policy_version=state.step,
                 manifest=plan.manifest,
-                groups=plan.groups,
+                groups=groups,
                 backend=self._backend,
                 pause_mode=_PAUSE_MODES[self._config.update_weight_pause_mode],
                 transport=_TRANSPORTS[self._config.update_weight_transport],
@@ -164,31 +154,11 @@ class Publisher:
         for bucket in range(num_buckets):
             await self._rollout.publish_bucket(publication_id, bucket, deadline_seconds=self._seconds)
 
-    async def _plan(self) -> Plan:
-        if self._weights is None:
-            self._weights = await self._ranks.describe_weights(deadline_seconds=self._seconds)
-        tensors: list[pb.TensorSpec] = []
-        groups: list[pb.PublishGroup] = []
-        next_bucket = 0
-        for stage, group in zip(
-            self._weights, await self._ranks.open_groups(deadline_seconds=self._seconds), strict=True
-        ):
-            numbers = range(next_bucket, next_bucket + len(stage.buckets))
-            next_bucket = numbers.stop
-            for number, bucket in zip(numbers, stage.buckets, strict=True):
-                tensors += [
-                    pb.TensorSpec(name=spec.name, shape=spec.shape, dtype=spec.dtype, bucket=number) for spec in bucket
-                ]
-            groups.append(
-                pb.PublishGroup(
-                    name=group.name,
-                    master_address=group.host,
-                    master_port=group.port,
-                    buckets=numbers,
-                    joined=group.joined,
-                )
-            )
-        return Plan(pb.Manifest(tensors=tensors), groups, next_bucket)
+    async def _plan(self) -> PublicationPlan:
+        """Made for the first publication: a large model has tens of thousands of tensors."""
+        if self._made_plan is None:
+            self._made_plan = PublicationPlan.of(await self._ranks.describe_weights(deadline_seconds=self._seconds))
+        return self._made_plan
 
     async def _give_up(self, publication_id: str, reason: str) -> None:
         await self._ranks.drop_groups()

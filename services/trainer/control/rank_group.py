@@ -129,10 +129,9 @@ class RankGroup:
         """Writes a Hugging Face folder. Raises as `save` does."""
         await self._order(Export(str(path)))
 
-    async def leave(self) -> None:
-        """Lets the other ranks end; returns once all their files are written."""
-        for answer in self._ask(Leave()):
-            await answer
+    async def leave(self, *, deadline_seconds: float) -> None:
+        """Lets the other ranks end; returns once the files of all ranks are written."""
+        await _all_answered(self._ask(Leave()), "did not finish writing their files", deadline_seconds)
 
     def _order(self, command: Command) -> asyncio.Future[Result | Trained]:
         """Rank 0's own result; the others start before it does."""
@@ -153,15 +152,22 @@ class RankGroup:
         self, answers: list[asyncio.Future[Result | Trained]], kind: type[R], deadline_seconds: float
     ) -> list[R]:
         """Those of this kind: ranks that have nothing to say answer None."""
-        own, *others = answers
-        await own
-        _, late = await asyncio.wait(others, timeout=deadline_seconds) if others else (None, None)
-        if late:
-            raise DeadlineExceeded(
-                f"{len(late)} ranks gave no {kind.__name__} within {deadline_seconds:g} s: see the trainer's logs "
-                "for the rank that hangs"
-            )
+        await answers[0]
+        await _all_answered(answers, f"gave no {kind.__name__}", deadline_seconds)
         return [result for answer in answers if isinstance(result := answer.result(), kind)]
+
+
+async def _all_answered(
+    answers: Sequence[asyncio.Future[Result | Trained]], failure: str, deadline_seconds: float
+) -> None:
+    """Raises the first error of a rank, or DeadlineExceeded when one does not answer in time."""
+    done, late = await asyncio.wait(answers, timeout=deadline_seconds, return_when=asyncio.FIRST_EXCEPTION)
+    for answer in done:
+        answer.result()
+    if late:
+        raise DeadlineExceeded(
+            f"{len(late)} ranks {failure} within {deadline_seconds:g} s: see the trainer's logs for the rank that hangs"
+        )
 
 
 async def follow(channel: Channel, execute: Execute, compute: ThreadPoolExecutor) -> None:

@@ -21,8 +21,8 @@ from services.trainer.plan.context import Context
 
 # A collective that takes longer has lost a peer.
 _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
-# How long one rank may write its part of a checkpoint after the first has written its own.
-_FILES_TIMEOUT = datetime.timedelta(minutes=60)
+FILES_TIMEOUT = datetime.timedelta(minutes=60)
+"""How long one rank may write its part of a checkpoint after the first has written its own."""
 
 _SEEDS_PER_STAGE = 100
 """As Megatron's own trainer has it."""
@@ -161,7 +161,7 @@ def initialize(job: Job) -> Layout:
         etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
         edp_rank=parallel_state.get_expert_data_parallel_rank(),
         edp_size=parallel_state.get_expert_data_parallel_world_size(),
-        files_group=dist.new_group(backend="gloo", timeout=_FILES_TIMEOUT),
+        files_group=dist.new_group(backend="gloo", timeout=FILES_TIMEOUT),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
         data_group=data_group,

@@ -16,7 +16,18 @@ from headrace.client.rollout import RolloutClient
 from headrace.errors import DeadlineExceeded
 from headrace.job.schema.job import Job
 from services.trainer.control.channel import Channel
-from services.trainer.control.messages import Command, Probed, ProbeWeights, Result
+from services.trainer.control.messages import (
+    Command,
+    DescribeWeights,
+    OpenGroups,
+    Probed,
+    ProbeWeights,
+    Result,
+    SendWeights,
+    Sent,
+    StageGroup,
+    StageWeights,
+)
 from services.trainer.control.publication import Publisher
 from services.trainer.control.rank import sender_of
 from services.trainer.control.rank_group import RankGroup
@@ -59,6 +70,9 @@ class AskedRollout:
         self.deadlines.append(deadline_seconds)
         return pb.BeginPublishResponse(world_size=2)
 
+    async def publish_bucket(self, publication_id: str, bucket: int, *, deadline_seconds: float) -> None:
+        pass
+
     async def commit_publish(self, *_: object, canary: pb.Canary, deadline_seconds: float) -> pb.CommitPublishResponse:
         self.deadlines.append(deadline_seconds)
         return pb.CommitPublishResponse()
@@ -67,12 +81,33 @@ class AskedRollout:
         pass
 
 
+class CountedBuckets(list[list[TensorSpec]]):
+    """Counts how often somebody went through it."""
+
+    times_read = 0
+
+    def __iter__(self) -> Iterator[list[TensorSpec]]:
+        self.times_read += 1
+        return super().__iter__()
+
+
 @asynccontextmanager
-async def only_rank(*, beside_one_that_hangs: bool = False) -> AsyncIterator[RankGroup]:
-    """Rank 0, which sends nothing."""
+async def only_rank(
+    *, beside_one_that_hangs: bool = False, sends: StageWeights | None = None
+) -> AsyncIterator[RankGroup]:
+    """Rank 0, which sends nothing, or says that it sent `sends`."""
 
     def execute(command: Command) -> Result:
-        return Probed(CANARY) if isinstance(command, ProbeWeights) else None
+        match command:
+            case ProbeWeights():
+                return Probed(CANARY)
+            case DescribeWeights():
+                return sends
+            case OpenGroups():
+                return StageGroup(0, "g", "host", 1, joined=True) if sends else None
+            case SendWeights():
+                return Sent(0, {}) if sends else None
+        return None
 
     leader = Channel(0, 2, b"") if beside_one_that_hangs else Channel(0, 1, b"")
     if beside_one_that_hangs:
@@ -120,6 +155,17 @@ async def test_after_update_weight_timeout_seconds_a_rank_that_hangs_ends_the_pu
         publisher = publisher_of(ranks, AskedRollout(), update_weight_timeout_seconds=0.05)
         with pytest.raises(DeadlineExceeded, match="the rank that hangs"):
             await publisher.publish(STATE)
+
+
+async def test_tensors_are_looked_at_for_the_first_publication_only() -> None:
+    buckets = CountedBuckets([[TensorSpec("t", (10,), "float32")]])
+    rollout = AskedRollout()
+    async with only_rank(sends=StageWeights(0, buckets)) as ranks:
+        publisher = publisher_of(ranks, rollout)
+        for _ in range(3):
+            await publisher.publish(STATE)
+    assert [len(begun.manifest.tensors) for begun in rollout.begun] == [1, 1, 1]
+    assert buckets.times_read == 1
 
 
 async def test_the_rollout_service_is_told_the_transport_and_update_weight_timeout_seconds() -> None:

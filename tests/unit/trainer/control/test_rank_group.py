@@ -51,7 +51,7 @@ async def test_all_ranks_carry_out_the_same_commands_in_the_same_order() -> None
         trained = await group.train(7, samples)
         await group.drop_groups()
         await group.save(TrainState(7, 6, 2))
-        await group.leave()
+        await group.leave(deadline_seconds=60.0)
     assert trained == Trained({"loss": 0.5}, ())
     assert done[0] == [Prefetch(samples), Train(7, samples), DropGroups(), Save(7, 6, 2), Leave()]
     assert done[1] == done[2] == done[0]
@@ -67,7 +67,7 @@ async def test_answers_are_those_of_ranks_that_have_one_by_stage() -> None:
             StageGroup(1, "g1", "host", 1, True),
         ]
         assert await group.describe_weights(deadline_seconds=60.0) == []
-        await group.leave()
+        await group.leave(deadline_seconds=60.0)
 
 
 async def test_a_stage_that_fails_stops_the_others_at_once() -> None:
@@ -82,7 +82,7 @@ async def test_a_stage_that_fails_stops_the_others_at_once() -> None:
     async with ranks(3, work) as group:
         with pytest.raises(PublicationAborted, match="stage 1: no engine"):
             await group.send_weights("p", 2, deadline_seconds=60.0)
-        await group.leave()
+        await group.leave(deadline_seconds=60.0)
 
 
 async def test_a_publication_that_is_given_up_stops_the_senders_of_that_one_alone() -> None:
@@ -102,7 +102,7 @@ async def test_a_publication_that_is_given_up_stops_the_senders_of_that_one_alon
         with pytest.raises(PublicationAborted, match="given up"):
             await sending
         assert await group.send_weights("second", 2, deadline_seconds=60.0) == {"w0": "sum", "w1": "sum"}
-        await group.leave()
+        await group.leave(deadline_seconds=60.0)
 
 
 async def test_a_rank_that_does_not_answer_is_not_waited_for_and_its_late_answer_is_nobodys() -> None:
@@ -118,7 +118,21 @@ async def test_a_rank_that_does_not_answer_is_not_waited_for_and_its_late_answer
         with pytest.raises(DeadlineExceeded, match=r"1 ranks gave no StageGroup within 0.05 s: .* the rank that hangs"):
             await group.open_groups(deadline_seconds=0.05)
         hanging.set()
-        await group.leave()
+        await group.leave(deadline_seconds=60.0)
+
+
+async def test_a_rank_whose_files_are_never_written_does_not_keep_the_others_from_ending() -> None:
+    hanging = threading.Event()
+
+    def work(rank: int, channel: Channel, command: Command) -> Result:
+        if rank == 1 and command == Leave():
+            hanging.wait()
+        return None
+
+    async with ranks(3, work) as group:
+        with pytest.raises(DeadlineExceeded, match=r"1 ranks did not finish writing their files within 0.05 s"):
+            await asyncio.wait_for(group.leave(deadline_seconds=0.05), 60)
+        hanging.set()
 
 
 async def test_what_a_disk_refuses_on_all_ranks_alike_ends_none_of_them(tmp_path: Path) -> None:
@@ -131,7 +145,7 @@ async def test_what_a_disk_refuses_on_all_ranks_alike_ends_none_of_them(tmp_path
         for files in (group.save(TrainState(1, 1, 1)), group.export(tmp_path)):
             with pytest.raises(FailedPrecondition, match="the disk refuses"):
                 await files
-        await group.leave()
+        await group.leave(deadline_seconds=60.0)
 
 
 async def test_any_other_error_ends_the_rank() -> None:
@@ -161,7 +175,7 @@ async def test_memory_of_the_channel_does_not_grow_with_steps() -> None:
             after = await steps(40)
         finally:
             tracemalloc.stop()
-        await group.leave()
+        await group.leave(deadline_seconds=60.0)
     assert after - before < 512 * 100, "less than one step's facts"
 
 
