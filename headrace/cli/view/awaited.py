@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.rollout.v1 import rollout_pb2
@@ -14,6 +16,7 @@ from headrace.wire.checks import one_line
 
 _TIMES_AS_LONG = 10
 _WAITS_REMEMBERED = 20
+_NOBODY: Mapping[str, str] = MappingProxyType({})
 
 
 class Patience:
@@ -44,23 +47,28 @@ def awaited(
     status: trainer_pb2.GetStatusResponse,
     fleet: rollout_pb2.GetFleetResponse | None,
     stats: buffer_pb2.StreamStats | None,
+    silent: Mapping[str, str] = _NOBODY,
 ) -> str:
-    """One line; None stands for a service that has not answered."""
+    """One line; None stands for a service that has not answered. `silent` has those that answered once and do not now,
+    with the time of their last answer.
+    """
     line = (
         f"step {status.step + 1} has waited {duration(status.waiting_seconds)} for its batch, "
-        f"{status.groups_ready}/{status.groups_per_step} groups ready: waiting {_on_whom(fleet, stats)}"
+        f"{status.groups_ready}/{status.groups_per_step} groups ready: waiting {_on_whom(fleet, stats, silent)}"
     )
     failures = failures_line(stats.production) if stats else ""
     return f"{line}; {failures}" if failures else line
 
 
-def _on_whom(fleet: rollout_pb2.GetFleetResponse | None, stats: buffer_pb2.StreamStats | None) -> str:
-    if stats is None:
-        return "on the buffer, which does not answer"
+def _on_whom(
+    fleet: rollout_pb2.GetFleetResponse | None, stats: buffer_pb2.StreamStats | None, silent: Mapping[str, str]
+) -> str:
+    if stats is None or "buffer" in silent:
+        return f"on the buffer, which {unanswered(silent.get('buffer'))}"
     if stats.trouble:
         return f"for prompts: {one_line(stats.trouble)}"
-    if fleet is None:
-        return "on the rollout service, which does not answer"
+    if fleet is None or "rollout" in silent:
+        return f"on the rollout service, which {unanswered(silent.get('rollout'))}"
     engines = len(fleet.engines)
     if not any(engine.state == rollout_pb2.ENGINE_STATE_READY for engine in fleet.engines):
         return f"on the rollout service: none of its {engines} engines is ready"
@@ -74,3 +82,8 @@ def _on_whom(fleet: rollout_pb2.GetFleetResponse | None, stats: buffer_pb2.Strea
     if not stats.groups["LEASED"] and not stats.groups["QUEUED"]:
         return "for prompts: none is queued; `headrace submit` brings some"
     return f"on the rollout service: it works on {stats.groups['LEASED']} groups, {stats.groups['QUEUED']} are queued"
+
+
+def unanswered(since: str | None) -> str:
+    """What a silent service does, since when if it has answered before."""
+    return "does not answer" if since is None else f"has not answered since {since}"

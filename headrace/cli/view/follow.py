@@ -1,9 +1,12 @@
-"""Asks a run's services how they are, once a second, for a view. Silence is no error: services restart."""
+"""Asks a run's services how they are, once a second, for a view. Silence is shown, and no error: services restart."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
+from typing import TypeVar
 
 from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace.cli.view.run_view import RunView
@@ -17,6 +20,8 @@ from headrace.rpc.channel import connect
 
 _PAUSE_SECONDS = 1.0
 _PATIENCE_SECONDS = 5.0
+
+T = TypeVar("T")
 
 
 async def follow(job: Job, view: RunView) -> None:
@@ -41,25 +46,26 @@ async def _progress(job: Job, view: RunView) -> None:
 
 async def _status(job: Job, view: RunView) -> None:
     async with TrainerClient(address_of(job, "trainer"), deadline_seconds=_PATIENCE_SECONDS) as trainer:
-        while True:
-            with suppress(HeadraceError):  # it starts or restarts: ask again
-                view.on_status(await trainer.status())
-            await asyncio.sleep(_PAUSE_SECONDS)
+        await _asked(view, "trainer", trainer.status, view.on_status)
 
 
 async def _stats(job: Job, view: RunView) -> None:
     async with open_buffer(address_of(job, "buffer"), deadline_seconds=_PATIENCE_SECONDS) as buffer:
-        while True:
-            with suppress(HeadraceError):  # it starts or restarts: ask again
-                view.on_stats(await buffer.stats("train"))
-            await asyncio.sleep(_PAUSE_SECONDS)
+        await _asked(view, "buffer", lambda: buffer.stats("train"), view.on_stats)
 
 
 async def _fleet(job: Job, view: RunView) -> None:
     async with connect(address_of(job, "rollout")) as channel:
         stub = rollout_pb2_grpc.RolloutServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
-        while True:
-            with suppress(HeadraceError):  # it starts or restarts: ask again
-                request = rollout_pb2.GetFleetRequest()
-                view.on_fleet(await call(stub.GetFleet, request, deadline_seconds=_PATIENCE_SECONDS))
-            await asyncio.sleep(_PAUSE_SECONDS)
+        request = rollout_pb2.GetFleetRequest()
+        ask = partial(call, stub.GetFleet, request, deadline_seconds=_PATIENCE_SECONDS)
+        await _asked(view, "rollout", ask, view.on_fleet)
+
+
+async def _asked(view: RunView, service: str, ask: Callable[[], Awaitable[T]], on_answer: Callable[[T], None]) -> None:
+    while True:
+        try:
+            on_answer(await ask())
+        except HeadraceError:  # it starts or restarts: ask again
+            view.on_silence(service)
+        await asyncio.sleep(_PAUSE_SECONDS)

@@ -16,8 +16,9 @@ from rich.text import Text
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.trainer.v1 import trainer_pb2
-from headrace.cli.view.awaited import Patience, awaited
+from headrace.cli.view.awaited import Patience, awaited, unanswered
 from headrace.cli.view.failures import FailureNotes, failures_line
+from headrace.cli.view.silence import Silence
 from headrace.cli.view.step_line import duration, evaluation_line, evaluations, step_line
 from headrace.job.schema.job import Job
 from headrace.wire.checks import one_line
@@ -27,6 +28,7 @@ _NOTES_SHOWN = 4
 _SPARKS_SHOWN = 48
 _STEPS_BEFORE_GUESSING = 2
 _WARNING_CHARACTERS = 600
+_ENDED = (trainer_pb2.PHASE_FINISHED, trainer_pb2.PHASE_FAILED)
 
 
 class RunView:
@@ -42,6 +44,7 @@ class RunView:
         self._status: trainer_pb2.GetStatusResponse | None = None
         self._fleet: rollout_pb2.GetFleetResponse | None = None
         self._stats: buffer_pb2.StreamStats | None = None
+        self._silence = Silence()
         self._failure_notes = FailureNotes()
         self._patience = Patience(job.run.first_batch_seconds)
         self._tokens: deque[tuple[float, int]] = deque(maxlen=20)
@@ -72,23 +75,31 @@ class RunView:
     def on_status(self, status: trainer_pb2.GetStatusResponse) -> None:
         """The trainer's answer. A batch that is long overdue is a note."""
         self._status = status
+        self._silence.answered("trainer")
         if status.phase == trainer_pb2.PHASE_WAITING and self._patience.is_over(status.step, status.waiting_seconds):
-            self.note(awaited(status, self._fleet, self._stats))
+            self.note(awaited(status, self._fleet, self._stats, self._silence.since()))
 
     def on_stats(self, stats: buffer_pb2.StreamStats) -> None:
         """The buffer's answer. Samples that fail are notes, as they come."""
         self._stats = stats
+        self._silence.answered("buffer")
         for line in self._failure_notes.lines(stats.production):
             self.note(line)
 
     def on_fleet(self, fleet: rollout_pb2.GetFleetResponse) -> None:
         """The rollout service's answer. What it warns of is a note, once."""
         self._fleet = fleet
+        self._silence.answered("rollout")
         for warning in fleet.warnings:
             if warning not in self._warned:
                 self._warned.add(warning)
                 self.note(one_line(warning, _WARNING_CHARACTERS))
         self._tokens.append((time.monotonic(), fleet.tokens_produced))
+
+    def on_silence(self, service: str) -> None:
+        """The service did not answer: its line says since when. Behind a run's end they stop."""
+        if self._status is None or self._status.phase not in _ENDED:
+            self._silence.unanswered(service)
 
     def on_progress(self, row: trainer_pb2.WatchProgressResponse) -> None:
         """A finished step (counted from 1) or evaluation. A step that is trained again replaces the first.
@@ -162,6 +173,8 @@ class RunView:
             table.add_row(name, sparkline(shown[-_SPARKS_SHOWN:]), f"{shown[-1]:.3f}")
         table.add_row("training", step_line(self._latest, skip=("reward/mean",)) or "–", "")
         table.add_row("rollout", *self._rollout())
+        if since := self._silence.since().get("buffer"):
+            table.add_row("buffer", unanswered(since), "")
         if self._stats and (failures := failures_line(self._stats.production)):
             table.add_row("failures", Text(failures), "")
         return table
@@ -170,6 +183,8 @@ class RunView:
         if self._status is None:
             return 0, self._job.rollout.num_rollout, "starting"
         phase = trainer_pb2.Phase.Name(self._status.phase).removeprefix("PHASE_").lower()
+        if since := self._silence.since().get("trainer"):
+            phase = f"trainer {unanswered(since)}"
         return self._status.step, self._status.num_steps or self._job.rollout.num_rollout, phase
 
     def _left(self, step: int) -> str:
@@ -182,6 +197,8 @@ class RunView:
     def _rollout(self) -> tuple[str, str]:
         if self._fleet is None:
             return "starting", ""
+        if since := self._silence.since().get("rollout"):
+            return unanswered(since), ""
         ready = sum(engine.state == rollout_pb2.ENGINE_STATE_READY for engine in self._fleet.engines)
         return (
             f"{ready}/{len(self._fleet.engines)} engines ready, {self._fleet.samples_in_flight} samples in flight, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from headrace.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from headrace.cli.main import main
 from headrace.cli.view.awaited import Patience, awaited
 from headrace.cli.view.failures import failures_line
+from headrace.cli.view.follow import follow
 from headrace.cli.view.overdue import overdue
 from headrace.cli.view.run_view import RunView
 from headrace.job.schema.job import Job
@@ -27,6 +29,7 @@ from headrace.rpc.server import RpcServer, Service
 from headrace.run_folder import RunFolder, ServiceEntry
 
 READY = rollout_pb2.Engine(state=rollout_pb2.ENGINE_STATE_READY)
+STATS = buffer_pb2.StreamStats(groups={"QUEUED": 1})
 RAISED = "hook agent.py:f raised KeyError: 'answer' (agent.py:12)"
 
 
@@ -123,6 +126,65 @@ def test_a_later_batch_is_compared_with_those_before_it() -> None:
 def test_the_line_says_on_whom_it_waits(fleet, stats: buffer_pb2.StreamStats | None, whom: str) -> None:
     answer = rollout_pb2.GetFleetResponse(**fleet) if fleet else None
     assert whom in awaited(waiting(300.0), answer, stats)
+
+
+@pytest.mark.parametrize("service", ["rollout", "buffer"])
+def test_the_line_says_since_when_a_service_that_answered_before_is_away(load_with, service: str) -> None:
+    view = RunView(load_with("--first-batch-seconds", "6"))
+    view.on_stats(STATS)
+    view.on_fleet(rollout_pb2.GetFleetResponse(engines=[READY], samples_in_flight=48))
+    view.on_silence(service)
+    view.on_status(waiting(60.0))
+    (line,) = view.unread()
+    assert re.search(rf"waiting on the {service}.*, which has not answered since \d\d:\d\d:\d\d", line)
+    assert "being generated" not in line
+    view.on_fleet(rollout_pb2.GetFleetResponse(engines=[READY], samples_in_flight=48))
+    view.on_stats(STATS)
+    view.on_status(waiting(120.0))
+    assert "48 samples are being generated" in view.unread()[0]
+
+
+@pytest.mark.parametrize("service", ["rollout", "buffer", "trainer"])
+def test_the_live_table_says_since_when_a_service_is_away_until_the_run_has_ended(load_with, service: str) -> None:
+    view = RunView(load_with())
+    view.on_silence(service)
+    assert "not answer" not in table_of(view)
+    view.on_stats(STATS)
+    view.on_fleet(rollout_pb2.GetFleetResponse(engines=[READY], samples_in_flight=48))
+    view.on_status(waiting(1.0))
+    view.on_silence(service)
+    assert "has not answered since" in table_of(view)
+    assert ("48 samples in flight" in table_of(view)) == (service != "rollout")
+    view.on_status(trainer_pb2.GetStatusResponse(phase=trainer_pb2.PHASE_FINISHED))
+    view.on_fleet(rollout_pb2.GetFleetResponse())
+    view.on_stats(STATS)
+    view.on_silence(service)
+    assert "not answer" not in table_of(view)
+
+
+async def test_a_service_that_goes_away_is_told_to_the_view(load_with) -> None:
+    service = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
+    add = trainer_pb2_grpc.add_TrainerServiceServicer_to_server
+    server = RpcServer("trainer", "127.0.0.1:0", [Service(WaitingTrainer(1.0, 0), add, service)])
+    await server.start()
+    addresses = ("--trainer-address", server.address, *("--buffer-address", "127.0.0.1:1"))
+    job = load_with(*addresses, "--rollout-address", "127.0.0.1:1")
+    view = RunView(job)
+    following = asyncio.create_task(follow(job, view))
+    try:
+        while "waiting" not in table_of(view):
+            await asyncio.sleep(0.01)
+        await server.stop(0.0)
+        while "trainer has not answered since" not in table_of(view):
+            await asyncio.sleep(0.05)
+    finally:
+        following.cancel()
+
+
+def table_of(view: RunView) -> str:
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(view)
+    return console.export_text()
 
 
 def test_a_warning_of_a_step_is_a_line(load_with) -> None:
