@@ -17,9 +17,9 @@ from headrace.preflight.report import PromptRow, Prompts, Report, Scorers
 from headrace.process.workers import WorkerError
 from headrace.wire.json_text import from_json
 from services.reward.evaluations import scorers_of
-from services.reward.judge import Judge
 from services.reward.metrics import RewardMetrics
 from services.reward.registry import CUSTOM, Registry
+from services.reward.scoring import BatchScorer
 from services.reward.service import describe, worker_pool
 
 _TRIED_LABELS = 4
@@ -93,17 +93,17 @@ async def _try_labels(
         report.refusals.append(f"{rows[0].where} has no label, which the scorer compares with: {where}")
         return
     pool = worker_pool(job.reward, registry, hook)
-    judge = Judge(
+    batch_scorer = BatchScorer(
         *(registry, pool, pool, hook_args(job), RewardMetrics()),
         reward_key=job.reward.reward_key,
         timeout_seconds=job.reward.reward_timeout_seconds,
     )
     try:
         await pool.start()
-        results = [await _scored(judge, hook, row) for row in labelled or rows]
+        results = [await _scored(batch_scorer, hook, row) for row in labelled or rows]
         _say(labelled or rows, results, options, report)
         if hook is None:
-            await _other_forms(judge, labelled, results, report)
+            await _other_forms(batch_scorer, labelled, results, report)
     except WorkerError as error:
         report.refuse(ConfigError(error.message), elsewhere=options.elsewhere)
     finally:
@@ -120,7 +120,7 @@ def _one_of_each_scorer(prompts: Prompts) -> list[PromptRow]:
     return [*chosen, *(row for row in prompts.rows if row.where not in firsts)][: max(_TRIED_LABELS, len(chosen))]
 
 
-async def _scored(judge: Judge, hook: RewardHook | None, row: PromptRow, form: str = "{}") -> Judgement:
+async def _scored(batch_scorer: BatchScorer, hook: RewardHook | None, row: PromptRow, form: str = "{}") -> Judgement:
     """Of the label as the answer; a group's function sees it with an empty one beside it."""
     prompt = row.prompt()
     messages = [{"role": turn.role, "content": turn.content} for turn in prompt.messages.messages]
@@ -138,7 +138,7 @@ async def _scored(judge: Judge, hook: RewardHook | None, row: PromptRow, form: s
     items = [item]
     if hook is not None and hook.form is RewardForm.GROUP:
         items.append(replace(item, item_id="empty", response="", response_tokens=0))
-    return (await judge.judge(items))[0]
+    return (await batch_scorer.score(items))[0]
 
 
 def _say(rows: Sequence[PromptRow], results: Sequence[Judgement], options: CheckOptions, report: Report) -> None:
@@ -153,14 +153,16 @@ def _say(rows: Sequence[PromptRow], results: Sequence[Judgement], options: Check
         report.facts.append(("label as answer", f"{answer!r} ({row.where}) scores {score.value:g} by {score.scorer}"))
 
 
-async def _other_forms(judge: Judge, rows: Sequence[PromptRow], results: Sequence[Judgement], report: Report) -> None:
+async def _other_forms(
+    batch_scorer: BatchScorer, rows: Sequence[PromptRow], results: Sequence[Judgement], report: Report
+) -> None:
     """Where a label alone is not paid in full, the answers that would be."""
     for row, result in zip(rows, results, strict=True):
         if not isinstance(result, Score) or result.value >= 1:
             continue
         label = row.prompt().label[:_SHOWN]
         for form in _FORMS:
-            other = await _scored(judge, None, row, form)
+            other = await _scored(batch_scorer, None, row, form)
             if isinstance(other, Score) and other.value >= 1:
                 report.facts.append(("answers in form", f"{form.format(label)!r} scores {other.value:g}"))
                 break

@@ -24,9 +24,9 @@ class RewardMetrics:
         for metric in (self._items, self._seconds, self._waiting):
             registry.register(metric)
 
-    def count(self, scorer: str, judgement: Judgement) -> None:
+    def count(self, scorer: str, result: Judgement) -> None:
         """One item is done."""
-        self._items.labels(scorer, judgement.reason if isinstance(judgement, ScoreError) else "SCORED").inc()
+        self._items.labels(scorer, result.reason if isinstance(result, ScoreError) else "SCORED").inc()
 
     def observe(self, scorer: str, seconds: float) -> None:
         """One call is done."""

@@ -16,9 +16,9 @@ from headrace.rpc.request_limits import RequestLimits
 from headrace.rpc.server import RpcServer, Service
 from headrace.wire.limits import MAX_SCORE_ITEMS, MAX_SCORE_REQUEST_BYTES
 from services.reward.builtin import prepare_builtin, prepare_slow
-from services.reward.judge import Judge
 from services.reward.metrics import RewardMetrics
 from services.reward.registry import Registry
+from services.reward.scoring import BatchScorer
 from services.reward.servicer import RewardServicer
 
 NAME = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
@@ -50,12 +50,12 @@ class RewardServer:
         registry = Registry.build(reward.rm_type, hook)
         pool, slow_pool = worker_pool(reward, registry, hook), slow_worker_pool(reward, registry)
         metrics = RewardMetrics()
-        judge = Judge(
+        batch_scorer = BatchScorer(
             *(registry, pool, slow_pool, args, metrics),
             reward_key=reward.reward_key,
             timeout_seconds=reward.reward_timeout_seconds,
         )
-        service = Service(RewardServicer(judge), add_RewardServiceServicer_to_server, NAME)
+        service = Service(RewardServicer(batch_scorer), add_RewardServiceServicer_to_server, NAME)
         rpc = RpcServer(
             "reward",
             address,

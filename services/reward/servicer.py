@@ -13,7 +13,7 @@ from headrace.judgement import ScoreError, ScoreItem, pack_result
 from headrace.trajectory import Status
 from headrace.wire.checks import require_json_object, shown
 from headrace.wire.limits import MAX_SCORE_ITEMS_PER_CALL
-from services.reward.judge import Judge
+from services.reward.scoring import BatchScorer
 
 _BYTES_IN_A_TURN = 256 << 10
 _STATUSES = ("", *(status.value for status in Status))
@@ -22,8 +22,8 @@ _STATUSES = ("", *(status.value for status in Status))
 class RewardServicer(RewardServiceServicer):
     """Serves a Judge."""
 
-    def __init__(self, judge: Judge) -> None:
-        self._judge = judge
+    def __init__(self, batch_scorer: BatchScorer) -> None:
+        self._scorer = batch_scorer
 
     async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
         if not 1 <= len(request.items) <= MAX_SCORE_ITEMS_PER_CALL:
@@ -34,15 +34,15 @@ class RewardServicer(RewardServiceServicer):
         if len(set(ids)) < len(ids):
             raise InvalidArgument("two items have the same item_id: it must be unique in the call", field="items")
         items = [item async for item in _unpacked_in_turns(request)]
-        judgements = await self._judge.judge(items, request.scorer or None, peer=context.peer())
-        return pb.ScoreResponse(results=[pack_result(*pair) for pair in zip(ids, judgements, strict=True)])
+        results = await self._scorer.score(items, request.scorer or None, peer=context.peer())
+        return pb.ScoreResponse(results=[pack_result(*pair) for pair in zip(ids, results, strict=True)])
 
     async def ListScorers(self, request: pb.ListScorersRequest, context: Any) -> pb.ListScorersResponse:
-        default = self._judge.registry.default
+        default = self._scorer.registry.default
         return pb.ListScorersResponse(
             scorers=[
                 pb.Scorer(name=s.name, version=s.version, description=s.description, is_default=s.name == default)
-                for s in self._judge.registry.all()
+                for s in self._scorer.registry.all()
             ]
         )
 

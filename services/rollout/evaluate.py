@@ -20,9 +20,9 @@ from headrace.wire.checks import optional_name, require_at_most, require_between
 from headrace.wire.limits import MAX_EVAL_DATASETS, MAX_EVAL_SAMPLES, MAX_EVALUATIONS, MAX_SAMPLES_PER_GROUP
 from services.rollout.engine.api import SamplingParams
 from services.rollout.eval_file import EvalFiles, EvalKeys, EvalRow
-from services.rollout.judge import Judge
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
-from services.rollout.production.sampling import Maker, SampleRequest, failed_sample, merged_params, seed_of
+from services.rollout.production.sampling import Sampler, SampleRequest, failed_sample, merged_params, seed_of
+from services.rollout.scoring import SampleScorer
 
 _AT_ONCE = 64
 
@@ -102,16 +102,16 @@ class Evaluator:
     def __init__(
         self,
         encoder: PromptEncoder,
-        maker: Maker,
-        judge: Judge,
+        sampler: Sampler,
+        scorer: SampleScorer,
         defaults: SamplingParams,
         *,
         seed: int,
         files: EvalFiles,
     ) -> None:
         self._encoder = encoder
-        self._maker = maker
-        self._judge = judge
+        self._sampler = sampler
+        self._scorer = scorer
         self._defaults = defaults
         self._seed = seed
         self._files = files
@@ -203,7 +203,7 @@ class Evaluator:
         )
         try:
             request = replace(request, prompt=await self._encoder.off_loop(self._encoded, row))
-            return job, await self._judge.judge(await self._maker.make_all([request], evaluation=True))
+            return job, await self._scorer.score(await self._sampler.sample_all([request], evaluation=True))
         except Exception as error:  # noqa: BLE001  # one sample of many
             reason = error.reason if isinstance(error, HeadraceError) else "EVALUATION_RAISED"
             log.warning("evaluation_sample_failed", where=row.where, reason=reason, error=str(error))

@@ -29,21 +29,21 @@ from services.rollout.engine.router import Router
 from services.rollout.engine.scratch import delete_leftovers
 from services.rollout.eval_file import EvalFiles
 from services.rollout.evaluate import Evaluator
-from services.rollout.judge import Judge
 from services.rollout.metrics import RolloutMetrics
-from services.rollout.production.custom import CustomMaker, custom_args
+from services.rollout.production.custom import HookSampler, custom_args
 from services.rollout.production.failed_samples import FailedSamples
 from services.rollout.production.filter import GroupFilter
 from services.rollout.production.generator import Generator
-from services.rollout.production.groups import GroupMaker
+from services.rollout.production.groups import GroupSampler
 from services.rollout.production.ledger import BufferLedger
 from services.rollout.production.partial import PartialRollout
 from services.rollout.production.producer import Producer
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
-from services.rollout.production.sampling import Maker, SampleMaker, job_params, merged_params
+from services.rollout.production.sampling import EngineSampler, Sampler, job_params, merged_params
 from services.rollout.production.supervised import supervised_parts
 from services.rollout.production.teacher import Teacher
 from services.rollout.publication.receiver import Receiver
+from services.rollout.scoring import SampleScorer
 
 _STREAM = "train"
 
@@ -54,8 +54,8 @@ class RolloutParts:
 
     encoder: PromptEncoder
     generator: Generator
-    maker: Maker
-    judge: Judge
+    sampler: Sampler
+    scorer: SampleScorer
     evaluator: Evaluator
     fleet: Fleet
     receiver: Receiver
@@ -113,23 +113,23 @@ class RolloutService:
         hook = job.rollout.custom_generate_function_path
         warnings: list[str] = []
         self._custom = (
-            CustomMaker(hook, custom_args(job, self._router.url), fleet.weights, seconds=seconds, warn=warnings.append)
+            HookSampler(hook, custom_args(job, self._router.url), fleet.weights, seconds=seconds, warn=warnings.append)
             if hook
             else None
         )
         num_layers = architecture.num_layers if asks_for_experts else None
-        maker: Maker = self._custom or SampleMaker(generator, encoder, seconds=seconds, num_layers=num_layers)
+        sampler: Sampler = self._custom or EngineSampler(generator, encoder, seconds=seconds, num_layers=num_layers)
         self._filter = GroupFilter.of(job)
         self._teacher = Teacher.of(job)
-        judge = Judge(
+        scorer = SampleScorer(
             _required(job.services.reward_address, "reward_address"),
             item_seconds=job.reward.reward_timeout_seconds,
         )
         supervised = supervised_parts(job)
-        groups = GroupMaker(
+        groups = GroupSampler(
             supervised.encoder if supervised else encoder,
-            supervised.maker if supervised else maker,
-            None if supervised else judge,
+            supervised.sampler if supervised else sampler,
+            None if supervised else scorer,
             params,
             rollout_seed=seed,
             max_prompt_tokens=job.rollout.rollout_max_prompt_len,
@@ -151,9 +151,9 @@ class RolloutService:
         self.parts = RolloutParts(
             encoder=encoder,
             generator=generator,
-            maker=maker,
-            judge=judge,
-            evaluator=Evaluator(encoder, maker, judge, params, seed=seed, files=_eval_files(job)),
+            sampler=sampler,
+            scorer=scorer,
+            evaluator=Evaluator(encoder, sampler, scorer, params, seed=seed, files=_eval_files(job)),
             fleet=fleet,
             receiver=Receiver(fleet),
             producer=producer,
@@ -195,7 +195,7 @@ class RolloutService:
         if self._teacher:
             await self._teacher.close()
         self.parts.encoder.close()
-        await asyncio.gather(self._router_client.close(), self._buffer.close(), self.parts.judge.close())
+        await asyncio.gather(self._router_client.close(), self._buffer.close(), self.parts.scorer.close())
 
 
 def sglang_factory(job: Job, machine: Machine, log_dir: Path) -> EngineFactory:

@@ -69,13 +69,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             router_address=parts.router_url,
             policy_version=parts.fleet.policy_version,
             paused=parts.producer.paused,
-            samples_in_flight=parts.maker.in_flight,
+            samples_in_flight=parts.sampler.in_flight,
             groups_produced=parts.metrics.groups_produced,
             tokens_produced=parts.metrics.tokens_produced,
             publication_id=parts.receiver.open_id,
-            reward_address=parts.judge.target.address,
-            scorer=parts.judge.target.scorer,
-            samples_being_scored=parts.judge.being_scored,
+            reward_address=parts.scorer.target.address,
+            scorer=parts.scorer.target.scorer,
+            samples_being_scored=parts.scorer.being_scored,
             warnings=parts.warnings,
         )
 
@@ -105,7 +105,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def PauseProduction(self, request: pb.PauseProductionRequest, context: Context) -> pb.PauseProductionResponse:
         self._parts.producer.pause()
-        return pb.PauseProductionResponse(samples_in_flight=self._parts.maker.in_flight)
+        return pb.PauseProductionResponse(samples_in_flight=self._parts.sampler.in_flight)
 
     async def ResumeProduction(
         self, request: pb.ResumeProductionRequest, context: Context
@@ -115,7 +115,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def SetReward(self, request: pb.SetRewardRequest, context: Context) -> pb.SetRewardResponse:
         address, scorer = reward_target_of(request)
-        target = await self._parts.judge.retarget(address=address, scorer=scorer)
+        target = await self._parts.scorer.retarget(address=address, scorer=scorer)
         response = pb.SetRewardResponse(address=target.address, scorer=target.scorer)
         response.time.FromDatetime(target.since)
         return response

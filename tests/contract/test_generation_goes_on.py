@@ -13,7 +13,7 @@ from services.rollout.engine.api import SamplingParams
 from services.rollout.eval_file import EvalFiles
 from services.rollout.evaluate import Evaluator
 from services.rollout.production.generator import Generator
-from services.rollout.production.sampling import SampleMaker
+from services.rollout.production.sampling import EngineSampler
 from services.trainer.breaker import Breaker
 from services.trainer.ledger import StreamLedger
 from services.trainer.loop import train
@@ -36,9 +36,14 @@ async def test_groups_are_made_while_an_evaluation_runs(tmp_path: Path) -> None:
     ledger = MemoryLedger([lease(number) for number in range(1000)])
     async with production(tmp_path / "tokenizer", ledger, score(0.5), token_seconds=0.005) as made:
         generator = Generator(made.fakes.fleet.engines[0].client, made.fakes.fleet.weights)
-        maker = SampleMaker(generator, made.encoder, seconds=60.0)
+        sampler = EngineSampler(generator, made.encoder, seconds=60.0)
         evaluator = Evaluator(
-            made.encoder, maker, made.judge, SamplingParams(max_new_tokens=100), seed=1, files=EvalFiles([], tmp_path)
+            made.encoder,
+            sampler,
+            made.scorer,
+            SamplingParams(max_new_tokens=100),
+            seed=1,
+            files=EvalFiles([], tmp_path),
         )
         dataset = rollout_pb2.EvalDataset(
             name="e", path=str(tmp_path / "eval.jsonl"), n_samples_per_prompt=1, input_key="prompt"

@@ -23,7 +23,7 @@ from headrace.judgement import Score, ScoreError, ScoreItem
 from headrace.rpc import interceptor
 from headrace.rpc.call import call
 from headrace.rpc.net import free_port
-from services.reward import builtin, judge
+from services.reward import builtin, scoring
 from services.reward.service import RewardServer
 
 HOOKS = '''
@@ -167,7 +167,7 @@ async def test_bad_requests_are_refused() -> None:
 
 
 async def test_a_full_queue_says_when_to_come_back(hooks: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge, "MAX_SCORE_ITEMS", 2)
+    monkeypatch.setattr(scoring, "MAX_SCORE_ITEMS", 2)
     async with serving(custom_rm_path=f"{hooks}:reward", reward_timeout_seconds=120) as client:
         slow = asyncio.create_task(client.score(items("wait"), deadline_seconds=120))
         refused: ResourceExhausted | None = None

@@ -15,7 +15,7 @@ from headrace.client.reward import RewardClient
 from headrace.hooks import section_args
 from headrace.job.schema.job import RewardSection
 from headrace.judgement import Score, ScoreItem
-from services.reward import judge
+from services.reward import scoring
 from services.reward.service import RewardServer
 
 # Expanding it takes minutes, in Python.
@@ -82,9 +82,9 @@ def refuses(name: str, item: ScoreItem, cpu_seconds: float) -> float | None:
 
 
 async def test_an_answer_whose_process_the_kernel_ends_is_wrong_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge, "run_builtin_within", sits_in_c)
+    monkeypatch.setattr(scoring, "run_builtin_within", sits_in_c)
     async with serving(1) as (client,):
         (score,) = await client.score(items("7"), deadline_seconds=120)
-        monkeypatch.setattr(judge, "run_builtin_within", refuses)  # it is remembered, and not graded again
+        monkeypatch.setattr(scoring, "run_builtin_within", refuses)  # it is remembered, and not graded again
         assert await client.score(items("7"), deadline_seconds=120) == [score]
     assert score == Score(0.0, "math", "math-verify 0.9.0")

@@ -19,13 +19,13 @@ from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from services.rollout.engine.weights import ServedWeights
-from services.rollout.judge import Judge
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.generator import Generator
-from services.rollout.production.groups import GroupMaker
+from services.rollout.production.groups import GroupSampler
 from services.rollout.production.producer import Producer
 from services.rollout.production.prompts import PromptEncoder
-from services.rollout.production.sampling import SampleMaker
+from services.rollout.production.sampling import EngineSampler
+from services.rollout.scoring import SampleScorer
 from tests.support.fakes.fake_engine import VOCAB_SIZE, FakeEngine, response_to
 from tests.support.fakes.fake_fleet import RememberedRouting
 from tests.support.fakes.hostile_engine import HOSTILE, NUM_TOKENS, Hostile, HostileEngine, TakingTurns
@@ -76,9 +76,9 @@ async def attacked(hostile: Hostile, encoder: PromptEncoder, reward: ScriptedRew
     fleet = Fleet(2, 1, build, routing, timing, metrics)
     await fleet.start()
     router = TakingTurns(routing, vocab_size=VOCAB_SIZE)
-    judge = Judge(reward.address, item_seconds=1.0)
-    maker = SampleMaker(Generator(router, fleet.weights, fleet.suspect), encoder, seconds=60.0)
-    groups = GroupMaker(encoder, maker, judge, PARAMS, rollout_seed=1, max_prompt_tokens=None, context=None)
+    scorer = SampleScorer(reward.address, item_seconds=1.0)
+    sampler = EngineSampler(Generator(router, fleet.weights, fleet.suspect), encoder, seconds=60.0)
+    groups = GroupSampler(encoder, sampler, scorer, PARAMS, rollout_seed=1, max_prompt_tokens=None, context=None)
     ledger = MemoryLedger([lease(number) for number in range(GROUPS)])
     producer = Producer(ledger, groups, lambda: fleet.policy_version, metrics, max_groups_in_flight=GROUPS)
     producer.start()
@@ -86,7 +86,7 @@ async def attacked(hostile: Hostile, encoder: PromptEncoder, reward: ScriptedRew
         yield Attacked(fleet, ledger, registry)
     finally:
         await producer.drain()
-        await judge.close()
+        await scorer.close()
         await router.close()
         await fleet.stop()
 

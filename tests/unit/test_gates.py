@@ -34,7 +34,7 @@ IMPORTS = {
     "a client loads no server": ("headrace/client/breach.py", "import headrace.rpc.server"),
     "no cycles between the rooms of headrace and services": (
         "services/reward/registry.py",
-        "import services.reward.judge",
+        "import services.reward.scoring",
     ),
     "the kernel's layers": ("headrace/wire/breach.py", "import headrace.models"),
     "the buffer's layers: start, servicer, runtime, conversion, store and prompts, ledger": (

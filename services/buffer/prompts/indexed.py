@@ -22,7 +22,7 @@ from services.buffer.prompts.row import RowReader
 from services.buffer.prompts.walk import Reading, Step, without_prompts
 
 
-class Rows(Protocol):
+class FileRows(Protocol):
     """The rows of a file's slice, good and bad, by index. Parses with the reader it was made with."""
 
     digest: str
@@ -40,7 +40,7 @@ class Rows(Protocol):
 class IndexedFile:
     """Raises InvalidArgument naming path and line for a bad line, unless the source skips and counts them."""
 
-    def __init__(self, rows: Rows, reader: RowReader, readers: BlockingPool) -> None:
+    def __init__(self, rows: FileRows, reader: RowReader, readers: BlockingPool) -> None:
         self._rows = rows
         self._readers = readers
         self._source = reader.source

@@ -27,7 +27,7 @@ Row = tuple[str, bytes]
 """A key and what is kept under it."""
 
 
-class Rows(msgspec.Struct, frozen=True, gc=False):
+class TransactionRows(msgspec.Struct, frozen=True, gc=False):
     """Everything that a transaction writes and deletes, but for the payloads' bytes."""
 
     streams: list[Row]
@@ -59,10 +59,10 @@ _stream_decoder = msgspec.msgpack.Decoder(StreamState)
 _event_decoder = msgspec.msgpack.Decoder(LedgerEvent)
 
 
-def to_rows(transaction: Transaction) -> Rows:
+def to_rows(transaction: Transaction) -> TransactionRows:
     """A group's row is its latest."""
     groups = transaction.groups.values()
-    return Rows(
+    return TransactionRows(
         streams=[(state.name, _encode(state)) for state in transaction.streams.values()],
         groups=[(group.group_id, _group_body(group)) for group in groups],
         prompts=[(group_id, _encode(transaction.groups[group_id].prompt)) for group_id in transaction.new_groups],

@@ -131,24 +131,24 @@ def unit(text: str) -> tuple[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class FinalAnswer:
     """What a response gives as its answer. Of prose it is to be looked for in `text`."""
 
     text: str
     is_prose: bool
 
 
-def final(response: str) -> Answer:
+def final(response: str) -> FinalAnswer:
     """Its last box, else of what it says in `<answer>`, or of all: the answer that it names, its last line, or all."""
     if (inner := boxed(response)) is not None:
-        return Answer(inner, is_prose=False)
+        return FinalAnswer(inner, is_prose=False)
     if (inner := tagged(response)) is not None:
         response = inner
     if said := list(_SAYS.finditer(response)):
         phrase = _FIRST_SENTENCE.sub(r"\1", said[-1][1] or said[-1][2])
-        return Answer(phrase, _is_prose(phrase))
+        return FinalAnswer(phrase, _is_prose(phrase))
     last = next((line for line in reversed(response.splitlines()) if line.strip()), "")
-    return Answer(response, is_prose=True) if _is_prose(last) else Answer(last, is_prose=False)
+    return FinalAnswer(response, is_prose=True) if _is_prose(last) else FinalAnswer(last, is_prose=False)
 
 
 def _is_prose(text: str) -> bool:

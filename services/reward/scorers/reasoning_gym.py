@@ -25,7 +25,7 @@ def score(item: ScoreItem) -> float:
     task = entry.get("metadata", {}).get("source_dataset")
     if not isinstance(task, str):
         raise InvalidArgument("scorer reasoning_gym: the entry does not name its task in metadata.source_dataset")
-    return float(_judge(task)(_answer(item), entry))
+    return float(_scorer(task)(_answer(item), entry))
 
 
 def _entry(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,14 +38,14 @@ def _entry(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def _judge(task: str) -> Callable[[str | None, dict[str, Any]], float]:
+def _scorer(task: str) -> Callable[[str | None, dict[str, Any]], float]:
     try:
-        judge: Callable[[str | None, dict[str, Any]], float] = reasoning_gym.get_score_answer_fn(task)
+        score_answer: Callable[[str | None, dict[str, Any]], float] = reasoning_gym.get_score_answer_fn(task)
     except ValueError as error:
         raise InvalidArgument(
             f"scorer reasoning_gym: there is no task {task!r}; `reasoning_gym.factory.DATASETS` lists them"
         ) from error
-    return judge
+    return score_answer
 
 
 def _answer(item: ScoreItem) -> str | None:

@@ -70,7 +70,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class EngineResponse:
     """Response tokens, their log-probs and the names of the weights that made them.
 
     `finish` is None in mid-stream, where SGLang says only which weights it holds now: one span has that name.
@@ -94,7 +94,7 @@ def parse(body: bytes | str) -> Mapping[str, Any]:
     return _mapping(value, "the answer")
 
 
-def read_answer(reply: Mapping[str, Any], asked: Asked) -> Answer:
+def read_response(reply: Mapping[str, Any], asked: Asked) -> EngineResponse:
     """One answer of SGLang's /generate. Raises BadAnswer, and InvalidArgument where the engine refuses the request."""
     if "error" in reply:
         raise _refusal(reply["error"])
@@ -142,7 +142,7 @@ def read_checksums(reply: Mapping[str, Any]) -> list[dict[str, str]]:
     return [dict(rank) for rank in found]
 
 
-def _read(reply: Mapping[str, Any], meta: Mapping[str, Any], asked: Asked) -> Answer:
+def _read(reply: Mapping[str, Any], meta: Mapping[str, Any], asked: Asked) -> EngineResponse:
     finish = _finish(meta)
     tokens = _token_ids(reply.get("output_ids"), asked)
     log_probs = _log_probs(meta, tokens, finish)
@@ -162,7 +162,7 @@ def _read(reply: Mapping[str, Any], meta: Mapping[str, Any], asked: Asked) -> An
     if finish in (Finish.STOP, Finish.LENGTH) and not tokens:
         raise BadAnswer("no_tokens", f"a response that ended by {finish} without a token")
     experts = _experts(meta, asked.num_prompt_tokens + len(tokens) - 1, is_whole=finish is not None)
-    return Answer(tokens, log_probs, finish, spans, experts)
+    return EngineResponse(tokens, log_probs, finish, spans, experts)
 
 
 def _finish(meta: Mapping[str, Any]) -> Finish | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.trajectory import PolicyRange
-from services.rollout.engine.answer import Answer, Finish
+from services.rollout.engine.answer import EngineResponse, Finish
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Generation:
     routed_experts: bytes | None = None
 
     @classmethod
-    def of(cls, answer: Answer, policy_ranges: tuple[PolicyRange, ...], num_prompt_tokens: int) -> Generation:
+    def of(cls, answer: EngineResponse, policy_ranges: tuple[PolicyRange, ...], num_prompt_tokens: int) -> Generation:
         """The answer as far as its ranges go: what refused weights made is cut off, and can be made again."""
         length = policy_ranges[-1].end if policy_ranges else 0
         if length == len(answer.tokens):

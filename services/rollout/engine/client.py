@@ -9,12 +9,12 @@ from typing import Any
 
 from headrace.errors import FailedPrecondition, InvalidArgument
 from services.rollout.engine.answer import (
-    Answer,
     Asked,
     BadAnswer,
+    EngineResponse,
     message_of,
-    read_answer,
     read_checksums,
+    read_response,
     read_scores,
     read_weights_name,
 )
@@ -54,7 +54,7 @@ class EngineClient:
 
     async def generate(
         self, tokens: Sequence[int], params: SamplingParams, *, request_id: str, cache_key: str, seconds: float
-    ) -> Answer:
+    ) -> EngineResponse:
         """Response tokens with log-probs. `cache_key` keeps prefixes made by other weights apart.
 
         Raises BadAnswer for what cannot be an answer, and InvalidArgument where the engine refuses the request.
@@ -63,14 +63,14 @@ class EngineClient:
         reply = await self._http.request(
             "POST", "/generate", body, seconds=seconds, max_bytes=self._answer_bytes(asked)
         )
-        answer = read_answer(reply.json(), asked)
+        answer = read_response(reply.json(), asked)
         if answer.finish is None:
             raise BadAnswer("finish_reason", "a whole answer without a finish_reason")
         return answer
 
     async def stream(
         self, tokens: Sequence[int], params: SamplingParams, *, request_id: str, cache_key: str, seconds: float
-    ) -> AsyncGenerator[Answer, None]:
+    ) -> AsyncGenerator[EngineResponse, None]:
         """All tokens so far, again and again; the last one has `finish`. Raises as `generate` does.
 
         Once the engine holds other weights than at the first answer, only the last one says which token is of which:
@@ -88,7 +88,7 @@ class EngineClient:
         first_name: str | None = None
         async with contextlib.aclosing(events):
             async for event in events:
-                answer = read_answer(event, asked)
+                answer = read_response(event, asked)
                 if answer.finish is not None:
                     yield answer
                     return

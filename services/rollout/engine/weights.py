@@ -61,13 +61,13 @@ class ServedWeights:
     def accept(self, names: Iterable[str]) -> None:
         """Tokens with these names are of the names' policy version."""
         for name in names:
-            self._judge(name, Verdict.ACCEPTED)
+            self._decide(name, Verdict.ACCEPTED)
 
     def refuse(self, name: str) -> None:
         """Tokens with this name are never stored; nothing happens unless it is PENDING."""
         if name in self._pending:
             self.refusals += 1
-            self._judge(name, Verdict.REFUSED)
+            self._decide(name, Verdict.REFUSED)
 
     def switch_to(self, policy_version: int) -> None:
         """What is served from now on. Higher versions are refused: their trainer started again before them."""
@@ -113,7 +113,7 @@ class ServedWeights:
             ranges.append(PolicyRange(version, span.start, span.end))
         return _joined(ranges)
 
-    def _judge(self, name: str, verdict: Verdict) -> None:
+    def _decide(self, name: str, verdict: Verdict) -> None:
         self._named[name].verdict = verdict
         self._pending.discard(name)
         self._verdict_given.set()

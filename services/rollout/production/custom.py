@@ -30,7 +30,7 @@ _LOAD_SECONDS = 120.0
 _MOST_DIGITS = 16  # of 2^53
 
 
-class CustomMaker:
+class HookSampler:
     """Calls the function with slime's arguments; its exception is its samples' failure."""
 
     def __init__(
@@ -64,8 +64,8 @@ class CustomMaker:
         """Ends the workers."""
         await self._pool.close()
 
-    async def make_all(
-        self, requests: Sequence[SampleRequest], *, evaluation: bool, hand_back: asyncio.Event | None = None
+    async def sample_all(
+        self, requests: Sequence[SampleRequest], *, evaluation: bool, return_partial: asyncio.Event | None = None
     ) -> list[Sample]:
         """At least one sample for each request; more where one execution fans out. What is ABORTED goes back.
 

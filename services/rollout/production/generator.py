@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from headrace.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
 from headrace.job.model.context_limit import ContextLimit
-from services.rollout.engine.answer import Answer, BadAnswer, Finish
+from services.rollout.engine.answer import BadAnswer, EngineResponse, Finish
 from services.rollout.engine.api import NOTHING_YET, Generation, SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.weights import ServedWeights
@@ -47,14 +47,16 @@ class Generator:
         request_id: str,
         seconds: float,
         begun: Generation = NOTHING_YET,
-        hand_back: asyncio.Event | None = None,
+        return_partial: asyncio.Event | None = None,
     ) -> Generation:
         """A finished response. Raises Unavailable or DeadlineExceeded when no engine made it within `seconds`.
 
         With `hand_back` it is not continued after an abort: the tokens so far come back with finish ABORT, and the
         event is set for all who share it; when somebody else sets it, the next pause in the generation is the end.
         """
-        pieces = self._pieces(prompt, params, begun, hand_back, request_id=request_id, seconds=seconds, streaming=False)
+        pieces = self._pieces(
+            prompt, params, begun, return_partial, request_id=request_id, seconds=seconds, streaming=False
+        )
         return [piece async for piece in pieces][-1]
 
     def stream(
@@ -76,7 +78,7 @@ class Generator:
         prompt: Sequence[int],
         params: SamplingParams,
         begun: Generation,
-        hand_back: asyncio.Event | None,
+        return_partial: asyncio.Event | None,
         *,
         request_id: str,
         seconds: float,
@@ -91,7 +93,7 @@ class Generator:
         backoff_seconds = _FIRST_BACKOFF_SECONDS
         attempt = 0
         while (left := end - time.monotonic()) > 0:
-            if hand_back and hand_back.is_set():
+            if return_partial and return_partial.is_set():
                 yield done
                 return
             attempt += 1
@@ -125,9 +127,9 @@ class Generator:
             if len(done.tokens) >= params.max_new_tokens:
                 yield replace(done, finish=Finish.LENGTH)
                 return
-            if hand_back and failure is None and len(done.tokens) > len(begun.tokens):
-                hand_back.set()
-            await _set_within(hand_back, backoff_seconds)
+            if return_partial and failure is None and len(done.tokens) > len(begun.tokens):
+                return_partial.set()
+            await _set_within(return_partial, backoff_seconds)
             backoff_seconds = min(backoff_seconds * 2, _LONGEST_BACKOFF_SECONDS)
         raise DeadlineExceeded(f"request {request_id} had {len(done.tokens)} tokens after {seconds:g} s")
 
@@ -150,7 +152,7 @@ class Generator:
                 if len(generation.tokens) < len(answer.tokens):
                     return  # what follows was made after tokens of refused weights
 
-    async def _accepted(self, answer: Answer, num_prompt_tokens: int, end: float) -> Generation:
+    async def _accepted(self, answer: EngineResponse, num_prompt_tokens: int, end: float) -> Generation:
         """What accepted weights made of the answer, once every verdict on its weights is there."""
         try:
             async with asyncio.timeout(end - time.monotonic()):

@@ -13,25 +13,25 @@ from headrace.process.workers import WorkerError
 from headrace.sample_checks import ModelBounds
 from headrace.trajectory import Failure, PolicyRange, Sample, Status, from_json
 from services.rollout.engine.api import SamplingParams
-from services.rollout.judge import Judge
 from services.rollout.production.failed_samples import FailedSamples
 from services.rollout.production.filter import GroupFilter
 from services.rollout.production.partial import PartialRollout
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
-from services.rollout.production.sampling import Maker, SampleRequest, seed_of
+from services.rollout.production.sampling import Sampler, SampleRequest, seed_of
 from services.rollout.production.teacher import Teacher
+from services.rollout.scoring import SampleScorer
 
-Made = buffer_pb2.GroupPut | buffer_pb2.LeaseRelease
+GroupResult = buffer_pb2.GroupPut | buffer_pb2.LeaseRelease
 
 
-class GroupMaker:
+class GroupSampler:
     """Generates a group's samples side by side and has them judged together."""
 
     def __init__(
         self,
         encoder: PromptEncoder,
-        maker: Maker,
-        judge: Judge | None,
+        sampler: Sampler,
+        scorer: SampleScorer | None,
         params: SamplingParams,
         *,
         rollout_seed: int,
@@ -44,8 +44,8 @@ class GroupMaker:
         failed_samples: FailedSamples | None = None,
     ) -> None:
         self._encoder = encoder
-        self._maker = maker
-        self._judge = judge
+        self._sampler = sampler
+        self._scorer = scorer
         self._params = params
         self._rollout_seed = rollout_seed
         self._max_prompt_tokens = max_prompt_tokens
@@ -57,11 +57,11 @@ class GroupMaker:
         self._failed_samples = failed_samples
 
     @property
-    def hands_back(self) -> bool:
+    def returns_partials(self) -> bool:
         """An interrupted group goes back to the ledger with its tokens."""
         return self._partial is not None
 
-    async def make(self, lease: buffer_pb2.GroupLease, hand_back: asyncio.Event | None = None) -> Made:
+    async def sample(self, lease: buffer_pb2.GroupLease, return_partial: asyncio.Event | None = None) -> GroupResult:
         """What to put for the lease: COMPLETE, DROPPED or FAILED; or its release, when it was interrupted."""
         try:
             prompt = await self._encoder.off_loop(self._encoder.encode, lease.prompt)
@@ -75,14 +75,14 @@ class GroupMaker:
             replace(self._request(lease, prompt, params, index), begun=begun.get(index))
             for index in range(lease.n_samples)
         ]
-        made = await self._maker.make_all(requests, evaluation=False, hand_back=hand_back)
+        made = await self._sampler.sample_all(requests, evaluation=False, return_partial=return_partial)
         samples = [_of_version(sample, lease.policy_version) for sample in made]
         if any(s.status is Status.ABORTED for s in samples):
             return self._interrupted(lease, samples)
         samples = [self._bounded(sample) for sample in samples]
         if self._partial:
             samples = [self._partial.finished(sample, lease.policy_version) for sample in samples]
-        return await self._judged(lease, samples)
+        return await self._scored(lease, samples)
 
     def _bounded(self, sample: Sample) -> Sample:
         """FAILED where it holds what the model does not have."""
@@ -94,7 +94,7 @@ class GroupMaker:
             return replace(sample, status=Status.FAILED, failure=Failure("NOT_OF_THE_MODEL", error.message))
         return sample
 
-    def _interrupted(self, lease: buffer_pb2.GroupLease, samples: list[Sample]) -> Made:
+    def _interrupted(self, lease: buffer_pb2.GroupLease, samples: list[Sample]) -> GroupResult:
         """An aborted sample, and one that fanned out with it, is never trained."""
         if self._partial:
             return self._partial.release(lease, samples)
@@ -102,11 +102,11 @@ class GroupMaker:
         failure = Failure("ABORTED", f"samples {aborted} were aborted: --partial-rollout would continue them")
         return _put(lease, buffer_pb2.PUT_OUTCOME_FAILED, failure=failure)
 
-    async def _judged(self, lease: buffer_pb2.GroupLease, samples: list[Sample]) -> buffer_pb2.GroupPut:
+    async def _scored(self, lease: buffer_pb2.GroupLease, samples: list[Sample]) -> buffer_pb2.GroupPut:
         if self._teacher:
             samples = await self._teacher.mark(samples)
-        if self._judge:
-            samples = await self._judge.judge(samples)
+        if self._scorer:
+            samples = await self._scorer.score(samples)
         if self._failed_samples:
             await self._failed_samples.write(samples)
         if all(s.status is Status.FAILED for s in samples):

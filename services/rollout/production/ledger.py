@@ -12,7 +12,7 @@ from headrace.client.port import Buffer
 _WAIT_SECONDS = 5.0
 
 
-class Ledger(Protocol):
+class ProducerLedger(Protocol):
     """What a producer needs of the buffer."""
 
     async def lease(self, max_groups: int) -> Sequence[buffer_pb2.GroupLease]:

@@ -27,8 +27,8 @@ from headrace.rpc.call import pause_seconds
 from headrace.rpc.log import log
 from headrace.wire.checks import cut_text
 from services.rollout.metrics import RolloutMetrics
-from services.rollout.production.groups import GroupMaker, Made
-from services.rollout.production.ledger import Ledger
+from services.rollout.production.groups import GroupResult, GroupSampler
+from services.rollout.production.ledger import ProducerLedger
 
 _RETRY_SECONDS = 1.0
 _RENEWALS_PER_LEASE = 3
@@ -42,8 +42,8 @@ class Producer:
 
     def __init__(
         self,
-        ledger: Ledger,
-        maker: GroupMaker,
+        ledger: ProducerLedger,
+        sampler: GroupSampler,
         served_version: Callable[[], int],
         metrics: RolloutMetrics,
         *,
@@ -53,7 +53,7 @@ class Producer:
         self._interrupt = interrupt
         self._interruptions: dict[str, asyncio.Event] = {}  # lease id → ends its generation where it is
         self._ledger = ledger
-        self._maker = maker
+        self._sampler = sampler
         self._served_version = served_version
         self._metrics = metrics
         self._max_groups_in_flight = max_groups_in_flight
@@ -86,7 +86,7 @@ class Producer:
         """Ends the work in flight and gives its leases back, with the tokens so far where the job wants them kept."""
         for task in self._tasks:
             task.cancel()
-        if self._groups and self._interrupt and self._maker.hands_back:
+        if self._groups and self._interrupt and self._sampler.returns_partials:
             await self._interrupt_groups(self._interrupt)
         lease_ids, works = list(self._groups), list(self._groups.values())
         for work in works:
@@ -151,10 +151,10 @@ class Producer:
         keeper = asyncio.create_task(
             kept_running("renew a lease", lambda: self._keep(lease), self._metrics.background_work_ended)
         )
-        hand_back = self._interruptions[lease.lease_id] = asyncio.Event()
+        return_partial = self._interruptions[lease.lease_id] = asyncio.Event()
         try:
-            made = await self._made(lease, hand_back if self._maker.hands_back else None)
-            release = await self._put(lease, made) if isinstance(made, buffer_pb2.GroupPut) else made
+            result = await self._sampled(lease, return_partial if self._sampler.returns_partials else None)
+            release = await self._put(lease, result) if isinstance(result, buffer_pb2.GroupPut) else result
             if release is not None:
                 log.info("group_released", group_id=lease.group_id, why=release.reason)
                 await self._release([release])
@@ -163,9 +163,9 @@ class Producer:
             del self._groups[lease.lease_id], self._interruptions[lease.lease_id]
             self._something_ended.set()
 
-    async def _made(self, lease: buffer_pb2.GroupLease, hand_back: asyncio.Event | None) -> Made:
+    async def _sampled(self, lease: buffer_pb2.GroupLease, return_partial: asyncio.Event | None) -> GroupResult:
         try:
-            return await self._maker.make(lease, hand_back)
+            return await self._sampler.sample(lease, return_partial)
         except (RetryableError, Aborted, DeadlineExceeded) as error:
             return _release(lease.lease_id, cut_text(f"{error.reason}: {error.message}"))
         except HeadraceError as error:

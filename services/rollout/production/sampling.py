@@ -98,18 +98,18 @@ def seed_of(rollout_seed: int, group_id: str, attempt: int, index: int) -> int:
 _STATUS = {Finish.STOP: Status.COMPLETED, Finish.LENGTH: Status.TRUNCATED, Finish.ABORT: Status.ABORTED}
 
 
-class Maker(Protocol):
+class Sampler(Protocol):
     """The engines' own generation, or a user's function."""
 
     in_flight: int
 
-    async def make_all(
-        self, requests: Sequence[SampleRequest], *, evaluation: bool, hand_back: asyncio.Event | None = None
+    async def sample_all(
+        self, requests: Sequence[SampleRequest], *, evaluation: bool, return_partial: asyncio.Event | None = None
     ) -> list[Sample]:
         """Samples without rewards; one that could not be made is FAILED, one that was handed back ABORTED."""
 
 
-class SampleMaker:
+class EngineSampler:
     """Makes single samples. A failure is the sample's own: it comes back FAILED with its reason.
 
     `num_layers` of the model, where engines are asked which experts its tokens went to.
@@ -124,13 +124,13 @@ class SampleMaker:
         self._num_layers = num_layers
         self.in_flight = 0
 
-    async def make_all(
-        self, requests: Sequence[SampleRequest], *, evaluation: bool, hand_back: asyncio.Event | None = None
+    async def sample_all(
+        self, requests: Sequence[SampleRequest], *, evaluation: bool, return_partial: asyncio.Event | None = None
     ) -> list[Sample]:
         """One sample for each request, side by side."""
-        return await asyncio.gather(*(self.make(request, hand_back) for request in requests))
+        return await asyncio.gather(*(self.sample(request, return_partial) for request in requests))
 
-    async def make(self, request: SampleRequest, hand_back: asyncio.Event | None = None) -> Sample:
+    async def sample(self, request: SampleRequest, return_partial: asyncio.Event | None = None) -> Sample:
         """A sample without reward."""
         begun = generation_of(request.begun) if request.begun else NOTHING_YET
         if begun.finish and begun.finish.is_final:
@@ -143,7 +143,7 @@ class SampleMaker:
                 request_id=request.sample_id,
                 seconds=self._seconds,
                 begun=begun,
-                hand_back=hand_back,
+                return_partial=return_partial,
             )
             return self._sample(request, generation)
         except HeadraceError as error:

@@ -23,7 +23,7 @@ class SupervisedParts:
     """What stands in for engine and judge."""
 
     encoder: ConversationEncoder
-    maker: SupervisedMaker
+    sampler: SupervisedSampler
 
 
 def supervised_parts(job: Job) -> SupervisedParts | None:
@@ -34,7 +34,7 @@ def supervised_parts(job: Job) -> SupervisedParts | None:
     encoder = ConversationEncoder(
         job.model.hf_checkpoint, family, keep_earlier_thoughts=job.train.keep_earlier_thoughts
     )
-    return SupervisedParts(encoder, SupervisedMaker())
+    return SupervisedParts(encoder, SupervisedSampler())
 
 
 class ConversationEncoder(PromptEncoder):
@@ -54,14 +54,14 @@ class ConversationEncoder(PromptEncoder):
         return self.encode_segments(self._mask.segments(*messages_of(prompt)))
 
 
-class SupervisedMaker:
+class SupervisedSampler:
     """A `Maker`: the response is what follows the first assistant's opening; only assistants' tokens are trained."""
 
     def __init__(self) -> None:
         self.in_flight = 0
 
-    async def make_all(
-        self, requests: Sequence[SampleRequest], *, evaluation: bool, hand_back: asyncio.Event | None = None
+    async def sample_all(
+        self, requests: Sequence[SampleRequest], *, evaluation: bool, return_partial: asyncio.Event | None = None
     ) -> list[Sample]:
         """One sample for each request."""
         return [_made(request) for request in requests]

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from headrace.errors import FailedPrecondition, HeadraceError, InvalidArgument
 from services.rollout.engine.fleet import Engine, EngineState, Fleet
-from services.rollout.publication.state import Transaction
+from services.rollout.publication.state import PublicationState
 
 # When one engine has failed, the others either finish at once or hang.
 STRAGGLER_SECONDS = 10.0
@@ -22,16 +22,16 @@ Act = Callable[[Engine], Awaitable[object]]
 class Participants:
     """By engine id, in the order of their ranks."""
 
-    def __init__(self, transaction: Transaction, engines: Sequence[Engine], fleet: Fleet) -> None:
+    def __init__(self, state: PublicationState, engines: Sequence[Engine], fleet: Fleet) -> None:
         self.engines = {engine.engine_id: engine for engine in engines}
-        self._transaction = transaction
+        self._state = state
         self._fleet = fleet
         self._latest: dict[str, asyncio.Task[object]] = {}
 
     @property
     def remaining(self) -> list[Engine]:
         """Those that still take part."""
-        return [self.engines[engine_id] for engine_id in self._transaction.remaining]
+        return [self.engines[engine_id] for engine_id in self._state.remaining]
 
     async def each(self, act: Act) -> None:
         """Those that fail are lost, the others go on. Raises PublicationAborted when none is left."""
@@ -39,7 +39,7 @@ class Participants:
         _, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
         if pending:
             await asyncio.wait(pending, timeout=STRAGGLER_SECONDS)
-        self._transaction.require_open()
+        self._state.require_open()
         await self._lose_failed(calls)
 
     async def together(self, act: Act) -> None:
@@ -51,7 +51,7 @@ class Participants:
         _, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
         if pending and not any(_is_gone(call) for call in calls):
             _, pending = await asyncio.wait(pending, timeout=STRAGGLER_SECONDS)
-        self._transaction.require_open()
+        self._state.require_open()
         gone = {engine.engine_id: _failure(call) for call, engine in calls.items() if _is_gone(call)}
         for engine_id, why in gone.items():
             await self.lose(engine_id, str(why))
@@ -65,7 +65,7 @@ class Participants:
         """An engine goes out, and starts again. Raises PublicationAborted when it was the last one."""
         engine = self.engines[engine_id]
         try:
-            self._transaction.lose(engine_id, why)
+            self._state.lose(engine_id, why)
         finally:
             if engine.state is EngineState.UPDATING:
                 await self._fleet.give_up(engine, why)
@@ -90,8 +90,8 @@ class Participants:
                 await self.lose(engine.engine_id, why)
 
     def _break_off(self, why: str) -> None:
-        self._transaction.abort(why)
-        self._transaction.require_open()
+        self._state.abort(why)
+        self._state.require_open()
 
 
 async def _done(work: Awaitable[object]) -> object:

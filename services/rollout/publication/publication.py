@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from services.rollout.engine.fleet import Engine, EngineState, Fleet
 from services.rollout.publication.participants import Participants
-from services.rollout.publication.state import Phase, Plan, Transaction
+from services.rollout.publication.state import Phase, Plan, PublicationState
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Publication:
     """A transaction with its engines and the work that runs for it."""
 
     def __init__(self, plan: Plan, engines: Sequence[Engine], begun: Begun, fleet: Fleet) -> None:
-        self.transaction = Transaction(plan, begun.engine_ids)
-        self.participants = Participants(self.transaction, engines, fleet)
+        self.state = PublicationState(plan, begun.engine_ids)
+        self.participants = Participants(self.state, engines, fleet)
         self.were_ready = {engine.engine_id for engine in engines if engine.state is EngineState.READY}
         self.begun = begun
         self.deadline = time.monotonic() + plan.deadline_seconds
@@ -51,14 +51,14 @@ class Publication:
     @property
     def plan(self) -> Plan:
         """What it brings."""
-        return self.transaction.plan
+        return self.state.plan
 
     @property
     def is_over(self) -> bool:
         """Committed, or aborted and its engines have settled."""
-        if self.transaction.phase is Phase.ABORTED:
+        if self.state.phase is Phase.ABORTED:
             return self.settling is not None and self.settling.done()
-        return self.transaction.phase is Phase.COMMITTED
+        return self.state.phase is Phase.COMMITTED
 
     def seconds_left(self) -> float:
         """Until the deadline; a moment at least, so that a call made now fails by its own limit."""

@@ -15,11 +15,11 @@ from headrace.errors import ChecksumMismatch, FailedPrecondition, HeadraceError,
 from headrace.rpc.log import log
 from services.rollout.engine.fleet import Engine, EngineState, Fleet
 from services.rollout.publication.checksums import differences, digest
+from services.rollout.publication.cleanup import clean_up
 from services.rollout.publication.groups import WeightGroups
 from services.rollout.publication.preparation import prepare
 from services.rollout.publication.probe import Probe
 from services.rollout.publication.publication import Begun, Committed, Publication
-from services.rollout.publication.settlement import settle
 from services.rollout.publication.state import Fence, Phase, Plan
 
 _REMEMBERED = 8
@@ -38,7 +38,7 @@ class Receiver:
     @property
     def open_id(self) -> str:
         """The open publication; empty: none."""
-        return next((i for i, p in self._publications.items() if p.transaction.phase is Phase.OPEN), "")
+        return next((i for i, p in self._publications.items() if p.state.phase is Phase.OPEN), "")
 
     async def begin(self, plan: Plan) -> Begun:
         """Answers at once, or when the engines of an aborted one have settled; engines join the groups meanwhile.
@@ -79,14 +79,14 @@ class Receiver:
         """Verifies, flips the version, lets requests go on. Raises ChecksumMismatch, and aborts, when nobody passes."""
         publication = self._find(publication_id)
         if publication.committing is None:
-            publication.transaction.require_complete()
+            publication.state.require_complete()
             publication.committing = self._start(publication, self._commit(publication, checksums, probe))
         return await asyncio.shield(publication.committing)
 
     async def abort(self, publication_id: str, why: str) -> None:
         """Gives it up, and returns when its engines have settled. Nothing happens when it was committed."""
         if publication := self._publications.get(publication_id):
-            publication.transaction.abort(why)
+            publication.state.abort(why)
             await self._settled(publication)
 
     async def close(self) -> None:
@@ -116,7 +116,7 @@ class Receiver:
             busy = next((p for p in self._publications.values() if not p.is_over), None)
             if busy is None:
                 return
-            if busy.transaction.phase is Phase.OPEN and plan.epoch <= busy.plan.epoch:
+            if busy.state.phase is Phase.OPEN and plan.epoch <= busy.plan.epoch:
                 raise FailedPrecondition(f"publication {busy.plan.publication_id} is open: commit or abort it first")
             await self.abort(busy.plan.publication_id, f"a trainer with the newer epoch {plan.epoch} began another one")
 
@@ -139,8 +139,8 @@ class Receiver:
             except Exception as error:  # whatever it was: the engines must not stay in it until the deadline
                 if not isinstance(error, HeadraceError):
                     log.error("publication_raised", publication_id=publication.plan.publication_id, exc_info=error)
-                    publication.transaction.abort(f"{type(error).__name__}: {error}")
-                if publication.transaction.phase is Phase.ABORTED:
+                    publication.state.abort(f"{type(error).__name__}: {error}")
+                if publication.state.phase is Phase.ABORTED:
                     self._settle(publication)
                 raise
 
@@ -150,11 +150,11 @@ class Receiver:
 
     def _settle(self, publication: Publication) -> asyncio.Task[None]:
         if publication.settling is None:
-            publication.settling = asyncio.create_task(settle(publication, self._fleet, self._groups))
+            publication.settling = asyncio.create_task(clean_up(publication, self._fleet, self._groups))
         return publication.settling
 
     async def _settled(self, publication: Publication) -> None:
-        if publication.transaction.phase is Phase.ABORTED:
+        if publication.state.phase is Phase.ABORTED:
             await asyncio.shield(self._settle(publication))
 
     async def _leave_groups(self, publication: Publication) -> None:
@@ -169,29 +169,29 @@ class Receiver:
         try:
             await asyncio.shield(publication.preparing)
         except asyncio.CancelledError:
-            publication.transaction.require_open()  # an abort cancelled it; say so
+            publication.state.require_open()  # an abort cancelled it; say so
             raise
-        publication.transaction.require_open()
+        publication.state.require_open()
 
     async def _receive(self, publication: Publication, bucket: int) -> tuple[str, ...]:
-        transaction = publication.transaction
+        state = publication.state
         async with publication.lock:
             await self._prepared(publication)
-            transaction.touch(bucket)
-            group, tensors = transaction.plan.group_of(bucket), transaction.plan.buckets[bucket]
+            state.mark_dirty(bucket)
+            group, tensors = state.plan.group_of(bucket), state.plan.buckets[bucket]
             await publication.participants.together(
                 lambda e: e.client.receive_bucket(group.name, tensors, seconds=publication.seconds_left())
             )
-            transaction.received.add(bucket)
-        return tuple(sorted(transaction.lost))
+            state.received.add(bucket)
+        return tuple(sorted(state.lost))
 
     async def _commit(self, publication: Publication, checksums: Mapping[str, str], probe: Probe | None) -> Committed:
-        transaction, participants = publication.transaction, publication.participants
+        state, participants = publication.state, publication.participants
         await participants.each(lambda engine: engine.client.end_weight_update())
         publication.in_session.clear()
         digests = await self._verify(publication, checksums)
-        transaction.require_open()
-        version = transaction.plan.policy_version
+        state.require_open()
+        version = state.plan.policy_version
         for engine in participants.remaining:
             engine.weights_name = self._fleet.weights.new_name(version, engine.engine_id)
         await participants.each(lambda engine: engine.client.name_weights(engine.weights_name))
@@ -202,9 +202,9 @@ class Receiver:
             await participants.each(
                 lambda engine: probe.ask(engine.client, version, seconds=publication.seconds_left())
             )
-        if transaction.plan.engine_ids:
+        if state.plan.engine_ids:
             await self._leave_groups(publication)
-        transaction.commit()
+        state.commit()
         publication.end_timer()
         assert publication.paused_at is not None
         paused_seconds = time.monotonic() - publication.paused_at
@@ -213,9 +213,9 @@ class Receiver:
         for engine in participants.remaining:
             engine.weights_digest = digests[engine.engine_id]
             await self._fleet.serve(engine, version)
-        log.info("published", policy_version=version, paused_seconds=round(paused_seconds, 3), lost=transaction.lost)
-        served = tuple(transaction.remaining)
-        return Committed(served, digests[served[0]], tuple(sorted(transaction.lost)), paused_seconds)
+        log.info("published", policy_version=version, paused_seconds=round(paused_seconds, 3), lost=state.lost)
+        served = tuple(state.remaining)
+        return Committed(served, digests[served[0]], tuple(sorted(state.lost)), paused_seconds)
 
     async def _verify(self, publication: Publication, expected: Mapping[str, str]) -> dict[str, str]:
         """Digests by engine id; engines that hold something else are lost."""
@@ -229,7 +229,7 @@ class Receiver:
                 wrong[engine.engine_id] = difference
 
         await publication.participants.each(check)
-        right = {digests[i] for i in publication.transaction.remaining if i not in wrong}
+        right = {digests[i] for i in publication.state.remaining if i not in wrong}
         if len(right) != 1:
             why = "; ".join(f"{i}: {w}" for i, w in wrong.items()) or f"engines differ from each other: {digests}"
             await self.abort(publication.plan.publication_id, why)
@@ -241,7 +241,7 @@ class Receiver:
     async def _expire(self, publication: Publication) -> None:
         plan = publication.plan
         await asyncio.sleep(plan.deadline_seconds)
-        if publication.transaction.abort(f"not committed within {plan.deadline_seconds:g} s"):
+        if publication.state.abort(f"not committed within {plan.deadline_seconds:g} s"):
             self._settle(publication)
 
 

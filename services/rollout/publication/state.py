@@ -84,7 +84,7 @@ class Phase(StrEnum):
 
 
 @dataclass(slots=True)
-class Transaction:
+class PublicationState:
     """One publication and the engines in it."""
 
     plan: Plan
@@ -92,7 +92,7 @@ class Transaction:
     phase: Phase = Phase.OPEN
     received: set[int] = field(default_factory=set)
     lost: dict[str, str] = field(default_factory=dict)
-    touched: bool = False
+    dirty: bool = False
     why_aborted: str = ""
 
     @property
@@ -107,11 +107,11 @@ class Transaction:
         if self.phase is Phase.COMMITTED:
             raise FailedPrecondition(f"publication {self.plan.publication_id} is committed already")
 
-    def touch(self, bucket: int) -> None:
+    def mark_dirty(self, bucket: int) -> None:
         """Before a bucket is received: from now on engines hold a mixture."""
         self.require_open()
         self.plan.group_of(bucket)
-        self.touched = True
+        self.dirty = True
 
     def lose(self, engine_id: str, why: str) -> None:
         """An engine goes out. Raises PublicationAborted when it was the last one."""

@@ -12,7 +12,7 @@ from typing import Literal
 import pytest
 
 from headrace.errors import FailedPrecondition, InvalidArgument
-from services.rollout.engine.answer import Answer, Finish
+from services.rollout.engine.answer import EngineResponse, Finish
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Engine
@@ -42,15 +42,17 @@ class EngineUnderTest:
         await self.client.name_weights(name)
         return name
 
-    async def ask(self, request_id: str, params: SamplingParams = _NO_STOP) -> Answer:
+    async def ask(self, request_id: str, params: SamplingParams = _NO_STOP) -> EngineResponse:
         return await self.client.generate(PROMPT, params, request_id=request_id, cache_key="c", seconds=SECONDS)
 
 
-def _stream(it: EngineUnderTest, request_id: str, params: SamplingParams = _NO_STOP) -> AsyncGenerator[Answer, None]:
+def _stream(
+    it: EngineUnderTest, request_id: str, params: SamplingParams = _NO_STOP
+) -> AsyncGenerator[EngineResponse, None]:
     return it.client.stream(PROMPT, params, request_id=request_id, cache_key="c", seconds=SECONDS)
 
 
-async def _begun(it: EngineUnderTest, name: str) -> tuple[AsyncGenerator[Answer, None], Answer]:
+async def _begun(it: EngineUnderTest, name: str) -> tuple[AsyncGenerator[EngineResponse, None], EngineResponse]:
     """A request in flight and its first tokens; one that ended with them is asked again."""
     for attempt in range(100):
         stream = _stream(it, f"{name}-{attempt}")
@@ -62,7 +64,7 @@ async def _begun(it: EngineUnderTest, name: str) -> tuple[AsyncGenerator[Answer,
 
 async def _renamed_in_flight(
     it: EngineUnderTest, pause_mode: Literal["in_place", "abort"]
-) -> tuple[str, str, list[Answer]]:
+) -> tuple[str, str, list[EngineResponse]]:
     """Both names, and the answers of a request that had tokens when the engine paused."""
     old = await it.rename()
     stream, first = await _begun(it, pause_mode)

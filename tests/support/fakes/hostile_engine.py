@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from services.rollout.engine.answer import Answer
+from services.rollout.engine.answer import EngineResponse
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
 from tests.support.fakes.fake_engine import VOCAB_SIZE, FakeEngine
@@ -83,10 +83,12 @@ class TakingTurns(EngineClient):
         self._clients: dict[str, EngineClient] = {}
         self._turn = 0
 
-    async def generate(self, tokens: Sequence[int], params: SamplingParams, **request: Any) -> Answer:
+    async def generate(self, tokens: Sequence[int], params: SamplingParams, **request: Any) -> EngineResponse:
         return await self._next().generate(tokens, params, **request)
 
-    def stream(self, tokens: Sequence[int], params: SamplingParams, **request: Any) -> AsyncGenerator[Answer, None]:
+    def stream(
+        self, tokens: Sequence[int], params: SamplingParams, **request: Any
+    ) -> AsyncGenerator[EngineResponse, None]:
         return self._next().stream(tokens, params, **request)
 
     async def close(self) -> None:

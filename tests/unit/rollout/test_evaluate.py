@@ -18,16 +18,16 @@ from services.rollout.engine.answer import BadAnswer
 from services.rollout.engine.api import SamplingParams
 from services.rollout.eval_file import EvalFiles
 from services.rollout.evaluate import Evaluator
-from services.rollout.judge import Judge
 from services.rollout.production.generator import Generator
 from services.rollout.production.prompts import PromptEncoder
-from services.rollout.production.sampling import SampleMaker, SampleRequest, failed_sample
+from services.rollout.production.sampling import EngineSampler, SampleRequest, failed_sample
+from services.rollout.scoring import SampleScorer
 from tests.support.fakes.fake_fleet import FakeFleet
 from tests.support.fakes.scripted_reward import refuse, score, scripted_reward
 from tests.support.models.tiny_model import make_tiny_tokenizer
 
 
-async def test_progress_then_means_over_the_judged_samples_only(fakes: FakeFleet, tmp_path: Path) -> None:
+async def test_progress_then_means_over_the_scored_samples_only(fakes: FakeFleet, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text('{"q": "one", "a": 1}\n\n{"q": [{"role": "user", "content": "two"}], "a": 2}\n{"q": "x", "a": 3}\n')
     async with scripted_reward(lambda i: score(float(i.label))(i) if i.label != "2" else refuse("NO")(i)) as reward:
@@ -60,9 +60,9 @@ async def test_a_bad_line_is_named_by_file_and_number(
 def evaluation(fakes: FakeFleet, folder: Path, reward_address: str) -> Evaluator:
     make_tiny_tokenizer().save_pretrained(folder / "tokenizer")
     encoder = PromptEncoder(folder / "tokenizer", apply_chat_template=False)
-    maker = SampleMaker(Generator(fakes.fleet.engines[0].client, fakes.fleet.weights), encoder, seconds=60)
-    judge = Judge(reward_address, item_seconds=1)
-    return Evaluator(encoder, maker, judge, SamplingParams(max_new_tokens=5), seed=1, files=EvalFiles([], folder))
+    sampler = EngineSampler(Generator(fakes.fleet.engines[0].client, fakes.fleet.weights), encoder, seconds=60)
+    scorer = SampleScorer(reward_address, item_seconds=1)
+    return Evaluator(encoder, sampler, scorer, SamplingParams(max_new_tokens=5), seed=1, files=EvalFiles([], folder))
 
 
 class Counting:
@@ -75,8 +75,8 @@ class Counting:
         self.asked = 0
         self.most = 0
 
-    async def make_all(
-        self, requests: Sequence[SampleRequest], *, evaluation: bool, hand_back: asyncio.Event | None = None
+    async def sample_all(
+        self, requests: Sequence[SampleRequest], *, evaluation: bool, return_partial: asyncio.Event | None = None
     ) -> list[Sample]:
         self.asked += 1
         number = self.asked
@@ -93,15 +93,15 @@ class Counting:
 class Agreeing:
     """Judges nothing again."""
 
-    async def judge(self, samples: Sequence[Sample]) -> list[Sample]:
+    async def score(self, samples: Sequence[Sample]) -> list[Sample]:
         return list(samples)
 
 
-def evaluator_with(maker: Counting, folder: Path, *files: Path, root: Path | None = None) -> Evaluator:
+def evaluator_with(sampler: Counting, folder: Path, *files: Path, root: Path | None = None) -> Evaluator:
     make_tiny_tokenizer().save_pretrained(folder / "tokenizer")
     encoder = PromptEncoder(folder / "tokenizer", apply_chat_template=False)
     params = SamplingParams(max_new_tokens=5)
-    return Evaluator(encoder, maker, cast(Judge, Agreeing()), params, seed=1, files=EvalFiles(files, root))
+    return Evaluator(encoder, sampler, cast(SampleScorer, Agreeing()), params, seed=1, files=EvalFiles(files, root))
 
 
 def fifty(folder: Path) -> Path:
@@ -123,9 +123,9 @@ async def test_one_bad_answer_of_fifty_is_counted_and_the_evaluation_goes_on(tmp
 
 
 async def test_an_evaluation_of_which_most_fails_says_why(tmp_path: Path) -> None:
-    data, maker = fifty(tmp_path), Counting(failing=range(1, 100))
+    data, sampler = fifty(tmp_path), Counting(failing=range(1, 100))
     with pytest.raises(FailedPrecondition, match=r"26 of 50 samples failed, the first by") as caught:
-        async for _ in evaluator_with(maker, tmp_path, data).run([dataset(data)]):
+        async for _ in evaluator_with(sampler, tmp_path, data).run([dataset(data)]):
             pass
     assert caught.value.reason == "EVALUATION_FAILED"
 
@@ -133,18 +133,18 @@ async def test_an_evaluation_of_which_most_fails_says_why(tmp_path: Path) -> Non
 async def test_requests_are_made_as_places_become_free_and_never_more_than_an_evaluation_may_have(
     tmp_path: Path,
 ) -> None:
-    data, maker = fifty(tmp_path), Counting()
-    evaluator = evaluator_with(maker, tmp_path, data)
+    data, sampler = fifty(tmp_path), Counting()
+    evaluator = evaluator_with(sampler, tmp_path, data)
     async with contextlib.aclosing(evaluator.run([dataset(data, MAX_SAMPLES_PER_GROUP)])) as running:
         await anext(running)
-        assert maker.asked <= 2 * 64, "of 51,200"
+        assert sampler.asked <= 2 * 64, "of 51,200"
     with pytest.raises(InvalidArgument, match=f"n_samples_per_prompt is {MAX_SAMPLES_PER_GROUP + 1}"):
         await anext(evaluator.run([dataset(data, MAX_SAMPLES_PER_GROUP + 1)]))
     with pytest.raises(InvalidArgument, match="samples, an evaluation may have"):
         await anext(evaluator.run([dataset(data, MAX_SAMPLES_PER_GROUP)] * 21))
     async for _ in evaluator.run([dataset(data, 8)]):
         pass
-    assert 1 < maker.most <= 64
+    assert 1 < sampler.most <= 64
 
 
 async def test_so_many_evaluations_run_at_once_and_one_that_ends_makes_room(tmp_path: Path) -> None:

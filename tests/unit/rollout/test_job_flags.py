@@ -75,7 +75,7 @@ async def test_custom_generate_function_path_makes_the_samples_of_the_service(tm
     service = RolloutService(job, lambda number: FakeEngine(WIRE), tmp_path, CollectorRegistry())
     request = SampleRequest("g/1/0", "g", 0, EncodedPrompt("hello", (1, 2)), "7", {}, job_params(job))
     try:
-        (sample,) = await service.parts.maker.make_all([request], evaluation=False)
+        (sample,) = await service.parts.sampler.sample_all([request], evaluation=False)
     finally:
         await service.stop()
     assert (sample.status, sample.response) == (Status.COMPLETED, "from the user's function")

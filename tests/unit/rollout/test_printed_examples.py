@@ -10,7 +10,7 @@ import pytest
 from headrace.job.schema.job import Job
 from headrace.trajectory import Status
 from services.rollout.engine.api import SamplingParams
-from services.rollout.production.custom import CustomMaker, custom_args
+from services.rollout.production.custom import HookSampler, custom_args
 from services.rollout.production.prompts import EncodedPrompt
 from services.rollout.production.sampling import SampleRequest
 from tests.support.fakes.fake_fleet import fake_fleet
@@ -30,14 +30,14 @@ async def test_a_printed_generate_function_makes_samples(tmp_path: Path, documen
         await fakes.name_weights(0, 3)
         fakes.fleet.weights.switch_to(3)
         args = custom_args(Job.model_validate(sections), fakes.fleet.engines[0].url)
-        maker = CustomMaker(f"{tmp_path / 'agent.py'}:generate", args, fakes.fleet.weights, seconds=120)
+        sampler = HookSampler(f"{tmp_path / 'agent.py'}:generate", args, fakes.fleet.weights, seconds=120)
         try:
-            await maker.start()
+            await sampler.start()
             prompt = EncodedPrompt("2 + 2 =", tuple(tokenizer.encode("2 + 2 =")))
             request = SampleRequest("g/1/0", "g", 0, prompt, "4", {}, SamplingParams(max_new_tokens=4))
-            (sample,) = await maker.make_all([request], evaluation=False)
+            (sample,) = await sampler.sample_all([request], evaluation=False)
         finally:
-            await maker.close()
+            await sampler.close()
     assert sample.failure is None
     assert sample.status is Status.TRUNCATED
     assert sample.tokens[: sample.prompt_length].tolist() == list(prompt.tokens)

@@ -53,7 +53,7 @@ class _Prepared:
     """A transaction whose payloads are on the disk, where no row names them yet."""
 
     transaction: Transaction
-    rows: codec.Rows
+    rows: codec.TransactionRows
     extents: list[Extent]
 
 
@@ -225,7 +225,7 @@ class SqliteStore:
 
     # Inside
 
-    def _write(self, rows: Sequence[codec.Rows], added: Sequence[Extent], dead: Sequence[Extent]) -> None:
+    def _write(self, rows: Sequence[codec.TransactionRows], added: Sequence[Extent], dead: Sequence[Extent]) -> None:
         with transaction(self._writer):
             write_state(self._writer, rows)
             delete_extents(self._writer, dead)
@@ -301,7 +301,7 @@ def _way_out(record: SampleRecord) -> str:
     return f"headrace buffer drop --group {record.key.rpartition('#')[0]} --reason damaged takes its group out"
 
 
-def _new_extents(transaction: Transaction, rows: codec.Rows) -> list[NewExtent]:
+def _new_extents(transaction: Transaction, rows: codec.TransactionRows) -> list[NewExtent]:
     """What one command brought of a group is one."""
     payloads = transaction.payloads
     return [[(record.key, payloads[record.key]) for record in records] for records in rows.samples]

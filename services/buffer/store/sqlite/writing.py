@@ -32,7 +32,7 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
-def write_state(connection: sqlite3.Connection, batch: Sequence[codec.Rows]) -> None:
+def write_state(connection: sqlite3.Connection, batch: Sequence[codec.TransactionRows]) -> None:
     """Streams, prompts, groups, samples and events; what is written and deleted again in a batch is not written."""
     _write(connection, "streams", {key: body for rows in batch for key, body in rows.streams})
     _write(connection, "prompts", {key: body for rows in batch for key, body in rows.prompts})
@@ -47,7 +47,7 @@ def write_state(connection: sqlite3.Connection, batch: Sequence[codec.Rows]) -> 
     write_rows(connection, "events", events)
 
 
-def forget_events(connection: sqlite3.Connection, batch: Sequence[codec.Rows]) -> None:
+def forget_events(connection: sqlite3.Connection, batch: Sequence[codec.TransactionRows]) -> None:
     """The history's oldest lines go, behind the commit: where their pages are damaged they stay, and nothing fails."""
     end = max((rows.events_from or 0 for rows in batch), default=0)
     if not end:
@@ -96,7 +96,7 @@ def _write(connection: sqlite3.Connection, table: str, rows: Mapping[str, bytes]
     write_rows(connection, table, [(key, body, checksum(key, body)) for key, body in rows.items()])
 
 
-def _samples(batch: Sequence[codec.Rows]) -> tuple[dict[str, list[SampleRecord]], list[str]]:
+def _samples(batch: Sequence[codec.TransactionRows]) -> tuple[dict[str, list[SampleRecord]], list[str]]:
     """(what one command brought of a group, under the key of the first, keys that are gone)."""
     written: dict[str, list[SampleRecord]] = {}
     deleted: list[str] = []

@@ -14,7 +14,7 @@ from headrace.job.schema.job import Job
 from headrace.trajectory import Sample, Status
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.weights import ServedWeights
-from services.rollout.production.custom import CustomMaker, custom_args
+from services.rollout.production.custom import HookSampler, custom_args
 from services.rollout.production.prompts import EncodedPrompt
 from services.rollout.production.sampling import SampleRequest
 
@@ -158,12 +158,12 @@ async def made_by(
     weights = ServedWeights()
     weights.switch_to(3)
     args = custom_args(job, "http://127.0.0.1:4321")
-    maker = CustomMaker(f"{folder / 'hook.py'}:f", args, weights, seconds=60, warn=warn)
+    sampler = HookSampler(f"{folder / 'hook.py'}:f", args, weights, seconds=60, warn=warn)
     try:
-        await maker.start()
-        return await maker.make_all([request(index) for index in range(count)], evaluation=False)
+        await sampler.start()
+        return await sampler.sample_all([request(index) for index in range(count)], evaluation=False)
     finally:
-        await maker.close()
+        await sampler.close()
 
 
 def request(index: int) -> SampleRequest:

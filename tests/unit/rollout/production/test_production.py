@@ -23,17 +23,17 @@ from headrace.trajectory import Sample, Status
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.weights import ServedWeights
-from services.rollout.judge import Judge
 from services.rollout.metrics import RolloutMetrics
-from services.rollout.production.custom import CustomMaker, custom_args
+from services.rollout.production.custom import HookSampler, custom_args
 from services.rollout.production.failed_samples import FailedSamples
 from services.rollout.production.filter import GroupFilter
 from services.rollout.production.generator import Generator
-from services.rollout.production.groups import GroupMaker
+from services.rollout.production.groups import GroupSampler
 from services.rollout.production.partial import PartialRollout
 from services.rollout.production.producer import Producer
 from services.rollout.production.prompts import PromptEncoder
-from services.rollout.production.sampling import SampleMaker, seed_of
+from services.rollout.production.sampling import EngineSampler, seed_of
+from services.rollout.scoring import SampleScorer
 from tests.support.fakes.fake_engine import response_to
 from tests.support.fakes.fake_fleet import FakeFleet, fake_fleet
 from tests.support.fakes.memory_ledger import MemoryLedger, lease
@@ -48,7 +48,7 @@ class Production:
     fakes: FakeFleet
     ledger: MemoryLedger
     producer: Producer
-    judge: Judge
+    scorer: SampleScorer
     reward: ScriptedReward
     encoder: PromptEncoder
     metrics: RolloutMetrics
@@ -75,7 +75,7 @@ async def production(
     params: SamplingParams = PARAMS,
     partial_rollout: PartialRollout | None = None,
     group_filter: GroupFilter | None = None,
-    judge_seconds: float = 60.0,
+    patience: float = 60.0,
     failed_samples: FailedSamples | None = None,
 ) -> AsyncIterator[Production]:
     async with (
@@ -84,12 +84,12 @@ async def production(
         EngineClient(fakes.fleet.engines[0].url) as client,
     ):
         encoder = PromptEncoder(folder, apply_chat_template=False)
-        judge = Judge(reward.address, item_seconds=0.1, call_seconds=judge_seconds, patience_seconds=judge_seconds)
-        maker = SampleMaker(Generator(client, fakes.fleet.weights, fakes.fleet.suspect), encoder, seconds=60.0)
-        groups = GroupMaker(
+        scorer = SampleScorer(reward.address, item_seconds=0.1, call_seconds=patience, patience_seconds=patience)
+        sampler = EngineSampler(Generator(client, fakes.fleet.weights, fakes.fleet.suspect), encoder, seconds=60.0)
+        groups = GroupSampler(
             encoder,
-            maker,
-            judge,
+            sampler,
+            scorer,
             params,
             rollout_seed=42,
             max_prompt_tokens=max_prompt_tokens,
@@ -110,13 +110,13 @@ async def production(
         )
         producer.start()
         try:
-            yield Production(fakes, ledger, producer, judge, reward, encoder, metrics, registry)
+            yield Production(fakes, ledger, producer, scorer, reward, encoder, metrics, registry)
         finally:
             await producer.drain()
-            await judge.close()
+            await scorer.close()
 
 
-async def test_every_lease_becomes_a_judged_group(tokenizer_folder: Path) -> None:
+async def test_every_lease_becomes_a_scored_group(tokenizer_folder: Path) -> None:
     ledger = MemoryLedger([lease(number) for number in range(5)])
     async with production(tokenizer_folder, ledger, score(0.5)) as made:
         await made.fakes.until(lambda: len(ledger.puts) == 5)
@@ -156,7 +156,7 @@ def test_a_job_that_wants_no_sample_log_gets_none(tmp_path: Path) -> None:
         assert (FailedSamples.of(Job.model_validate(sections), tmp_path) is not None) == writes
 
 
-async def test_a_sample_that_nobody_could_judge_is_failed_and_has_no_reward(tokenizer_folder: Path) -> None:
+async def test_a_sample_that_could_not_be_scored_is_failed_and_has_no_reward(tokenizer_folder: Path) -> None:
     answers = iter([refuse("SCORER_TIMEOUT"), score(1.0), score(0.0)])
     ledger = MemoryLedger([lease(0)])
     async with production(tokenizer_folder, ledger, lambda item: next(answers)(item)) as made:
@@ -171,7 +171,7 @@ async def test_a_sample_that_nobody_could_judge_is_failed_and_has_no_reward(toke
     assert samples[0].failure.reason == "SCORER_TIMEOUT"
 
 
-async def test_a_group_of_which_nothing_could_be_judged_is_failed(tokenizer_folder: Path) -> None:
+async def test_a_group_of_which_nothing_could_be_scored_is_failed(tokenizer_folder: Path) -> None:
     ledger = MemoryLedger([lease(0)])
     async with production(tokenizer_folder, ledger, refuse("SCORER_RAISED")) as made:
         await made.fakes.until(lambda: len(ledger.puts) == 1)
@@ -180,14 +180,14 @@ async def test_a_group_of_which_nothing_could_be_judged_is_failed(tokenizer_fold
     assert not ledger.puts[0].samples
 
 
-async def test_set_reward_changes_who_judges_from_the_next_group_on(tokenizer_folder: Path) -> None:
+async def test_set_reward_changes_who_scores_from_the_next_group_on(tokenizer_folder: Path) -> None:
     ledger = MemoryLedger([lease(0)])
     async with (
         production(tokenizer_folder, ledger, score(0.0, "old")) as made,
         scripted_reward(score(1.0, "new")) as other,
     ):
         await made.fakes.until(lambda: len(ledger.puts) == 1)
-        await made.judge.retarget(address=other.address, scorer=None)
+        await made.scorer.retarget(address=other.address, scorer=None)
         ledger.queued.append(lease(1))
         await made.fakes.until(lambda: len(ledger.puts) == 2)
     assert [put.samples[0].envelope.scorer for put in ledger.puts] == ["old", "new"]
@@ -195,8 +195,8 @@ async def test_set_reward_changes_who_judges_from_the_next_group_on(tokenizer_fo
 
 async def test_a_reward_service_that_stays_away_fails_the_samples_and_gives_no_reward(tokenizer_folder: Path) -> None:
     ledger = MemoryLedger([])
-    async with production(tokenizer_folder, ledger, score(1.0), judge_seconds=0.5) as made:
-        await made.judge.retarget(address=f"127.0.0.1:{free_port()}", scorer=None)
+    async with production(tokenizer_folder, ledger, score(1.0), patience=0.5) as made:
+        await made.scorer.retarget(address=f"127.0.0.1:{free_port()}", scorer=None)
         ledger.queued.append(lease(0))
         await made.fakes.until(lambda: len(ledger.puts) == 1)
     assert ledger.puts[0].failure.reason == "REWARD_UNAVAILABLE"
@@ -243,13 +243,13 @@ async def test_no_more_than_max_groups_in_flight_are_made_at_once(tokenizer_fold
     ledger = MemoryLedger([lease(number) for number in range(6)])
     at_once: list[int] = []
     async with production(tokenizer_folder, MemoryLedger([]), score(1.0), max_groups_in_flight=3) as made:
-        make = made.producer._maker.make
+        make = made.producer._sampler.sample
 
         async def counted(*given: object) -> object:
             at_once.append(len(made.producer._groups))
             return await make(*given)  # type: ignore[arg-type]
 
-        made.producer._maker = SimpleNamespace(make=counted, hands_back=False)  # type: ignore[assignment]
+        made.producer._sampler = SimpleNamespace(sample=counted, returns_partials=False)  # type: ignore[assignment]
         made.producer._ledger = ledger
         await made.fakes.until(lambda: len(ledger.puts) == 6)
     assert max(at_once) == 3
@@ -455,22 +455,22 @@ async def test_an_aborted_group_that_fanned_out_is_not_trained(
 ) -> None:
     (tmp_path / "hook.py").write_text(ABORTED_FAN_OUT)
     job = Job(model=ModelSection(hf_checkpoint=tokenizer_folder))
-    maker = CustomMaker(f"{tmp_path}/hook.py:f", custom_args(job, "http://127.0.0.1:1"), ServedWeights(), seconds=60)
-    judge = Judge(f"127.0.0.1:{free_port()}", item_seconds=0.2)
-    groups = GroupMaker(
+    sampler = HookSampler(f"{tmp_path}/hook.py:f", custom_args(job, "http://127.0.0.1:1"), ServedWeights(), seconds=60)
+    scorer = SampleScorer(f"127.0.0.1:{free_port()}", item_seconds=0.2)
+    groups = GroupSampler(
         PromptEncoder(tokenizer_folder, apply_chat_template=False),
-        maker,
-        judge,
+        sampler,
+        scorer,
         PARAMS,
         rollout_seed=1,
         max_prompt_tokens=None,
         context=None,
         partial_rollout=partial_rollout,
     )
-    await maker.start()
-    made = await groups.make(lease(0))
-    await maker.close()
-    await judge.close()
+    await sampler.start()
+    made = await groups.sample(lease(0))
+    await sampler.close()
+    await scorer.close()
     if partial_rollout:
         assert isinstance(made, buffer_pb2.LeaseRelease)
         assert list(made.partial_samples) == []
@@ -527,7 +527,7 @@ async def test_whatever_a_groups_work_raises_ends_in_a_put_or_a_release(
         async def make(*_: object) -> object:
             raise error
 
-        made.producer._maker = SimpleNamespace(make=make, hands_back=False)  # type: ignore[assignment]
+        made.producer._sampler = SimpleNamespace(sample=make, returns_partials=False)  # type: ignore[assignment]
         ledger.queued.append(lease(1))
         await made.fakes.until(lambda: bool(ledger.released) if released else len(ledger.puts) == 2)
         assert made.producer._groups == {}

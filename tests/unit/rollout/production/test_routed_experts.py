@@ -16,7 +16,7 @@ from services.rollout.engine.machine import Machine
 from services.rollout.production.generator import Generator
 from services.rollout.production.partial import generation_of
 from services.rollout.production.prompts import PromptEncoder
-from services.rollout.production.sampling import SampleMaker, SampleRequest
+from services.rollout.production.sampling import EngineSampler, SampleRequest
 from tests.support.fakes.fake_fleet import FakeFleet
 from tests.support.models.tiny_model import make_tiny_tokenizer
 from tests.unit.rollout.engine.test_arguments import FLAGS, job
@@ -26,7 +26,7 @@ PARAMS = SamplingParams(max_new_tokens=40)
 
 async def test_a_sample_has_a_row_for_every_token_but_its_last(fakes: FakeFleet, tmp_path: Path) -> None:
     async with EngineClient(fakes.fleet.engines[0].url, routed_experts=True) as client:
-        sample = await _maker(fakes, client, tmp_path, num_layers=2).make(_request(tmp_path))
+        sample = await _sampler(fakes, client, tmp_path, num_layers=2).sample(_request(tmp_path))
     column = sample.columns[ROUTED_EXPERTS]
     assert (column.dtype, column.shape) == (np.int16, (len(sample.tokens) - 1, 2, 1))
     assert column[:, 0, 0].tolist() == (sample.tokens[:-1] % 4).tolist()
@@ -56,14 +56,14 @@ async def test_what_was_made_before_a_break_keeps_its_experts(fakes: FakeFleet, 
 
 async def test_a_sample_that_is_continued_later_brings_its_experts_along(fakes: FakeFleet, tmp_path: Path) -> None:
     async with EngineClient(fakes.fleet.engines[0].url, routed_experts=True) as client:
-        sample = await _maker(fakes, client, tmp_path, num_layers=2).make(_request(tmp_path))
+        sample = await _sampler(fakes, client, tmp_path, num_layers=2).sample(_request(tmp_path))
     flat = np.frombuffer(generation_of(sample).routed_experts or b"", dtype="<i4")
     assert flat.tolist() == sample.columns[ROUTED_EXPERTS].reshape(-1).tolist()
 
 
 async def test_nobody_asks_for_them_otherwise(fakes: FakeFleet, tmp_path: Path) -> None:
     async with EngineClient(fakes.fleet.engines[0].url) as client:
-        assert not (await _maker(fakes, client, tmp_path, num_layers=None).make(_request(tmp_path))).columns
+        assert not (await _sampler(fakes, client, tmp_path, num_layers=None).sample(_request(tmp_path))).columns
 
 
 def test_engines_are_started_so_that_they_know() -> None:
@@ -77,8 +77,8 @@ def test_engines_are_started_so_that_they_know() -> None:
         arguments.check({"enable_return_routed_experts": True}, machine)
 
 
-def _maker(fakes: FakeFleet, client: EngineClient, folder: Path, *, num_layers: int | None) -> SampleMaker:
-    return SampleMaker(Generator(client, fakes.fleet.weights), _encoder(folder), seconds=20, num_layers=num_layers)
+def _sampler(fakes: FakeFleet, client: EngineClient, folder: Path, *, num_layers: int | None) -> EngineSampler:
+    return EngineSampler(Generator(client, fakes.fleet.weights), _encoder(folder), seconds=20, num_layers=num_layers)
 
 
 def _request(folder: Path) -> SampleRequest:

@@ -1,4 +1,4 @@
-"""Conversations for supervised fine-tuning become samples without an engine and without a judge."""
+"""Conversations for supervised fine-tuning become samples without an engine and without a scorer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from headrace.errors import InvalidArgument
 from headrace.trajectory import Sample, Status
 from services.rollout.chat.chat_mask import FAMILIES
 from services.rollout.engine.api import SamplingParams
-from services.rollout.production.groups import GroupMaker
+from services.rollout.production.groups import GroupSampler
 from services.rollout.production.sampling import SampleRequest
-from services.rollout.production.supervised import ConversationEncoder, SupervisedMaker
+from services.rollout.production.supervised import ConversationEncoder, SupervisedSampler
 from tests.support.models.chat_templates import CHAT_MODELS, make_chat_tokenizer
 from tests.support.models.tiny_model import make_tiny_tokenizer
 
@@ -41,9 +41,9 @@ def lease(prompt: sample_pb2.Prompt) -> buffer_pb2.GroupLease:
     return buffer_pb2.GroupLease(lease_id="l", group_id="g", n_samples=1, attempt=1, prompt=prompt)
 
 
-def groups(encoder: ConversationEncoder) -> GroupMaker:
-    return GroupMaker(
-        *(encoder, SupervisedMaker(), None, SamplingParams(1)),
+def groups(encoder: ConversationEncoder) -> GroupSampler:
+    return GroupSampler(
+        *(encoder, SupervisedSampler(), None, SamplingParams(1)),
         rollout_seed=1,
         max_prompt_tokens=None,
         context=None,
@@ -54,7 +54,7 @@ async def test_a_conversation_becomes_a_sample_of_which_the_assistants_tokens_ar
     encoder: ConversationEncoder,
 ) -> None:
     prompt = encoder.encode(conversation(4))
-    (sample,) = await SupervisedMaker().make_all(
+    (sample,) = await SupervisedSampler().sample_all(
         [SampleRequest("s", "g", 0, prompt, None, {}, SamplingParams(1))], evaluation=False
     )
     assert sample.status is Status.COMPLETED
@@ -77,8 +77,10 @@ def test_an_answer_is_tokenized_apart_from_its_prompt(tmp_path: Path, name: str)
     assert encoder.tokenizer.decode(list(encoded.tokens)) == encoded.text
 
 
-async def test_a_leased_conversation_is_put_without_an_engine_and_without_a_judge(encoder: ConversationEncoder) -> None:
-    put = await groups(encoder).make(lease(conversation(4)))
+async def test_a_leased_conversation_is_put_without_an_engine_and_without_a_scorer(
+    encoder: ConversationEncoder,
+) -> None:
+    put = await groups(encoder).sample(lease(conversation(4)))
     assert isinstance(put, buffer_pb2.GroupPut)
     assert put.outcome == buffer_pb2.PUT_OUTCOME_COMPLETE
     (sample,) = [Sample.unpack(packed) for packed in put.samples]
@@ -87,7 +89,7 @@ async def test_a_leased_conversation_is_put_without_an_engine_and_without_a_judg
 
 
 async def test_a_conversation_without_an_assistant_is_put_as_failed(encoder: ConversationEncoder) -> None:
-    put = await groups(encoder).make(lease(conversation(1)))
+    put = await groups(encoder).sample(lease(conversation(1)))
     assert isinstance(put, buffer_pb2.GroupPut)
     assert put.outcome == buffer_pb2.PUT_OUTCOME_FAILED
     assert "no assistant's turn to train" in put.failure.message

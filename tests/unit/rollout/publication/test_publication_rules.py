@@ -12,7 +12,7 @@ from headrace.errors import ChecksumMismatch, FailedPrecondition, GroupGone, Inv
 from services.rollout.publication.checksums import differences
 from services.rollout.publication.groups import WeightGroups
 from services.rollout.publication.probe import Probe
-from services.rollout.publication.state import Phase, Transaction
+from services.rollout.publication.state import Phase, PublicationState
 from tests.unit.rollout.publication.test_receiver import PLAN
 
 
@@ -27,19 +27,19 @@ def test_a_plan_without_a_name_is_refused() -> None:
 
 
 def test_what_is_committed_is_neither_open_nor_aborted_any_more() -> None:
-    transaction = Transaction(PLAN, ("engine-0",), received=set(PLAN.buckets))
-    transaction.commit()
+    state = PublicationState(PLAN, ("engine-0",), received=set(PLAN.buckets))
+    state.commit()
     with pytest.raises(FailedPrecondition, match="is committed already"):
-        transaction.require_open()
-    assert not transaction.abort("too late")
-    assert transaction.phase is Phase.COMMITTED
+        state.require_open()
+    assert not state.abort("too late")
+    assert state.phase is Phase.COMMITTED
 
 
 def test_what_was_aborted_keeps_its_first_reason() -> None:
-    transaction = Transaction(PLAN, ("engine-0",))
-    assert transaction.abort("first")
-    assert not transaction.abort("second")
-    assert transaction.why_aborted == "first"
+    state = PublicationState(PLAN, ("engine-0",))
+    assert state.abort("first")
+    assert not state.abort("second")
+    assert state.why_aborted == "first"
 
 
 def test_an_engine_that_lacks_a_tensor_is_told_from_one_with_tied_embeddings() -> None:

@@ -15,10 +15,10 @@ from services.rollout.publication.groups import WeightGroups
 from services.rollout.publication.publication import Publication
 
 
-async def settle(publication: Publication, fleet: Fleet, groups: WeightGroups) -> None:
+async def clean_up(publication: Publication, fleet: Fleet, groups: WeightGroups) -> None:
     """Returns once every engine is in one of those states."""
-    transaction = publication.transaction
-    log.warning("publication_aborted", publication_id=publication.plan.publication_id, why=transaction.why_aborted)
+    state = publication.state
+    log.warning("publication_aborted", publication_id=publication.plan.publication_id, why=state.why_aborted)
     publication.end_timer()
     if publication.preparing is not None:
         publication.preparing.cancel()
@@ -36,13 +36,13 @@ async def _settle(
     publication: Publication, engine: Engine, fleet: Fleet, groups: WeightGroups, is_unwell: bool
 ) -> None:
     if is_unwell:
-        await fleet.give_up(engine, f"publication aborted: {publication.transaction.why_aborted}")
+        await fleet.give_up(engine, f"publication aborted: {publication.state.why_aborted}")
         return
     try:
         await groups.leave(engine, publication.plan.group_names)
         if engine.engine_id in publication.in_session:
             await engine.client.end_weight_update()
-        if publication.transaction.touched or engine.engine_id not in publication.were_ready:
+        if publication.state.dirty or engine.engine_id not in publication.were_ready:
             await fleet.hold_back(engine)
         else:
             await engine.client.resume()

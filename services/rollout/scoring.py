@@ -23,7 +23,7 @@ _KEPT_CLIENTS = 8  # their calls on the way may finish; those of the ones before
 
 
 @dataclass(frozen=True, slots=True)
-class JudgeTarget:
+class RewardTarget:
     """Who judges, and since when. An empty scorer means the service's default."""
 
     address: str
@@ -31,7 +31,7 @@ class JudgeTarget:
     since: datetime
 
 
-class Judge:
+class SampleScorer:
     """Sends whole groups to the reward service. A sample that nobody could judge is FAILED, never a reward of 0."""
 
     def __init__(
@@ -42,7 +42,7 @@ class Judge:
         call_seconds: float = _CALL_SECONDS,
         patience_seconds: float = _PATIENCE_SECONDS,
     ) -> None:
-        self.target = JudgeTarget(address, "", datetime.now(UTC))
+        self.target = RewardTarget(address, "", datetime.now(UTC))
         self._client = RewardClient(address)
         self._former: list[RewardClient] = []
         self._item_seconds = item_seconds
@@ -50,7 +50,7 @@ class Judge:
         self._patience_seconds = patience_seconds
         self.being_scored = 0
 
-    async def retarget(self, *, address: str | None, scorer: str | None) -> JudgeTarget:
+    async def retarget(self, *, address: str | None, scorer: str | None) -> RewardTarget:
         """From the next call on; calls on their way finish where they are. None leaves as it is."""
         if address is not None and address != self.target.address:
             client = RewardClient(address)
@@ -58,7 +58,7 @@ class Judge:
             self._client = client
             if len(self._former) > _KEPT_CLIENTS:
                 await self._former.pop(0).close()
-        self.target = JudgeTarget(
+        self.target = RewardTarget(
             self.target.address if address is None else address,
             self.target.scorer if scorer is None else scorer,
             datetime.now(UTC),
@@ -70,25 +70,25 @@ class Judge:
         """Closes the connections."""
         await asyncio.gather(*(client.close() for client in [*self._former, self._client]))
 
-    async def judge(self, samples: Sequence[Sample]) -> list[Sample]:
+    async def score(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with rewards, or FAILED with the reason; those that failed or have a reward stay as they are."""
         waiting = [sample for sample in samples if sample.status is not Status.FAILED and sample.reward is None]
         if not waiting:
             return list(samples)
         self.being_scored += len(waiting)
         try:
-            judgements = await self._judgements([_item(sample) for sample in waiting])
+            results = await self._results([_item(sample) for sample in waiting])
         except HeadraceError as error:
             failure = Failure(f"REWARD_{error.reason}", error.message)
-            judged = {sample.sample_id: _failed(sample, failure) for sample in waiting}
+            scored = {sample.sample_id: _failed(sample, failure) for sample in waiting}
         else:
-            pairs = zip(waiting, judgements, strict=True)
-            judged = {sample.sample_id: _with_judgement(sample, judgement) for sample, judgement in pairs}
+            pairs = zip(waiting, results, strict=True)
+            scored = {sample.sample_id: _with_score(sample, result) for sample, result in pairs}
         finally:
             self.being_scored -= len(waiting)
-        return [judged.get(sample.sample_id, sample) for sample in samples]
+        return [scored.get(sample.sample_id, sample) for sample in samples]
 
-    async def _judgements(self, items: Sequence[ScoreItem]) -> Sequence[Judgement]:
+    async def _results(self, items: Sequence[ScoreItem]) -> Sequence[Judgement]:
         """Raises Unavailable when nobody judged in time, and at once what waiting cannot help."""
         end = time.monotonic() + self._patience_seconds
         rounds = -(-len(items) // _JUDGED_AT_ONCE)
@@ -120,15 +120,15 @@ def _item(sample: Sample) -> ScoreItem:
     )
 
 
-def _with_judgement(sample: Sample, judgement: Judgement) -> Sample:
-    if not isinstance(judgement, Score):
-        return _failed(sample, Failure(judgement.reason, judgement.message))
+def _with_score(sample: Sample, result: Judgement) -> Sample:
+    if not isinstance(result, Score):
+        return _failed(sample, Failure(result.reason, result.message))
     return replace(
         sample,
-        reward=judgement.value,
-        reward_parts=dict(judgement.parts),
-        scorer=judgement.scorer,
-        scorer_version=judgement.scorer_version,
+        reward=result.value,
+        reward_parts=dict(result.parts),
+        scorer=result.scorer,
+        scorer_version=result.scorer_version,
     )
 
 

@@ -38,7 +38,7 @@ _REMEMBERED_SLOW = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ScorerCall:
     """Items that one call of a scorer judges, by their positions in the batch."""
 
     scorer: Scorer
@@ -49,7 +49,7 @@ Choice = tuple[ScoreItem, Scorer] | ScoreError
 """Who judges an item, or why nobody does."""
 
 
-class Judge:
+class BatchScorer:
     """Judges with the registry's scorers in the pool's workers; `slow_pool` takes what is not done there at once."""
 
     def __init__(
@@ -75,7 +75,7 @@ class Judge:
         self._too_slow: OrderedDict[bytes, None] = OrderedDict()
         """Digests of the latest: a call that is made again, after its deadline, need not wait for them again."""
 
-    async def judge(
+    async def score(
         self, items: Sequence[ScoreItem | ScoreError], requested: str | None = None, *, peer: str = ""
     ) -> list[Judgement]:
         """One judgement an item, in order. Raises NotFound for `requested`, ResourceExhausted when too much waits."""
@@ -84,7 +84,7 @@ class Judge:
         self._in_flight[peer] += len(items)
         try:
             choices = [self._choice(item, scorer) for item in items]
-            return await self._judge(choices, (peer, next(self._calls)))
+            return await self._scored(choices, (peer, next(self._calls)))
         finally:
             self._in_flight[peer] -= len(items)
             if not self._in_flight[peer]:
@@ -108,32 +108,32 @@ class Judge:
                     reason="QUEUE_FULL",
                 )
 
-    async def _judge(self, choices: Sequence[Choice], caller: Caller) -> list[Judgement]:
+    async def _scored(self, choices: Sequence[Choice], caller: Caller) -> list[Judgement]:
         results: dict[int, Judgement] = {i: c for i, c in enumerate(choices) if isinstance(c, ScoreError)}
         for error in results.values():
             self._metrics.count("none", error)
         async with asyncio.TaskGroup() as tasks:
-            for work in _works({i: c for i, c in enumerate(choices) if not isinstance(c, ScoreError)}):
-                tasks.create_task(self._run(work, results, caller))
+            for call in _calls_for({i: c for i, c in enumerate(choices) if not isinstance(c, ScoreError)}):
+                tasks.create_task(self._run(call, results, caller))
         return [results[i] for i in range(len(choices))]
 
-    async def _run(self, work: Work, results: dict[int, Judgement], caller: Caller) -> None:
+    async def _run(self, call: ScorerCall, results: dict[int, Judgement], caller: Caller) -> None:
         started = time.monotonic()
-        batch = list(work.items.values())
+        batch = list(call.items.values())
         try:
-            rewards = await self._rewards(work.scorer, batch, caller)
-            judgements = [self._judgement(work.scorer, reward) for reward in rewards]
+            rewards = await self._rewards(call.scorer, batch, caller)
+            scored = [self._result(call.scorer, reward) for reward in rewards]
         except (WorkerError, HeadraceError) as error:
             failure = _error_of(error)
-            judgements = [failure] * len(batch)
+            scored = [failure] * len(batch)
             ids = [item.item_id for item in batch]
             log.warning(
-                "not_judged", items=ids, scorer=work.scorer.name, reason=failure.reason, message=failure.message
+                "not_judged", items=ids, scorer=call.scorer.name, reason=failure.reason, message=failure.message
             )
-        for position, judgement in zip(work.items, judgements, strict=True):
-            results[position] = judgement
-            self._metrics.count(work.scorer.name, judgement)
-        self._metrics.observe(work.scorer.name, time.monotonic() - started)
+        for position, result in zip(call.items, scored, strict=True):
+            results[position] = result
+            self._metrics.count(call.scorer.name, result)
+        self._metrics.observe(call.scorer.name, time.monotonic() - started)
 
     async def _rewards(self, scorer: Scorer, batch: Sequence[ScoreItem], caller: Caller) -> list[Reward | NoReward]:
         if scorer.hook is None:
@@ -184,7 +184,7 @@ class Judge:
             return None
         return reward
 
-    def _judgement(self, scorer: Scorer, reward: Reward | NoReward) -> Judgement:
+    def _result(self, scorer: Scorer, reward: Reward | NoReward) -> Judgement:
         if isinstance(reward, str):
             return ScoreError("SCORER_NOT_FINITE", reward)
         parts = reward if isinstance(reward, dict) else {}
@@ -202,18 +202,18 @@ class Judge:
         return Score(reward, scorer.name, scorer.version, parts)
 
 
-def _works(chosen: Mapping[int, tuple[ScoreItem, Scorer]]) -> list[Work]:
+def _calls_for(chosen: Mapping[int, tuple[ScoreItem, Scorer]]) -> list[ScorerCall]:
     """Groups for group scorers, batches for model classes, single items for all others."""
     together: dict[tuple[str, str], list[int]] = defaultdict(list)
     for position, (item, scorer) in chosen.items():
         together[scorer.name, _key(scorer.hook, item, position)].append(position)
-    works = []
+    calls = []
     for positions in together.values():
         scorer = chosen[positions[0]][1]
         size = _BATCH_ITEMS if scorer.hook and scorer.hook.form is RewardForm.BATCH else len(positions)
         for start in range(0, len(positions), size):
-            works.append(Work(scorer, {i: chosen[i][0] for i in positions[start : start + size]}))
-    return works
+            calls.append(ScorerCall(scorer, {i: chosen[i][0] for i in positions[start : start + size]}))
+    return calls
 
 
 def _key(hook: RewardHook | None, item: ScoreItem, position: int) -> str:
