@@ -1,6 +1,25 @@
-"""Exit codes by which a service tells its supervisor whether another start may help. All others mean: it may."""
+"""How a service ends: what its exit code tells its supervisor of another start.
+
+| code | ends with it | another start |
+|---|---|---|
+| 0 | a service that was asked to end; a trainer whose run is finished | |
+| 1 | any other error: its own engines, router, disk or port | may help, and counts |
+| 2 | a mistake in its job or command line | cannot help |
+| 3 | a trainer whose samples fail | cannot help before somebody mends that |
+| 75 | a trainer whose buffer or rollout service is away, a buffer whose database is | may help, and does not count |
+| 76 | a trainer's rank that another rank has left | counts as the other rank's end |
+
+The rollout service waits for a buffer that is away for as long as it takes, because engines take minutes to start. It
+asks a reward service for `peer_wait_seconds` and then puts the samples as FAILED. The reward service needs nobody.
+"""
 
 from __future__ import annotations
+
+from pydantic import ValidationError
+
+from headrace.errors import ConfigError, HeadraceError, NothingToLearn
+
+FAILED = 1
 
 NOT_WORTH_RESTARTING = 2
 """There is a mistake in its job or command line."""
@@ -11,6 +30,14 @@ NOTHING_TO_LEARN = 3
 PEER_AWAY = 75
 """Another service, or the database, did not answer for as long as this one waits (sysexits.h: EX_TEMPFAIL)."""
 
+PEER_LOST = 76
+"""Another rank is gone: this one is not to blame."""
 
-PEER_LOST = 75
-"""Exit code of a rank that ended because another one is gone: not the one to blame."""
+
+def exit_code(error: Exception, peers_errors: tuple[type[HeadraceError], ...] = ()) -> int:
+    """The code of what ended a service; `peers_errors` are those that mean a peer is away."""
+    if isinstance(error, NothingToLearn):
+        return NOTHING_TO_LEARN
+    if isinstance(error, ConfigError | ValidationError):
+        return NOT_WORTH_RESTARTING
+    return PEER_AWAY if isinstance(error, peers_errors) else FAILED

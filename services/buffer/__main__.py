@@ -13,7 +13,7 @@ import uvloop
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.errors import DataLoss, HeadraceError, Unavailable
 from headrace.job.schema.job import Job
-from headrace.process.exit_codes import PEER_AWAY
+from headrace.process.exit_codes import exit_code
 from headrace.rpc.log import configure_logging, log
 from headrace.rpc.server import RpcServer, Service
 from services.buffer.allocator import keep_large_blocks
@@ -30,10 +30,11 @@ from services.buffer.store.kinds import store_of_job
 
 # After a disk failed: long enough for UNAVAILABLE to reach those who wait.
 _FAILED_GRACE_SECONDS = 0.5
+_DATABASES_ERRORS = (Unavailable,)
 
 
 def main(open_store: Callable[[Job, Path], Store] = store_of_job) -> int:
-    """0 after a signal, 1 with one line when it cannot start or its disk fails, PEER_AWAY without its database."""
+    """0 after a signal; otherwise the code of `exit_codes`, and one line that says why."""
     arguments = _parser().parse_args()
     configure_logging("buffer")
     keep_large_blocks()
@@ -44,12 +45,9 @@ def main(open_store: Callable[[Job, Path], Store] = store_of_job) -> int:
             store = open_store(job, arguments.data_dir)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(job, arguments, store))
-    except Unavailable as error:
-        log.error("buffer_failed", message=error.message)
-        return PEER_AWAY
     except (HeadraceError, OSError, ValueError) as error:
         log.error("buffer_failed", message=str(error))
-        return 1
+        return exit_code(error, _DATABASES_ERRORS)
     return 0
 
 

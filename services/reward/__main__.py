@@ -14,19 +14,20 @@ from pydantic import ValidationError
 from headrace.errors import HeadraceError
 from headrace.hooks import HookArgs, hook_args, section_args
 from headrace.job.schema.job import Job, RewardSection
+from headrace.process.exit_codes import exit_code
 from headrace.rpc.log import configure_logging
 from services.reward.service import RewardServer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serves until a signal. 1 and one line on stderr when it cannot start."""
+    """Serves until a signal. Otherwise the code of `exit_codes`, and one line on stderr that says why."""
     options = vars(_parser().parse_args(arguments))
     configure_logging("reward")
     try:
         asyncio.run(_serve(options))
     except (HeadraceError, ValidationError, OSError) as error:
         print(f"headrace reward: {error}", file=sys.stderr)  # noqa: T201  # one line to a person
-        return 1
+        return exit_code(error)
     return 0
 
 

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace.errors import HeadraceError, Unavailable
 from headrace.job.schema.job import Job
+from headrace.process.exit_codes import exit_code
 from headrace.rpc.log import configure_logging, log
 from headrace.rpc.net import Address, require_free
 from headrace.rpc.server import RpcServer, Service
@@ -22,7 +23,10 @@ from services.rollout.servicer import REQUEST_LIMITS, RolloutServicer
 
 
 def main() -> int:
-    """0 after a signal, 1 with one line when it cannot start or loses its router."""
+    """0 after a signal; otherwise the code of `exit_codes`, and one line that says why.
+
+    Engines and router are its own, and it waits for its peers: none of its errors means that a peer is away.
+    """
     arguments = _parser().parse_args()
     configure_logging("rollout")
     try:
@@ -31,7 +35,7 @@ def main() -> int:
         asyncio.run(_serve(job, arguments))
     except (HeadraceError, OSError, ValueError) as error:
         log.error("rollout_failed", message=str(error))
-        return 1
+        return exit_code(error)
     return 0
 
 

@@ -16,7 +16,6 @@ from headrace.trajectory import Failure, Sample, Status
 
 # A call may wait that long for a service that is being replaced; SetReward takes effect between calls.
 _CALL_SECONDS = 20.0
-_PATIENCE_SECONDS = 300.0
 _PAUSE_SECONDS = 1.0
 _JUDGED_AT_ONCE = 16
 _KEPT_CLIENTS = 8  # their calls on the way may finish; those of the ones before are made again at the new address
@@ -40,7 +39,7 @@ class SampleScorer:
         *,
         item_seconds: float,
         call_seconds: float = _CALL_SECONDS,
-        patience_seconds: float = _PATIENCE_SECONDS,
+        patience_seconds: float = 300.0,
     ) -> None:
         self.target = RewardTarget(address, "", datetime.now(UTC))
         self._client = RewardClient(address)

@@ -124,6 +124,7 @@ class RolloutService:
         scorer = SampleScorer(
             _required(job.services.reward_address, "reward_address"),
             item_seconds=job.reward.reward_timeout_seconds,
+            patience_seconds=job.services.peer_wait_seconds,
         )
         supervised = supervised_parts(job)
         groups = GroupSampler(

@@ -16,11 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from headrace.errors import DeadlineExceeded, DiskFull, HeadraceError, NothingToLearn, Unavailable
+from pydantic import ValidationError
+
+from headrace.errors import DeadlineExceeded, DiskFull, HeadraceError, Unavailable
 from headrace.job.schema.job import Job
 from headrace.job_buffer import buffer_of
 from headrace.process.ending import Ending
-from headrace.process.exit_codes import NOTHING_TO_LEARN, PEER_AWAY, PEER_LOST
+from headrace.process.exit_codes import PEER_LOST, exit_code
 from headrace.rpc.log import configure_logging, log
 from headrace.run_folder import RunFolder
 from services.trainer.control.channel import PeerLost
@@ -30,13 +32,12 @@ from services.trainer.control.rank_group import follow
 from services.trainer.data.fetch import Fetch
 
 STREAM = "train"
+_PEERS_ERRORS = (Unavailable, DeadlineExceeded, DiskFull)
+"""A checkpoint that cannot be written is tried again: a full disk that ends the trainer is the buffer's"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: the run is finished, or was stopped by request. 1: an error, said in one line. PEER_LOST: another rank's.
-
-    PEER_AWAY: a service that it needs did not answer in time. NOTHING_TO_LEARN: the breaker ended the run.
-    """
+    """0: the run is finished, or was stopped by request; otherwise the code of `exit_codes`, and a line says why."""
     parser = argparse.ArgumentParser(prog="python -m services.trainer", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="the resolved job (JSON)")
     parser.add_argument("--address", default="127.0.0.1:0", help="where rank 0 serves")
@@ -53,21 +54,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PeerLost as error:
         log.error("trainer_failed", reason=error.reason, error=error.message)
         os._exit(PEER_LOST)  # the compute thread may wait for the lost rank in a collective, for minutes
+    except ValidationError as error:
+        log.error("trainer_failed", reason="CONFIG_ERROR", error=str(error))
+        return exit_code(error)
     except HeadraceError as error:
         log.error("trainer_failed", reason=error.reason, error=error.message)
         print(f"trainer: {error.message}", file=sys.stderr)  # noqa: T201  # one line to a person
-        code = _exit_code(error)
+        code = exit_code(error, _PEERS_ERRORS)
         if os.environ.get("RANK", "0") == "0":
             with suppress(OSError):  # the disk may be why it ended
                 Ending(code, error.message).write(RunFolder(args.run_dir).ending)
         return code
     return 0
-
-
-def _exit_code(error: HeadraceError) -> int:
-    if isinstance(error, NothingToLearn):
-        return NOTHING_TO_LEARN
-    return PEER_AWAY if isinstance(error, Unavailable | DeadlineExceeded | DiskFull) else 1
 
 
 async def run_rank(job: Job, args: argparse.Namespace) -> None:

@@ -264,7 +264,7 @@ async def test_the_process_shows_metrics_and_ends_on_sigterm() -> None:
 )
 def test_a_start_that_cannot_be_ends_with_one_line(arguments: list[str], message: str) -> None:
     ended = subprocess.run(command(*arguments), env=environment(), capture_output=True, text=True, timeout=180)
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert message in ended.stderr
     assert ended.stderr.count("\n") == 1
 

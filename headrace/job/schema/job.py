@@ -258,7 +258,7 @@ class ServicesSection(Section):
         1800.0, description="A service or an engine that does not serve by then is given up."
     )
     peer_wait_seconds: Seconds = Field(
-        300.0, description="A service waits so long for another one that does not answer, before it ends for a restart."
+        300.0, description="So long the trainer waits for a service that does not answer, and rollout for a score."
     )
 
 
