@@ -58,7 +58,7 @@ async def serve(job: Job, arguments: argparse.Namespace, store: Store) -> None:
         buffer = await Buffer.open(
             store,
             columns_folder=arguments.data_dir / "columns",
-            user_code=UserCode.of(job),
+            user_code=UserCode.of(job, arguments.data_dir),
             prompt_files=PromptFiles(job.buffer.prompt_root, [file.path for file in train_stream(job).files]),
             max_column_bytes=job.buffer.max_payload_bytes,
             min_free_disk_bytes=reserve,

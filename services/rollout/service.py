@@ -17,6 +17,7 @@ from headrace.job.schema.job import Job
 from headrace.job_buffer import buffer_of
 from headrace.models.architecture import Architecture
 from headrace.models.registry import read_architecture
+from headrace.process.scratch import delete_leftovers
 from headrace.rpc.log import log
 from headrace.sample_checks import ModelBounds
 from services.rollout.engine import arguments
@@ -26,7 +27,6 @@ from services.rollout.engine.fleet import Fleet, FleetTiming
 from services.rollout.engine.machine import Machine
 from services.rollout.engine.process import EngineFactory, SglangProcess
 from services.rollout.engine.router import Router
-from services.rollout.engine.scratch import delete_leftovers
 from services.rollout.eval_file import EvalFiles
 from services.rollout.evaluate import Evaluator
 from services.rollout.metrics import RolloutMetrics
@@ -202,7 +202,7 @@ class RolloutService:
 def sglang_factory(job: Job, machine: Machine, log_dir: Path) -> EngineFactory:
     """Real engines. Raises ConfigError for --sglang-* flags that SGLang does not know."""
     arguments.check(job.sglang, machine)
-    delete_leftovers(log_dir)
+    delete_leftovers(log_dir, "engine-*")
     return lambda number: SglangProcess(job, machine, number, log_dir / f"engine-{number}.log")
 
 

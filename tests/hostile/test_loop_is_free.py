@@ -320,7 +320,7 @@ async def test_a_backup_does_not_hold_the_loop(tmp_path: Path, watchdog: Watchdo
 
 async def test_what_a_buffer_filter_is_shown_does_not_hold_the_loop(tmp_path: Path, watchdog: Watchdog) -> None:
     (tmp_path / "mine.py").write_text("def first(args, buffer, num_samples):\n    return buffer[:num_samples]\n")
-    code = UserCode(HookArgs({}), f"{tmp_path}/mine.py:first", 120.0)
+    code = UserCode(HookArgs({}), f"{tmp_path}/mine.py:first", 120.0, tmp_path)
     before = slowness()
     async with served_buffer(MemoryStore(), user_code=code) as (buffer, server):
         call = Calls(server.address, watchdog)

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from headrace.api.sample.v1.sample_pb2 import SampleEnvelope
 from headrace.errors import ResourceExhausted
@@ -304,8 +303,8 @@ class Buffer:
             groups = self.ledger.candidates(stream, step)
             if not groups:
                 return None
-            with TemporaryDirectory(prefix="headrace-filter-") as folder:
-                packed = Path(folder) / "groups"
+            with self._chooser.folder() as folder:
+                packed = folder / "groups"
                 await self._payload_readers.run(pack_groups, packed, map(self._packed, groups))
                 chosen, dropped = await self._chooser.choose(step, packed, book.state.config.groups_per_step)
             ids = [[groups[place].group_id for place in places] for places in (chosen, dropped)]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from headrace.errors import ConfigError, FailedPrecondition
 from headrace.hooks import HookArgs
 from headrace.hooks.buffer_filter import load_buffer_filter, run_packed_buffer_filter
+from headrace.process.scratch import Scratch, delete_leftovers
 from headrace.process.workers import WorkerError, WorkerPool
 
 _LOAD_SECONDS = 120.0
@@ -15,14 +19,20 @@ _LOAD_SECONDS = 120.0
 class GroupChooser:
     """Its choice is durable before anybody hears of it; a restart does not ask again."""
 
-    def __init__(self, path: str, args: HookArgs, *, seconds: float) -> None:
+    def __init__(self, path: str, args: HookArgs, links: Path, *, seconds: float) -> None:
+        """`links` is the folder of the ledger, which one process at a time owns."""
         self._path = path
         self._args = args
+        self._links = links
         self._seconds = seconds
         self._pool = WorkerPool(1)
 
     async def start(self) -> None:
-        """Loads the function. Raises ConfigError when it cannot be loaded or takes other arguments."""
+        """Loads the function, and deletes what a buffer that was killed has left of a choice.
+
+        Raises ConfigError when the function cannot be loaded or takes other arguments.
+        """
+        delete_leftovers(self._links, "filter-*")
         try:
             await self._pool.run(
                 load_buffer_filter, self._path, timeout_seconds=_LOAD_SECONDS, name=f"hook {self._path}"
@@ -33,6 +43,16 @@ class GroupChooser:
     async def close(self) -> None:
         """Ends the worker."""
         await self._pool.close()
+
+    @contextmanager
+    def folder(self) -> Iterator[Path]:
+        """For the groups of one choice; it goes with it."""
+        scratch = Scratch(self._links, f"filter-{secrets.token_hex(4)}")
+        try:
+            scratch.make()
+            yield scratch.folder
+        finally:
+            scratch.delete()
 
     async def choose(self, step: int, groups: Path, num_groups: int) -> tuple[list[int], list[int]]:
         """(chosen, dropped) places in the file, which `pack_groups` has written.

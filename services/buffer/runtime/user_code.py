@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from headrace.errors import ConfigError
 from headrace.hooks import HookArgs, hook_args
@@ -18,17 +19,19 @@ class UserCode:
     args: HookArgs | None = None
     buffer_filter_path: str | None = None
     seconds: float = 60.0
+    links: Path | None = None
+    """The ledger's folder, where what a choice keeps in the temporary folder has its name"""
 
     @classmethod
-    def of(cls, job: Job) -> UserCode:
+    def of(cls, job: Job, links: Path) -> UserCode:
         """What the job says."""
-        return cls(hook_args(job), job.buffer.buffer_filter_path, job.buffer.buffer_hook_timeout_seconds)
+        return cls(hook_args(job), job.buffer.buffer_filter_path, job.buffer.buffer_hook_timeout_seconds, links)
 
     async def chooser(self) -> GroupChooser | None:
         """Of selection HOOK. Raises ConfigError when it cannot be loaded."""
-        if self.buffer_filter_path is None or self.args is None:
+        if self.buffer_filter_path is None or self.args is None or self.links is None:
             return None
-        chooser = GroupChooser(self.buffer_filter_path, self.args, seconds=self.seconds)
+        chooser = GroupChooser(self.buffer_filter_path, self.args, self.links, seconds=self.seconds)
         await chooser.start()
         return chooser
 

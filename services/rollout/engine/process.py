@@ -12,12 +12,12 @@ from typing import Protocol
 
 from headrace.errors import HeadraceError, Unavailable
 from headrace.job.schema.job import Job
+from headrace.process.scratch import Scratch
 from headrace.rpc.net import free_port
 from services.rollout.engine import arguments
 from services.rollout.engine.child import ChildProcess
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.machine import Machine
-from services.rollout.engine.scratch import Scratch
 
 _POLL_SECONDS = 0.25
 
@@ -103,7 +103,7 @@ class SglangProcess(ServerProcess):
     def __init__(self, job: Job, machine: Machine, engine: int, log_path: Path) -> None:
         port = free_port()
         command = arguments.command(job, machine, engine=engine, port=port)
-        self._scratch = Scratch(log_path.parent, engine)
+        self._scratch = Scratch(log_path.parent, f"engine-{engine}")
         environment = arguments.environment(job, machine) | {
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{self._scratch.folder / 'ranks'}",
             "TMPDIR": str(self._scratch.folder),  # SGLang leaves the sockets that it makes there

@@ -93,5 +93,5 @@ def test_user_code_chooses_the_batch_and_gives_the_prompts_within_its_time() -> 
     buffer = BufferSection(buffer_filter_path="a.choose", buffer_hook_timeout_seconds=5.0)
     config = stream_of(buffer=buffer, data=DataSection(data_source_path="a.Source"))
     assert (config.selection, config.data_source) == (Selection.HOOK, "a.Source")
-    code = UserCode.of(Job(model=ModelSection(hf_checkpoint=Path("/none")), buffer=buffer))
+    code = UserCode.of(Job(model=ModelSection(hf_checkpoint=Path("/none")), buffer=buffer), Path("/ledger"))
     assert (code.buffer_filter_path, code.seconds) == ("a.choose", 5.0)

@@ -47,6 +47,13 @@ def endless(args, buffer, num_samples):
 def too_many(args, buffer, num_samples):
     return buffer
 
+def killed(args, buffer, num_samples):
+    import glob, os, sys
+    links = glob.glob(os.path.join(os.path.dirname(__file__), ".filter-*.tmp"))
+    assert [os.listdir(os.readlink(link)) for link in links] == [["groups"]]
+    os.symlink(os.readlink(links[0]), os.path.join(os.path.dirname(__file__), "was"))
+    return buffer[:num_samples]
+
 def needs_more(args, buffer, num_samples, another, and_another):
     return []
 """
@@ -57,7 +64,7 @@ async def opened(
     store: Store, folder: Path, function: str | None = None, seconds: float = 120.0, **config: object
 ) -> AsyncIterator[Buffer]:
     path = f"{folder}/mine.py:{function}" if function else None
-    buffer = await Buffer.open(store, user_code=UserCode(HookArgs({"who": "me"}), path, seconds))
+    buffer = await Buffer.open(store, user_code=UserCode(HookArgs({"who": "me"}), path, seconds, folder))
     selection = Selection.HOOK if function else Selection.FIFO
     fields = {"max_staleness": None, "selection": selection, **config}
     await buffer.create_stream(StreamConfig("train", 1, 2, **fields))  # type: ignore[arg-type]
@@ -116,6 +123,22 @@ async def test_a_users_function_chooses_the_batch_and_the_choice_is_durable(fold
         assert labels((await buffer.lease_batch("train", epoch, 0, 0.0))[0]) == ["dddd", "ccc"]
         await buffer.consume("train", epoch, 0, batch.digest)
         assert labels((await buffer.lease_batch("train", epoch, 1, 0.0))[0]) == ["a", "bb"]
+
+
+async def test_what_a_kill_in_a_choice_leaves_has_a_name_and_goes_with_the_next_start(folder: Path) -> None:
+    async with opened(MemoryStore(), folder, "killed") as buffer:
+        await ready(buffer, "a", "b")
+        epoch, _ = await buffer.rewind("train", 0, "one", 0)
+        assert labels((await buffer.lease_batch("train", epoch, 0, 0.0))[0]) == ["a", "b"]
+    there = (folder / "was").readlink()
+    assert not there.exists()
+    assert not list(folder.glob(".filter-*"))
+    there.mkdir()  # as a SIGKILL in the choice leaves both
+    (there / "groups").write_text("of the one that was killed")
+    (folder / ".filter-0123abcd.tmp").symlink_to(there)
+    async with opened(MemoryStore(), folder, "pop_first"):
+        assert not there.exists()
+        assert not list(folder.glob(".filter-*"))
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ import pytest
 
 from headrace.errors import Unavailable
 from headrace.job.schema.job import Job
+from headrace.process.scratch import Scratch, delete_leftovers
 from services.rollout.engine import arguments
 from services.rollout.engine.machine import Machine
 from services.rollout.engine.process import SglangProcess
-from services.rollout.engine.scratch import Scratch, delete_leftovers
 from services.rollout.service import sglang_factory
 
 ENGINE = """
@@ -106,7 +106,7 @@ async def test_what_a_killed_service_leaves_goes_when_the_next_one_starts(tmp_pa
     strangers = temporary / "of another program"
     strangers.mkdir()
     assert len(list(temporary.iterdir())) == 3
-    delete_leftovers(logs)
+    delete_leftovers(logs, "engine-*")
     assert list(temporary.iterdir()) == [strangers]
     assert not list(logs.iterdir())
 
@@ -114,10 +114,10 @@ async def test_what_a_killed_service_leaves_goes_when_the_next_one_starts(tmp_pa
 KILLED = """
 import os, signal, sys, tempfile
 from pathlib import Path
-from services.rollout.engine.scratch import Scratch
+from headrace.process.scratch import Scratch
 
 for engine in range(2):
-    scratch = Scratch(Path(sys.argv[1]), engine)
+    scratch = Scratch(Path(sys.argv[1]), f"engine-{engine}")
     scratch.make()
     (scratch.folder / "ranks").write_text("ranks meet here")
 os.kill(os.getpid(), signal.SIGKILL)
@@ -128,13 +128,13 @@ def test_a_link_to_anything_else_costs_nobody_a_folder(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.mkdir()
     (tmp_path / ".engine-0.tmp").symlink_to(precious)
-    delete_leftovers(tmp_path)
+    delete_leftovers(tmp_path, "engine-*")
     assert precious.is_dir()
     assert not (tmp_path / ".engine-0.tmp").is_symlink()
 
 
 def test_an_engines_folder_is_its_users_alone_and_short_enough_for_sockets(tmp_path: Path) -> None:
-    scratch = Scratch(tmp_path, 7)
+    scratch = Scratch(tmp_path, "engine-7")
     scratch.make()
     assert scratch.folder.stat().st_mode & 0o777 == 0o700
     assert len(scratch.folder.name) + len("/tmp//tmpabcdefgh") < 60
@@ -144,7 +144,7 @@ def test_an_engines_folder_is_its_users_alone_and_short_enough_for_sockets(tmp_p
 
 def test_the_service_deletes_leftovers_before_its_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    left = Scratch(tmp_path, 3)
+    left = Scratch(tmp_path, "engine-3")
     left.make()
     job: dict[str, Any] = {"model": {"hf_checkpoint": tmp_path}}
     sglang_factory(Job.model_validate(job), Machine(False, {}), tmp_path)
