@@ -1,4 +1,4 @@
-"""`python -m services.buffer`: the ledger as a process. It has the job's `train` stream from the start."""
+"""`python -m services.buffer` runs the ledger as a process. It has the job's `train` stream from the start."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _DATABASES_ERRORS = (Unavailable,)
 
 
 def main(open_store: Callable[[Job, Path], Store] = store_of_job) -> int:
-    """0 after a signal; otherwise the code of `exit_codes`, and one line that says why."""
+    """Returns 0 after a signal; otherwise one of `exit_codes`, with one line that says why."""
     arguments = _parser().parse_args()
     configure_logging("buffer")
     keep_large_blocks()
@@ -52,7 +52,7 @@ def main(open_store: Callable[[Job, Path], Store] = store_of_job) -> int:
 
 
 async def serve(job: Job, arguments: argparse.Namespace, store: Store) -> None:
-    """Until a signal. Raises what its disk raised."""
+    """Serves until a signal. Raises the error with which the store failed."""
     reserve = job.buffer.min_free_disk_bytes
     with long_lived():
         buffer = await Buffer.open(

@@ -1,4 +1,4 @@
-"""Large requests come and go: glibc is told to keep their memory instead of mapping new pages each time."""
+"""Large requests come and go, so glibc is told to keep their memory instead of mapping new pages each time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _KEPT_BYTES = 256 << 20
 
 
 def keep_large_blocks() -> None:
-    """Once, at the start of a process. Other C libraries than glibc decide for themselves."""
+    """Call it once, at the start of a process. It does nothing where the C library is not glibc."""
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
         library.mallopt(_M_MMAP_THRESHOLD, 32 << 20)

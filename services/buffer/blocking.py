@@ -18,7 +18,7 @@ _Work = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", Callable[..., An
 
 
 class BlockingPool:
-    """At most `num_threads`, started when they are needed."""
+    """A pool of at most `num_threads` threads; each starts when it is first needed."""
 
     def __init__(self, name: str, num_threads: int) -> None:
         self._name = name
@@ -28,7 +28,7 @@ class BlockingPool:
         self._num_busy = 0
 
     async def run(self, function: Callable[..., _Result], *args: Any) -> _Result:
-        """What the function returns or raises. A caller that is cancelled leaves it to its thread."""
+        """Returns or raises what the function does. If the caller is cancelled, the function still runs to its end."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[_Result] = loop.create_future()
         self._num_busy += 1

@@ -22,16 +22,16 @@ from services.buffer.ledger.source import FileSource, source_names
 from services.buffer.prompts.row import RowReader
 
 _GIVEN_ROWS = 512
-"""Those that the other services get, and the least that are read of a file."""
+"""Rows for the other services' checks; at least as many are read of each file."""
 _MOST_GIVEN_ROWS = 20_000
-"""With the first row of each rm_type."""
+"""The limit together with the first row of each rm_type."""
 _AT_ONCE = 512
 _PROGRESS_SECONDS = 2.0
 _TRIED_PROMPTS = 4
 
 
 async def check(options: CheckOptions, _: Prompts) -> BufferReport:
-    """Prompts are parsed as the buffer will, until the time is over; the others are counted."""
+    """Parses prompts as the buffer will, until the time is over, and counts the rest."""
     report, prompts, job = Report(), Prompts(), options.job
     clock = ReadingClock(options.read_seconds, tell_progress)
     try:
@@ -50,7 +50,7 @@ async def check(options: CheckOptions, _: Prompts) -> BufferReport:
 
 
 class ReadingClock:
-    """The time that all files together may take, and what is told meanwhile."""
+    """Limits the time that all files together may take, and reports progress meanwhile."""
 
     def __init__(
         self, seconds: float, tell: Callable[[str], None], clock: Callable[[], float] = time.monotonic
@@ -63,11 +63,11 @@ class ReadingClock:
 
     @property
     def is_over(self) -> bool:
-        """No more rows should be read."""
+        """True when no more rows should be read."""
         return self._clock() >= self._end
 
     def passed(self, path: str, rows: int) -> None:
-        """So many rows of the file have been looked at; every two seconds somebody hears of it."""
+        """Reports, at most every two seconds, how many rows of the file were read."""
         now = self._clock()
         if now - self._told < _PROGRESS_SECONDS:
             return
@@ -77,7 +77,7 @@ class ReadingClock:
 
 
 class _File:
-    """One file of prompts."""
+    """Checks one file of prompts."""
 
     def __init__(self, reader: RowReader, report: Report, prompts: Prompts, clock: ReadingClock) -> None:
         self._clock = clock
@@ -110,7 +110,7 @@ class _File:
             )
 
     def _rows(self) -> Iterator[tuple[int, bytes | Prompt | None]]:
-        """(number from 1, what is to be read of the row); None where it is only counted."""
+        """Yields (row number from 1, the row); the row is None where it is only counted."""
         return self._of_parquet() if self._source.path.endswith(".parquet") else self._of_jsonl()
 
     def _of_jsonl(self) -> Iterator[tuple[int, bytes | None]]:
@@ -133,7 +133,7 @@ class _File:
             yield from zip(chunk, rows.prompts(indices, 0) if self._goes_on() else [None] * len(chunk), strict=True)
 
     def _goes_on(self) -> bool:
-        """Another row is read. The first ones always are: the other services look at them."""
+        """True when another row should be read. The first rows always are, because the other services check them."""
         return self._parsed + len(self._bad) < _GIVEN_ROWS or not self._clock.is_over
 
     def _take(self, number: int, row: bytes | Prompt) -> None:

@@ -17,7 +17,7 @@ TRAIN_STREAM = "train"
 
 
 def train_stream(job: Job) -> StreamConfig:
-    """Raises ConfigError when no group could ever be fresh enough (see `admission`), or sizes are not resolved."""
+    """Raises ConfigError when staleness would refuse every group, or the job's sizes are not resolved."""
     if job.rollout.rollout_batch_size is None or job.rollout.n_samples_per_prompt is None:
         raise ConfigError("rollout_batch_size and n_samples_per_prompt are absent: the buffer takes the resolved job")
     interval = job.publish.update_weights_interval
@@ -53,12 +53,12 @@ def train_stream(job: Job) -> StreamConfig:
 
 
 def _vocab_size(checkpoint: Path) -> int | None:
-    """None where the buffer's machine has no checkpoint: then the trainer alone looks at token ids."""
+    """Returns None where the buffer's machine has no checkpoint; the trainer alone then checks token ids."""
     return read_architecture(checkpoint).vocab_size if (checkpoint / "config.json").is_file() else None
 
 
 def _shard(buffer: BufferSection) -> tuple[int, int]:
-    """(which, of how many)."""
+    """Returns (number of this shard, number of shards)."""
     if not buffer.buffer_addresses:
         return 0, 1
     if buffer.buffer_shard is None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def long_lived() -> Iterator[None]:
-    """What is made inside is not collected while it is made, and never looked at again."""
+    """Switches the cyclic collector off inside, and exempts all that exists at the end from it for good."""
     gc.disable()
     try:
         yield

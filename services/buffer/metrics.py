@@ -13,7 +13,7 @@ from services.buffer.ledger.ledger import Ledger
 
 
 class LedgerCollector(Collector):
-    """Registered once with the server's registry."""
+    """Register it once with the server's registry."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger

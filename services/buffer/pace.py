@@ -1,4 +1,4 @@
-"""Long work on the event loop, in short pieces: others have their turn in between."""
+"""Long work on the event loop is done in short parts, so that other work runs in between."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PIECE_SECONDS = 0.005
 
 
 async def paced(items: Iterable[_Item]) -> AsyncIterator[_Item]:
-    """The items; whoever works on them for a while lets the others on the loop go first."""
+    """Yields the items, and lets other work on the loop run whenever a few milliseconds have passed."""
     began = time.perf_counter()
     for item in items:
         yield item

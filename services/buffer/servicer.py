@@ -274,7 +274,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
 
 
 def _wait_seconds(asked: float, context: Context) -> float:
-    """Cut so that an empty answer arrives before the deadline."""
+    """Shortens the wait so that an empty answer arrives before the call's deadline."""
     require_finite(asked, "wait_seconds")
     remaining = context.time_remaining()
     seconds = DEFAULT_DEADLINE_SECONDS if remaining is None else min(remaining, DEFAULT_DEADLINE_SECONDS)

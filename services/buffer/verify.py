@@ -1,6 +1,6 @@
-"""`python -m services.buffer.verify STORE FOLDER`: opens a ledger that nobody serves and reads all of it.
+"""`python -m services.buffer.verify STORE FOLDER` opens a ledger that nobody serves and reads all of it.
 
-Prints one JSON line with what is there; ends with 1 when something is damaged.
+It prints one JSON line with the contents, and exits with 1 when something is damaged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from services.buffer.store.kinds import open_store
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a ledger holds."""
+    """Counts what a ledger holds and names what is damaged."""
 
     streams: int
     groups: int
@@ -90,7 +90,7 @@ def _damaged_columns(records: Sequence[SampleRecord], folder: Path) -> Iterator[
 
 
 def main() -> int:
-    """0: whole. 1: damaged, or it cannot be opened."""
+    """Returns 0 for a whole ledger, 1 for one that is damaged or cannot be opened."""
     configure_logging("buffer")
     kind, folder = sys.argv[1], Path(sys.argv[2])
     try:

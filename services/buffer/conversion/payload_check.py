@@ -1,7 +1,8 @@
-"""What a put's payload must be so that a trainer can read it. The checks are those of `headrace.sample_checks`.
+"""A put's payload is checked here, so that a trainer can read it; `headrace.sample_checks` has the rules.
 
-The values of small columns are checked many samples at a time, for a call of numpy costs more than a short row does;
-where they are not all right, each is looked at alone, so that the answer names its sample.
+The values of small columns are checked many samples at a time, because a call of numpy costs more than a short row
+does;
+when a check fails, each sample is checked alone, so that the answer names the wrong one.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _Envelope = sample_pb2.SampleEnvelope
 _REQUIRED = frozenset((TOKENS, LOSS_MASK, ROLLOUT_LOG_PROBS))
 _SAMPLED = (sample_pb2.SAMPLE_STATUS_COMPLETED, sample_pb2.SAMPLE_STATUS_TRUNCATED)
 _ALONE_BYTES = 16 << 10
-"""A column from here on is not copied to be checked together with others."""
+"""A column of this size or more is checked alone, without a copy."""
 
 
 def check_samples(samples: Iterable[tuple[_Envelope, Payload]], vocab_size: int | None = None) -> None:
@@ -140,7 +141,7 @@ _Rows = Mapping[str, tuple[int, tuple[int, ...], int]]
 
 
 def _rows(num_tokens: int, response_tokens: int) -> _Rows:
-    """What the columns of a sample must be that have one entry for each token."""
+    """Returns what the columns with one entry per token must be."""
     log_probs = (sample_pb2.DTYPE_FLOAT32, (response_tokens,), 4 * response_tokens)
     return {
         TOKENS: (sample_pb2.DTYPE_INT32, (num_tokens,), 4 * num_tokens),

@@ -18,17 +18,17 @@ Column = tuple[str, int, tuple[int, ...], Payload]
 """(name, dtype, shape, data)."""
 
 _PARSED_BYTES = 16 << 10
-"""Up to here the class and its copies cost less than the walk."""
+"""Up to this size the class and its copies cost less than reading field by field."""
 _JSON_TAGS = frozenset((4 << 3 | 2, 5 << 3 | 2, 7 << 3 | 2))
 _TEXT_TAGS = frozenset((1 << 3 | 2, 2 << 3 | 2, 3 << 3 | 2)) | _JSON_TAGS
 _COLUMN_TAG = 6 << 3 | 2
 _HEADER_TAGS = 1 << 3 | 2, 2 << 3, 3 << 3 | 2
-"""Of a column's name, dtype and shape, in this order."""
+"""The tags of a column's name, dtype and shape, in this order."""
 _DATA_TAG = 4 << 3 | 2
 _ONE_BYTE = 127
 """The largest number in a byte of its own."""
 _HEADER_BYTES = 256
-"""Of a column in front of its data: a name of 128 bytes and 8 dimensions fit."""
+"""The part of a column before its data: a name of 128 bytes and 8 dimensions fit."""
 
 
 def columns_of(sample_id: str, payload: Payload) -> list[Column]:

@@ -1,4 +1,4 @@
-"""Protos to the domain and back. Whatever arrives is checked here, once."""
+"""Protos become the ledger's types and back. Everything that arrives is checked here, once."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ _UNFINISHED = (sample_pb2.SAMPLE_STATUS_ABORTED, sample_pb2.SAMPLE_STATUS_PENDIN
 
 
 def to_prompt(message: sample_pb2.Prompt, i: int) -> Prompt:
-    """A prompt with an id and a content."""
+    """Raises InvalidArgument for a prompt without an id or a content."""
     check_prompt(message, f"prompts[{i}]")
     return Prompt(message.prompt_id, message.SerializeToString(deterministic=True), message.priority)
 
 
 def from_prompt(prompt: Prompt) -> sample_pb2.Prompt:
-    """As it was submitted."""
+    """Returns the prompt as it was submitted."""
     return sample_pb2.Prompt.FromString(prompt.body)
 
 
 async def to_put(put: RawPut) -> GroupPut:
-    """Checked by itself, but for its payloads' digests."""
+    """Checks everything about the put but its payloads' digests."""
     message = put.rest
     group_id = require_id(message.group_id, "groups.group_id")
     if message.outcome not in _OUTCOMES:
@@ -101,7 +101,6 @@ def _parse_envelope(data: bytes) -> sample_pb2.SampleEnvelope:
 
 
 async def to_release(message: pb.LeaseRelease) -> Release:
-    """A lease given back."""
     lease_id = require_id(message.lease_id, "releases.lease_id")
     samples = [RawSample(s.envelope.SerializeToString(), s.payload) async for s in paced(message.partial_samples)]
     field = "releases.partial_samples"
@@ -156,7 +155,7 @@ def _check_finished(envelope: sample_pb2.SampleEnvelope) -> None:
 
 
 def _versions(envelope: sample_pb2.SampleEnvelope) -> tuple[int | None, int | None]:
-    """(the oldest version of tokens that are trained, the newest of any)."""
+    """Returns (oldest version of the trained tokens, newest version of all tokens)."""
     oldest: int | None = None
     newest: int | None = None
     for one in envelope.policy_ranges:
@@ -180,7 +179,6 @@ def _check_status(envelope: sample_pb2.SampleEnvelope) -> None:
 
 
 def from_put_result(result: PutResult) -> pb.PutResult:
-    """What became of a put."""
     return pb.PutResult(
         group_id=result.group_id,
         state=pb.GROUP_STATE_UNSPECIFIED if result.state is None else from_state(result.state),
@@ -190,19 +188,18 @@ def from_put_result(result: PutResult) -> pb.PutResult:
 
 
 def from_sample(record: SampleRecord, payload: Payload) -> sample_pb2.Sample:
-    """As it was put."""
+    """Returns the sample as it was put."""
     return sample_pb2.Sample(envelope=from_record(record), payload=bytes(payload))
 
 
 def from_record(record: SampleRecord) -> sample_pb2.SampleEnvelope:
-    """The envelope as it was put."""
+    """Returns the envelope as it was put."""
     return sample_pb2.SampleEnvelope.FromString(record.envelope)
 
 
 def from_lease(
     group: Group, seconds_left: float, n_samples: int, partials: Sequence[sample_pb2.Sample]
 ) -> pb.GroupLease:
-    """A LEASED group in its producer's hands."""
     assert group.lease is not None
     return pb.GroupLease(
         lease_id=group.lease.lease_id,
@@ -217,7 +214,7 @@ def from_lease(
 
 
 def from_group(group: Group) -> bytes:
-    """A group as ListGroups shows it, as it stands in the answer."""
+    """Returns the group, serialized, as ListGroups answers it."""
     message = pb.Group(
         group_id=group.group_id,
         state=from_state(group.state),
@@ -230,7 +227,6 @@ def from_group(group: Group) -> bytes:
 
 
 def from_event(event: LedgerEvent) -> pb.LedgerEvent:
-    """One line of the history."""
     message = pb.LedgerEvent(
         position=event.position,
         stream=event.stream,
@@ -248,7 +244,6 @@ def from_event(event: LedgerEvent) -> pb.LedgerEvent:
 
 
 def from_production(production: Production) -> pb.Production:
-    """As GetStats shows it."""
     return pb.Production(
         num_samples=production.num_samples,
         num_failed=production.num_failed,
@@ -265,17 +260,15 @@ def from_production(production: Production) -> pb.Production:
 
 
 def from_damage(damage: Damage) -> pb.Damage:
-    """As GetStats shows it."""
     return pb.Damage(what=damage.what, group_id=damage.group_id, sample_id=damage.sample_id)
 
 
 def from_state(state: GroupState) -> pb.GroupState.ValueType:
-    """Its number on the wire."""
     return _STATE_NUMBERS[state]
 
 
 def to_states(numbers: Sequence[pb.GroupState.ValueType]) -> list[GroupState]:
-    """Raises InvalidArgument for a state unknown here."""
+    """Raises InvalidArgument for an unknown state."""
     require_at_most(len(numbers), MAX_STATES, "states")
     unknown = [n for n in numbers if n not in _STATES]
     if unknown:
@@ -284,14 +277,14 @@ def to_states(numbers: Sequence[pb.GroupState.ValueType]) -> list[GroupState]:
 
 
 def from_no_lease_reason(reason: NoLeaseReason | None) -> pb.NoLeaseReason.ValueType:
-    """Its number on the wire; UNSPECIFIED for none."""
+    """Maps None to UNSPECIFIED."""
     if reason is None:
         return pb.NO_LEASE_REASON_UNSPECIFIED
     return pb.NoLeaseReason.Value(f"NO_LEASE_REASON_{reason.name}")
 
 
 def to_page_token(token: str) -> int | None:
-    """A position; None for the first page."""
+    """Returns a position, or None for the first page."""
     if not token:
         return None
     if not (token.isascii() and token.isdecimal() and len(token) <= _TOKEN_DIGITS):

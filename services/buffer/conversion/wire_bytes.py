@@ -27,11 +27,11 @@ from services.buffer.ledger.group import SampleRecord
 from services.buffer.ledger.transaction import Payload
 
 _PARSED_BYTES = 256 << 10
-"""A request beyond it is only walked, never parsed as a whole: many small parts would take much memory and time."""
+"""A larger request is read field by field and never parsed as a whole: many small parts cost memory and time."""
 _REST_BYTES = 4 << 20
-"""Of all puts of a request without their samples: two ids and a failure each."""
+"""All puts of a request without their samples: two ids and a failure each."""
 _MOST_FIELDS = 64
-"""Of a put without its samples, and of a sample, those unknown here included."""
+"""Fields of a put without its samples, and of a sample, unknown fields included."""
 _GROUPS = 1  # of PutGroupsRequest
 _SAMPLES = 4  # of GroupPut
 _ENVELOPE, _PAYLOAD = 1, 2  # of Sample
@@ -43,7 +43,7 @@ _PAYLOAD_TAG = b"\x12"
 
 
 class RawSample(msgspec.Struct, frozen=True, gc=False):
-    """A sample of a request."""
+    """A sample of a request, not parsed yet."""
 
     envelope: bytes
     payload: Payload
@@ -82,7 +82,7 @@ def _puts(data: bytes) -> list[RawPut]:
 
 
 def raw_put(message: pb.GroupPut) -> RawPut:
-    """From a message that was parsed."""
+    """Takes a put apart that was parsed as a message."""
     rest = pb.GroupPut()
     rest.CopyFrom(message)
     rest.ClearField("samples")
@@ -115,7 +115,7 @@ def batch_group_bytes(group_id: str, envelopes: Iterable[bytes]) -> bytes:
 
 
 def add_to_server(servicer: Any, server: Any) -> None:
-    """The generated registration, with these methods in the place of its own."""
+    """Registers the servicer with these parsers and serializers in place of the generated ones."""
     handlers = {
         "PutGroups": grpc.unary_unary_rpc_method_handler(
             servicer.PutGroups, parse_puts, pb.PutGroupsResponse.SerializeToString
@@ -132,7 +132,7 @@ def add_to_server(servicer: Any, server: Any) -> None:
 
 
 def _put(data: bytes, start: int, end: int, most_samples: int, most_bytes: int) -> tuple[RawPut, int]:
-    """The put, and the bytes of all of it but its samples: `most_bytes` at most."""
+    """Returns the put, and how many bytes it has besides its samples (at most `most_bytes`)."""
     samples: list[RawSample] = []
     rest: list[bytes] = []
     num_bytes = 0

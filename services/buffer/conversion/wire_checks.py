@@ -1,4 +1,4 @@
-"""Sizes and counts of what producers bring: prompts, envelopes, columns. What they mean is checked elsewhere."""
+"""Limits the sizes and counts of what producers send: prompts, envelopes and columns."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def check_prompt(message: sample_pb2.Prompt, field: str) -> None:
 
 
 def check_json(text: str, opening: str, field: str) -> None:
-    """JSON text that begins with `opening`, or none. Nothing is made of it, which costs a tenth of parsing it."""
+    """Raises InvalidArgument unless the text is empty or JSON that begins with `opening`. It decodes no values."""
     if not text:
         return
     data = text.encode()
@@ -79,7 +79,7 @@ def check_json(text: str, opening: str, field: str) -> None:
 
 
 def _depth(data: bytes) -> int:
-    """Objects and arrays inside of each other, in JSON that parses."""
+    """Counts how deeply objects and arrays are nested in JSON that parses."""
     if data.count(b"[") + data.count(b"{") <= MAX_JSON_DEPTH:
         return 0
     bare = np.frombuffer(_STRINGS.sub(b"", data), np.uint8)
@@ -88,7 +88,7 @@ def _depth(data: bytes) -> int:
 
 
 def check_envelope(envelope: sample_pb2.SampleEnvelope, num_bytes: int, payload_bytes: int) -> None:
-    """The sizes of an envelope of `num_bytes` and of its payload; the ids in it."""
+    """Checks the sizes of an envelope of `num_bytes` and of its payload, and the ids in the envelope."""
     require_bytes(num_bytes, MAX_ENVELOPE_BYTES, "samples.envelope")
     require_bytes(payload_bytes, MAX_PAYLOAD_BYTES, "samples.payload")
     require_id(envelope.sample_id, "samples.envelope.sample_id")
@@ -111,19 +111,19 @@ def check_envelope(envelope: sample_pb2.SampleEnvelope, num_bytes: int, payload_
 
 
 def check_group(envelope_bytes: Sequence[int], field: str) -> None:
-    """The samples of a group, by the sizes of their envelopes."""
+    """Checks how many samples a group has and how large their envelopes are together."""
     require_at_most(len(envelope_bytes), MAX_SAMPLES_PER_GROUP, field)
     require_bytes(sum(envelope_bytes), MAX_GROUP_ENVELOPE_BYTES, f"{field}.envelope")
 
 
 def to_failure(message: sample_pb2.Failure, field: str) -> Failure:
-    """Its message is for people and cut."""
+    """Cuts the message, which is for people."""
     _require_length(message.reason, MAX_NAME_CHARACTERS, f"{field}.reason")
     return Failure(message.reason, cut_text(message.message))
 
 
 def require_sha256(digest: bytes, field: str) -> bytes:
-    """The digest. Raises InvalidArgument unless it has 32 bytes."""
+    """Raises InvalidArgument unless the digest has 32 bytes."""
     if len(digest) != _DIGEST_BYTES:
         raise InvalidArgument(f"{field} has {len(digest)} bytes, must have {_DIGEST_BYTES}", field=field)
     return digest

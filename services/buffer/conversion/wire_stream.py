@@ -37,7 +37,7 @@ _EXPIRY_ACTIONS = {
 
 
 def to_config(message: pb.StreamConfig) -> StreamConfig:
-    """Defaults filled in; `stream_limits` has the bounds."""
+    """Fills in defaults; `stream_limits` checks the bounds."""
     require_bytes(message.ByteSize(), MAX_STREAM_CONFIG_BYTES, "config")
     if message.selection == pb.SELECTION_HOOK or message.data_source:
         raise InvalidArgument(
@@ -101,7 +101,6 @@ def _to_limiter(message: pb.RateLimiter) -> Limiter:
 
 
 def from_config(config: StreamConfig) -> pb.StreamConfig:
-    """The inverse of `to_config`."""
     return pb.StreamConfig(
         name=config.name,
         n_samples_per_prompt=config.n_samples_per_prompt,

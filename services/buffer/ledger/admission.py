@@ -32,7 +32,7 @@ from services.buffer.ledger.stream import StreamState
 
 
 def places_left(state: StreamState, num_leased: int, num_ready: int) -> int | None:
-    """Groups that may be handed out now; None without admission control."""
+    """Counts the groups that may be leased now; None without admission control."""
     config = state.config
     if config.max_staleness is None:
         return None
@@ -42,7 +42,7 @@ def places_left(state: StreamState, num_leased: int, num_ready: int) -> int | No
 
 
 def oldest_trainable(state: StreamState, step: int) -> int | None:
-    """The oldest policy version that may be trained at `step`; None when all may."""
+    """Returns the oldest policy version that may be trained at `step`; None when all may."""
     if state.config.max_staleness is None:
         return None
     return step - state.config.max_staleness

@@ -35,7 +35,7 @@ class StreamBook:
         self.sample_bytes = 0
         """Payloads, envelopes and columns of READY and CONSUMED groups, and all partial samples."""
         self.prompt_bytes = 0
-        """Of groups that still have a way to go."""
+        """The prompts of groups that may still be trained."""
         self.recency = Recency(self.groups)
         self.production = Production()
         self._batches: defaultdict[int, dict[int, str]] = defaultdict(dict)
@@ -44,7 +44,7 @@ class StreamBook:
         self._ended: defaultdict[int, list[str]] = defaultdict(list)
 
     def place(self, group: Group) -> None:
-        """The group as it is now."""
+        """Records a group's new version."""
         before = self.groups.get(group.group_id)
         self.groups[group.group_id] = group
         if before is None:
@@ -62,9 +62,9 @@ class StreamBook:
             self.recency.left(before.state)
 
     def batch(self, step: int) -> list[Group] | None:
-        """The groups of a step's batch in training order. Raises DataLoss when the store lost one of them.
+        """Returns a step's groups in training order, or None without a batch. Raises DataLoss when groups are lost.
 
-        Where the ids of lost groups are lost, too, dropping any group of the batch dissolves it.
+        Where the ids of the lost groups are lost, too, dropping any group of the batch dissolves it.
         """
         members = self.members(step)
         if not members:
@@ -87,12 +87,12 @@ class StreamBook:
         return sorted(step for step, members in self._batches.items() if len(members) != wanted)
 
     def note_lost(self, group_id: str) -> None:
-        """The store found the group's record damaged. A name that no group here has had is damaged itself."""
+        """Notes that the group's record is damaged, unless the name cannot be a group of this stream."""
         if group_id not in self.groups and 0 <= self.seq_of(group_id) < self.state.next_seq:
             self.lost_groups.add(group_id)
 
     def seq_of(self, group_id: str) -> int:
-        """The number in the stream that a group's id says; -1 where it is no id of this stream's."""
+        """Returns the number in a group's id, or -1 when the id is not one of this stream's."""
         config = self.state.config
         number = group_id.removeprefix(f"{config.name}/")
         if number == group_id or not number.isdecimal() or str(int(number)) != number:
@@ -101,7 +101,7 @@ class StreamBook:
         return seq if shard == config.shard else -1
 
     def members(self, step: int) -> list[Group]:
-        """The groups of a step's batch that are there, in training order."""
+        """Returns those groups of a step's batch that are not lost, in training order."""
         members = self._batches.get(step, {})
         return [self.groups[members[i]] for i in sorted(members)]
 
@@ -110,7 +110,7 @@ class StreamBook:
         return sorted(step for step in self._batches if first <= step < end)
 
     def forget(self, group_id: str) -> Group:
-        """Takes an ended group out of memory."""
+        """Removes an ended group from memory."""
         group = self.groups.pop(group_id)
         self._leave(group)
         self._hold(group.records, ())
@@ -126,7 +126,7 @@ class StreamBook:
         return self._digests[step]
 
     def take_ended(self, end: int, most: int) -> list[str]:
-        """Ids of at most `most` groups that ended with a step below `end`, to be forgotten."""
+        """Removes and returns the ids of at most `most` groups that ended with a step below `end`."""
         taken: list[str] = []
         for step in sorted(step for step in self._ended if step < end):
             ids = self._ended[step]
@@ -140,25 +140,25 @@ class StreamBook:
         return taken
 
     def count(self, state: GroupState) -> int:
-        """Groups in a state, those forgotten included."""
+        """Counts the groups in a state, including those that were deleted since."""
         return self.counts[state] + self.state.forgotten.get(state.value, 0)
 
     @property
     def stored_bytes(self) -> int:
-        """What counts towards max_payload_bytes."""
+        """All bytes that count towards max_payload_bytes."""
         return self.sample_bytes + self.prompt_bytes
 
     @property
     def num_groups(self) -> int:
-        """Groups that still have a way to go."""
+        """Counts the groups that may still be trained."""
         return sum(self.counts[state] for state in _UNENDED)
 
     def admitted_left(self) -> int | None:
-        """Groups that staleness lets go now; None without admission control."""
+        """Counts the groups that staleness lets producers lease now; None without admission control."""
         return places_left(self.state, self.counts[GroupState.LEASED], self.counts[GroupState.READY])
 
     def inserts_left(self) -> int | None:
-        """Groups that the limiter lets go now; None without a limit."""
+        """Counts the groups that the limiter lets producers lease now; None without a limit."""
         limiter = self.state.config.limiter
         if limiter is None:
             return None
@@ -170,12 +170,12 @@ class StreamBook:
         return None if left is None else max(left, needed - self.lanes.num_ready - leased)
 
     def places_left(self) -> int | None:
-        """Groups that may be handed out now; None without admission control and limiter."""
+        """Counts the groups that may be leased now; None without admission control and limiter."""
         rules = [left for left in (self.admitted_left(), self.inserts_left()) if left is not None]
         return min(rules) if rules else None
 
     def may_take(self, count: int) -> bool:
-        """Whether `count` groups are READY for a batch, and the limiter lets them go."""
+        """True when `count` groups are READY for a batch and the limiter lets them go."""
         if self.lanes.num_ready < count:
             return False
         limiter = self.state.config.limiter

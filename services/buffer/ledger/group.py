@@ -16,11 +16,11 @@ import msgspec
 from headrace.trajectory import Failure
 
 _LEASE_BYTES = 512
-"""Of a lease without its prompt: two ids and some numbers."""
+"""A lease without its prompt: two ids and some numbers."""
 
 
 class GroupState(StrEnum):
-    """As in the proto, without its prefix."""
+    """The proto's GroupState without its prefix."""
 
     QUEUED = "QUEUED"
     LEASED = "LEASED"
@@ -34,7 +34,7 @@ class GroupState(StrEnum):
 
 
 class Prompt(msgspec.Struct, frozen=True, gc=False):
-    """What a group is generated from; `body` is opaque to the ledger."""
+    """A prompt as the ledger stores it; `body` is a serialized message that the ledger does not read."""
 
     prompt_id: str
     body: bytes
@@ -42,16 +42,17 @@ class Prompt(msgspec.Struct, frozen=True, gc=False):
 
 
 def payload_key(lease_id: str, index: int) -> str:
-    """Where the `index`-th payload that ended a lease lies: a lease ends once, so the key is never used again.
+    """Names the `index`-th payload that ended a lease. A lease ends once, so no key is used twice.
 
-    Names of streams, groups and samples may hold anything, "/" and "#" too. A lease id has the group's id, which has
-    the stream's name, and numbers behind them: two leases never have one key.
+    Names of streams, groups and samples may hold anything, "/" and "#" too. A lease id is made of the stream's name,
+    the
+    group's number and the lease's: two leases never share a key.
     """
     return f"{lease_id}/{index}"
 
 
 class SampleRecord(msgspec.Struct, frozen=True, gc=False):
-    """What the ledger knows of one sample; its payload lies in the store under `key`, which `payload_key` makes."""
+    """A sample's entry in the ledger; its payload is in the store under `key`."""
 
     key: str
     sample_id: str
@@ -62,13 +63,13 @@ class SampleRecord(msgspec.Struct, frozen=True, gc=False):
     """None when no policy sampled any of its tokens."""
     envelope: bytes
     reward: float | None = None
-    """None when nobody judged it, or it failed."""
+    """None when the sample has no score or failed."""
     column_bytes: int = 0
-    """Of its columns that lie out of line."""
+    """Bytes of the columns that are stored out of line."""
 
     @property
     def stored_bytes(self) -> int:
-        """All that is kept of it."""
+        """Everything that the store holds for the sample."""
         return self.payload_bytes + self.column_bytes + len(self.envelope)
 
 
@@ -113,34 +114,34 @@ class Group(msgspec.Struct, frozen=True, gc=False):
     """COMMITTED or DROPPED with this step: retention counts from it."""
     ended: tuple[EndedLease, ...] = ()
     position: int = 0
-    """Of its latest event."""
+    """The position of its latest event."""
     source: int | None = None
     """Which of the stream's sources its prompt was read from; None: submitted."""
 
     @property
     def records(self) -> tuple[SampleRecord, ...]:
-        """Everything of the group that has a payload in the store."""
+        """All samples of the group that have a payload in the store."""
         if self.state in (GroupState.READY, GroupState.CONSUMED):
             return (*self.samples, *self.partials) if self.partials else self.samples
         return self.partials
 
     @property
     def lease_bytes(self) -> int:
-        """About what its lease takes in an answer."""
+        """Estimates how large the group's lease is in an answer."""
         partials = sum([record.payload_bytes + len(record.envelope) for record in self.partials])
         return len(self.prompt.body) + partials + _LEASE_BYTES
 
     @property
     def answer_bytes(self) -> int:
-        """About what it takes in an answer, with its prompt and envelopes."""
+        """Estimates how large the group is in an answer, with its prompt and envelopes."""
         return len(self.prompt.body) + sum([len(record.envelope) for record in self.samples]) + _LEASE_BYTES
 
     @property
     def rewards(self) -> list[float]:
-        """Of the samples that were judged."""
+        """The rewards of the samples that have one."""
         return [record.reward for record in self.samples if record.reward is not None]
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes that the group holds in the store."""
+        """Bytes of the group's payloads in the store."""
         return sum(record.payload_bytes for record in self.records)

@@ -33,21 +33,21 @@ from services.buffer.ledger.transaction import Instant, Transaction
 _Answer = TypeVar("_Answer")
 Result = tuple[_Answer, Transaction]
 _EVENTS_FORGOTTEN_SHARE = 8
-"""They go an eighth of retain_events at a time."""
+"""Old events are deleted when an eighth of retain_events has gathered."""
 
 
 class Ledger:
     """All streams of one server. `ledger_id` keeps lease ids apart from those of another ledger at the same address."""
 
     def __init__(self, ledger_id: str, *, retain_events: int | None = None) -> None:
-        """`retain_events`: of the history at least so many are kept, an eighth more at most; None: all."""
+        """`retain_events` is how many events are kept at least (at most an eighth more); None keeps all."""
         self.position = 0
         self.oldest_position = 1
-        """Of the history; what is below was deleted."""
+        """The history starts here; events below were deleted."""
         self._retain_events = retain_events
         self.books: dict[str, StreamBook] = {}
         self.deleted: dict[str, StreamBook] = {}
-        """Streams that are gone; `forget_deleted` takes out the groups that are left of them."""
+        """Deleted streams; `forget_deleted` deletes their remaining groups."""
         self.lost_streams: frozenset[str] = frozenset()
         self._ledger_id = ledger_id
         self._leases = LeaseTable()
@@ -62,10 +62,10 @@ class Ledger:
         lost_streams: Iterable[str] = (),
         lost_groups: Iterable[str] = (),
     ) -> None:
-        """Takes over what a store kept. Every lease gets its full time again.
+        """Loads what a store held. Every lease starts its full time again.
 
-        Nothing can be done with `lost_streams`, whose own rows are damaged, and their names are not free. Of
-        `lost_groups` only the ids are known: they can be dropped.
+        Commands on `lost_streams`, whose own rows are damaged, are refused. `lost_groups` can only be dropped, by their
+        ids.
         """
         self.lost_streams = frozenset(lost_streams)
         self.position = position
@@ -91,14 +91,14 @@ class Ledger:
         return self.books[stream]
 
     def vocab_size(self, group_id: str) -> int | None:
-        """Of the group's stream; None where nobody said it, or there is no such stream."""
+        """The vocabulary of the group's stream; None when it is unknown or the stream does not exist."""
         book = self.books.get(group_id.rpartition("/")[0])
         return None if book is None else book.state.config.vocab_size
 
     # Streams
 
     def create_stream(self, now: Instant, state: StreamState) -> Result[bool]:
-        """True when it is new. Raises AlreadyExists when another config is there."""
+        """Returns True for a new stream. Raises AlreadyExists when the stream exists with another config."""
         self._require_whole(state.name)
         known = self.books.get(state.name)
         if known and known.state.config != state.config:
@@ -116,7 +116,7 @@ class Ledger:
         return self._done(work, known is None)
 
     def set_limits(self, now: Instant, limits: StreamConfig) -> Result[None]:
-        """Gives the stream of that name these limits; nothing else of it changes."""
+        """Replaces the limits of the stream of that name, and nothing else."""
         work = self._work(now)
         book = self.book(limits.name)
         config = book.state.config.with_limits_of(limits)
@@ -127,7 +127,7 @@ class Ledger:
         return self._done(work, None)
 
     def delete_stream(self, now: Instant, stream: str, *, force: bool) -> Result[bool]:
-        """True when it was there. Its groups are taken out by `forget_deleted`. Raises FailedPrecondition."""
+        """True when the stream existed. Its groups are deleted by `forget_deleted`. Raises FailedPrecondition."""
         work = self._work(now)
         book = self.books.get(stream)
         if book is None:
@@ -146,7 +146,7 @@ class Ledger:
         return self._done(work, True)
 
     def forget_deleted(self, now: Instant, stream: str) -> Result[int]:
-        """Takes out a chunk of what is left of a deleted stream; returns how many groups."""
+        """Deletes a chunk of a deleted stream's groups; returns how many."""
         work = self._work(now)
         book = self.deleted.get(stream)
         group_ids = list(islice(book.groups, MAX_CHANGES)) if book else []
@@ -163,16 +163,16 @@ class Ledger:
     # Producers
 
     def submit(self, now: Instant, stream: str, prompts: Sequence[Prompt]) -> Result[list[str]]:
-        """Ids of the groups made, or of those that were there already."""
+        """Returns the ids of the new groups, and of those that existed already."""
         work = self._work(now)
         return self._done(work, producing.submit(work, self.book(stream), prompts))
 
     def check_submit(self, stream: str, prompts: Sequence[Prompt]) -> None:
-        """Raises what `submit` raises: afterwards the prompts may be submitted some at a time."""
+        """Raises what `submit` raises, so that the prompts can be submitted in chunks afterwards."""
         producing.check_submit(self.book(stream), prompts)
 
     def prompts_wanted(self, stream: str, max_groups: int) -> Sequence[int]:
-        """How many prompts should be read from each of the stream's sources so that `max_groups` may be leased."""
+        """Returns how many prompts to read from each of the stream's sources so that `max_groups` may be leased."""
         book = self.book(stream)
         room = book.state.config.max_groups - book.num_groups
         if not book.state.config.has_source or book.state.exhausted or room <= 0:
@@ -188,7 +188,7 @@ class Ledger:
         cursors: Sequence[Cursor],
         ended: Sequence[bool],
     ) -> Result[None]:
-        """Prompts of each source become groups; the cursors move in the same transaction."""
+        """Makes groups of prompts; the cursors move in the same transaction."""
         work = self._work(now)
         producing.read(work, self.book(stream), prompts, cursors, ended)
         return self._done(work, None)
@@ -196,21 +196,21 @@ class Ledger:
     def lease(
         self, now: Instant, stream: str, producer_id: str, request_id: str, max_groups: int
     ) -> Result[list[Group]]:
-        """LEASED groups, none when `no_lease_reason` has one."""
+        """Returns LEASED groups, or none when `no_lease_reason` says why."""
         work = self._work(now)
         book = self.book(stream)
         return self._done(work, producing.lease(work, book, producer_id, request_id, max_groups, self._ledger_id))
 
     def no_lease_reason(self, stream: str) -> NoLeaseReason | None:
-        """What holds producers back now."""
+        """Returns why no group may be leased now; None when one may."""
         return producing.no_lease_reason(self.book(stream))
 
     def lease_seconds_left(self, now: Instant, lease_id: str) -> float:
-        """Of a live lease."""
+        """Returns the time until a live lease expires."""
         return self._leases.seconds_left(lease_id, now.monotonic)
 
     def renew(self, now: Instant, lease_ids: Sequence[str]) -> tuple[list[str], list[str]]:
-        """(renewed, lost). Deadlines are not durable, so neither is this."""
+        """Returns (renewed ids, ids of leases that have ended). It is not durable, because deadlines are not."""
         renewed: list[str] = []
         lost: list[str] = []
         for lease_id in lease_ids:
@@ -224,11 +224,11 @@ class Ledger:
         return renewed, lost
 
     def renew_all(self, now: Instant) -> None:
-        """Every lease gets its full time again: nobody could renew it."""
+        """Starts the full time of every lease again, after nobody could renew it."""
         self.renew(now, [group.lease.lease_id for group in self._leases.live() if group.lease])
 
     def release(self, now: Instant, releases: Sequence[Release]) -> Result[None]:
-        """Live leases are given back, ended ones ignored."""
+        """Ends live leases; ended ones are ignored."""
         _check_distinct("lease_id", [r.lease_id for r in releases])
         live = [(group, r) for r in releases if (group := self._live(r.lease_id))]
         adding: dict[str, int] = {}
@@ -243,7 +243,7 @@ class Ledger:
         return self._done(work, None)
 
     def retry(self, now: Instant, stream: str, request_id: str, group_ids: Sequence[str]) -> Result[Retried]:
-        """FAILED groups are queued again; without ids all of them, the latest first, as far as a call goes."""
+        """Queues FAILED groups again; without ids all of them, the latest first, up to the limit of one call."""
         _check_distinct("group_id", group_ids)
         work = self._work(now)
         return self._done(work, retry(work, self.book(stream), request_id, group_ids))
@@ -251,13 +251,13 @@ class Ledger:
     def drop(
         self, now: Instant, stream: str, request_id: str, group_ids: Sequence[str], reason: str
     ) -> Result[Dropped]:
-        """Groups become DROPPED, all of them or none; batches that had one are dissolved."""
+        """Makes these groups DROPPED, all or none. Batches that contained one are dissolved."""
         _check_distinct("group_id", group_ids)
         work = self._work(now)
         return self._done(work, drop(work, self.book(stream), request_id, group_ids, reason))
 
     def put(self, now: Instant, puts: Sequence[GroupPut]) -> Result[list[PutResult]]:
-        """All are kept or none; a lost lease is refused in its result."""
+        """Stores all puts or none. A put of an ended lease is refused in its own result."""
         _check_distinct("group_id", [p.group_id for p in puts])
         _check_distinct("sample_id", [s.record.sample_id for p in puts for s in p.samples])
         work = self._work(now)
@@ -271,7 +271,7 @@ class Ledger:
         return self._done(work, results)
 
     def expire_leases(self, now: Instant) -> Result[int]:
-        """Ends leases that have reached their deadline, a chunk of them."""
+        """Ends at most a chunk of the leases that have reached their deadline."""
         work = self._work(now)
         due = self._leases.due(now.monotonic, MAX_CHANGES)
         for group in due:
@@ -282,63 +282,63 @@ class Ledger:
         return self._done(work, len(due))
 
     def next_lease_deadline(self) -> float | None:
-        """Monotonic seconds at which `expire_leases` may have work."""
+        """Returns the monotonic time at which `expire_leases` has work next."""
         return self._leases.next_deadline()
 
     # The trainer
 
     def lease_batch(self, now: Instant, stream: str, epoch: int, step: int) -> Result[Batch | None]:
-        """The step's batch, None while it is not full."""
+        """Returns the step's batch, or None while it is not full."""
         work = self._work(now)
         return self._done(work, training.lease_batch(work, self.book(stream), epoch, step))
 
     def is_starved(self, stream: str) -> bool:
-        """Too few groups are there for the next batch, unless other prompts come."""
+        """True when the next batch cannot be filled unless more prompts are submitted."""
         return training.is_starved(self.book(stream))
 
     def candidates(self, stream: str, step: int) -> list[Group]:
-        """READY groups, by admission, from which a user's function has to choose the batch now."""
+        """Returns the READY groups, by admission, from which the user's function chooses the batch now."""
         return training.candidates(self.book(stream), step)
 
     def choose(
         self, now: Instant, stream: str, epoch: int, step: int, chosen: Sequence[str], dropped: Sequence[str]
     ) -> Result[Batch | None]:
-        """The step's batch, None when the choice does not fill it."""
+        """Returns the step's batch, or None when the choice does not fill it."""
         work = self._work(now)
         return self._done(work, training.choose(work, self.book(stream), epoch, step, chosen, dropped))
 
     def consume(self, now: Instant, stream: str, epoch: int, step: int, digest: bytes) -> Result[int]:
-        """The step to ask for next."""
+        """Returns the next step."""
         work = self._work(now)
         return self._done(work, training.consume(work, self.book(stream), epoch, step, digest))
 
     def commit(self, now: Instant, stream: str, epoch: int, step: int) -> Result[int]:
-        """Groups committed."""
+        """Returns the number of groups that became COMMITTED."""
         work = self._work(now)
         return self._done(work, training.commit(work, self.book(stream), epoch, step))
 
     def commit_steps(self, stream: str, epoch: int, step: int) -> list[int]:
-        """Steps to commit one after the other, so that no command is long; the last is `step`."""
+        """Returns the steps to commit one after the other, so that no command is long; the last is `step`."""
         return training.commit_steps(self.book(stream), epoch, step)
 
     def forget_ended(self, now: Instant, stream: str) -> Result[int]:
-        """What `commit` has begun: a chunk of the groups past retention are forgotten; returns how many."""
+        """Deletes a chunk of the groups past retention; returns how many."""
         work = self._work(now)
         return self._done(work, training.forget_ended(work, self.book(stream)))
 
     def rewind(
         self, now: Instant, stream: str, step: int, request_id: str | None, least_epoch: int = 0, num_back: int = 0
     ) -> Result[tuple[int, int]]:
-        """(epoch, groups that came back)."""
+        """Returns (new epoch, groups that are READY again)."""
         work, book = self._work(now), self.book(stream)
         return self._done(work, training.rewind(work, book, step, request_id, least_epoch, num_back=num_back))
 
     def rewind_steps(self, stream: str, step: int, request_id: str, least_epoch: int) -> list[int]:
-        """Steps to rewind to before `step`, so that no command is long."""
+        """Returns the steps to rewind to before `step`, so that no command is long."""
         return training.rewind_steps(self.book(stream), step, request_id, least_epoch)
 
     def set_policy_version(self, now: Instant, stream: str, epoch: int, policy_version: int) -> Result[int]:
-        """Groups expired."""
+        """Returns the number of groups that expired."""
         work = self._work(now)
         return self._done(work, training.set_policy_version(work, self.book(stream), epoch, policy_version))
 
@@ -347,7 +347,7 @@ class Ledger:
     def sample_records(
         self, stream: str, sample_ids: Sequence[str], *, skip_unknown: bool = False
     ) -> list[SampleRecord]:
-        """Those with a payload, in order. Raises NotFound naming the ids that are gone or never were."""
+        """Returns the records in the order asked. Raises NotFound naming the ids that are deleted or unknown."""
         book = self.book(stream)
         found: list[SampleRecord] = []
         gone: list[str] = []
@@ -375,7 +375,7 @@ class Ledger:
         return page[:count], page[count - 1].position if len(page) > count else None
 
     def _live(self, lease_id: str) -> Group | None:
-        """The group under a live lease of a stream that is there."""
+        """Returns the group under a live lease; None when the lease ended or its stream is deleted."""
         group = self._leases.find(lease_id)
         return group if group and group.stream in self.books else None
 

@@ -24,14 +24,14 @@ from headrace.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class Limiter:
-    """In groups."""
+    """The limits are counted in groups."""
 
     min_size: int = 1
     samples_per_insert: float | None = None
     error_buffer: float | None = None
 
     def check(self, groups_per_step: int) -> None:
-        """Raises InvalidArgument for a limiter that contradicts itself or a step's batch."""
+        """Raises InvalidArgument when the limits contradict each other or a step's batch."""
         if self.min_size < 1:
             raise InvalidArgument(
                 f"min_size_to_sample is {self.min_size}, must be at least 1", field="config.limiter.min_size_to_sample"
@@ -57,7 +57,7 @@ class Limiter:
             )
 
     def inserts_left(self, *, num_inserted: int, num_taken: int, num_leased: int) -> int | None:
-        """Groups that producers may be handed now; None without a limit."""
+        """Counts the groups that producers may lease now; None without a limit."""
         if self.samples_per_insert is None or self.error_buffer is None:
             return None
         highest = self.samples_per_insert * self.min_size + self.error_buffer
@@ -65,7 +65,7 @@ class Limiter:
         return max(int(left), 0)
 
     def may_take(self, count: int, *, num_inserted: int, num_taken: int, num_ready: int) -> bool:
-        """Whether a batch of `count` groups may be given now."""
+        """True when a batch of `count` groups may be given now."""
         if num_ready < self.min_size:
             return False
         if self.samples_per_insert is None or self.error_buffer is None:

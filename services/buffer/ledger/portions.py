@@ -1,4 +1,4 @@
-"""Answers by bytes: how much of a list one message holds."""
+"""Answers are limited in bytes: lists are cut into as many messages as they need."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _MOST_ITEMS = 2_048
 
 
 def portions(records: Iterable[SampleRecord]) -> Iterator[list[SampleRecord]]:
-    """Samples with their payloads, cut into messages; one that is larger than a message should be is alone."""
+    """Cuts samples into messages by their payloads' sizes. A sample larger than a message should be is alone in one."""
     return cut(records, lambda record: record.payload_bytes + len(record.envelope))
 
 
 def cut(items: Iterable[_Item], size: Callable[[_Item], int], most: int = MAX_ANSWER_BYTES) -> Iterator[list[_Item]]:
-    """The items, as many together as one answer holds."""
+    """Cuts the items into chunks that fit one answer each."""
     some: list[_Item] = []
     num_bytes = 0
     for item in items:
@@ -33,5 +33,5 @@ def cut(items: Iterable[_Item], size: Callable[[_Item], int], most: int = MAX_AN
 
 
 def first_within(items: Iterable[_Item], size: Callable[[_Item], int], most: int = MAX_ANSWER_BYTES) -> list[_Item]:
-    """The first items, as many as one answer holds."""
+    """Returns the first items, as many as fit one answer."""
     return next(cut(items, size, most), [])

@@ -1,7 +1,6 @@
-"""What producers brought to a stream since the buffer started: how many samples, and why some of them are not trained.
+"""Counts what producers put into a stream since the buffer started: samples, and why some of them are not trained.
 
-It lives in memory alone. Trainers compare two readings of it, so what was counted before they began does not matter to
-them.
+The counts live in memory alone. Trainers compare two readings, so counts from before their start do not matter.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _MAX_EXAMPLE_CHARACTERS = 1_024
 
 @dataclass(frozen=True, slots=True)
 class FailureCount:
-    """Samples that failed, or were dropped, for one reason; message and group of the latest."""
+    """The samples that failed or were dropped for one reason, with the latest message and group."""
 
     num_samples: int
     example: str
@@ -27,7 +26,7 @@ class FailureCount:
 
 
 class Production:
-    """Counts of one stream."""
+    """The counts of one stream."""
 
     def __init__(self) -> None:
         self.num_samples = 0
@@ -39,30 +38,30 @@ class Production:
 
     @property
     def failures(self) -> Mapping[str, FailureCount]:
-        """By reason, the most frequent first."""
+        """The counts by reason, the most frequent first."""
         ranked = sorted(self._failures.items(), key=lambda entry: -entry[1].num_samples)
         return MappingProxyType(dict(ranked))
 
     def completed(self, group_id: str, failures: Iterable[Failure | None]) -> None:
-        """A group was put whole; `failures` has one entry for each of its samples."""
+        """Counts a group that was put whole; `failures` has one entry for each of its samples."""
         for failure in self._counted(failures):
             self.num_failed += 1
             self._count(group_id, failure, 1)
 
     def failed(self, group_id: str, failure: Failure, num_samples: int) -> None:
-        """An attempt at a group failed."""
+        """Counts a failed attempt at a group."""
         self.num_samples += num_samples
         self.num_failed += num_samples
         self._count(group_id, failure, num_samples)
 
     def dropped(self, group_id: str, failure: Failure, num_samples: int) -> None:
-        """A producer took a group out."""
+        """Counts a group that a producer dropped."""
         self.num_samples += num_samples
         self.num_dropped += num_samples
         self._count(group_id, failure, num_samples)
 
     def returned(self, why: str) -> None:
-        """A group came back unfinished."""
+        """Counts a group that was released unfinished."""
         self.num_groups_returned += 1
         self.last_return = why[:_MAX_EXAMPLE_CHARACTERS]
 
@@ -73,7 +72,7 @@ class Production:
                 yield failure
 
     def _count(self, group_id: str, failure: Failure, num_samples: int) -> None:
-        """Reasons come from producers: a bounded number of them is told apart."""
+        """Counts by reason. Reasons come from producers, so their number is bounded."""
         reason = failure.reason
         if reason not in self._failures and len(self._failures) >= _MAX_REASONS:
             reason = OTHER

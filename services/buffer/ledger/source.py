@@ -1,4 +1,4 @@
-"""Where prompts come from besides SubmitPrompts, and how far the walk over it has come."""
+"""The sources of a stream's prompts besides SubmitPrompts, and a cursor for each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class FileSource:
-    """Rows [first_row, end_row) of a JSONL or parquet file. Raises InvalidArgument when a value is out of range."""
+    """Rows [first_row, end_row) of a JSONL or Parquet file. Raises InvalidArgument when a value is out of range."""
 
     path: str
     input_key: str
@@ -30,7 +30,7 @@ class FileSource:
     weight: float = 1.0
     """Its share of the stream's prompts, relative to the weights of the other files."""
     streaming: bool = False
-    """Nothing of the file is kept in memory but the blocks being read."""
+    """Only the blocks being read are in memory."""
     num_workers: int = 1
     """Processes that parse blocks of a streamed file."""
 
@@ -48,9 +48,11 @@ class FileSource:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """The walk over one file: everything before (epoch, row) has been made into groups.
+    """The position in one file: every prompt before (epoch, row) is a group already.
 
-    Of a streamed file `row` counts inside of the block that begins at byte (or row group) `offset`, after `line` rows.
+    In a streamed file `row` counts from the start of the block at byte (or row group) `offset`, which has `line` rows
+    before
+    it.
     """
 
     epoch: int = 0
@@ -59,11 +61,11 @@ class Cursor:
     offset: int = 0
     line: int = 0
     bad_lines: int = 0
-    """Passed over so far, of a streamed file."""
+    """Bad lines skipped so far in a streamed file."""
 
 
 def source_names(files: Sequence[FileSource]) -> list[str]:
-    """What each is called, in the ids of its prompts and in statistics: the file's name, numbered where two have it."""
+    """Names each source in prompt ids and statistics by its file's name, numbered where two files share it."""
     names = [Path(file.path).name for file in files]
     times = Counter(names)
     return [name if times[name] == 1 else f"{i}.{name}" for i, name in enumerate(names)]

@@ -40,14 +40,14 @@ _LIMITS = (
 
 
 class ExpiryAction(StrEnum):
-    """What becomes of a group that grew too stale."""
+    """The rule for READY groups that have become too stale."""
 
     REQUEUE = "REQUEUE"
     DROP = "DROP"
 
 
 class Selection(StrEnum):
-    """In which order READY groups become a batch: see `ready_pool`. HOOK: the user's buffer_filter chooses."""
+    """The order in which READY groups become a batch; with HOOK the user's buffer_filter chooses."""
 
     FIFO = "FIFO"
     LIFO = "LIFO"
@@ -79,12 +79,12 @@ class StreamConfig:
     """QUEUED, LEASED, READY and CONSUMED groups together."""
     max_leases: int = DEFAULT_MAX_LEASES
     retain_steps: int | None = None
-    """COMMITTED and DROPPED groups are forgotten so many steps after their own was committed; None: never."""
+    """COMMITTED and DROPPED groups are deleted this many steps after their own was committed; None: never."""
     over_sampling_groups: int = 0
     """Groups admitted beyond what staleness allows, so that a step is full in spite of drops."""
     limiter: Limiter | None = None
     shard: int = 0
-    """Of `num_shards` buffers this one has the groups whose number is `shard` modulo num_shards."""
+    """This buffer is one of `num_shards` and has the groups whose number is `shard` modulo num_shards."""
     num_shards: int = 1
     vocab_size: int | None = None
     """Token ids of samples are below it; None: not checked here."""
@@ -113,11 +113,11 @@ class StreamConfig:
 
     @property
     def has_source(self) -> bool:
-        """Prompts come from files or a data source, too."""
+        """True when prompts come from files or a data source, too."""
         return bool(self.files) or self.data_source is not None
 
     def with_limits_of(self, other: StreamConfig) -> StreamConfig:
-        """This config under the limits of the other: what may change while groups exist."""
+        """Returns this config with the other's limits, which may change while groups exist."""
         return replace(self, **{name: getattr(other, name) for name in _LIMITS})
 
 
@@ -126,11 +126,11 @@ class StreamState(msgspec.Struct, frozen=True):
 
     config: StreamConfig
     epoch: int = 0
-    """The trainer's; 0 before the first Rewind."""
+    """The trainer's epoch; 0 before the first Rewind."""
     epoch_start: int = 0
     """The step of the latest Rewind."""
     step: int = 0
-    """To be consumed next; every step below it is consumed."""
+    """The step to be consumed next; every step below it is consumed."""
     committed_step: int = 0
     policy_version: int = 0
     policy_epoch: int = 0
@@ -139,55 +139,55 @@ class StreamState(msgspec.Struct, frozen=True):
     cursors: tuple[Cursor, ...] = ()
     """One for each file (one for a data source)."""
     exhausted: bool = False
-    """The sources' epochs are walked to the end."""
+    """All epochs of all sources were read."""
     ended: tuple[bool, ...] = ()
-    """Of each source."""
+    """One flag for each source: all its epochs were read."""
     taken: tuple[int, ...] = ()
-    """Groups of each source that were given to a batch, ever."""
+    """How many groups of each source were ever given to a batch."""
     bad_lines: int = 0
-    """Found when the files were opened."""
+    """Bad lines found when the files were opened."""
     file_digests: tuple[str, ...] = ()
-    """Of the files' contents: a cursor means nothing in another file."""
+    """Digests of the files' contents: a cursor means nothing in another file."""
     rewinds: Mapping[str, tuple[int, int]] = msgspec.field(default_factory=dict)
-    """request_id → (epoch, groups that came back)."""
+    """request_id → (epoch, groups that are READY again)."""
     retries: Mapping[str, int] = msgspec.field(default_factory=dict)
     """request_id → groups that were queued again."""
     drops: Mapping[str, tuple[int, int]] = msgspec.field(default_factory=dict)
     """request_id → (groups that were dropped, batches that were dissolved)."""
     num_inserted: int = 0
-    """Groups that became READY, ever; what the limiter counts."""
+    """How many groups ever became READY; the limiter counts them."""
     num_taken: int = 0
-    """Groups given to a batch, ever."""
+    """How many groups were ever given to a batch."""
     forgotten_step: int = 0
-    """Ended groups of every step below it are forgotten."""
+    """Ended groups of every step below it are deleted."""
     forgotten: Mapping[str, int] = msgspec.field(default_factory=dict)
-    """State → groups of it that are not in the ledger any more."""
+    """State → number of its groups that were deleted."""
     deleted: bool = False
-    """The stream is gone; what is left of it keeps the numbers of its groups and epochs from being used again."""
+    """The stream was deleted; its row stays, so that its group numbers and epochs are not used again."""
 
     @property
     def name(self) -> str:
         return self.config.name
 
     def has_ended(self, source: int) -> bool:
-        """Its epochs are walked to the end."""
+        """True when all epochs of the source were read."""
         return self.ended[source] if self.ended else self.exhausted
 
     def taken_of(self, source: int) -> int:
-        """Its groups that were given to a batch, ever."""
+        """Counts the source's groups that were ever given to a batch."""
         return self.taken[source] if self.taken else 0
 
     @property
     def prompts_read(self) -> int:
-        """Over all sources."""
+        """Counts the prompts read from all sources."""
         return sum(cursor.prompts_read for cursor in self.cursors)
 
     @property
     def num_bad_lines(self) -> int:
-        """Passed over so far."""
+        """Counts the bad lines skipped so far."""
         return self.bad_lines + sum(cursor.bad_lines for cursor in self.cursors)
 
     @property
     def data_epoch(self) -> int:
-        """Of the source that is least far; 0 without any."""
+        """The epoch of the source that is furthest behind; 0 without sources."""
         return min((cursor.epoch for cursor in self.cursors), default=0)

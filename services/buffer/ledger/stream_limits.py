@@ -1,4 +1,4 @@
-"""How large the numbers of a stream's config may be: what is kept can be sent back, and no step is too long."""
+"""Bounds for a stream's config: what is stored can be sent back, and no step is too long."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LARGEST_SEED = (1 << 63) - 1
 
 
 def check_limits(config: StreamConfig) -> None:
-    """Raises InvalidArgument that names the field. For every new config, the job's own too."""
+    """Raises InvalidArgument naming the field. Every new config is checked, the job's own too."""
     if any(part in ("", ".", "..") for part in config.name.split("/")):
         raise InvalidArgument(f"stream name {config.name!r} has an empty part, or . or ..", field="config.name")
     _between(config.n_samples_per_prompt, 1, MAX_SAMPLES_PER_GROUP, "n_samples_per_prompt")

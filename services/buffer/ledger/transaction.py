@@ -1,4 +1,4 @@
-"""What one command changed: made durable as a whole, or not at all."""
+"""The changes of one command, which become durable together or not at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Payload = bytes | memoryview
 
 @dataclass(frozen=True, slots=True)
 class Instant:
-    """Now, on two clocks: leases count monotonic seconds, the history shows Unix seconds."""
+    """The current time on two clocks: leases use monotonic seconds, the history Unix seconds."""
 
     monotonic: float
     unix: float
@@ -39,7 +39,7 @@ class LedgerEvent(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class Transaction:
-    """Rows to write and to delete. Empty where a command changed nothing."""
+    """The rows to write and to delete. It is empty when a command changed nothing."""
 
     streams: dict[str, StreamState] = field(default_factory=dict)
     groups: dict[str, Group] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Transaction:
     forgotten: list[Group] = field(default_factory=list)
     """Groups that are deleted, with their prompts; applied after `groups`."""
     payloads: dict[str, Payload] = field(default_factory=dict)
-    """By SampleRecord.key; whose record is in `groups`."""
+    """Payloads by SampleRecord.key; the records are in `groups`."""
     deleted_payloads: list[str] = field(default_factory=list)
     events: list[LedgerEvent] = field(default_factory=list)
     events_from: int | None = None

@@ -1,4 +1,4 @@
-"""A user's data source class as a walk. How many groups were taken is all that the ledger keeps of it."""
+"""A user's data source class as a prompt source. The ledger stores only how many groups were taken from it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from services.buffer.ledger.source import Cursor
 from services.buffer.prompts.walk import Reading, Step
 
 _WIND_SHARE = 0.2
-"""Of a call's time limit: the answer that is asked for last may take as long again, twice."""
+"""The share of a call's time limit for catching up: its last answer may take as long again, twice."""
 
 
 class DataSourceWalk:
-    """One worker process, which holds the object."""
+    """Runs the object in one worker process."""
 
     digest = ""
     bad_lines = 0
@@ -37,7 +37,7 @@ class DataSourceWalk:
         self._takes_back = False
 
     async def start(self) -> None:
-        """Raises ConfigError for what is no data source."""
+        """Raises ConfigError when the object is not a data source."""
         try:
             keeps_state, takes_back = await self._run(load_data_source, self._path)
         except WorkerError as error:
@@ -61,7 +61,7 @@ class DataSourceWalk:
         return Reading(steps, cursor)
 
     async def _wind(self, position: int) -> None:
-        """One that starts again is asked for what it gave before, call after call, however long all of them take."""
+        """Repeats the calls that a restarted data source had answered, however long all of them take together."""
         place = await self._wound(position)
         while place < position:
             log.info("data_source_wound", hook=self._path, groups=place, of=position)
@@ -72,11 +72,11 @@ class DataSourceWalk:
         return int(await self._run(wind_data_source, self._path, self._args, position, seconds))
 
     def is_end(self, cursor: Cursor) -> bool:
-        """It gave fewer than it was asked for."""
+        """True when the source gave fewer prompts than it was asked for."""
         return cursor.epoch > 0
 
     async def give_back(self, cursor: Cursor, prompts: Sequence[Prompt], n_samples: int) -> None:
-        """Groups dropped by age go to `add_samples`, where the class keeps its own state; its failure is logged."""
+        """Passes groups dropped by age to `add_samples`, if the class keeps its own state. A failure is logged."""
         if not self._takes_back:
             return
         groups = [[_to_sample(prompt) for _ in range(n_samples)] for prompt in prompts]
@@ -86,7 +86,6 @@ class DataSourceWalk:
             log.error("groups_not_given_back", count=len(prompts), message=error.message)
 
     async def close(self) -> None:
-        """Ends the worker."""
         await self._pool.close()
 
     async def _run(self, function: Callable[..., Any], *args: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Which files may be read as prompts, and how they are opened: a pipe, a device or a file elsewhere never is.
+"""Decides which files may be read as prompts and opens them; pipes, devices and files elsewhere are never opened.
 
-The job names its own files as it likes. Clients name files below one folder, which the job names (--prompt-root).
+The job may name any file. Clients may name files below one folder, which the job sets (--prompt-root).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _FIELD = "config.files.path"
 
 @dataclass(frozen=True, slots=True)
 class PromptFiles:
-    """`own` are the job's; None where a program opens the buffer, which vouches for what it names itself."""
+    """`own` are the job's files; None allows every file, for a program that opens the buffer itself."""
 
     root: Path | None = None
     own: Collection[str] | None = None
 
     def of_client(self, path: str) -> str:
-        """The file below the root that a client means, without symbolic links. Raises InvalidArgument for any other."""
+        """Resolves symbolic links. Raises InvalidArgument for a file outside of the root."""
         if self.root is None:
             raise InvalidArgument(
                 "clients may name no prompt files here, the job has no --prompt-root: submit prompts, or start the "
@@ -45,13 +45,13 @@ class PromptFiles:
         return str(real)
 
     def check(self, path: str) -> None:
-        """A file that a stream was created with. Raises InvalidArgument where it may not be read any more."""
+        """Raises InvalidArgument when a stream's file may not be read any more."""
         if self.own is not None and path not in self.own:
             self.of_client(path)
 
 
 def open_same(path: str | Path, inode: int) -> BinaryIO:
-    """The file that it was when it was opened first. Raises InvalidArgument where another one has its name now."""
+    """Raises InvalidArgument when another file has the name now."""
     file = open_regular(path)
     if os.fstat(file.fileno()).st_ino != inode:
         file.close()
@@ -62,7 +62,7 @@ def open_same(path: str | Path, inode: int) -> BinaryIO:
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """The file, for reading. Raises OSError where there is none, InvalidArgument where it is not a regular file."""
+    """Raises OSError when the file does not exist, InvalidArgument when it is not a regular file."""
     # O_NONBLOCK: a pipe would keep us until somebody writes to it.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

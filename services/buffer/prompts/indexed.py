@@ -23,7 +23,7 @@ from services.buffer.prompts.walk import Reading, Step, without_prompts
 
 
 class FileRows(Protocol):
-    """The rows of a file's slice, good and bad, by index. Parses with the reader it was made with."""
+    """The rows of a file's slice, good and bad, by index. They are parsed with the reader that was passed in."""
 
     digest: str
 
@@ -31,7 +31,7 @@ class FileRows(Protocol):
         """The line number of each row; blank lines are no rows."""
 
     def keep(self, indices: Sequence[int]) -> None:
-        """Forgets all others: from now on rows are counted among these."""
+        """Drops all other rows; indices count the remaining ones from now on."""
 
     def prompts(self, indices: Sequence[int], epoch: int) -> list[Prompt]:
         """Raises InvalidArgument naming the line of a bad one."""
@@ -66,11 +66,11 @@ class IndexedFile:
         return await self._readers.run(self._read, cursor, count)
 
     def is_end(self, cursor: Cursor) -> bool:
-        """All epochs are walked."""
+        """True when all epochs were read."""
         return self._source.num_epochs is not None and cursor.epoch >= self._source.num_epochs
 
     async def close(self) -> None:
-        """Nothing is held open."""
+        """It holds nothing open."""
 
     def _read(self, cursor: Cursor, count: int) -> Reading:
         steps: list[Step] = []

@@ -1,4 +1,4 @@
-"""JSONL: one JSON object a line, blank lines between them allowed. A slice [a:b] counts lines from 0."""
+"""JSONL has one JSON object a line; blank lines are allowed. A slice [a:b] counts lines from 0."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BYTES_PER_BLOCK = 32 << 20
 
 
 class JsonlRows:
-    """Only the offset and the number of each line are in memory."""
+    """Memory holds the offset and the number of each line, and not the lines."""
 
     def __init__(self, reader: RowReader) -> None:
         self._reader = reader
@@ -70,7 +70,7 @@ class JsonlRows:
 
 
 def _line_of(file: BinaryIO) -> bytes:
-    """One byte more than a line may have shows that it has too many."""
+    """Reads one byte more than a line may have, so that a longer one is noticed."""
     return file.readline(MAX_PROMPT_LINE_BYTES + 1)
 
 
@@ -90,7 +90,7 @@ def _check_size(path: Path, number: int, line: bytes) -> None:
 
 
 class JsonlBlocks:
-    """A file of any size in blocks of lines. A place is (byte offset, lines before it)."""
+    """Cuts a file of any size into blocks of lines. A block's start is (byte offset, lines before it)."""
 
     def __init__(self, reader: RowReader) -> None:
         self._source = reader.source
@@ -102,13 +102,13 @@ class JsonlBlocks:
             raise unreadable(self._path, error) from error
 
     def start(self) -> BlockPlace:
-        """Where the slice begins."""
+        """Finds the first line of the slice."""
         if self._start is None:
             self._start = self._after(BlockPlace(0, 0), self._source.first_row, is_block=False)
         return self._start
 
     def end_of(self, place: BlockPlace) -> BlockPlace | None:
-        """Where the next block begins; None when there are no lines at `place`."""
+        """Returns the start of the next block, or None when no lines follow `place`."""
         end = self._source.end_row
         count = _LINES_PER_BLOCK if end is None else min(_LINES_PER_BLOCK, end - place.line)
         after = self._after(place, count, is_block=True)
@@ -127,7 +127,7 @@ class JsonlBlocks:
 
 
 def read_jsonl_block(reader: RowReader, epoch: int, place: BlockPlace, end: BlockPlace) -> Block:
-    """Runs in a worker. The lines of one block, parsed."""
+    """Parses the lines of one block. Runs in a worker."""
     block = Block(reader.source.skip_bad_lines)
     with open_regular(reader.source.path) as file:
         file.seek(place.offset)

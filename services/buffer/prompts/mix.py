@@ -1,4 +1,4 @@
-"""A stream's prompt sources side by side; whose turn it is, is the ledger's to say: see `lanes`."""
+"""A stream's prompt sources are read side by side; the ledger decides how many prompts of which source come next."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.buffer.prompts.walk import PromptWalk, Reading
 
 @dataclass(frozen=True, slots=True)
 class MixReading:
-    """Some prompts of every source, where to go on in it, and whether that is its end."""
+    """The prompts of every source, the cursor behind them, and whether the source has ended."""
 
     prompts: Sequence[Sequence[Prompt]]
     cursors: tuple[Cursor, ...]
@@ -20,14 +20,11 @@ class MixReading:
 
 
 class PromptMix:
-    """One walk for each source."""
-
     def __init__(self, walks: Sequence[PromptWalk]) -> None:
         self._walks = walks
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """Of the walks, in order."""
         return tuple(walk.digest for walk in self._walks)
 
     @property
@@ -36,7 +33,7 @@ class PromptMix:
         return sum(walk.bad_lines for walk in self._walks)
 
     def start(self) -> tuple[Cursor, ...]:
-        """Where a new stream begins."""
+        """Returns the cursors of a new stream."""
         return tuple(Cursor() for _ in self._walks)
 
     async def read(self, cursors: Sequence[Cursor], counts: Sequence[int]) -> MixReading:
@@ -50,6 +47,5 @@ class PromptMix:
         return MixReading([[step.prompt for step in reading.steps] for reading in readings], moved, ended)
 
     async def close(self) -> None:
-        """Closes the walks."""
         for walk in self._walks:
             await walk.close()

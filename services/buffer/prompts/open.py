@@ -1,4 +1,4 @@
-"""From a stream's sources to the walk over them."""
+"""Opens a stream's prompt sources."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from services.buffer.prompts.walk import PromptWalk
 
 
 def open_files(files: Sequence[FileSource], readers: BlockingPool) -> list[PromptWalk]:
-    """Reads what has to be read once. Raises InvalidArgument naming what cannot be read, by file and line."""
+    """Reads indexed files whole, once. Raises InvalidArgument naming file and line of what cannot be read."""
     return [_walk(RowReader(file, name), readers) for file, name in zip(files, source_names(files), strict=True)]
 
 
 def open_prompts(config: StreamConfig, data_source: DataSourceWalk | None, readers: BlockingPool) -> PromptMix:
-    """A stream's prompts, which `readers` will read; of a shard, its part of them."""
+    """Opens a stream's prompts, which `readers` will read. A shard gets its part of them."""
     walks: list[PromptWalk] = [data_source] if data_source else open_files(config.files, readers)
     if config.num_shards > 1:
         walks = [WalkShard(walk, config.shard, config.num_shards) for walk in walks]

@@ -1,4 +1,4 @@
-"""Parquet: a row group is a block. Rows are counted from 0 in a slice, and from 1 where a bad one is named."""
+"""A Parquet file is read by row groups, its blocks. A slice counts rows from 0; messages count them from 1."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from services.buffer.prompts.walk import check_num_rows, unreadable
 
 
 class ParquetRows:
-    """The columns in use lie in memory, in Arrow's compact form."""
+    """The columns in use are held in memory, in Arrow's compact form."""
 
     def __init__(self, reader: RowReader) -> None:
         self._reader = reader
@@ -49,7 +49,7 @@ class ParquetRows:
 
 
 class ParquetBlocks:
-    """A file of any size by its row groups. A place is (row group, rows before it)."""
+    """Cuts a file of any size at its row groups. A block's start is (row group, rows before it)."""
 
     def __init__(self, reader: RowReader) -> None:
         self._source = reader.source
@@ -60,7 +60,7 @@ class ParquetBlocks:
         self.digest = edges_digest(Path(self._source.path))
 
     def start(self) -> BlockPlace:
-        """The row group in which the slice begins."""
+        """Finds the row group in which the slice begins."""
         place = BlockPlace(0, 0)
         while place.offset < len(self._lengths):
             rows = self._lengths[place.offset]
@@ -70,7 +70,7 @@ class ParquetBlocks:
         return place
 
     def end_of(self, place: BlockPlace) -> BlockPlace | None:
-        """The next row group; None behind the last one of the slice."""
+        """Returns the next row group, or None behind the last one of the slice."""
         end = self._source.end_row
         if place.offset >= len(self._lengths) or (end is not None and place.line >= end):
             return None
@@ -78,7 +78,7 @@ class ParquetBlocks:
 
 
 def read_parquet_block(reader: RowReader, epoch: int, place: BlockPlace, end: BlockPlace) -> Block:
-    """Runs in a worker. The rows of one row group that are in the slice, parsed."""
+    """Parses the rows of one row group that are in the slice. Runs in a worker."""
     source = reader.source
     block = Block(source.skip_bad_lines)
     file = _opened(source)
@@ -102,7 +102,7 @@ def _opened(source: FileSource) -> pq.ParquetFile:
 
 
 def _columns(source: FileSource, file: pq.ParquetFile) -> list[str]:
-    """Those that are read. Raises InvalidArgument when one that must be there is not."""
+    """Returns the columns to read. Raises InvalidArgument when a required one is missing."""
     there = list(file.schema_arrow.names)
     for name, key in (("input_key", source.input_key), ("label_key", source.label_key)):
         if key is not None and key not in there:

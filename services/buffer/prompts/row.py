@@ -1,4 +1,4 @@
-"""One row of a prompt file becomes a prompt. What is wrong with it is said by file and line."""
+"""One row of a prompt file becomes a prompt. Errors name the file and the line."""
 
 from __future__ import annotations
 

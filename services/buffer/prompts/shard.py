@@ -26,9 +26,8 @@ class WalkShard:
         return Reading(reading.steps[skip :: self._num_shards], reading.cursor)
 
     def is_end(self, cursor: Cursor) -> bool:
-        """Of the whole walk."""
+        """True at the end of the whole source."""
         return self._whole.is_end(cursor)
 
     async def close(self) -> None:
-        """Closes the whole walk."""
         await self._whole.close()

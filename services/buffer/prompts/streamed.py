@@ -29,7 +29,7 @@ _EDGE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class BlockPlace:
-    """Where a block begins: a byte offset or a row group, and how many rows come before."""
+    """The start of a block: its byte offset or row group, and the number of rows before it."""
 
     offset: int
     line: int
@@ -45,7 +45,7 @@ class Block:
     complaint: str | None = None
 
     def add(self, parse: Callable[[Any, int, int], Prompt], row: Any, number: int, epoch: int) -> None:
-        """One more row."""
+        """Parses the row; a bad row is counted, and the first complaint is stored."""
         try:
             self.prompts.append(parse(row, number, epoch))
         except InvalidArgument as error:
@@ -55,15 +55,15 @@ class Block:
 
 
 class Blocks(Protocol):
-    """How a file is cut. Both questions are cheap: nothing is parsed."""
+    """Says where the blocks of a file begin. Both methods are cheap, because they parse nothing."""
 
     digest: str
 
     def start(self) -> BlockPlace:
-        """Where an epoch begins."""
+        """Returns the start of an epoch's first block."""
 
     def end_of(self, place: BlockPlace) -> BlockPlace | None:
-        """Where the next block begins; None when nothing is at `place`."""
+        """Returns the start of the next block, or None when nothing follows `place`."""
 
 
 BlockReader = Callable[[RowReader, int, BlockPlace, BlockPlace], Block]
@@ -113,11 +113,10 @@ class StreamedFile:
         return Reading(steps, cursor)
 
     def is_end(self, cursor: Cursor) -> bool:
-        """All epochs are walked."""
+        """True when all epochs were read."""
         return self._source.num_epochs is not None and cursor.epoch >= self._source.num_epochs
 
     async def close(self) -> None:
-        """Ends the workers."""
         for task in self._ahead.values():
             task.cancel()
         await asyncio.gather(*self._ahead.values(), return_exceptions=True)
@@ -150,7 +149,7 @@ class StreamedFile:
         return block
 
     def _coming(self, place: BlockPlace, end: BlockPlace) -> dict[BlockPlace, BlockPlace]:
-        """This block and the next ones."""
+        """Returns start and end of this block and of those to be parsed ahead."""
         coming, begin, finish = {place: end}, end, self._blocks.end_of(end)
         while finish is not None and len(coming) <= self._source.num_workers:
             coming[begin] = finish

@@ -39,14 +39,13 @@ class PromptWalk(Protocol):
         """The next `count` prompts; fewer only where the walk ends."""
 
     def is_end(self, cursor: Cursor) -> bool:
-        """Nothing comes after it."""
+        """True when no prompt follows."""
 
     async def close(self) -> None:
-        """No call comes after it."""
+        """Ends it: no other method may be called afterwards."""
 
 
 def unreadable(path: Path, error: OSError) -> InvalidArgument:
-    """A prompt file that cannot be opened here."""
     return InvalidArgument(
         f"prompt file {path}: {error.strerror or error}: it must be readable on the buffer's machine",
         field="config.files.path",
@@ -63,5 +62,4 @@ def check_num_rows(path: Path, count: int) -> None:
 
 
 def without_prompts(path: Path) -> InvalidArgument:
-    """A prompt file, or its slice, that holds nothing."""
     return InvalidArgument(f"prompt file {path} has no prompts", field="config.files.path")

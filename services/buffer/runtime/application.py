@@ -54,13 +54,13 @@ _LOOKED_UP_AT_ONCE = 2_048
 _SMALL_BYTES = 8 << 10
 """Payloads up to here are checked on the event loop."""
 _CHECKED_BYTES = 64 << 10
-"""Of payloads and envelopes that are checked before others have their turn."""
+"""Bytes of payloads and envelopes that are checked before other work runs."""
 _OPENING_SECONDS = 30.0
-"""That the start waits for prompt files: reading a large one takes its time, one that never answers does not count."""
+"""How long the start waits for prompt files; a file that never answers does not stop it."""
 
 
 class Buffer:
-    """One ledger, alive. Made by `open`."""
+    """The ledger at work, with its store, prompt sources and timers. `open` creates it."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Buffer:
         min_free_disk_bytes: int = 0,
         retain_events: int | None = None,
     ) -> Buffer:
-        """Loads what the store kept and starts the lease timer. A prompt file that is gone is its stream's trouble."""
+        """Loads the store and starts the lease timer. A missing prompt file stops its own stream only."""
         snapshot = await asyncio.to_thread(store.load)
         for damage in store.damage():
             log.error("ledger_damaged", what=damage.what, group_id=damage.group_id, sample_id=damage.sample_id)
@@ -145,7 +145,7 @@ class Buffer:
         return buffer
 
     async def close(self) -> None:
-        """Waits for what is being written, but not for a store that is away: nobody was told that it is kept."""
+        """Waits for commits on their way, but not for a store that is away: nobody was told that those are durable."""
         self._timer.stop()
         for task in self._deleting:
             task.cancel()
@@ -159,7 +159,7 @@ class Buffer:
         await asyncio.to_thread(self._store.close)
 
     async def create_stream_of_client(self, config: StreamConfig) -> tuple[StreamConfig, bool]:
-        """(config, created). Raises InvalidArgument for files that clients may not name."""
+        """Returns (config, True if new). Raises InvalidArgument for files that clients may not name."""
         check_limits(config)
         paths = [await self._supply.path_of_client(file.path) for file in config.files]
         files = tuple(replace(file, path=path) for file, path in zip(config.files, paths, strict=True))
@@ -173,7 +173,7 @@ class Buffer:
         return await self.create_stream(replace(config, files=files))
 
     async def _keep_leases(self, store_answers: bool) -> None:
-        """No lease ends while nobody can renew it."""
+        """Stops leases from expiring while nobody can renew them."""
         if store_answers:
             self.ledger.renew_all(now())
             self._timer.start()
@@ -181,7 +181,7 @@ class Buffer:
             self._timer.stop()
 
     async def create_stream(self, config: StreamConfig) -> tuple[StreamConfig, bool]:
-        """(config, created)."""
+        """Returns (config, True if new)."""
         check_limits(config)
         async with self._supply.locks[config.name]:
             is_new = config.name not in self.ledger.books
@@ -189,13 +189,13 @@ class Buffer:
             return config, await self._changes.commit(self.ledger.create_stream(now(), state))
 
     async def set_limits(self, limits: StreamConfig) -> None:
-        """The operator's way to change a stream that is there: its limits, and nothing else."""
+        """Changes an existing stream's limits, for the operator, and nothing else."""
         check_limits(limits)
         if limits.name in self.ledger.books:
             await self._changes.commit(self.ledger.set_limits(now(), limits))
 
     async def delete_stream(self, stream: str, *, force: bool) -> bool:
-        """True when it was there; its groups are deleted by and by."""
+        """Returns True when the stream existed; its groups are deleted in chunks."""
         async with self._supply.locks[stream], self._changing[stream]:
             deleted = await self._changes.commit(self.ledger.delete_stream(now(), stream, force=force))
             if deleted:
@@ -214,11 +214,11 @@ class Buffer:
         task.add_done_callback(self._deleting.discard)
 
     def trouble_of(self, stream: str) -> str | None:
-        """Why a stream's prompts cannot be read now; None where they can."""
+        """Returns why a stream's prompts cannot be read now; None when they can."""
         return self._supply.trouble_of(stream)
 
     async def submit(self, stream: str, prompts: Sequence[Prompt]) -> list[str]:
-        """Group ids, one for each prompt."""
+        """Returns one group id for each prompt."""
         group_ids: list[str] = []
         async with self._changing[stream]:
             self.ledger.check_submit(stream, prompts)
@@ -231,7 +231,7 @@ class Buffer:
     async def lease(
         self, stream: str, producer_id: str, request_id: str, max_groups: int, wait_seconds: float
     ) -> tuple[list[Group], NoLeaseReason | None]:
-        """Leased groups, or why there are none."""
+        """Returns leased groups, or why there are none."""
 
         async def attempt() -> list[Group] | None:
             await self._read_prompts(stream, max_groups)
@@ -245,7 +245,7 @@ class Buffer:
         return groups, None if groups else self.ledger.no_lease_reason(stream)
 
     async def _read_prompts(self, stream: str, max_groups: int) -> None:
-        """Until nothing is wanted: while a file is read, others may change whose turn it is."""
+        """Reads until no prompt is wanted: while a file is read, other calls may change which source comes next."""
         async with self._supply.locks[stream]:
             while any(counts := self.ledger.prompts_wanted(stream, max_groups)):
                 reading = await self._supply.read(self.ledger.book(stream).state, counts)
@@ -254,37 +254,34 @@ class Buffer:
                 _ = self.journal.append(result[1])
 
     def lease_seconds_left(self, lease_id: str) -> float:
-        """Of a live lease."""
+        """Returns the time until a live lease expires."""
         return self.ledger.lease_seconds_left(now(), lease_id)
 
     def renew(self, lease_ids: Sequence[str]) -> tuple[list[str], list[str]]:
-        """(renewed, lost)."""
+        """Returns (renewed ids, ids of leases that have ended)."""
         return self.ledger.renew(now(), lease_ids)
 
     async def release(self, releases: Sequence[Release]) -> None:
-        """Groups go back to the queue."""
         partials = [sample for release in releases for sample in release.partials]
         await self._check_payloads([(r.lease_id.rpartition("#")[0], sample) for r in releases for sample in r.partials])
         self._columns.require(partials)
         await self._changes.commit_samples(partials, self.ledger.release(now(), releases))
 
     async def put(self, puts: Sequence[GroupPut]) -> list[PutResult]:
-        """Durable when it returns. Refused where it would fill the disk: consume and commit need what is left."""
+        """Returns once the puts are durable. A nearly full disk refuses them: consume and commit need the rest."""
         samples = [sample for put in puts for sample in put.samples]
         await self._check_payloads([(put.group_id, sample) for put in puts for sample in put.samples])
         self._columns.require(samples)
         return await self._changes.commit_samples(samples, self.ledger.put(now(), puts))
 
     async def retry(self, stream: str, request_id: str, group_ids: Sequence[str]) -> Retried:
-        """FAILED groups go back to the queue."""
         return await self._changes.commit(self.ledger.retry(now(), stream, request_id, group_ids))
 
     async def drop(self, stream: str, request_id: str, group_ids: Sequence[str], reason: str) -> Dropped:
-        """Groups are never trained, by an operator's word."""
         return await self._changes.commit(self.ledger.drop(now(), stream, request_id, group_ids, reason))
 
     async def lease_batch(self, stream: str, epoch: int, step: int, wait_seconds: float) -> tuple[Batch | None, int]:
-        """The batch, and how many groups are READY."""
+        """Returns the batch (or None), and how many groups are READY."""
 
         async def attempt() -> Batch | None:
             batch = await self._changes.commit(self.ledger.lease_batch(now(), stream, epoch, step))
@@ -311,16 +308,16 @@ class Buffer:
             return await self._changes.commit(self.ledger.choose(now(), stream, epoch, step, *ids))
 
     def _packed(self, group: Group) -> list[bytes]:
-        """In a thread: a user's function is shown all that waits."""
+        """Serializes a group's samples for the user's function. Runs in a thread."""
         samples = zip(group.samples, self._store.read_payloads(group.samples), strict=True)
         return [wire.from_sample(record, payload).SerializeToString() for record, payload in samples]
 
     async def consume(self, stream: str, epoch: int, step: int, digest: bytes) -> int:
-        """The step after it."""
+        """Returns the next step."""
         return await self._changes.commit(self.ledger.consume(now(), stream, epoch, step, digest))
 
     async def commit(self, stream: str, epoch: int, step: int) -> int:
-        """Groups committed."""
+        """Returns the number of groups that became COMMITTED."""
         num_groups = 0
         async with self._changing[stream]:
             for until in self.ledger.commit_steps(stream, epoch, step):
@@ -330,7 +327,7 @@ class Buffer:
         return num_groups
 
     async def rewind(self, stream: str, step: int, request_id: str, least_epoch: int) -> tuple[int, int]:
-        """(epoch, groups that came back)."""
+        """Returns (new epoch, groups that are READY again)."""
         num_back = 0
         async with self._changing[stream]:
             for until in self.ledger.rewind_steps(stream, step, request_id, least_epoch):
@@ -341,7 +338,7 @@ class Buffer:
             )
 
     async def set_policy_version(self, stream: str, epoch: int, policy_version: int) -> int:
-        """Groups that expired by it."""
+        """Returns the number of groups that expired."""
         num_expired = 0
         while True:
             some = await self._changes.commit(self.ledger.set_policy_version(now(), stream, epoch, policy_version))
@@ -350,13 +347,13 @@ class Buffer:
                 return num_expired
 
     async def payloads(self, records: Sequence[SampleRecord]) -> Sequence[Payload]:
-        """Checked against their digests."""
+        """Reads payloads and checks them against their digests."""
         return await self._payload_readers.run(self._store.read_payloads, records)
 
     async def fetch(
         self, stream: str, sample_ids: Sequence[str], *, skip_unknown: bool
     ) -> AsyncIterator[list[tuple[SampleRecord, Payload]]]:
-        """Samples in the order asked, some at a time."""
+        """Yields samples in the order asked, in chunks."""
         found: list[SampleRecord] = []
         async for first in paced(range(0, len(sample_ids), _LOOKED_UP_AT_ONCE)):
             some = sample_ids[first : first + _LOOKED_UP_AT_ONCE]
@@ -367,13 +364,13 @@ class Buffer:
     async def list_groups(
         self, stream: str, states: Sequence[GroupState], before: int | None, count: int
     ) -> tuple[list[Group], int | None]:
-        """A page, and where the next one starts."""
+        """Returns a page, and the position before which the next one starts."""
         page = self.ledger.list_groups(stream, states, before, count)
         await self.settled()
         return page
 
     async def backup(self) -> AsyncIterator[Chunk | Digest]:
-        """A copy with at least everything up to the durable position."""
+        """Copies at least everything up to the durable position."""
         self._columns.keep_all()
         try:
             async for part in stream_copy(self._store, self._columns.files, self._copiers):
@@ -383,36 +380,37 @@ class Buffer:
 
     @property
     def columns(self) -> Columns:
-        """Bytes that are too large for a message."""
+        """Columns that are too large for a message."""
         return self._columns
 
     async def upload_column(self, sha256: bytes, num_bytes: int, offset: int, data: bytes) -> tuple[int, bool]:
-        """(where to go on, whether it is whole and durable). Refused where it would fill the disk."""
+        """Returns (next offset, True once the column is durable). It is refused when the disk is nearly full."""
         await self._hashers.run(self._require_disk)
         return await self._columns.upload(sha256, num_bytes, offset, data)
 
     def damage(self) -> Sequence[Damage]:
-        """What the store has found so far that is not as it was written."""
+        """Returns everything that the store found damaged so far."""
         return self._store.damage()
 
     @property
     def store_name(self) -> str:
-        """The kind of store, as the job says it."""
+        """The kind of store, as the job names it."""
         return self._store.name
 
     async def settled(self) -> None:
-        """Everything that memory shows is durable."""
+        """Waits until everything in memory is durable."""
         await self._changes.settled()
 
     def watch(self, from_position: int) -> AsyncIterator[list[LedgerEvent]]:
-        """The history from a position on, then live. Raises OutOfRange outside of it, or for a reader left behind."""
+        """Yields the history from a position on, then live. Raises OutOfRange outside of it, or for a slow reader."""
         return self._watching.watch(from_position)
 
     async def _check_payloads(self, samples: Sequence[tuple[str, NewSample]]) -> None:
-        """Each with its group's id. Large payloads are hashed in a thread, which also asks the disk.
+        """Checks samples, each with its group's id. Large payloads are hashed in a thread, which also asks the disk.
 
-        For small ones a thread costs more than it saves: it shares the interpreter with the event loop. Larger ones
-        would keep leases waiting.
+        A thread costs more than it saves for small ones, as it shares the interpreter with the event loop; large ones
+        on the
+        loop would delay lease renewals.
         """
         if not samples:
             return

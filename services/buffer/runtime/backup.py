@@ -1,6 +1,6 @@
-"""The ledger's copy, read piece by piece while the ledger goes on.
+"""The ledger's copy is read chunk by chunk while the ledger goes on.
 
-The store makes the copy at one moment and holds it; what is streamed are its files, and at the end what they must be.
+The store makes the copy at one moment and pins it; its files are streamed, each followed by its digest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some bytes of a file."""
+    """Bytes of a file."""
 
     file: str
     offset: int
@@ -27,7 +27,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """A file that was streamed whole."""
+    """The end of a file, with its size and SHA-256."""
 
     file: str
     num_bytes: int

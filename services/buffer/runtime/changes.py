@@ -1,6 +1,6 @@
-"""What commands changed, on its way out: to the journal, and once it is durable to whom it concerns.
+"""Passes a command's changes on: to the journal and, once they are durable, to whoever waits for them.
 
-Waits of a stream end when anything in it changes. Deleted samples give their columns back when the deletion is durable,
+Waits of a stream end when anything in it changes. Deleted samples release their columns when the deletion is durable;
 groups dropped by age go back to the data source that they came from.
 """
 
@@ -38,7 +38,7 @@ class Changes:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def commit(self, result: Result[_Answer]) -> _Answer:
-        """The answer, once what goes with it is durable."""
+        """Returns the answer once the transaction is durable."""
         answer, transaction = result
         durable = self._journal.append(transaction)
         for name in {e.stream for e in transaction.events}:
@@ -54,20 +54,20 @@ class Changes:
         return answer
 
     async def commit_samples(self, samples: Sequence[NewSample], result: Result[_Answer]) -> _Answer:
-        """The same; columns of samples that are kept are held from now on."""
+        """Commits as `commit` does; columns of the stored samples are pinned from now on."""
         for sample in samples:
             if sample.record.key in result[1].payloads:
                 self._columns.hold(sample.record.key, sample.columns)
         return await self.commit(result)
 
     async def settled(self) -> None:
-        """Everything that memory shows is durable."""
+        """Waits until everything in memory is durable."""
         await self._journal.append(Transaction())
 
     async def wait(
         self, stream: str, attempt: Callable[[], Awaitable[_Answer | None]], seconds: float
     ) -> _Answer | None:
-        """Attempts after every change of the stream until one has an answer; None when none had in time."""
+        """Attempts after every change of the stream until one gives an answer; returns None when none did in time."""
         end = time.monotonic() + seconds
         while True:
             ticket = self._changed[stream].ticket()
@@ -77,7 +77,7 @@ class Changes:
                 return answer
 
     async def _release_columns(self, keys: Sequence[str]) -> None:
-        """Also where the call that deleted the samples was cancelled."""
+        """Runs to its end even when the call that deleted the samples was cancelled."""
         if await self._settled_at_last():
             self._columns.release(keys)
 
@@ -86,7 +86,7 @@ class Changes:
             await self._give_back(transaction)
 
     async def _settled_at_last(self) -> bool:
-        """After the store was away as well; False when it has failed and the process is ending."""
+        """Waits even while the store is away; returns False when it has failed and the process is ending."""
         while not self._journal.failed.done():
             try:
                 await self.settled()
@@ -102,7 +102,7 @@ class Changes:
         task.add_done_callback(self._tasks.discard)
 
     async def _give_back(self, transaction: Transaction) -> None:
-        """Groups dropped by age, to the data sources they came from."""
+        """Gives groups dropped by age back to the data sources that they came from."""
         dropped: defaultdict[str, list[Prompt]] = defaultdict(list)
         for event in transaction.events:
             if event.kind == "expired" and event.state is GroupState.DROPPED and event.group_id:

@@ -1,4 +1,4 @@
-"""Selection HOOK: the user's buffer_filter sees the groups that wait, in a worker process, and chooses the batch."""
+"""Selection HOOK: the user's buffer_filter sees the waiting groups, in a worker process, and chooses the batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOAD_SECONDS = 120.0
 
 
 class GroupChooser:
-    """Its choice is durable before anybody hears of it; a restart does not ask again."""
+    """Its choice is durable before it is answered, so a restart does not ask again."""
 
     def __init__(self, path: str, args: HookArgs, links: Path, *, seconds: float) -> None:
         """`links` is the folder of the ledger, which one process at a time owns."""
@@ -28,7 +28,7 @@ class GroupChooser:
         self._pool = WorkerPool(1)
 
     async def start(self) -> None:
-        """Loads the function, and deletes what a buffer that was killed has left of a choice.
+        """Loads the function, and deletes what a killed buffer left behind.
 
         Raises ConfigError when the function cannot be loaded or takes other arguments.
         """
@@ -41,12 +41,11 @@ class GroupChooser:
             raise ConfigError(error.message, field="buffer.buffer_filter_path") from error
 
     async def close(self) -> None:
-        """Ends the worker."""
         await self._pool.close()
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
-        """For the groups of one choice; it goes with it."""
+        """Yields a folder for the groups of one choice, and deletes it afterwards."""
         scratch = Scratch(self._links, f"filter-{secrets.token_hex(4)}")
         try:
             scratch.make()
@@ -55,7 +54,7 @@ class GroupChooser:
             scratch.delete()
 
     async def choose(self, step: int, groups: Path, num_groups: int) -> tuple[list[int], list[int]]:
-        """(chosen, dropped) places in the file, which `pack_groups` has written.
+        """Returns (chosen, dropped) as indices into the file that `pack_groups` has written.
 
         Raises FailedPrecondition when the function fails or takes too long.
         """

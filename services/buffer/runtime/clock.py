@@ -1,4 +1,4 @@
-"""The time, for the parts of the buffer that live in it."""
+"""Reads the time for those parts of the buffer that need it."""
 
 from __future__ import annotations
 
@@ -8,5 +8,4 @@ from services.buffer.ledger.transaction import Instant
 
 
 def now() -> Instant:
-    """On both clocks."""
     return Instant(time.monotonic(), time.time())

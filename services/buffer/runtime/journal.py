@@ -22,7 +22,7 @@ from services.buffer.store.base import Store
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """What came together."""
+    """Transactions that become durable with one sync."""
 
     durable: asyncio.Future[None]
     transactions: list[Transaction] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Journal:
         self._committing: asyncio.Task[None] | None = None
 
     def append(self, transaction: Transaction) -> Awaitable[None]:
-        """Queues it at once; what is returned waits until it, and everything before it, is durable."""
+        """Queues the transaction; the result can be awaited until it, and everything before it, is durable."""
         if self.failed.done():
             raise Unavailable("the ledger's disk failed, its process is ending: try again when it is back")
         self._next.transactions.append(transaction)
@@ -63,13 +63,13 @@ class Journal:
         return waiting
 
     def refuse(self, error: RetryableError) -> None:
-        """Tells all who wait that they cannot be answered now. What they asked for stays queued, in its order."""
+        """Tells all who wait that there is no answer now. Their transactions stay queued, in order."""
         for batch in (*self._unanswered, self._next):
             if not batch.durable.done():
                 batch.durable.set_exception(error)
 
     async def close(self) -> None:
-        """Waits for what is queued."""
+        """Waits until everything queued is durable."""
         if self._taking:
             await self._taking
         if self._committing:
@@ -136,6 +136,6 @@ def _runs(task: asyncio.Task[None] | None) -> bool:
 
 
 def _retrieved(waiting: asyncio.Future[None]) -> None:
-    """A batch that nobody waits for is not reported."""
+    """Prevents a report about a batch that nobody waits for."""
     if not waiting.cancelled():
         waiting.exception()

@@ -1,4 +1,4 @@
-"""Ends leases at their deadline. Unblocked by: the earliest deadline, a lease that is granted."""
+"""Ends leases at their deadline. Unblocked by: the earliest deadline, a new lease."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class LeaseTimer:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Leases end from now on."""
+        """Leases expire from now on."""
         self._task = asyncio.create_task(self._run())
 
     def granted(self) -> None:
-        """There may be an earlier deadline."""
+        """Looks at the earliest deadline again."""
         self._granted.set()
 
     def stop(self) -> None:
-        """No lease ends any more."""
+        """No lease expires any more."""
         if self._task:
             self._task.cancel()
 

@@ -1,4 +1,4 @@
-"""Wakes everybody who waits for a change, without polling."""
+"""Wakes all who wait for a change, without polling."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ class Signal:
         self._event = asyncio.Event()
 
     def ticket(self) -> asyncio.Event:
-        """Is set by the next change."""
+        """Returns an event that the next change sets."""
         return self._event
 
     def set(self) -> None:
-        """Something changed."""
+        """Wakes all who have a ticket."""
         self._event.set()
         self._event = asyncio.Event()
 
 
 async def wait_for(ticket: asyncio.Event, seconds: float) -> bool:
-    """True when the change came within `seconds`."""
+    """Returns True when the change came within `seconds`."""
     try:
         async with asyncio.timeout(seconds):
             await ticket.wait()

@@ -1,8 +1,8 @@
 """Tells clients and operators while the store is away, and goes on when it is back.
 
-Answering → away (it waits for its database: callers hear UNAVAILABLE; or for room on its disk: RESOURCE_EXHAUSTED):
-no lease ends, health says NOT_SERVING
-→ answering: what memory has is durable by then, and every lease gets its full time again.
+Answering → away: its database is away (callers get UNAVAILABLE), or its disk is full (RESOURCE_EXHAUSTED). No lease
+expires, and health is NOT_SERVING.
+Away → answering: everything in memory is durable by then, and every lease starts its full time again.
 A store that gives up ends the process, through the journal.
 """
 
@@ -19,7 +19,7 @@ _LOOK_SECONDS = 0.25
 
 
 class StoreWatch:
-    """Runs from `start` to `stop`; `listeners` hear of every change whether the store answers."""
+    """`listeners` are told each time that the store goes away or comes back."""
 
     def __init__(self, store: Store, journal: Journal) -> None:
         self.listeners: list[Callable[[bool], Awaitable[None]]] = []
@@ -29,16 +29,14 @@ class StoreWatch:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Looks from now on."""
         self._task = asyncio.create_task(self._run())
 
     def stop(self) -> None:
-        """Looks no more."""
         if self._task:
             self._task.cancel()
 
     def require(self) -> None:
-        """Raises while the store is away: before a command changes memory."""
+        """Raises while the store is away. Call it before a command changes memory."""
         if away := self._store.waiting_for:
             raise away
 

@@ -31,7 +31,7 @@ _READ_SECONDS = 150.0
 
 
 class PromptSupply:
-    """By stream. `locks` are taken by whoever reads, until the cursor has moved."""
+    """Opens and reads the sources of each stream. Readers hold the stream's lock until the cursor has moved."""
 
     def __init__(self, user_code: UserCode, files: PromptFiles) -> None:
         self.locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -48,11 +48,11 @@ class PromptSupply:
         self._readers = BlockingPool("prompt-reader", _READERS)
 
     async def path_of_client(self, path: str) -> str:
-        """The file that a client means. Raises InvalidArgument for one that it may not name."""
+        """Returns the file that a client names. Raises InvalidArgument when clients may not name it."""
         return await self._openers.run(self.files.of_client, path)
 
     async def begin(self, config: StreamConfig) -> StreamState:
-        """The state of a new stream, its sources at their start. Raises InvalidArgument for what cannot be read."""
+        """Returns a new stream's state, its sources at their start. Raises InvalidArgument for an unreadable source."""
         state = StreamState(config)
         if not config.has_source:
             return state
@@ -60,7 +60,7 @@ class PromptSupply:
         return replace(state, bad_lines=mix.bad_lines, file_digests=mix.digests, cursors=mix.start())
 
     def resume(self, state: StreamState) -> asyncio.Task[PromptMix] | None:
-        """Begins to open the sources of a stream after a restart; None where it has none."""
+        """Starts to open a stream's sources after a restart; returns None when it has none."""
         if not state.config.has_source:
             return None
         self._tried[state.name] = time.monotonic()
@@ -70,11 +70,11 @@ class PromptSupply:
         return task
 
     def trouble_of(self, stream: str) -> str | None:
-        """Why a stream's prompts cannot be read now; None where they can."""
+        """Returns why a stream's prompts cannot be read now; None when they can."""
         return self._troubles.get(stream)
 
     def require(self, state: StreamState) -> None:
-        """Raises FailedPrecondition where a stream's prompts cannot be read; tries to open them again now and then."""
+        """Raises FailedPrecondition while a stream's prompts cannot be read; now and then it opens them again."""
         if state.name not in self._troubles:
             return
         is_due = time.monotonic() - self._tried[state.name] >= _TRY_AGAIN_SECONDS
@@ -86,7 +86,7 @@ class PromptSupply:
         )
 
     async def read(self, state: StreamState, counts: Sequence[int]) -> MixReading:
-        """The next prompts of a stream, so many of each source. Raises FailedPrecondition where it is in trouble."""
+        """Reads the next prompts, `counts` of each source. Raises FailedPrecondition when the stream is in trouble."""
         if state.name in self._opening:
             await asyncio.wait({self._opening[state.name]}, timeout=_TRY_AGAIN_SECONDS)
         self.require(state)
@@ -104,26 +104,25 @@ class PromptSupply:
             raise
 
     async def _read_alone(self, state: StreamState, mix: PromptMix, counts: Sequence[int]) -> MixReading:
-        """A call that was given up leaves its read to its thread: the next one waits, so that they do not pile up."""
+        """Waits for the read of a cancelled call, which goes on in its thread, so that reads do not pile up."""
         if state.name in self._reading:
             await asyncio.wait({self._reading[state.name]})
         task = self._reading[state.name] = asyncio.create_task(mix.read(state.cursors, counts))
         return await asyncio.shield(task)
 
     async def give_back(self, state: StreamState, prompts: Sequence[Prompt]) -> None:
-        """Groups that were dropped by age; only a data source has a use for them."""
+        """Passes groups dropped by age to the data source; files ignore them."""
         walk = self._data_sources.get(state.name)
         if walk and prompts:
             async with self.locks[state.name]:
                 await walk.give_back(state.cursors[0], prompts, state.config.n_samples_per_prompt)
 
     async def forget(self, stream: str) -> None:
-        """Closes the sources of a stream that is deleted."""
+        """Closes the sources of a deleted stream."""
         await self._close(stream)
         self._troubles.pop(stream, None)
 
     async def close(self) -> None:
-        """Ends workers."""
         for stream in list(self._mixes):
             await self._close(stream)
         for task in (*self._opening.values(), *self._reading.values()):

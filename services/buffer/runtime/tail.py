@@ -10,19 +10,19 @@ _KEPT = 4096
 
 
 class Tail:
-    """At least the latest `_KEPT` events since the start of the process."""
+    """Holds at least the latest `_KEPT` events since the start of the process."""
 
     def __init__(self) -> None:
         self._events: list[LedgerEvent] = []
 
     def add(self, events: Sequence[LedgerEvent]) -> None:
-        """Durable, in order of position."""
+        """Adds durable events, in order of position."""
         self._events += events
         if len(self._events) > 2 * _KEPT:
             del self._events[:-_KEPT]
 
     def read(self, from_position: int, count: int) -> list[LedgerEvent] | None:
-        """None where the store has to be asked."""
+        """Returns None when the events have to be read from the store."""
         if not self._events:
             return None
         skipped = from_position - self._events[0].position

@@ -1,6 +1,7 @@
-"""Watchers: the history from any position, then live. Each reads at its own pace, and nobody waits for them.
+"""Streams the history from any position, then live. Each watcher reads at its own pace and delays nobody.
 
-Live ones are served from memory. One that stays behind by more than `max_lag` events is cut off with the position at
+Live watchers are served from memory. One that falls behind by more than `max_lag` events is cut off with the position
+at
 which it may go on: the ledger keeps no queue for it.
 """
 
@@ -19,8 +20,6 @@ _READERS = 2
 
 
 class Watching:
-    """Unblocked by the journal."""
-
     def __init__(self, journal: Journal, store: Store, max_lag: int) -> None:
         self._journal = journal
         self._store = store
@@ -28,7 +27,7 @@ class Watching:
         self._readers = BlockingPool("history", _READERS)
 
     async def watch(self, from_position: int) -> AsyncIterator[list[LedgerEvent]]:
-        """From 0: from the oldest kept. Raises OutOfRange outside of the history and for a reader left behind."""
+        """Yields events; position 0 is the oldest stored. Raises OutOfRange outside of the history or when too slow."""
         position = from_position or self._journal.oldest_position
         self._require_kept(position)
         if position > self._journal.durable_position + 1:
@@ -61,7 +60,7 @@ class Watching:
             del events  # not kept while the next is waited for
 
     async def _refuse_gap(self, position: int) -> None:
-        """Raises OutOfRange for a position that was deleted, DataLoss for one that is missing."""
+        """Raises OutOfRange when the position was deleted, DataLoss when its event is missing."""
         self._require_kept(position)
         behind = await self._readers.run(self._store.read_events, position, 1)
         following = behind[0].position if behind else self._journal.durable_position + 1

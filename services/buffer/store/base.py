@@ -1,6 +1,6 @@
-"""What a ledger asks of a disk. `memory`, `sqlite` and `postgres` keep the same contract tests.
+"""The protocol of a ledger's store. `memory`, `sqlite` and `postgres` pass the same contract tests.
 
-`commit` is called by one thread, `prepare` by another; the reads come from others at the same time.
+`commit` is called by one thread, `prepare` by another; reads come from others at the same time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from services.buffer.store.copy import CopiedFile
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Something on the disk that is not as it was written: it is left there and not served."""
+    """Something in the store that is not as it was written. It is left where it is and not served."""
 
     what: str
     group_id: str | None = None
@@ -28,62 +28,62 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Everything a ledger needs to go on."""
+    """Everything that a ledger loads at its start."""
 
     ledger_id: str
     streams: tuple[StreamState, ...]
     groups: tuple[Group, ...]
     position: int
     oldest_position: int = 1
-    """Of the history: what was before it is deleted."""
+    """The history starts here; earlier events are deleted."""
     lost_streams: tuple[str, ...] = ()
     """Streams whose own row is damaged: their groups are not loaded, and their names are not free."""
     lost_groups: tuple[str, ...] = ()
-    """Ids of groups that cannot be loaded, because records of theirs are damaged, of the other streams."""
+    """Ids of groups of the other streams that cannot be loaded, because their records are damaged."""
     torn_bytes: int = 0
-    """Cut off the end: what was being written, and was never answered, when the process before this one ended."""
+    """Bytes cut off the end: the process before this one was writing them when it ended, and never answered."""
 
 
 class Store(Protocol):
-    """Durable rows. Any error of `commit` ends the process: memory would be ahead of the disk.
+    """Stores rows durably. Any error of `commit` ends the process, because memory would be ahead of the disk.
 
-    It waits, and does not raise, where it can go on later: its database is away, or its disk is full.
+    It waits and does not raise while it can go on later: its database is away, or its disk is full.
     """
 
     def load(self) -> Snapshot:
-        """What was committed, damaged records set aside."""
+        """Returns everything that was committed, except damaged records."""
 
     def prepare(self, transactions: Sequence[Transaction]) -> None:
-        """Writes ahead what a later `commit` of them names. Nothing of it is there before that."""
+        """Writes payloads ahead of the `commit` that names them. Nothing of it is visible before that commit."""
 
     def commit(self, transactions: Sequence[Transaction]) -> None:
-        """Durable, all or nothing, when it returns. They were prepared, or are now."""
+        """Makes the transactions durable, all or none, before it returns. It prepares those that are not."""
 
     def read_payloads(self, records: Sequence[SampleRecord]) -> Sequence[Payload]:
-        """In order. Raises NotFound for a payload that was deleted, DataLoss for one that does not match its digest."""
+        """Returns payloads in order. Raises NotFound for a deleted one, DataLoss for one that fails its digest."""
 
     def read_events(self, from_position: int, count: int) -> list[LedgerEvent]:
-        """The history from a position on, at most `count`."""
+        """Returns at most `count` events from a position on."""
 
     @property
     def name(self) -> str:
-        """Of the kind of store, as the job's buffer_store says it."""
+        """The kind of store, as the job's buffer_store names it."""
 
     def copy(self) -> AbstractContextManager[Sequence[CopiedFile]]:
-        """Files of a consistent copy as of now, there while the context is. Raises FailedPrecondition without files."""
+        """Yields the files of a consistent copy. Raises FailedPrecondition when the store has no files."""
 
     def damage(self) -> Sequence[Damage]:
-        """Everything found so far that is not as it was written: by `load`, and by reading since."""
+        """Returns everything that `load` and later reads found damaged."""
 
     def free_bytes(self) -> int | None:
-        """What is left on its disk; None where nobody can say."""
+        """Returns the free space of the store's disk, or None when it is unknown."""
 
     @property
     def waiting_for(self) -> RetryableError | None:
-        """What callers are told while `commit` waits; None while it does not."""
+        """The error for callers while `commit` waits, else None."""
 
     def stop_waiting(self) -> None:
-        """`commit` raises instead of waiting longer."""
+        """Makes `commit` raise instead of waiting longer."""
 
     def close(self) -> None:
-        """No call comes after it."""
+        """Ends it: no other method may be called afterwards."""

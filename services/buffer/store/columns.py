@@ -1,9 +1,9 @@
-"""Columns too large for a message: files named by their SHA-256, kept for as long as a sample names them.
+"""Columns too large for a message are files named by their SHA-256, stored for as long as a sample names them.
 
-absent → (upload, piece by piece) → partial → (the last piece; checked, synced, renamed) → whole
-whole → (a put names it) → held → (the last sample that names it is deleted) → absent
-What nobody named within an hour is deleted too. Who names what is not written here: the samples' records say it.
-All but the reading and writing of bytes happens on the event loop, so that a put finds what it has checked.
+absent → (upload, chunk by chunk) → partial → (the last chunk; checked, synced, renamed) → whole
+whole → (a put names it) → pinned → (the last sample that names it is deleted) → absent
+A column that no sample named within an hour is deleted, too. The samples' records say which columns they name.
+All but reading and writing bytes happens on the event loop, so that a put finds what it has checked.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _Answer = TypeVar("_Answer")
 
 
 async def _to_its_end(work: Coroutine[Any, Any, _Answer]) -> _Answer:
-    """Also where the caller is cancelled: nobody else writes meanwhile."""
+    """Runs the work to its end even when the caller is cancelled, so that no other write overlaps with it."""
     task = asyncio.create_task(work)
     try:
         return await asyncio.shield(task)
@@ -47,7 +47,7 @@ async def _to_its_end(work: Coroutine[Any, Any, _Answer]) -> _Answer:
 
 @dataclass(slots=True)
 class _Upload:
-    """One that has begun; `num_bytes` as it was said to have, None after a restart until somebody says it again."""
+    """An unfinished upload. `num_bytes` is the announced size; after a restart it is None until announced again."""
 
     num_bytes: int | None
     reserved_bytes: int
@@ -55,10 +55,10 @@ class _Upload:
 
 
 class Columns:
-    """`folder`/SHA256 and `folder`/SHA256.part. Without a folder it takes none."""
+    """Files `folder`/SHA256 and `folder`/SHA256.part. Without a folder, uploads are refused."""
 
     def __init__(self, folder: Path | None, *, max_bytes: int = MAX_COLUMN_BYTES) -> None:
-        """`max_bytes`: of all columns, those whose upload has only begun at the size that they are said to have."""
+        """`max_bytes` limits all columns together; an unfinished upload counts with its announced size."""
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
         self._maybe_folder = folder
@@ -66,7 +66,7 @@ class Columns:
         self._held: defaultdict[str, deque[tuple[bytes, ...]]] = defaultdict(deque)
         self._counts: Counter[bytes] = Counter()
         self._whole: dict[bytes, int] = {}
-        """Its bytes."""
+        """SHA-256 → bytes."""
         self._uploads: dict[bytes, _Upload] = {}
         self._swept = time.time()
         self._num_keepers = 0
@@ -75,7 +75,7 @@ class Columns:
         self._pool = BlockingPool("columns", _THREADS)
 
     async def restore(self, groups: Iterable[Group]) -> None:
-        """What the ledger's samples name is held again."""
+        """Loads the folder and pins the columns that the ledger's samples name."""
         if self._maybe_folder is None:
             return
         for path in filter(_is_ours, self._folder.iterdir()):
@@ -92,13 +92,13 @@ class Columns:
 
     @property
     def num_bytes(self) -> int:
-        """Of all that was brought or has begun to be."""
+        """The bytes of all columns, unfinished uploads included."""
         return sum(self._whole.values()) + sum(upload.reserved_bytes for upload in self._uploads.values())
 
     # Uploads
 
     async def upload(self, sha256: bytes, num_bytes: int, offset: int, data: bytes) -> tuple[int, bool]:
-        """(where to go on, whether it is whole and durable). Raises DataLoss when it has another digest."""
+        """Returns (next offset, True once the column is durable). Raises DataLoss when its digest differs."""
         if time.time() - self._swept > _ORPHAN_SECONDS:
             await self._sweep()
         if sha256 in self._whole:
@@ -126,7 +126,7 @@ class Columns:
         return num_bytes, True
 
     def _upload(self, sha256: bytes, num_bytes: int) -> _Upload:
-        """The one that has begun; else a new one, for which there must be room."""
+        """Returns the unfinished upload, or starts a new one if there is room."""
         upload = self._uploads.get(sha256)
         if upload and upload.num_bytes not in (None, num_bytes):
             raise InvalidArgument(
@@ -191,7 +191,7 @@ class Columns:
     # What samples name
 
     def require(self, samples: Iterable[NewSample]) -> None:
-        """Raises FailedPrecondition for a column that is not here, InvalidArgument for one of another size."""
+        """Raises FailedPrecondition for a missing column, InvalidArgument for one of another size."""
         for sample in samples:
             if not sample.columns:
                 continue
@@ -211,13 +211,13 @@ class Columns:
                 )
 
     def hold(self, key: str, columns: Sequence[bytes]) -> None:
-        """The sample that is kept under this key names them."""
+        """Pins the columns that the sample under this key names."""
         if columns:
             self._held[key].append(tuple(columns))
             self._counts.update(columns)
 
     def release(self, keys: Iterable[str]) -> None:
-        """The samples under these keys are deleted, durably."""
+        """Unpins the columns of samples whose deletion is durable."""
         for key in keys:
             if key not in self._held:
                 continue
@@ -245,7 +245,7 @@ class Columns:
     # Readers
 
     async def read(self, sha256: bytes, offset: int, num_bytes: int | None) -> AsyncIterator[tuple[int, bytes]]:
-        """(offset, bytes) of a range, some at a time. Raises NotFound."""
+        """Yields (offset, bytes) of a range, in chunks. Raises NotFound."""
         try:
             file = await self._pool.run(self._path(sha256).open, "rb")
         except FileNotFoundError as error:
@@ -261,22 +261,22 @@ class Columns:
                 offset += len(data)
 
     def keep_all(self) -> None:
-        """Nothing is deleted until `keep_no_more`: somebody copies the ledger."""
+        """Delays all deletions until `keep_no_more`, while the ledger is copied."""
         self._num_keepers += 1
 
     def keep_no_more(self) -> None:
-        """What lost its last sample meanwhile is deleted now."""
+        """Deletes the columns whose last sample was deleted meanwhile."""
         self._num_keepers -= 1
         for sha256 in [sha256 for sha256, count in self._counts.items() if not count]:
             self._delete(sha256)
 
     def files(self) -> list[CopiedFile]:
-        """Of all columns that samples name. May run in a thread."""
+        """Returns the files of all columns that samples name. It may run in a thread."""
         paths = [path for sha256 in list(self._counts) if (path := self._path(sha256)).exists()]
         return [CopiedFile(f"columns/{path.name}", path, path.stat().st_size) for path in paths]
 
     async def _sweep(self) -> None:
-        """Deletes what nobody has named in time."""
+        """Deletes columns that no sample named in time."""
         self._swept = time.time()
         async for path in paced(await self._pool.run(self._old_files)):
             sha256 = bytes.fromhex(path.name.partition(".")[0])
@@ -303,5 +303,5 @@ class Columns:
 
 
 def _is_ours(path: Path) -> bool:
-    """What an operator left in the folder stays as it is."""
+    """False for files that an operator left in the folder; they stay as they are."""
     return _FILE_NAME.fullmatch(path.name) is not None and path.is_file()

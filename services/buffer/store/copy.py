@@ -1,4 +1,4 @@
-"""A consistent copy of a store's files, held beside them for as long as it is read."""
+"""A consistent copy of a store's files, stored beside them while it is read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PREFIX = "copy-"
 
 @dataclass(frozen=True, slots=True)
 class CopiedFile:
-    """`num_bytes` of the file at `path`; `name` is its place below the ledger's folder."""
+    """`num_bytes` of the file at `path`; `name` is relative to the ledger's folder."""
 
     name: str
     path: Path
@@ -23,7 +23,7 @@ class CopiedFile:
 
 @contextmanager
 def copy_folder(folder: Path) -> Iterator[Path]:
-    """An empty folder on the ledger's disk, gone afterwards."""
+    """Yields an empty folder on the ledger's disk, and deletes it afterwards."""
     copy = folder / f"{_PREFIX}{secrets.token_hex(4)}"
     copy.mkdir()
     try:
@@ -33,12 +33,11 @@ def copy_folder(folder: Path) -> Iterator[Path]:
 
 
 def delete_leftovers(folder: Path) -> None:
-    """Copies that a kill has left behind. Only the process that owns the folder may do so."""
+    """Deletes copies that a killed process left behind. Only the process that owns the folder may call it."""
     for copy in folder.glob(f"{_PREFIX}*"):
         shutil.rmtree(copy)
 
 
 def files_of(copy: Path) -> Sequence[CopiedFile]:
-    """Everything in the copy."""
     paths = sorted(path for path in copy.rglob("*") if path.is_file())
     return [CopiedFile(str(path.relative_to(copy)), path, path.stat().st_size) for path in paths]

@@ -1,7 +1,7 @@
-"""The few things that payload files ask of a file system. `DiskFiles` is real; tests have recording and failing twins.
+"""The file operations that payload files need. `DiskFiles` is real; tests have recording and failing twins.
 
-A name is durable after `sync_folder`, contents after `sync`. After an OSError what the kernel kept is not known: that
-file is not written again.
+A name is durable after `sync_folder`, contents after `sync`. After an OSError it is unknown what the kernel stored, so
+that file is not written again.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ _IOV_MAX = 1024
 
 
 class Files(Protocol):
-    """One folder of files, written at the end and read anywhere."""
+    """One folder of files that are appended to and read anywhere."""
 
     def names(self) -> list[str]:
-        """Sorted."""
+        """Returns the names, sorted."""
 
     def create(self, name: str) -> None:
-        """A new file, empty."""
+        """Creates an empty file."""
 
     def write(self, name: str, offset: int, parts: Sequence[Buffer]) -> None:
-        """All parts, one after the other."""
+        """Writes the parts one after the other."""
 
     def sync(self, name: str) -> None:
-        """The file's contents survive power loss."""
+        """Makes the file's contents survive power loss."""
 
     def sync_folder(self) -> None:
-        """Names made and deleted so far survive power loss."""
+        """Makes names created and deleted so far survive power loss."""
 
     def read(self, name: str, offset: int, num_bytes: int) -> bytes:
-        """At most so many bytes; fewer at the end. Raises FileNotFoundError."""
+        """Reads at most `num_bytes`; fewer at the end of the file. Raises FileNotFoundError."""
 
     def size(self, name: str) -> int:
-        """In bytes."""
+        """Returns the size in bytes."""
 
     def truncate(self, name: str, num_bytes: int) -> None:
-        """Cuts the end off."""
+        """Cuts the file to `num_bytes`."""
 
     def delete(self, name: str) -> None:
-        """Its name is gone."""
+        """Deletes the name; open readers go on."""
 
     def free_bytes(self) -> int:
-        """What is left on the disk."""
+        """Returns the free space of the disk."""
 
     def close(self) -> None:
-        """No call comes after it."""
+        """Ends it: no other method may be called afterwards."""
 
 
 class _Open:
-    """An open file, closed when nobody uses it any more: a reader may outlive the file's name."""
+    """An open file. It is closed once no reader uses it, which may be after its name was deleted."""
 
     def __init__(self, path: Path, flags: int) -> None:
         self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o644)
@@ -65,7 +65,7 @@ class _Open:
 
 
 class DiskFiles:
-    """Keeps files open. Reads may come from several threads."""
+    """Keeps files open. Several threads may read at once."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -116,7 +116,7 @@ class DiskFiles:
 
 
 def sync_folder(folder: Path) -> None:
-    """Names made and deleted in it so far survive power loss."""
+    """Makes names created and deleted in the folder so far survive power loss."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

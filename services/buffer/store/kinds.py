@@ -1,4 +1,4 @@
-"""Which store a job asks for."""
+"""Opens the kind of store that a job asks for."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from services.buffer.store.sqlite.store import SqliteStore
 
 
 def store_of_job(job: Job, folder: Path) -> Store:
-    """Its ledger's name in a database is the run's, and the shard's number."""
+    """Names the ledger in a database after the run and the shard's number."""
     shard = job.buffer.buffer_shard
     return open_store(job.buffer, folder, job.run.run_name + ("" if shard is None else f"/{shard}"))
 
 
 def open_store(section: BufferSection, folder: Path, name: str) -> Store:
-    """Raises ConfigError when the folder holds a ledger of another kind: it would be passed over in silence."""
+    """Raises ConfigError when the folder holds a ledger of another kind, which would be ignored otherwise."""
     if (folder / "segments").exists():
         raise ConfigError(
             f"{folder} holds a ledger of buffer_store segments, which this headrace does not read: finish the run with "

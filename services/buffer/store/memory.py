@@ -1,4 +1,4 @@
-"""The ledger's rows in dictionaries: for tests, and for runs that may lose everything with the process."""
+"""The ledger's rows in dictionaries, for tests and for runs that may lose everything with the process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.buffer.store.payload import checked_payload
 
 
 class MemoryStore:
-    """Durable for as long as the object lives."""
+    """It is durable for as long as the object lives."""
 
     name = "memory"
 

@@ -1,4 +1,4 @@
-"""Reading a payload is checking it."""
+"""Every payload is checked when it is read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from services.buffer.ledger.transaction import Payload
 
 
 def checked_payload(record: SampleRecord, payload: Payload | None) -> Payload:
-    """The bytes that were put. Raises NotFound when they are gone, DataLoss when they are others."""
+    """Raises NotFound when the bytes are deleted, DataLoss when they are not those that were put."""
     if payload is None:
         raise NotFound(
             f"the payload of sample {record.sample_id} is gone: its group was expired or committed meanwhile"

@@ -1,7 +1,7 @@
-"""A transaction as rows in MessagePack: what `sqlite` and `postgres` write and read back.
+"""A transaction as rows in MessagePack, which `sqlite` and `postgres` write and read.
 
 A group's row is written at each of its transitions, so it holds neither its prompt nor its samples' envelopes, only the
-keys of the samples: those are rows of their own, written once, when their payload comes.
+keys of the samples: those have rows of their own, written once, when their payload arrives.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _NO_PROMPT = Prompt("", b"")
 
 
 Row = tuple[str, bytes]
-"""A key and what is kept under it."""
+"""A key and its body."""
 
 
 class TransactionRows(msgspec.Struct, frozen=True, gc=False):
-    """Everything that a transaction writes and deletes, but for the payloads' bytes."""
+    """Everything that a transaction writes and deletes, except the payloads' bytes."""
 
     streams: list[Row]
     groups: list[Row]
     prompts: list[Row]
     samples: list[list[SampleRecord]]
-    """Whose payloads are in the transaction, of each group together."""
+    """Records whose payloads are in the transaction, one list for each group."""
     events: list[tuple[int, bytes]]
-    """By position."""
+    """(position, body)."""
     deleted: list[str]
     """Keys of samples that no group has any more."""
     forgotten: list[str]
-    """Groups that are no more, nor their prompts."""
+    """Groups that are deleted with their prompts."""
     events_from: int | None = None
     """Events below this position are deleted."""
 
@@ -60,7 +60,7 @@ _event_decoder = msgspec.msgpack.Decoder(LedgerEvent)
 
 
 def to_rows(transaction: Transaction) -> TransactionRows:
-    """A group's row is its latest."""
+    """Writes only the latest version of each group."""
     groups = transaction.groups.values()
     return TransactionRows(
         streams=[(state.name, _encode(state)) for state in transaction.streams.values()],
@@ -84,7 +84,7 @@ def _new_samples(transaction: Transaction) -> list[list[SampleRecord]]:
 
 
 def _deleted_samples(transaction: Transaction) -> list[str]:
-    """A group that ended may still name samples whose payloads are deleted."""
+    """Returns the keys to delete; a group that ended may still name samples whose payloads are deleted."""
     named = {record.key for group in transaction.groups.values() for record in (*group.samples, *group.partials)}
     forgotten = [record.key for group in transaction.forgotten for record in group.samples]
     return [*(key for key in transaction.deleted_payloads if key not in named), *forgotten]
@@ -98,37 +98,31 @@ def load_group(body: bytes, prompt: Prompt, records: Mapping[str, SampleRecord])
 
 
 def load_sample(body: bytes) -> SampleRecord:
-    """A sample's row."""
     return _sample_decoder.decode(body)
 
 
 def dump_sample(record: SampleRecord) -> bytes:
-    """The inverse of `load_sample`."""
     return _encode(record)
 
 
 def dump_samples(records: Sequence[SampleRecord]) -> bytes:
-    """Several samples as one row."""
+    """Packs several samples into one row."""
     return _encode(records)
 
 
 def load_samples(body: bytes) -> list[SampleRecord]:
-    """The inverse of `dump_samples`."""
     return _samples_decoder.decode(body)
 
 
 def load_prompt(body: bytes) -> Prompt:
-    """A prompt's row."""
     return _prompt_decoder.decode(body)
 
 
 def load_stream(body: bytes) -> StreamState:
-    """A stream's row."""
     return _stream_decoder.decode(body)
 
 
 def load_event(body: bytes) -> LedgerEvent:
-    """An event's row."""
     return _event_decoder.decode(body)
 
 

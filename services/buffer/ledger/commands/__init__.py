@@ -1,4 +1,4 @@
-"""What each command does to a stream's groups, by who gives it: producers, the trainer, operators.
+"""The ledger's commands, by who gives them: producers, the trainer, operators.
 
-In: the arguments of a command and the books that it may change. Out: an answer, and the changes as one transaction.
+In: the arguments of a command and the streams that it may change. Out: an answer, and the changes as one transaction.
 """

@@ -29,14 +29,14 @@ _WAY_OUT = {
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """How many groups a request took out, and how many batches it dissolved."""
+    """The result of a drop request: dropped groups and dissolved batches."""
 
     num_groups: int
     num_batches: int
 
 
 def drop(work: Work, book: StreamBook, request_id: str, group_ids: Sequence[str], reason: str) -> Dropped:
-    """All of them become DROPPED, or none; a request that was answered changes nothing."""
+    """Makes all of these groups DROPPED, or none. A repeated request changes nothing and gets the first answer."""
     if request_id not in book.state.drops:
         lost = [group_id for group_id in group_ids if group_id in book.lost_groups]
         found = [_droppable(book, group_id) for group_id in group_ids if group_id not in book.lost_groups]
@@ -71,7 +71,7 @@ def _droppable(book: StreamBook, group_id: str) -> Group:
 
 
 def _steps_that_lack_groups(book: StreamBook) -> list[int]:
-    """Which batch a lost group was in is lost with it."""
+    """Returns the steps with incomplete batches; the record of a lost group no longer says which was its own."""
     steps = book.incomplete_steps()
     if steps and steps[0] < book.state.step:
         raise FailedPrecondition(
@@ -83,7 +83,7 @@ def _steps_that_lack_groups(book: StreamBook) -> list[int]:
 
 
 def _check_size(book: StreamBook, steps: Iterable[int]) -> None:
-    """One command changes as many groups as a step may have, and those that it names."""
+    """Refuses to change more groups in one command than one step may have."""
     sizes = [len(book.members(step)) for step in steps]
     if len(sizes) > 1 and sum(sizes) > MAX_GROUPS_PER_STEP:
         raise InvalidArgument(
@@ -95,7 +95,7 @@ def _check_size(book: StreamBook, steps: Iterable[int]) -> None:
 
 
 def _take_back(work: Work, book: StreamBook, steps: Iterable[int]) -> None:
-    """What was given to these steps was not taken, for the limiter and for the files' shares."""
+    """Corrects the counts of groups taken, for the limiter and for each source's share."""
     state = book.state
     members = [group for step in steps for group in book.members(step)]
     of_source = Counter(group.source for group in members)
@@ -112,7 +112,7 @@ def _drop(work: Work, book: StreamBook, group: Group, failure: Failure) -> None:
 
 
 def _drop_lost(work: Work, book: StreamBook, group_id: str, failure: Failure) -> None:
-    """A group of this name takes the place of the damaged record."""
+    """Puts a DROPPED group of this name in the place of the damaged record."""
     book.lost_groups.remove(group_id)
     prompt = Prompt(f"\0{group_id}", b"")  # not anybody's: ids hold no control characters
     work.transaction.new_groups.append(group_id)

@@ -26,7 +26,7 @@ from services.buffer.ledger.source import Cursor
 
 
 class PutOutcome(StrEnum):
-    """What a producer made of a group."""
+    """The outcome that a producer reports."""
 
     COMPLETE = "COMPLETE"
     DROPPED = "DROPPED"
@@ -34,7 +34,7 @@ class PutOutcome(StrEnum):
 
 
 class NoLeaseReason(StrEnum):
-    """Why no group was handed out."""
+    """The reason why no group was leased."""
 
     ADMISSION = "ADMISSION"
     NO_PROMPTS = "NO_PROMPTS"
@@ -44,7 +44,7 @@ class NoLeaseReason(StrEnum):
 
 
 class GroupPut(msgspec.Struct, frozen=True, gc=False):
-    """One group's end."""
+    """A producer's result for a leased group."""
 
     lease_id: str
     group_id: str
@@ -54,7 +54,7 @@ class GroupPut(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def fingerprint(self) -> bytes:
-        """Equal for the same put made again: the same payloads, rewards, versions, tags and all else of envelopes."""
+        """Two puts with equal envelopes (payload digests, rewards, versions, tags, …) have equal fingerprints."""
         digest = hashlib.sha256(self.outcome.value.encode())
         for sample in self.samples:
             digest.update(len(sample.record.envelope).to_bytes(8, "little") + sample.record.envelope)
@@ -62,18 +62,18 @@ class GroupPut(msgspec.Struct, frozen=True, gc=False):
 
 
 class PutResult(msgspec.Struct, frozen=True, gc=False):
-    """What became of it."""
+    """The ledger's answer to a put."""
 
     group_id: str
     state: GroupState | None
-    """None for a group that the ledger holds no more."""
+    """None for a group that was deleted since."""
     duplicate: bool = False
     refused: Failure | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A lease given back, with the tokens so far."""
+    """A lease returned unfinished, with the tokens generated so far."""
 
     lease_id: str
     partials: tuple[NewSample, ...] = ()
@@ -81,13 +81,13 @@ class Release:
 
 
 def submit(work: Work, book: StreamBook, prompts: Sequence[Prompt]) -> list[str]:
-    """One group for each prompt; all of them or none."""
+    """Makes one group for each prompt; all of them or none."""
     _add_groups(work, book, check_submit(book, prompts))
     return [book.prompts[prompt.prompt_id] for prompt in prompts]
 
 
 def check_submit(book: StreamBook, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Those that are new. Raises unless all can be kept."""
+    """Returns the prompts that are new. Raises unless all of them can be stored."""
     new: dict[str, Prompt] = {}
     for prompt in prompts:
         known = book.groups[book.prompts[prompt.prompt_id]].prompt if prompt.prompt_id in book.prompts else None
@@ -103,7 +103,7 @@ def check_submit(book: StreamBook, prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def check_room(book: StreamBook, num_groups: int) -> None:
-    """Raises ResourceExhausted when so many more groups to be queued exceed the stream's limits."""
+    """Raises ResourceExhausted when `num_groups` more groups exceed one of the stream's limits."""
     limit = book.state.config.max_queued_groups
     if book.lanes.num_queued + num_groups > limit:
         raise ResourceExhausted(
@@ -127,7 +127,7 @@ def read(
     cursors: Sequence[Cursor],
     ended: Sequence[bool],
 ) -> None:
-    """Prompts of each of the stream's sources become groups, and the cursors move with them."""
+    """Makes groups of the prompts read from each source, and moves the cursors with them."""
     for prompt in chain.from_iterable(prompts):
         if prompt.prompt_id in book.prompts:
             raise AlreadyExists(
@@ -154,7 +154,7 @@ def _add_groups(work: Work, book: StreamBook, prompts: Sequence[Prompt], source:
 def lease(
     work: Work, book: StreamBook, producer_id: str, request_id: str, max_groups: int, ledger_id: str
 ) -> list[Group]:
-    """At most `max_groups` LEASED groups, as many as one answer holds; those of the same request while they live."""
+    """Leases at most `max_groups` groups that fit one answer. A repeated request gets its live leases again."""
     held = work.leases.of_request(book.state.name, request_id)
     if held or no_lease_reason(book) is not None:
         return held
@@ -173,7 +173,7 @@ def lease(
 
 
 def _answerable(book: StreamBook, group_ids: Sequence[str]) -> list[Group]:
-    """The first groups, as many as one answer holds; the others are queued again where they were."""
+    """Returns the first groups that fit one answer, and queues the others again where they were."""
     groups = [book.groups[group_id] for group_id in group_ids]
     fitting = first_within(groups, lambda group: group.lease_bytes)
     for group in groups[len(fitting) :]:
@@ -191,7 +191,7 @@ def _grant(work: Work, book: StreamBook, group: Group, producer_id: str, request
 
 
 def no_lease_reason(book: StreamBook) -> NoLeaseReason | None:
-    """What keeps every group from being handed out now; None when one may go."""
+    """Returns why no group may be leased now; None when one may."""
     if book.admitted_left() == 0:
         return NoLeaseReason.ADMISSION
     if book.inserts_left() == 0:
@@ -204,7 +204,7 @@ def no_lease_reason(book: StreamBook) -> NoLeaseReason | None:
 
 
 def release(work: Work, book: StreamBook, group: Group, given: Release) -> None:
-    """Back to the front of the queue; the lease does not count as an attempt."""
+    """Queues the group again, at the front. The lease does not count as an attempt."""
     if given.partials:
         work.forget(group.partials)
         work.keep(given.partials)
@@ -220,7 +220,7 @@ def release(work: Work, book: StreamBook, group: Group, given: Release) -> None:
 
 
 def lose(work: Work, book: StreamBook, group: Group) -> None:
-    """The lease has reached its deadline."""
+    """Ends a lease that has reached its deadline."""
     assert group.lease is not None
     seconds = book.state.config.lease_seconds
     failure = Failure("LEASE_EXPIRED", f"producer {group.lease.producer_id} was silent for {seconds:g} s")
@@ -229,7 +229,7 @@ def lose(work: Work, book: StreamBook, group: Group) -> None:
 
 
 def check_put(work: Work, book: StreamBook, put: GroupPut) -> int:
-    """Raises unless the put can be answered; returns the payload bytes it adds."""
+    """Raises unless the put can be answered. Returns the payload bytes that it adds."""
     group = _find(book, put.group_id)
     if group is None or _was_answered(group, put):
         return 0  # even where the group was expired since and made anew under the same sample ids
@@ -241,9 +241,9 @@ def check_put(work: Work, book: StreamBook, put: GroupPut) -> int:
 
 
 def check_bytes(book: StreamBook, num_bytes: int, held_bytes: int) -> None:
-    """Raises ResourceExhausted when so many more bytes exceed the stream's limit.
+    """Raises ResourceExhausted when `num_bytes` more bytes exceed max_payload_bytes.
 
-    Prompts count for those that are submitted and not for samples: a queue that is full must not keep puts out.
+    Prompts count for submissions and not for puts: a full queue must not keep finished samples out.
     """
     limit = book.state.config.max_payload_bytes
     if num_bytes and held_bytes + num_bytes > limit:
@@ -255,7 +255,7 @@ def check_bytes(book: StreamBook, num_bytes: int, held_bytes: int) -> None:
 
 
 def put(work: Work, book: StreamBook, put: GroupPut) -> PutResult:
-    """Ends the lease. The put was checked."""
+    """Ends the lease with a put that was checked."""
     group = _find(book, put.group_id)
     if group is None:
         gone = Failure("LEASE_LOST", f"lease {put.lease_id} has ended: its group is no longer held")
@@ -298,7 +298,7 @@ def _complete(work: Work, book: StreamBook, group: Group, put: GroupPut, leased_
 
 
 def _find(book: StreamBook, group_id: str) -> Group | None:
-    """None for a group that was there and is gone: a put that is made again may come that late."""
+    """Returns None for a group that was deleted since: a repeated put may arrive that late."""
     group = book.groups.get(group_id)
     if group is None and not 0 <= book.seq_of(group_id) < book.state.next_seq:
         raise NotFound(f"stream {book.state.name} has had no group {group_id}")
@@ -336,9 +336,9 @@ def _check_samples(book: StreamBook, put: GroupPut) -> None:
 
 
 def _check_versions(book: StreamBook, put: GroupPut) -> None:
-    """Weights that the trainer has not told of are not served: a refused publication's tokens never get in.
+    """Refuses tokens of a policy version that the trainer has not announced: its publication may be refused.
 
-    A group that was finished between the engines' commit and the trainer's word is put again a moment later.
+    A producer may put its group a moment before the announcement; it repeats the put.
     """
     newest = max((s.newest_version for s in put.samples if s.newest_version is not None), default=0)
     if newest > (served := book.state.policy_version):

@@ -1,4 +1,4 @@
-"""FAILED groups get another try: the operator has mended what was wrong with an engine, a scorer, a hook."""
+"""FAILED groups are tried again, after the operator has mended an engine, a scorer or a hook."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _MAX_REMEMBERED = 256
 
 @dataclass(frozen=True, slots=True)
 class Retried:
-    """How many were queued again by a request, and how many are FAILED now."""
+    """The result of a retry request: groups queued again, and groups that are still FAILED."""
 
     num_groups: int
     num_failed: int
 
 
 def retry(work: Work, book: StreamBook, request_id: str, group_ids: Sequence[str]) -> Retried:
-    """FAILED → QUEUED with no attempt counted, all of them or none; a request that was answered changes nothing."""
+    """Queues FAILED groups again with no attempt counted, all or none. A repeated request gets the first answer."""
     state = book.state
     if request_id not in state.retries:
         groups = [_failed(book, group_id) for group_id in group_ids] if group_ids else _latest(work, book)

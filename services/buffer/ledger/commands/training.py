@@ -25,16 +25,16 @@ _MAX_REMEMBERED_REWINDS = 256
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a step trains on, in training order."""
+    """The groups of a step in training order, and their digest."""
 
     groups: tuple[Group, ...]
     digest: bytes
 
 
 def lease_batch(work: Work, book: StreamBook, epoch: int, step: int) -> Batch | None:
-    """The step's batch; None while too few groups are ready.
+    """Returns the step's batch, or None while too few groups are ready.
 
-    Once the next step has its batch, the one after it may be asked for: to be fetched while the next is trained.
+    Once the next step has its batch, the trainer may lease the one after it, to fetch it while it trains.
     """
     _check_epoch(book, epoch)
     _check_leasable(book, step)
@@ -66,7 +66,7 @@ def _choose(work: Work, book: StreamBook, step: int) -> list[Group]:
 
 
 def candidates(book: StreamBook, step: int) -> list[Group]:
-    """What a user's function may choose from for a step; none while it has a batch, or too few are READY."""
+    """Returns the groups for the user's function to choose from; none if the step has a batch or too few are READY."""
     config = book.state.config
     if config.selection is not Selection.HOOK or book.members(step) or not book.may_take(config.groups_per_step):
         return []
@@ -78,7 +78,7 @@ def candidates(book: StreamBook, step: int) -> list[Group]:
 def choose(
     work: Work, book: StreamBook, epoch: int, step: int, chosen: Sequence[str], dropped: Sequence[str]
 ) -> Batch | None:
-    """The batch of the chosen groups, when they fill it and all are still there; `dropped` ones are never trained."""
+    """Gives the step the chosen groups if they fill a batch and are all READY; `dropped` ones are never trained."""
     _check_epoch(book, epoch)
     _check_leasable(book, step)
     known = book.batch(step)
@@ -117,7 +117,7 @@ def _check_not_starved(work: Work, book: StreamBook) -> None:
 
 
 def _lost(book: StreamBook) -> str:
-    """Why groups are missing; empty where none failed or was dropped since the buffer started."""
+    """Says how many samples failed or were dropped, and the most frequent reason; empty when there are none."""
     production = book.production
     lost = production.num_failed + production.num_dropped
     if not lost:
@@ -127,7 +127,7 @@ def _lost(book: StreamBook) -> str:
 
 
 def is_starved(book: StreamBook) -> bool:
-    """Too few groups are there for the next batch, unless other prompts come."""
+    """True when the next batch cannot be filled unless more prompts are submitted."""
     return book.state.config.has_source and _num_left(book) < book.state.config.groups_per_step
 
 
@@ -136,7 +136,7 @@ def _num_left(book: StreamBook) -> int:
 
 
 def consume(work: Work, book: StreamBook, epoch: int, step: int, digest: bytes) -> int:
-    """READY → CONSUMED for the batch of the next step; returns the step after it."""
+    """Makes the next step's batch CONSUMED; returns the step after it."""
     _check_epoch(book, epoch)
     _check_known(book, step)
     groups = book.batch(step)
@@ -158,7 +158,7 @@ def consume(work: Work, book: StreamBook, epoch: int, step: int, digest: bytes) 
 
 
 def commit(work: Work, book: StreamBook, epoch: int, step: int) -> int:
-    """CONSUMED → COMMITTED for every step below `step`; their payloads are deleted. Returns the groups."""
+    """Makes the groups of every step below `step` COMMITTED and deletes their payloads. Returns their number."""
     _check_commit(book, epoch, step)
     state = book.state
     members = _members(book, state.committed_step, step)
@@ -172,13 +172,13 @@ def commit(work: Work, book: StreamBook, epoch: int, step: int) -> int:
 
 
 def commit_steps(book: StreamBook, epoch: int, step: int) -> list[int]:
-    """Steps to commit one after the other, the last of them `step`: no command commits many more than a chunk."""
+    """Splits a commit into several, the last up to `step`, so that each changes about a chunk of groups."""
     _check_commit(book, epoch, step)
     return [*_chunk_ends(book, book.state.committed_step, step), step]
 
 
 def _chunk_ends(book: StreamBook, first: int, end: int) -> list[int]:
-    """Steps in (first, end) at which as many groups have come together as one command changes."""
+    """Returns the steps in (first, end) at which a chunk of groups is full."""
     per_chunk = max(MAX_CHANGES // book.state.config.groups_per_step, 1)
     return book.batched_steps(first, end)[per_chunk::per_chunk]
 
@@ -193,9 +193,9 @@ def _check_commit(book: StreamBook, epoch: int, step: int) -> None:
 
 
 def forget_ended(work: Work, book: StreamBook) -> int:
-    """COMMITTED and DROPPED groups leave the ledger `retain_steps` after their step, a chunk of them; returns how many.
+    """Deletes a chunk of the groups that ended more than `retain_steps` steps ago; returns how many.
 
-    Their number stays; `forgotten_step` moves with the last of them.
+    They stay in the counts; `forgotten_step` moves with the last of them.
     """
     state = book.state
     if state.config.retain_steps is None:
@@ -215,9 +215,9 @@ def forget_ended(work: Work, book: StreamBook) -> int:
 def rewind(
     work: Work, book: StreamBook, step: int, request_id: str | None, least_epoch: int, *, num_back: int = 0
 ) -> tuple[int, int]:
-    """CONSUMED → READY from `step` on, in the same batches; (epoch, groups). A new epoch fences those before.
+    """Makes the batches from `step` on READY again; returns (new epoch, groups). A new epoch fences the earlier ones.
 
-    Without a request_id it is a part of a rewind that goes further back, and `num_back` groups came back by such parts.
+    A long rewind is done in parts: those without a request_id come first, and `num_back` counts their groups.
     """
     state = book.state
     if request_id is not None and request_id in state.rewinds:
@@ -241,7 +241,7 @@ def rewind(
 
 
 def rewind_steps(book: StreamBook, step: int, request_id: str, least_epoch: int) -> list[int]:
-    """Steps to rewind to before `step`, one after the other: no command gives back many more groups than a chunk."""
+    """Splits a rewind into several before the one to `step`, so that each changes about a chunk of groups."""
     if request_id in book.state.rewinds:
         return []
     _check_rewind(book, step, least_epoch)
@@ -249,7 +249,7 @@ def rewind_steps(book: StreamBook, step: int, request_id: str, least_epoch: int)
 
 
 def _check_rewind(book: StreamBook, step: int, least_epoch: int) -> None:
-    """A ledger that was restored from a backup is behind its trainer, but not by more than any run has steps."""
+    """Lets a ledger that was restored from a backup be behind its trainer, but by no more steps than a run may have."""
     state = book.state
     if step < state.committed_step:
         raise FailedPrecondition(
@@ -271,15 +271,15 @@ def _check_ahead(stream: str, name: str, number: int, known: int) -> None:
 
 
 def _skipped(book: StreamBook, first: int, end: int) -> list[Group]:
-    """Groups of batches that the trainer's checkpoint has passed: it was trained with them, being their steps' batches.
+    """Returns the READY groups in batches of steps that the trainer's checkpoint has passed: it was trained on them.
 
-    So it is when a trainer that was fenced has saved before it knew, or when the ledger was restored from a backup.
+    This happens when a fenced trainer saved before it knew, or when the ledger was restored from a backup.
     """
     return [g for g in _members(book, first, end) if g.state is GroupState.READY]
 
 
 def set_policy_version(work: Work, book: StreamBook, epoch: int, policy_version: int) -> int:
-    """The engines serve these weights; returns how many groups expired by it: a chunk, then there may be others."""
+    """Notes which weights the engines serve; returns how many groups expired, at most a chunk."""
     _check_epoch(book, epoch)
     state = book.state
     _check_ahead(state.name, "policy_version", policy_version, state.step)

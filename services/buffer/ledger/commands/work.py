@@ -1,4 +1,4 @@
-"""One command at work: it changes books through here, and every change lands in the transaction."""
+"""One running command: it changes streams through a Work, which collects every change in the transaction."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from services.buffer.ledger.stream import ExpiryAction, StreamState
 from services.buffer.ledger.transaction import Instant, LedgerEvent, Payload, Transaction
 
 MAX_CHANGES = 1_024
-"""Groups that one command expires, commits, forgets or gives back: others have their turn before it goes on."""
+"""How many groups one command expires, commits, deletes or rewinds before other commands run."""
 
 
 class NewSample(msgspec.Struct, frozen=True, gc=False):
-    """A sample as a producer brings it."""
+    """A sample as a producer put it."""
 
     record: SampleRecord
     payload: Payload
     columns: tuple[bytes, ...] = ()
-    """SHA-256 of its columns that lie out of line."""
+    """SHA-256 of the columns that are stored out of line."""
     newest_version: int | None = None
-    """Of all its tokens, masked ones too."""
+    """The newest version of all its tokens, masked ones too."""
     rollout_id: str = ""
-    """The execution that it came out of; its own id unless that fanned out."""
+    """The execution that produced it; its own id unless that fanned out."""
     failure: Failure | None = None
-    """Why it FAILED; None unless it did."""
+    """Set when it FAILED."""
 
 
 class Work:
-    """Commands check first and change last: once a Work was used nothing may raise."""
+    """A command checks first and changes last: after its first change it must not raise."""
 
     def __init__(self, now: Instant, position: int, leases: LeaseTable) -> None:
         self.now = now
@@ -44,7 +44,7 @@ class Work:
         self.transaction = Transaction()
 
     def set_state(self, book: StreamBook, state: StreamState) -> None:
-        """The stream's state as it is now."""
+        """Replaces the stream's state."""
         book.state = state
         self.transaction.streams[state.name] = state
 
@@ -58,7 +58,7 @@ class Work:
         step: int | None = None,
         detail: str = "",
     ) -> Group:
-        """The group as it is now, and the event that says so; `step` where it is not the group's own."""
+        """Replaces a group and adds the event `kind`. `step` is set where it is not the group's own."""
         if step is None:
             step = group.ended_step if group.step is None else group.step
         self.position += 1
@@ -84,12 +84,12 @@ class Work:
         return group
 
     def add(self, book: StreamBook, group: Group) -> Group:
-        """A new group, QUEUED."""
+        """Adds a new group, QUEUED."""
         self.transaction.new_groups.append(group.group_id)
         return self.change(book, group, "submitted", detail=f"prompt {group.prompt.prompt_id}")
 
     def announce(self, book: StreamBook, kind: str, *, step: int | None = None, detail: str = "") -> None:
-        """An event of the stream itself."""
+        """Adds an event of the stream itself."""
         state = book.state
         self.position += 1
         self.transaction.events.append(
@@ -106,28 +106,28 @@ class Work:
         )
 
     def keep(self, samples: Iterable[NewSample]) -> None:
-        """Payloads to be written."""
+        """Stores the samples' payloads."""
         self.transaction.payloads.update({s.record.key: s.payload for s in samples})
 
     def forget_group(self, book: StreamBook, group_id: str) -> Group:
-        """An ended group leaves memory and store."""
+        """Deletes an ended group from memory and from the store."""
         group = book.forget(group_id)
         self.transaction.forgotten.append(group)
         return group
 
     def forget(self, records: Iterable[SampleRecord]) -> None:
-        """Payloads to be deleted."""
+        """Deletes the records' payloads."""
         self.transaction.deleted_payloads.extend(record.key for record in records)
 
     def end_lease(self, group: Group, fingerprint: bytes | None = None) -> Group:
-        """The group without its lease; a fingerprint makes a repeated put known."""
+        """Returns the group without its lease. A fingerprint lets a repeated put be recognized."""
         assert group.lease is not None
         self.leases.end(group.lease.lease_id)
         ended = (*group.ended, EndedLease(group.lease.lease_id, fingerprint)) if fingerprint else group.ended
         return replace(group, lease=None, ended=ended)
 
     def requeue_or_fail(self, book: StreamBook, group: Group, kind: str, failure: Failure) -> Group:
-        """After a failed attempt: to the front of the queue, or FAILED when it was the last."""
+        """Ends an attempt: the group is queued at the front, or FAILED when this was its last attempt."""
         if group.attempts < book.state.config.max_attempts:
             queued = replace(group, state=GroupState.QUEUED)
             return self.change(book, queued, kind, detail=f"{failure.reason}: {failure.message}")
@@ -136,7 +136,7 @@ class Work:
         return self.change(book, failed, "failed", detail=f"{failure.reason}: {failure.message}")
 
     def drop(self, book: StreamBook, group: Group, failure: Failure) -> Group:
-        """A group that is never trained; its payloads go."""
+        """Makes a group DROPPED and deletes its payloads."""
         self.forget((*group.samples, *group.partials))
         dropped = replace(
             group,
@@ -152,7 +152,7 @@ class Work:
         return self.change(book, dropped, "dropped", detail=f"{failure.reason}: {failure.message}")
 
     def expire_stale(self, book: StreamBook, step: int) -> int:
-        """Takes READY groups that may not be trained at `step` or later out of the pool, a chunk of them."""
+        """Expires at most a chunk of the READY groups that are too stale for `step`."""
         oldest = oldest_trainable(book.state, step)
         stale = book.lanes.older_than(oldest, MAX_CHANGES) if oldest is not None else []
         for group_id in stale:
@@ -160,7 +160,7 @@ class Work:
         return len(stale)
 
     def expire(self, book: StreamBook, group: Group, step: int) -> Group:
-        """A group too stale to be trained: queued again (not counted as an attempt), or dropped."""
+        """Queues a group that is too stale again (without counting an attempt), or drops it."""
         message = (
             f"its oldest token is of policy version {group.oldest_version}, step {step} trains "
             f"{oldest_trainable(book.state, step)} or newer (max_staleness {book.state.config.max_staleness})"

@@ -36,60 +36,60 @@ class Lanes:
 
     @property
     def num_queued(self) -> int:
-        """Groups that wait for a producer."""
+        """Counts the groups that wait for a producer."""
         return sum(map(len, self._queues.values()))
 
     @property
     def num_ready(self) -> int:
-        """READY groups without a batch."""
+        """Counts the READY groups in no batch."""
         return sum(map(len, self._pools.values()))
 
     def counts(self, source: int) -> tuple[int, int, int]:
-        """(queued, leased, ready) groups of one of several files."""
+        """Returns the numbers of (queued, leased, ready) groups of one of several files."""
         return len(self._queues[source]), self._leased[source], len(self._pools[source])
 
     def enqueue(self, group: Group) -> None:
-        """QUEUED."""
+        """Adds a QUEUED group."""
         self._queues[self._lane(group)].add(group)
 
     def discard_queued(self, group: Group) -> None:
-        """Takes a QUEUED group out that is dropped."""
+        """Removes a QUEUED group that is dropped."""
         self._queues[self._lane(group)].discard(group.group_id)
 
     def lease(self, group: Group) -> None:
-        """LEASED."""
+        """Counts a group that became LEASED."""
         self._leased[self._lane(group)] += 1
 
     def unlease(self, group: Group) -> None:
-        """LEASED no more."""
+        """Counts a group that is no longer LEASED."""
         self._leased[self._lane(group)] -= 1
 
     def add_ready(self, group: Group) -> None:
-        """READY, without a batch."""
+        """Adds a READY group that is in no batch."""
         self._pools[self._lane(group)].add(group)
 
     def discard_ready(self, group_id: str) -> None:
-        """Takes it out, if it is there."""
+        """Removes the group if it is in the pool."""
         for pool in self._pools.values():
             pool.discard(group_id)
 
     def is_ready(self, group_id: str) -> bool:
-        """READY, without a batch."""
+        """True for a READY group in no batch."""
         return any(group_id in pool for pool in self._pools.values())
 
     def by_admission(self) -> list[str]:
-        """All READY ids, in the order of each source's admission."""
+        """Returns all READY ids, in the order of each source's admission."""
         return [group_id for pool in self._pools.values() for group_id in pool.by_admission()]
 
     def older_than(self, version: int, most: int) -> list[str]:
-        """At most `most` READY ids whose oldest token is older than `version`, which leave."""
+        """Removes and returns at most `most` READY ids whose oldest token is older than `version`."""
         taken: list[str] = []
         for pool in self._pools.values():
             taken += pool.older_than(version, most - len(taken))
         return taken
 
     def wanted(self, state: StreamState, count: int, room: int) -> tuple[int, ...]:
-        """Prompts to be read from each source, `room` at most, so that the next `count` leases have theirs."""
+        """Returns how many prompts to read from each source (`room` in all) before the next `count` leases."""
         left = max(count - len(self._queues[_SUBMITTED]), 0)
         if not self._weights:
             return (min(left, room),)
@@ -104,7 +104,7 @@ class Lanes:
         return tuple(wanted[i] for i in range(len(self._weights)))
 
     def take_queued(self, state: StreamState, count: int) -> list[str]:
-        """At most `count` ids from the queues; fewer where a prompt of the source in turn was not read yet."""
+        """Removes and returns up to `count` queued ids; fewer when the next source's prompts were not read yet."""
         taken = self._queues[_SUBMITTED].take(count)
         for source in self._lease_turns(state, count - len(taken)):
             if not self._queues[source]:
@@ -113,7 +113,7 @@ class Lanes:
         return taken
 
     def take_batch(self, state: StreamState, count: int) -> list[str]:
-        """A batch's ids, which leave the pools; none while it cannot be made by turns. There must be `count` READY."""
+        """Removes and returns a batch's ids; none if the source that comes next lacks groups. `count` must be READY."""
         submitted = min(len(self._pools[_SUBMITTED]), count)
         turns = self._batch_turns(state, count - submitted)
         shares = Counter(turns)
@@ -138,7 +138,7 @@ class Lanes:
 
 
 def turns(weights: Sequence[float], in_hand: Sequence[int], room: Sequence[int], count: int) -> list[int]:
-    """Whose the next `count` groups are; a source gets at most its `room`, so there may be fewer."""
+    """Returns the sources of the next `count` groups. A source gets at most its `room`, so there may be fewer."""
     heap = [((in_hand[i] + 1) / weight, i, 1) for i, weight in enumerate(weights) if room[i]]
     heapq.heapify(heap)
     found: list[int] = []

@@ -1,4 +1,4 @@
-"""Live leases: whose they are and when they end. Deadlines are in memory only: a restart renews all."""
+"""Live leases, their groups and their deadlines. Deadlines live in memory; a restart starts every lease again."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ class LeaseTable:
         return len(self._groups)
 
     def grant(self, group: Group, deadline: float) -> None:
-        """The group is LEASED until the deadline."""
+        """Adds the group's lease."""
         assert group.lease is not None
         self._groups[group.lease.lease_id] = group
         self._requests[group.stream, group.lease.request_id][group.lease.lease_id] = None
         self.renew(group.lease.lease_id, deadline)
 
     def renew(self, lease_id: str, deadline: float) -> None:
-        """A live lease ends later."""
+        """Moves the deadline of a live lease."""
         if self._deadlines.get(lease_id) == deadline:
             return
         self._deadlines[lease_id] = deadline
         self._ends.add(deadline, lease_id)
 
     def live(self) -> list[Group]:
-        """The groups of all leases."""
+        """Returns the groups of all live leases."""
         return list(self._groups.values())
 
     def end(self, lease_id: str) -> None:
-        """The lease is over."""
+        """Removes a live lease."""
         group = self._groups.pop(lease_id)
         del self._deadlines[lease_id]
         assert group.lease is not None
@@ -49,21 +49,21 @@ class LeaseTable:
             del self._requests[request]
 
     def find(self, lease_id: str) -> Group | None:
-        """The group under a live lease."""
+        """Returns the group under a live lease, or None."""
         return self._groups.get(lease_id)
 
     def seconds_left(self, lease_id: str, now: float) -> float:
-        """Until the deadline of a live lease."""
+        """Returns the time until a live lease expires."""
         return max(self._deadlines[lease_id] - now, 0.0)
 
     def of_request(self, stream: str, request_id: str) -> list[Group]:
-        """What a LeaseGroups call was given and still lives."""
+        """Returns the groups that a LeaseGroups request got, as far as their leases still live."""
         if (stream, request_id) not in self._requests:
             return []
         return [self._groups[lease_id] for lease_id in self._requests[stream, request_id]]
 
     def due(self, now: float, most: int) -> list[Group]:
-        """At most `most` groups whose leases have reached their deadline."""
+        """Returns at most `most` groups whose leases have reached their deadline."""
         found: list[Group] = []
         while len(found) < most and (first := self._ends.first()) and first[0] <= now:
             deadline, lease_id = self._ends.pop()
@@ -72,6 +72,6 @@ class LeaseTable:
         return found
 
     def next_deadline(self) -> float | None:
-        """When `due` will next have something at the earliest."""
+        """Returns a time before which `due` returns nothing; None without leases."""
         first = self._ends.first()
         return first[0] if first else None

@@ -15,7 +15,7 @@ _Key = TypeVar("_Key", int, float, tuple[int, int], tuple[float, int], tuple[int
 
 
 class Ordered(Generic[_Key]):
-    """Nothing is taken from its middle: who looks for what is gone skips it, or says what to `keep`."""
+    """Entries leave at the front only. Callers skip those that are obsolete, or remove them with `keep`."""
 
     def __init__(self) -> None:
         self._line: deque[tuple[_Key, str]] = deque()
@@ -25,24 +25,23 @@ class Ordered(Generic[_Key]):
         return len(self._line) + len(self._heap)
 
     def add(self, key: _Key, name: str) -> None:
-        """Puts it in its place."""
         if not self._line or self._line[-1][0] <= key:
             self._line.append((key, name))
         else:
             heapq.heappush(self._heap, (key, name))
 
     def first(self) -> tuple[_Key, str] | None:
-        """The smallest, which stays."""
+        """Returns the smallest entry and leaves it there."""
         if self._is_heap_first():
             return self._heap[0]
         return self._line[0] if self._line else None
 
     def pop(self) -> tuple[_Key, str]:
-        """The smallest, which leaves. There must be one."""
+        """Removes and returns the smallest entry. There must be one."""
         return heapq.heappop(self._heap) if self._is_heap_first() else self._line.popleft()
 
     def keep(self, is_current: Callable[[_Key, str], bool]) -> None:
-        """Only these; looks at all."""
+        """Removes the other entries. It reads all of them."""
         self._line = deque(entry for entry in self._line if is_current(*entry))
         self._heap = [entry for entry in self._heap if is_current(*entry)]
         heapq.heapify(self._heap)

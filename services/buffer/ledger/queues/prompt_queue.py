@@ -17,17 +17,16 @@ class PromptQueue:
         self._by_priority = selection is Selection.PRIORITY
         self._waiting: Ordered[tuple[int, int]] = Ordered()
         self._dropped: set[str] = set()
-        """Of those that wait."""
+        """Ids that are still in `_waiting`."""
 
     def __len__(self) -> int:
         return len(self._waiting) - len(self._dropped)
 
     def add(self, group: Group) -> None:
-        """Puts it in its place."""
         self._waiting.add((-group.prompt.priority if self._by_priority else 0, group.seq), group.group_id)
 
     def take(self, count: int) -> list[str]:
-        """Removes at most `count` ids from the front."""
+        """Removes and returns at most `count` ids from the front."""
         taken: list[str] = []
         while len(taken) < count and len(self._waiting):
             _, group_id = self._waiting.pop()
@@ -38,5 +37,5 @@ class PromptQueue:
         return taken
 
     def discard(self, group_id: str) -> None:
-        """Takes out one that waits and is dropped."""
+        """Removes a queued group that is dropped, for good."""
         self._dropped.add(group_id)

@@ -36,7 +36,6 @@ class ReadyPool:
         return group_id in self._live
 
     def add(self, group: Group) -> None:
-        """Puts it in its place."""
         key = self._key(group)
         self._live[group.group_id] = key
         self._chosen.add(key, group.group_id)
@@ -45,15 +44,15 @@ class ReadyPool:
         self._compact()
 
     def discard(self, group_id: str) -> None:
-        """Takes it out, if it is there."""
+        """Removes the group if it is there."""
         self._live.pop(group_id, None)
 
     def by_admission(self) -> list[str]:
-        """All ids, the order in which a user's function is shown them."""
+        """Returns all ids, in the order in which the user's function sees them."""
         return sorted(self._live, key=self._live.__getitem__)
 
     def first(self, count: int) -> list[str]:
-        """The first `count` ids, which leave the pool. There must be as many."""
+        """Removes and returns the first `count` ids. There must be as many."""
         taken: list[str] = []
         while len(taken) < count:
             key, group_id = self._chosen.pop()
@@ -63,7 +62,7 @@ class ReadyPool:
         return taken
 
     def older_than(self, version: int, most: int) -> list[str]:
-        """At most `most` ids whose oldest token is older than `version`, which leave the pool."""
+        """Removes and returns at most `most` ids whose oldest token is older than `version`."""
         taken: list[str] = []
         while len(taken) < most and (first := self._oldest.first()) and first[0][0] < version:
             (_, *key), group_id = self._oldest.pop()

@@ -1,4 +1,4 @@
-"""Groups by their latest change, newest first, in every state: what ListGroups pages through."""
+"""Groups by their latest change, newest first, in every state; ListGroups pages through them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Recency:
         self._stale: dict[GroupState, int] = dict.fromkeys(GroupState, 0)
 
     def left(self, state: GroupState) -> None:
-        """A group has left `state`: drops stale entries from the end, and all of them once they are the half."""
+        """Notes that a group has left `state`; obsolete entries are removed from the end, and all of them at half."""
         self._stale[state] += 1
         entries = self._lists[state]
         while entries and not self._is_current(entries[-1]):
@@ -31,11 +31,11 @@ class Recency:
             self._stale[state] = 0
 
     def entered(self, group: Group) -> None:
-        """A group has entered its state, at a position above all before."""
+        """Adds a group at the end: its position is above all earlier ones."""
         self._lists[group.state].append((group.position, group.group_id))
 
     def before(self, position: int, states: Iterable[GroupState]) -> Iterator[Group]:
-        """Groups in `states` whose latest change is below `position`, newest first."""
+        """Yields the groups in `states` whose latest change is below `position`, newest first."""
         walks = (self._walk(state, position) for state in states)
         return (self._groups[group_id] for _, group_id in heapq.merge(*walks, reverse=True))
 

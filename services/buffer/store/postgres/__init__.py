@@ -1,4 +1,4 @@
 """The ledger in PostgreSQL, in a schema of its own, for sites with a managed, replicated database.
 
-One owner at a time; what a failover or the network cut is connected again.
+It has one owner at a time, which connects again after a failover or a cut of the network.
 """

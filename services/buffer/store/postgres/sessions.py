@@ -1,9 +1,10 @@
-"""An owner's sessions with PostgreSQL, and how it gets them back when a failover or the network has cut them.
+"""The owner's sessions with PostgreSQL, and how it recovers them after a failover or a cut of the network.
 
-Owned: `claim` holds the row lock of the ledger, `writer` commits under the owner's epoch. Cut off: `recover` connects,
-takes the claim again, and goes on under the same epoch if nobody has owned the ledger meanwhile. Ended: another owner
-has counted the epoch up (Fenced), or PostgreSQL was away for longer than `wait_seconds` (Unavailable).
-Nothing waits without an end: a session whose server says nothing for `ANSWER_SECONDS` is cut from this side.
+Owned: `claim` holds the row lock of the ledger, `writer` commits under the owner's epoch.
+Cut off: `recover` connects, takes the claim again, and goes on under the same epoch if no other owner came meanwhile.
+Ended: another owner has increased the epoch (Fenced), or PostgreSQL was away for longer than `wait_seconds`
+(Unavailable).
+Every wait ends: a session whose server is silent for `ANSWER_SECONDS` is cut from this side.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ _SETTINGS = {
 
 
 class Sessions:
-    """Made by waiting until the ledger is free, or raises ConfigError after `claim_seconds`."""
+    """Waits until the ledger is free; raises ConfigError after `claim_seconds`."""
 
     def __init__(self, dsn: str, schema: str, wait_seconds: float, claim_seconds: float | None) -> None:
         self._dsn = dsn
@@ -77,14 +78,14 @@ class Sessions:
         self._open_all(claim_seconds)
 
     def check_claim(self) -> None:
-        """Raises one of AWAY when the claim's session has ended; asked once a second at most."""
+        """Raises one of AWAY when the claim's session has ended. It asks at most once a second."""
         if time.monotonic() - self._claim_seen > _CLAIM_CHECK_SECONDS:
             with answered(self.claim):
                 self.claim.execute("SELECT 1")
             self._claim_seen = time.monotonic()
 
     def recover(self, since: float) -> int:
-        """New sessions under the same epoch; how many commits the owner's row counts. Raises Fenced and Unavailable."""
+        """Connects again under the same epoch; returns the commits in the owner's row. Raises Fenced or Unavailable."""
         while True:
             try:
                 return self._reconnect()
@@ -92,12 +93,12 @@ class Sessions:
                 self._wait_again(error, since)
 
     def stop_waiting(self) -> None:
-        """Whoever waits here, or for an answer to the writer, is told that there is none."""
+        """Ends every wait for PostgreSQL with an error."""
         self.wait_seconds = 0.0
         _cut(self.writer)
 
     def connect(self, purpose: str) -> Session:
-        """A session in the ledger's schema, with the writer of a cluster."""
+        """Opens a session in the ledger's schema, with the primary of a cluster."""
         session = psycopg.connect(
             self._dsn,
             autocommit=True,
@@ -117,7 +118,7 @@ class Sessions:
         return session
 
     def close(self) -> None:
-        """Gives the claim back with its session."""
+        """Gives up the claim with its session."""
         for session in self._open:
             session.close()
         self._open = []
@@ -168,7 +169,7 @@ class Sessions:
         log.info("ledger_owned", ledger=self.schema, owner_epoch=self.epoch)
 
     def _take_claim(self) -> bool:
-        """Its transaction stays open: the lock ends with the session."""
+        """Leaves the transaction open, so that the lock ends with the session."""
         with answered(self.claim):
             self.claim.execute("BEGIN")
             taken = self.claim.execute("SELECT id FROM claim FOR UPDATE SKIP LOCKED").fetchone() is not None
@@ -180,7 +181,7 @@ class Sessions:
     # Again
 
     def _reconnect(self) -> int:
-        """The owner's row is read under its lock: a commit that was cut off has ended by then, one way or the other."""
+        """Reads the owner's row under its lock: a commit that was cut off has either ended or been undone by then."""
         self.close()
         self.writer = self._kept("writer")
         with answered(self.writer):
@@ -207,7 +208,7 @@ class Sessions:
         return int(num_commits)
 
     def fenced(self, epoch: int) -> Fenced:
-        """What a server is told that was the owner."""
+        """Returns the error for a server that is no longer the owner."""
         return Fenced(f"owner epoch {self.epoch} of ledger {self.schema} has ended, {epoch} owns it: this server ends")
 
     def _wait_again(self, error: BaseException, since: float) -> None:
@@ -226,7 +227,7 @@ class Sessions:
 
 @contextmanager
 def answered(session: Session, seconds: float = ANSWER_SECONDS) -> Iterator[None]:
-    """Cuts the session when what is asked inside takes longer: a server that hangs keeps no timeout of its own."""
+    """Cuts the session when the calls inside take longer, because a hanging server does not keep its own timeout."""
     timer = threading.Timer(seconds, _cut, (session,))
     timer.daemon = True
     timer.start()

@@ -30,14 +30,14 @@ from services.buffer.store.postgres.sessions import AWAY, Session, Sessions, ans
 
 _UPSERT = "INSERT INTO {0} VALUES (%s, %b, %s) ON CONFLICT ({1}) DO UPDATE SET body = excluded.body, crc = excluded.crc"
 _LONG_SECONDS = 2.0
-"""A commit that takes longer is told to those who wait for it."""
+"""After this time callers are told that a commit waits."""
 _LOAD_SECONDS = 600.0
 
 
 class PostgresStore:
-    """Waits until the ledger is free, or raises ConfigError after `claim_seconds`.
+    """Waits until the ledger is free; raises ConfigError after `claim_seconds`.
 
-    `wait_seconds`: how long PostgreSQL may be away before `commit` gives up. What it raises then is final.
+    `wait_seconds` is how long PostgreSQL may be away before `commit` gives up. The error that it raises then is final.
     """
 
     name = "postgres"
@@ -106,7 +106,7 @@ class PostgresStore:
         pass
 
     def commit(self, transactions: Sequence[Transaction]) -> None:
-        """One that was cut off is made again, unless the owner's row says that it was kept."""
+        """Repeats a commit that was cut off, unless the owner's row shows that it is durable."""
         self._since = since = time.monotonic()
         try:
             while not self._try_commit(transactions):
@@ -118,7 +118,7 @@ class PostgresStore:
             self._since, self._error = None, ""
 
     def _try_commit(self, transactions: Sequence[Transaction]) -> bool:
-        """False when PostgreSQL is away: whether it was kept is not known."""
+        """Returns False when PostgreSQL is away; whether the commit is durable is then unknown."""
         try:
             self._sessions.check_claim()
             self._commit(transactions)
@@ -131,7 +131,7 @@ class PostgresStore:
         return True
 
     def _commit(self, transactions: Sequence[Transaction]) -> None:
-        """The first statement locks the owner's row: no other owner, and no lost try of this one, commits beside it."""
+        """Locks the owner's row first: no other owner and no earlier attempt commits at the same time."""
         writer = self._sessions.writer
         with answered(writer), writer.transaction():
             updated = writer.execute(
@@ -157,7 +157,7 @@ class PostgresStore:
         return [checked_payload(record, found.get(record.key)) for record in records]
 
     def read_events(self, from_position: int, count: int) -> list[LedgerEvent]:
-        """To the first damaged one; raises DataLoss when that is the first asked for."""
+        """Stops before the first damaged event; raises DataLoss when that is the first one asked for."""
         events: list[LedgerEvent] = []
         for position, body, crc in self._read(
             "SELECT position, body, crc FROM events WHERE position >= %s ORDER BY position LIMIT %s",
@@ -174,7 +174,7 @@ class PostgresStore:
         return events
 
     def _read(self, query: LiteralString, values: Sequence[Any], *, binary: bool = False) -> list[Any]:
-        """Once more with a new session when the one at hand was cut. Raises Unavailable while PostgreSQL is away."""
+        """Repeats the query once when its session was cut. Raises Unavailable while PostgreSQL is away."""
         with self._reading:
             for _ in range(2):
                 if away := self.waiting_for:

@@ -1,8 +1,8 @@
-"""Gives disk back: live payloads of a mostly dead file are copied to the current one, and the file is deleted.
+"""Frees disk space: live payloads of a mostly dead file are copied to the current file, and the old one is deleted.
 
 sealed → (its live extents are copied, synced, and their rows changed in one transaction) → unnamed → deleted
 A kill in between leaves copies that no row names, or a file that no row names: the next start deletes either.
-Unblocked by payloads that are deleted. A damaged extent stays where it is, and its file with it.
+Unblocked by deleted payloads. A damaged extent stays where it is, and its file with it.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ _WORTH_LIVE_FRACTION = 0.5
 _SMALL_FRACTION = 1 / 16
 _PORTION_BYTES = 2 << 20
 _SPARE_BYTES = 128 << 10
-"""For SQLite's log."""
+"""Free space that SQLite needs for its log."""
 
 
 class Compacted(Protocol):
-    """The store, as its compactor sees it."""
+    """The store's methods that the compactor uses."""
 
     def move(self, extents: Sequence[Extent]) -> int:
-        """Copies them, but for those that died meanwhile; the payload bytes that are durable at their new place."""
+        """Copies the extents that are still live; returns the payload bytes that are durable at their new location."""
 
     def extents_of(self, file_id: bytes) -> list[Extent]:
-        """What rows name in a file now."""
+        """Returns the file's extents that rows name now."""
 
     def delete_unnamed(self, file_id: bytes) -> bool:
-        """Deletes a file unless a row names it; whether it did."""
+        """Deletes the file unless a row names it; returns True if it did."""
 
     def free_bytes(self) -> int | None:
-        """What is left on the disk."""
+        """Returns the free space of the disk."""
 
 
 class Compactor:
-    """One thread; `compact` may be called without it."""
+    """Runs in one thread of its own; `compact` may be called without it."""
 
     def __init__(
         self, store: Compacted, extents: Extents, files: PayloadFiles, file_bytes: int, kept: Iterable[bytes] = ()
@@ -59,22 +59,22 @@ class Compactor:
         self._thread.start()
 
     def wake(self) -> None:
-        """Payloads were deleted."""
+        """Tells the thread that payloads were deleted."""
         self._wake.set()
 
     def check(self) -> None:
-        """Raises what stopped the thread."""
+        """Raises the error that stopped the thread."""
         if self._error:
             raise self._error
 
     def close(self) -> None:
-        """Finishes the file it is at."""
+        """Finishes the current file, then ends the thread."""
         self._closing = True
         self._wake.set()
         self._thread.join()
 
     def compact(self) -> int:
-        """Files deleted."""
+        """Returns the number of files deleted."""
         with self._compacting:
             return sum(self._compact(file_id) for file_id in self._candidates() if not self._closing)
 
@@ -88,7 +88,7 @@ class Compactor:
             self._error = error
 
     def _candidates(self) -> list[bytes]:
-        """Sealed files that are worth it, the emptiest first: on a full disk they make room for the others."""
+        """Returns sealed files worth compacting, the emptiest first: on a full disk they make room for the others."""
         sealed = {f for f in self._files.file_ids() - self._stuck if not self._files.is_open(f)}
         return sorted(filter(self._is_worth, sealed), key=self._extents.live_bytes)
 
@@ -116,7 +116,7 @@ class Compactor:
 
 
 def _portions(extents: Sequence[Extent]) -> Iterator[list[Extent]]:
-    """Writers wait for one portion at a time."""
+    """Cuts the work into chunks, so that writers wait for one chunk at most."""
     portion: list[Extent] = []
     for extent in extents:
         portion.append(extent)

@@ -18,7 +18,7 @@ from headrace.errors import ConfigError, DataLoss
 
 FILE = "ledger.sqlite"
 LAYOUT = 3
-"""Of the tables; what releases before it wrote is refused."""
+"""The version of the tables; an older release's are refused."""
 TABLES = {
     "meta": "(key TEXT PRIMARY KEY, body BLOB NOT NULL, crc INTEGER NOT NULL) WITHOUT ROWID",
     "streams": "(name TEXT PRIMARY KEY, body BLOB NOT NULL, crc INTEGER NOT NULL) WITHOUT ROWID",
@@ -38,7 +38,7 @@ _PAGE_CACHE_KIB = 16 << 10
 
 
 def open_database(path: Path, connect: Callable[[Path], sqlite3.Connection], *, may_be_new: bool) -> sqlite3.Connection:
-    """With its tables. Raises ConfigError for another layout, DataLoss for one that is gone or empty."""
+    """Creates missing tables. Raises ConfigError for another layout, DataLoss when the file is gone or empty."""
     if not (may_be_new or path.exists()):
         raise DataLoss(f"{path} is gone, and with it what the files beside it mean (put it back if you have it)")
     connection = connect(path)
@@ -61,7 +61,7 @@ def open_database(path: Path, connect: Callable[[Path], sqlite3.Connection], *, 
 
 
 def connect(path: Path, factory: type[sqlite3.Connection] = sqlite3.Connection) -> sqlite3.Connection:
-    """Every transaction is on the disk when its COMMIT returns."""
+    """Opens the database so that every transaction is on the disk when its COMMIT returns."""
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30.0, factory=factory)
     connection.text_factory = _text
     connection.execute("PRAGMA journal_mode = WAL")
@@ -72,12 +72,12 @@ def connect(path: Path, factory: type[sqlite3.Connection] = sqlite3.Connection) 
 
 
 def _text(data: bytes) -> str:
-    """A key that the disk has changed is no longer that of its row, and need not be readable."""
+    """Decodes a key. Damage may have made it unreadable, so it must not raise."""
     return data.decode(errors="replace")
 
 
 def write_rows(connection: sqlite3.Connection, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
-    """Each in the place of the one with its key."""
+    """Replaces rows of the same keys."""
     first, count = 0, _ROWS_PER_STATEMENT
     while first < len(rows):
         while count > len(rows) - first:
@@ -94,19 +94,19 @@ def _replacing(table: str, num_columns: int, num_rows: int) -> str:
 
 
 def delete_rows(connection: sqlite3.Connection, table: str, key: str, keys: Sequence[str]) -> None:
-    """Those that are there."""
+    """Deletes those of the rows that exist."""
     for first in range(0, len(keys), _ROWS_PER_STATEMENT):
         chunk = keys[first : first + _ROWS_PER_STATEMENT]
         connection.execute(f"DELETE FROM {table} WHERE {key} IN ({', '.join('?' * len(chunk))})", chunk)  # noqa: S608  # names of our own schema, and marks
 
 
 def checksum(key: str, body: bytes) -> int:
-    """Of a row."""
+    """Computes a row's checksum over its key and body."""
     return int(crc32c(body, crc32c(key.encode())))
 
 
 def whole_rows(rows: Iterable[tuple[Any, bytes, int]], table: str, damaged: list[str]) -> Iterable[tuple[Any, bytes]]:
-    """Keys and bodies; the names of rows whose checksum is wrong go to `damaged`."""
+    """Yields keys and bodies; the names of rows with a wrong checksum go to `damaged`."""
     for key, body, crc in rows:
         if isinstance(body, bytes) and checksum(str(key), body) == crc:
             yield key, body

@@ -1,4 +1,4 @@
-"""What a disk says when it does not keep something, as one OSError with the folder and the way out."""
+"""Turns a disk's refusals into one OSError with the folder and the way out."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FEW_BYTES = 256 << 10
-"""With less left SQLite has no room for its log and calls that an I/O error."""
+"""With less free space SQLite has no room for its log and reports an I/O error."""
 
 
 @contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
-    """Around what writes: nothing of it was kept when it raises."""
+    """Wraps writes. When it raises, nothing of the write was stored."""
     try:
         yield
     except sqlite3.DatabaseError as error:

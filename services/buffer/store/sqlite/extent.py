@@ -1,4 +1,4 @@
-"""Where payloads lie. What one command brought of a group is one extent: records one after the other in one file."""
+"""The locations of payloads. One command's payloads of a group are one extent: consecutive records in one file."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ class StoredPayload(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @property
     def record_bytes(self) -> int:
-        """With its header and key."""
+        """The length of the record with its header and key."""
         return record_bytes(self.key.encode(), self.payload_bytes)
 
 
 class Extent(msgspec.Struct, frozen=True, gc=False):
-    """A row of the table `payloads`."""
+    """One row of the table `payloads`."""
 
     file_id: bytes
     offset: int
     payloads: tuple[StoredPayload, ...]
     num_bytes: int
-    """Of all its records."""
+    """The length of all its records."""
 
     @property
     def place(self) -> tuple[bytes, int]:
-        """Nothing else lies there."""
+        """Identifies the extent by file and offset."""
         return self.file_id, self.offset
 
     @property
     def end(self) -> int:
-        """Where the next one begins."""
+        """The offset behind the last record."""
         return self.offset + self.num_bytes
 
     def offsets(self) -> list[int]:
-        """Of each record."""
+        """Returns the offset of each record."""
         lengths = (payload.record_bytes for payload in self.payloads[:-1])
         return list(accumulate(lengths, initial=self.offset))
 
 
 class Extents:
-    """All that rows name. Changed by one thread at a time, read by any."""
+    """All extents that rows name. One thread changes them at a time; any may read."""
 
     def __init__(self, extents: Iterable[Extent]) -> None:
         self._of_key: dict[str, tuple[Extent, int]] = {}
@@ -61,11 +61,11 @@ class Extents:
             self.add(extent)
 
     def find(self, key: str) -> tuple[Extent, int] | None:
-        """The extent that has a payload, and its number in there; None for a payload that is gone."""
+        """Returns the extent that has a payload, and its number there; None for a deleted payload."""
         return self._of_key.get(key)
 
     def add(self, extent: Extent) -> None:
-        """A row names it from now on."""
+        """Adds an extent that a row names."""
         self._of_file[extent.file_id][extent.offset] = extent
         self._live_bytes[extent.file_id] += extent.num_bytes
         self._num_live[extent.place] = len(extent.payloads)
@@ -73,7 +73,7 @@ class Extents:
             self._of_key[payload.key] = extent, i
 
     def drop(self, key: str) -> Extent | None:
-        """A payload that nobody asks for any more. Returns its extent when it was the last of it."""
+        """Removes a payload. Returns its extent when it was the last one in there."""
         found = self._of_key.pop(key, None)
         if found is None:
             return None
@@ -85,7 +85,7 @@ class Extents:
         return extent
 
     def move(self, old: Extent, new: Extent) -> None:
-        """The row names another place from now on."""
+        """Replaces an extent after its row was changed."""
         live = {payload.key for payload in old.payloads if payload.key in self._of_key}
         self._remove(old)
         self.add(new)
@@ -94,25 +94,24 @@ class Extents:
                 self.drop(payload.key)
 
     def is_live(self, extent: Extent) -> bool:
-        """Whether a row still names it, at that place."""
+        """True while a row names the extent at that location."""
         return self._of_file[extent.file_id].get(extent.offset) is extent
 
     def all(self) -> list[Extent]:
-        """File by file, in order."""
+        """Returns all extents, file by file, in order."""
         return [extent for file_id in self.file_ids for extent in self.of_file(file_id)]
 
     def of_file(self, file_id: bytes) -> list[Extent]:
-        """In order."""
+        """Returns the file's extents in order."""
         extents = self._of_file[file_id]
         return [extent for offset in sorted(extents) if (extent := extents.get(offset))]
 
     def live_bytes(self, file_id: bytes) -> int:
-        """Of records that rows name."""
+        """Counts the bytes of the file's records that rows name."""
         return self._live_bytes[file_id]
 
     @property
     def file_ids(self) -> set[bytes]:
-        """Files that rows name."""
         return {file_id for file_id, extents in self._of_file.items() if extents}
 
     def _remove(self, extent: Extent) -> None:

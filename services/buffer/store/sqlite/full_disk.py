@@ -1,4 +1,4 @@
-"""Outlasts a full disk: what it refused left nothing behind, and is tried again until there is space."""
+"""Waits out a full disk: a refused write left nothing behind, and is repeated until there is space."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class FullDisk:
 
     @property
     def refusal(self) -> DiskFull | None:
-        """What callers are told while a thread waits."""
+        """The error for callers while a thread waits, else None."""
         errors = list(self._refused.values())
         return DiskFull(str(errors[0]), retry_after_seconds=_RETRY_SECONDS) if errors else None
 
     def outlast(self, write: Callable[[], _Result]) -> _Result:
-        """What it returns, once the disk has room for it. Any other OSError, and a full disk after `stop`, is raised.
+        """Repeats `write` until the disk has room. Raises any other OSError, and ENOSPC after `stop`.
 
-        `write`: keeps all or nothing.
+        `write` must store everything or nothing.
         """
         thread = threading.get_ident()
         try:
@@ -53,5 +53,5 @@ class FullDisk:
             self._refused.pop(thread, None)
 
     def stop(self) -> None:
-        """Nobody waits any more."""
+        """Makes every wait end with an error."""
         self._stopped.set()

@@ -1,4 +1,4 @@
-"""The tables read back: what is not as it was written is named and left where it is, the rest goes on."""
+"""Reads the tables back: damaged rows are reported and left where they are, the rest is served."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _payloads_decoder = msgspec.msgpack.Decoder(tuple[StoredPayload, ...])
 
 @dataclass(frozen=True, slots=True)
 class LoadedState:
-    """What the tables say."""
+    """The contents of the tables."""
 
     streams: tuple[StreamState, ...]
     lost_streams: tuple[str, ...]
@@ -33,7 +33,7 @@ class LoadedState:
 
 
 def load_state(connection: sqlite3.Connection) -> LoadedState:
-    """Groups of a stream whose own row is damaged are not loaded."""
+    """Skips the groups of streams whose own row is damaged."""
     read, damaged = connection.execute, list[str]()
     rows = whole_rows(read("SELECT name, body, crc FROM streams"), "streams", damaged)
     streams = {name: codec.load_stream(body) for name, body in rows}
@@ -63,13 +63,13 @@ def load_state(connection: sqlite3.Connection) -> LoadedState:
 
 
 def load_extents(connection: sqlite3.Connection) -> tuple[list[Extent], list[Damage]]:
-    """(extents, rows that are not as they were written)."""
+    """Returns (extents, damaged rows)."""
     damaged: list[Damage] = []
     return list(_whole_extents(connection, damaged)), damaged
 
 
 def payload_damage(connection: sqlite3.Connection, extent: Extent, key: str, what: str) -> Damage:
-    """Of one payload of an extent, by its group's and its sample's name."""
+    """Describes one payload of an extent by its group's and its sample's name."""
     row = connection.execute("SELECT body FROM samples WHERE key = ?", (extent.payloads[0].key,)).fetchone()
     records = codec.load_samples(row[0]) if row else []
     sample_id = next((record.sample_id for record in records if record.key == key), None)
@@ -86,7 +86,7 @@ def _whole_extents(connection: sqlite3.Connection, damaged: list[Damage]) -> Ite
 
 
 def _is_row(file_id: object, offset: object, body: object) -> bool:
-    """SQLite keeps a value of any type in any column, so a changed bit may be one of its type."""
+    """Checks types: SQLite stores a value of any type in any column, and damage may have changed one."""
     is_place = isinstance(file_id, bytes) and isinstance(offset, int) and 0 <= offset < 1 << 63
     return is_place and isinstance(body, bytes)
 

@@ -1,8 +1,8 @@
 """Opens a ledger's folder: SQLite first, then the payload files that its rows name.
 
 Bytes behind the last extent of a file, and files that no row names, were written by commits that never ended: they are
-cut off and deleted. They stay where a row is damaged, which may be the one that names them; and where one that says
-where payloads lie was lost, no payload file of an earlier process is ever deleted.
+cut off and deleted. They stay where a damaged row may name them; and once a row with the location of payloads was lost,
+no payload file of an earlier process is ever deleted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MARK = "position"
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What a store goes on from."""
+    """The parts of an open ledger."""
 
     writer: sqlite3.Connection
     payload_files: PayloadFiles
@@ -40,17 +40,17 @@ class Opened:
     torn_bytes: int
     damage: tuple[Damage, ...]
     kept: frozenset[bytes]
-    """Payload files that may hold what a lost row named: they are neither emptied nor deleted."""
+    """Payload files that a lost row may have named: they are neither emptied nor deleted."""
 
     def close(self) -> None:
-        """No call comes after it."""
+        """Ends it: no other method may be called afterwards."""
         self.writer.close()
         self.payload_files.close()
         self.mark.close()
 
 
 def lock_folder(folder: Path) -> TextIO:
-    """Held until the file is closed. Raises ConfigError when another process has it."""
+    """Holds the lock until the file is closed. Raises ConfigError when another process has it."""
     folder.mkdir(parents=True, exist_ok=True)
     lock_file = (folder / "lock").open("w")
     try:
@@ -61,9 +61,9 @@ def lock_folder(folder: Path) -> TextIO:
 
 
 def open_ledger(folder: Path, files: Files, file_bytes: int, connect: Callable[[Path], sqlite3.Connection]) -> Opened:
-    """Raises DataLoss when the ledger cannot go on without promises broken, ConfigError for one of another release.
+    """Raises DataLoss when the ledger cannot go on without breaking a promise, ConfigError for another release's.
 
-    What SQLite says of damage it raises as SQLite's own error.
+    SQLite's own errors for damage pass through.
     """
     payload_files = PayloadFiles(files, file_bytes)
     sync_folder(folder)  # the name of payloads/
@@ -95,7 +95,7 @@ def _num_bytes(path: Path) -> int:
 
 
 def _require_marked(writer: sqlite3.Connection, mark: PositionMark) -> str:
-    """The ledger's id."""
+    """Checks the position mark; returns the ledger's id."""
     (position,) = writer.execute("SELECT COALESCE(MAX(position), 0) FROM events").fetchone()
     row = writer.execute("SELECT body, crc FROM meta WHERE key = 'ledger_id'").fetchone()
     is_whole = row is not None and isinstance(row[0], bytes) and checksum("ledger_id", row[0]) == row[1]
@@ -116,7 +116,7 @@ def _damaged_files(files: PayloadFiles, extents: Extents) -> dict[bytes, Damage]
 
 
 def _cut(files: PayloadFiles, extents: Extents, damaged: set[bytes]) -> int:
-    """Returns how many bytes were cut off; whole files are not counted."""
+    """Returns how many bytes were cut off; deleted files are not counted."""
     for file_id in files.file_ids() - extents.file_ids:
         files.delete(file_id)
     whole = extents.file_ids - damaged

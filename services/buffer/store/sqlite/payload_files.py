@@ -1,6 +1,7 @@
-"""Payloads in append-only files, `payloads/ID.payloads`: what `append` returns is on the disk, not yet named by a row.
+"""Payloads in append-only files, `payloads/ID.payloads`. After `append` they are on the disk, but no row names them
+yet.
 
-A process writes only to files that it made: those of an earlier one are cut behind the last extent that a row names,
+A process writes only to files that it created: those of an earlier one are cut behind the last extent that a row names,
 and are then only read. Bytes that no row names do not count.
 """
 
@@ -30,7 +31,7 @@ NewExtent = Sequence[tuple[str, Buffer]]
 
 
 class PayloadFiles:
-    """Any thread may call any method; one appends at a time."""
+    """Any thread may call any method; appends wait for each other."""
 
     def __init__(self, files: Files, file_bytes: int) -> None:
         self._files = files
@@ -42,28 +43,28 @@ class PayloadFiles:
         """Extents of each file that were appended, and wait for the transaction that names them."""
 
     def is_open(self, file_id: bytes) -> bool:
-        """Whether payloads may come, or wait for their row: such a file is neither emptied nor deleted."""
+        """True while the file may get payloads, or some wait for their row. It must not be emptied or deleted."""
         return file_id == self._active or self._num_unnamed[file_id] > 0
 
     @contextmanager
     def still(self) -> Iterator[tuple[bytes | None, int]]:
-        """(the file that is written to, its length), which stay as they are meanwhile."""
+        """Stops all writes inside. Yields (the file that is written to, its length)."""
         with self._appending:
             yield self._active, self._end
 
     def file_ids(self) -> set[bytes]:
-        """Of the files that are there."""
+        """Returns the ids of the files that exist."""
         return {bytes.fromhex(m[1]) for name in self._files.names() if (m := _NAME.fullmatch(name))}
 
     def append(self, extents: Sequence[NewExtent]) -> list[Extent]:
-        """Durable when it returns. After an OSError nothing of it counts, and the next goes to another file."""
+        """Returns once everything is durable. After an OSError nothing counts; the next append starts a new file."""
         with self._appending:
             placed = self._append(extents)
             self._num_unnamed.update(extent.file_id for extent in placed)
         return placed
 
     def settle(self, extents: Sequence[Extent]) -> None:
-        """Rows name them, or never will."""
+        """Notes that rows name these extents now, or never will."""
         with self._appending:
             self._num_unnamed.subtract(extent.file_id for extent in extents)
 
@@ -93,7 +94,7 @@ class PayloadFiles:
             self._files.sync_folder()
 
     def _take_back(self, file_id: bytes, start: int) -> None:
-        """Gives back what a refused write has taken of the disk. Where that fails it stays, and no row names it."""
+        """Frees the space of a refused write. If that fails, the bytes stay and no row names them."""
         with suppress(OSError):
             if start:
                 self._files.truncate(file_name(file_id), start)
@@ -113,7 +114,7 @@ class PayloadFiles:
         return placed
 
     def copy(self, extents: Sequence[Extent]) -> list[tuple[Extent, Extent]]:
-        """(old, new) for every one that is whole: durable at its new place as well, which no row names yet."""
+        """Returns (old, new) for every undamaged extent; the new one is durable, and no row names it yet."""
         whole = [(extent, payloads) for extent in extents if (payloads := self._read_all(extent)) is not None]
         keys = [[payload.key for payload in extent.payloads] for extent, _ in whole]
         new = [list(zip(names, payloads, strict=True)) for names, (_, payloads) in zip(keys, whole, strict=True)]
@@ -125,7 +126,7 @@ class PayloadFiles:
         return whole if len(whole) == len(payloads) else None
 
     def try_read(self, extent: Extent, number: int) -> memoryview | None:
-        """A payload of an extent; None when it is not there as it was written."""
+        """Returns a payload of an extent, or None when it is damaged or gone."""
         payload, offset = extent.payloads[number], extent.offsets()[number]
         try:
             data = self._files.read(file_name(extent.file_id), offset, payload.record_bytes)
@@ -134,7 +135,7 @@ class PayloadFiles:
         return read_record(memoryview(data), extent.file_id, payload.key.encode(), payload.payload_bytes, payload.crc)
 
     def damage_of(self, file_id: bytes, end: int) -> str | None:
-        """What is wrong with a file that rows name up to `end`; None for nothing. Its records are not read."""
+        """Says what is wrong with a file that rows name up to `end`, or returns None. It does not read the records."""
         name = file_name(file_id)
         try:
             size, header = self._files.size(name), self._files.read(name, 0, FILE_HEADER_BYTES)
@@ -145,25 +146,24 @@ class PayloadFiles:
         return f"payloads/{name} has {size} bytes, and had {end}" if size < end else None
 
     def cut(self, file_id: bytes, end: int) -> int:
-        """Takes what no row names off the end; returns how many bytes."""
+        """Cuts off everything behind `end`; returns the number of bytes."""
         surplus = max(self._files.size(file_name(file_id)) - end, 0)
         if surplus:
             self._files.truncate(file_name(file_id), end)
         return surplus
 
     def num_bytes(self, file_id: bytes) -> int:
-        """Its size on the disk."""
+        """Returns the file's size on the disk."""
         return self._files.size(file_name(file_id))
 
     def delete(self, file_id: bytes) -> None:
-        """A file that no row names. A power loss may bring it back, still unnamed."""
+        """Deletes a file that no row names. A power loss may restore it, still unnamed."""
         self._files.delete(file_name(file_id))
 
     def close(self) -> None:
-        """No call comes after it."""
+        """Ends it: no other method may be called afterwards."""
         self._files.close()
 
 
 def file_name(file_id: bytes) -> str:
-    """Its name in the folder."""
     return f"{file_id.hex()}.payloads"

@@ -22,29 +22,26 @@ FILE_HEADER_BYTES = _FILE_HEADER.size
 
 
 def file_header(file_id: bytes) -> bytes:
-    """The first bytes of a file."""
     checked = struct.pack(f"<8sI{FILE_ID_BYTES}s", _MAGIC, _VERSION, file_id)
     return checked + struct.pack("<I", crc32c(checked))
 
 
 def is_header_of(file_id: bytes, data: bytes) -> bool:
-    """Whether `data` is the header of the file with that id."""
     return data == file_header(file_id)
 
 
 def record_header(file_id: bytes, key: bytes, payload: Buffer) -> tuple[bytes, int]:
-    """(what goes in front of a payload: header and key, the record's checksum)."""
+    """Returns (the bytes in front of a payload, i.e. header and key; the record's checksum)."""
     crc = _checksum(file_id, key, payload)
     return _RECORD_HEADER.pack(crc, len(key), len(payload)) + key, crc
 
 
 def record_bytes(key: bytes, payload_bytes: int) -> int:
-    """Length of a whole record."""
     return _RECORD_HEADER.size + len(key) + payload_bytes
 
 
 def read_record(data: memoryview, file_id: bytes, key: bytes, payload_bytes: int, crc: int) -> memoryview | None:
-    """The payload of the record that `data` is; None unless it is whole, and the one that was asked for."""
+    """Returns the payload of the record in `data`; None unless it is whole and the one that was asked for."""
     if len(data) != record_bytes(key, payload_bytes):
         return None
     start = _RECORD_HEADER.size + len(key)

@@ -1,6 +1,6 @@
-"""`position`: how far the ledger has come at least, for SQLite takes a log that was cut for one that ended there.
+"""The file `position` says how far the ledger has come at least, as SQLite does not notice that its log was cut.
 
-Written, not synced, after a commit is durable: it may be behind the ledger, and never before it.
+It is written, not synced, after each durable commit: it may be behind the ledger, never ahead.
 """
 
 from __future__ import annotations
@@ -19,16 +19,14 @@ _NUM_BYTES = _LAYOUT.size + _CHECKSUM.size
 
 
 class PositionMark:
-    """One small file."""
-
     def __init__(self, path: Path) -> None:
         self._ledger = path.with_name("ledger.sqlite")
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def require(self, ledger_id: str | None, position: int) -> None:
-        """Raises DataLoss when it is another ledger's, or its ledger was further. One that is not whole tells nothing.
+        """Raises DataLoss when the mark is another ledger's or ahead of this one. A torn mark is ignored.
 
-        `ledger_id`: None where the ledger does not know its own any more.
+        `ledger_id` is None when the ledger does not know its own any more.
         """
         data = os.pread(self._descriptor, _NUM_BYTES, 0)
         if len(data) != _NUM_BYTES or data != _packed(*_LAYOUT.unpack_from(data)):
@@ -47,11 +45,11 @@ class PositionMark:
             )
 
     def write(self, ledger_id: str, position: int) -> None:
-        """Every event up to there is durable."""
+        """Notes that every event up to `position` is durable."""
         os.pwrite(self._descriptor, _packed(ledger_id.encode(), position), 0)
 
     def close(self) -> None:
-        """No call comes after it."""
+        """Ends it: no other method may be called afterwards."""
         os.close(self._descriptor)
 
 

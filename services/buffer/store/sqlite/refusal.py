@@ -1,4 +1,4 @@
-"""Why a damaged ledger does not start: one sentence with the file, what is wrong in it, and the way out."""
+"""Refuses to start a damaged ledger, in one sentence with the file, what is wrong in it, and the way out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.buffer.store.sqlite.database import FILE
 
 @contextmanager
 def refusals(folder: Path) -> Iterator[None]:
-    """Around a start. What the disk does not let SQLite do is no damage, and is raised as it is."""
+    """Wraps a start. Errors of the disk are not damage, and pass through."""
     try:
         yield
     except DataLoss as error:
@@ -25,7 +25,7 @@ def refusals(folder: Path) -> Iterator[None]:
 
 
 def refusal(folder: Path, problem: str) -> DataLoss:
-    """To be raised: what is wrong, and the way out."""
+    """Returns the error, with what is wrong and the way out."""
     return DataLoss(
         f"{' '.join(problem.split())}: move {folder} away and restore a backup with "
         f"`headrace buffer restore BACKUP {folder}`"
@@ -33,5 +33,5 @@ def refusal(folder: Path, problem: str) -> DataLoss:
 
 
 def _is_damage(error: sqlite3.DatabaseError) -> bool:
-    """A statement that does not fit the tables says that their schema is not what was written."""
+    """True, too, for a statement that does not fit the tables: their schema is not what was written."""
     return not isinstance(error, sqlite3.OperationalError) or error.sqlite_errorcode == sqlite3.SQLITE_ERROR

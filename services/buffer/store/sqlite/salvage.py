@@ -1,8 +1,10 @@
-"""Pages of `ledger.sqlite` that are damaged: what can still be read moves to a new table, and the rest is served.
+"""Salvages damaged pages of `ledger.sqlite`: readable rows move to a new table, and the rest is served.
 
-Only of a ledger that was closed: where a log is replayed, another ledger's log may be why pages contradict each other,
-and the start is refused. Checked are the tables that are read whole at a start, and the history as long as it is short:
-it says itself where a line is missing. A table that fails is renamed, never written again, and listed at each start.
+This is done only for a ledger that was closed: where a log is replayed, another ledger's log may be why pages
+contradict
+each other, and the start is refused. The tables that a start reads whole are checked, and the history while it is
+short,
+as it shows its own gaps. A damaged table is renamed, never written again, and reported at each start.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ from services.buffer.store.sqlite.writing import transaction
 _NEEDED = ("sqlite_schema", "meta", "streams")
 _ORDERS = {"prompts": "rowid", "samples": "rowid", "groups": "group_id", "payloads": "file_id {0}, offset"}
 _FEW_PAGES = 32 << 10
-"""128 MiB, which takes a part of a second to check."""
+"""128 MiB, which are checked in a fraction of a second."""
 _DAMAGED = re.compile(r"damaged_\d+_(\w+)")
 
 
 def check_pages(connection: sqlite3.Connection, folder: Path) -> None:
-    """Raises DataLoss when they contradict each other."""
+    """Raises DataLoss when the pages contradict each other."""
     (num_pages,) = connection.execute("PRAGMA page_count").fetchone()
     tables = (*_NEEDED, *_ORDERS) if num_pages > _FEW_PAGES else ("1",)  # 1: all, up to the first problem
     for table in tables:
@@ -40,7 +42,7 @@ def check_pages(connection: sqlite3.Connection, folder: Path) -> None:
 
 
 def salvage_tables(connection: sqlite3.Connection, folder: Path) -> None:
-    """Raises DataLoss where nothing can go on without a table that is damaged."""
+    """Raises DataLoss when the ledger cannot go on without a damaged table."""
     for table in _NEEDED:
         if problem := _problem(connection, table):
             raise DataLoss(f"the table {table} of {folder / FILE} is damaged ({problem})")
@@ -50,13 +52,13 @@ def salvage_tables(connection: sqlite3.Connection, folder: Path) -> None:
 
 
 def salvaged(connection: sqlite3.Connection) -> list[Damage]:
-    """Tables that were damaged at this start or an earlier one."""
+    """Returns the tables that were damaged at this start or an earlier one."""
     names = connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table' ORDER BY rowid").fetchall()
     return [_damage(match) for (name,) in names if (match := _DAMAGED.fullmatch(name))]
 
 
 def has_lost_places(connection: sqlite3.Connection) -> bool:
-    """Whether rows that said where payloads lie may be gone with their pages, since this start or an earlier one."""
+    """True when rows with the locations of payloads may have been lost, at this start or an earlier one."""
     names = connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'").fetchall()
     return any((match := _DAMAGED.fullmatch(name)) and match[1] == "payloads" for (name,) in names)
 
@@ -84,7 +86,7 @@ def _salvage(connection: sqlite3.Connection, table: str, problem: str) -> None:
 
 
 def _readable(connection: sqlite3.Connection, table: str) -> Iterator[tuple[Any, ...]]:
-    """From the front up to the damage, and from the back down to it; some rows come twice."""
+    """Yields rows from the front up to the damage, then from the back down to it; some come twice."""
     for direction in ("ASC", "DESC"):
         order = _ORDERS[table].format(direction)
         with suppress(sqlite3.DatabaseError):

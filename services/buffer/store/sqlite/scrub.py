@@ -1,4 +1,4 @@
-"""Reads every payload that an earlier process wrote, once, after the start, and so finds early what has changed."""
+"""Reads every payload that an earlier process wrote, once, after the start, to find damage early."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from services.buffer.store.sqlite.extent import Extent
 
 _PAUSE_BYTES = 4 << 20
 _PAUSE_SECONDS = 0.005
-"""Between two portions: whoever waits for the disk or the interpreter goes first."""
+"""A pause between two chunks lets other users of the disk and the interpreter go first."""
 
 
 class Scrub:
-    """One thread, which ends with the last extent."""
+    """Runs in one thread, which ends with the last extent."""
 
     def __init__(self, extents: Sequence[Extent], check: Callable[[Extent], None]) -> None:
         self._extents = extents
@@ -27,7 +27,7 @@ class Scrub:
         self._thread.join()
 
     def close(self) -> None:
-        """Ends it early."""
+        """Ends the thread early."""
         self._closing.set()
         self._thread.join()
 

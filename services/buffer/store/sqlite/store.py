@@ -50,7 +50,7 @@ PAYLOADS = "payloads"
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A transaction whose payloads are on the disk, where no row names them yet."""
+    """A transaction whose payloads are on the disk, while no row names them yet."""
 
     transaction: Transaction
     rows: codec.TransactionRows
@@ -58,7 +58,7 @@ class _Prepared:
 
 
 class SqliteStore:
-    """`folder`/ledger.sqlite and `folder`/payloads/. Raises ConfigError when another process has it."""
+    """`folder`/ledger.sqlite and `folder`/payloads/. Raises ConfigError when another process has the folder."""
 
     name = "sqlite"
 
@@ -191,7 +191,7 @@ class SqliteStore:
     # For the compactor
 
     def move(self, extents: Sequence[Extent]) -> int:
-        """Copies them, but for those that died meanwhile; the payload bytes that are durable at their new place."""
+        """Copies the extents that are still live; returns the payload bytes that are durable at their new location."""
         with self._writing, disk_errors(self._folder):
             moved = self._payload_files.copy([extent for extent in extents if self._extents.is_live(extent)])
             try:
@@ -204,11 +204,11 @@ class SqliteStore:
         return sum(new.num_bytes for _, new in moved)
 
     def extents_of(self, file_id: bytes) -> list[Extent]:
-        """What rows name in a file now."""
+        """Returns the file's extents that rows name now."""
         return self._extents.of_file(file_id)
 
     def delete_unnamed(self, file_id: bytes) -> bool:
-        """Deletes a file unless a row names it; whether it did."""
+        """Deletes the file unless a row names it; returns True if it did."""
         with self._writing, disk_errors(self._folder):
             if self._payload_files.is_open(file_id) or has_extents(self._writer, file_id):
                 return False
@@ -216,11 +216,11 @@ class SqliteStore:
             return True
 
     def compact(self) -> int:
-        """Payload files deleted, at once instead of in the background."""
+        """Compacts at once instead of in the background; returns the number of payload files deleted."""
         return self._compactor.compact()
 
     def scrub(self) -> None:
-        """Returns when every payload that was there at the start has been read."""
+        """Returns when every payload that existed at the start has been read."""
         self._scrub.wait()
 
     # Inside
@@ -239,7 +239,7 @@ class SqliteStore:
         write_extents(self._writer, [new for _, new in moved])
 
     def _place(self, prepared: Sequence[_Prepared]) -> tuple[list[Extent], list[Extent]]:
-        """(extents that came and are there, extents that were there and are dead)."""
+        """Returns (new extents that are still live, earlier extents that are dead now)."""
         added: dict[tuple[bytes, int], Extent] = {}
         dead: list[Extent] = []
         for one in prepared:
@@ -285,7 +285,7 @@ class SqliteStore:
             log.error("payload_damaged", what=what, group_id=damage.group_id, sample_id=damage.sample_id)
 
     def _pin(self, source: sqlite3.Connection, folder: Path) -> tuple[str | None, int]:
-        """One moment: what `source` reads from now on, and links to all payload files; (the active one, its end)."""
+        """Starts a read transaction and links all payload files at one moment; returns (the active file, its end)."""
         target = folder / PAYLOADS
         target.mkdir()
         with self._writing, self._payload_files.still() as (active, end):
@@ -297,11 +297,11 @@ class SqliteStore:
 
 
 def _way_out(record: SampleRecord) -> str:
-    """A payload's key begins with the id of its group."""
+    """Names the group, with whose id a payload's key begins."""
     return f"headrace buffer drop --group {record.key.rpartition('#')[0]} --reason damaged takes its group out"
 
 
 def _new_extents(transaction: Transaction, rows: codec.TransactionRows) -> list[NewExtent]:
-    """What one command brought of a group is one."""
+    """Makes one extent of the payloads that one command stores for a group."""
     payloads = transaction.payloads
     return [[(record.key, payloads[record.key]) for record in records] for records in rows.samples]

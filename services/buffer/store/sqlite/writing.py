@@ -1,4 +1,4 @@
-"""What a commit writes and deletes in the tables, all of it in one transaction of SQLite."""
+"""Writes a commit's rows into the tables, in one transaction of SQLite."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PLACES_PER_STATEMENT = 250
 
 @contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    """Durable when it ends, or undone as a whole."""
+    """Commits at the end, or undoes everything."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -33,7 +33,7 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 def write_state(connection: sqlite3.Connection, batch: Sequence[codec.TransactionRows]) -> None:
-    """Streams, prompts, groups, samples and events; what is written and deleted again in a batch is not written."""
+    """Writes streams, prompts, groups, samples and events; rows deleted again in the same batch are not written."""
     _write(connection, "streams", {key: body for rows in batch for key, body in rows.streams})
     _write(connection, "prompts", {key: body for rows in batch for key, body in rows.prompts})
     _write(connection, "groups", {key: body for rows in batch for key, body in rows.groups})
@@ -48,7 +48,7 @@ def write_state(connection: sqlite3.Connection, batch: Sequence[codec.Transactio
 
 
 def forget_events(connection: sqlite3.Connection, batch: Sequence[codec.TransactionRows]) -> None:
-    """The history's oldest lines go, behind the commit: where their pages are damaged they stay, and nothing fails."""
+    """Deletes the history's oldest events, after the commit. If their pages are damaged they stay, without an error."""
     end = max((rows.events_from or 0 for rows in batch), default=0)
     if not end:
         return
@@ -62,12 +62,12 @@ def forget_events(connection: sqlite3.Connection, batch: Sequence[codec.Transact
 
 
 def write_extents(connection: sqlite3.Connection, extents: Sequence[Extent]) -> None:
-    """Rows that name them; the payloads are on the disk already."""
+    """Writes the rows that name extents; their payloads are on the disk already."""
     write_rows(connection, "payloads", [_extent_row(extent) for extent in extents])
 
 
 def delete_extents(connection: sqlite3.Connection, extents: Sequence[Extent]) -> int:
-    """How many of them a row named."""
+    """Returns how many of the extents a row named."""
     found = 0
     for first in range(0, len(extents), _PLACES_PER_STATEMENT):
         chunk = extents[first : first + _PLACES_PER_STATEMENT]
@@ -78,12 +78,12 @@ def delete_extents(connection: sqlite3.Connection, extents: Sequence[Extent]) ->
 
 
 def has_extents(connection: sqlite3.Connection, file_id: bytes) -> bool:
-    """Whether a row names the file."""
+    """True when a row names the file."""
     return connection.execute("SELECT 1 FROM payloads WHERE file_id = ? LIMIT 1", (file_id,)).fetchone() is not None
 
 
 def extent_checksum(file_id: bytes, offset: int, body: bytes) -> int:
-    """Of a row of `payloads`."""
+    """Computes the checksum of a row of `payloads`."""
     return int(crc32c(body, crc32c(offset.to_bytes(8, "little"), crc32c(file_id))))
 
 
@@ -97,7 +97,7 @@ def _write(connection: sqlite3.Connection, table: str, rows: Mapping[str, bytes]
 
 
 def _samples(batch: Sequence[codec.TransactionRows]) -> tuple[dict[str, list[SampleRecord]], list[str]]:
-    """(what one command brought of a group, under the key of the first, keys that are gone)."""
+    """Returns (records by the key of the first one of a command and group, deleted keys)."""
     written: dict[str, list[SampleRecord]] = {}
     deleted: list[str] = []
     for rows in batch:
