@@ -20,7 +20,7 @@ from services.reward.service import RewardServer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serves until a signal. Otherwise the code of `exit_codes`, and one line on stderr that says why."""
+    """Serves until a signal. Returns 1, with one line on stderr, when it cannot start."""
     options = vars(_parser().parse_args(arguments))
     configure_logging("reward")
     try:

@@ -1,4 +1,4 @@
-"""The table of scorers that come with headrace. Their modules are imported in workers only, when they are asked for."""
+"""The table of scorers that come with headrace. Their modules are imported in workers only, when they are needed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _SLOW_NICENESS = 5
 
 @dataclass(frozen=True, slots=True)
 class Builtin:
-    """A file in scorers/. `package` judges in its stead: its version is the scorer's. `max_seconds` of one item.
+    """A file in scorers/. With a `package`, the package's version is the scorer's. `max_seconds` limits one item.
 
-    What takes more than `cpu_seconds` of processor time, where that is set, is wrong: it scores 0.
+    An answer that takes more than `cpu_seconds` of processor time, where that is set, is wrong: it scores 0.
     """
 
     name: str
@@ -50,7 +50,7 @@ BUILTINS: Sequence[Builtin] = (
 
 
 def installed() -> dict[str, str]:
-    """Name → version of the scorers whose packages are there."""
+    """Returns name → version of the scorers whose packages are installed."""
     versions = {}
     for builtin in BUILTINS:
         if builtin.package is None:
@@ -61,13 +61,13 @@ def installed() -> dict[str, str]:
 
 
 def run_builtin(name: str, item: ScoreItem) -> float:
-    """The scorer's judgement. Runs in a worker; `name` is one of `BUILTINS`."""
+    """Scores an item. Runs in a worker; `name` is one of `BUILTINS`."""
     value: float = importlib.import_module(f"services.reward.scorers.{name}").score(item)
     return value
 
 
 def run_builtin_within(name: str, item: ScoreItem, cpu_seconds: float) -> float | None:
-    """The same; None when it is not done after so much processor time."""
+    """Scores an item, or returns None when that takes more than `cpu_seconds` of processor time."""
     try:
         with cpu_limit(cpu_seconds):
             return run_builtin(name, item)
@@ -76,13 +76,13 @@ def run_builtin_within(name: str, item: ScoreItem, cpu_seconds: float) -> float 
 
 
 def prepare_slow(default: str | None) -> None:
-    """As `prepare_builtin`, in a process that leaves the processors to the others."""
+    """Prepares a worker like `prepare_builtin`, at a low priority for the processors."""
     os.nice(_SLOW_NICENESS)
     prepare_builtin(default)
 
 
 def prepare_builtin(default: str | None) -> None:
-    """Imports what the default scorer needs. math-verify warns that nobody watches the clock; the pool does."""
+    """Imports what the default scorer needs. Its warning about timeouts is silenced: the pool has its own."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     if default is not None:
         importlib.import_module(f"services.reward.scorers.{default}")

@@ -1,4 +1,4 @@
-"""The reward service's part of a job, before it starts: who scores each prompt, and what the label itself would get."""
+"""Checks the reward service's part of a job before it starts: who scores each prompt, and what its label would get."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TRIED_LABELS = 4
 _SHOWN = 60
 _WAY = "pass --rm-type or --custom-rm-path, or give each row a metadata.rm_type"
 _FORMS = ("\\boxed{{{}}}", "</think>\n\\boxed{{{}}}")
-"""What the answers of models that reason look like."""
+"""The forms of answers of models that reason."""
 
 
 async def check(options: CheckOptions, prompts: Prompts) -> Report:
@@ -62,7 +62,7 @@ def _named(job: Job, hook: RewardHook | None) -> str:
 def _everyone_has_a_scorer(
     job: Job, registry: Registry, rm_types: Mapping[str, Scorers], num_rows: int, report: Report
 ) -> None:
-    """Rows whose scorer is not there could never be rewarded."""
+    """Refuses rows whose scorer is missing: they could never be rewarded."""
     if registry.default == CUSTOM:
         return
     generate = job.rollout.custom_generate_function_path
@@ -121,7 +121,7 @@ def _one_of_each_scorer(prompts: Prompts) -> list[PromptRow]:
 
 
 async def _scored(batch_scorer: BatchScorer, hook: RewardHook | None, row: PromptRow, form: str = "{}") -> Judgement:
-    """Of the label as the answer; a group's function sees it with an empty one beside it."""
+    """Scores the label as the response; a group's function gets an empty response beside it."""
     prompt = row.prompt()
     messages = [{"role": turn.role, "content": turn.content} for turn in prompt.messages.messages]
     text = prompt.text if prompt.WhichOneof("content") == "text" else json.dumps(messages, ensure_ascii=False)
@@ -156,7 +156,7 @@ def _say(rows: Sequence[PromptRow], results: Sequence[Judgement], options: Check
 async def _other_forms(
     batch_scorer: BatchScorer, rows: Sequence[PromptRow], results: Sequence[Judgement], report: Report
 ) -> None:
-    """Where a label alone is not paid in full, the answers that would be."""
+    """Finds forms of the answer that score 1 where the label alone does not."""
     for row, result in zip(rows, results, strict=True):
         if not isinstance(result, Score) or result.value >= 1:
             continue

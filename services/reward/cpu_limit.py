@@ -1,7 +1,7 @@
-"""A limit on the processor time of a call, which a busy machine does not use up.
+"""Limits the processor time of a call, which a busy machine does not use up.
 
-Code in Python is ended by an exception; a process that sits in C (a power of huge integers) by the kernel, a moment
-later: its pool sees it die of `KILLED_BY`.
+Python code is ended by an exception; a process that is busy in C (a power of huge integers) is killed by the kernel a
+moment later: its pool sees it die of `KILLED_BY`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _AGAIN_SECONDS = 0.05  # a library's bare `except:` may swallow the first
 
 
 class TooSlow(BaseException):
-    """The time is used up. No Exception: libraries catch those."""
+    """The time is used up. It is no Exception, because libraries catch those."""
 
 
 @contextmanager
 def cpu_limit(seconds: float) -> Iterator[None]:
-    """For the main thread of a worker. Raises TooSlow."""
+    """Raises TooSlow inside. Use it in the main thread of a worker."""
     before = signal.signal(signal.SIGVTALRM, _stop)
     signal.setitimer(signal.ITIMER_PROF, seconds + _GRACE_SECONDS)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _AGAIN_SECONDS)

@@ -1,4 +1,4 @@
-"""A user's function, called with the sample that it knows. Runs in a worker."""
+"""Calls a user's function with the sample that it expects. Runs in a worker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace.judgement import ScoreItem
 async def run_custom(
     path: str, form: RewardForm, args: HookArgs, items: Sequence[ScoreItem]
 ) -> list[Reward | NoReward]:
-    """One reward an item, or why it has none. Raises what the function raises, InvalidArgument for another return."""
+    """Returns one reward an item, or why it has none. Raises the function's error, or InvalidArgument."""
     return await run_reward(path, form, args, [_sample(i, item) for i, item in enumerate(items)])
 
 
@@ -30,7 +30,7 @@ def _sample(index: int, item: ScoreItem) -> Sample:
 
 
 def _prompt(text: str) -> str | list[dict[str, Any]]:
-    """Messages where the prompt is a JSON array of them, else the text itself."""
+    """Returns messages when the prompt is a JSON array of them, else the text itself."""
     if not text.startswith("[{"):
         return text
     try:

@@ -1,4 +1,4 @@
-"""Which scorers the rows of the job's evaluation files name."""
+"""Finds the scorers that the rows of the job's evaluation files name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace.wire.limits import MAX_EVAL_FILE_BYTES
 
 
 def scorers_of(path: Path, metadata_key: str | None) -> dict[str, Scorers]:
-    """By rm_type, "" for rows that name none. The rollout service's check refuses what is no row."""
+    """Counts the scorers by rm_type ("" where a row names none). Bad rows are left to the rollout service's check."""
     found: dict[str, Scorers] = {}
     if not path.is_file() or path.stat().st_size > MAX_EVAL_FILE_BYTES:
         return found

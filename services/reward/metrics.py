@@ -1,4 +1,4 @@
-"""What the reward service counts."""
+"""The reward service's metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headrace.process.workers import WorkerPool
 
 
 class RewardMetrics:
-    """Judged items by scorer and outcome, the time they took, and how many wait."""
+    """Counts scored items by scorer and outcome, the time that they took, and how many wait."""
 
     def __init__(self) -> None:
         self._items = Counter("headrace_reward_items", "Judged items.", ["scorer", "outcome"], registry=None)
@@ -19,15 +19,14 @@ class RewardMetrics:
         self._waiting = Gauge("headrace_reward_waiting", "Calls that wait for a worker.", registry=None)
 
     def show(self, registry: CollectorRegistry, pool: WorkerPool) -> None:
-        """Adds them to the process's page."""
+        """Adds the metrics to the process's page."""
         self._waiting.set_function(lambda: pool.waiting)
         for metric in (self._items, self._seconds, self._waiting):
             registry.register(metric)
 
     def count(self, scorer: str, result: Judgement) -> None:
-        """One item is done."""
         self._items.labels(scorer, result.reason if isinstance(result, ScoreError) else "SCORED").inc()
 
     def observe(self, scorer: str, seconds: float) -> None:
-        """One call is done."""
+        """Adds the time of one call."""
         self._seconds.labels(scorer).observe(seconds)

@@ -1,7 +1,8 @@
-"""Which scorers a service has, and which of them judges an item.
+"""The scorers of a service, and which of them scores an item.
 
-A custom function, where one is configured, judges every item unless the request names another: such functions tell
-rm_types apart themselves. Otherwise it is the item's `metadata.rm_type`, then the request's scorer, then the default.
+A custom function, where one is configured, scores every item unless the request names another scorer: such functions
+tell
+rm_types apart themselves. Otherwise the item's `metadata.rm_type` decides, then the request's scorer, then the default.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ CUSTOM = "custom"
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """One way to judge. `hook` is set for a user's function; the limits of an item are those of all others."""
+    """One way to score. `hook` is set for a user's function; the limits of an item apply to all others."""
 
     name: str
     version: str
@@ -44,7 +45,7 @@ class Registry:
 
     @classmethod
     def build(cls, rm_type: str | None, custom: RewardHook | None) -> Registry:
-        """The installed scorers and, as the default, the user's function."""
+        """Takes the installed scorers and, as the default, the user's function."""
         versions = installed()
         scorers = [
             Scorer(b.name, versions[b.name], b.description, max_seconds=b.max_seconds, cpu_seconds=b.cpu_seconds)
@@ -56,17 +57,16 @@ class Registry:
         return cls(scorers, CUSTOM if custom else rm_type)
 
     def all(self) -> list[Scorer]:
-        """Sorted by name."""
         return [self._scorers[name] for name in sorted(self._scorers)]
 
     def require(self, name: str) -> Scorer:
-        """Raises NotFound, listing those there are."""
+        """Raises NotFound, listing the scorers that exist."""
         if name not in self._scorers:
             raise NotFound(f"there is no scorer {self._unknown(name)}", reason="SCORER_UNKNOWN")
         return self._scorers[name]
 
     def choose(self, item: ScoreItem, requested: Scorer | None) -> Scorer | ScoreError:
-        """Who judges the item; SCORER_UNKNOWN when nobody can."""
+        """Returns the item's scorer, or the error SCORER_UNKNOWN."""
         if self.default == CUSTOM:
             return requested or self._scorers[CUSTOM]
         named = item.metadata.get("rm_type")

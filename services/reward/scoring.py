@@ -1,7 +1,7 @@
-"""Judging a batch: every item finds its scorer, runs in a worker, and fails alone.
+"""Scores a batch: every item finds its scorer, runs in a worker, and fails alone.
 
-consumes: batches of items; waits for: worker places; produces: one judgement an item, in order. A failure of a scorer
-is a ScoreError, never a reward. Items of a group scorer that came without the rest of their group are judged as given.
+Consumes: batches of items. Waits for: free workers. Produces: one result an item, in order. A scorer's failure is a
+ScoreError, never a reward. Items of a group scorer that came without the rest of their group are scored as given.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _REMEMBERED_SLOW = 10_000
 
 @dataclass(frozen=True, slots=True)
 class ScorerCall:
-    """Items that one call of a scorer judges, by their positions in the batch."""
+    """The items of one call of a scorer, by their positions in the batch."""
 
     scorer: Scorer
     items: Mapping[int, ScoreItem]
 
 
 Choice = tuple[ScoreItem, Scorer] | ScoreError
-"""Who judges an item, or why nobody does."""
+"""An item with its scorer, or the error that it has none."""
 
 
 class BatchScorer:
-    """Judges with the registry's scorers in the pool's workers; `slow_pool` takes what is not done there at once."""
+    """Scores with the registry's scorers in the pool's workers; `slow_pool` takes the items that need longer."""
 
     def __init__(
         self,
@@ -73,12 +73,12 @@ class BatchScorer:
         self._in_flight: Counter[str] = Counter()
         self._calls = itertools.count(1)
         self._too_slow: OrderedDict[bytes, None] = OrderedDict()
-        """Digests of the latest: a call that is made again, after its deadline, need not wait for them again."""
+        """Digests of the latest items that were too slow: a repeated call does not wait for them again."""
 
     async def score(
         self, items: Sequence[ScoreItem | ScoreError], requested: str | None = None, *, peer: str = ""
     ) -> list[Judgement]:
-        """One judgement an item, in order. Raises NotFound for `requested`, ResourceExhausted when too much waits."""
+        """Returns one result an item, in order. Raises NotFound for `requested`, ResourceExhausted in a crowd."""
         scorer = self.registry.require(requested) if requested else None
         self._require_room(peer, len(items))
         self._in_flight[peer] += len(items)
@@ -171,7 +171,7 @@ class BatchScorer:
     async def _in_time(
         self, pool: WorkerPool, scorer: Scorer, item: ScoreItem, cpu_seconds: float, caller: Caller
     ) -> float | None:
-        """None when the item takes more processor time."""
+        """Returns None when the item takes more processor time."""
         seconds = max(self._timeout_seconds, _WALL_PER_CPU * cpu_seconds)
         work = (run_builtin_within, scorer.name, item, cpu_seconds)
         try:
@@ -203,7 +203,7 @@ class BatchScorer:
 
 
 def _calls_for(chosen: Mapping[int, tuple[ScoreItem, Scorer]]) -> list[ScorerCall]:
-    """Groups for group scorers, batches for model classes, single items for all others."""
+    """Makes a call for each group of a group scorer, for 64 items of a model class, and for each other item."""
     together: dict[tuple[str, str], list[int]] = defaultdict(list)
     for position, (item, scorer) in chosen.items():
         together[scorer.name, _key(scorer.hook, item, position)].append(position)

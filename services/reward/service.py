@@ -1,4 +1,4 @@
-"""The service put together: workers, registry, judge, server."""
+"""Builds the service: workers, registry, scorer, server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ASYNC_CALLS_PER_WORKER = 32
 
 
 class RewardServer:
-    """A running reward service. Built by `start`, ended by `stop` or a signal."""
+    """A running reward service. `start` builds it; `stop` or a signal ends it."""
 
     def __init__(self, rpc: RpcServer, pool: WorkerPool, slow_pool: WorkerPool) -> None:
         self.rpc = rpc
@@ -45,7 +45,7 @@ class RewardServer:
         metrics_address: str | None = None,
         insecure: bool = False,
     ) -> RewardServer:
-        """Serving when it returns. Raises ConfigError for a wrong hook or rm_type, Unavailable for a taken port."""
+        """Returns when it serves. Raises ConfigError for a wrong hook or rm_type, Unavailable for a port in use."""
         hook = await describe(reward)
         registry = Registry.build(reward.rm_type, hook)
         pool, slow_pool = worker_pool(reward, registry, hook), slow_worker_pool(reward, registry)
@@ -126,7 +126,7 @@ def worker_pool(reward: RewardSection, registry: Registry, hook: RewardHook | No
 
 
 def slow_worker_pool(reward: RewardSection, registry: Registry) -> WorkerPool:
-    """For answers that take long to grade. Its workers start when there are some."""
+    """Makes the pool for answers that take long to grade. Its workers start when they are needed."""
     return WorkerPool(
         reward.reward_workers,
         max_waiting=MAX_SCORE_ITEMS,

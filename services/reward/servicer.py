@@ -1,4 +1,4 @@
-"""Proto to domain and back, nothing else."""
+"""Translates protos to scored items and back."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ _STATUSES = ("", *(status.value for status in Status))
 
 
 class RewardServicer(RewardServiceServicer):
-    """Serves a Judge."""
-
     def __init__(self, batch_scorer: BatchScorer) -> None:
         self._scorer = batch_scorer
 
@@ -48,7 +46,7 @@ class RewardServicer(RewardServiceServicer):
 
 
 async def _unpacked_in_turns(request: pb.ScoreRequest) -> AsyncIterator[ScoreItem | ScoreError]:
-    """All items, without holding the event loop for long."""
+    """Yields all items without holding up the event loop."""
     num_bytes = 0
     for packed in request.items:
         num_bytes += packed.ByteSize()
@@ -59,7 +57,7 @@ async def _unpacked_in_turns(request: pb.ScoreRequest) -> AsyncIterator[ScoreIte
 
 
 def _unpacked(packed: pb.ScoreItem) -> ScoreItem | ScoreError:
-    """What is wrong with one item is its own error."""
+    """Turns what is wrong with one item into that item's own error."""
     try:
         require_json_object(packed.metadata_json, "metadata_json")
         item = ScoreItem.unpack(packed)

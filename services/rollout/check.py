@@ -1,4 +1,4 @@
-"""The rollout service's part of a job, before it starts: its hooks, its evaluations, prompts as the model sees them.
+"""Checks the rollout service's part of a job before it starts: hooks, evaluations, and prompts as the model sees them.
 
 Only the tokenizer is loaded, and without torch, which would take longer than all the rest.
 """
@@ -24,7 +24,7 @@ _SHOWN = 400
 
 
 async def check(options: CheckOptions, prompts: Prompts) -> Report:
-    """Everything that can be known without an engine."""
+    """Checks everything that is known without an engine."""
     report = Report()
     await _hooks(options, report)
     _evaluations(options.job, report)
@@ -117,7 +117,7 @@ def _spread(lengths: Sequence[int]) -> str:
 
 
 def _too_long(job: Job, lengths: Sequence[int], report: Report) -> None:
-    """Prompts that would be dropped one by one, while nobody looks."""
+    """Reports prompts that the service would drop."""
     rollout = job.rollout
     for name, limit in (
         ("rollout_max_prompt_len", rollout.rollout_max_prompt_len),

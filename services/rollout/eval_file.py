@@ -22,7 +22,7 @@ _FIELD = "datasets.path"
 
 @dataclass(frozen=True, slots=True)
 class EvalKeys:
-    """Which keys of a line are used; None where there is none."""
+    """The keys of a line that are read; None for one that is not."""
 
     prompt: str
     label: str | None
@@ -41,13 +41,13 @@ class EvalRow:
 
 @dataclass(frozen=True, slots=True)
 class EvalFiles:
-    """What a client may name: `files` themselves, and everything under the `root`."""
+    """The files that a client may name: `files` themselves, and everything under the `root`."""
 
     files: Sequence[Path]
     root: Path | None
 
     def read(self, path: str, keys: EvalKeys, max_prompts: int | None) -> list[EvalRow]:
-        """All rows, checked. Blocks; raises InvalidArgument with file and line for what cannot be used."""
+        """Returns all rows, checked. Blocks; raises InvalidArgument with file and line for a bad row."""
         allowed = self._allowed(path)
         with _opened(allowed) as file:
             rows = [_row(where, line, keys) for where, line in _lines(allowed, file, max_prompts)]
@@ -56,7 +56,7 @@ class EvalFiles:
         return rows
 
     def _allowed(self, path: str) -> Path:
-        """With links followed, so that none leads out of the root."""
+        """Follows links, so that none leads out of the root."""
         try:
             real = ((self.root or Path()) / path).resolve()
             if any(real == file.resolve() for file in self.files):
@@ -70,7 +70,7 @@ class EvalFiles:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """A FIFO is not waited for, a device is not read."""
+    """Opens a regular file; it waits for no FIFO and reads no device."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
@@ -87,7 +87,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _lines(path: Path, file: BinaryIO, max_prompts: int | None) -> Iterator[tuple[str, bytes]]:
-    """(file:line, line) of each line used."""
+    """Yields (file:line, line) of each line used."""
     used, number = 0, 0
     while line := file.readline(MAX_PROMPT_LINE_BYTES + 1):
         number += 1

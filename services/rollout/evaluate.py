@@ -1,6 +1,7 @@
-"""Evaluations: prompts of JSONL files through the engines and the judge, beside production.
+"""Evaluations: prompts of JSONL files through the engines and the scorer, beside production.
 
-A sample that could not be made or judged is counted and reported; when more than half of them are, the evaluation ends.
+A sample that could not be generated or scored is counted and reported; when more than half of them are, the evaluation
+ends.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Progress:
 
 @dataclass(slots=True)
 class _Tally:
-    """What a data set's samples come to."""
+    """Sums up a data set's samples."""
 
     rewards: list[float] = field(default_factory=list)
     failed: int = 0
@@ -88,7 +89,7 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One sample to be made and judged."""
+    """One sample to be generated and scored."""
 
     tally: _Tally
     plan: _Plan
@@ -97,7 +98,7 @@ class _Job:
 
 
 class Evaluator:
-    """Judges whatever version the engines serve. At most 64 samples of one evaluation are in work at once."""
+    """Evaluates whichever version the engines serve. At most 64 samples of one evaluation are in flight."""
 
     def __init__(
         self,
@@ -172,7 +173,7 @@ class Evaluator:
         return _Plan(name, await self._encoder.off_loop(self._files.read, path, keys, limit), n_samples, params)
 
     async def _finished(self, jobs: Iterator[_Job]) -> AsyncGenerator[tuple[_Job, list[Sample]], None]:
-        """Each with its samples, as they are done; the next one begins when one has ended."""
+        """Yields each job with its samples as they finish; another starts whenever one has ended."""
         running: set[asyncio.Task[tuple[_Job, list[Sample]]]] = set()
         evaluation_id = uuid.uuid4().hex[:8]
         try:
@@ -189,7 +190,7 @@ class Evaluator:
                 task.cancel()
 
     async def _done(self, job: _Job, evaluation_id: str) -> tuple[_Job, list[Sample]]:
-        """What goes wrong with a sample is that sample's failure."""
+        """Turns what goes wrong with a sample into that sample's failure."""
         row = job.plan.rows[job.row]
         group_id = f"eval/{job.plan.name}/{job.row}"
         request = SampleRequest(

@@ -1,4 +1,4 @@
-"""What Prometheus sees of the rollout service."""
+"""The rollout service's metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SECONDS_BUCKETS = (0.05, 0.2, 1.0, 5.0, 20.0, 60.0, 300.0)
 
 
 class RolloutMetrics(FleetObserver):
-    """Counts since the start; also what GetFleet answers."""
+    """Counts since the start; GetFleet answers them, too."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.groups_produced = 0
@@ -38,24 +38,22 @@ class RolloutMetrics(FleetObserver):
         )
 
     def bad_answer(self, kind: str) -> None:
-        """An engine answered what cannot be."""
         self._bad_answers.labels(kind).inc()
 
     def background_work_ended(self, name: str) -> None:
-        """It raised, and is started again."""
         self._background.labels(name).inc()
 
     def group_raised(self) -> None:
-        """A group's work ended in an error that nobody foresaw."""
+        """Counts a group whose work ended in an unexpected error."""
         self._groups_raised.inc()
 
     def group_done(self, outcome: str, tokens: int) -> None:
-        """A group reached the ledger."""
+        """Counts a group that the ledger has."""
         self._groups.labels(outcome).inc()
         self._tokens.inc(tokens)
         self.groups_produced += outcome == "complete"
         self.tokens_produced += tokens
 
     def published(self, paused_seconds: float) -> None:
-        """A publication was committed."""
+        """Counts a committed publication."""
         self._publications.observe(paused_seconds)

@@ -1,4 +1,4 @@
-"""Rewards for samples: which service and scorer judge now, and what happens when they cannot."""
+"""Rewards for samples: which service and scorer give them now, and what happens when they cannot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KEPT_CLIENTS = 8  # their calls on the way may finish; those of the ones before
 
 @dataclass(frozen=True, slots=True)
 class RewardTarget:
-    """Who judges, and since when. An empty scorer means the service's default."""
+    """The reward service in use, and since when. An empty scorer means the service's default."""
 
     address: str
     scorer: str
@@ -31,7 +31,7 @@ class RewardTarget:
 
 
 class SampleScorer:
-    """Sends whole groups to the reward service. A sample that nobody could judge is FAILED, never a reward of 0."""
+    """Sends whole groups to the reward service. A sample that could not be scored is FAILED, never a reward of 0."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class SampleScorer:
         self.being_scored = 0
 
     async def retarget(self, *, address: str | None, scorer: str | None) -> RewardTarget:
-        """From the next call on; calls on their way finish where they are. None leaves as it is."""
+        """Takes effect from the next call on; calls on their way finish where they are. None changes nothing."""
         if address is not None and address != self.target.address:
             client = RewardClient(address)
             self._former.append(self._client)
@@ -66,11 +66,12 @@ class SampleScorer:
         return self.target
 
     async def close(self) -> None:
-        """Closes the connections."""
         await asyncio.gather(*(client.close() for client in [*self._former, self._client]))
 
     async def score(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples with rewards, or FAILED with the reason; those that failed or have a reward stay as they are."""
+        """Returns the samples with rewards, or FAILED with the reason. Those that failed or have a reward are
+        unchanged.
+        """
         waiting = [sample for sample in samples if sample.status is not Status.FAILED and sample.reward is None]
         if not waiting:
             return list(samples)
@@ -88,7 +89,7 @@ class SampleScorer:
         return [scored.get(sample.sample_id, sample) for sample in samples]
 
     async def _results(self, items: Sequence[ScoreItem]) -> Sequence[Judgement]:
-        """Raises Unavailable when nobody judged in time, and at once what waiting cannot help."""
+        """Raises Unavailable when there was no answer in time; other errors, which waiting cannot help, at once."""
         end = time.monotonic() + self._patience_seconds
         rounds = -(-len(items) // _JUDGED_AT_ONCE)
         seconds = max(self._call_seconds, 2 * self._item_seconds * rounds)

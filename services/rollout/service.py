@@ -1,4 +1,4 @@
-"""The rollout service put together: engines, router, producers, evaluation, publication."""
+"""Builds the rollout service: engines, router, producers, evaluation, publication."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _STREAM = "train"
 
 @dataclass(frozen=True, slots=True)
 class RolloutParts:
-    """What the servicer speaks to."""
+    """The parts that the servicer calls."""
 
     encoder: PromptEncoder
     generator: Generator
@@ -65,7 +65,7 @@ class RolloutParts:
     generate_seconds: float
     router_url: str
     warnings: Sequence[str]
-    """What a person should know of how samples are made; grows."""
+    """Warnings for people about the samples; the list grows."""
 
     def ask(self, prompt: EncodedPrompt, sampling: sample_pb2.SamplingParams) -> AsyncIterator[Generation]:
         """Streams one response to a client."""
@@ -166,7 +166,7 @@ class RolloutService:
         )
 
     async def start(self) -> None:
-        """Engines and router first, then production. Raises Unavailable when one of them will not start."""
+        """Starts engines and router, then production. Raises Unavailable when one of them does not start."""
         try:
             if self._custom:
                 await self._custom.start()
@@ -181,11 +181,11 @@ class RolloutService:
         self.parts.producer.start()
 
     async def router_ended(self) -> None:
-        """Returns when the router is gone, which this service does not survive."""
+        """Returns when the router has ended, which ends this service."""
         await self._router.wait()
 
     async def stop(self) -> None:
-        """Gives leases back, then ends engines and router."""
+        """Returns leases, then ends engines and router."""
         await self.parts.producer.drain()
         await self.parts.receiver.close()
         await asyncio.gather(self.parts.fleet.stop(), self._router.stop())
@@ -200,7 +200,7 @@ class RolloutService:
 
 
 def sglang_factory(job: Job, machine: Machine, log_dir: Path) -> EngineFactory:
-    """Real engines. Raises ConfigError for --sglang-* flags that SGLang does not know."""
+    """Makes real engines. Raises ConfigError for --sglang-* flags that SGLang does not know."""
     arguments.check(job.sglang, machine)
     delete_leftovers(log_dir, "engine-*")
     return lambda number: SglangProcess(job, machine, number, log_dir / f"engine-{number}.log")

@@ -1,4 +1,4 @@
-"""RolloutService: protos to the domain and back, nothing else."""
+"""Translates protos to calls of the service's parts and back."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ REQUEST_LIMITS = RequestLimits(num_fields={"BeginPublish": MAX_PUBLISH_FIELDS, "
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
-    """Over the parts of a running rollout service."""
-
     def __init__(self, parts: RolloutParts) -> None:
         self._parts = parts
 

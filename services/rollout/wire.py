@@ -1,4 +1,4 @@
-"""Protos to plain values and back, for the servicer."""
+"""Translates protos to plain values and back, for the servicer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from services.rollout.publication.probe import Probe
 
 
 def probe_of(request: pb.CommitPublishRequest) -> Probe | None:
-    """None where none is asked for. Raises InvalidArgument when its parts contradict each other."""
+    """Returns None without a probe. Raises InvalidArgument when its parts contradict each other."""
     if not request.HasField("canary"):
         return None
     canary = request.canary
@@ -34,7 +34,7 @@ def probe_of(request: pb.CommitPublishRequest) -> Probe | None:
 
 
 def checksums_of(request: pb.CommitPublishRequest) -> dict[str, str]:
-    """By the engine's name. Raises InvalidArgument for a name that comes twice."""
+    """Returns checksums by the engine's tensor names. Raises InvalidArgument for a repeated name."""
     require_at_most(len(request.engine_checksums), MAX_TENSORS, "engine_checksums")
     checksums = {
         require_id(c.name, "engine_checksums.name"): require_name(c.checksum, "engine_checksums.checksum")
@@ -46,7 +46,7 @@ def checksums_of(request: pb.CommitPublishRequest) -> dict[str, str]:
 
 
 def prompt_of(request: pb.GenerateRequest, encoder: PromptEncoder) -> EncodedPrompt:
-    """Raises InvalidArgument without a prompt, or for one that cannot be. Tokenizes: not for an event loop."""
+    """Raises InvalidArgument for a missing or invalid prompt. It tokenizes, so it must not run on an event loop."""
     kind = request.WhichOneof("prompt")
     if kind == "tokens":
         tokens = _token_ids(request.tokens, MAX_PROMPT_TOKENS, "tokens", encoder.vocab_size)
@@ -62,7 +62,7 @@ def prompt_of(request: pb.GenerateRequest, encoder: PromptEncoder) -> EncodedPro
 
 
 def reward_target_of(request: pb.SetRewardRequest) -> tuple[str | None, str | None]:
-    """(address, scorer); None stays as it is. Raises InvalidArgument."""
+    """Returns (address, scorer); None changes nothing. Raises InvalidArgument."""
     address = None
     if request.HasField("address"):
         address = require_id(request.address, "address")
@@ -85,7 +85,7 @@ def _token_ids(column: sample_pb2.Column, most: int, field: str, vocab_size: int
 def generate_response(
     new_text: str, tokens: Sequence[int], log_probs: Sequence[float], *, return_tokens: bool
 ) -> pb.GenerateResponse:
-    """What came since the message before."""
+    """Packs what is new since the message before."""
     response = pb.GenerateResponse(text=new_text)
     if return_tokens:
         response.tokens.CopyFrom(pack_column("tokens", np.asarray(tokens, dtype=np.int32)))
@@ -94,7 +94,7 @@ def generate_response(
 
 
 def finish_response(response: pb.GenerateResponse, generation: Generation, prompt_tokens: int) -> pb.GenerateResponse:
-    """Makes a message the last one."""
+    """Adds the fields of the last message."""
     response.status = (Status.TRUNCATED if generation.finish is Finish.LENGTH else Status.COMPLETED).number
     response.prompt_tokens = prompt_tokens
     response.policy_ranges.extend(
@@ -105,7 +105,6 @@ def finish_response(response: pb.GenerateResponse, generation: Generation, promp
 
 
 def engine_of(engine: Engine) -> pb.Engine:
-    """An engine as GetFleet shows it."""
     return pb.Engine(
         engine_id=engine.engine_id,
         address=engine.url,

@@ -1,4 +1,4 @@
-"""Where in a response the answer is."""
+"""Finds the answer in a response."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def after_thinking(response: str) -> str:
-    """What follows the last `</think>`; all of it without one."""
+    """Returns the text behind the last `</think>`, or the whole response without one."""
     return response.rpartition("</think>")[2]
 
 
 def boxed(text: str) -> str | None:
-    """The content of the last balanced `\\boxed{…}` or `\\fbox{…}`; None without one."""
+    r"""Returns the content of the last balanced `\boxed{…}` or `\fbox{…}`; None without one."""
     for start in sorted((m.end() for m in re.finditer(r"\\(?:boxed|fbox)\s*\{", text)), reverse=True):
         depth = 1
         for position in range(start, len(text)):
@@ -24,12 +24,12 @@ def boxed(text: str) -> str | None:
 
 
 def tagged(text: str) -> str | None:
-    """The content of the last `<answer>…</answer>`; None without one."""
+    """Returns the content of the last `<answer>…</answer>`; None without one."""
     found = _ANSWER_TAG.findall(text)
     return found[-1].strip() if found else None
 
 
 def last_line(text: str) -> str:
-    """The last line that is not blank; empty without one."""
+    """Returns the last line that is not blank; empty without one."""
     lines = text.strip().splitlines()
     return lines[-1].strip() if lines else ""

@@ -1,4 +1,4 @@
-"""DeepScaleR's rule: mathematics, but only a boxed answer after `</think>` (or `###Response`) counts."""
+"""DeepScaleR's rule: mathematics, where only a boxed answer after `</think>` (or `###Response`) counts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.reward.scorers.answers import boxed
 
 
 def score(item: ScoreItem) -> float:
-    """0 without the marker or the box; otherwise as `math`."""
+    """Scores 0 without the marker or the box; otherwise as `math` does."""
     for marker in ("</think>", "###Response"):
         _, found, solution = item.response.rpartition(marker)
         if found:

@@ -1,4 +1,4 @@
-"""1 when the response, without surrounding blanks, is the label; else 0."""
+"""Scores 1 when the response, without surrounding blanks, is the label; else 0."""
 
 from __future__ import annotations
 

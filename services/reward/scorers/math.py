@@ -46,7 +46,7 @@ def score(item: ScoreItem) -> float:
 
 
 def _is_found(label: str, prose: str) -> bool:
-    """Whether the last expression of the prose, or the word that begins or ends it, is the label."""
+    """True when the last expression of the prose, or the word that begins or ends it, is the label."""
     if (wanted := word(label)) is not None:
         says = re.compile(rf"^{re.escape(wanted)}[,.:;]|(?<![\w-]){re.escape(wanted)}\)?$", _CASE[len(wanted) > 1])
         return bool(says.search(prose))
@@ -80,7 +80,7 @@ def _is_equal(label: str, answer: str) -> bool:
 
 
 def _holds(label: str, members: list[str]) -> bool:
-    """Of `x = 16/2 = 8` each number is the label; of `7 = 8` one is not."""
+    """True when every number in a chain of equations is the label: for 8, `x = 16/2 = 8` holds and `7 = 8` does not."""
     numbers = [member.strip() for member in members if not re.search("[a-zA-Z|]", _COMMANDS.sub("", member))]
     return all(_is_equal(label, member) for member in numbers)
 
@@ -103,9 +103,9 @@ def _verified(gold: list[Any], target: list[Any], texts: str) -> bool:
 
 
 def _same_kind(gold: list[Any], target: list[Any]) -> bool:
-    """False for a set against a point or an interval, which math-verify takes for the same where it can.
+    """False for a set against a point or an interval, which math-verify may take for the same.
 
-    A point may lack its parentheses: the label `(2,3)` pays for `2, 3`.
+    A point may lack its parentheses: the label `(2,3)` matches `2, 3`.
     """
     if not gold or not target:
         return True
@@ -117,6 +117,6 @@ def _same_kind(gold: list[Any], target: list[Any]) -> bool:
 
 
 def _parsed(text: str) -> list[Any]:
-    """All of the text, or nothing: a part of an answer is another answer."""
+    """Returns nothing unless the whole text parses: a part of an answer is another answer."""
     found: list[Any] = parse(f"${text}$", [LatexExtractionConfig()], parsing_timeout=None)
     return found

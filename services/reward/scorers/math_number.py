@@ -26,7 +26,7 @@ _ENOUGH_DIGITS = 6
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """`last_digit` is the worth of a decimal's last digit where it may stand for a longer one; else None.
+    """`last_digit` is the worth of a decimal's last digit where the decimal may be rounded; else None.
 
     `names_base`: it is written with its base, as `101_2`.
     """
@@ -37,7 +37,7 @@ class Number:
 
 
 def number(text: str) -> Number | None:
-    """Of a normalized text that is nothing else; None for all other texts."""
+    """Returns None unless the normalized text is a number and nothing else."""
     sign, rest = _signed(text)
     if match := _FRACTION.fullmatch(rest):
         above, below = int(match["a"] or match["c"] or match["d"]), int(match["b"] or match["f"] or match["g"])
@@ -53,7 +53,7 @@ def number(text: str) -> Number | None:
 
 
 def is_same(one: Number, other: Number) -> bool:
-    """Whether they are equal, or one is the other cut off or rounded to six digits or more."""
+    """True when they are equal, or one is the other cut off or rounded to six digits or more."""
     if one.names_base != other.names_base:
         return False
     return one.value == other.value or _stands_for(one, other) or _stands_for(other, one)
@@ -88,7 +88,7 @@ def _decimal(sign: int, match: re.Match[str]) -> Number:
 
 
 def _stands_for(short: Number, long: Number) -> bool:
-    """The longer one has further digits: two decimals of the same length are what they are."""
+    """True when the longer number rounds or cuts to the shorter; equally long decimals must be equal."""
     if short.last_digit is None or (long.value / short.last_digit).denominator == 1:
         return False
     difference = abs(long.value) - abs(short.value)

@@ -1,4 +1,4 @@
-"""Expressions whose value nobody can write down: a library that evaluates them does not come back."""
+"""Finds expressions whose value is too large to write down: a library that evaluates them would not end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FACTORIAL = re.compile(r"(\d+)\s*!|[({]([^()a-zA-Z]*[\^!*\d][^()a-zA-Z]*)[)}]+\
 
 
 def is_too_large(text: str) -> bool:
-    """Of a normalized text: long, deep, or with a power or factorial of more digits than an answer has."""
+    """True for a normalized text that is long, deep, or has a power or factorial with too many digits."""
     if len(text) > _MOST_CHARACTERS or _depth(text) > _MOST_DEPTH:
         return True
     if any(_number(match[1]) > _MOST_EXPONENT for match in _EXPONENT.finditer(text)):

@@ -1,4 +1,4 @@
-"""Several solutions as people write them, brought into one text: `x = 2 or x = 3`, `x = 2, y = 3`, `x < 1 or x > 3`."""
+"""Brings several solutions, as people write them, into one text: `x = 2 or x = 3`, `x = 2, y = 3`, `x < 1 or x > 3`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _POINT_WITH_A_NAME = re.compile(r"[A-Z]\s*(\([^()]*,[^()]*\))")
 
 @dataclass(frozen=True, slots=True)
 class Solutions:
-    """`text` as math-verify reads it. `names` are those of a point's coordinates, in order; empty for all else."""
+    """`text` is for math-verify. `names` are those of a point's coordinates, in order; empty otherwise."""
 
     text: str
     names: str = ""
 
 
 def solutions(text: str) -> Solutions:
-    """The list, the point or the union that a normalized text means; the text itself where it is none of them."""
+    """Returns the list, point or union that a normalized text means, or the text itself when it means none of them."""
     if point := _POINT_WITH_A_NAME.fullmatch(text):
         return Solutions(point[1])
     parts = [part.strip() for part in _parts(text)]
@@ -50,7 +50,7 @@ def solutions(text: str) -> Solutions:
 
 
 def _of_assigned(assigned: list[tuple[str, str]]) -> Solutions:
-    """One name: the list of its values. A name each: a point, whose coordinates follow the alphabet."""
+    """One name gives the list of its values; several give a point, with its coordinates in alphabetical order."""
     names = sorted(name for name, _ in assigned)
     values = ", ".join(value for _, value in (assigned if len(set(names)) == 1 else sorted(assigned)))
     if len(set(names)) == 1:
@@ -59,7 +59,7 @@ def _of_assigned(assigned: list[tuple[str, str]]) -> Solutions:
 
 
 def _interval(relation: str) -> tuple[str, str] | None:
-    """The name that a relation bounds, and the interval in which it is."""
+    """Returns the name that a relation bounds, and its interval."""
     if match := _WITHIN.fullmatch(relation):
         left, right = ("[" if _is_closed(match["left"]) else "("), ("]" if _is_closed(match["right"]) else ")")
         return match["name"], f"{left}{match['low'].strip()},{match['high'].strip()}{right}"
@@ -73,7 +73,7 @@ def _interval(relation: str) -> tuple[str, str] | None:
 
 
 def _common(one: str, other: str) -> str | None:
-    """What is in both of two intervals, one of them without an upper end, the other without a lower one."""
+    """Intersects an interval without an upper end with one without a lower end; None for others."""
     for low, high in ((one, other), (other, one)):
         if low.endswith(r",\infty)") and high.startswith(r"(-\infty,"):
             return low.removesuffix(r"\infty)") + high.removeprefix(r"(-\infty,")
@@ -85,7 +85,7 @@ def _is_closed(sign: str) -> bool:
 
 
 def _parts(text: str) -> list[str]:
-    """What stands between commas, `and` and `or` that are in no bracket."""
+    """Splits at commas, `and` and `or` outside of brackets."""
     parts, start = [], 0
     for match in _BETWEEN.finditer(text):
         before = text[: match.start()]

@@ -1,4 +1,4 @@
-"""Mathematics as people and models write it, brought into one form before it is compared."""
+"""Brings mathematics, as people and models write it, into one form for comparison."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _FIRST_SENTENCE = re.compile(r"^(\S*[\d$)}]\S*)[.!?]\s+[A-Z].*$")
 
 
 def normalized(text: str) -> str:
-    """Without dollars, a box, blanks that mean nothing, and marks between thousands."""
+    """Removes dollars, a box, blanks without a meaning, and thousands separators."""
     text = _undressed(text.translate(_UNICODE).strip())
     text = _ROW_GAP.sub(r"\\\\ ", _SPLIT_THOUSANDS.sub("{,}", text))
     text = _FRACTION.sub(r"\\frac", _NOTHING.sub("", text)).replace(r"\varnothing", r"\emptyset")
@@ -101,7 +101,7 @@ def _undressed(text: str) -> str:
 
 
 def word(text: str) -> str | None:
-    """What a normalized text says that is a word, a phrase or a choice, and no mathematics; None for all else."""
+    """Returns the word, phrase or choice that a normalized text is; None for mathematics and all else."""
     said = plain(text).rstrip(".")
     if choice := _CHOICE.fullmatch(said):
         is_one = choice[1].isupper() and not _SEVERAL_CHOICES.search(choice["what"] or "")
@@ -112,12 +112,12 @@ def word(text: str) -> str | None:
 
 
 def plain(text: str) -> str:
-    """A normalized text without the commands that make words of some of it."""
+    """Replaces the commands around words in a normalized text by the words."""
     return " ".join(_TEXT.sub(r" \1 ", text).split())
 
 
 def unit(text: str) -> tuple[str, str]:
-    """A normalized text without the unit behind it, and that unit; empty where there is none."""
+    """Returns (a normalized text without its unit, the unit); the unit is empty where there is none."""
     match = _UNIT.search(text)
     if match is None or not text[: match.start()].strip():
         return text, ""
@@ -132,14 +132,14 @@ def unit(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class FinalAnswer:
-    """What a response gives as its answer. Of prose it is to be looked for in `text`."""
+    """A response's answer. Where `is_prose`, the answer is somewhere in `text`."""
 
     text: str
     is_prose: bool
 
 
 def final(response: str) -> FinalAnswer:
-    """Its last box, else of what it says in `<answer>`, or of all: the answer that it names, its last line, or all."""
+    """Takes the last box; else, of `<answer>` or all of the text, the answer that it names, its last line, or all."""
     if (inner := boxed(response)) is not None:
         return FinalAnswer(inner, is_prose=False)
     if (inner := tagged(response)) is not None:
@@ -152,6 +152,6 @@ def final(response: str) -> FinalAnswer:
 
 
 def _is_prose(text: str) -> bool:
-    """Three words or more, or a sentence that goes on."""
+    """True for three words or more, or a sentence that goes on."""
     words = re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", _TEXT.sub("", text))
     return len(words) > 2 or bool(re.search(r"[.!?:]\s+\S", _COLON.sub(":", text)))

@@ -1,4 +1,4 @@
-"""Any task of reasoning_gym, judged by the task's own `score_answer`.
+"""Any task of reasoning_gym, scored by the task's own `score_answer`.
 
 `metadata.reasoning_gym` is the entry as the package made it, or the same as JSON text: `{"question", "answer",
 "metadata": {"source_dataset", …}}`. The answer is the last `<answer>…</answer>`, else the last boxed one, else the last

@@ -1,4 +1,4 @@
-"""1 when a pattern is found in the response, else 0. The pattern is `metadata.pattern`, or the label.
+"""Scores 1 when a pattern is found in the response, else 0. The pattern is `metadata.pattern`, or the label.
 
 Flags go into the pattern, `(?is)`; anchors make it a format check, `^<think>.*</think>.*$`.
 """

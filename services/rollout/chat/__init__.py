@@ -1,4 +1,4 @@
-"""Which text of a conversation its assistants wrote, for models with any chat template.
+"""Finds the text in a conversation that its assistants wrote, for models with any chat template.
 
 In: chat messages and a tokenizer's template. Out: its text in parts that are trained and parts that are not.
 """

@@ -1,8 +1,8 @@
-"""What of a conversation its assistants wrote: what supervised fine-tuning trains.
+"""Supervised fine-tuning trains the text that a conversation's assistants wrote.
 
-The chat template says which of its text each message became, whatever that message says. Of an assistant's text the
-opening is not trained: the role's mark, and a thought that the template leaves empty, as a prompt does that asks for no
-thought. The rest is trained, and the mark that ends the turn: without it a model does not learn to stop.
+The chat template shows which of its text each message became, whatever that message says. The opening of an assistant's
+text is not trained: the role's mark, and a thought that the template leaves empty, as in a prompt that asks for no
+thought. The rest is trained, with the mark that ends the turn: without it a model does not learn to stop.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "deepseek": ("<｜end▁of▁sentence｜>",),
     "kimi": ("<|im_end|>",),
 }
-"""By --loss-mask-type: the marks that end an assistant's turn, first the one that ends a conversation.
+"""--loss-mask-type → the marks that end an assistant's turn, first the one that ends a conversation.
 
 GLM's assistants end a turn by naming who speaks next.
 """
@@ -36,10 +36,10 @@ _USER: Message = {"role": "user", "content": "."}
 
 
 class ChatMask:
-    """For one tokenizer and family. Raises ConfigError when the tokenizer or its template does not fit the options.
+    """Raises ConfigError when the tokenizer or its chat template does not fit the options.
 
-    `keep_earlier_thoughts`: each turn is written as if it were the conversation's last, with its thought. Otherwise
-    earlier turns are what the model will see of them when it goes on with the conversation.
+    With `keep_earlier_thoughts` each turn is written as if it were the conversation's last, with its thought. Otherwise
+    earlier turns are written as the model will read them when it goes on with the conversation.
     """
 
     def __init__(self, tokenizer: Any, family: str, *, keep_earlier_thoughts: bool = False) -> None:
@@ -55,7 +55,7 @@ class ChatMask:
             self._require_thoughts(template)
 
     def segments(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> list[Segment]:
-        """The conversation's text, in order. Raises InvalidArgument where there is nothing to train."""
+        """Returns the conversation's text, in order. Raises InvalidArgument when there is nothing to train."""
         trained = {i for i, message in enumerate(messages) if _is_trained(message)}
         if not trained:
             raise _refused("the conversation has no assistant's turn to train: add one, without step_loss_mask 0")
@@ -94,7 +94,7 @@ class ChatMask:
         return _TOOL_SPEAKS_NEXT if calls and _TOOL_SPEAKS_NEXT in self._closings else self._closings[0]
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[Rendered, Rendered]:
-        """The conversation, and it with a sentinel in place of what each assistant says."""
+        """Renders the conversation, and once more with a sentinel in place of each assistant's text."""
         template = self._templates[tools is not None]
         probes = [_with_content(message, self._sentinel) for message in messages]
         rendered, probe = template.render(messages, tools), template.render(probes, tools)
@@ -127,7 +127,7 @@ def _closings(tokenizer: Any, family: str) -> tuple[str, ...]:
 
 
 def _exchanges(messages: Sequence[Message]) -> Iterator[tuple[int, int]]:
-    """From each message of the user to the next one, but the last."""
+    """Yields (start, end) from each user message to the next one; the last exchange is left out."""
     starts = [i for i, message in enumerate(messages) if message["role"] == "user"]
     return itertools.pairwise(starts)
 
@@ -148,7 +148,7 @@ def _with_content(message: Message, content: str) -> Message:
 
 
 def _names(calls: Sequence[Any]) -> list[str]:
-    """Of the functions that are called, in OpenAI's shape or without its outer object."""
+    """Returns the names of the functions that are called, in OpenAI's format or without its outer object."""
     return [str(call.get("function", call).get("name", "")) for call in calls]
 
 

@@ -23,7 +23,7 @@ class Segments:
         self._missing: str | None = None
 
     def add(self, text: str) -> None:
-        """What nobody is trained to say."""
+        """Adds text that is not trained."""
         if self._missing is not None and text:
             following = next((closing for closing in self._closings if text.startswith(closing)), "")
             self._missing = None
@@ -32,12 +32,12 @@ class Segments:
         self._put(text, trained=False)
 
     def train(self, text: str, closing: str | None = None) -> None:
-        """What an assistant says. `closing` is put behind it if the conversation ends without any."""
+        """Adds an assistant's text. `closing` is added behind it if the conversation ends without a closing mark."""
         self._put(text, trained=True)
         self._missing = closing
 
     def finish(self) -> list[Segment]:
-        """All of it, in parts that alternate."""
+        """Returns all segments, of which trained and untrained ones alternate."""
         if self._missing is not None:
             self._put(self._missing, trained=True)
         return self._parts

@@ -91,14 +91,14 @@ class TracedTemplate:
 
 
 class _Loop:
-    """What one loop of the template wrote. A loop that visits a message again writes none: it looks for something."""
+    """The regions that one loop of the template wrote. A loop that visits a message again only searches."""
 
     def __init__(self) -> None:
         self.regions: dict[int, tuple[int, int]] = {}
         self._open: tuple[int, int] | None = None
 
     def reach(self, position: int | None, characters: int) -> None:
-        """It comes to the message at `position`, or to its end, after so many characters of the text."""
+        """Notes that the loop is at the message at `position` (None: at its end), after so much of the text."""
         if self._open is not None:
             message, start = self._open
             self.regions[message] = (start, characters if message not in self.regions else start)
@@ -119,7 +119,7 @@ def _mark_loops(tree: nodes.Node) -> None:
 
 
 def _loops(node: nodes.Node) -> Iterator[tuple[list[nodes.Node], nodes.For]]:
-    """Every loop, with the block of statements that it stands in."""
+    """Yields every loop with the block of statements that it stands in."""
     for _, value in node.iter_fields():
         if isinstance(value, list):
             for child in value:

@@ -1,1 +1,1 @@
-"""SGLang servers as seen from outside: how they start, what they answer, who watches them."""
+"""SGLang servers seen from outside: their start, their responses, and the watch over them."""

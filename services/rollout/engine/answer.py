@@ -1,7 +1,7 @@
-"""What an engine answers, read as a whole: a wrong answer is a BadAnswer of one kind, and nothing of it is used.
+"""Reads an engine's response as a whole: a wrong one is a BadAnswer of one kind, and nothing of it is used.
 
 An engine is a program that may be broken, overloaded or of another version. Its numbers become training data, so every
-one of them is checked here, against what was asked.
+one of them is checked here against the request.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TOO_LONG = re.compile(r"longer than|exceeds? the (maximum|model|context)|contex
 
 
 class BadAnswer(Unavailable):
-    """An engine answered what cannot be: `kind` is counted, `name` are the weights that it says it has."""
+    """An engine's response is impossible. `kind` is counted; `name` are the weights that the response names."""
 
     def __init__(self, kind: str, message: str, name: str | None = None) -> None:
         super().__init__(f"bad answer ({kind}): {message}", reason="ENGINE_BAD_ANSWER", kind=kind)
@@ -39,7 +39,7 @@ class BadAnswer(Unavailable):
 
 
 class Finish(StrEnum):
-    """Why a generation ended; ABORT means that it can be continued from its tokens."""
+    """The reason why a generation ended. ABORT can be continued from its tokens."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -47,13 +47,13 @@ class Finish(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """False when it can be continued."""
+        """False when the generation can be continued."""
         return self is not Finish.ABORT
 
 
 @dataclass(frozen=True, slots=True)
 class NamedSpan:
-    """Response tokens [start, end) were sampled with the weights that bear the name."""
+    """Response tokens [start, end) were sampled with the weights of that name."""
 
     name: str
     start: int
@@ -62,7 +62,7 @@ class NamedSpan:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What an answer to /generate is compared with; without `vocab_size` token ids only have to fit int32."""
+    """The request that a response of /generate must fit. Without `vocab_size`, token ids only have to fit int32."""
 
     num_prompt_tokens: int
     max_new_tokens: int
@@ -71,11 +71,11 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class EngineResponse:
-    """Response tokens, their log-probs and the names of the weights that made them.
+    """Response tokens, their log-probs and the names of the weights that sampled them.
 
     `finish` is None in mid-stream, where SGLang says only which weights it holds now: one span has that name.
     `routed_experts` are int32, little-endian, token by token from the prompt's first to the last but one, layer by
-    layer; None where the engine was not asked for them.
+    layer; None where the request did not ask for them.
     """
 
     tokens: tuple[int, ...]
@@ -86,7 +86,7 @@ class EngineResponse:
 
 
 def parse(body: bytes | str) -> Mapping[str, Any]:
-    """A JSON object. Raises BadAnswer for anything else."""
+    """Raises BadAnswer unless the body is a JSON object."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -95,7 +95,7 @@ def parse(body: bytes | str) -> Mapping[str, Any]:
 
 
 def read_response(reply: Mapping[str, Any], asked: Asked) -> EngineResponse:
-    """One answer of SGLang's /generate. Raises BadAnswer, and InvalidArgument where the engine refuses the request."""
+    """Reads a response of /generate. Raises BadAnswer, or InvalidArgument when the engine refuses the request."""
     if "error" in reply:
         raise _refusal(reply["error"])
     if reply.get("success", True) is not True:
@@ -110,7 +110,7 @@ def read_response(reply: Mapping[str, Any], asked: Asked) -> EngineResponse:
 
 
 def read_scores(reply: Mapping[str, Any], tokens: Sequence[int]) -> list[float]:
-    """Log-probs of all of `tokens` but the first. Raises BadAnswer when the answer is about other tokens."""
+    """Returns log-probs of all of `tokens` but the first. Raises BadAnswer for scores of other tokens."""
     if reply.get("success", True) is not True:
         raise BadAnswer("not_successful", f"success is {_shown(reply['success'])}: {_shown(reply.get('message'))}")
     meta = _mapping(reply.get("meta_info"), "meta_info")
@@ -124,7 +124,7 @@ def read_scores(reply: Mapping[str, Any], tokens: Sequence[int]) -> list[float]:
 
 
 def read_weights_name(reply: Mapping[str, Any]) -> str:
-    """What /model_info says the weights are named. Raises BadAnswer."""
+    """Reads the weights' name from /model_info. Raises BadAnswer."""
     name = reply.get("weight_version")
     if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
         raise BadAnswer("model_info", f"weight_version is {_shown(name)}")
@@ -132,7 +132,7 @@ def read_weights_name(reply: Mapping[str, Any]) -> str:
 
 
 def read_checksums(reply: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Name → checksum for each tensor-parallel rank, none of them empty. Raises BadAnswer."""
+    """Returns name → checksum for each tensor-parallel rank, none of them empty. Raises BadAnswer."""
     ranks = reply.get("ranks")
     if not isinstance(ranks, list) or not ranks:
         raise BadAnswer("checksums", f"ranks are {_shown(ranks)}")
@@ -178,7 +178,7 @@ def _finish(meta: Mapping[str, Any]) -> Finish | None:
 
 
 def _require_pause(reason: Mapping[str, Any]) -> None:
-    """An abort that a pause explains can be continued; one with a status is the engine's refusal, or its failure."""
+    """Accepts an abort by a pause, which can be continued; one with a status is a refusal or a failure."""
     message, status = message_of(reason), reason.get("status_code")
     is_refused = reason.get("err_type") == _REFUSAL_TYPE or _TOO_LONG.search(message)
     if is_refused or (type(status) is int and status in _REFUSED_STATUS and status not in _RETRYABLE_STATUS):
@@ -233,7 +233,7 @@ def _log_prob(value: Any) -> float:
 
 
 def _spans(meta: Mapping[str, Any]) -> tuple[NamedSpan, ...]:
-    """Without gaps and overlaps, from the first token on."""
+    """Reads the spans, which must cover the tokens from the first on, without gaps and overlaps."""
     value = meta.get("weight_versions")
     if value is None:
         return ()
@@ -254,7 +254,7 @@ def _spans(meta: Mapping[str, Any]) -> tuple[NamedSpan, ...]:
 
 
 def spans_until(spans: Sequence[NamedSpan], length: int) -> tuple[NamedSpan, ...]:
-    """Those of the first `length` tokens."""
+    """Returns the spans of the first `length` tokens."""
     return tuple(NamedSpan(s.name, s.start, min(s.end, length)) for s in spans if s.start < length)
 
 
@@ -281,13 +281,13 @@ def _name(value: Any) -> str | None:
 
 
 def message_of(details: Mapping[str, Any]) -> str:
-    """What an engine says to it, cut; empty where it says nothing."""
+    """Returns the engine's error message, cut; empty without one."""
     message = details.get("message")
     return message[:500] if isinstance(message, str) else ""
 
 
 def _shown(value: Any) -> str:
-    """For messages: short whatever it is, and safe for what is nested deeply."""
+    """Shows any value in a message: short, and safe for deep nesting."""
     return repr(value)[:80] if isinstance(value, str | int | float | None) else f"of type {type(value).__name__}"
 
 

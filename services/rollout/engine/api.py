@@ -1,4 +1,4 @@
-"""What an engine is asked and what it answers, as plain values."""
+"""Requests to engines and their results, as plain values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.rollout.engine.answer import EngineResponse, Finish
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample; `top_k` absent means all tokens, `seed` absent means any."""
+    """Sampling parameters. Without `top_k` all tokens may be sampled; without `seed` it is random."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -23,7 +23,7 @@ class SamplingParams:
     seed: int | None = None
 
     def for_engine(self) -> dict[str, Any]:
-        """SGLang's names for them."""
+        """Returns the parameters under SGLang's names."""
         params: dict[str, Any] = {
             "max_new_tokens": self.max_new_tokens,
             "temperature": self.temperature,
@@ -42,10 +42,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Response tokens, their log-probabilities and the weights that made them. `finish` is None in mid-stream.
+    """Response tokens, their log-probabilities and the weights that sampled them. `finish` is None in mid-stream.
 
     `routed_experts` are int32, little-endian, token by token from the prompt's first to the last but one, layer by
-    layer; None where the engine was not asked for them.
+    layer; None where the request did not ask for them.
     """
 
     tokens: tuple[int, ...]
@@ -56,7 +56,7 @@ class Generation:
 
     @classmethod
     def of(cls, answer: EngineResponse, policy_ranges: tuple[PolicyRange, ...], num_prompt_tokens: int) -> Generation:
-        """The answer as far as its ranges go: what refused weights made is cut off, and can be made again."""
+        """Takes the response as far as its ranges go: tokens of refused weights are cut off, to be sampled again."""
         length = policy_ranges[-1].end if policy_ranges else 0
         if length == len(answer.tokens):
             return cls(answer.tokens, answer.log_probs, answer.finish, policy_ranges, answer.routed_experts)
@@ -67,7 +67,7 @@ class Generation:
         return cls(answer.tokens[:length], answer.log_probs[:length], Finish.ABORT, policy_ranges, experts)
 
     def then(self, later: Generation) -> Generation:
-        """This and what came when it was continued; neighbouring ranges of one version become one."""
+        """Appends what came when it was continued; neighbouring ranges of one version become one."""
         ranges = list(self.policy_ranges)
         for new in later.policy_ranges:
             moved = PolicyRange(new.policy_version, new.start + len(self.tokens), new.end + len(self.tokens))
@@ -85,7 +85,7 @@ NOTHING_YET = Generation((), (), Finish.ABORT, ())
 
 @dataclass(frozen=True, slots=True)
 class GroupJoin:
-    """An engine's place in a collective group."""
+    """An engine's rank in a collective group."""
 
     name: str
     master_address: str
@@ -97,7 +97,7 @@ class GroupJoin:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor as it travels, by its Hugging Face name."""
+    """A tensor as it is sent, by its Hugging Face name."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The command line of an SGLang server: the machine's recipe, the job's own arguments, and what we decide alone."""
+"""The command line of an SGLang server: defaults for the machine, the job's own arguments, and what headrace sets."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ENVIRONMENT: Mapping[str, str] = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "
 
 
 def check(sglang: Mapping[str, Any], machine: Machine) -> None:
-    """Raises ConfigError for a name that is not SGLang's, or that is ours to set."""
+    """Raises ConfigError for a name that SGLang does not know, or that headrace sets itself."""
     for name in sglang:
         if name in OURS:
             raise ConfigError(f"--sglang-{_dashed(name)} cannot be given: {OURS[name]}", field=f"sglang.{name}")
@@ -46,7 +46,7 @@ def check(sglang: Mapping[str, Any], machine: Machine) -> None:
 
 
 def command(job: Job, machine: Machine, *, engine: int, port: int) -> list[str]:
-    """Starts engine number `engine` on 127.0.0.1:`port`."""
+    """Returns the command that starts engine number `engine` on 127.0.0.1:`port`."""
     tensor_parallel_size = job.placement.rollout_num_gpus_per_engine
     arguments: dict[str, Any] = {
         **(_GPU_RECIPE if machine.has_accelerator else _CPU_RECIPE),
@@ -75,14 +75,14 @@ def command(job: Job, machine: Machine, *, engine: int, port: int) -> list[str]:
 
 
 def environment(job: Job, machine: Machine) -> dict[str, str]:
-    """What an engine's process needs in its environment beside ours."""
+    """Returns the variables to add to an engine's environment."""
     if machine.has_accelerator:
         return {**_ENVIRONMENT}
     return {**_ENVIRONMENT, **_CPU_ENVIRONMENT, **openmp(_threads(job))}
 
 
 def _threads(job: Job) -> int:
-    """On-policy, engines have the cores while the trainer waits; else they leave half of them to it."""
+    """On-policy, engines use all cores while the trainer waits; otherwise they leave half of them to it."""
     return threads_of_each(job.placement.rollout_num_gpus, share=0.5 if job.buffer.max_staleness else 1.0)
 
 

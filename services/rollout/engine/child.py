@@ -1,4 +1,4 @@
-"""A child process with a log file: it dies with this service, and its last words can be shown.
+"""A child process with a log file. It ends with this service, and the end of its log can be shown.
 
 States: built → running → ended (by itself or by `stop`). The whole process group is ended, so nothing is left behind.
 """
@@ -19,7 +19,7 @@ _GRACE_SECONDS = 8.0
 
 
 class ChildProcess:
-    """One program, once."""
+    """Runs one program once."""
 
     def __init__(self, command: Sequence[str], log_path: Path, environment: Mapping[str, str]) -> None:
         self._command = command
@@ -28,7 +28,7 @@ class ChildProcess:
         self.log_path = log_path
 
     async def start(self) -> None:
-        """Starts it in a process group of its own."""
+        """Starts the program in a process group of its own."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log_file:
             self._process = await asyncio.create_subprocess_exec(
@@ -42,7 +42,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id, which is its group's id too."""
+        """The process id, which is the group's id, too."""
         assert self._process is not None, "start() comes first"
         return self._process.pid
 
@@ -53,12 +53,12 @@ class ChildProcess:
         return self._process.returncode
 
     async def wait(self) -> int:
-        """Its exit code, once it has ended."""
+        """Returns the exit code once the process has ended."""
         assert self._process is not None, "start() comes first"
         return await self._process.wait()
 
     async def stop(self, grace_seconds: float = _GRACE_SECONDS) -> None:
-        """SIGTERM, then SIGKILL to the whole group. Returns when it is gone."""
+        """Sends SIGTERM, then SIGKILL, to the whole group. Returns when it has ended."""
         if self._process is None:
             return
         if grace_seconds > 0 and self.exit_code is None:
@@ -69,7 +69,7 @@ class ChildProcess:
         await self.wait()
 
     def last_lines(self, count: int = 25) -> str:
-        """The end of its log."""
+        """Returns the end of the log."""
         if not self.log_path.exists():
             return ""
         with self.log_path.open(errors="replace") as lines:

@@ -1,4 +1,4 @@
-"""SGLang's HTTP API, as much of it as we use. Every call has a time limit; failures are headrace's errors."""
+"""The part of SGLang's HTTP API that headrace uses. Every call has a time limit; failures are headrace's errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _BYTES_PER_ROUTED_TOKEN = 32 << 10  # base64 of 4 bytes for each layer and chose
 class EngineClient:
     """One engine, or the router (which knows /generate only), at http://host:port.
 
-    With `routed_experts` it answers with the experts of every token too; the engine must have been started so.
+    With `routed_experts` it asks for the experts of every token, too; the engine must have been started for that.
     """
 
     def __init__(self, url: str, *, routed_experts: bool = False, vocab_size: int | None = None) -> None:
@@ -49,15 +49,14 @@ class EngineClient:
         await self.close()
 
     async def close(self) -> None:
-        """Closes the connections."""
         await self._http.close()
 
     async def generate(
         self, tokens: Sequence[int], params: SamplingParams, *, request_id: str, cache_key: str, seconds: float
     ) -> EngineResponse:
-        """Response tokens with log-probs. `cache_key` keeps prefixes made by other weights apart.
+        """Returns response tokens with log-probs. `cache_key` keeps prefixes of other weights apart.
 
-        Raises BadAnswer for what cannot be an answer, and InvalidArgument where the engine refuses the request.
+        Raises BadAnswer for an impossible response, and InvalidArgument when the engine refuses the request.
         """
         body, asked = self._generate_body(tokens, params, request_id, cache_key), self._asked(tokens, params)
         reply = await self._http.request(
@@ -71,10 +70,11 @@ class EngineClient:
     async def stream(
         self, tokens: Sequence[int], params: SamplingParams, *, request_id: str, cache_key: str, seconds: float
     ) -> AsyncGenerator[EngineResponse, None]:
-        """All tokens so far, again and again; the last one has `finish`. Raises as `generate` does.
+        """Yields all tokens so far, again and again; the last response has `finish`. Raises as `generate` does.
 
-        Once the engine holds other weights than at the first answer, only the last one says which token is of which:
-        those between are left out.
+        Once the engine's weights have changed, only the last response says which token is of which weights: those
+        between are
+        left out.
         """
         body = {**self._generate_body(tokens, params, request_id, cache_key), "stream": True}
         asked = self._asked(tokens, params)
@@ -99,7 +99,7 @@ class EngineClient:
         raise BadAnswer("cut_short", "a stream that ended without a finish_reason")
 
     async def score(self, tokens: Sequence[int], *, cache_key: str, seconds: float) -> list[float]:
-        """Log-probs of all tokens but the first, at temperature 1. Raises BadAnswer."""
+        """Returns log-probs of all tokens but the first, at temperature 1. Raises BadAnswer."""
         body = {
             "input_ids": list(tokens),
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
@@ -112,24 +112,23 @@ class EngineClient:
         return read_scores(reply.json(), tokens)
 
     async def weights_name(self, *, seconds: float = 5.0) -> str:
-        """The name of the weights that it believes to serve; the cheapest sign of life."""
+        """Returns the name of the weights that the engine serves. It is the cheapest health check."""
         return read_weights_name((await self._http.request("GET", "/model_info", None, seconds=seconds)).json())
 
     async def pause(self, mode: str) -> None:
-        """`in_place`, `retract` or `abort`."""
+        """`mode` is `in_place`, `retract` or `abort`."""
         await self._post("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
-        """Ends a pause."""
         await self._post("/continue_generation", {})
 
     async def abort_all(self) -> None:
-        """Ends every request; they answer with finish `abort`."""
+        """Ends every request; their responses have finish `abort`."""
         reply = await self._http.request("POST", "/abort_request", {"abort_all": True}, seconds=_CONTROL_SECONDS)
         reply.require_success()
 
     async def flush_cache(self) -> bool:
-        """Forgets prefixes. False when requests are in flight: SGLang refuses then."""
+        """Empties the prefix cache. Returns False when SGLang refuses, because requests are in flight."""
         reply = await self._http.request("POST", "/flush_cache", {}, seconds=_CONTROL_SECONDS)
         try:
             reply.require_success()
@@ -153,15 +152,14 @@ class EngineClient:
         )
 
     async def leave_group(self, name: str) -> None:
-        """Gives the group up. FailedPrecondition when it is in no such group."""
+        """Raises FailedPrecondition when the engine is in no such group."""
         await self._post("/destroy_weights_update_group", {"group_name": name})
 
     async def begin_weight_update(self) -> None:
-        """Opens the session that buckets need."""
+        """Opens the session in which buckets are received."""
         await self._post("/begin_weight_update", {"selector": "all"})
 
     async def end_weight_update(self) -> None:
-        """Closes it."""
         await self._post("/end_weight_update", {})
 
     async def receive_bucket(self, group: str, tensors: Sequence[TensorSpec], *, seconds: float) -> None:
@@ -180,11 +178,11 @@ class EngineClient:
         )
 
     async def checksums(self, *, seconds: float = 120.0) -> list[dict[str, str]]:
-        """Name → checksum of every tensor, for each tensor-parallel rank."""
+        """Returns name → checksum of every tensor, for each tensor-parallel rank."""
         return read_checksums(await self._post("/weights_checker", {"action": "checksum"}, seconds))
 
     async def name_weights(self, name: str) -> None:
-        """Stamps the weights; requests in flight go on and carry both names."""
+        """Names the weights; requests in flight go on and carry both names."""
         await self._post("/update_weight_version", {"new_version": name, "abort_all_requests": False})
 
     def _generate_body(

@@ -11,14 +11,14 @@ from sglang.srt.platforms.interface import SRTPlatform
 
 
 def activate() -> str | None:
-    """The platform's dotted name; None leaves SGLang to choose: there is an accelerator, or its CPU engine is set."""
+    """Returns the platform's dotted name, or None where SGLang shall choose: with an accelerator or its CPU engine."""
     if torch.accelerator.is_available() or os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         return None
     return f"{__name__}.PlainCpuPlatform"
 
 
 class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # SGLang has no stubs
-    """Torch's own kernels only: SGLang's `cpu` platform would load the AMX kernels of sgl_kernel."""
+    """Uses torch's own kernels only: SGLang's `cpu` platform would load the AMX kernels of sgl_kernel."""
 
     _enum = PlatformEnum.OOT
 

@@ -1,4 +1,4 @@
-"""One place in the fleet, and who is in it."""
+"""One slot of the fleet, and the process in it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FORGIVEN_BAD_ANSWERS = 2
 
 
 class EngineState(StrEnum):
-    """As in the proto."""
+    """The proto's EngineState without its prefix."""
 
     STARTING = "STARTING"
     READY = "READY"
@@ -22,7 +22,7 @@ class EngineState(StrEnum):
 
 
 class Engine:
-    """One place in the fleet; the process in it changes, `restarts` tells which one it is."""
+    """One slot of the fleet. The process in it changes; `restarts` tells which one it is."""
 
     def __init__(self, number: int, tensor_parallel_size: int) -> None:
         self.engine_id = f"engine-{number}"
@@ -42,36 +42,35 @@ class Engine:
 
     @property
     def url(self) -> str:
-        """Its HTTP address now; empty before its first start."""
+        """The current HTTP address; empty before the first start."""
         return self.process.url if self.process else ""
 
     @property
     def client(self) -> EngineClient:
-        """Speaks to the process that is in the place now."""
+        """The client of the current process."""
         assert self._client is not None, f"{self.engine_id} was never started"
         return self._client
 
     @property
     def incarnation(self) -> str:
-        """Changes when its process does."""
+        """It changes with the process."""
         return f"{self.engine_id}#{self.restarts}"
 
     async def occupy(self, process: EngineProcess) -> None:
-        """Puts another process in the place."""
+        """Puts another process in the slot."""
         if self._client:
             await self._client.close()
         self.is_suspect, self.bad_answers, self.distrust = False, 0, ""
         self.process, self._client = process, EngineClient(process.url)
 
     async def leave(self) -> None:
-        """Ends the process."""
         if self._client:
             await self._client.close()
         if self.process:
             await self.process.stop()
 
     def bad_answer(self, why: str) -> None:
-        """One is forgiven, and another; then it is distrusted."""
+        """Counts a bad response; after too many the engine is distrusted."""
         self.bad_answers += 1
         if self.bad_answers > _FORGIVEN_BAD_ANSWERS:
             self.distrust = f"gave {self.bad_answers} bad answers, the last: {why}"

@@ -1,11 +1,11 @@
-"""The engines: who is alive, who has which weights, who is in routing. A dead engine is started again.
+"""The engines: which are alive, which weights they have, which are in routing. A dead engine is started again.
 
   STARTING ──► READY ⇄ UPDATING ──► (lost) DOWN ──► STARTING …
-     └──────► STALE ⇄ UPDATING          a restarted engine has hf_checkpoint's weights: READY only while those are
-                                        the served version, else STALE until the next commit; so is one that holds
-                                        a mixture after a publication that was given up
-Nothing here is durable: weights come back by publication. An engine that gives bad answers, or that names other weights
-than it was given, goes DOWN.
+     └──────► STALE ⇄ UPDATING          a restarted engine has hf_checkpoint's weights: it is READY only while those
+                                        are the served version, else STALE until the next commit; so is one that
+                                        holds a mixture after an aborted publication
+Nothing here is durable: weights come back by publication. An engine that gives bad responses, or that names other
+weights than it was given, goes DOWN.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _LONGEST_BACKOFF_SECONDS = 30.0
 
 
 class Routing(Protocol):
-    """Who gets requests."""
+    """The routing of requests to engines."""
 
     async def add(self, engine_url: str) -> None:
-        """Returns when requests are routed to it."""
+        """Returns when requests are routed to the engine."""
 
     async def remove(self, engine_url: str) -> None:
-        """Nothing happens when it is not in."""
+        """Does nothing when the engine is not in routing."""
 
 
 class Fleet:
@@ -62,11 +62,11 @@ class Fleet:
 
     @property
     def policy_version(self) -> int:
-        """What new samples are made with."""
+        """The version with which new samples are generated."""
         return self.weights.policy_version
 
     async def start(self) -> None:
-        """Returns when all engines are ready. Raises Unavailable when one will not start."""
+        """Returns when all engines are ready. Raises Unavailable when one does not start."""
         starts = [asyncio.create_task(self._start(engine)) for engine in self.engines]
         try:
             await asyncio.gather(*starts)
@@ -78,25 +78,24 @@ class Fleet:
         self._watchers = [asyncio.create_task(self._watched(engine)) for engine in self.engines]
 
     async def stop(self) -> None:
-        """Ends all engines."""
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
         await asyncio.gather(*(engine.leave() for engine in self.engines))
 
     def alive(self) -> list[Engine]:
-        """Those that can take part in a publication."""
+        """Returns the engines that can take part in a publication."""
         return [e for e in self.engines if e.state in (EngineState.READY, EngineState.STALE)]
 
     async def interrupt(self) -> None:
-        """Ends every request at every engine; they answer with their tokens so far."""
+        """Ends every request at every engine; their responses have the tokens so far."""
         ends = (engine.client.abort_all() for engine in self.engines if engine.state is EngineState.READY)
         for result in await asyncio.gather(*ends, return_exceptions=True):
             if isinstance(result, HeadraceError):
                 log.warning("requests_not_aborted", error=result.message)
 
     def suspect(self, error: BadAnswer) -> None:
-        """Counts a bad answer. Where it does not say whose it is, every engine in routing is examined soon."""
+        """Counts a bad response. If it does not say which engine gave it, every engine in routing is examined soon."""
         self._observer.bad_answer(error.kind)
         log.warning("bad_answer", kind=error.kind, message=error.message, weights=error.name)
         whose = self.weights.engine_of(error.name) if error.name else None
@@ -107,7 +106,7 @@ class Fleet:
                 engine.bad_answer(error.message)
 
     async def serve(self, engine: Engine, policy_version: int, *, is_initial: bool = False) -> None:
-        """The engine has these weights; it is in routing when they are the served ones.
+        """Notes the engine's weights; it is in routing while they are the served ones.
 
         `is_initial`: they are hf_checkpoint's, which a publication of the same version may have replaced.
         """
@@ -124,7 +123,7 @@ class Fleet:
             engine.state = EngineState.READY
 
     async def switch_to(self, policy_version: int) -> None:
-        """From now on this version is the served one; engines in routing with another one become STALE."""
+        """Serves this version from now on; engines in routing with another one become STALE."""
         self._published = True
         self.weights.switch_to(policy_version)
         for engine in self.engines:
@@ -132,7 +131,7 @@ class Fleet:
                 await self.serve(engine, engine.policy_version)
 
     async def hold_back(self, engine: Engine) -> None:
-        """Its weights are of no version: it is out of routing until the next publication."""
+        """Takes an engine out of routing until the next publication, because its weights are of no version."""
         engine.state = EngineState.STALE
         engine.weights_digest = ""
         await self._take_out(engine)
@@ -172,7 +171,7 @@ class Fleet:
         )
 
     async def _watch(self, engine: Engine) -> None:
-        """Unblocked by the end of the process, by missed checks, by distrust; produces a restart."""
+        """Unblocked by: the end of the process, missed checks, distrust. Produces: a restart."""
         while True:
             if engine.state is not EngineState.STARTING:  # else this begins again after a restart that raised
                 why = await self._watch_over.trouble(engine)

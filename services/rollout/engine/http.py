@@ -1,6 +1,6 @@
-"""HTTP to engines and routers: one time limit around a whole exchange, and no more bytes than an answer may have.
+"""HTTP to engines and routers, with one time limit around a whole exchange and a limit on a response's bytes.
 
-A limit on each read would never end an answer that drips, and an answer without a cap fills memory.
+A limit on each read would never end a response that drips, and a response without a limit fills memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from headrace.errors import DeadlineExceeded, FailedPrecondition, InvalidArgumen
 from services.rollout.engine.answer import BadAnswer, parse
 
 CONTROL_ANSWER_BYTES = 16 << 20
-"""Enough for a checksum of every tensor of the largest models."""
+"""Enough for the checksums of all tensors of the largest models."""
 
 _CONNECT_SECONDS = 5.0
 _SHOWN_BYTES = 500
@@ -31,14 +31,14 @@ _HEADERS = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer with its whole body."""
+    """A response with its whole body."""
 
     path: str
     status: int
     body: bytes
 
     def json(self) -> Mapping[str, Any]:
-        """Its JSON object. Raises what an answer that is no success means, and BadAnswer."""
+        """Returns the JSON object. Raises the error that the response means, and BadAnswer."""
         self.require_success()
         return parse(self.body)
 
@@ -69,7 +69,6 @@ class Http:
         self._beginning = asyncio.Semaphore(_BEGUN_AT_ONCE)
 
     async def close(self) -> None:
-        """Closes the connections."""
         await self._http.close()
 
     async def request(
@@ -81,7 +80,7 @@ class Http:
         seconds: float,
         max_bytes: int = CONTROL_ANSWER_BYTES,
     ) -> Reply:
-        """The whole answer. Raises DeadlineExceeded, Unavailable, and BadAnswer for one of more than `max_bytes`."""
+        """Returns the whole response. Raises DeadlineExceeded, Unavailable, and BadAnswer for more than `max_bytes`."""
         with self._mapped(path, seconds):
             async with asyncio.timeout(seconds), self._sent(method, path, body, seconds) as response:
                 content = bytearray()
@@ -93,7 +92,7 @@ class Http:
     async def events(
         self, path: str, body: Mapping[str, Any], *, seconds: float, max_bytes: int, max_events: int
     ) -> AsyncGenerator[Mapping[str, Any], None]:
-        """The JSON objects of an event stream, each of at most `max_bytes`. Raises as `request` does."""
+        """Yields the JSON objects of an event stream, each of at most `max_bytes`. Raises as `request` does."""
         end = time.monotonic() + seconds
         async with contextlib.AsyncExitStack() as stack:
             with self._mapped(path, seconds):

@@ -1,4 +1,4 @@
-"""What the machine has for engines, asked of SGLang itself: `python -m services.rollout.engine.machine` prints JSON.
+"""Asks SGLang what the machine has for engines: `python -m services.rollout.engine.machine` prints JSON.
 
 SGLang and torch take seconds and hundreds of megabytes to import, so a short-lived process does it.
 """
@@ -27,7 +27,7 @@ class Machine:
 
 
 async def probe() -> Machine:
-    """Raises Unavailable when SGLang cannot be imported; the message has the end of its traceback."""
+    """Raises Unavailable, with the end of the traceback, when SGLang cannot be imported."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "services.rollout.engine.machine"),
         stdout=asyncio.subprocess.PIPE,

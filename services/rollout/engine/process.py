@@ -1,4 +1,4 @@
-"""One SGLang server as a child process, and the small protocol behind which a fake may stand in."""
+"""One SGLang server as a child process, and the small protocol that a fake may implement, too."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _POLL_SECONDS = 0.25
 
 
 class EngineProcess(Protocol):
-    """A server that was started once. After `stop` it is gone; a restart is another EngineProcess."""
+    """A server that is started once. A restart is another EngineProcess."""
 
     url: str
 
@@ -35,21 +35,21 @@ class EngineProcess(Protocol):
         """None while it runs."""
 
     async def wait(self) -> int:
-        """Its exit code, once it has ended."""
+        """Returns the exit code once the process has ended."""
 
     async def stop(self, grace_seconds: float = 8.0) -> None:
-        """Ends it and everything it started."""
+        """Ends the process and everything that it started."""
 
     def last_lines(self) -> str:
-        """The end of its log."""
+        """Returns the end of the log."""
 
 
 EngineFactory = Callable[[int], EngineProcess]
-"""Engine number → a server that is not started yet."""
+"""Makes the server of an engine's number; it is not started yet."""
 
 
 class ServerProcess:
-    """A process that speaks SGLang's HTTP interface at `url`."""
+    """A process with SGLang's HTTP interface at `url`."""
 
     def __init__(self, url: str, command: Sequence[str], log_path: Path, environment: Mapping[str, str]) -> None:
         self.url = url
@@ -70,7 +70,6 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._child.pid
 
     @property
@@ -79,15 +78,15 @@ class ServerProcess:
         return self._child.exit_code
 
     async def wait(self) -> int:
-        """Its exit code, once it has ended."""
+        """Returns the exit code once the process has ended."""
         return await self._child.wait()
 
     async def stop(self, grace_seconds: float = 8.0) -> None:
-        """Ends it and everything it started."""
+        """Ends the process and everything that it started."""
         await self._child.stop(grace_seconds)
 
     def last_lines(self) -> str:
-        """The end of its log."""
+        """Returns the end of the log."""
         return self._child.last_lines()
 
     def _not_started(self, what: str) -> Unavailable:
@@ -98,7 +97,7 @@ class ServerProcess:
 
 
 class SglangProcess(ServerProcess):
-    """The real one. Its ranks meet in a file: SGLang's own store would listen on every interface."""
+    """A real engine. Its ranks meet by a file: SGLang's own store would listen on every interface."""
 
     def __init__(self, job: Job, machine: Machine, engine: int, log_path: Path) -> None:
         port = free_port()
@@ -132,7 +131,7 @@ class SglangProcess(ServerProcess):
 
 
 def _compiled() -> str:
-    """What is compiled outlives an engine, so it cannot be in the engine's own temporary folder, torch's choice."""
+    """Compiled kernels outlive an engine, so they must not be in the engine's own temporary folder, torch's default."""
     return f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
 
 

@@ -1,6 +1,6 @@
 """sglang-router in front of the engines. Generation goes through it; control calls go to the engines directly.
 
-It is known to pick a dead worker again and to accept a bad one silently, so the fleet tells it who is in.
+It is known to pick a dead worker again and to accept a bad one silently, so the fleet tells it which engines to use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _POLL_SECONDS = 0.1
 
 
 def command(policy: str, port: int, metrics_port: int, request_seconds: float) -> list[str]:
-    """Of sglang-router. Retries are ours, and the fleet is the breaker."""
+    """Returns the router's command. Retries are done here, and the fleet is the circuit breaker."""
     return [
         *(sys.executable, "-m", "sglang_router.launch_router"),
         *("--host", "127.0.0.1", "--port", str(port)),
@@ -56,11 +56,11 @@ class Router:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def wait(self) -> int:
-        """Its exit code, once it has ended."""
+        """Returns the exit code once the process has ended."""
         return await self._child.wait()
 
     async def add(self, engine_url: str) -> None:
-        """Returns when requests are routed to it. Raises HeadraceError when the router does not take it."""
+        """Returns when requests are routed to the engine. Raises HeadraceError when the router refuses it."""
         if await self._routes_to(engine_url):
             return
         await self._call("POST", "/workers", {"url": engine_url})
@@ -71,13 +71,12 @@ class Router:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def remove(self, engine_url: str) -> None:
-        """Takes it out of routing; nothing happens when it is not in."""
+        """Does nothing when the engine is not in routing."""
         for worker in await self._workers():
             if worker.url == engine_url:
                 await self._call("DELETE", f"/workers/{worker.worker_id}", None)
 
     async def stop(self) -> None:
-        """Ends it."""
         await self._http.close()
         await self._child.stop(grace_seconds=1.0)
 

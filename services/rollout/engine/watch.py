@@ -1,4 +1,4 @@
-"""How an engine is watched: it must run, answer, have the weights that it was given, and answer well."""
+"""An engine is watched: it must run, answer, have the weights that it was given, and give good responses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.rollout.engine.engine import Engine, EngineState
 
 @dataclass(frozen=True, slots=True)
 class FleetTiming:
-    """Seconds, and how many missed checks in a row make an engine dead."""
+    """Seconds, and how many missed checks in a row end an engine."""
 
     start_seconds: float = 600.0
     check_interval_seconds: float = 2.0
@@ -23,24 +23,24 @@ class FleetTiming:
 
 
 class FleetObserver:
-    """Hears of what is counted."""
+    """Counts what a fleet reports."""
 
     def bad_answer(self, kind: str) -> None:
-        """An engine answered what cannot be."""
+        """An engine gave an impossible response."""
 
     def background_work_ended(self, name: str) -> None:
-        """It raised, and is started again."""
+        """A background task raised, and is started again."""
 
 
 class Watch:
-    """Of a fleet's engines."""
+    """Watches a fleet's engines."""
 
     def __init__(self, timing: FleetTiming, observer: FleetObserver) -> None:
         self._timing = timing
         self._observer = observer
 
     async def trouble(self, engine: Engine) -> str:
-        """Returns why it has to go, once it has."""
+        """Returns once the engine has to be replaced, and says why."""
         process = engine.process
         assert process is not None
         ended = asyncio.ensure_future(process.wait())
@@ -61,7 +61,7 @@ class Watch:
             ended.cancel()
 
     async def _is_well(self, engine: Engine) -> bool:
-        """It answers. One in routing that names other weights than it was given is distrusted."""
+        """True when the engine answers. In routing with other weights than it was given, it is distrusted."""
         if engine.state is EngineState.UPDATING:
             return True  # the publication has its own deadline
         given, was_ready = engine.weights_name, engine.state is EngineState.READY
@@ -79,7 +79,7 @@ class Watch:
         return True
 
     async def _examine(self, engine: Engine) -> None:
-        """Asks it for one token: the answer tells whether it is this engine that answers badly."""
+        """Asks the engine for one token, to learn whether this engine gives bad responses."""
         given, engine.is_suspect = engine.weights_name, False
         try:
             answer = await engine.client.generate(

@@ -1,9 +1,9 @@
-"""Which weights the engines hold, by the names that they are stamped with.
+"""The weights in the engines, by the names with which they are stamped.
 
   PENDING ──► ACCEPTED   the publication was committed: tokens with the name are of its policy version
      └──────► REFUSED    checksums or the probe failed, or the engine was lost before the verdict
-Each name is used once: for one engine in one attempt to publish. So a later good version is never taken for one that
-was refused, and what an engine made before its own verdict is held back until the verdict.
+Each name is used once: for one engine in one attempt to publish. So a later good version is never mistaken for a
+refused one, and tokens that an engine sampled before its own verdict are held back until the verdict.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _REMEMBERED = 1 << 14
 
 
 class Verdict(StrEnum):
-    """What became of the weights behind a name."""
+    """The state of the weights behind a name."""
 
     PENDING = "pending"
     ACCEPTED = "accepted"
@@ -40,7 +40,7 @@ class _Named:
 
 
 class ServedWeights:
-    """`policy_version` is what new samples are made with; `refusals` counts the names refused so far."""
+    """`policy_version` is the version with which new samples are generated; `refusals` counts refused names."""
 
     def __init__(self) -> None:
         self.policy_version = INITIAL_VERSION
@@ -50,7 +50,7 @@ class ServedWeights:
         self._verdict_given = asyncio.Event()
 
     def new_name(self, policy_version: int, engine_id: str) -> str:
-        """A PENDING name for one engine's weights."""
+        """Returns a PENDING name for one engine's weights."""
         name = f"{policy_version}.{secrets.token_hex(4)}.{engine_id}"
         self._named[name] = _Named(policy_version, engine_id)
         self._pending.add(name)
@@ -59,18 +59,18 @@ class ServedWeights:
         return name
 
     def accept(self, names: Iterable[str]) -> None:
-        """Tokens with these names are of the names' policy version."""
+        """Makes tokens with these names count as the names' policy version."""
         for name in names:
             self._decide(name, Verdict.ACCEPTED)
 
     def refuse(self, name: str) -> None:
-        """Tokens with this name are never stored; nothing happens unless it is PENDING."""
+        """Makes tokens with this name unusable. It does nothing unless the name is PENDING."""
         if name in self._pending:
             self.refusals += 1
             self._decide(name, Verdict.REFUSED)
 
     def switch_to(self, policy_version: int) -> None:
-        """What is served from now on. Higher versions are refused: their trainer started again before them."""
+        """Serves this version from now on. Higher versions are refused: their trainer restarted before them."""
         self.policy_version = policy_version
         for named in self._named.values():
             if named.policy_version > policy_version and named.verdict is Verdict.ACCEPTED:
@@ -78,18 +78,18 @@ class ServedWeights:
                 self.refusals += 1
 
     def engine_of(self, name: str) -> str | None:
-        """Whose name it is; None where nobody was given it."""
+        """Returns the engine that was given the name, or None."""
         return self._named[name].engine_id if name in self._named else None
 
     async def settled(self) -> None:
-        """Returns when no verdict is awaited."""
+        """Returns when no verdict is pending."""
         while self._pending:
             await self._verdict_given.wait()
 
     async def version_of(self, name: str) -> int | None:
-        """The policy version behind a name, once there is a verdict; None for refused weights.
+        """Returns the policy version behind a name, once there is a verdict; None for refused weights.
 
-        Raises BadAnswer for a name that was never given.
+        Raises BadAnswer for an unknown name.
         """
         if name not in self._named:
             raise BadAnswer("unknown_version", f"weights named {name[:80]!r} were never published")
@@ -99,9 +99,9 @@ class ServedWeights:
         return named.policy_version if named.verdict is Verdict.ACCEPTED else None
 
     async def ranges_of(self, spans: Sequence[NamedSpan]) -> tuple[PolicyRange, ...]:
-        """The spans with policy versions, up to the first token of refused weights, once all verdicts are there.
+        """Returns the spans with policy versions, up to the first token of refused weights, once all verdicts exist.
 
-        Raises BadAnswer for names that were never given, and for versions that decrease.
+        Raises BadAnswer for unknown names, and for versions that decrease.
         """
         ranges: list[PolicyRange] = []
         for span in spans:
@@ -121,7 +121,7 @@ class ServedWeights:
 
 
 def _joined(ranges: Sequence[PolicyRange]) -> tuple[PolicyRange, ...]:
-    """Neighbours of one version become one: an engine can be given the served weights again."""
+    """Joins neighbours of one version: an engine can be given the served weights again."""
     joined: list[PolicyRange] = []
     for item in ranges:
         if joined and joined[-1].policy_version == item.policy_version:

@@ -1,4 +1,4 @@
-"""From a leased prompt to a group of samples in the buffer.
+"""Production turns a leased prompt into a group of samples in the buffer.
 
-In: leases, the job's sampling parameters, engines, rewards. Out: puts, released leases, and groups in part.
+In: leases, the job's sampling parameters, engines, rewards. Out: puts, released leases, and partial groups.
 """

@@ -1,7 +1,7 @@
-"""Samples made by a user's generate function, in worker processes.
+"""Samples from a user's generate function, in worker processes.
 
-The function asks the router itself, so what it brings is held back here until no verdict on weights is awaited; where
-weights were refused while it ran, all that it made is made again.
+The function asks the router itself, so its samples are held back here until no verdict on weights is pending; if
+weights were refused while it ran, all its samples are generated again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MOST_DIGITS = 16  # of 2^53
 
 
 class HookSampler:
-    """Calls the function with slime's arguments; its exception is its samples' failure."""
+    """Calls the function with slime's arguments; an exception is its samples' failure."""
 
     def __init__(
         self,
@@ -54,22 +54,21 @@ class HookSampler:
         self.in_flight = 0
 
     async def start(self) -> None:
-        """Loads the function. Raises ConfigError when it cannot be loaded or takes other arguments."""
+        """Raises ConfigError when the function cannot be loaded or takes other arguments."""
         try:
             self._takes_group = await self._pool.run(hook_takes_group, self._path, timeout_seconds=_LOAD_SECONDS)
         except WorkerError as error:
             raise ConfigError(error.message, field="rollout.custom_generate_function_path") from error
 
     async def close(self) -> None:
-        """Ends the workers."""
         await self._pool.close()
 
     async def sample_all(
         self, requests: Sequence[SampleRequest], *, evaluation: bool, return_partial: asyncio.Event | None = None
     ) -> list[Sample]:
-        """At least one sample for each request; more where one execution fans out. What is ABORTED goes back.
+        """Returns at least one sample for each request; more where one execution fans out. ABORTED ones are released.
 
-        Raises Unavailable when weights were refused meanwhile: nothing of it may be stored.
+        Raises Unavailable when weights were refused meanwhile: none of the samples may be stored.
         """
         parts = [requests] if self._takes_group else [[request] for request in requests]
         self.in_flight += len(requests)
@@ -101,7 +100,7 @@ class HookSampler:
             return [failed_sample(request, Failure(reason, error.message)) for request in requests]
 
     async def _of_one(self, request: SampleRequest, made: Sequence[HookSample], oldest: int) -> list[Sample]:
-        """What came of one request; what of it cannot be used is that request's failure."""
+        """Returns the samples of one request; an unusable one is that request's failure."""
         try:
             return await self._from_hooks(request, made, oldest)
         except WeightsRefused:
@@ -119,7 +118,7 @@ class HookSampler:
             raise WeightsRefused(f"weights were refused while hook {self._path} ran: it runs again")
 
     async def _from_hooks(self, request: SampleRequest, made: Sequence[HookSample], oldest: int) -> list[Sample]:
-        """One sample keeps the request's id; those of a fan-out are numbered and share it as their rollout."""
+        """Gives one sample the request's id; those of a fan-out are numbered and share it as their rollout."""
         if len(made) != 1:
             for sample in made:
                 sample.rollout_id = request.sample_id
@@ -142,7 +141,7 @@ class HookSampler:
         ]
 
     def _warn_without_versions(self, sample: HookSample) -> None:
-        """Warns once of a function whose samples do not say which weights made them."""
+        """Warns once about a function whose samples do not name their weights."""
         if self._warned or sample.weight_versions or not sample.response_length:
             return
         self._warned = True
@@ -153,7 +152,7 @@ class HookSampler:
         )
 
     def _with_reward(self, sample: Sample, made: HookSample) -> Sample:
-        """A reward that the function has set is the sample's, and no scorer is asked for another."""
+        """Takes a reward that the function has set; no scorer is asked then."""
         if made.reward is None or sample.status not in (Status.COMPLETED, Status.TRUNCATED):
             return sample
         parts = made.reward if isinstance(made.reward, dict) else {}
@@ -161,7 +160,7 @@ class HookSampler:
         return replace(sample, reward=made.get_reward_value(self._args), reward_parts=parts, scorer=scorer)
 
     async def _version(self, name: object) -> str:
-        """The policy version behind a name that an engine gave, or behind a version's own number."""
+        """Returns the policy version behind a name that an engine gave, or behind a version's own number."""
         if isinstance(name, str) and name.isascii() and name.isdigit() and len(name) <= _MOST_DIGITS:
             if int(name) > self._weights.policy_version:
                 raise InvalidArgument(f"weight_versions hold {name}, {self._weights.policy_version} is served")
@@ -173,7 +172,7 @@ class HookSampler:
 
 
 class WeightsRefused(Unavailable):
-    """Nothing of it may be stored; it is made again."""
+    """The samples must not be stored; they are generated again."""
 
 
 _REASONS = {
@@ -185,13 +184,13 @@ _REASONS = {
 
 
 def custom_args(job: Job, router_url: str) -> HookArgs:
-    """The job's leaves, and where the router listens under slime's names."""
+    """Returns the job's options, and the router's address under slime's names."""
     router = urlsplit(router_url)
     return hook_args(job, sglang_router_ip=router.hostname, sglang_router_port=router.port)
 
 
 def hook_takes_group(path: str) -> bool:
-    """Runs in a worker: whether the function takes a list of samples. Raises ConfigError for another signature."""
+    """True when the function takes a list of samples. Runs in a worker. Raises ConfigError for another signature."""
     return takes_group(load_hook(path))
 
 

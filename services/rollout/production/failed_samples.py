@@ -1,4 +1,4 @@
-"""Samples that failed, with the text they had: no step trains them, so nobody else writes them down."""
+"""Writes failed samples with their text to the sample log: no step trains them, so the trainer does not."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class FailedSamples:
 
     @classmethod
     def of(cls, job: Job, folder: Path | None) -> FailedSamples | None:
-        """None where there is no folder, or the job wants none written."""
+        """Returns None without a folder, or when the job wants none written."""
         max_bytes = job.tracking.sample_log_bytes
         return cls(SampleLog(folder), max_bytes) if folder and max_bytes else None
 
     async def write(self, samples: Sequence[Sample]) -> None:
-        """Those of a group that failed."""
+        """Writes those of a group that failed."""
         failed = [Answer.of(sample) for sample in samples if sample.status is Status.FAILED]
         if failed:
             async with self._writing:

@@ -1,4 +1,4 @@
-"""Dynamic sampling: a function of the user's keeps the groups worth training; the others are dropped and replaced."""
+"""Dynamic sampling: a user's function selects the groups worth training; the others are dropped and replaced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CALL_SECONDS = 30.0
 
 
 class GroupFilter:
-    """Runs in a worker process, so that it may take its time."""
+    """Runs the function in a worker process, because it may be slow."""
 
     def __init__(self, path: str, args: HookArgs, *, seconds: float = _CALL_SECONDS) -> None:
         self._path = path
@@ -26,23 +26,22 @@ class GroupFilter:
 
     @classmethod
     def of(cls, job: Job) -> GroupFilter | None:
-        """None where the job names none."""
+        """Returns None when the job names no function."""
         path = job.rollout.dynamic_sampling_filter_path
         return cls(path, hook_args(job)) if path else None
 
     async def start(self) -> None:
-        """Loads the function. Raises ConfigError when it cannot be loaded or takes other arguments."""
+        """Raises ConfigError when the function cannot be loaded or takes other arguments."""
         try:
             await self._pool.run(load_filter, self._path, timeout_seconds=_LOAD_SECONDS, name=f"hook {self._path}")
         except WorkerError as error:
             raise ConfigError(error.message, field="rollout.dynamic_sampling_filter_path") from error
 
     async def close(self) -> None:
-        """Ends the worker."""
         await self._pool.close()
 
     async def refusal(self, samples: Sequence[Sample]) -> Failure | None:
-        """Why the group is dropped; None where it is kept. Raises WorkerError when the function fails."""
+        """Returns why the group is dropped, or None when it is stored. Raises WorkerError when the function fails."""
         keep, reason = await self._pool.run(
             run_filter,
             self._path,

@@ -1,7 +1,7 @@
-"""One response, whatever engines do meanwhile: it is continued from its tokens when an engine dies or aborts it.
+"""Generates one response: when an engine dies or aborts, the response is continued from its tokens.
 
-What an engine answers wrongly is asked again, and the engine is suspected. Tokens of weights whose publication is not
-committed yet are held back until it is; those of refused weights are cut off and made again.
+After a bad response the request is repeated and the engine is suspected. Tokens of weights whose publication is not
+committed yet are held back until it is; those of refused weights are cut off and sampled again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LONGEST_BACKOFF_SECONDS = 2.0
 
 
 class Generator:
-    """Asks the router. `suspect` hears of every bad answer."""
+    """Asks the router. `suspect` is called with every bad response."""
 
     def __init__(
         self,
@@ -49,10 +49,11 @@ class Generator:
         begun: Generation = NOTHING_YET,
         return_partial: asyncio.Event | None = None,
     ) -> Generation:
-        """A finished response. Raises Unavailable or DeadlineExceeded when no engine made it within `seconds`.
+        """Returns a finished response. Raises Unavailable or DeadlineExceeded when there is none within `seconds`.
 
-        With `hand_back` it is not continued after an abort: the tokens so far come back with finish ABORT, and the
-        event is set for all who share it; when somebody else sets it, the next pause in the generation is the end.
+        With `return_partial` it is not continued after an abort: the tokens so far are returned with finish ABORT, and
+        the
+        event is set for all who share it; when another sets it, generation ends at its next interruption.
         """
         pieces = self._pieces(
             prompt, params, begun, return_partial, request_id=request_id, seconds=seconds, streaming=False
@@ -62,11 +63,11 @@ class Generator:
     def stream(
         self, prompt: Sequence[int], params: SamplingParams, *, request_id: str, seconds: float
     ) -> AsyncIterator[Generation]:
-        """All tokens so far, again and again; the last one has a `finish` of stop or length."""
+        """Yields all tokens so far, again and again; the last one has a `finish` of stop or length."""
         return self._pieces(prompt, params, NOTHING_YET, None, request_id=request_id, seconds=seconds, streaming=True)
 
     def _fitting(self, num_tokens: int, params: SamplingParams) -> SamplingParams:
-        """Raises InvalidArgument for what no engine could take, which is no fault of an engine."""
+        """Raises InvalidArgument for a request that no engine could serve, so that no engine is blamed."""
         if self._context is None:
             return params
         if num_tokens >= self._context.tokens:
@@ -153,7 +154,7 @@ class Generator:
                     return  # what follows was made after tokens of refused weights
 
     async def _accepted(self, answer: EngineResponse, num_prompt_tokens: int, end: float) -> Generation:
-        """What accepted weights made of the answer, once every verdict on its weights is there."""
+        """Returns the part of the response from accepted weights, once every verdict on its weights exists."""
         try:
             async with asyncio.timeout(end - time.monotonic()):
                 ranges = await self._weights.ranges_of(answer.spans)

@@ -1,4 +1,4 @@
-"""One leased group, from prompt to put."""
+"""Works on one leased group, from prompt to put."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GroupResult = buffer_pb2.GroupPut | buffer_pb2.LeaseRelease
 
 
 class GroupSampler:
-    """Generates a group's samples side by side and has them judged together."""
+    """Generates a group's samples side by side and has them scored together."""
 
     def __init__(
         self,
@@ -58,11 +58,11 @@ class GroupSampler:
 
     @property
     def returns_partials(self) -> bool:
-        """An interrupted group goes back to the ledger with its tokens."""
+        """True when an interrupted group is released with its tokens."""
         return self._partial is not None
 
     async def sample(self, lease: buffer_pb2.GroupLease, return_partial: asyncio.Event | None = None) -> GroupResult:
-        """What to put for the lease: COMPLETE, DROPPED or FAILED; or its release, when it was interrupted."""
+        """Returns the lease's put (COMPLETE, DROPPED or FAILED), or its release when it was interrupted."""
         try:
             prompt = await self._encoder.off_loop(self._encoder.encode, lease.prompt)
         except HeadraceError as error:
@@ -85,7 +85,7 @@ class GroupSampler:
         return await self._scored(lease, samples)
 
     def _bounded(self, sample: Sample) -> Sample:
-        """FAILED where it holds what the model does not have."""
+        """Makes a sample FAILED whose tokens the model does not have."""
         if self._bounds is None or sample.status is Status.FAILED:
             return sample
         try:
@@ -95,7 +95,7 @@ class GroupSampler:
         return sample
 
     def _interrupted(self, lease: buffer_pb2.GroupLease, samples: list[Sample]) -> GroupResult:
-        """An aborted sample, and one that fanned out with it, is never trained."""
+        """Releases the group. Aborted samples, and those that fanned out with them, are never trained."""
         if self._partial:
             return self._partial.release(lease, samples)
         aborted = [sample.sample_id for sample in samples if sample.status is Status.ABORTED]
@@ -121,7 +121,7 @@ class GroupSampler:
         return _put(lease, buffer_pb2.PUT_OUTCOME_COMPLETE, samples=samples)
 
     def _too_long(self, length: int) -> str | None:
-        """Why a prompt of so many tokens is not asked about."""
+        """Returns why a prompt of `length` tokens is dropped, or None."""
         if self._max_prompt_tokens is not None and length > self._max_prompt_tokens:
             return f"the prompt has {length:,} tokens: rollout_max_prompt_len is {self._max_prompt_tokens:,}"
         if self._context is not None and length >= self._context.tokens:
@@ -149,7 +149,7 @@ class GroupSampler:
 
 
 def _of_version(sample: Sample, policy_version: int) -> Sample:
-    """A hook's tokens, or a data set's, count as the lease's version where nobody says which they are of."""
+    """Counts tokens of unknown weights (a hook's, or a data set's) as the lease's version."""
     if sample.policy_ranges or not sample.response_length:
         return sample
     return replace(sample, policy_ranges=(PolicyRange(policy_version, 0, sample.response_length),))

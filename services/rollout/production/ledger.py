@@ -1,4 +1,4 @@
-"""The producers' side of the buffer: lease, renew, put, release."""
+"""The buffer as producers use it: lease, renew, put, release."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _WAIT_SECONDS = 5.0
 
 
 class ProducerLedger(Protocol):
-    """What a producer needs of the buffer."""
+    """The buffer as producers use it."""
 
     async def lease(self, max_groups: int) -> Sequence[buffer_pb2.GroupLease]:
-        """Waits some seconds for the first; may answer none."""
+        """Waits some seconds for the first group; may return none."""
 
     async def renew(self, lease_ids: Sequence[str]) -> Sequence[str]:
-        """Answers those that were lost."""
+        """Returns the ids of leases that have ended."""
 
     async def put(self, group: buffer_pb2.GroupPut) -> buffer_pb2.PutResult:
-        """Ends a lease."""
+        """Ends a lease with a result."""
 
     async def release(self, releases: Sequence[buffer_pb2.LeaseRelease]) -> None:
-        """Gives leases back; the groups are queued again."""
+        """Returns leases unfinished; their groups are queued again."""
 
 
 class BufferLedger:
@@ -37,18 +37,18 @@ class BufferLedger:
         self._producer_id = f"rollout-{uuid.uuid4().hex[:8]}"
 
     async def lease(self, max_groups: int) -> Sequence[buffer_pb2.GroupLease]:
-        """Waits some seconds for the first; may answer none."""
+        """Waits some seconds for the first group; may return none."""
         reply = await self._buffer.lease_groups(self._stream, self._producer_id, max_groups, wait_seconds=_WAIT_SECONDS)
         return reply.leases
 
     async def renew(self, lease_ids: Sequence[str]) -> Sequence[str]:
-        """Answers those that were lost."""
+        """Returns the ids of leases that have ended."""
         return (await self._buffer.renew_leases(lease_ids)).lost
 
     async def put(self, group: buffer_pb2.GroupPut) -> buffer_pb2.PutResult:
-        """Ends a lease."""
+        """Ends a lease with a result."""
         return (await self._buffer.put_groups([group]))[0]
 
     async def release(self, releases: Sequence[buffer_pb2.LeaseRelease]) -> None:
-        """Gives leases back; the groups are queued again."""
+        """Returns leases unfinished; their groups are queued again."""
         await self._buffer.release_leases(releases)

@@ -1,8 +1,9 @@
-"""Partial rollout: what an interrupted group has so far goes back to the ledger, and its next producer continues there.
+"""Partial rollout: an interrupted group is returned to the ledger as it is, and its next producer continues it.
 
-A sample is finished, begun, or not there. Finished ones are taken as they are, begun ones are continued from their
-tokens, the others are made. Tokens of policies before the lease's are trained as they are while they are fresh enough,
-or masked (`mask_offpolicy`): then their age does not count. Without a mask, tokens too old to be trained are made anew.
+A sample is finished, partial, or missing. Finished ones are taken as they are, partial ones are continued from their
+tokens, missing ones are generated. Tokens of policies before the lease's are trained while they are fresh enough, or
+masked (`mask_offpolicy`): then their age does not count. Without a mask, tokens too old to be trained are sampled
+again.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ _FINISH = {Status.COMPLETED: Finish.STOP, Status.TRUNCATED: Finish.LENGTH, Statu
 
 @dataclass(frozen=True, slots=True)
 class PartialRollout:
-    """The job's choice."""
+    """The job's options for partial rollout."""
 
     mask_offpolicy: bool
     max_staleness: int
 
     def begun(self, lease: buffer_pb2.GroupLease, prompt: EncodedPrompt) -> Mapping[int, Sample]:
-        """By index: the samples of an earlier lease that this one goes on with."""
+        """Returns the samples of an earlier lease that can be continued, by index."""
         found: dict[int, Sample] = {}
         for packed in lease.partial_samples:
             try:
@@ -51,7 +52,7 @@ class PartialRollout:
         return self.mask_offpolicy or policy_version - oldest <= self.max_staleness
 
     def finished(self, sample: Sample, policy_version: int) -> Sample:
-        """As it is put: tokens of policies before the lease's are masked where the job says so."""
+        """Returns the sample to put: tokens of policies before the lease's are masked if the job says so."""
         if not self.mask_offpolicy or all(r.policy_version >= policy_version for r in sample.policy_ranges):
             return sample
         ranges = tuple(replace(r, masked=r.policy_version < policy_version) for r in sample.policy_ranges)
@@ -62,7 +63,7 @@ class PartialRollout:
         return replace(sample, policy_ranges=ranges, loss_mask=loss_mask, rollout_log_probs=log_probs)
 
     def release(self, lease: buffer_pb2.GroupLease, samples: Sequence[Sample]) -> buffer_pb2.LeaseRelease:
-        """Gives the lease back with all that can be continued; what fanned out cannot."""
+        """Releases the lease with all samples that can be continued; those that fanned out cannot."""
         count = Counter(sample.index for sample in samples)
         kept = [s for s in samples if s.status in _FINISH and s.response_length and count[s.index] == 1]
         tokens = sum(sample.response_length for sample in kept)
@@ -74,7 +75,7 @@ class PartialRollout:
 
 
 def generation_of(sample: Sample) -> Generation:
-    """What the engines have said so far."""
+    """Returns the sample's response so far."""
     experts = sample.columns.get(ROUTED_EXPERTS)
     return Generation(
         tokens=tuple(sample.tokens[sample.prompt_length :].tolist()),

@@ -1,8 +1,8 @@
-"""Production: leases groups for ever, makes them side by side, puts them. Only admission (the buffer's) holds it back.
+"""Production: leases groups without end, generates them side by side, puts them. Only the buffer's admission limits it.
 
-Consumes leases; waits for admission, a free place, engines with the ledger's version, and `resume`; produces puts.
-States: running ⇄ paused → drained. Leases are renewed while a group is made; a lost lease ends the work on its group.
-Work on a group ends in a put or in a release, with one line in the log.
+Consumes leases; waits for admission, a free slot, engines with the ledger's version, and `resume`; produces puts.
+States: running ⇄ paused → drained. Leases are renewed while a group is generated; an expired lease ends the work on its
+group. All other work on a group ends in a put or in a release, with one line in the log.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _RETRY_SECONDS = 1.0
 _RENEWALS_PER_LEASE = 3
 _INTERRUPT_SECONDS = 10.0
 _LEDGER_BEHIND_SECONDS = 30.0
-"""Engines serve a version a moment before the ledger hears of it: so long a put of its tokens may be refused."""
+"""Engines serve a version a moment before the ledger knows it; for this long a put of its tokens may be refused."""
 
 
 class Producer:
-    """At most `max_groups_in_flight` groups at once."""
+    """Works on at most `max_groups_in_flight` groups at once."""
 
     def __init__(
         self,
@@ -69,7 +69,6 @@ class Producer:
         return not self._may_lease.is_set()
 
     def start(self) -> None:
-        """Begins to produce."""
         self._tasks = [
             asyncio.create_task(kept_running("lease groups", self._lease_for_ever, self._metrics.background_work_ended))
         ]
@@ -79,11 +78,11 @@ class Producer:
         self._may_lease.clear()
 
     def resume(self) -> None:
-        """Goes on."""
+        """Leases groups again from now on."""
         self._may_lease.set()
 
     async def drain(self) -> None:
-        """Ends the work in flight and gives its leases back, with the tokens so far where the job wants them kept."""
+        """Ends the work in flight and releases its leases, with the tokens so far if the job wants them."""
         for task in self._tasks:
             task.cancel()
         if self._groups and self._interrupt and self._sampler.returns_partials:
@@ -140,14 +139,14 @@ class Producer:
         return self._max_groups_in_flight - len(self._groups)
 
     async def _hand_back(self, leases: list[buffer_pb2.GroupLease]) -> None:
-        """After a restart engines have hf_checkpoint's weights: wait for the trainer's next publication."""
+        """Releases leases while engines have hf_checkpoint's weights, after a restart, until the next publication."""
         why = f"engines serve version {self._served_version()}, the ledger is at {leases[0].policy_version}"
         log.warning("engines_behind", why=why)
         await self._release([_release(lease.lease_id, why) for lease in leases])
         await asyncio.sleep(_RETRY_SECONDS)
 
     async def _work(self, lease: buffer_pb2.GroupLease) -> None:
-        """Ends in a put or in a release, whatever happens, unless the lease is lost."""
+        """Ends in a put or in a release, whatever happens, unless the lease has ended."""
         keeper = asyncio.create_task(
             kept_running("renew a lease", lambda: self._keep(lease), self._metrics.background_work_ended)
         )
@@ -199,7 +198,7 @@ class Producer:
                 return
 
     async def _put(self, lease: buffer_pb2.GroupLease, put: buffer_pb2.GroupPut) -> buffer_pb2.LeaseRelease | None:
-        """None once the ledger has it. One that the ledger will never take is put as FAILED, or else released."""
+        """Returns None once the ledger has the put. One that it refuses for good is put as FAILED, or else released."""
         newest = _newest_version(put)
         if newest > self._served_version():
             return _release(lease.lease_id, f"version {newest} is not served any more: its trainer started again")
@@ -219,7 +218,7 @@ class Producer:
         return None
 
     async def _delivered(self, put: buffer_pb2.GroupPut, *, may_be_early: bool) -> buffer_pb2.PutResult:
-        """Tries until the ledger has answered: a put is idempotent, and the end of its lease ends this work."""
+        """Repeats the put until the ledger has answered; that is safe, as a put is idempotent and ends its lease."""
         end = time.monotonic() + _LEDGER_BEHIND_SECONDS
         while True:
             try:

@@ -1,6 +1,6 @@
 """Prompts become tokens here, once; responses are never tokenized again.
 
-Tokenizing a prompt of megabytes takes seconds: what comes from outside is encoded by `off_loop`, in threads of its own.
+Tokenizing a prompt of megabytes takes seconds, so prompts from outside are encoded by `off_loop`, in separate threads.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """What a person reads and what the engine sees."""
+    """A prompt as text and as tokens."""
 
     text: str
     tokens: tuple[int, ...]
     trained: tuple[range, ...] = ()
-    """Of a conversation for supervised fine-tuning: the tokens that its assistants wrote."""
+    """The tokens that assistants wrote, in a conversation for supervised fine-tuning."""
 
 
 class PromptEncoder:
@@ -55,16 +55,16 @@ class PromptEncoder:
         return self._tokenizer
 
     async def off_loop(self, work: Callable[..., T], *args: Any) -> T:
-        """`work(*args)`, in one of the encoder's threads."""
+        """Runs `work(*args)` in one of the encoder's threads."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
     def close(self) -> None:
-        """Ends the threads, once they have nothing to do."""
+        """Ends the threads once they are idle."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     @property
     def vocab_size(self) -> int:
-        """Ids that the tokenizer knows."""
+        """The number of token ids that the tokenizer knows."""
         return len(self._tokenizer)
 
     def encode(self, prompt: pb.Prompt) -> EncodedPrompt:
@@ -77,21 +77,21 @@ class PromptEncoder:
         return self.encode_text(prompt.text)
 
     def encode_text(self, text: str) -> EncodedPrompt:
-        """As it is, or as one user turn where the job says so."""
+        """Encodes the text as it is, or as one user turn if the job says so."""
         if self._apply_chat_template:
             return self.encode_messages([{"role": "user", "content": text}], None)
         return self.encode_plain(text)
 
     def encode_plain(self, text: str) -> EncodedPrompt:
-        """Tokenized as it is. Raises InvalidArgument for a text that is too large."""
+        """Encodes the text as it is. Raises InvalidArgument when it is too large."""
         return EncodedPrompt(text, self._tokens(text, add_special_tokens=True))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """For people and rewards; special tokens are left out."""
+        """Leaves out special tokens: the text is for people and scorers."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def encode_messages(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> EncodedPrompt:
-        """A conversation in OpenAI's shape. Raises InvalidArgument when the chat template refuses it."""
+        """Encodes a conversation in OpenAI's format. Raises InvalidArgument when the chat template refuses it."""
         try:
             text = self._tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=True
@@ -101,7 +101,7 @@ class PromptEncoder:
         return EncodedPrompt(text, self._tokens(text, add_special_tokens=False))
 
     def encode_segments(self, segments: Sequence[Segment]) -> EncodedPrompt:
-        """Each part by itself, as its own reader tokenizes it: the engine a prompt, the model what it says."""
+        """Encodes each segment by itself, as it is encoded at inference: a prompt apart from a response."""
         text = "".join(segment.text for segment in segments)
         require_bytes(len(text.encode()), MAX_PROMPT_BYTES, "prompt")
         tokens, trained = list[int](), list[range]()
@@ -122,7 +122,7 @@ class PromptEncoder:
 
 
 def messages_of(prompt: pb.Prompt) -> tuple[list[dict[str, Any]], list[Any] | None]:
-    """A conversation in OpenAI's shape, and the tools that it may call. Raises InvalidArgument for what is no JSON."""
+    """Returns a conversation in OpenAI's format, and its tools. Raises InvalidArgument for bad JSON."""
     tools = require_json_array(prompt.tools_json, "prompt.tools_json") or None
     return [_message(message) for message in prompt.messages.messages], tools
 

@@ -1,4 +1,4 @@
-"""From a prompt to samples: the job's sampling parameters, seeds, and the generation of one sample."""
+"""Sampling parameters, seeds, and the generation of one sample."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAX_TOP_K = (1 << 31) - 1  # what SGLang holds in an int32
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """One sample to make. Its id is unique for each attempt."""
+    """One sample to generate. Its id is unique for each attempt."""
 
     sample_id: str
     group_id: str
@@ -39,11 +39,11 @@ class SampleRequest:
     metadata: Mapping[str, Any]
     params: SamplingParams
     begun: Sample | None = None
-    """Made so far under an earlier lease."""
+    """The partial sample of an earlier lease."""
 
 
 def job_params(job: Job) -> SamplingParams:
-    """What the job's --rollout-* flags say."""
+    """Returns the values of the job's --rollout-* flags."""
     rollout = job.rollout
     return SamplingParams(
         max_new_tokens=rollout.rollout_max_response_len,
@@ -56,7 +56,7 @@ def job_params(job: Job) -> SamplingParams:
 
 
 def merged_params(asked: pb.SamplingParams, defaults: SamplingParams) -> SamplingParams:
-    """What a caller asked for, the rest from `defaults`. Raises InvalidArgument for values that cannot be."""
+    """Returns the caller's parameters, the rest from `defaults`. Raises InvalidArgument for a value out of range."""
     params = SamplingParams(
         max_new_tokens=asked.max_new_tokens if asked.HasField("max_new_tokens") else defaults.max_new_tokens,
         temperature=asked.temperature if asked.HasField("temperature") else defaults.temperature,
@@ -90,7 +90,7 @@ def merged_params(asked: pb.SamplingParams, defaults: SamplingParams) -> Samplin
 
 
 def seed_of(rollout_seed: int, group_id: str, attempt: int, index: int) -> int:
-    """Equal for equal arguments on every machine; 31 bits."""
+    """Returns 31 bits that are equal for equal arguments on every machine."""
     digest = hashlib.sha256(f"{rollout_seed}/{group_id}/{attempt}/{index}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
 
@@ -99,20 +99,20 @@ _STATUS = {Finish.STOP: Status.COMPLETED, Finish.LENGTH: Status.TRUNCATED, Finis
 
 
 class Sampler(Protocol):
-    """The engines' own generation, or a user's function."""
+    """Generates samples, with the engines or with a user's function."""
 
     in_flight: int
 
     async def sample_all(
         self, requests: Sequence[SampleRequest], *, evaluation: bool, return_partial: asyncio.Event | None = None
     ) -> list[Sample]:
-        """Samples without rewards; one that could not be made is FAILED, one that was handed back ABORTED."""
+        """Returns samples without rewards; one that failed is FAILED, one that was returned in part is ABORTED."""
 
 
 class EngineSampler:
-    """Makes single samples. A failure is the sample's own: it comes back FAILED with its reason.
+    """Generates single samples. A failure is the sample's own, which is FAILED with the reason.
 
-    `num_layers` of the model, where engines are asked which experts its tokens went to.
+    `num_layers` is set when engines are asked for the routed experts.
     """
 
     def __init__(
@@ -127,11 +127,11 @@ class EngineSampler:
     async def sample_all(
         self, requests: Sequence[SampleRequest], *, evaluation: bool, return_partial: asyncio.Event | None = None
     ) -> list[Sample]:
-        """One sample for each request, side by side."""
+        """Returns one sample for each request, generated side by side."""
         return await asyncio.gather(*(self.sample(request, return_partial) for request in requests))
 
     async def sample(self, request: SampleRequest, return_partial: asyncio.Event | None = None) -> Sample:
-        """A sample without reward."""
+        """Returns a sample without a reward."""
         begun = generation_of(request.begun) if request.begun else NOTHING_YET
         if begun.finish and begun.finish.is_final:
             return self._sample(request, begun)
@@ -183,7 +183,7 @@ class EngineSampler:
 
 
 def failed_sample(request: SampleRequest, failure: Failure) -> Sample:
-    """The prompt's tokens and the reason why there is no response."""
+    """Returns a sample with the prompt's tokens and the reason why there is no response."""
     return Sample(
         sample_id=request.sample_id,
         group_id=request.group_id,

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: conversations from the prompts become samples without an engine and without a judge."""
+"""Supervised fine-tuning: conversations from the prompts become samples without an engine and without a scorer."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from services.rollout.production.sampling import SampleRequest
 
 @dataclass(frozen=True, slots=True)
 class SupervisedParts:
-    """What stands in for engine and judge."""
+    """The parts that take the place of engine and scorer."""
 
     encoder: ConversationEncoder
     sampler: SupervisedSampler
 
 
 def supervised_parts(job: Job) -> SupervisedParts | None:
-    """Those of a job with --loss-mask-type; None for one whose answers come from engines."""
+    """Returns None unless the job has --loss-mask-type."""
     family = job.train.loss_mask_type
     if family is None:
         return None
@@ -38,14 +38,14 @@ def supervised_parts(job: Job) -> SupervisedParts | None:
 
 
 class ConversationEncoder(PromptEncoder):
-    """Encodes conversations that nobody continues. Raises ConfigError where the tokenizer is not of the family."""
+    """Encodes whole conversations. Raises ConfigError when the tokenizer is not of the family."""
 
     def __init__(self, hf_checkpoint: Path, family: str, *, keep_earlier_thoughts: bool = False) -> None:
         super().__init__(hf_checkpoint, apply_chat_template=False)
         self._mask = ChatMask(self.tokenizer, family, keep_earlier_thoughts=keep_earlier_thoughts)
 
     def encode(self, prompt: pb.Prompt) -> EncodedPrompt:
-        """Raises InvalidArgument for what is no conversation, or has nothing to train."""
+        """Raises InvalidArgument for a prompt that is no conversation, or has nothing to train."""
         if prompt.WhichOneof("content") != "messages":
             raise InvalidArgument(
                 f"prompt {prompt.prompt_id} is a text: supervised fine-tuning trains arrays of chat messages",
@@ -55,7 +55,7 @@ class ConversationEncoder(PromptEncoder):
 
 
 class SupervisedSampler:
-    """A `Maker`: the response is what follows the first assistant's opening; only assistants' tokens are trained."""
+    """A `Sampler`: the response is what follows the first assistant's opening; only assistants' tokens are trained."""
 
     def __init__(self) -> None:
         self.in_flight = 0
@@ -63,7 +63,7 @@ class SupervisedSampler:
     async def sample_all(
         self, requests: Sequence[SampleRequest], *, evaluation: bool, return_partial: asyncio.Event | None = None
     ) -> list[Sample]:
-        """One sample for each request."""
+        """Returns one sample for each request."""
         return [_made(request) for request in requests]
 
 

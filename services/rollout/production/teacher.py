@@ -1,6 +1,6 @@
-"""On-policy distillation's teacher: an SGLang server that says how likely each token of an answer is to it.
+"""On-policy distillation's teacher: an SGLang server that gives its log-prob of each token of a response.
 
-Its log-probs travel with the sample, as the column teacher_log_probs. A sample that it could not score is FAILED.
+The log-probs travel with the sample, as the column teacher_log_probs. A sample that the teacher cannot score is FAILED.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PATIENCE_SECONDS = 120.0
 
 
 class Teacher:
-    """`call_seconds` is the limit of one sample's scoring, `patience_seconds` that of waiting for an absent server."""
+    """`call_seconds` limits one sample's scoring, `patience_seconds` the wait for an absent server."""
 
     def __init__(self, url: str, *, call_seconds: float, patience_seconds: float = _PATIENCE_SECONDS) -> None:
         self._client = EngineClient(url)
@@ -33,16 +33,15 @@ class Teacher:
 
     @classmethod
     def of(cls, job: Job) -> Teacher | None:
-        """The job's; None when it has none that is served."""
+        """Returns None when the job has no teacher that is served."""
         url = job.distillation.opd_teacher_url
         return None if url is None else cls(url.rstrip("/"), call_seconds=job.rollout.generate_timeout_seconds)
 
     async def close(self) -> None:
-        """Closes the connections."""
         await self._client.close()
 
     async def mark(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples with their column; those that failed before stay as they are."""
+        """Returns the samples with their column; those that failed before stay as they are."""
         return await asyncio.gather(*(self._marked(sample) for sample in samples))
 
     async def _marked(self, sample: Sample) -> Sample:
@@ -63,7 +62,7 @@ class Teacher:
         return np.asarray(padded[len(padded) - sample.response_length :], dtype=np.float32)
 
     async def _scored(self, tokens: Sequence[int]) -> list[float]:
-        """Raises what waiting cannot help, and Unavailable when it did not."""
+        """Raises errors that waiting cannot help at once, and Unavailable when waiting did not."""
         end = time.monotonic() + self._patience_seconds
         while True:
             try:

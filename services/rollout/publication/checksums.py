@@ -1,4 +1,4 @@
-"""Comparing what engines hold with what was sent."""
+"""Compares the weights in engines with those that were sent."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import hashlib
 from collections.abc import Mapping, Sequence
 
 _TIED = frozenset({"lm_head.weight"})
-"""In a checkpoint with tied embeddings it may be named by the sender and unknown to the engine."""
+"""With tied embeddings the sender may send it although the engine does not have it."""
 
 
 def digest(ranks: Sequence[Mapping[str, str]]) -> str:
-    """One hexadecimal digest over all ranks' checksums, equal for equal weights."""
+    """Returns one hexadecimal digest over all ranks' checksums, equal for equal weights."""
     hasher = hashlib.sha256()
     for number, rank in enumerate(ranks):
         for name in sorted(rank):
@@ -19,7 +19,7 @@ def digest(ranks: Sequence[Mapping[str, str]]) -> str:
 
 
 def differences(expected: Mapping[str, str], ranks: Sequence[Mapping[str, str]]) -> str | None:
-    """A sentence about what differs from the sender's checksums, or None. Each rank is compared with all of them."""
+    """Says what differs from the sender's checksums, or returns None. Each rank is compared with all of them."""
     for rank in ranks:
         wrong = [name for name, checksum in expected.items() if name in rank and rank[name] != checksum]
         absent = sorted(expected.keys() - rank.keys() - _TIED)

@@ -1,7 +1,7 @@
-"""What becomes of the engines of a publication that was given up.
+"""Cleanup after an aborted publication.
 
-untouched ──► as before: those that were in routing are again, those that were STALE stay so
-touched   ──► STALE: they hold a mixture, stay paused with their requests, and wait for the next publication
+clean ──► as before: engines in routing return to it, STALE ones stay STALE
+dirty ──► STALE: they hold a mixture, stay paused with their requests, and wait for the next publication
 gone, hung, or at odds with what was sent ──► DOWN, and started again
 """
 

@@ -1,7 +1,7 @@
-"""The collective groups that weights come in, and the engines that are in each.
+"""The collective groups through which weights arrive, and the engines in each.
 
-A group lives as long as exactly those engines do that joined it together: one that started again cannot take its old
-place, and a collective without it would hang.
+A group lives as long as exactly those engines do that joined it together: a restarted engine cannot take its old place,
+and a collective without it would hang.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from services.rollout.publication.state import GroupPlan
 
 
 class WeightGroups:
-    """By name."""
+    """The groups by name."""
 
     def __init__(self) -> None:
         self._members: dict[str, tuple[str, ...]] = {}
 
     def require_whole(self, groups: Iterable[GroupPlan], engines: Sequence[Engine]) -> None:
-        """Raises GroupGone for a group that the sender is in with other engines: none must be lost to it."""
+        """Raises GroupGone when a group that the sender joined earlier has other engines than these."""
         whole = _incarnations(engines)
         gone = [group.name for group in groups if group.joined and self._members.get(group.name) != whole]
         if gone:
             raise GroupGone(f"groups {gone} are of other engines than {[*whole]}: begin with new ones")
 
     def others(self, groups: Iterable[GroupPlan]) -> set[str]:
-        """Known, and not among these: their sender has given them up."""
+        """Returns the known groups that are not among these: their sender has left them."""
         return self._members.keys() - {group.name for group in groups}
 
     async def join(self, engine: Engine, place: GroupJoin, *, seconds: float) -> None:
-        """One engine's part; `formed` once all have done it."""
+        """Joins one engine; call `formed` once all have joined."""
         if place.name in self._members:
             await self.leave(engine, [place.name])
         await engine.client.join_group(place, seconds=seconds)
 
     def formed(self, name: str, engines: Sequence[Engine]) -> None:
-        """They are in it together."""
+        """Notes that the group has these members."""
         self._members[name] = _incarnations(engines)
 
     async def leave(self, engine: Engine, names: Collection[str]) -> None:
-        """Also where the engine is in no such group."""
+        """Ignores groups that the engine is not in."""
         for name in names:
             with contextlib.suppress(FailedPrecondition):
                 await engine.client.leave_group(name)
 
     def forget(self, names: Collection[str]) -> None:
-        """Nobody is in them any more."""
+        """Forgets groups that have no members any more."""
         for name in names:
             self._members.pop(name, None)
 

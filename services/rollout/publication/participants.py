@@ -1,4 +1,4 @@
-"""The engines of one publication: asked all at once, and taken out when they fail.
+"""The engines of one publication are asked all at once, and taken out when they fail.
 
 A collective binds them: when one is gone in the middle of it, the others cannot finish it, and that is not their
 fault. They go on in the next publication; the one that is gone is started again.
@@ -20,7 +20,7 @@ Act = Callable[[Engine], Awaitable[object]]
 
 
 class Participants:
-    """By engine id, in the order of their ranks."""
+    """The engines by id, in the order of their ranks."""
 
     def __init__(self, state: PublicationState, engines: Sequence[Engine], fleet: Fleet) -> None:
         self.engines = {engine.engine_id: engine for engine in engines}
@@ -30,11 +30,11 @@ class Participants:
 
     @property
     def remaining(self) -> list[Engine]:
-        """Those that still take part."""
+        """The engines that still take part."""
         return [self.engines[engine_id] for engine_id in self._state.remaining]
 
     async def each(self, act: Act) -> None:
-        """Those that fail are lost, the others go on. Raises PublicationAborted when none is left."""
+        """Takes out those that fail; the others go on. Raises PublicationAborted when none remains."""
         calls = self._ask(act)
         _, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
         if pending:
@@ -43,7 +43,7 @@ class Participants:
         await self._lose_failed(calls)
 
     async def together(self, act: Act) -> None:
-        """A collective: one that is gone ends it for all; one that refuses while others do not is lost.
+        """Runs a collective: an engine that is gone ends it for all; one that alone refuses is taken out.
 
         Raises PublicationAborted at once in the first case: the others hang until the sender leaves the collective.
         """
@@ -62,7 +62,7 @@ class Participants:
         await self._lose_failed(calls)
 
     async def lose(self, engine_id: str, why: str) -> None:
-        """An engine goes out, and starts again. Raises PublicationAborted when it was the last one."""
+        """Takes an engine out and restarts it. Raises PublicationAborted when it was the last one."""
         engine = self.engines[engine_id]
         try:
             self._state.lose(engine_id, why)
@@ -71,7 +71,7 @@ class Participants:
                 await self._fleet.give_up(engine, why)
 
     async def unwell(self) -> set[str]:
-        """Ids of those that do not come back from what they were asked last, or are gone."""
+        """Returns the ids of engines that are gone, or do not return from their latest call."""
         if running := [call for call in self._latest.values() if not call.done()]:
             await asyncio.wait(running, timeout=STRAGGLER_SECONDS)
         for call in running:
@@ -108,7 +108,7 @@ def _failure(call: asyncio.Task[object]) -> str | None:
 
 
 def _is_gone(call: asyncio.Task[object]) -> bool:
-    """It failed, and not by an answer."""
+    """True when the call failed without a response."""
     if not call.done():
         return False
     return call.cancelled() or not isinstance(call.exception(), FailedPrecondition | InvalidArgument | None)

@@ -1,4 +1,4 @@
-"""From a BeginPublish request to what a publication brings: every field checked before anything begins."""
+"""A BeginPublish request becomes a plan; every field is checked before anything begins."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def plan_of(request: pb.BeginPublishRequest) -> Plan:
-    """Raises InvalidArgument for what this service does not do, or what contradicts itself."""
+    """Raises InvalidArgument for a request that is not supported or contradicts itself."""
     if request.transport not in _COLLECTIVE:
         names = {number: name for name, number in pb.Transport.items()}
         name = names.get(request.transport, f"transport {request.transport}")

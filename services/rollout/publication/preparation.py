@@ -1,4 +1,4 @@
-"""What engines do before the first bucket: join the sender's groups while requests go on, then pause."""
+"""Prepares engines for the first bucket: they join the sender's groups while requests go on, then pause."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def _join(publication: Publication, group: GroupPlan, groups: WeightGroups
 
 
 async def _leave_old_groups(publication: Publication, groups: WeightGroups) -> None:
-    """The trainer has given up groups that it does not name any more."""
+    """Leaves the groups that the trainer's plan does not name any more."""
     if gone := groups.others(publication.plan.groups):
         await publication.participants.each(lambda engine: groups.leave(engine, gone))
         groups.forget(gone)

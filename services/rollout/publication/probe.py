@@ -1,6 +1,6 @@
-"""A short sequence whose log-probs the trainer knows: what an engine computes with its new weights must agree.
+"""A short sequence with log-probs that the trainer knows: an engine must compute the same with its new weights.
 
-Checksums say that the bytes arrived; this says that both sides mean the same model by them (rotary base, norms, dtype).
+Checksums say that the bytes arrived; the probe says that both sides compute the same model (rotary base, norms, dtype).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Probe:
             )
 
     async def ask(self, engine: EngineClient, policy_version: int, *, seconds: float) -> None:
-        """Raises ChecksumMismatch with both sides' figures when the engine disagrees."""
+        """Raises ChecksumMismatch with both sides' numbers when the engine disagrees."""
         theirs = await engine.score(self.tokens, cache_key=f"probe-{policy_version}", seconds=seconds)
         difference = sum(abs(a - b) for a, b in zip(self.log_probs, theirs, strict=True)) / len(theirs)
         if not difference <= self.max_mean_difference:  # NaN disagrees too

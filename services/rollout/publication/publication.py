@@ -1,4 +1,4 @@
-"""One publication at work: its transaction, the engines in it, and what runs for it."""
+"""One running publication: its state, its engines, and the tasks that work for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.rollout.publication.state import Phase, Plan, PublicationState
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """Who takes part."""
+    """The participants of a publication."""
 
     world_size: int
     engine_ids: tuple[str, ...]
@@ -22,7 +22,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What is served now."""
+    """The result of a commit."""
 
     engine_ids: tuple[str, ...]
     weights_digest: str
@@ -31,7 +31,7 @@ class Committed:
 
 
 class Publication:
-    """A transaction with its engines and the work that runs for it."""
+    """A publication with its state, its engines and its tasks."""
 
     def __init__(self, plan: Plan, engines: Sequence[Engine], begun: Begun, fleet: Fleet) -> None:
         self.state = PublicationState(plan, begun.engine_ids)
@@ -50,21 +50,20 @@ class Publication:
 
     @property
     def plan(self) -> Plan:
-        """What it brings."""
         return self.state.plan
 
     @property
     def is_over(self) -> bool:
-        """Committed, or aborted and its engines have settled."""
+        """True when it is committed, or aborted with its engines cleaned up."""
         if self.state.phase is Phase.ABORTED:
             return self.settling is not None and self.settling.done()
         return self.state.phase is Phase.COMMITTED
 
     def seconds_left(self) -> float:
-        """Until the deadline; a moment at least, so that a call made now fails by its own limit."""
+        """Returns the time until the deadline; at least 0.1 s, so that a call made now fails by its own limit."""
         return max(self.deadline - time.monotonic(), 0.1)
 
     def end_timer(self) -> None:
-        """The deadline does not matter any more."""
+        """Cancels the deadline's task."""
         if self.timer is not None:
             self.timer.cancel()

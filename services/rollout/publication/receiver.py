@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Receiver:
-    """At most one publication is open."""
+    """Runs at most one publication at a time."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -37,11 +37,11 @@ class Receiver:
 
     @property
     def open_id(self) -> str:
-        """The open publication; empty: none."""
+        """The open publication's id; empty without one."""
         return next((i for i, p in self._publications.items() if p.state.phase is Phase.OPEN), "")
 
     async def begin(self, plan: Plan) -> Begun:
-        """Answers at once, or when the engines of an aborted one have settled; engines join the groups meanwhile.
+        """Returns at once, or when the engines of an aborted publication are cleaned up; engines then join the groups.
 
         Raises FailedPrecondition while another one is open, and GroupGone for a joined group of other engines.
         """
@@ -65,9 +65,9 @@ class Receiver:
         return begun
 
     async def receive(self, publication_id: str, bucket: int) -> tuple[str, ...]:
-        """Answers the engines lost so far, once all others have the bucket. Raises PublicationAborted.
+        """Returns the engines lost so far, once all others have the bucket. Raises PublicationAborted.
 
-        Goes on when the caller goes away: a broadcast cannot be taken back, and the caller may ask again.
+        It goes on when the caller goes away: a broadcast cannot be taken back, and the caller may ask again.
         """
         publication = self._find(publication_id)
         publication.plan.group_of(bucket)
@@ -76,7 +76,9 @@ class Receiver:
         return await asyncio.shield(publication.buckets[bucket])
 
     async def commit(self, publication_id: str, checksums: Mapping[str, str], probe: Probe | None = None) -> Committed:
-        """Verifies, flips the version, lets requests go on. Raises ChecksumMismatch, and aborts, when nobody passes."""
+        """Verifies the weights, serves them, resumes requests. Raises ChecksumMismatch, and aborts, if no engine
+        passes.
+        """
         publication = self._find(publication_id)
         if publication.committing is None:
             publication.state.require_complete()
@@ -84,18 +86,18 @@ class Receiver:
         return await asyncio.shield(publication.committing)
 
     async def abort(self, publication_id: str, why: str) -> None:
-        """Gives it up, and returns when its engines have settled. Nothing happens when it was committed."""
+        """Returns when the engines are cleaned up. It does nothing after a commit."""
         if publication := self._publications.get(publication_id):
             publication.state.abort(why)
             await self._settled(publication)
 
     async def close(self) -> None:
-        """Gives an open publication up."""
+        """Aborts an open publication."""
         if self.open_id:
             await self.abort(self.open_id, "the rollout service stops")
 
     def _engines_for(self, plan: Plan) -> list[Engine]:
-        """All that are alive, or those of the plan that came back without the served weights."""
+        """Returns all engines that are alive, or those of the plan that came back without the served weights."""
         if not plan.engine_ids:
             if engines := self._fleet.alive():
                 return engines
@@ -111,7 +113,7 @@ class Receiver:
         return waiting
 
     async def _make_room(self, plan: Plan) -> None:
-        """Other publications are over, and their engines have settled. Raises FailedPrecondition."""
+        """Waits until other publications are over and cleaned up. Raises FailedPrecondition."""
         while plan.publication_id not in self._publications:
             busy = next((p for p in self._publications.values() if not p.is_over), None)
             if busy is None:
@@ -131,7 +133,7 @@ class Receiver:
         return self._publications[publication_id]
 
     def _start(self, publication: Publication, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """A task that settles the engines when it ends the publication."""
+        """Starts a task that cleans up after the publication if it ends it."""
 
         async def run() -> T:
             try:
@@ -158,7 +160,7 @@ class Receiver:
             await asyncio.shield(self._settle(publication))
 
     async def _leave_groups(self, publication: Publication) -> None:
-        """The groups of a few engines serve once; the next publication is for all of them again."""
+        """Leaves the groups of a publication for a few engines: the next publication is for all of them again."""
         names = publication.plan.group_names
         self._groups.forget(names)
         for engine in publication.participants.remaining:
@@ -218,7 +220,7 @@ class Receiver:
         return Committed(served, digests[served[0]], tuple(sorted(state.lost)), paused_seconds)
 
     async def _verify(self, publication: Publication, expected: Mapping[str, str]) -> dict[str, str]:
-        """Digests by engine id; engines that hold something else are lost."""
+        """Returns digests by engine id; engines that hold something else are taken out."""
         digests: dict[str, str] = {}
         wrong: dict[str, str] = {}
 
@@ -246,6 +248,6 @@ class Receiver:
 
 
 def _retrieved(task: asyncio.Task[Any]) -> None:
-    """A caller that went away does not ask for what came of its call: that is no error of its own."""
+    """Prevents a report about a call whose caller went away."""
     if not task.cancelled():
         task.exception()

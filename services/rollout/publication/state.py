@@ -1,9 +1,8 @@
-"""The transaction of one publication, without engines, clock or wire.
+"""The state of one publication, without engines, clock or wire.
 
   OPEN ──(every bucket received)──► OPEN ──commit──► COMMITTED
     └───────────── abort, deadline, no engine left ──► ABORTED
-Engines are touched from the first bucket on: what they hold is then neither the old weights nor, before the commit,
-the new ones.
+Engines are dirty from the first bucket on: they hold neither the old weights nor, before the commit, the new ones.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ class GroupPlan:
     master_port: int
     buckets: tuple[int, ...]
     joined: bool = False
-    """The sender is in it from an earlier publication."""
+    """The sender joined it in an earlier publication."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a publication brings, as BeginPublish said. Raises InvalidArgument when its parts contradict each other."""
+    """A publication's plan, from BeginPublish. Raises InvalidArgument when its parts contradict each other."""
 
     publication_id: str
     epoch: int
@@ -41,7 +40,7 @@ class Plan:
     buckets: Mapping[int, Sequence[TensorSpec]]
     groups: Sequence[GroupPlan]
     engine_ids: Sequence[str] = ()
-    """Only these, which came back without the served weights; empty: all engines."""
+    """The engines that came back without the served weights; empty: all engines."""
 
     def __post_init__(self) -> None:
         if not self.publication_id:
@@ -59,11 +58,10 @@ class Plan:
 
     @property
     def group_names(self) -> list[str]:
-        """Of all its groups."""
         return [group.name for group in self.groups]
 
     def group_of(self, bucket: int) -> GroupPlan:
-        """Who sends it."""
+        """Returns the group in which the bucket is sent."""
         for group in self.groups:
             if bucket in group.buckets:
                 return group
@@ -76,7 +74,7 @@ def _some(buckets: Iterable[int]) -> str:
 
 
 class Phase(StrEnum):
-    """Where a publication is."""
+    """The phase of a publication."""
 
     OPEN = "open"
     COMMITTED = "committed"
@@ -85,7 +83,7 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class PublicationState:
-    """One publication and the engines in it."""
+    """One publication and its engines."""
 
     plan: Plan
     engine_ids: tuple[str, ...]
@@ -97,24 +95,24 @@ class PublicationState:
 
     @property
     def remaining(self) -> list[str]:
-        """Engines that still take part."""
+        """The engines that still take part."""
         return [engine_id for engine_id in self.engine_ids if engine_id not in self.lost]
 
     def require_open(self) -> None:
-        """Raises PublicationAborted or FailedPrecondition unless it goes on."""
+        """Raises PublicationAborted or FailedPrecondition unless it is open."""
         if self.phase is Phase.ABORTED:
             raise PublicationAborted(f"publication {self.plan.publication_id} was aborted: {self.why_aborted}")
         if self.phase is Phase.COMMITTED:
             raise FailedPrecondition(f"publication {self.plan.publication_id} is committed already")
 
     def mark_dirty(self, bucket: int) -> None:
-        """Before a bucket is received: from now on engines hold a mixture."""
+        """Call it before a bucket is received: from then on engines hold a mixture."""
         self.require_open()
         self.plan.group_of(bucket)
         self.dirty = True
 
     def lose(self, engine_id: str, why: str) -> None:
-        """An engine goes out. Raises PublicationAborted when it was the last one."""
+        """Takes an engine out. Raises PublicationAborted when it was the last one."""
         self.lost.setdefault(engine_id, why)
         if not self.remaining:
             self.abort(f"no engine is left: {self.lost}")
@@ -131,12 +129,11 @@ class PublicationState:
             )
 
     def commit(self) -> None:
-        """The version is served."""
         self.require_complete()
         self.phase = Phase.COMMITTED
 
     def abort(self, why: str) -> bool:
-        """False when it has ended already."""
+        """Returns False when it has ended already."""
         if self.phase is not Phase.OPEN:
             return False
         self.phase, self.why_aborted = Phase.ABORTED, why
@@ -144,13 +141,13 @@ class PublicationState:
 
 
 class Fence:
-    """The newest trainer epoch seen; older ones are refused."""
+    """Refuses trainer epochs older than the newest one seen."""
 
     def __init__(self) -> None:
         self._epoch = 0
 
     def pass_(self, epoch: int) -> None:
-        """Raises Fenced for an epoch older than one seen before."""
+        """Raises Fenced for an older epoch."""
         if epoch < self._epoch:
             raise Fenced(f"epoch {epoch} is over: epoch {self._epoch} has begun; stop this trainer")
         self._epoch = epoch
