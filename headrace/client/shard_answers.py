@@ -89,6 +89,8 @@ def _merged_production(parts: Sequence[pb.Production]) -> pb.Production:
         num_samples=sum(part.num_samples for part in parts),
         num_failed=sum(part.num_failed for part in parts),
         num_dropped=sum(part.num_dropped for part in parts),
+        num_scored=sum(part.num_scored for part in parts),
+        reward_sum=sum(part.reward_sum for part in parts),
         failures=sorted(failures.values(), key=lambda f: -f.num_samples),
         num_groups_returned=sum(part.num_groups_returned for part in parts),
         last_return=next((part.last_return for part in parts if part.last_return), ""),

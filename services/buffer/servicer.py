@@ -40,7 +40,7 @@ from headrace.wire.limits import (
     MAX_UPLOAD_BYTES,
     MAX_WAIT_SECONDS,
 )
-from services.buffer.conversion import wire, wire_stream
+from services.buffer.conversion import wire, wire_production, wire_stream
 from services.buffer.conversion.wire_bytes import RawPut, batch_group_bytes, sample_bytes
 from services.buffer.conversion.wire_checks import require_sha256
 from services.buffer.ledger.book import StreamBook
@@ -298,7 +298,7 @@ def _stats(book: StreamBook) -> pb.StreamStats:
         bad_lines=state.num_bad_lines,
         forgotten_step=state.forgotten_step,
         sources=_sources(book) if len(state.config.files) > 1 else (),
-        production=wire.from_production(book.production),
+        production=wire_production.from_production(book.production),
     )
 
 

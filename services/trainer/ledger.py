@@ -5,6 +5,7 @@ from __future__ import annotations
 from headrace.api.trainer.v1 import trainer_pb2 as pb
 from headrace.client.port import Buffer
 from services.trainer.breaker import Breaker
+from services.trainer.metrics.all_rewards import AllRewards
 from services.trainer.plan.batch import Batch
 from services.trainer.serving.console import TrainerConsole
 
@@ -19,6 +20,7 @@ class StreamLedger:
         self._stream = stream
         self._console = console
         self._breaker = breaker
+        self._rewards = AllRewards()
 
     async def rewind(self, step: int) -> int:
         """Brings back what was consumed from `step` on; opens the epoch that is returned."""
@@ -32,10 +34,14 @@ class StreamLedger:
         with self._console.phase(pb.PHASE_WAITING):
             reply = await self._buffer.try_lease_batch(self._stream, epoch, step, wait_seconds=_WAIT_SECONDS)
         self._console.groups_ready(reply.groups_ready)
-        if verdict := self._breaker.verdict(await self._buffer.stats(self._stream)):
+        stats = await self._buffer.stats(self._stream)
+        if verdict := self._breaker.verdict(stats):
             self._console.give_up(verdict)
             return None
-        return Batch.of(reply) if reply.ready else None
+        if not reply.ready:
+            return None
+        self._console.produced(self._rewards.since(stats))
+        return Batch.of(reply)
 
     async def batch_ahead(self, epoch: int, step: int) -> Batch | None:
         """Does not wait."""

@@ -28,6 +28,7 @@ _NOTES_SHOWN = 4
 _SPARKS_SHOWN = 48
 _STEPS_BEFORE_GUESSING = 2
 _WARNING_CHARACTERS = 600
+_REWARDS = {"reward/mean": "reward", "reward/all/mean": "reward of all groups"}
 _ENDED = (trainer_pb2.PHASE_FINISHED, trainer_pb2.PHASE_FAILED)
 
 
@@ -49,7 +50,7 @@ class RunView:
         self._patience = Patience(job.run.first_batch_seconds)
         self._tokens: deque[tuple[float, int]] = deque(maxlen=20)
         self._trained: set[int] = set()
-        self._rewards: dict[int, float] = {}
+        self._rewards: dict[str, dict[int, float]] = {name: {} for name in _REWARDS}
         self._step_seconds: deque[float] = deque(maxlen=20)
         self._evaluations: dict[str, dict[int, float]] = {}
         self._seen: set[tuple[int, int]] = set()
@@ -111,8 +112,8 @@ class RunView:
             return
         self._seen.add(key)
         metrics = dict(row.metrics)
-        if "reward/mean" in metrics:
-            self._rewards[row.step] = metrics["reward/mean"]
+        for name in _REWARDS.keys() & metrics.keys():
+            self._rewards[name][row.step] = metrics[name]
         is_old = row.step <= self._resumed_step and row.time.ToNanoseconds() < self._started_at * 1e9
         if "time/step_seconds" in metrics and not is_old:
             self._step_seconds.append(metrics["time/step_seconds"])
@@ -143,10 +144,11 @@ class RunView:
         earlier = f" after the {self._resumed_step} of earlier starts" if self._resumed_step else ""
         took = duration(time.monotonic() - self._started)
         lines = [f"finished {len(self._trained)} steps{earlier} in {took}"]
-        rewards = [self._rewards[step] for step in sorted(self._rewards)]
-        if len(rewards) >= 6:
-            before, after = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3
-            lines.append(f"mean reward: first three steps {before:.3f}, last three {after:.3f}")
+        for name, label in _REWARDS.items():
+            rewards = self._rewards_of(name)
+            if len(rewards) >= 6:
+                before, after = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3
+                lines.append(f"mean {label}: first three steps {before:.3f}, last three {after:.3f}")
         for name, values in sorted(self._evaluations.items()):
             first, last = min(values), max(values)
             lines.append(f"{name}: {values[first]:.3f} after step {first}, {values[last]:.3f} after step {last}")
@@ -166,18 +168,23 @@ class RunView:
         if self._status and self._status.groups_per_step:
             ready, wanted = self._status.groups_ready, self._status.groups_per_step
             table.add_row("groups", _bar(ready, wanted), f"{ready}/{wanted} ready")
-        rewards = [self._rewards[step] for step in sorted(self._rewards)]
-        table.add_row("reward", sparkline(rewards[-_SPARKS_SHOWN:]), f"{rewards[-1]:.3f}" if rewards else "–")
+        for name, label in _REWARDS.items():
+            rewards = self._rewards_of(name)
+            table.add_row(label, sparkline(rewards[-_SPARKS_SHOWN:]), f"{rewards[-1]:.3f}" if rewards else "–")
         for name, values in sorted(self._evaluations.items()):
             shown = [values[step] for step in sorted(values)]
             table.add_row(name, sparkline(shown[-_SPARKS_SHOWN:]), f"{shown[-1]:.3f}")
-        table.add_row("training", step_line(self._latest, skip=("reward/mean",)) or "–", "")
+        table.add_row("training", step_line(self._latest, skip=tuple(_REWARDS)) or "–", "")
         table.add_row("rollout", *self._rollout())
         if since := self._silence.since().get("buffer"):
             table.add_row("buffer", unanswered(since), "")
         if self._stats and (failures := failures_line(self._stats.production)):
             table.add_row("failures", Text(failures), "")
         return table
+
+    def _rewards_of(self, name: str) -> list[float]:
+        """By step."""
+        return [self._rewards[name][step] for step in sorted(self._rewards[name])]
 
     def _position(self) -> tuple[int, int, str]:
         if self._status is None:

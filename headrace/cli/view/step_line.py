@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 _PARTS: Mapping[str, tuple[str, str]] = {
     "reward/mean": ("reward", ".3f"),
+    "reward/all/mean": ("of all groups", ".3f"),
     "loss/sft": ("loss", ".4f"),
     "critic/loss": ("critic's loss", ".4f"),
     "loss/kl": ("KL to the start", ".4f"),

@@ -13,11 +13,10 @@ from headrace.trajectory import Failure
 from headrace.wire.checks import cut_text, require_at_most, require_bytes, require_id, require_some, shown
 from headrace.wire.limits import MAX_COUNTER, MAX_PARTIAL_BYTES, MAX_STATES
 from services.buffer.conversion.wire_bytes import RawPut, RawSample, group_bytes
-from services.buffer.conversion.wire_checks import check_envelope, check_group, check_prompt, to_failure
+from services.buffer.conversion.wire_checks import check_envelope, check_group, check_prompt, to_failure, to_rewards
 from services.buffer.ledger.commands.producing import GroupPut, NoLeaseReason, PutOutcome, PutResult, Release
 from services.buffer.ledger.commands.work import NewSample
 from services.buffer.ledger.group import Group, GroupState, Prompt, SampleRecord, payload_key
-from services.buffer.ledger.production import Production
 from services.buffer.ledger.transaction import LedgerEvent, Payload
 from services.buffer.pace import paced
 from services.buffer.store.base import Damage
@@ -64,6 +63,7 @@ async def to_put(put: RawPut) -> GroupPut:
         outcome=outcome,
         samples=_distinct(new),
         failure=to_failure(message.failure, "groups.failure") if message.HasField("failure") else None,
+        rewards=to_rewards(message.rewards, "groups.rewards") if outcome is PutOutcome.DROPPED else (),
     )
 
 
@@ -241,22 +241,6 @@ def from_event(event: LedgerEvent) -> pb.LedgerEvent:
     )
     message.time.FromNanoseconds(int(event.unix_seconds * 1e9))
     return message
-
-
-def from_production(production: Production) -> pb.Production:
-    return pb.Production(
-        num_samples=production.num_samples,
-        num_failed=production.num_failed,
-        num_dropped=production.num_dropped,
-        failures=[
-            pb.FailureCount(
-                reason=reason, num_samples=count.num_samples, example=count.example, group_id=count.group_id
-            )
-            for reason, count in production.failures.items()
-        ],
-        num_groups_returned=production.num_groups_returned,
-        last_return=production.last_return,
-    )
 
 
 def from_damage(damage: Damage) -> pb.Damage:

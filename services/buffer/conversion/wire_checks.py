@@ -11,6 +11,7 @@ import numpy as np
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
+from headrace.sample_checks import check_reward
 from headrace.trajectory import Failure
 from headrace.wire.checks import (
     cut_text,
@@ -120,6 +121,14 @@ def to_failure(message: sample_pb2.Failure, field: str) -> Failure:
     """Cuts the message, which is for people."""
     _require_length(message.reason, MAX_NAME_CHARACTERS, f"{field}.reason")
     return Failure(message.reason, cut_text(message.message))
+
+
+def to_rewards(rewards: Sequence[float], field: str) -> tuple[float, ...]:
+    """Of a group's samples, each as a sample may have it."""
+    require_at_most(len(rewards), MAX_SAMPLES_PER_GROUP, field)
+    for reward in rewards:
+        check_reward(field, reward)
+    return tuple(rewards)
 
 
 def require_sha256(digest: bytes, field: str) -> bytes:

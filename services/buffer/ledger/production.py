@@ -5,7 +5,7 @@ The counts live in memory alone. Trainers compare two readings, so counts from b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -32,6 +32,8 @@ class Production:
         self.num_samples = 0
         self.num_failed = 0
         self.num_dropped = 0
+        self.num_scored = 0
+        self.reward_sum = 0.0
         self.num_groups_returned = 0
         self.last_return = ""
         self._failures: dict[str, FailureCount] = {}
@@ -42,11 +44,15 @@ class Production:
         ranked = sorted(self._failures.items(), key=lambda entry: -entry[1].num_samples)
         return MappingProxyType(dict(ranked))
 
-    def completed(self, group_id: str, failures: Iterable[Failure | None]) -> None:
-        """Counts a group that was put whole; `failures` has one entry for each of its samples."""
-        for failure in self._counted(failures):
-            self.num_failed += 1
-            self._count(group_id, failure, 1)
+    def completed(self, group_id: str, samples: Iterable[tuple[Failure | None, float | None]]) -> None:
+        """Counts a group that was put whole; each of its samples is why it failed, and its reward."""
+        for failure, reward in samples:
+            self.num_samples += 1
+            if reward is not None:
+                self._scored(reward)
+            if failure is not None:
+                self.num_failed += 1
+                self._count(group_id, failure, 1)
 
     def failed(self, group_id: str, failure: Failure, num_samples: int) -> None:
         """Counts a failed attempt at a group."""
@@ -54,10 +60,12 @@ class Production:
         self.num_failed += num_samples
         self._count(group_id, failure, num_samples)
 
-    def dropped(self, group_id: str, failure: Failure, num_samples: int) -> None:
-        """Counts a group that a producer dropped."""
+    def dropped(self, group_id: str, failure: Failure, num_samples: int, rewards: Iterable[float]) -> None:
+        """Counts a group that a producer dropped; `rewards` are of its samples, where they were scored."""
         self.num_samples += num_samples
         self.num_dropped += num_samples
+        for reward in rewards:
+            self._scored(reward)
         self._count(group_id, failure, num_samples)
 
     def returned(self, why: str) -> None:
@@ -65,11 +73,9 @@ class Production:
         self.num_groups_returned += 1
         self.last_return = why[:_MAX_EXAMPLE_CHARACTERS]
 
-    def _counted(self, failures: Iterable[Failure | None]) -> Iterator[Failure]:
-        for failure in failures:
-            self.num_samples += 1
-            if failure is not None:
-                yield failure
+    def _scored(self, reward: float) -> None:
+        self.num_scored += 1
+        self.reward_sum += reward
 
     def _count(self, group_id: str, failure: Failure, num_samples: int) -> None:
         """Counts by reason. Reasons come from producers, so their number is bounded."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 from headrace.api.buffer.v1 import buffer_pb2
@@ -117,7 +118,8 @@ class GroupSampler:
             failure = Failure("FILTER_FAILED", error.message)
             return _put(lease, buffer_pb2.PUT_OUTCOME_FAILED, failure=failure)
         if refusal:
-            return _put(lease, buffer_pb2.PUT_OUTCOME_DROPPED, failure=refusal)
+            rewards = [sample.reward for sample in samples if sample.reward is not None]
+            return _put(lease, buffer_pb2.PUT_OUTCOME_DROPPED, failure=refusal, rewards=rewards)
         return _put(lease, buffer_pb2.PUT_OUTCOME_COMPLETE, samples=samples)
 
     def _too_long(self, length: int) -> str | None:
@@ -161,6 +163,7 @@ def _put(
     *,
     samples: list[Sample] | None = None,
     failure: Failure | None = None,
+    rewards: Sequence[float] = (),
 ) -> buffer_pb2.GroupPut:
     return buffer_pb2.GroupPut(
         lease_id=lease.lease_id,
@@ -168,4 +171,5 @@ def _put(
         outcome=outcome,
         samples=[sample.pack() for sample in samples or ()],
         failure=sample_pb2.Failure(reason=failure.reason, message=failure.message) if failure else None,
+        rewards=rewards,
     )

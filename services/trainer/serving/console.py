@@ -87,6 +87,7 @@ class TrainerConsole:
         self._waiting_since = 0.0
         self._ended = False
         self._ranks: Steered | None = None
+        self._produced: Mapping[str, float] = {}
         self._seconds: dict[int, float] = defaultdict(float)
         self._reported_at: float | None = None
         """When the step began that is under way; the start of the run belongs to none"""
@@ -147,6 +148,10 @@ class TrainerConsole:
         """Progress while a batch fills."""
         self._status.groups_ready = count
 
+    def produced(self, metrics: Mapping[str, float]) -> None:
+        """What producers brought since the batch before; reported with the step."""
+        self._produced = metrics
+
     async def before_step(self, state: TrainState) -> bool:
         """Serves what was asked for, holds while paused; False ends the run."""
         self._show(state)
@@ -173,7 +178,7 @@ class TrainerConsole:
     def report(self, state: TrainState, metrics: dict[str, float]) -> None:
         """A step is done; `state.step` counts it."""
         self._show(state)
-        metrics = metrics | self._times() | {"policy_version": float(state.policy_version)}
+        metrics = {**metrics, **self._produced, **self._times()} | {"policy_version": float(state.policy_version)}
         self._report.write(state.step, metrics)
         log.info("step", step=state.step, **{k: round(v, 6) for k, v in metrics.items() if k in _LOGGED})
 
@@ -267,6 +272,7 @@ _TIMES = {
 _LOGGED = frozenset(
     {
         "reward/mean",
+        "reward/all/mean",
         "loss/policy",
         "loss/sft",
         "grad_norm",

@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from services.trainer.serving.row import Row
 
 _PANELS: Sequence[tuple[str, Sequence[str]]] = (
-    ("reward", ("reward/mean",)),
+    ("reward", ("reward/mean", "reward/all/mean")),
     ("evaluation", ("eval/",)),
     ("response tokens", ("response_length/mean",)),
     ("loss", ("loss/policy", "loss/sft", "loss/kl")),

@@ -1027,6 +1027,7 @@ class GroupPut(_message.Message):
     OUTCOME_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    REWARDS_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """The lease that is ended."""
     group_id: _builtins.str
@@ -1043,6 +1044,12 @@ class GroupPut(_message.Message):
     def failure(self) -> _sample_pb2.Failure:
         """With DROPPED or FAILED: why."""
 
+    @_builtins.property
+    def rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """With DROPPED: the rewards of its samples, where they were scored before a filter dropped the group. They count in
+        Production. At most 1,024.
+        """
+
     def __init__(
         self,
         *,
@@ -1051,10 +1058,11 @@ class GroupPut(_message.Message):
         outcome: Global___PutOutcome.ValueType = ...,
         samples: _abc.Iterable[_sample_pb2.Sample] | None = ...,
         failure: _sample_pb2.Failure | None = ...,
+        rewards: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "group_id", b"group_id", "lease_id", b"lease_id", "outcome", b"outcome", "samples", b"samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "group_id", b"group_id", "lease_id", b"lease_id", "outcome", b"outcome", "rewards", b"rewards", "samples", b"samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1932,6 +1940,8 @@ class Production(_message.Message):
     FAILURES_FIELD_NUMBER: _builtins.int
     NUM_GROUPS_RETURNED_FIELD_NUMBER: _builtins.int
     LAST_RETURN_FIELD_NUMBER: _builtins.int
+    NUM_SCORED_FIELD_NUMBER: _builtins.int
+    REWARD_SUM_FIELD_NUMBER: _builtins.int
     num_samples: _builtins.int
     """All of them."""
     num_failed: _builtins.int
@@ -1942,6 +1952,10 @@ class Production(_message.Message):
     """Groups that producers gave back, or were silent about until their lease ended. They are queued again."""
     last_return: _builtins.str
     """Why the latest of them came back."""
+    num_scored: _builtins.int
+    """Samples that came with a reward, those of DROPPED groups included."""
+    reward_sum: _builtins.float
+    """The sum of these rewards."""
     @_builtins.property
     def failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___FailureCount]:
         """Why samples failed or were dropped, the most frequent reason first, 32 reasons at most; samples of further reasons
@@ -1957,10 +1971,12 @@ class Production(_message.Message):
         failures: _abc.Iterable[Global___FailureCount] | None = ...,
         num_groups_returned: _builtins.int = ...,
         last_return: _builtins.str = ...,
+        num_scored: _builtins.int = ...,
+        reward_sum: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failures", b"failures", "last_return", b"last_return", "num_dropped", b"num_dropped", "num_failed", b"num_failed", "num_groups_returned", b"num_groups_returned", "num_samples", b"num_samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failures", b"failures", "last_return", b"last_return", "num_dropped", b"num_dropped", "num_failed", b"num_failed", "num_groups_returned", b"num_groups_returned", "num_samples", b"num_samples", "num_scored", b"num_scored", "reward_sum", b"reward_sum"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

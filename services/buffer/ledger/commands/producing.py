@@ -51,6 +51,7 @@ class GroupPut(msgspec.Struct, frozen=True, gc=False):
     outcome: PutOutcome
     samples: tuple[NewSample, ...] = ()
     failure: Failure | None = None
+    rewards: tuple[float, ...] = ()
 
     @property
     def fingerprint(self) -> bytes:
@@ -266,17 +267,16 @@ def put(work: Work, book: StreamBook, put: GroupPut) -> PutResult:
         refused = Failure("LEASE_LOST", f"lease {put.lease_id} has ended: its group is somebody else's now")
         return PutResult(group.group_id, group.state, refused=refused)
     assert group.lease is not None
-    leased_version = group.lease.policy_version
     ended = work.end_lease(group, put.fingerprint)
     num_samples = book.state.config.n_samples_per_prompt
     failure = put.failure or Failure(put.outcome.value, "no reason was given")
     match put.outcome:
         case PutOutcome.COMPLETE:
-            done = _complete(work, book, ended, put, leased_version)
-            book.production.completed(group.group_id, [sample.failure for sample in put.samples])
+            done = _complete(work, book, ended, put, group.lease.policy_version)
+            book.production.completed(group.group_id, [(s.failure, s.record.reward) for s in put.samples])
         case PutOutcome.DROPPED:
             done = work.drop(book, ended, failure)
-            book.production.dropped(group.group_id, failure, num_samples)
+            book.production.dropped(group.group_id, failure, num_samples, put.rewards)
         case PutOutcome.FAILED:
             done = work.requeue_or_fail(book, ended, "failed", failure)
             book.production.failed(group.group_id, failure, num_samples)

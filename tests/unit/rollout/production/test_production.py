@@ -400,14 +400,14 @@ async def test_samples_that_are_finished_when_their_group_is_interrupted_are_not
 
 
 @pytest.mark.parametrize(
-    ("answers", "outcome", "reason"),
+    ("answers", "end"),
     [
-        ([1.0, 1.0, 1.0], buffer_pb2.PUT_OUTCOME_DROPPED, "FILTERED"),
-        ([1.0, 0.0, 1.0], buffer_pb2.PUT_OUTCOME_COMPLETE, ""),
+        ([1.0, 1.0, 1.0], (buffer_pb2.PUT_OUTCOME_DROPPED, "FILTERED", 1.0, 1.0, 1.0)),
+        ([1.0, 0.0, 1.0], (buffer_pb2.PUT_OUTCOME_COMPLETE, "")),
     ],
 )
 async def test_a_dynamic_filter_drops_groups_of_equal_rewards(
-    tokenizer_folder: Path, answers: list[float], outcome: int, reason: str
+    tokenizer_folder: Path, answers: list[float], end: tuple[object, ...]
 ) -> None:
     given = iter(answers)
     ledger = MemoryLedger([lease(0)])
@@ -423,7 +423,7 @@ async def test_a_dynamic_filter_drops_groups_of_equal_rewards(
     ) as made:
         await made.fakes.until(lambda: len(ledger.puts) == 1)
     await group_filter.close()
-    assert (ledger.puts[0].outcome, ledger.puts[0].failure.reason) == (outcome, reason)
+    assert [(put.outcome, put.failure.reason, *put.rewards) for put in ledger.puts] == [end]
 
 
 async def test_a_filter_that_raises_fails_the_group_and_not_the_run(tokenizer_folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,81 @@
+"""The mean reward of all groups that were scored: a filter's choice is what is trained, not what the policy can do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.client.buffer import BufferClient
+from headrace.errors import InvalidArgument
+from headrace.wire.limits import MAX_SAMPLES_PER_GROUP
+from services.buffer.store.memory import MemoryStore
+from services.trainer.breaker import Breaker
+from services.trainer.ledger import StreamLedger
+from services.trainer.loop import train
+from services.trainer.metrics.all_rewards import AllRewards
+from services.trainer.serving.console import TrainerConsole
+from services.trainer.serving.report import Report
+from tests.contract.test_runs_that_cannot_learn import Ranks, nothing
+from tests.support.ledgers.buffer_samples import complete_put, failed_put, text_prompts
+from tests.support.processes.buffer_server import served_buffer
+
+CONFIG = pb.StreamConfig(name="train", n_samples_per_prompt=4, groups_per_step=2, max_staleness=0)
+
+
+def filtered_put(lease: pb.GroupLease, rewards: list[float]) -> pb.GroupPut:
+    put = failed_put(lease, "FILTERED")
+    put.outcome = pb.PUT_OUTCOME_DROPPED
+    put.rewards.extend(rewards)
+    return put
+
+
+async def test_a_step_reports_the_mean_of_all_that_was_scored_for_it(tmp_path: Path) -> None:
+    dropped_before_each_step = [2, 0, 6]
+    async with served_buffer(MemoryStore()) as (_, server), BufferClient(server.address) as client:
+        await client.create_stream(CONFIG)
+        await client.submit_prompts("train", text_prompts(*(str(number) for number in range(100))))
+        ranks, report = Ranks(num_steps=3), Report(tmp_path)
+        console = TrainerConsole(report, nothing, run="r", num_steps=3, groups_per_step=2)
+        console.open(ranks, 1)
+
+        async def produce() -> None:
+            for dropped in dropped_before_each_step:
+                for number in range(dropped + 2):
+                    (lease,) = (await client.lease_groups("train", "p", 1, wait_seconds=60.0)).leases
+                    await client.put_groups(
+                        [complete_put(lease) if number >= dropped else filtered_put(lease, [0.0] * 4)]
+                    )
+
+        async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
+            tasks.create_task(produce())
+            tasks.create_task(train(StreamLedger(client, "train", console, Breaker(1.0, 32)), ranks, console, ranks))
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["reward/all/mean"], row["reward/all/count"]) for row in rows] == [(0.5, 16), (1.0, 8), (0.25, 32)]
+
+
+@pytest.mark.parametrize("rewards", [[float("nan")], [1e300], [0.0] * (MAX_SAMPLES_PER_GROUP + 1)])
+async def test_rewards_that_no_sample_may_have_are_refused(rewards: list[float]) -> None:
+    async with served_buffer(MemoryStore()) as (_, server), BufferClient(server.address) as client:
+        await client.create_stream(CONFIG)
+        await client.submit_prompts("train", text_prompts("a"))
+        (lease,) = (await client.lease_groups("train", "p", 1)).leases
+        with pytest.raises(InvalidArgument, match="groups.rewards"):
+            await client.put_groups([filtered_put(lease, rewards)])
+        assert (await client.stats("train")).production.num_samples == 0
+
+
+def reading(num_scored: int, reward_sum: float, epoch: int = 1) -> pb.StreamStats:
+    production = pb.Production(num_samples=num_scored, num_scored=num_scored, reward_sum=reward_sum)
+    return pb.StreamStats(epoch=epoch, production=production)
+
+
+def test_a_restart_of_the_trainer_or_of_the_buffer_takes_no_sample_twice() -> None:
+    rewards = AllRewards()
+    assert rewards.since(reading(8, 8.0, epoch=2)) == {}, "an earlier trainer has reported these"
+    assert rewards.since(reading(12, 10.0, epoch=2)) == {"reward/all/mean": 0.5, "reward/all/count": 4.0}
+    assert rewards.since(reading(12, 10.0, epoch=2)) == {}
+    assert rewards.since(reading(2, 2.0, epoch=2)) == {"reward/all/mean": 1.0, "reward/all/count": 2.0}
