@@ -16,12 +16,10 @@ from headrace.models.registry import read_architecture
 from headrace.rpc.log import configure_logging
 from services.trainer.checkpoint.model_state import ModelState
 from services.trainer.checkpoint.reader import opened
-from services.trainer.hugging_face.convert import Converter
 from services.trainer.hugging_face.export import export
-from services.trainer.megatron.gpt.gpt import build_stages, transformer_config
-from services.trainer.megatron.packing import packing_of
-from services.trainer.megatron.parallel import initialize
-from services.trainer.model.policy import MODEL, POLICY, architecture_facts, require_same_model
+from services.trainer.hugging_face.rank_model import RankModel
+from services.trainer.model.build import join_ranks
+from services.trainer.model.saved import POLICY, require_same_model
 
 _PRECISION = ("bf16", "fp16")
 
@@ -45,14 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def export_checkpoint(job: Job, checkpoint: Path, folder: Path) -> None:
     """Raises DataLoss for a checkpoint that is damaged or of another model, AlreadyExists for a folder in use."""
     job = job.model_copy(update={"megatron": {k: v for k, v in job.megatron.items() if k in _PRECISION}})
-    layout = initialize(job)
+    layout = join_ranks(job)
     architecture = read_architecture(job.model.hf_checkpoint)
     reader = opened(checkpoint, layout)
-    require_same_model(reader.scalars[MODEL], architecture_facts(architecture))
-    config = transformer_config(architecture, megatron(job), layout)
-    converter = Converter(
-        architecture, layout, build_stages(architecture, config, layout, packing_of(job, config, layout))
-    )
+    require_same_model(reader, architecture)
+    converter = RankModel.build(architecture, megatron(job), layout, job.train.packing).converter
     ModelState(POLICY, converter.shards(), None).restore_weights(reader)
     export(converter.hf_tensors(), converter.hf_tensor_specs(), job.model.hf_checkpoint, folder, layout)
 

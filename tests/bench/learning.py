@@ -82,12 +82,11 @@ def learn(algorithm: str, seed: int, checkpoint: Path, steps: int = STEPS) -> Ru
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from services.trainer.megatron.parallel import initialize
-    from services.trainer.model.policy import Policy
+    from services.trainer.model.build import join_ranks, policy_of
     from services.trainer.plan.batch import SampleFacts
 
     chosen = job(checkpoint, ALGORITHMS[algorithm], steps)
-    policy = Policy.build(chosen, initialize(chosen))
+    policy = policy_of(chosen, join_ranks(chosen))
     sampler = AutoModelForCausalLM.from_pretrained(checkpoint)
     generator = torch.Generator().manual_seed(seed)
     rewards = []

@@ -30,8 +30,8 @@ from headrace.trajectory import Sample, Status
 from services.trainer.hugging_face.convert import Converter
 from services.trainer.megatron.gpt.gpt import transformer_config
 from services.trainer.megatron.optimizer import Optimizer, wrap_for_data_parallel
-from services.trainer.megatron.parallel import Layout, initialize
-from services.trainer.model.policy import Policy
+from services.trainer.megatron.parallel import Layout
+from services.trainer.model.build import join_ranks, policy_of
 from services.trainer.plan.batch import SampleFacts
 from tests.support.models.tiny_model import make_tiny_tokenizer
 
@@ -87,7 +87,7 @@ def job(model: Path, **train: Any) -> Job:
 
 def policy_step(model: Path, layout: Layout, batch: Sequence[Sample], train: Mapping[str, Any]) -> Step:
     """Ours: from samples to updated weights."""
-    policy = Policy.build(job(model, **train), layout)
+    policy = policy_of(job(model, **train), layout)
     by_id = {sample.sample_id: sample for sample in batch}
     facts = [SampleFacts.of(sample.pack().envelope) for sample in batch]
     return lambda: policy.train(0, facts, lambda ids: [by_id[i] for i in ids])
@@ -208,7 +208,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model")
-        layout = initialize(job(model))
+        layout = join_ranks(job(model))
         for bench in (against_bare, long_tail, shared_prompts):
             bench(model, layout)
 

@@ -26,7 +26,8 @@ from services.trainer.control.sender import WeightSender
 from services.trainer.control.worker import Worker
 from services.trainer.data.fetch import Fetch
 from services.trainer.data.sample_log import TrainedSamples
-from services.trainer.megatron.parallel import Layout, initialize
+from services.trainer.megatron.parallel import Layout
+from services.trainer.model.build import join_ranks, policy_of
 from services.trainer.model.policy import Policy
 
 
@@ -52,7 +53,7 @@ async def meet(job: Job, compute: ThreadPoolExecutor) -> Met:
     """Joins the other ranks and watches over them from here on."""
     loop = asyncio.get_running_loop()
     log.info("joining")
-    layout = await loop.run_in_executor(compute, initialize, job)
+    layout = await loop.run_in_executor(compute, join_ranks, job)
     channel = await open_channel(layout.rank, layout.world_size, layout.device, compute)
     log.info("met", rank=layout.rank, world_size=layout.world_size)
     return Met(layout, channel)
@@ -61,10 +62,10 @@ async def meet(job: Job, compute: ThreadPoolExecutor) -> Met:
 def build(job: Job, run_dir: Path, fetch: Fetch, met: Met) -> Built:
     """In the compute thread of every rank at once: the policy, its latest checkpoint."""
     layout = met.layout
-    policy = Policy.build(job, layout)
+    policy = policy_of(job, layout)
     checkpoints = Checkpoints(job, run_dir, layout)
     log.info("restoring", folder=str(checkpoint_folder(job, run_dir)))
-    restored_step = checkpoints.restore_latest(policy)
+    restored_step = checkpoints.restore_latest(policy.saved)
     sender = sender_of(job, policy, layout, met.channel.is_aborted)
     gc.freeze()  # libraries and the model stay: a collection that looks at them costs a step 0.1 s
     log.info("built", restored_step=restored_step)

@@ -67,7 +67,7 @@ class Worker:
                 self._sender.drop()
             case Save(step, policy_version, epoch):
                 self._wait_for_samples()
-                self._checkpoints.save(self._policy, step=step, policy_version=policy_version, epoch=epoch)
+                self._checkpoints.save(self._policy.saved, step=step, policy_version=policy_version, epoch=epoch)
             case Export(path):
                 self._policy.export(Path(path))
             case Leave():

@@ -5,26 +5,25 @@ from __future__ import annotations
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from headrace.errors import ConfigError
-from headrace.job.schema.job import Job
 from services.trainer.megatron.gpt.layer_specs import has_transformer_engine
 from services.trainer.megatron.parallel import Layout
 from services.trainer.plan.rows import Packing
 
 
-def packing_of(job: Job, config: TransformerConfig, layout: Layout) -> Packing:
-    """The job's; unsaid, a group's prompt is trained once where that is exact and costs no faster attention.
+def choose_packing(asked: Packing | None, config: TransformerConfig, layout: Layout) -> Packing:
+    """Without one, a group's prompt is trained once where that is exact and costs no faster attention.
 
-    Raises ConfigError when the job shares prompts and the model's loss would not be the same.
+    Raises ConfigError when prompts are to be shared and the model's loss would not be the same.
     """
     obstacle = _counts_tokens(config)
-    if job.train.packing == "shared_prompts" and obstacle:
+    if asked == "shared_prompts" and obstacle:
         raise ConfigError(
             f"packing shared_prompts trains a prompt once for all its answers, and {obstacle} counts it as often as it "
             "is there: pass --packing packed",
             field="packing",
         )
-    if job.train.packing is not None:
-        return job.train.packing
+    if asked is not None:
+        return asked
     return "packed" if obstacle or has_transformer_engine(layout) else "shared_prompts"
 
 

@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 from headrace.errors import ConfigError
-from headrace.job.megatron.arguments import MegatronArgs, megatron
+from headrace.job.megatron.arguments import MegatronArgs
 from headrace.job.model.virtual_stages import virtual_stages
-from headrace.job.schema.job import Job
-from headrace.models.registry import read_architecture
+from headrace.models.architecture import Architecture
 from services.trainer.megatron import cpu_adapter, rendezvous
 from services.trainer.plan.context import Context
 
@@ -109,11 +108,10 @@ class Layout:
         )
 
 
-def initialize(job: Job) -> Layout:
+def initialize(args: MegatronArgs, architecture: Architecture, seed: int) -> Layout:
     """Joins the other ranks, or is alone. In the thread that will compute."""
     from megatron.core import parallel_state
 
-    args = megatron(job)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     has_cuda = torch.cuda.is_available()
     if has_cuda:
@@ -131,7 +129,7 @@ def initialize(job: Job) -> Layout:
             f"{args.context_parallel_size}: use a multiple of {model_parallel}"
         )
     _require_room_for_experts(args, world_size)
-    vpp_size = virtual_stages(read_architecture(job.model.hf_checkpoint), args)
+    vpp_size = virtual_stages(architecture, args)
     rendezvous.join(rank, world_size, "nccl" if has_cuda else "gloo", _COLLECTIVE_TIMEOUT)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
@@ -141,7 +139,7 @@ def initialize(job: Job) -> Layout:
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
     )
     device = torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
-    _seed(job.run.seed + _SEEDS_PER_STAGE * parallel_state.get_pipeline_model_parallel_rank(), device)
+    _seed(seed + _SEEDS_PER_STAGE * parallel_state.get_pipeline_model_parallel_rank(), device)
     context, data_group = _contexts(args, parallel_state.get_data_parallel_group(), world_size, device)
     return Layout(
         rank=rank,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from headrace.job.schema.job import Job
+from headrace.job.schema.training import TrainSection
 
 MISMATCH = (
     "mismatch/training_log_ppl",
@@ -70,15 +70,15 @@ DEVIATIONS = {"ratio/std": ("ratio", "ratio_squared"), "tis_weight/std": ("tis_w
 """Standard deviations over the trained tokens, likewise."""
 
 
-def reported(job: Job) -> frozenset[str]:
+def reported(config: TrainSection, *, has_custom_tis: bool) -> frozenset[str]:
     """The names of a job's statistics. A user's function in the place of TIS reports what it likes, itself."""
-    match job.train.loss_type:
+    match config.loss_type:
         case "sft_loss":
             return frozenset({"entropy"})
         case "custom_loss":
             return frozenset({"entropy", "log_prob_diff/mean"})
-    weighs = job.train.use_tis and job.hooks.custom_tis_function_path is None
-    absent = {"tis_weight": not weighs, "opsm": not job.train.use_opsm, "rs": not job.train.use_rs}
+    weighs = config.use_tis and not has_custom_tis
+    absent = {"tis_weight": not weighs, "opsm": not config.use_opsm, "rs": not config.use_rs}
     names = {*MEANS, *DEVIATIONS, *MAXIMA, *MISMATCH}
     return frozenset(name for name in names if not absent.get(name.partition("/")[0], False))
 

@@ -10,22 +10,17 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from headrace.job.megatron.arguments import megatron
-from headrace.job.schema.job import Job
-from headrace.models.registry import read_architecture
+from headrace.job.megatron.arguments import MegatronArgs
 from headrace.models.rows import Replicated
 from services.trainer.checkpoint.model_state import ModelState
-from services.trainer.hugging_face.convert import Converter
 from services.trainer.hugging_face.model_shard import ModelShard
+from services.trainer.hugging_face.rank_model import RankModel
 from services.trainer.hugging_face.weights import weights_of
-from services.trainer.megatron.gpt.gpt import build_stages, transformer_config
 from services.trainer.megatron.optimizer import Optimizer, wrap_for_data_parallel
-from services.trainer.megatron.packing import packing_of
 from services.trainer.megatron.parallel import Layout
 from services.trainer.metrics.stopwatch import Stopwatch
 from services.trainer.model.head import placed
@@ -33,6 +28,7 @@ from services.trainer.model.runner import Runner
 from services.trainer.rl.algorithms.reduction import weighted_sum
 from services.trainer.rl.algorithms.value_loss import value_loss
 from services.trainer.rl.inputs import MicroInputs, StepInputs
+from services.trainer.rl.known import Known, at, needed
 from services.trainer.rl.terms import masked_sum
 
 
@@ -56,48 +52,40 @@ class ValueHead(torch.nn.Module):
 
 
 class Critic:
-    """One rank's share of it."""
+    """One rank's share of the critic. `model` has its first weights, and gets a head for values here."""
 
-    def __init__(self, job: Job, layout: Layout, stopwatch: Stopwatch) -> None:
-        args = megatron(job).model_copy(
-            update={
-                "lr": job.critic.critic_lr,
-                "lr_warmup_iters": job.critic.critic_lr_warmup_iters,
-                "lr_warmup_fraction": None,
-            }
-        )
-        architecture = read_architecture(job.model.hf_checkpoint)
-        config = transformer_config(architecture, args, layout)
-        packing = packing_of(job, config, layout)
-        stages = build_stages(architecture, config, layout, packing)
-        converter = Converter(architecture, layout, stages)
-        converter.load(job.critic.critic_load or job.model.hf_checkpoint)
+    def __init__(
+        self,
+        model: RankModel,
+        args: MegatronArgs,
+        layout: Layout,
+        stopwatch: Stopwatch,
+        *,
+        value_clip: float,
+        num_optimizer_steps: int,
+    ) -> None:
         if layout.is_last_stage:
-            stages[-1].output_layer = ValueHead(config).to(layout.device)
-        for stage in stages:
+            model.stages[-1].output_layer = ValueHead(model.config).to(layout.device)
+        for stage in model.stages:
             stage.share_embeddings_and_output_weights = False
         self._layout = layout
-        self._value_clip = job.critic.value_clip
-        self._chunks = wrap_for_data_parallel(config, args, stages)
-        steps_per_rollout = job.train.num_steps_per_rollout or 1
-        self._optimizer = Optimizer(args, self._chunks, job.rollout.num_rollout * steps_per_rollout)
-        self.state = ModelState("critic", _shards(converter, stages, layout), self._optimizer)
-        self._runner = Runner(config, self._chunks, layout, packing, stopwatch, part="critic_forward")
+        self._value_clip = value_clip
+        self._chunks = wrap_for_data_parallel(model.config, args, model.stages)
+        self._optimizer = Optimizer(args, self._chunks, num_optimizer_steps)
+        self.state = ModelState("critic", _shards(model, layout), self._optimizer)
+        self._runner = Runner(model.config, self._chunks, layout, model.packing, stopwatch, part="critic_forward")
 
     def values(self, inputs: StepInputs) -> list[Tensor] | None:
         """[B, S] for each micro-batch; None except on last-stage ranks."""
         return self._runner.infer(inputs, self._at_responses)
 
-    def train(
-        self, inputs: StepInputs, old_values: Sequence[Tensor] | None, *, updates: bool = True
-    ) -> dict[str, float]:
+    def train(self, inputs: StepInputs, old_values: Known, *, updates: bool = True) -> dict[str, float]:
         """One optimizer step towards the returns; metrics are equal on all ranks."""
 
         def loss(number: int, output: Tensor) -> tuple[Tensor, Tensor]:
-            assert old_values is not None  # this is the last stage
-            micro = inputs[number]
+            micro, old = inputs[number], needed(at(old_values, number))
             values = self._at_responses(micro, output)
-            per_token, clipped = value_loss(values, old_values[number], micro.returns, self._value_clip)
+            per_token, clipped = value_loss(values, old, micro.returns, self._value_clip)
             found = weighted_sum(per_token, micro.weights)
             return found, _sums(micro, values, clipped, found)
 
@@ -140,9 +128,9 @@ def _sums(micro: MicroInputs, values: Tensor, clipped: Tensor, loss: Tensor) -> 
     return torch.stack([part.detach().double() for part in parts])
 
 
-def _shards(converter: Converter, stages: Sequence[GPTModel], layout: Layout) -> list[ModelShard]:
+def _shards(model: RankModel, layout: Layout) -> list[ModelShard]:
     """The policy's, less its output layer, and the head: one copy on every rank of the last stage."""
-    living = {id(parameter) for parameter in weights_of(stages).values()}
+    living = {id(parameter) for parameter in weights_of(model.stages).values()}
     head = [
         ModelShard(
             key=name,
@@ -154,7 +142,7 @@ def _shards(converter: Converter, stages: Sequence[GPTModel], layout: Layout) ->
             num_replicas=layout.dp_size * layout.tp_size,
             speaks=layout.tp_rank == 0,
         )
-        for name, parameter in stages[-1].named_parameters()
+        for name, parameter in model.stages[-1].named_parameters()
         if name.startswith("output_layer.")
     ]
-    return [shard for shard in converter.shards() if id(shard.parameter) in living] + head
+    return [shard for shard in model.converter.shards() if id(shard.parameter) in living] + head

@@ -17,10 +17,10 @@ from headrace.job.schema.old_log_probs import trains_on_old_log_probs
 from headrace.job.schema.training import TrainSection
 from services.trainer.megatron.gpt.routing_replay import Routing
 from services.trainer.megatron.parallel import Layout
-from services.trainer.model.known import Known
 from services.trainer.model.old_policies import OldPolicies
 from services.trainer.model.pipeline import Pipeline
 from services.trainer.rl.inputs import MicroInputs, StepInputs
+from services.trainer.rl.known import Known
 
 
 class OldLogProbs:
@@ -42,9 +42,9 @@ class OldLogProbs:
         nothing: list[Known] = [None] * len(steps)
         if self._policies is not None:
             self._policies.remember(step)
-            versions = self._versions(step, [micro for inputs in steps for micro in inputs])
+            versions = self._versions(self._policies, step, [micro for inputs in steps for micro in inputs])
             if versions != [step]:
-                olds = self._by_version(step, steps, versions)
+                olds = self._by_version(self._policies, step, steps, versions)
                 return olds, olds
         trains_on_them = self._trains_on_them and len(steps) > 1
         if for_advantages:
@@ -57,26 +57,27 @@ class OldLogProbs:
     def _log_probs(self, inputs: StepInputs) -> list[Tensor] | None:
         return self._pipeline.log_probs(inputs, routing=self._routing)
 
-    def _versions(self, step: int, micros: Iterable[MicroInputs]) -> list[int]:
-        """That samples of any rank are from: all ranks swap alike, for passes are collective."""
-        assert self._policies is not None
-        kept = self._policies.versions
-        mine = {version for micro in micros for version in self._of(step, micro)[: len(micro.samples)]}
+    def _versions(self, policies: OldPolicies, step: int, micros: Iterable[MicroInputs]) -> list[int]:
+        """The versions that samples of any rank are from: all ranks swap alike, for passes are collective."""
+        kept = policies.versions
+        mine = {version for micro in micros for version in _of(policies, step, micro)[: len(micro.samples)]}
         found = torch.tensor([version in mine for version in kept], dtype=torch.int64, device=self._layout.device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return [version for version, is_there in zip(kept, found.tolist(), strict=True) if is_there]
 
-    def _of(self, step: int, micro: MicroInputs) -> list[int]:
-        assert self._policies is not None
-        return [self._policies.nearest(step - int(lag)) for lag in micro.lags[:, 0].tolist()]
-
-    def _by_version(self, step: int, steps: Sequence[StepInputs], versions: Sequence[int]) -> list[Known]:
-        assert self._policies is not None
+    def _by_version(
+        self, policies: OldPolicies, step: int, steps: Sequence[StepInputs], versions: Sequence[int]
+    ) -> list[Known]:
         found = [[torch.zeros_like(micro.mask) for micro in inputs] for inputs in steps]
         for version in versions:
-            with self._policies.in_place(version):
+            with policies.in_place(version):
                 for inputs, olds in zip(steps, found, strict=True):
                     for number, log_probs in enumerate(self._log_probs(inputs) or []):
-                        is_from = torch.tensor([each == version for each in self._of(step, inputs[number])])
+                        is_from = torch.tensor([each == version for each in _of(policies, step, inputs[number])])
                         olds[number] = torch.where(is_from[:, None].to(log_probs.device), log_probs, olds[number])
         return list(found) if self._layout.is_last_stage else [None] * len(steps)
+
+
+def _of(policies: OldPolicies, step: int, micro: MicroInputs) -> list[int]:
+    """The kept version that each sample is from."""
+    return [policies.nearest(step - int(lag)) for lag in micro.lags[:, 0].tolist()]

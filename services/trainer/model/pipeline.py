@@ -17,11 +17,11 @@ from services.trainer.metrics.named_sums import summed_by_name
 from services.trainer.metrics.stopwatch import Stopwatch
 from services.trainer.metrics.token_statistics import MAXIMA, SUMS, statistics
 from services.trainer.model.head import TokenHead
-from services.trainer.model.known import Known, at
 from services.trainer.model.runner import Runner
 from services.trainer.plan.batching import collate, empty_micro_batch
 from services.trainer.plan.rows import Packing
 from services.trainer.rl.inputs import MicroInputs, StepInputs, inference_inputs
+from services.trainer.rl.known import Known, at
 from services.trainer.rl.objective import Objective
 from services.trainer.rl.terms import Outcome, Terms
 

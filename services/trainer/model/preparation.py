@@ -11,15 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headrace.errors import InvalidArgument
-from headrace.job.schema.job import Job
+from headrace.job.schema.training import TrainSection
 from headrace.sample_checks import TEACHER_LOG_PROBS
 from headrace.trajectory import Sample
 from services.trainer.megatron.parallel import Layout
 from services.trainer.metrics.teacher_distance import TeacherDistance
 from services.trainer.model.critic import Critic
-from services.trainer.model.known import Known, at
 from services.trainer.model.old_log_probs import OldLogProbs
-from services.trainer.model.old_policies import OldPolicies
 from services.trainer.model.pipeline import Pipeline
 from services.trainer.model.reference import ReferencePolicy
 from services.trainer.rl.advantages import Advantages, Evidence
@@ -27,6 +25,7 @@ from services.trainer.rl.algorithms.mis import mean_weight_sums
 from services.trainer.rl.corrections import weights_of
 from services.trainer.rl.hooks import RolloutDataHook
 from services.trainer.rl.inputs import MicroInputs, StepInputs
+from services.trainer.rl.known import Known, at, needed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,40 +39,46 @@ class PreparedStep:
 
 
 class Preparation:
-    """Asks the frozen policies and the critic, once for all optimizer steps of a rollout step."""
+    """Asks the frozen policies and the critic, once for all optimizer steps of a rollout step.
+
+    `distills`: there is a teacher, held by these ranks (`teacher`) or asked while the samples were made.
+    """
 
     def __init__(
         self,
-        job: Job,
+        config: TrainSection,
         layout: Layout,
         pipeline: Pipeline,
+        old: OldLogProbs,
+        advantages: Advantages,
+        *,
         reference: ReferencePolicy | None,
         teacher: ReferencePolicy | None,
         critic: Critic | None,
-        old_policies: OldPolicies | None,
+        data_hook: RolloutDataHook | None,
+        distills: bool,
     ) -> None:
-        self._job = job
+        self._config = config
         self._layout = layout
         self._pipeline = pipeline
-        self._old = OldLogProbs(job.train, layout, pipeline, old_policies)
+        self._old = old
         self._reference = reference
         self._teacher = teacher
         self._critic = critic
-        self._advantages = Advantages(job, layout.data_group)
-        self._distance = TeacherDistance(layout.device) if job.distillation.use_opd else None
-        path = job.hooks.rollout_data_postprocess_path
-        self._data_hook = RolloutDataHook(job, path) if path else None
+        self._advantages = advantages
+        self._distance = TeacherDistance(layout.device) if distills else None
+        self._data_hook = data_hook
 
     def __call__(self, step: int, steps: Sequence[StepInputs]) -> list[PreparedStep]:
         """Collective over all ranks."""
         self._update_reference(step)
-        by_advantages = self._advantages.needs_log_probs and not self._job.train.use_rollout_logprobs
-        normalizes = self._job.train.tis_batch_normalize
+        by_advantages = self._advantages.needs_log_probs and not self._config.use_rollout_logprobs
+        normalizes = self._config.tis_batch_normalize
         olds, kept = self._old(step, steps, for_advantages=by_advantages or normalizes)
         references, teachers = (self._under(policy, steps) for policy in (self._reference, self._teacher))
         values: list[Known] = [self._critic.values(inputs) if self._critic else None for inputs in steps]
         filled = list(steps)
-        if self._layout.is_last_stage and self._job.train.loss_type != "sft_loss":
+        if self._layout.is_last_stage and self._config.loss_type != "sft_loss":
             filled = self._with_advantages(step, steps, olds, references, teachers, values)
             if normalizes:
                 filled = [self._normalized(inputs, old) for inputs, old in zip(filled, olds, strict=True)]
@@ -85,7 +90,7 @@ class Preparation:
         return {} if self._distance is None else self._distance.read()
 
     def _update_reference(self, step: int) -> None:
-        interval = self._job.train.ref_update_interval
+        interval = self._config.ref_update_interval
         if self._reference is not None and interval is not None and step and step % interval == 0:
             self._reference.update()
 
@@ -107,7 +112,7 @@ class Preparation:
         evidence = [
             Evidence(
                 micro,
-                log_probs=micro.rollout_log_probs if self._job.train.use_rollout_logprobs else at(old, number),
+                log_probs=micro.rollout_log_probs if self._config.use_rollout_logprobs else at(old, number),
                 reference_log_probs=at(reference, number),
                 teacher_log_probs=self._teacher_log_probs(micro, at(teacher, number)),
                 values=at(value, number),
@@ -124,12 +129,10 @@ class Preparation:
 
     def _normalized(self, inputs: StepInputs, old: Known) -> StepInputs:
         """With the mean of the importance weights of this optimizer step over all data-parallel ranks."""
-        config = self._job.train
+        config = self._config
         sums = torch.zeros(2, dtype=torch.float64, device=self._layout.device)
         for number, micro in enumerate(inputs):
-            trainer = at(old, number)
-            assert trainer is not None
-            found = weights_of(config, micro, trainer)
+            found = weights_of(config, micro, needed(at(old, number)))
             sums += mean_weight_sums(found, micro.mask, config.tis_level, config.tis_mode)
         dist.all_reduce(sums, group=self._layout.data_group)
         total, count = sums.tolist()
@@ -141,13 +144,11 @@ class Preparation:
         if self._distance is None or not self._layout.speaks:
             return
         for one in evidence:
-            assert one.log_probs is not None
-            assert one.teacher_log_probs is not None
-            self._distance.add(one.log_probs, one.teacher_log_probs, one.micro.mask)
+            self._distance.add(needed(one.log_probs), needed(one.teacher_log_probs), one.micro.mask)
 
     def _teacher_log_probs(self, micro: MicroInputs, held: Tensor | None) -> Tensor | None:
         """Held by these ranks, or travelled with the samples."""
-        if held is not None or not self._job.distillation.use_opd:
+        if held is not None or self._distance is None:
             return held
         return micro.put([teacher_log_probs(sample) for sample in micro.samples])
 

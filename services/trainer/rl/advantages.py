@@ -14,16 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headrace.errors import InvalidArgument
-from headrace.hooks import hook_args
-from headrace.job.schema.job import Job
+from headrace.job.schema.training import TrainSection
 from services.trainer.rl.algorithms.distillation import distilled_advantages
 from services.trainer.rl.algorithms.gae import gae
 from services.trainer.rl.algorithms.kl import kl_estimate
 from services.trainer.rl.algorithms.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
 from services.trainer.rl.algorithms.token_rewards import token_rewards
 from services.trainer.rl.algorithms.whitening import whiten
-from services.trainer.rl.hooks import RolloutData, load_advantage_hook, put_back
+from services.trainer.rl.hooks import AdvantageHook, RolloutData, put_back
 from services.trainer.rl.inputs import MicroInputs
+from services.trainer.rl.known import needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +54,31 @@ Estimate = Callable[[Trace], tuple[Tensor, Tensor]]
 
 
 class Advantages:
-    """The job's estimator. `group`: the data-parallel ranks that whiten together."""
+    """The job's estimator. `group`: the data-parallel ranks that whiten together.
 
-    def __init__(self, job: Job, group: dist.ProcessGroup | None) -> None:
-        self._job = job
+    `distillation`: the weight of the reverse KL to a teacher, None without one.
+    """
+
+    def __init__(
+        self,
+        config: TrainSection,
+        group: dist.ProcessGroup | None,
+        *,
+        hook: AdvantageHook | None = None,
+        distillation: float | None = None,
+    ) -> None:
+        self._config = config
         self._group = group
-        self._estimate = _estimator(job)
-        path = job.hooks.custom_advantage_function_path
-        self._hook = load_advantage_hook(path) if path else None
-        self._args = hook_args(job)
+        self._estimate = _estimator(config)
+        self._hook = hook
+        self._distillation = distillation
 
     @property
     def needs_log_probs(self) -> bool:
         """True when advantages depend on the policy's own log-probs."""
-        job = self._job
-        if job.train.loss_type == "sft_loss":
+        if self._config.loss_type == "sft_loss":
             return False
-        return job.train.kl_coef > 0 or job.distillation.use_opd or self._hook is not None
+        return self._config.kl_coef > 0 or self._distillation is not None or self._hook is not None
 
     def __call__(self, batch: Sequence[Evidence]) -> list[MicroInputs]:
         """The micro-batches with advantages and returns filled in."""
@@ -80,10 +88,10 @@ class Advantages:
             estimates = [self._estimate(trace) for trace in traces]
             advantages, returns = [a for a, _ in estimates], [r for _, r in estimates]
         else:
-            advantages, returns = self._by_hook(batch, traces)
-        if self._job.distillation.use_opd:
-            advantages = [self._distilled(a, trace) for a, trace in zip(advantages, traces, strict=True)]
-        if self._job.train.normalize_advantages:
+            advantages, returns = _by_hook(self._hook, batch, traces)
+        if self._distillation is not None:
+            advantages = [_distilled(a, t, self._distillation) for a, t in zip(advantages, traces, strict=True)]
+        if self._config.normalize_advantages:
             advantages = whiten(advantages, masks, self._group)
         return put_back([evidence.micro for evidence in batch], advantages, returns)
 
@@ -94,38 +102,33 @@ class Advantages:
             return [None] * len(micro.samples) if values is None else micro.cut(values)
 
         kl = None
-        if self._job.train.kl_coef > 0:
-            assert evidence.log_probs is not None
-            assert evidence.reference_log_probs is not None
-            kl = kl_estimate(evidence.log_probs, evidence.reference_log_probs, self._job.train.kl_reward_type)
+        if self._config.kl_coef > 0:
+            own, reference = needed(evidence.log_probs), needed(evidence.reference_log_probs)
+            kl = kl_estimate(own, reference, self._config.kl_reward_type)
         columns = (evidence.log_probs, kl, evidence.teacher_log_probs, evidence.values)
         parts = zip(micro.rewards, micro.cut(micro.mask), *map(cut, columns), strict=True)
         return [Trace(*part) for part in parts]
 
-    def _distilled(self, advantages: Tensor, trace: Trace) -> Tensor:
-        assert trace.log_probs is not None
-        assert trace.teacher_log_probs is not None
-        found = distilled_advantages(
-            advantages, trace.log_probs, trace.teacher_log_probs, self._job.distillation.opd_kl_coef
-        )
-        return torch.where(trace.mask > 0, found, 0.0)
 
-    def _by_hook(self, batch: Sequence[Evidence], traces: Sequence[Trace]) -> tuple[list[Tensor], list[Tensor]]:
-        assert self._hook is not None
-        micros = [e.micro for e in batch]
-        data = RolloutData.of(micros)
-        data["kl"] = [t.kl.clone() if t.kl is not None else torch.zeros_like(t.mask) for t in traces]
-        for name in ("log_probs", "teacher_log_probs", "values"):
-            found = [getattr(trace, name) for trace in traces]
-            data[name] = [f.clone() for f in found if f is not None] if all(f is not None for f in found) else None
-        self._hook(self._args, data)
-        advantages, returns = data.per_token("advantages", micros), data.per_token("returns", micros)
-        return advantages, returns
+def _distilled(advantages: Tensor, trace: Trace, weight: float) -> Tensor:
+    found = distilled_advantages(advantages, needed(trace.log_probs), needed(trace.teacher_log_probs), weight)
+    return torch.where(trace.mask > 0, found, 0.0)
 
 
-def _estimator(job: Job) -> Estimate:
-    train = job.train
+def _by_hook(
+    hook: AdvantageHook, batch: Sequence[Evidence], traces: Sequence[Trace]
+) -> tuple[list[Tensor], list[Tensor]]:
+    micros = [e.micro for e in batch]
+    data = RolloutData.of(micros)
+    data["kl"] = [t.kl.clone() if t.kl is not None else torch.zeros_like(t.mask) for t in traces]
+    for name in ("log_probs", "teacher_log_probs", "values"):
+        found = [getattr(trace, name) for trace in traces]
+        data[name] = [f.clone() for f in found if f is not None] if all(f is not None for f in found) else None
+    hook(data)
+    return data.per_token("advantages", micros), data.per_token("returns", micros)
 
+
+def _estimator(config: TrainSection) -> Estimate:
     def same_for_all_tokens(trace: Trace) -> tuple[Tensor, Tensor]:
         advantages = torch.where(trace.mask > 0, trace.reward, 0.0)
         return advantages, advantages
@@ -133,19 +136,19 @@ def _estimator(job: Job) -> Estimate:
     def ppo(trace: Trace) -> tuple[Tensor, Tensor]:
         if trace.values is None:
             raise InvalidArgument("ppo needs values: it has no critic here")
-        rewards = token_rewards(trace.reward, trace.mask, trace.kl, train.kl_coef)
-        return gae(rewards, trace.values, trace.mask, gamma=train.gamma, lambd=train.lambd)
+        rewards = token_rewards(trace.reward, trace.mask, trace.kl, config.kl_coef)
+        return gae(rewards, trace.values, trace.mask, gamma=config.gamma, lambd=config.lambd)
 
     def discounted(trace: Trace) -> tuple[Tensor, Tensor]:
-        rewards = token_rewards(trace.reward, trace.mask, trace.kl, train.kl_coef)
-        returns = reinforce_plus_plus(rewards, trace.mask, gamma=train.gamma)
+        rewards = token_rewards(trace.reward, trace.mask, trace.kl, config.kl_coef)
+        returns = reinforce_plus_plus(rewards, trace.mask, gamma=config.gamma)
         return returns, returns
 
     def against_baseline(trace: Trace) -> tuple[Tensor, Tensor]:
-        found = reinforce_plus_plus_baseline(trace.reward, trace.mask, trace.kl, train.kl_coef)
+        found = reinforce_plus_plus_baseline(trace.reward, trace.mask, trace.kl, config.kl_coef)
         return found, found
 
-    match train.advantage_estimator:
+    match config.advantage_estimator:
         case "ppo":
             return ppo
         case "reinforce_plus_plus":

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from headrace.errors import InvalidArgument
-from headrace.hooks import hook_args
+from headrace.hooks import HookArgs
 from headrace.hooks.trainer import trainer_hook
-from headrace.job.schema.job import Job
 from headrace.job.schema.training import TrainSection
 from services.trainer.rl.algorithms.mis import ImportanceWeights, importance_ratio, mis_weights, not_vetoed, within
 from services.trainer.rl.algorithms.opsm import opsm_mask
@@ -38,16 +37,15 @@ Correction = Callable[[Terms, Tensor, Tensor], Corrected]
 """Takes the terms, the old policy's log-probs and the loss per token."""
 
 
-def choose_corrections(job: Job) -> list[Correction]:
-    """Those of the job, in the order in which they apply."""
+def choose_corrections(config: TrainSection, user_weights: Correction | None) -> list[Correction]:
+    """The corrections of a job in the order in which they apply; `user_weights` stand in the place of TIS."""
     found: list[Correction] = []
-    if job.train.use_opsm:
-        found.append(_opsm(job.train.opsm_delta))
-    if job.train.use_tis:
-        path = job.hooks.custom_tis_function_path
-        found.append(_weighted(job.train) if path is None else _custom(path, job))
-    if job.train.use_rs:
-        found.append(_rejected(job.train))
+    if config.use_opsm:
+        found.append(_opsm(config.opsm_delta))
+    if config.use_tis:
+        found.append(user_weights or _weighted(config))
+    if config.use_rs:
+        found.append(_rejected(config))
     return found
 
 
@@ -97,8 +95,9 @@ def _rejected(config: TrainSection) -> Correction:
     return correct
 
 
-def _custom(path: str, job: Job) -> Correction:
-    hook, args = trainer_hook(path, "tis").target, hook_args(job)
+def custom_correction(path: str, args: HookArgs) -> Correction:
+    """A user's `f(args, *, pg_loss, train_log_probs, ...) -> (pg_loss, loss_masks, metrics)`."""
+    hook = trainer_hook(path, "tis").target
 
     def correct(terms: Terms, old: Tensor, loss: Tensor) -> Corrected:
         micro = terms.micro

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from headrace.errors import InvalidArgument
-from headrace.hooks import hook_args
+from headrace.hooks import HookArgs
 from headrace.hooks.trainer import trainer_hook
-from headrace.job.schema.job import Job
-from headrace.job.schema.training import TrainSection
 from services.trainer.rl.algorithms.reduction import weighted_sum
 from services.trainer.rl.hooks import of_samples
 from services.trainer.rl.inputs import MicroInputs
@@ -26,12 +24,10 @@ class CustomLoss:
     Beyond slime's keys the batch has `current_log_probs` and `entropy`, computed from the logits, with their gradients.
     """
 
-    def __init__(self, job: Job) -> None:
-        path = job.hooks.custom_loss_function_path
-        assert path is not None  # the rules saw to it
+    def __init__(self, path: str, args: HookArgs) -> None:
         self._path = path
         self._hook = trainer_hook(path, "loss").target
-        self._args = hook_args(job)
+        self._args = args
 
     def __call__(self, terms: Terms) -> tuple[Tensor, dict[str, Tensor]]:
         """A share of the step's loss, and of each number of the log, as scalars."""
@@ -98,10 +94,10 @@ def _version(tensor: Tensor | None) -> int:
 class PolicyReducer:
     """`f(total_lengths, response_lengths, loss_masks, per_token) -> reducer` for the policy's part of the loss."""
 
-    def __init__(self, path: str, config: TrainSection) -> None:
+    def __init__(self, path: str, *, per_token: bool) -> None:
         self._path = path
         self._hook = trainer_hook(path, "reducer").target
-        self._per_token = config.calculate_per_token_loss
+        self._per_token = per_token
 
     def of(self, micro: MicroInputs) -> Callable[[Tensor, Tensor], Tensor]:
         """In the place of `weighted_sum`, for this micro-batch."""

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from headrace.errors import InvalidArgument
-from headrace.hooks import HookArgs, hook_args
+from headrace.hooks import HookArgs
 from headrace.hooks.trainer import trainer_hook
-from headrace.job.schema.job import Job
 from headrace.trajectory import Sample, Status
 from services.trainer.rl.inputs import MicroInputs
 
-AdvantageHook = Callable[[HookArgs, dict[str, Any]], None]
+AdvantageHook = Callable[["RolloutData"], None]
 
 
 class RolloutData(dict[str, Any]):
@@ -69,9 +69,9 @@ def of_samples(samples: Sequence[Sample]) -> dict[str, Any]:
 class RolloutDataHook:
     """`f(args, rollout_id, rollout_data)`: sees a rollout step's data, and may change advantages and returns."""
 
-    def __init__(self, job: Job, path: str) -> None:
+    def __init__(self, path: str, args: HookArgs) -> None:
         self._hook = trainer_hook(path, "rollout_data").target
-        self._args = hook_args(job)
+        self._args = args
 
     def __call__(self, step: int, micros: Sequence[MicroInputs]) -> list[MicroInputs]:
         """The micro-batches with what the hook left."""
@@ -87,9 +87,9 @@ class BeforeTrainStep:
     `model` is a list of this rank's Megatron modules, `optimizer` and the scheduler are Megatron's.
     """
 
-    def __init__(self, job: Job, path: str) -> None:
+    def __init__(self, path: str, args: HookArgs) -> None:
         self._hook = trainer_hook(path, "before_train_step").target
-        self._args = hook_args(job)
+        self._args = args
 
     def __call__(self, step: int, step_id: int, model: Any, optimizer: Any, schedule: Any) -> None:
         """On every rank."""
@@ -108,9 +108,9 @@ def put_back(
     return found
 
 
-def load_advantage_hook(path: str) -> AdvantageHook:
-    """f(args, rollout_data)."""
-    return trainer_hook(path, "advantage").target
+def load_advantage_hook(path: str, args: HookArgs) -> AdvantageHook:
+    """A user's `f(args, rollout_data)`, which sets `advantages` and `returns`."""
+    return partial(trainer_hook(path, "advantage").target, args)
 
 
 def _cut(micros: Sequence[MicroInputs], name: str) -> list[Tensor]:

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from headrace.job.schema.job import Job
+from headrace.job.schema.training import TrainSection
 from services.trainer.metrics.token_statistics import MAXIMA, SUMS, reported
 from services.trainer.rl.algorithms.kl import kl_estimate, unbiased_kl_estimate
 from services.trainer.rl.algorithms.mismatch import mismatch
 from services.trainer.rl.algorithms.precision import bounded
 from services.trainer.rl.algorithms.reduction import weighted_sum
 from services.trainer.rl.algorithms.sft import sft_loss
-from services.trainer.rl.corrections import choose_corrections
+from services.trainer.rl.corrections import Correction, choose_corrections
 from services.trainer.rl.custom_loss import CustomLoss, PolicyReducer
 from services.trainer.rl.policy_losses import choose_policy_loss
 from services.trainer.rl.terms import Disagreement, Outcome, Terms, masked_max, masked_sum
@@ -23,25 +23,30 @@ from services.trainer.rl.terms import Disagreement, Outcome, Terms, masked_max, 
 class Objective:
     """The job's loss."""
 
-    def __init__(self, job: Job) -> None:
-        self._config = job.train
-        self._policy_loss = choose_policy_loss(job.train)
-        self._corrections = choose_corrections(job)
-        self._custom_loss = CustomLoss(job) if job.train.loss_type == "custom_loss" else None
-        path = job.hooks.custom_pg_loss_reducer_function_path
-        self._reducer = PolicyReducer(path, job.train) if path else None
-        self.reported = reported(job)
-        self.has_hooks = self._custom_loss is not None or job.hooks.custom_tis_function_path is not None
-        self.needs_logits = job.train.loss_type == "custom_loss"
+    def __init__(
+        self,
+        config: TrainSection,
+        *,
+        custom_loss: CustomLoss | None = None,
+        custom_correction: Correction | None = None,
+        reducer: PolicyReducer | None = None,
+    ) -> None:
+        self._config = config
+        self._policy_loss = choose_policy_loss(config)
+        self._corrections = choose_corrections(config, custom_correction)
+        self._custom_loss = custom_loss
+        self._reducer = reducer
+        self.reported = reported(config, has_custom_tis=custom_correction is not None)
+        self.has_hooks = custom_loss is not None or custom_correction is not None
+        self.needs_logits = custom_loss is not None
 
     @property
     def losses(self) -> frozenset[str]:
         """The parts that this loss has."""
-        match self._config.loss_type:
-            case "sft_loss":
-                return frozenset({"loss/sft"})
-            case "custom_loss":
-                return frozenset({"loss/custom"})
+        if self._custom_loss is not None:
+            return frozenset({"loss/custom"})
+        if self._config.loss_type == "sft_loss":
+            return frozenset({"loss/sft"})
         parts = {"loss/policy"}
         if self.has_kl:
             parts.add("loss/kl")
@@ -55,16 +60,13 @@ class Objective:
         return self._config.use_kl_loss and self._config.kl_loss_coef > 0 and self._config.loss_type == "policy_loss"
 
     def __call__(self, terms: Terms) -> Outcome:
-        match self._config.loss_type:
-            case "sft_loss":
-                loss = weighted_sum(sft_loss(terms.log_probs), terms.micro.weights)
-                return _outcome(terms, loss, {"loss/sft": loss})
-            case "custom_loss":
-                assert self._custom_loss is not None
-                loss, log = self._custom_loss(terms)
-                return _outcome(terms, loss, {"loss/custom": loss}, hooks=log)
-            case "policy_loss":
-                return self._policy(terms)
+        if self._custom_loss is not None:
+            loss, log = self._custom_loss(terms)
+            return _outcome(terms, loss, {"loss/custom": loss}, hooks=log)
+        if self._config.loss_type == "sft_loss":
+            loss = weighted_sum(sft_loss(terms.log_probs), terms.micro.weights)
+            return _outcome(terms, loss, {"loss/sft": loss})
+        return self._policy(terms)
 
     def _policy(self, terms: Terms) -> Outcome:
         config, micro = self._config, terms.micro

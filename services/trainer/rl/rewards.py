@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from headrace.errors import InvalidArgument
-from headrace.hooks import hook_args, to_hook
+from headrace.hooks import HookArgs, to_hook
 from headrace.hooks.trainer import trainer_hook
-from headrace.job.schema.job import Job
 from headrace.job.schema.training import TrainSection
 from headrace.trajectory import Sample, Status
 from services.trainer.megatron.parallel import Layout
@@ -42,10 +41,10 @@ class RewardPostProcess:
     It sees all samples of the rollout batch that did not fail, in order. Rank 0 runs it and tells the others.
     """
 
-    def __init__(self, job: Job, path: str, layout: Layout) -> None:
+    def __init__(self, path: str, args: HookArgs, layout: Layout) -> None:
         self._path = path
         self._hook = trainer_hook(path, "reward_post_process").target
-        self._args = hook_args(job)
+        self._args = args
         self._layout = layout
 
     def __call__(

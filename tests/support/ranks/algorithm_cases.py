@@ -90,13 +90,12 @@ def run_case(case: AlgorithmCase) -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from services.trainer.megatron.parallel import initialize
-    from services.trainer.model.policy import Policy
+    from services.trainer.model.build import join_ranks, policy_of
 
     case.out.mkdir(parents=True, exist_ok=True)
     try:
-        layout = initialize(case.job())
-        policy = Policy.build(case.job(), layout)
+        layout = join_ranks(case.job())
+        policy = policy_of(case.job(), layout)
         metrics = [_train(policy, step) for step in (0, 1)]
         if layout.rank == 0:
             (case.out / "metrics.json").write_text(json.dumps(metrics))

@@ -91,13 +91,12 @@ def run(case: DeviceCase, folder: Path, *, device: str, timeout_seconds: float) 
 def main(folder: Path) -> None:
     import torch
 
-    from services.trainer.megatron.parallel import initialize
-    from services.trainer.model.policy import Policy
+    from services.trainer.model.build import join_ranks, policy_of
 
     case = DeviceCase(**json.loads((folder / "case.json").read_text()))
     job = case.job()
-    layout = initialize(job)
-    policy = Policy.build(job, layout)
+    layout = join_ranks(job)
+    policy = policy_of(job, layout)
     result: dict[str, Any] = {
         "device": layout.device.type,
         "parameters": sum(math.prod(spec.shape) for spec in policy.hf_tensor_specs()),

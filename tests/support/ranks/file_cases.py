@@ -39,14 +39,13 @@ def run_case(case: FilesCase) -> None:  # noqa: PLR0915  # one case, told in ord
     import torch.distributed as dist
 
     from services.trainer.checkpoint.checkpoint import Checkpoints
-    from services.trainer.megatron.parallel import initialize
-    from services.trainer.model.policy import Policy
+    from services.trainer.model.build import join_ranks, policy_of
 
     run, rank = Path(case.folder), int(os.environ["RANK"])
     sections = {"model": {"hf_checkpoint": case.hf_checkpoint}, "checkpoint": {"async_save": case.async_save}}
     job = Job.model_validate({**sections, "rollout": {"num_rollout": 2}, "megatron": case.megatron})
-    layout = initialize(job)
-    policy = Policy.build(job, layout)
+    layout = join_ranks(job)
+    policy = policy_of(job, layout)
     checkpoints = Checkpoints(job, run, layout)
 
     def step(work: Callable[[], None]) -> None:
@@ -59,7 +58,7 @@ def run_case(case: FilesCase) -> None:  # noqa: PLR0915  # one case, told in ord
         dist.barrier()
 
     def save(number: int, epoch: int = 5) -> None:
-        checkpoints.save(policy, step=number, policy_version=number, epoch=epoch)
+        checkpoints.save(policy.saved, step=number, policy_version=number, epoch=epoch)
         checkpoints.flush()
 
     step(lambda: save(1))
@@ -90,12 +89,12 @@ def run_case(case: FilesCase) -> None:  # noqa: PLR0915  # one case, told in ord
     if rank == 1:
         shutil.rmtree(run / "checkpoints" / "step-00000002")
     dist.barrier()
-    step(lambda: print(checkpoints.restore_latest(policy), file=(run / f"restored-{rank}.txt").open("w")))
+    step(lambda: print(checkpoints.restore_latest(policy.saved), file=(run / f"restored-{rank}.txt").open("w")))
     smaller = job.model_copy(update={"model": job.model.model_copy(update={"hf_checkpoint": Path(case.smaller)})})
-    other = Policy.build(smaller, layout)
-    step(lambda: print(checkpoints.restore_latest(other)))
+    other = policy_of(smaller, layout)
+    step(lambda: print(checkpoints.restore_latest(other.saved)))
     initial = CheckpointSection(initial_megatron_checkpoint=run / "checkpoints" / "step-00000001")
-    step(lambda: print(Policy.build(smaller.model_copy(update={"checkpoint": initial}), layout)))
+    step(lambda: print(policy_of(smaller.model_copy(update={"checkpoint": initial}), layout)))
 
 
 @contextmanager

@@ -46,14 +46,13 @@ def run_layout(case: LayoutCase) -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from services.trainer.megatron.parallel import initialize
-    from services.trainer.model.policy import Policy
+    from services.trainer.model.build import join_ranks, policy_of
 
     names = ways_of(case.megatron)
     ways = [Case(f"{case.name}/{way}", case.folder, case.hf_checkpoint, case.megatron, WAYS[way]) for way in names]
-    layout = initialize(ways[0].job())
+    layout = join_ranks(ways[0].job())
     for way in ways:
-        policy = Policy.build(way.job(), layout)
+        policy = policy_of(way.job(), layout)
         metrics = train_once(policy, 0)
         way.out.mkdir(parents=True, exist_ok=True)
         policy.export(way.out / "weights")

@@ -50,10 +50,10 @@ def run_case(case: OptimizerCase) -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from services.trainer.megatron.optimizer import Optimizer, wrap_for_data_parallel
-    from services.trainer.megatron.parallel import initialize
+    from services.trainer.model.build import join_ranks
 
     case.out.mkdir(parents=True)
-    initialize(case.job())
+    join_ranks(case.job())
     try:
         args = megatron(case.job())
         network = torch.nn.Linear(4, 3, bias=False, dtype=torch.bfloat16 if args.bf16 else torch.float32)

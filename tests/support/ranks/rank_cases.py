@@ -133,11 +133,10 @@ def run_case(case: Case) -> None:
 
 
 def _expect_refusal(case: Case) -> None:
-    from services.trainer.megatron.parallel import initialize
-    from services.trainer.model.policy import Policy
+    from services.trainer.model.build import join_ranks, policy_of
 
     try:
-        Policy.build(case.job(), initialize(case.job()))
+        policy_of(case.job(), join_ranks(case.job()))
     except ConfigError as error:
         (case.out / "error.txt").write_text(error.message)
 
@@ -146,18 +145,17 @@ def _save(case: Case) -> None:
     import torch.distributed as dist
 
     from services.trainer.checkpoint.checkpoint import Checkpoints
-    from services.trainer.megatron.parallel import initialize
-    from services.trainer.model.policy import Policy
+    from services.trainer.model.build import join_ranks, policy_of
 
     job = case.job()
-    layout = initialize(job)
-    policy = Policy.build(job, layout)
+    layout = join_ranks(job)
+    policy = policy_of(job, layout)
     checkpoints = Checkpoints(job, case.out, layout)
     if case.load is None:
         train_once(policy, 0, case.lag)
     else:
-        assert checkpoints.restore_latest(policy) == 1
-    checkpoints.save(policy, step=1, policy_version=1, epoch=1)
+        assert checkpoints.restore_latest(policy.saved) == 1
+    checkpoints.save(policy.saved, step=1, policy_version=1, epoch=1)
     dist.barrier()
 
 
@@ -165,12 +163,11 @@ def _train_and_resume(case: Case) -> None:
     import torch.distributed as dist
 
     from services.trainer.checkpoint.checkpoint import Checkpoints
-    from services.trainer.megatron.parallel import initialize
-    from services.trainer.model.policy import Policy
+    from services.trainer.model.build import join_ranks, policy_of
 
     job = case.job()
-    layout = initialize(job)
-    policy = Policy.build(job, layout)
+    layout = join_ranks(job)
+    policy = policy_of(job, layout)
     policy.export(case.out / "initial")
     log_probs = policy.log_probs(samples(0))
     if layout.is_last_stage and layout.tp_rank == 0 and layout.dp_rank == 0:
@@ -178,11 +175,11 @@ def _train_and_resume(case: Case) -> None:
     checkpoints = Checkpoints(job, case.out, layout)
     metrics = [train_once(policy, 0, case.lag)]
     policy.export(case.out / "trained")
-    checkpoints.save(policy, step=1, policy_version=1, epoch=1)
+    checkpoints.save(policy.saved, step=1, policy_version=1, epoch=1)
     metrics.append(train_once(policy, 1, case.lag))
     policy.export(case.out / "twice_trained")
-    resumed = Policy.build(job, layout)
-    assert checkpoints.restore_latest(resumed) == 1
+    resumed = policy_of(job, layout)
+    assert checkpoints.restore_latest(resumed.saved) == 1
     metrics.append(train_once(resumed, 1, case.lag))
     resumed.export(case.out / "resumed")
     if layout.rank == 0:

@@ -14,8 +14,8 @@ _RANK = """
 import random, sys
 import numpy, torch
 from headrace.job.schema.job import Job
-from services.trainer.megatron.parallel import initialize
-initialize(Job.model_validate_json(open(sys.argv[1]).read()))
+from services.trainer.model.build import join_ranks
+join_ranks(Job.model_validate_json(open(sys.argv[1]).read()))
 print(random.random(), numpy.random.random(), torch.rand(1).item())
 """
 

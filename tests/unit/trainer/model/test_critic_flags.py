@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from headrace.job.schema.job import Job
+from services.trainer.hugging_face.rank_model import RankModel
 from services.trainer.megatron.optimizer import parameter_schedule
 from services.trainer.model import critic
+from services.trainer.model.build import critic_of
 from services.trainer.model.critic import Critic
 from tests.support.ranks.micro_inputs import micro_inputs
 
@@ -33,13 +35,13 @@ class Seen:
         self.args: list[Any] = []
         self.terms: list[Tensor] = []
         self.zero_grad = lambda: None
-        for name in ("read_architecture", "transformer_config", "packing_of"):
-            monkeypatch.setattr(critic, name, lambda *_: None)
-        monkeypatch.setattr(critic, "build_stages", lambda *_: [SimpleNamespace()])
+        model = SimpleNamespace(
+            config=None, packing=None, stages=[SimpleNamespace()], converter=SimpleNamespace(load=self.loaded.append)
+        )
+        monkeypatch.setattr(RankModel, "build", lambda *_: model)
         monkeypatch.setattr(critic, "wrap_for_data_parallel", lambda *_: [])
         monkeypatch.setattr(critic, "_shards", lambda *_: [])
         monkeypatch.setattr(critic, "ModelState", lambda *_: None)
-        monkeypatch.setattr(critic, "Converter", lambda *_: SimpleNamespace(load=self.loaded.append))
         monkeypatch.setattr(critic, "Optimizer", lambda args, *_: self._optimizer(args))
         monkeypatch.setattr(critic, "Runner", lambda *_, **__: SimpleNamespace(train=self._train))
         monkeypatch.setattr(critic, "placed", lambda values, *_: values.reshape(1, 1))
@@ -59,7 +61,7 @@ def build(load_with, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[See
 
     def built(*flags: str) -> tuple[Seen, Critic, Job]:
         seen, job = Seen(monkeypatch), load_with("--advantage-estimator", "ppo", *flags)
-        found = Critic(job, layout, None)  # type: ignore[arg-type]
+        found = critic_of(job, layout, None)  # type: ignore[arg-type]
         return seen, found, job
 
     return built

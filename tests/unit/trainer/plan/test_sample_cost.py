@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.job.schema.job import Job
+from headrace.job.schema.training import TrainSection
 from headrace.models.registry import read_architecture
 from services.trainer.plan.batch import SampleFacts
 from services.trainer.plan.cost import cost_of
@@ -20,8 +20,7 @@ def facts(prompt: int, response: int) -> SampleFacts:
 
 
 def cost(folder: Path, **train: object) -> Cost | None:
-    job = Job.model_validate({"model": {"hf_checkpoint": folder}, "train": train})
-    return cost_of(job, read_architecture(folder))
+    return cost_of(TrainSection.model_validate(train), read_architecture(folder))
 
 
 @pytest.fixture(scope="module")

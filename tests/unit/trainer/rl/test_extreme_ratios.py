@@ -11,6 +11,7 @@ from torch import Tensor
 
 from services.trainer.rl.algorithms.kl import KlType, kl_estimate, unbiased_kl_estimate
 from services.trainer.rl.algorithms.policy_loss import policy_loss
+from services.trainer.rl.build import objective_of
 from services.trainer.rl.objective import Objective
 from services.trainer.rl.terms import Outcome, Terms
 from tests.support.ranks.micro_inputs import micro_inputs
@@ -62,7 +63,7 @@ def outcome(objective: Objective, advantage: float, mask: Tensor, token: Mapping
 @pytest.mark.parametrize("attack", sorted(ATTACKS))
 @pytest.mark.parametrize("flags", FORMS)
 def test_one_token_makes_no_gradient_and_no_figure_infinite(load_with, flags: str, attack: str) -> None:
-    objective = Objective(load_with(*flags.split()))
+    objective = objective_of(load_with(*flags.split()))
     for advantage in (-1.0, 1.0):
         found, gradient = outcome(objective, advantage, torch.ones(2, 3), ATTACKS[attack])
         assert torch.isfinite(found.loss)
@@ -74,7 +75,7 @@ def test_one_token_makes_no_gradient_and_no_figure_infinite(load_with, flags: st
 @pytest.mark.parametrize("attack", sorted(ATTACKS))
 @pytest.mark.parametrize("flags", FORMS)
 def test_a_token_that_is_not_trained_changes_nothing_whatever_its_ratio(load_with, flags: str, attack: str) -> None:
-    objective = Objective(load_with(*flags.split()))
+    objective = objective_of(load_with(*flags.split()))
     mask = torch.tensor([[1.0, 0.0, 1.0], [1.0, 1.0, 1.0]])
     for advantage in (-1.0, 1.0):
         found, gradient = outcome(objective, advantage, mask, ATTACKS[attack])

@@ -93,8 +93,7 @@ def test_a_reducer_has_the_gradient_of_what_it_reduces() -> None:
 def tis(hook: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What a user's tis function makes of a loss of one a token."""
     monkeypatch.setattr(corrections, "trainer_hook", lambda path, name: SimpleNamespace(target=hook))
-    monkeypatch.setattr(corrections, "hook_args", lambda job: None)
-    correct = corrections._custom("mine", cast(Any, None))
+    correct = corrections.custom_correction("mine", cast(Any, None))
     return correct(terms(), torch.zeros(2, 3), torch.ones(2, 3)).loss
 
 

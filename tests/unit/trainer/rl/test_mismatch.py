@@ -65,7 +65,7 @@ def test_rejection_has_bounds_of_its_own_and_a_veto(load_with, level: str, veto:
     micro = micro_inputs(torch.tensor(mask), rollout_log_probs=torch.tensor(engine))
     terms = Terms(micro, torch.tensor(trainer), torch.zeros(4, 7), None, None)
     loss = torch.ones(4, 7, dtype=torch.float64)
-    for correct in choose_corrections(job):
+    for correct in choose_corrections(job.train, None):
         loss = correct(terms, terms.trainer_log_probs, loss).loss
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
 

@@ -11,5 +11,11 @@ Known = Sequence[Tensor] | None
 
 
 def at(known: Known, number: int) -> Tensor | None:
-    """Of one micro-batch."""
+    """[B, S] of the micro-batch with this number; None where the step has none."""
     return None if known is None else known[number]
+
+
+def needed(values: Tensor | None) -> Tensor:
+    """For a part of the job that is on only where these values are computed: anything else is a bug of ours."""
+    assert values is not None
+    return values

@@ -1,0 +1,228 @@
+"""One rank's policy as a job wants it. Only this module of the folder reads a whole job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+
+from headrace.errors import ConfigError
+from headrace.job.megatron.arguments import MegatronArgs, megatron
+from headrace.job.model.transformer_config import contradictions
+from headrace.job.rules.algorithm_rules import uses_critic, uses_reference
+from headrace.job.rules.routing_rules import replays_routing
+from headrace.job.schema.job import Job
+from headrace.models.architecture import Architecture
+from headrace.models.registry import read_architecture
+from headrace.sample_checks import ModelBounds
+from headrace.trajectory import Sample
+from services.trainer.checkpoint.model_state import ModelState
+from services.trainer.checkpoint.random_state import RandomState
+from services.trainer.checkpoint.reader import opened
+from services.trainer.hugging_face.convert import Converter
+from services.trainer.hugging_face.rank_model import RankModel
+from services.trainer.hugging_face.weights import weights_of
+from services.trainer.megatron.gpt.routing_replay import RoutingReplay
+from services.trainer.megatron.optimizer import Optimizer, wrap_for_data_parallel
+from services.trainer.megatron.parallel import Layout, initialize
+from services.trainer.metrics.speed import Speed, peak_tflops
+from services.trainer.metrics.stopwatch import Stopwatch
+from services.trainer.model.batches import BatchReader
+from services.trainer.model.critic import Critic
+from services.trainer.model.head import TokenHead
+from services.trainer.model.old_log_probs import OldLogProbs
+from services.trainer.model.old_policies import OldPolicies
+from services.trainer.model.optimizer_steps import OptimizerSteps
+from services.trainer.model.pipeline import Pipeline
+from services.trainer.model.policy import Policy
+from services.trainer.model.preparation import Preparation, teacher_log_probs
+from services.trainer.model.reference import ReferencePolicy
+from services.trainer.model.runner import Runner
+from services.trainer.model.saved import POLICY, SavedParts
+from services.trainer.model.trainable import choose_trainable
+from services.trainer.plan.cost import cost_of
+from services.trainer.plan.experts import RolloutChoices, rollout_choices
+from services.trainer.plan.flops import ModelFlops
+from services.trainer.plan.planning import Planner
+from services.trainer.plan.rows import Packing
+from services.trainer.rl.build import (
+    advantages_of,
+    before_train_step_of,
+    objective_of,
+    reward_post_process_of,
+    rollout_data_hook_of,
+)
+
+
+def join_ranks(job: Job) -> Layout:
+    """Joins the job's other ranks, or is alone. In the thread that will compute."""
+    return initialize(megatron(job), read_architecture(job.model.hf_checkpoint), job.run.seed)
+
+
+def policy_of(job: Job, layout: Layout) -> Policy:
+    """Loads job.model.hf_checkpoint into this rank's shard. Raises ConfigError when it does not fit."""
+    args, architecture = megatron(job), read_architecture(job.model.hf_checkpoint)
+    if wrong := contradictions(architecture, args):
+        raise ConfigError("; ".join(wrong))
+    model = _model(job, architecture, args, layout)
+    chunks = wrap_for_data_parallel(model.config, args, model.stages)
+    optimizer = Optimizer(args, chunks, _policy_steps(job))
+    stopwatch = Stopwatch(layout.device)
+    pipeline = _pipeline(job, model, chunks, layout, stopwatch)
+    critic = critic_of(job, layout, stopwatch) if uses_critic(job) else None
+    weights = weights_of([chunk.module for chunk in chunks])
+    reference = ReferencePolicy(weights, model.converter, job.model.ref_load) if uses_reference(job) else None
+    old_policies = _old_policies(job, weights, model.converter)
+    return Policy(
+        layout,
+        _batches(job, architecture, model.packing, layout),
+        Preparation(
+            job.train,
+            layout,
+            pipeline,
+            OldLogProbs(job.train, layout, pipeline, old_policies),
+            advantages_of(job, layout.data_group),
+            reference=reference,
+            teacher=_teacher(job, weights, model.converter),
+            critic=critic,
+            data_hook=rollout_data_hook_of(job),
+            distills=job.distillation.use_opd,
+        ),
+        OptimizerSteps(
+            pipeline,
+            chunks,
+            optimizer,
+            stopwatch,
+            critic=critic,
+            critic_only_steps=job.critic.num_critic_only_steps,
+            before_train_step=before_train_step_of(job),
+        ),
+        pipeline,
+        model.converter,
+        _saved(job, layout, architecture, model.converter, optimizer, critic, reference, old_policies),
+        stopwatch,
+        Speed(ModelFlops.of(architecture), layout.world_size, peak_tflops(job.tracking.peak_tflops, layout.device)),
+        hf_checkpoint=job.model.hf_checkpoint,
+        vocab_size=architecture.vocab_size,
+    )
+
+
+def critic_of(job: Job, layout: Layout, stopwatch: Stopwatch) -> Critic:
+    """The policy's architecture again, with the critic's weights and learning rate."""
+    args = megatron(job).model_copy(
+        update={
+            "lr": job.critic.critic_lr,
+            "lr_warmup_iters": job.critic.critic_lr_warmup_iters,
+            "lr_warmup_fraction": None,
+        }
+    )
+    model = RankModel.build(read_architecture(job.model.hf_checkpoint), args, layout, job.train.packing)
+    model.converter.load(job.critic.critic_load or job.model.hf_checkpoint)
+    return Critic(
+        model,
+        args,
+        layout,
+        stopwatch,
+        value_clip=job.critic.value_clip,
+        num_optimizer_steps=job.rollout.num_rollout * _steps_per_rollout(job),
+    )
+
+
+def _model(job: Job, architecture: Architecture, args: MegatronArgs, layout: Layout) -> RankModel:
+    """With the weights that the run begins with, and what is not trained frozen."""
+    model = RankModel.build(architecture, args, layout, job.train.packing)
+    model.converter.load(job.model.hf_checkpoint)
+    if (initial := job.checkpoint.initial_megatron_checkpoint) is not None:
+        ModelState(POLICY, model.converter.shards(), None).restore_weights(opened(initial, layout))
+    choose_trainable(model.stages, job.train, layout)
+    return model
+
+
+def _pipeline(
+    job: Job, model: RankModel, chunks: Sequence[DistributedDataParallel], layout: Layout, stopwatch: Stopwatch
+) -> Pipeline:
+    replay = RoutingReplay(model.stages, layout.tp_rank) if replays_routing(job) else None
+    return Pipeline(
+        Runner(model.config, chunks, layout, model.packing, stopwatch, replay=replay),
+        TokenHead(model.stages[-1], layout),
+        objective_of(job),
+        layout,
+        job.rollout.rollout_temperature,
+        model.packing,
+        stopwatch,
+        agreement_bound=job.train.true_on_policy_bound if job.train.true_on_policy_mode else None,
+    )
+
+
+def _batches(job: Job, architecture: Architecture, packing: Packing, layout: Layout) -> BatchReader:
+    per_rank = job.train.max_tokens_per_gpu
+    planner = Planner(
+        dp_size=layout.data_size,
+        packing=packing,
+        micro_batch_size=job.train.micro_batch_size,
+        # The ranks of a context group have a part of each micro-batch.
+        max_tokens=None if per_rank is None else per_rank * layout.context.size,
+        cost=cost_of(job.train, architecture),
+        multiple_of=layout.micro_batch_multiple,
+    )
+    choices = rollout_choices(architecture) if job.train.use_rollout_routing_replay else None
+    check = _sample_check(job, ModelBounds.of(architecture), choices)
+    rewards = reward_post_process_of(job, layout)
+    return BatchReader(job.train, planner, check, layout, packing, rewards=rewards, choices=choices)
+
+
+def _sample_check(job: Job, bounds: ModelBounds, choices: RolloutChoices | None) -> Callable[[Sample], None]:
+    """Raises InvalidArgument for a sample that this model and this job cannot be trained on."""
+    is_taught_elsewhere = job.distillation.use_opd and job.distillation.opd_type != "megatron"
+
+    def check(sample: Sample) -> None:
+        bounds.check(sample.sample_id, sample.tokens, sample.columns)
+        if choices is not None:
+            choices.check(sample)
+        if is_taught_elsewhere:
+            teacher_log_probs(sample)
+
+    return check
+
+
+def _teacher(job: Job, weights: Mapping[str, Tensor], converter: Converter) -> ReferencePolicy | None:
+    if not job.distillation.use_opd or job.distillation.opd_type != "megatron":
+        return None
+    return ReferencePolicy(weights, converter, job.distillation.opd_teacher_load)
+
+
+def _old_policies(job: Job, weights: Mapping[str, Tensor], converter: Converter) -> OldPolicies | None:
+    if not job.train.keep_old_actor:
+        return None
+    interval = job.publish.update_weights_interval
+    # The oldest sample that is admitted, in publications, and the newest publication.
+    capacity = job.buffer.max_staleness // interval + 2
+    return OldPolicies(weights, converter.shards(), capacity=capacity, publish_interval=interval)
+
+
+def _saved(
+    job: Job,
+    layout: Layout,
+    architecture: Architecture,
+    converter: Converter,
+    optimizer: Optimizer,
+    critic: Critic | None,
+    reference: ReferencePolicy | None,
+    old_policies: OldPolicies | None,
+) -> SavedParts:
+    models = [ModelState(POLICY, converter.shards(), optimizer)]
+    if critic is not None:
+        models.append(critic.state)
+    if reference is not None and job.train.ref_update_interval is not None:
+        models.append(ModelState("reference", reference.shards(converter.shards()), None))
+    return SavedParts(architecture, models, [RandomState(layout.rank), *([old_policies] if old_policies else [])])
+
+
+def _policy_steps(job: Job) -> int:
+    """The optimizer steps of the run, without those rollout steps that train the critic alone."""
+    return max(1, job.rollout.num_rollout - job.critic.num_critic_only_steps) * _steps_per_rollout(job)
+
+
+def _steps_per_rollout(job: Job) -> int:
+    return job.train.num_steps_per_rollout or 1
