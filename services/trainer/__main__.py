@@ -25,9 +25,10 @@ from headrace.process.ending import Ending
 from headrace.process.exit_codes import PEER_LOST, exit_code
 from headrace.rpc.log import configure_logging, log
 from headrace.run_folder import RunFolder
+from services.trainer.control.build import TrainerBuild
 from services.trainer.control.channel import PeerLost
 from services.trainer.control.lead import Serving, lead
-from services.trainer.control.rank import build, meet
+from services.trainer.control.rank import meet
 from services.trainer.control.rank_group import follow
 from services.trainer.data.fetch import Fetch
 
@@ -74,15 +75,16 @@ async def run_rank(job: Job, args: argparse.Namespace) -> None:
     loop = asyncio.get_running_loop()
     buffer = buffer_of(job.services)
     fetch = Fetch(buffer, STREAM, loop)
+    build = TrainerBuild(job, args.run_dir)
     if int(os.environ.get("RANK", "0")) == 0:
         serving = Serving(args.address, args.metrics_address, args.insecure)
-        await lead(job, args.run_dir, serving, buffer, fetch, compute)
+        await lead(build, serving, buffer, fetch, compute)
     else:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 is asked too, saves with all ranks, and lets them go
-        met = await meet(job, compute)
+        met = await meet(build.join, compute)
 
         async def work() -> None:
-            built = await loop.run_in_executor(compute, build, job, args.run_dir, fetch, met)
+            built = await loop.run_in_executor(compute, build.rank, fetch, met)
             await follow(met.channel, built.worker.execute, compute)
 
         await met.channel.guard(work())

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
-from headrace.job.schema.job import Job
+from headrace.job.schema.job import RolloutSection
 from headrace.wire.checks import one_line
 
 _MIN_WINDOW = 32
@@ -27,9 +27,8 @@ class Breaker:
         self._long = Window(_WINDOWS_WITHOUT_A_SAMPLE * window)
 
     @classmethod
-    def of(cls, job: Job) -> Breaker:
-        """By the job's flags; a window is one step's samples unless the job says otherwise."""
-        rollout = job.rollout
+    def of(cls, rollout: RolloutSection) -> Breaker:
+        """A window is one step's samples unless the job says otherwise."""
         step = (rollout.rollout_batch_size or 1) * (rollout.n_samples_per_prompt or 1)
         return cls(rollout.max_failed_share, rollout.failure_window or max(step, _MIN_WINDOW))
 

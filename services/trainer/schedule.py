@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from headrace.job.schema.job import Job
+from headrace.job.schema.job import EvalSection
 from services.trainer.state import TrainState
 
 
 class JobSchedule:
-    """Reads the job's intervals; the last step always publishes."""
+    """Intervals are counted in rollout steps. The last step always publishes and saves."""
 
-    def __init__(self, job: Job) -> None:
-        self.num_steps = job.rollout.num_rollout
-        self._publish_every = job.publish.update_weights_interval
-        self._save_every = job.checkpoint.save_interval
-        self._eval_every = job.eval.eval_interval
-        self._has_eval = bool(job.eval.eval_prompt_data)
-        self._evaluates_first = not job.eval.skip_eval_before_train
+    def __init__(self, num_steps: int, *, publish_every: int, save_every: int | None, evaluation: EvalSection) -> None:
+        self.num_steps = num_steps
+        self._publish_every = publish_every
+        self._save_every = save_every
+        self._eval_every = evaluation.eval_interval
+        self._has_eval = bool(evaluation.eval_prompt_data)
+        self._evaluates_first = not evaluation.skip_eval_before_train
 
     def publishes(self, state: TrainState) -> bool:
         """After every update_weights_interval steps, and at the end."""

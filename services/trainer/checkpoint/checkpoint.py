@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.errors import ConfigError, DataLoss, FailedPrecondition, Fenced, HeadraceError
-from headrace.job.schema.job import Job
+from headrace.job.schema.job import CheckpointSection
 from headrace.rpc.log import log
 from services.trainer.checkpoint.manifest import FileFacts, Manifest, versions
 from services.trainer.checkpoint.ownership import FolderOwner
@@ -56,9 +56,9 @@ class Saveable(Protocol):
         """Takes this rank's share up again, bit for bit. Raises DataLoss that names what is missing."""
 
 
-def checkpoint_folder(job: Job, run_dir: Path) -> Path:
+def checkpoint_folder(config: CheckpointSection, run_dir: Path) -> Path:
     """Where this run's checkpoints go."""
-    return job.checkpoint.save or run_dir / "checkpoints"
+    return config.save or run_dir / "checkpoints"
 
 
 def step_name(step: int) -> str:
@@ -74,17 +74,21 @@ def _is_new(folder: Path) -> bool:
 class Checkpoints:
     """All ranks call the same methods in the same order; the folder is one that all of them see."""
 
-    def __init__(self, job: Job, run_dir: Path, layout: Layout) -> None:
-        self._folder = checkpoint_folder(job, run_dir)
-        self._load = job.checkpoint.load
-        self._in_background = job.checkpoint.async_save
+    def __init__(self, config: CheckpointSection, run_dir: Path, layout: Layout) -> None:
+        self._folder = checkpoint_folder(config, run_dir)
+        self._load = config.load
+        self._in_background = config.async_save
         self._layout = layout
         self._owner = FolderOwner(self._folder, run_dir)
-        self._retention = Retention.of(job.checkpoint, run_dir)
+        self._retention = Retention.of(config, run_dir)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._safe: TrainState | None = None
         self._found: frozenset[str] = frozenset()
+
+    def path_of(self, step: int) -> Path:
+        """The folder of the checkpoint of this step, whether or not there is one."""
+        return self._folder / step_name(step)
 
     def claim(self, epoch: int) -> None:
         """On rank 0, after `restore_latest`: from here on the folder takes no checkpoint of an older epoch.
@@ -173,7 +177,7 @@ class Checkpoints:
         if self._layout.rank == 0:
             self._manifest(state, scalars, *read_notes(notes)).write(draft)
             with self._owner.claimed(state.epoch):
-                self._put_in_place(draft, self._folder / step_name(state.step))
+                self._put_in_place(draft, self.path_of(state.step))
 
     def _manifest(
         self, state: TrainState, scalars: dict[str, Any], files: dict[str, FileFacts], places: list[Place]

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.api.trainer.v1 import trainer_pb2 as pb
-from headrace.job.schema.job import Job
 from headrace.models.exported import is_whole
-from services.trainer.checkpoint.checkpoint import Checkpoints, checkpoint_folder, step_name
+from services.trainer.checkpoint.checkpoint import Checkpoints
 from services.trainer.control.publication import Publisher
 from services.trainer.control.rank_group import RankGroup
 from services.trainer.data.record import TrainingRecord
@@ -21,27 +20,33 @@ from services.trainer.weights.lacking import Lacking
 
 
 class TrainerRanks:
-    """All trainer processes, as one. `restored_step` is where the latest checkpoint left off, 0 without one."""
+    """All trainer processes, as one.
+
+    `restored_step` is where the latest checkpoint left off, 0 without one; `save_hf` is the Hugging Face folder that
+    the job wants after `num_steps`.
+    """
 
     def __init__(
         self,
-        job: Job,
         group: RankGroup,
         publisher: Publisher,
         console: TrainerConsole,
         run_dir: Path,
         checkpoints: Checkpoints,
+        *,
         restored_step: int,
+        num_steps: int,
+        save_hf: Path | None,
     ) -> None:
-        self._job = job
         self._group = group
         self._publisher = publisher
         self._console = console
         self._record = TrainingRecord(run_dir / "trained.jsonl")
         self._set_aside = SetAside(run_dir / "set_aside.jsonl")
         self._checkpoints = checkpoints
-        self._checkpoint_folder = checkpoint_folder(job, run_dir)
         self._restored_step = restored_step
+        self._num_steps = num_steps
+        self._save_hf = save_hf
 
     async def restore(self) -> int:
         """The ranks restored themselves while they were built; this is the step they came to."""
@@ -92,14 +97,14 @@ class TrainerRanks:
 
     def checkpoint_path(self, step: int) -> Path:
         """Where `save` puts the checkpoint of a step."""
-        return self._checkpoint_folder / step_name(step)
+        return self._checkpoints.path_of(step)
 
     async def export(self) -> None:
         """Writes save_hf, if the job has it and a trainer that died at the very end has not written all of it yet."""
         if self._console.leaving:
             return
-        folder = self._job.checkpoint.save_hf
-        was_finished = self._restored_step == self._job.rollout.num_rollout
+        folder = self._save_hf
+        was_finished = self._restored_step == self._num_steps
         if folder is None or (was_finished and await asyncio.to_thread(is_whole, folder)):
             return
         await self.export_to(folder)

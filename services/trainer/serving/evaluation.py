@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.client.rollout import RolloutClient
 from headrace.errors import HeadraceError
-from headrace.job.eval_dataset import eval_dataset
-from headrace.job.schema.job import Job
 from headrace.rpc.log import log
 from headrace.wire.checks import one_line
 from services.trainer.schedule import JobSchedule
@@ -21,10 +20,12 @@ _SECONDS = 3600.0
 class Evaluator:
     """`await evaluator(state)` gives what a data set's samples came to, or why they came to nothing."""
 
-    def __init__(self, job: Job, client: RolloutClient, schedule: JobSchedule) -> None:
+    def __init__(
+        self, datasets: Sequence[rollout_pb2.EvalDataset], client: RolloutClient, schedule: JobSchedule
+    ) -> None:
+        self._datasets = datasets
         self._client = client
         self._schedule = schedule
-        self._datasets = [eval_dataset(job, name, path.resolve()) for name, path in job.eval.eval_prompt_data]
 
     async def __call__(self, state: TrainState) -> Evaluated | None:
         """None when none is due. Whatever goes wrong is a warning and a metric: the run does not depend on it."""

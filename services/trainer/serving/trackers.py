@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch.utils.tensorboard import SummaryWriter
 
 from headrace.errors import ConfigError
-from headrace.job.schema.job import Job
+from headrace.job.schema.job import TrackingSection
 from headrace.job.schema.secrets import without_secrets
 
 
@@ -32,15 +32,15 @@ OpenTrackers = Callable[[int], Sequence[Tracker]]
 """From the step that the run goes on from: later ones, of an earlier start, are to be forgotten."""
 
 
-def trackers(job: Job, folder: Path) -> OpenTrackers:
-    """Those that the job asks for."""
+def trackers(config: TrackingSection, run_name: str, job: Mapping[str, Any], folder: Path) -> OpenTrackers:
+    """Those that the job asks for; `job` is all of it, as JSON has it, for W&B to show."""
 
     def opened(step: int) -> Sequence[Tracker]:
         found: list[Tracker] = []
-        if job.tracking.use_tensorboard:
+        if config.use_tensorboard:
             found.append(TensorBoard(folder, step))
-        if job.tracking.use_wandb:
-            found.append(Wandb(job, folder))
+        if config.use_wandb:
+            found.append(Wandb(config, run_name, job, folder))
         return found
 
     return opened
@@ -66,7 +66,7 @@ class TensorBoard:
 class Wandb:
     """A run of Weights & Biases. A trainer that starts again goes on with the same run: its id is the folder's."""
 
-    def __init__(self, job: Job, folder: Path) -> None:
+    def __init__(self, config: TrackingSection, run_name: str, job: Mapping[str, Any], folder: Path) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -74,15 +74,15 @@ class Wandb:
                 "use_wandb needs the package wandb: pip install 'headrace[wandb]'", field="use_wandb"
             ) from error
         self._run = wandb.init(
-            project=job.tracking.wandb_project,
-            group=job.tracking.wandb_group,
-            entity=job.tracking.wandb_team,
-            name=job.run.run_name,
+            project=config.wandb_project,
+            group=config.wandb_group,
+            entity=config.wandb_team,
+            name=run_name,
             id=hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:12],
             resume="allow",
-            mode=job.tracking.wandb_mode,
+            mode=config.wandb_mode,
             dir=str(folder),
-            config=without_secrets(job.model_dump(mode="json")),
+            config=without_secrets(job),
             settings=wandb.Settings(silent=True, disable_code=True, disable_git=True, x_disable_stats=True),
         )
 

@@ -46,7 +46,7 @@ def run_case(case: FilesCase) -> None:  # noqa: PLR0915  # one case, told in ord
     job = Job.model_validate({**sections, "rollout": {"num_rollout": 2}, "megatron": case.megatron})
     layout = join_ranks(job)
     policy = policy_of(job, layout)
-    checkpoints = Checkpoints(job, run, layout)
+    checkpoints = Checkpoints(job.checkpoint, run, layout)
 
     def step(work: Callable[[], None]) -> None:
         with (run / f"log-{rank}.txt").open("a") as log:

@@ -150,7 +150,7 @@ def _save(case: Case) -> None:
     job = case.job()
     layout = join_ranks(job)
     policy = policy_of(job, layout)
-    checkpoints = Checkpoints(job, case.out, layout)
+    checkpoints = Checkpoints(job.checkpoint, case.out, layout)
     if case.load is None:
         train_once(policy, 0, case.lag)
     else:
@@ -172,7 +172,7 @@ def _train_and_resume(case: Case) -> None:
     log_probs = policy.log_probs(samples(0))
     if layout.is_last_stage and layout.tp_rank == 0 and layout.dp_rank == 0:
         (case.out / "log_probs.json").write_text(json.dumps([row.tolist() for row in log_probs]))
-    checkpoints = Checkpoints(job, case.out, layout)
+    checkpoints = Checkpoints(job.checkpoint, case.out, layout)
     metrics = [train_once(policy, 0, case.lag)]
     policy.export(case.out / "trained")
     checkpoints.save(policy.saved, step=1, policy_version=1, epoch=1)

@@ -100,9 +100,8 @@ def test_an_example_of_many_lines_and_control_characters_is_a_part_of_one_line()
 
 def test_the_window_is_a_steps_samples_and_the_flags_change_it(load_with) -> None:
     job = load_with("--rollout-batch-size", "16", "--n-samples-per-prompt", "8", "--global-batch-size", "64")
-    assert Breaker.of(job).verdict(reading(0, {"A": 127})) is None
-    assert Breaker.of(job).verdict(reading(0, {"A": 128})) is not None
+    assert Breaker.of(job.rollout).verdict(reading(0, {"A": 127})) is None
+    assert Breaker.of(job.rollout).verdict(reading(0, {"A": 128})) is not None
     flags = RolloutSection(failure_window=10, max_failed_share=0.9)
-    changed = job.model_copy(update={"rollout": flags})
-    assert Breaker.of(changed).verdict(reading(2, {"A": 8})) is None
-    assert Breaker.of(changed).verdict(reading(0, {"A": 10})) is not None
+    assert Breaker.of(flags).verdict(reading(2, {"A": 8})) is None
+    assert Breaker.of(flags).verdict(reading(0, {"A": 10})) is not None

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.errors import ConfigError, DataLoss, FailedPrecondition, Fenced
-from headrace.job.schema.job import Job
+from headrace.job.schema.job import CheckpointSection
 from services.trainer.checkpoint.checkpoint import Checkpoints, newest, step_name
 from services.trainer.checkpoint.manifest import Manifest, crc32
 from services.trainer.checkpoint.piece import Piece
@@ -80,7 +80,7 @@ def layout() -> Iterator[Layout]:
 
 @pytest.fixture
 def checkpoints(tmp_path: Path, layout: Layout) -> Checkpoints:
-    return Checkpoints(_job(tmp_path), tmp_path, layout)
+    return Checkpoints(_section(), tmp_path, layout)
 
 
 def test_without_a_checkpoint_training_begins_at_step_zero(checkpoints: Checkpoints) -> None:
@@ -215,7 +215,7 @@ def test_an_older_folder_whose_successor_never_came_is_pruned_as_any_checkpoint(
 
 def test_the_best_are_kept_by_their_steps_metric(tmp_path: Path, layout: Layout) -> None:
     rewards = {1: 0.1, 2: 0.9, 3: 0.5, 4: 0.8, 5: 0.2}
-    checkpoints = Checkpoints(_job(tmp_path, keep_last=1, keep_best=2), tmp_path, layout)
+    checkpoints = Checkpoints(_section(keep_last=1, keep_best=2), tmp_path, layout)
     for step, reward in rewards.items():
         _save(checkpoints, step)
         with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -227,15 +227,15 @@ def test_the_best_are_kept_by_their_steps_metric(tmp_path: Path, layout: Layout)
 def test_keep_last_says_how_many_of_the_newest_stay(
     tmp_path: Path, layout: Layout, keep_last: int, kept: list[int]
 ) -> None:
-    checkpoints = Checkpoints(_job(tmp_path, keep_last=keep_last), tmp_path, layout)
+    checkpoints = Checkpoints(_section(keep_last=keep_last), tmp_path, layout)
     for step in range(1, 5):
         _save(checkpoints, step)
     assert _names(tmp_path) == [step_name(n) for n in kept]
 
 
 def test_keep_best_metric_says_which_metric_is_best_by(tmp_path: Path, layout: Layout) -> None:
-    job = _job(tmp_path, keep_last=1, keep_best=1, keep_best_metric="eval/sums")
-    checkpoints = Checkpoints(job, tmp_path, layout)
+    section = _section(keep_last=1, keep_best=1, keep_best_metric="eval/sums")
+    checkpoints = Checkpoints(section, tmp_path, layout)
     for step, score in {1: 0.1, 2: 0.9, 3: 0.5}.items():
         _save(checkpoints, step)
         with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -261,7 +261,7 @@ def test_in_the_background_the_copy_of_the_moment_is_written(tmp_path: Path, lay
         def restore(self, reader: CheckpointReader) -> None:
             self.values = reader.whole("weights")
 
-    checkpoints = Checkpoints(_job(tmp_path, async_save=True), tmp_path, layout)
+    checkpoints = Checkpoints(_section(async_save=True), tmp_path, layout)
     weights = Weights()
     checkpoints.save(weights, step=1, policy_version=1, epoch=1)
     weights.values.zero_()
@@ -277,7 +277,7 @@ def test_a_failure_in_the_background_is_raised_when_it_is_asked_for(tmp_path: Pa
             yield Piece.whole("twice", torch.zeros(1))
             (tmp_path / "checkpoints" / ".draft-1").rename(tmp_path / "elsewhere")
 
-    checkpoints = Checkpoints(_job(tmp_path, async_save=True), tmp_path, layout)
+    checkpoints = Checkpoints(_section(async_save=True), tmp_path, layout)
     checkpoints.save(Unwritable(), step=1, policy_version=1, epoch=1)
     with pytest.raises(Exception, match="No such file"):
         checkpoints.flush()
@@ -286,8 +286,8 @@ def test_a_failure_in_the_background_is_raised_when_it_is_asked_for(tmp_path: Pa
 
 def test_load_is_where_a_run_begins_and_its_own_checkpoints_come_first(tmp_path: Path, layout: Layout) -> None:
     other = tmp_path / "other"
-    Checkpoints(_job(tmp_path, save=other), tmp_path, layout).save(Note("other"), step=5, policy_version=5, epoch=1)
-    run = Checkpoints(_job(tmp_path, load=other), tmp_path, layout)
+    Checkpoints(_section(save=other), tmp_path, layout).save(Note("other"), step=5, policy_version=5, epoch=1)
+    run = Checkpoints(_section(load=other), tmp_path, layout)
     policy = Note()
     assert run.restore_latest(policy) == 5
     assert policy.text == "other"
@@ -299,7 +299,7 @@ def test_load_is_where_a_run_begins_and_its_own_checkpoints_come_first(tmp_path:
 def test_a_load_folder_that_is_not_there_yet_begins_and_one_without_a_checkpoint_is_refused(
     tmp_path: Path, layout: Layout
 ) -> None:
-    checkpoints = Checkpoints(_job(tmp_path, load=tmp_path / "nothing"), tmp_path, layout)
+    checkpoints = Checkpoints(_section(load=tmp_path / "nothing"), tmp_path, layout)
     assert checkpoints.restore_latest(Note()) == 0
     (tmp_path / "nothing").mkdir()
     (tmp_path / "nothing" / "notes.txt").write_text("of somebody")
@@ -375,7 +375,7 @@ def power(monkeypatch: pytest.MonkeyPatch) -> Power:
 def test_every_file_and_every_new_folders_name_is_on_the_disk_before_a_checkpoint_is_visible(
     tmp_path: Path, layout: Layout, power: Power
 ) -> None:
-    Checkpoints(_job(tmp_path, save=tmp_path / "new" / "folder"), tmp_path, layout).save(
+    Checkpoints(_section(save=tmp_path / "new" / "folder"), tmp_path, layout).save(
         Note("text"), step=1, policy_version=1, epoch=1
     )
     visible = power.done.index(f"rename .draft-1 {step_name(1)}")
@@ -394,7 +394,7 @@ def test_a_power_cut_at_any_operation_of_a_save_leaves_the_older_or_the_newer_ch
 ) -> None:
     def saved_with_cut(place: int | None) -> int:
         run = tmp_path / f"{cut}-{place}"
-        checkpoints = Checkpoints(_job(run, keep_last=1), run, layout)
+        checkpoints = Checkpoints(_section(keep_last=1), run, layout)
         _save(checkpoints, 1)
         checkpoints.save(Note("step 2 before"), step=2, policy_version=2, epoch=1)
         begun = len(power.done)
@@ -408,11 +408,11 @@ def test_a_power_cut_at_any_operation_of_a_save_leaves_the_older_or_the_newer_ch
         operations = len(power.done) - begun
         setattr(power, cut, None)
         policy = Note()
-        assert Checkpoints(_job(run), run, layout).restore_latest(policy) == 2
+        assert Checkpoints(_section(), run, layout).restore_latest(policy) == 2
         assert policy.text in safe
         if checkpoints.take_safe() == TrainState(2, 2, 1) and safe == {"step 2 again"}:
             assert policy.text == "step 2 again"
-        again = Checkpoints(_job(run, keep_last=1), run, layout)
+        again = Checkpoints(_section(keep_last=1), run, layout)
         _save(again, 3)
         assert again.restore_latest(policy) == 3
         assert [path.name for path in (run / "checkpoints").iterdir() if not path.name.startswith(".")] == [
@@ -463,7 +463,7 @@ def test_a_draft_that_is_a_symlink_is_not_written_through(checkpoints: Checkpoin
 
 
 def test_a_trainer_of_an_older_epoch_replaces_nothing(tmp_path: Path, layout: Layout) -> None:
-    older, newer = (Checkpoints(_job(tmp_path), tmp_path, layout) for _ in range(2))
+    older, newer = (Checkpoints(_section(), tmp_path, layout) for _ in range(2))
     older.save(Note("older"), step=3, policy_version=3, epoch=1)
     newer.restore_latest(Note())
     newer.claim(2)
@@ -483,18 +483,18 @@ def test_a_save_that_was_under_way_when_a_newer_trainer_came_is_not_put_in_place
 ) -> None:
     class Overtaken(Note):
         def pieces(self) -> Iterator[Piece]:
-            Checkpoints(_job(tmp_path), tmp_path, layout).claim(2)
+            Checkpoints(_section(), tmp_path, layout).claim(2)
             yield from super().pieces()
 
     with pytest.raises(Fenced):
-        Checkpoints(_job(tmp_path), tmp_path, layout).save(Overtaken("late"), step=1, policy_version=1, epoch=1)
+        Checkpoints(_section(), tmp_path, layout).save(Overtaken("late"), step=1, policy_version=1, epoch=1)
     assert _names(tmp_path) == []
 
 
 def test_a_trainer_that_another_one_has_overtaken_since_it_restored_starts_again(
     tmp_path: Path, layout: Layout
 ) -> None:
-    older, newer = (Checkpoints(_job(tmp_path), tmp_path, layout) for _ in range(2))
+    older, newer = (Checkpoints(_section(), tmp_path, layout) for _ in range(2))
     _save(older, 1)
     newer.restore_latest(Note())
     _save(older, 2)
@@ -506,9 +506,9 @@ def test_a_trainer_that_another_one_has_overtaken_since_it_restored_starts_again
 
 def test_the_trainers_of_two_runs_do_not_share_a_folder_while_both_live(tmp_path: Path, layout: Layout) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
-    first = Checkpoints(_job(tmp_path, save=tmp_path / "shared"), one, layout)
+    first = Checkpoints(_section(save=tmp_path / "shared"), one, layout)
     first.claim(5)
-    second = Checkpoints(_job(tmp_path, save=tmp_path / "shared"), other, layout)
+    second = Checkpoints(_section(save=tmp_path / "shared"), other, layout)
     with pytest.raises(FailedPrecondition, match=r"belongs to run .*/one, whose trainer lives \(process \d+ on .*\)"):
         second.claim(1)
     del first  # as when its process ends
@@ -624,5 +624,5 @@ def _damage(folder: Path, damage: str) -> None:
             file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
-def _job(tmp_path: Path, **checkpoint: object) -> Job:
-    return Job.model_validate({"model": {"hf_checkpoint": tmp_path}, "checkpoint": checkpoint})
+def _section(**checkpoint: object) -> CheckpointSection:
+    return CheckpointSection.model_validate(checkpoint)

@@ -15,7 +15,7 @@ from headrace.rpc.net import free_port
 from services.trainer import __main__ as trainer
 
 
-async def lead_that_asks_the_buffer(job: Job, run_dir: Path, serving: object, buffer: Buffer, *_: object) -> None:
+async def lead_that_asks_the_buffer(build: object, serving: object, buffer: Buffer, *_: object) -> None:
     await buffer.stats("train")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.client.rollout import RolloutClient
 from headrace.errors import DeadlineExceeded
 from headrace.job.schema.job import Job
+from services.trainer.control.build import TrainerBuild
 from services.trainer.control.channel import Channel
 from services.trainer.control.messages import (
     Command,
@@ -29,7 +31,6 @@ from services.trainer.control.messages import (
     StageWeights,
 )
 from services.trainer.control.publication import Publisher
-from services.trainer.control.rank import sender_of
 from services.trainer.control.rank_group import RankGroup
 from services.trainer.control.sender import WeightSender
 from services.trainer.megatron.parallel import Layout
@@ -125,7 +126,9 @@ def job_of(**publish: Any) -> Job:
 
 def sender_in(**publish: Any) -> WeightSender:
     layout = SimpleNamespace(device=torch.device("cpu"), pp_rank=0, tp_rank=0, dp_rank=0)
-    return sender_of(job_of(**publish), cast(Policy, SmallPolicy()), cast(Layout, layout), lambda _: False)
+    return TrainerBuild(job_of(**publish), Path("run")).sender(
+        cast(Policy, SmallPolicy()), cast(Layout, layout), lambda _: False
+    )
 
 
 def publisher_of(ranks: RankGroup, rollout: AskedRollout, **publish: Any) -> Publisher:

@@ -11,10 +11,9 @@ import pytest
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.trainer.v1 import trainer_pb2
 from headrace.errors import FailedPrecondition, Unavailable
+from services.trainer.control.build import evaluator_of, schedule_of
 from services.trainer.loop import train
-from services.trainer.schedule import JobSchedule
 from services.trainer.serving.console import TrainerConsole
-from services.trainer.serving.evaluation import Evaluator
 from services.trainer.serving.report import Report
 from services.trainer.serving.servicer import TrainerServicer
 from services.trainer.state import TrainState
@@ -48,7 +47,7 @@ async def rows_of_a_run(folder: Path, load_with, answer) -> tuple[list[dict], li
     data.write_text('{"prompt": "a", "label": "b"}\n')
     job = load_with("--eval-prompt-data", "sums", str(data), "--eval-interval", "1", "--num-rollout", "2")
     report, steps = Report(folder), Steps(num_steps=2)
-    evaluator = Evaluator(job, Rollout(answer), JobSchedule(job))
+    evaluator = evaluator_of(job, Rollout(answer), schedule_of(job))
     console = TrainerConsole(report, evaluator, run="r", num_steps=2, groups_per_step=1)
     console.open(steps, 1)
     assert (await train(steps, steps, console, steps)).step == 2
@@ -109,12 +108,12 @@ def test_evaluations_are_due_as_eval_interval_and_skip_eval_before_train_say(
 ) -> None:
     (tmp_path / "eval.jsonl").write_text('{"prompt": "a"}\n')
     data = ["--eval-prompt-data", "sums", str(tmp_path / "eval.jsonl"), "--num-rollout", "6"]
-    schedule = JobSchedule(load_with(*data, *flags))
+    schedule = schedule_of(load_with(*data, *flags))
     assert [step for step in range(7) if schedule.evaluates(TrainState(step, step, 1))] == steps
 
 
 def test_without_eval_prompt_data_no_evaluation_is_due(load_with) -> None:
-    assert not JobSchedule(load_with()).evaluates(TrainState(0, 0, 1))
+    assert not schedule_of(load_with()).evaluates(TrainState(0, 0, 1))
 
 
 @pytest.mark.parametrize(
@@ -129,5 +128,5 @@ def test_without_eval_prompt_data_no_evaluation_is_due(load_with) -> None:
 def test_checkpoints_and_publications_are_due_at_their_intervals(
     load_with, flags: list[str], due: str, steps: list[int]
 ) -> None:
-    schedule = JobSchedule(load_with("--num-rollout", "5", *flags))
+    schedule = schedule_of(load_with("--num-rollout", "5", *flags))
     assert [step for step in range(1, 6) if getattr(schedule, due)(TrainState(step, step, 1))] == steps

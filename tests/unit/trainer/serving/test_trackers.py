@@ -10,8 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from headrace.job.schema.job import Job
 from headrace.job.schema.secrets import passwords, without_secrets
-from services.trainer.serving.report import Report
-from services.trainer.serving.trackers import trackers
+from services.trainer.control.build import TrainerBuild
 
 needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 TIMES = {"time/step_seconds": 2.0, "time/wait_seconds": 0.5, "time/backward_seconds": 1.0}
@@ -22,7 +21,7 @@ def job(**tracking: object) -> Job:
 
 
 async def test_a_runs_rows_are_in_its_folder_and_in_tensorboard(tmp_path: Path) -> None:
-    report = Report(tmp_path, trackers(job(), tmp_path))
+    report = TrainerBuild(job(), tmp_path).report()
     report.resume(0)
     report.write(1, TIMES | {"reward/mean": 0.5})
     report.close()
@@ -44,7 +43,7 @@ async def test_wandb_gets_metrics_and_the_job_but_no_key(tmp_path: Path, monkeyp
     asked = asked.model_copy(
         update={"sglang": {"api_key": "sk-in-the-job", "url": "http://user:hunter2@judge.example/v1", "tp_size": 77}}
     )
-    report = Report(tmp_path, trackers(asked, tmp_path))
+    report = TrainerBuild(asked, tmp_path).report()
     report.resume(0)
     report.write(1, {"reward/mean": 0.5})
     report.close()
@@ -68,7 +67,8 @@ def test_wandb_is_asked_for_the_jobs_project_group_and_team(
     """Looked at where they leave us: W&B's file has the whole job in it, so their being there shows nothing."""
     asked: dict[str, object] = {}
     monkeypatch.setattr("wandb.init", lambda **words: asked.update(words))
-    trackers(job(use_wandb=True, wandb_mode="offline", use_tensorboard=False, **{flag: "mine"}), tmp_path)(0)
+    chosen = job(use_wandb=True, wandb_mode="offline", use_tensorboard=False, **{flag: "mine"})
+    TrainerBuild(chosen, tmp_path).report().resume(0)
     assert asked[name] == "mine"
 
 

@@ -1,0 +1,171 @@
+"""The parts of one rank as a job wants them. Only this module of the folder reads a whole job."""
+
+from __future__ import annotations
+
+import gc
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.client.rollout import RolloutClient
+from headrace.errors import ConfigError
+from headrace.job.eval_dataset import eval_dataset
+from headrace.job.schema.job import Job
+from headrace.rpc.log import log
+from headrace.rpc.net import Address
+from headrace.run_folder import RunFolder
+from headrace.sample_log import SampleLog
+from services.trainer.breaker import Breaker
+from services.trainer.checkpoint.checkpoint import Checkpoints, checkpoint_folder
+from services.trainer.control.publication import Publisher
+from services.trainer.control.rank import Met
+from services.trainer.control.rank_group import RankGroup
+from services.trainer.control.ranks import TrainerRanks
+from services.trainer.control.sender import WeightSender
+from services.trainer.control.worker import Worker
+from services.trainer.data.fetch import Fetch
+from services.trainer.data.sample_log import TrainedSamples
+from services.trainer.megatron.parallel import Layout
+from services.trainer.model.build import join_ranks, policy_of
+from services.trainer.model.policy import Policy
+from services.trainer.schedule import JobSchedule
+from services.trainer.serving.console import TrainerConsole
+from services.trainer.serving.evaluation import Evaluator
+from services.trainer.serving.export_folder import ExportFolders
+from services.trainer.serving.report import Report
+from services.trainer.serving.trackers import trackers
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What the compute thread builds on every rank."""
+
+    layout: Layout
+    worker: Worker
+    checkpoints: Checkpoints
+    restored_step: int
+
+
+class TrainerBuild:
+    """Builds what a rank consists of; `run_dir` is the run's folder."""
+
+    def __init__(self, job: Job, run_dir: Path) -> None:
+        self._job = job
+        self._run_dir = run_dir
+
+    @property
+    def rollout_address(self) -> str:
+        """`host:port`. Raises ConfigError when the job names none."""
+        if (address := self._job.services.rollout_address) is None:
+            raise ConfigError(
+                "services.rollout_address is not set: start the service and pass --rollout-address host:port"
+            )
+        return address
+
+    def join(self) -> Layout:
+        """Joins the other ranks, or is alone. In the compute thread."""
+        return join_ranks(self._job)
+
+    def rank(self, fetch: Fetch, met: Met) -> Built:
+        """In the compute thread of every rank at once: the policy with its latest checkpoint, and what uses it."""
+        job, layout = self._job, met.layout
+        policy = policy_of(job, layout)
+        checkpoints = Checkpoints(job.checkpoint, self._run_dir, layout)
+        log.info("restoring", folder=str(checkpoint_folder(job.checkpoint, self._run_dir)))
+        restored_step = checkpoints.restore_latest(policy.saved)
+        sender = self.sender(policy, layout, met.channel.is_aborted)
+        gc.freeze()  # libraries and the model stay: a collection that looks at them costs a step 0.1 s
+        log.info("built", restored_step=restored_step)
+        worker = Worker(policy, sender, fetch, checkpoints, self._trained_samples(layout))
+        return Built(layout, worker, checkpoints, restored_step)
+
+    def sender(self, policy: Policy, layout: Layout, is_aborted: Callable[[str], bool]) -> WeightSender:
+        """This rank's part in publications."""
+        publish = self._job.publish
+        return WeightSender(
+            policy,
+            layout,
+            is_aborted,
+            host=_sender_host(self.rollout_address),
+            bucket_bytes=publish.update_weight_buffer_size,
+            timeout_seconds=publish.update_weight_timeout_seconds,
+        )
+
+    def schedule(self) -> JobSchedule:
+        """When weights move, checkpoints are written and evaluations run."""
+        return schedule_of(self._job)
+
+    def report(self) -> Report:
+        """Where a run's metrics go."""
+        job = self._job
+        return Report(
+            self._run_dir, trackers(job.tracking, job.run.run_name, job.model_dump(mode="json"), self._run_dir)
+        )
+
+    def console(self, report: Report, rollout: RolloutClient, schedule: JobSchedule) -> TrainerConsole:
+        """What people see of the run, and how they steer it."""
+        job = self._job
+        assert job.rollout.rollout_batch_size is not None  # the rules derived it
+        return TrainerConsole(
+            report,
+            evaluator_of(job, rollout, schedule),
+            run=job.run.run_name,
+            num_steps=schedule.num_steps,
+            groups_per_step=job.rollout.rollout_batch_size,
+        )
+
+    def exports(self) -> ExportFolders:
+        """Where people may ask for the model while it is trained."""
+        run, checkpoint = RunFolder(self._run_dir), self._job.checkpoint
+        return ExportFolders(
+            checkpoint.export_root or self._run_dir,
+            [checkpoint_folder(checkpoint, self._run_dir), run.ledger, run.logs, run.samples],
+        )
+
+    def ranks(self, group: RankGroup, built: Built, rollout: RolloutClient, console: TrainerConsole) -> TrainerRanks:
+        """All ranks as the loop sees them."""
+        backend = "nccl" if built.layout.device.type == "cuda" else "gloo"
+        return TrainerRanks(
+            group,
+            Publisher(group, rollout, self._job.publish, backend=backend),
+            console,
+            self._run_dir,
+            built.checkpoints,
+            restored_step=built.restored_step,
+            num_steps=self._job.rollout.num_rollout,
+            save_hf=self._job.checkpoint.save_hf,
+        )
+
+    def breaker(self) -> Breaker:
+        """What ends a run that cannot learn."""
+        return Breaker.of(self._job.rollout)
+
+    def _trained_samples(self, layout: Layout) -> TrainedSamples | None:
+        """One rank writes for those that have the same samples."""
+        num_bytes = self._job.tracking.sample_log_bytes
+        if not (layout.speaks and layout.is_last_stage and num_bytes):
+            return None
+        return TrainedSamples(SampleLog(RunFolder(self._run_dir).samples), layout.data_rank, num_bytes)
+
+
+def schedule_of(job: Job) -> JobSchedule:
+    """The rhythm that the job's intervals give."""
+    return JobSchedule(
+        job.rollout.num_rollout,
+        publish_every=job.publish.update_weights_interval,
+        save_every=job.checkpoint.save_interval,
+        evaluation=job.eval,
+    )
+
+
+def evaluator_of(job: Job, rollout: RolloutClient, schedule: JobSchedule) -> Evaluator:
+    """Evaluates on the data sets that the job names."""
+    datasets = [eval_dataset(job, name, path.resolve()) for name, path in job.eval.eval_prompt_data]
+    return Evaluator(datasets, rollout, schedule)
+
+
+def _sender_host(rollout_address: str) -> str:
+    """Where engines find this rank: loopback when the rollout service is on this machine, else the machine's name."""
+    is_here = Address.parse(rollout_address).is_loopback
+    return "127.0.0.1" if is_here else socket.gethostbyname(socket.gethostname())
