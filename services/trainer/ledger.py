@@ -44,7 +44,7 @@ class StreamLedger:
         return Batch.of(reply)
 
     async def batch_ahead(self, epoch: int, step: int) -> Batch | None:
-        """Does not wait."""
+        """The batch of the step after the one leased, if it is full already; does not wait."""
         reply = await self._buffer.try_lease_batch(self._stream, epoch, step)
         return Batch.of(reply) if reply.ready else None
 

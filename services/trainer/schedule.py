@@ -18,17 +18,17 @@ class JobSchedule:
         self._evaluates_first = not evaluation.skip_eval_before_train
 
     def publishes(self, state: TrainState) -> bool:
-        """After every update_weights_interval steps, and at the end."""
+        """True after every update_weights_interval steps, and at the end."""
         return state.step % self._publish_every == 0 or state.step == self.num_steps
 
     def saves(self, state: TrainState) -> bool:
-        """After every save_interval steps, and at the end."""
+        """True after every save_interval steps, and at the end."""
         if state.step == self.num_steps:
             return True
         return self._save_every is not None and state.step % self._save_every == 0
 
     def evaluates(self, state: TrainState) -> bool:
-        """Before the first step unless that is skipped, after every eval_interval steps, and at the end."""
+        """True before the first step unless that is skipped, after every eval_interval steps, and at the end."""
         if not self._has_eval:
             return False
         if state.step == 0:

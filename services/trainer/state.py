@@ -1,4 +1,4 @@
-"""Where a training run is."""
+"""The state of a training run."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class TrainState:
     """The ledger epoch this trainer owns."""
 
     def trained(self) -> TrainState:
-        """After one more step."""
+        """The state after one more step."""
         return replace(self, step=self.step + 1)
 
     def published(self) -> TrainState:
-        """After the current weights reached the engines."""
+        """The state after the current weights reached the engines."""
         return replace(self, policy_version=self.step)

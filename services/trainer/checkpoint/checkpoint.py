@@ -57,7 +57,7 @@ class Saveable(Protocol):
 
 
 def checkpoint_folder(config: CheckpointSection, run_dir: Path) -> Path:
-    """Where this run's checkpoints go."""
+    """The folder of this run's checkpoints."""
     return config.save or run_dir / "checkpoints"
 
 
@@ -91,7 +91,7 @@ class Checkpoints:
         return self._folder / step_name(step)
 
     def claim(self, epoch: int) -> None:
-        """On rank 0, after `restore_latest`: from here on the folder takes no checkpoint of an older epoch.
+        """Called on rank 0 after `restore_latest`: from here on the folder takes no checkpoint of an older epoch.
 
         Raises Fenced or FailedPrecondition when it is another trainer's.
         """
@@ -99,7 +99,7 @@ class Checkpoints:
             if new := _names(self._folder) - self._found:
                 raise FailedPrecondition(
                     f"another trainer has saved {', '.join(sorted(new))} in {self._folder} while this one started: "
-                    "start it again"
+                    "start this trainer again"
                 )
 
     def save(self, policy: Saveable, *, step: int, policy_version: int, epoch: int) -> None:
@@ -117,7 +117,7 @@ class Checkpoints:
             self.flush()
 
     def wait(self) -> None:
-        """Until nothing is being written. A failure that nobody has asked for is logged."""
+        """Returns when nothing is being written. A failure that nobody has asked for is logged."""
         try:
             self.flush()
         except Fenced:
@@ -132,7 +132,7 @@ class Checkpoints:
             writing.result()
 
     def take_safe(self) -> TrainState | None:
-        """On rank 0: the newest state that became safe since the last time this was asked."""
+        """The newest state that became safe since the last time this was asked; None without one. Called on rank 0."""
         if self._writing is not None and self._writing.done():
             self.wait()
         safe, self._safe = self._safe, None
@@ -217,7 +217,7 @@ class Checkpoints:
             log.warning("checkpoints_kept", folder=str(self._folder), error=str(error))
 
     def _discard(self, folder: Path) -> None:
-        """Under a hidden name first: what is removed in part is never taken for a checkpoint."""
+        """Gives it a hidden name first: what is removed in part is never taken for a checkpoint."""
         hidden = folder.with_name(f"{_PRUNED}{uuid.uuid4().hex}")
         folder.rename(hidden)
         remove(hidden)
@@ -232,8 +232,8 @@ class Checkpoints:
             log.warning("checkpoint_passed_over", folder=str(path), error="its bytes are not those that were written")
         if damaged := sorted(path.name for path in folder.glob(f"{_PREFIX}*")):
             raise DataLoss(
-                f"{folder} has no undamaged checkpoint left ({', '.join(damaged)} are damaged): take them away to "
-                "start anew, or put a copy in their place"
+                f"every checkpoint in {folder} is damaged ({', '.join(damaged)}): replace one by a copy of it, or move "
+                "them away to train from step 0"
             )
         return None
 
@@ -296,5 +296,5 @@ def newest(folder: Path) -> tuple[Path, Manifest] | None:
 
 
 def _copied(piece: Piece) -> Piece:
-    """On the CPU, in memory of its own: training goes on while it is written."""
+    """The piece in CPU memory of its own: training goes on while it is written."""
     return replace(piece, values=piece.values.to("cpu", copy=True).contiguous())

@@ -27,7 +27,7 @@ _PACKAGES = ("headrace", "torch", "megatron-core")
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """Of one file of a checkpoint."""
+    """What the manifest says of one file, to find damage."""
 
     num_bytes: int
     crc32: int
@@ -78,7 +78,7 @@ class Manifest:
         path = folder / _NAME
         facts = path.stat()
         if not stat.S_ISREG(facts.st_mode) or facts.st_size > MAX_MANIFEST_BYTES:
-            raise DataLoss(f"{path} is no file of at most {MAX_MANIFEST_BYTES} bytes")
+            raise DataLoss(f"{path} is not a file of at most {MAX_MANIFEST_BYTES} bytes")
         found = json.loads(path.read_bytes())
         if _crc32_of(found["manifest"]) != found["crc32"]:
             raise DataLoss(f"{path} is not what was written: its checksum differs")
@@ -94,7 +94,7 @@ class Manifest:
         sizes = {path.name: path.lstat().st_size for path in folder.iterdir() if path.is_file()}
         broken = sorted(name for name, facts in self.files.items() if sizes.get(name) != facts.num_bytes)
         if broken:
-            raise DataLoss(f"{folder} lacks {', '.join(broken)} in full: it was copied or written in part")
+            raise DataLoss(f"{folder} lacks {', '.join(broken)} in full: copy it again, or use another checkpoint")
         if unknown := {place.file for place in self.places} - self.files.keys():
             raise DataLoss(f"{folder}/{_NAME} names files that it does not list: {', '.join(sorted(unknown))}")
 
@@ -103,12 +103,12 @@ _ADAPTER = TypeAdapter(Manifest)
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that had a part in a checkpoint."""
+    """The versions of the packages that had a part in a checkpoint, by name."""
     return {package: version(package) for package in _PACKAGES}
 
 
 def crc32(path: Path) -> int:
-    """Of a file's bytes."""
+    """The CRC-32 of a file's bytes."""
     checksum = 0
     with path.open("rb") as file:
         while block := file.read(1 << 22):

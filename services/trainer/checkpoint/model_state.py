@@ -89,7 +89,10 @@ class ModelState:
             return found
         scalars = reader.scalars.get(self._name)
         if scalars is None:
-            raise DataLoss(f"the checkpoint has no part {self._name!r}: it was saved by another kind of job")
+            raise DataLoss(
+                f"the checkpoint has no part {self._name!r}: resume with the settings that it was saved with, or take "
+                "its weights alone with --initial-megatron-checkpoint"
+            )
         self._optimizer.require_same_kind(scalars)
         kinds = self._state_kinds(reader)
         for slot in self._slots():

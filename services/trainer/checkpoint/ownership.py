@@ -1,4 +1,4 @@
-"""Whose checkpoints a folder takes: those of one run, and of its trainers those of the newest epoch.
+"""A checkpoint folder belongs to one run, and takes the checkpoints of its newest epoch only.
 
 .owner.json  the run and its newest epoch; replaced when a trainer with a newer epoch, or another run, takes the folder
 .alive       locked by the owner's rank 0 as long as it lives: another run is refused, not mixed in
@@ -59,8 +59,8 @@ class FolderOwner:
             self._alive = _locked(self._folder / ".alive")
         if self._alive is None and not is_ours:
             raise FailedPrecondition(
-                f"{self._folder} belongs to run {owner['run']}, whose trainer lives (process {owner.get('pid')} on "
-                f"{owner.get('host')}): end it, or pass another --save"
+                f"{self._folder} belongs to run {owner['run']}, whose trainer is running (process {owner.get('pid')} "
+                f"on {owner.get('host')}): end it, or pass another --save"
             )
         mine = {"run": self._run, "epoch": epoch, "host": socket.gethostname(), "pid": os.getpid()}
         if owner != mine:

@@ -16,13 +16,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements `start` and on of one shard of a tensor."""
+    """The elements of one shard of a tensor from `start` on."""
 
     tensor: str
     values: Tensor
-    """[n], flat"""
+    """[n], the elements laid flat"""
     shape: tuple[int, ...]
-    """Of the whole shard."""
+    """The shape of the whole shard."""
     shard: int = 0
     num_shards: int = 1
     start: int = 0
@@ -41,22 +41,22 @@ class Piece:
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Of all shards together: the same under every layout."""
+        """The shape of all shards together: the same under every layout."""
         return whole_shape(self.shape, self.num_shards, self.split_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a piece is: in the manifest."""
+    """The manifest's entry for a piece: which file it is in, and which part of which tensor it is."""
 
     tensor: str
     file: str
     key: str
     dtype: str
     shape: tuple[int, ...]
-    """Of the shard."""
+    """The shape of the whole shard."""
     whole_shape: tuple[int, ...]
-    """Of all shards together."""
+    """The shape of all shards together."""
     shard: int
     num_shards: int
     start: int
@@ -64,7 +64,7 @@ class Place:
 
     @classmethod
     def of(cls, piece: Piece, file: str) -> Place:
-        """Of a piece that is written to `file`."""
+        """The place of a piece that is written to `file`."""
         return cls(
             tensor=piece.tensor,
             file=file,
@@ -80,12 +80,12 @@ class Place:
 
     @property
     def shard_elements(self) -> int:
-        """Of the whole shard."""
+        """How many elements the whole shard has."""
         return math.prod(self.shape)
 
 
 def whole_shape(shape: Sequence[int], num_shards: int, split_dim: int) -> tuple[int, ...]:
-    """Of `num_shards` shards of that shape, side by side."""
+    """The shape of `num_shards` shards of that shape, side by side."""
     if num_shards == 1:
         return tuple(shape)
     return tuple(size * num_shards if dim == split_dim else size for dim, size in enumerate(shape))

@@ -31,7 +31,7 @@ class Expected:
     """What this job has a place for."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor, whatever the layout."""
+    """The shape of the whole tensor, whatever the layout."""
     dtype: str | None = None
     """None: any that can be converted."""
 
@@ -51,12 +51,12 @@ class CheckpointReader:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors, in an order that every rank agrees on."""
+        """The names of all tensors, in an order that every rank agrees on."""
         return sorted(self._places)
 
     @property
     def scalars(self) -> Mapping[str, Any]:
-        """The parts' numbers."""
+        """The numbers of each part, by the part's name."""
         return self._manifest.scalars
 
     def require(self, expected: Mapping[str, Expected]) -> None:

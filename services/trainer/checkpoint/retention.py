@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest, and those whose step did best."""
+"""The checkpoints that stay: the newest, and those whose step did best."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Retention:
 
     @classmethod
     def of(cls, config: CheckpointSection, run_dir: Path) -> Retention:
-        """Of a job."""
+        """The job's rule for the checkpoints of the run in `run_dir`."""
         return cls(config.keep_last, config.keep_best, config.keep_best_metric, run_dir / "metrics.jsonl")
 
     def superfluous(self, steps: Iterable[int]) -> list[int]:
@@ -33,7 +33,7 @@ class Retention:
         return [step for step in newest_first if step not in kept | set(scored[: self.keep_best])]
 
     def _scores(self) -> dict[int, float]:
-        """By step; a step that was run again counts as it ran last."""
+        """The metric of each step; a step that was run again counts as it ran last."""
         if not self.metrics_file.is_file():
             return {}
         scores = {}

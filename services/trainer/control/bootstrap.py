@@ -14,7 +14,7 @@ from services.trainer.megatron.rendezvous import listener, own_host
 
 
 async def open_channel(rank: int, world_size: int, device: torch.device, compute: ThreadPoolExecutor) -> Channel:
-    """On all ranks at once, after torch.distributed is up; returns when all are connected."""
+    """Called on all ranks at once, after torch.distributed is up; returns when all are connected."""
     loop = asyncio.get_running_loop()
     if world_size == 1:
         return Channel(rank, world_size, b"")

@@ -68,7 +68,7 @@ class TrainerBuild:
         return join_ranks(self._job)
 
     def rank(self, fetch: Fetch, met: Met) -> Built:
-        """In the compute thread of every rank at once: the policy with its latest checkpoint, and what uses it."""
+        """Builds the policy with its latest checkpoint, in the compute thread of every rank at once."""
         job, layout = self._job, met.layout
         policy = policy_of(job, layout)
         checkpoints = Checkpoints(job.checkpoint, self._run_dir, layout)
@@ -93,11 +93,11 @@ class TrainerBuild:
         )
 
     def schedule(self) -> JobSchedule:
-        """When weights move, checkpoints are written and evaluations run."""
+        """The steps at which weights move, checkpoints are written and evaluations run."""
         return schedule_of(self._job)
 
     def report(self) -> Report:
-        """Where a run's metrics go."""
+        """The report that keeps the run's metrics and gives them to the trackers that the job asks for."""
         job = self._job
         return Report(
             self._run_dir, trackers(job.tracking, job.run.run_name, job.model_dump(mode="json"), self._run_dir)
@@ -116,7 +116,7 @@ class TrainerBuild:
         )
 
     def exports(self) -> ExportFolders:
-        """Where people may ask for the model while it is trained."""
+        """The folders to which people may export the model while it is trained."""
         run, checkpoint = RunFolder(self._run_dir), self._job.checkpoint
         return ExportFolders(
             checkpoint.export_root or self._run_dir,
@@ -166,6 +166,6 @@ def evaluator_of(job: Job, rollout: RolloutClient, schedule: JobSchedule) -> Eva
 
 
 def _sender_host(rollout_address: str) -> str:
-    """Where engines find this rank: loopback when the rollout service is on this machine, else the machine's name."""
+    """The address at which engines find this rank: loopback when the rollout service is on this machine."""
     is_here = Address.parse(rollout_address).is_loopback
     return "127.0.0.1" if is_here else socket.gethostbyname(socket.gethostname())

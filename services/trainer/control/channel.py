@@ -70,13 +70,13 @@ class Channel:
         self._aborted: str | None = None
 
     async def listen(self, listener: socket.socket) -> int:
-        """On rank 0; returns the port that the others connect to."""
+        """Called on rank 0; returns the port that the others connect to."""
         self._server = await asyncio.start_server(self._accept, sock=listener, limit=CHUNK_BYTES)
         port: int = listener.getsockname()[1]
         return port
 
     async def until_complete(self) -> None:
-        """On rank 0: returns once every rank is there."""
+        """Called on rank 0; returns once every rank is connected. Raises DeadlineExceeded when one never is."""
         if self._missing:
             both = {self._complete, self._lost}
             await asyncio.wait(both, timeout=_CONNECT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
@@ -88,7 +88,7 @@ class Channel:
             )
 
     async def connect(self, host: str, port: int) -> None:
-        """On every other rank. Raises PeerLost when rank 0 is not there, or not of this run."""
+        """Called on every other rank. Raises PeerLost when rank 0 is not there, or not of this run."""
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
                 while not await self._is_introduced(host, port):
@@ -97,7 +97,7 @@ class Channel:
             raise PeerLost(f"rank 0 is gone ({host}:{port}: {error!r}): this rank ends too") from error
 
     def send(self, message: Message) -> None:
-        """To rank 0, or from it to all others. From any thread but the loop's own: a message may be large."""
+        """Sends to rank 0, or from it to all others. Not for the loop's own thread: a message may be large."""
         self._loop.call_soon_threadsafe(self._write, frame(message))
 
     async def next_order(self) -> Order:
@@ -109,12 +109,12 @@ class Channel:
         return [self._expect(peer, number, read) for peer in self._peers]
 
     def abort(self, publication_id: str) -> None:
-        """From rank 0: all senders of this publication stop."""
+        """Called on rank 0: tells all senders of this publication to stop."""
         self._aborted = publication_id
         self._write(frame(Abort(publication_id)))
 
     def is_aborted(self, publication_id: str) -> bool:
-        """On every rank, from any thread."""
+        """Whether rank 0 gave this publication up; on every rank, from any thread."""
         return self._aborted == publication_id
 
     async def guard(self, work: Awaitable[None]) -> None:

@@ -44,7 +44,7 @@ _messages = msgspec.msgpack.Decoder(Message)
 
 
 def frame(message: Message) -> bytes:
-    """As it travels."""
+    """The message as bytes, with its length in front."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(len(HEARTBEAT), "big") + body
 

@@ -20,7 +20,7 @@ class Refused(Exception):
 
 
 async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, missing: set[int]) -> int:
-    """On rank 0: which of the missing ranks this is; it is missing no more. Raises Refused for anybody else."""
+    """Called on rank 0: takes this rank out of `missing` and returns it. Raises Refused for anybody else."""
     nonce = secrets.token_bytes(_NONCE_BYTES)
     writer.write(nonce)
     hello = await reader.readexactly(_RANK_BYTES + _NONCE_BYTES + _DIGEST_BYTES)
@@ -34,7 +34,7 @@ async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secr
 
 
 async def introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, rank: int) -> None:
-    """On every other rank. Raises Refused where rank 0 hangs up, or is not of this run."""
+    """Called on every other rank. Raises Refused when rank 0 hangs up, or is not of this run."""
     nonce = await reader.readexactly(_NONCE_BYTES)
     said = rank.to_bytes(_RANK_BYTES, "big") + secrets.token_bytes(_NONCE_BYTES)
     writer.write(said + _digest(secret, b"hello", nonce, said))

@@ -24,7 +24,7 @@ from services.trainer.serving.servicer import TrainerServicer
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Where rank 0 listens. Addresses are `host:port`."""
+    """The addresses, `host:port`, at which rank 0 listens."""
 
     address: str
     metrics_address: str | None
@@ -34,7 +34,7 @@ class Serving:
 async def lead(
     build: TrainerBuild, serving: Serving, buffer: Buffer, fetch: Fetch, compute: ThreadPoolExecutor
 ) -> None:
-    """Until the run is finished or left; raises what ended it otherwise."""
+    """Returns when the run is finished or left; raises what ended it otherwise."""
     rollout = RolloutClient(build.rollout_address)
     schedule, report = build.schedule(), build.report()
     console = build.console(report, rollout, schedule)

@@ -21,7 +21,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Train(_Message, frozen=True):
-    """One rollout step."""
+    """Every rank trains one rollout step."""
 
     step: int
     samples: tuple[SampleFacts, ...]
@@ -57,7 +57,7 @@ class DropGroups(_Message, frozen=True):
 
 
 class Save(_Message, frozen=True):
-    """A checkpoint."""
+    """Every rank writes its share of a checkpoint."""
 
     step: int
     policy_version: int
@@ -95,7 +95,7 @@ class StageWeights(_Message, frozen=True):
 
 
 class StageGroup(_Message, frozen=True):
-    """Where one stage's sender listens."""
+    """The group of engines of one stage: its name, and the address at which its sender listens."""
 
     stage: int
     name: str
@@ -126,7 +126,7 @@ _results = msgspec.msgpack.Decoder(Result)
 
 
 def packed(found: Command | Result) -> msgspec.Raw:
-    """As it travels in an order or an answer."""
+    """The message as MessagePack, to travel in an order or an answer."""
     return msgspec.Raw(msgspec.msgpack.encode(found))
 
 

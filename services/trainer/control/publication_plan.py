@@ -33,11 +33,11 @@ class PublicationPlan:
 
     @property
     def num_buckets(self) -> int:
-        """Of all stages together."""
+        """The number of buckets of all stages together."""
         return sum(map(len, self.buckets_of_stages))
 
     def groups(self, opened: Sequence[StageGroup]) -> list[pb.PublishGroup]:
-        """Which buckets travel in which group; `opened` has one group a stage, in the stages' order."""
+        """The groups with the buckets that travel in them; `opened` has one group a stage, in the stages' order."""
         return [
             pb.PublishGroup(
                 name=group.name,

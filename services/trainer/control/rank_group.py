@@ -56,7 +56,7 @@ class RankGroup:
         self._number = 0
 
     async def train(self, step: int, samples: Sequence[SampleFacts]) -> Trained:
-        """One rollout step."""
+        """All ranks train one rollout step; returns rank 0's metrics and the samples that were set aside."""
         trained = await self._order(Train(step, tuple(samples)))
         assert isinstance(trained, Trained)
         return trained
@@ -73,7 +73,7 @@ class RankGroup:
         )
 
     async def open_groups(self, *, deadline_seconds: float) -> list[StageGroup]:
-        """Where every stage's sender listens, by stage."""
+        """The groups at which the stages' senders listen, by stage."""
         return sorted(
             await self._results(self._ask(OpenGroups()), StageGroup, deadline_seconds), key=lambda found: found.stage
         )

@@ -53,7 +53,7 @@ class TrainerRanks:
         return self._restored_step
 
     async def claim(self, state: TrainState) -> None:
-        """From here on its folder takes no checkpoint of an older trainer."""
+        """Keeps older trainers from putting checkpoints into the folder from here on."""
         await asyncio.to_thread(self._checkpoints.claim, state.epoch)
 
     async def train(self, step: int, batch: Batch) -> dict[str, float]:
@@ -96,7 +96,7 @@ class TrainerRanks:
             await self._group.save(state)
 
     def checkpoint_path(self, step: int) -> Path:
-        """Where `save` puts the checkpoint of a step."""
+        """The folder into which `save` puts the checkpoint of a step."""
         return self._checkpoints.path_of(step)
 
     async def export(self) -> None:

@@ -56,7 +56,7 @@ class WeightSender:
         return Probed(canary) if canary and self._is_sender else None
 
     def open(self) -> StageGroup | None:
-        """Where this stage's group listens; None on ranks that send nothing."""
+        """The address at which this stage's group listens; None on ranks that send nothing."""
         if not self._is_sender:
             return None
         if self._group is None:
@@ -105,7 +105,7 @@ class WeightSender:
             return
         if [name for name, _ in gathered] != [spec.name for spec in bucket]:
             raise PublicationAborted(
-                f"tensors came in another order than announced: {gathered[0][0]}, {bucket[0].name}"
+                f"tensor {gathered[0][0]} was gathered where {bucket[0].name} was announced: this is a bug of headrace"
             )
         if self._backend == "gloo":
             checksums.update(gathered)

@@ -32,7 +32,7 @@ class Fetch:
         self._begun: dict[tuple[str, ...], Future[list[Read]]] = {}
 
     def begin(self, sample_ids: Sequence[str]) -> None:
-        """In the background: the compute thread goes on."""
+        """Fetches in the background: the compute thread goes on."""
         wanted = tuple(sample_ids)
         if not wanted or wanted in self._begun:
             return

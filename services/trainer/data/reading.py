@@ -24,7 +24,7 @@ from services.trainer.plan.batch import SampleFacts
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """In the place of a sample."""
+    """Stands for a sample that could not be read or used, and says why."""
 
     sample_id: str
     reason: str
@@ -90,7 +90,7 @@ class Reader:
         return one
 
     def _agreed(self, mine: Sequence[Unreadable]) -> dict[str, Unreadable]:
-        """Of all ranks, by id; most steps have none, and that is one number to agree on."""
+        """The bad samples of all ranks, by id; most steps have none, and that is one number to agree on."""
         for one in mine:
             log.error("sample_set_aside", sample_id=one.sample_id, reason=one.reason, message=one.message)
         count = torch.tensor([len(mine)], device=self._layout.device)

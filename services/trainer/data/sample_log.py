@@ -44,7 +44,7 @@ class TrainedSamples:
         self._writing: Future[None] | None = None
 
     def write(self, step: int, answers: Sequence[Answer]) -> None:
-        """In the background; waits for the step before."""
+        """Writes in the background, after the step before is written."""
         self.wait()
         self._writing = self._thread.submit(self._write, step, answers)
 

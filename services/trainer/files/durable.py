@@ -19,7 +19,7 @@ def sync(path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """With its parents; the names of those that are new are on the disk."""
+    """Makes the folder and its parents; the names of new ones are on the disk when it returns."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for each in reversed(missing):

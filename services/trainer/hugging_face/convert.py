@@ -156,7 +156,8 @@ class Converter:
         covered = {placed.name for placed in self._placed} | ({self._tied_copy} if self._has_tied_copy else set())
         if uncovered := self._weights.keys() ^ covered:
             raise InvalidArgument(
-                f"the table of {self._architecture.family} does not fit the model: {sorted(uncovered)}"
+                f"the table of {self._architecture.family} does not name the weights of this model: "
+                f"{sorted(uncovered)}: this is a bug of headrace"
             )
 
 

@@ -71,7 +71,7 @@ def export(
 
 def _require_free(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not is_torn(folder):
-        raise AlreadyExists(f"{folder} is there already and not empty: export to another folder")
+        raise AlreadyExists(f"{folder} exists already and is not empty: export to another folder")
 
 
 def _begin(folder: Path, draft: Path) -> None:
@@ -83,7 +83,7 @@ def _begin(folder: Path, draft: Path) -> None:
 
 
 def _finish(hf_checkpoint: Path, draft: Path, folder: Path, dtype: str, file_bytes: int, layout: Layout) -> None:
-    """On rank 0, when every stage's files are durable."""
+    """Runs on rank 0 when every stage's files are durable."""
     _copy_companions(hf_checkpoint, draft)
     _write_config(hf_checkpoint, draft, dtype)
     write_kept_layers(hf_checkpoint, draft, dtype, file_bytes, draft / f"{layout.pp_size}{_PART}")

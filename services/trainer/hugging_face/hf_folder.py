@@ -33,7 +33,7 @@ class HfFolder:
         return frozenset(name for name in self._files if not name.endswith(_SCALE))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor, without reading it."""
+        """The shape of a tensor, without reading it."""
         with safe_open(str(self.folder / self._files[name]), framework="pt") as file:
             return tuple(file.get_slice(name).get_shape())
 
@@ -43,7 +43,10 @@ class HfFolder:
         if raw.dtype not in _FP8:
             return raw
         if name + _SCALE not in self._files:
-            raise ConfigError(f"{self.folder}: {name} is {raw.dtype} and has no {name}{_SCALE}: it cannot be read")
+            raise ConfigError(
+                f"{self.folder}: {name} is {raw.dtype} and has no {name}{_SCALE}: export it with its "
+                "scales, or in bfloat16"
+            )
         return dequantized(raw, self._raw(name + _SCALE), self._block)
 
     def _raw(self, name: str) -> Tensor:

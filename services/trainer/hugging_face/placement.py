@@ -1,4 +1,4 @@
-"""Which rows of a table belong to this rank's part of a model, under which names."""
+"""The rows of a table that belong to this rank's part of a model, with their names there."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def _maybe_as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = F
 
 
 def install() -> None:
-    """For the calling thread, for good. Harmless when called again."""
+    """Adapts Megatron for the calling thread, for good. Harmless when called again."""
     cuda: Any = torch.cuda
     if cuda.Stream is not _Stream:
         cuda.current_device = lambda: _CPU

@@ -39,7 +39,7 @@ def wrap_for_data_parallel(
 
 
 def parameter_schedule(optimizer: Any, args: MegatronArgs, num_steps: int) -> OptimizerParamScheduler:
-    """Of the learning rate and the weight decay over `num_steps` optimizer steps."""
+    """The learning rate and the weight decay over `num_steps` optimizer steps."""
     decay_steps, warmup_steps = args.lr_decay_iters or num_steps, args.lr_warmup_iters
     if args.lr_warmup_fraction is not None:
         warmup_steps = round(args.lr_warmup_fraction * decay_steps)
@@ -100,15 +100,15 @@ class Optimizer:
         return self._optimizer, self._schedule
 
     def zero_grad(self) -> None:
-        """Before the first backward of a step."""
+        """Clears the gradients; called before the first backward pass of a step."""
         self._optimizer.zero_grad()
 
     def slots(self) -> Iterator[Slot]:
-        """Where the state of every parameter is that this rank updates."""
+        """The state of every parameter that this rank updates."""
         return slots(self._optimizer)
 
     def scalars(self) -> dict[str, Any]:
-        """As JSON: the schedule's place, and whose states these are."""
+        """The schedule's position and the kind of optimizer, as JSON has them."""
         return {
             "optimizer": self._kind,
             "schedule_steps": self._schedule.num_steps,
@@ -129,7 +129,3 @@ class Optimizer:
             set_group_step(self._optimizer, scalars["group_step"])
         self._schedule.num_steps = 0
         self._schedule.step(increment=scalars["schedule_steps"])
-
-    def reload_master_weights(self) -> None:
-        """After the model's weights were replaced from outside."""
-        self._optimizer.reload_model_params()

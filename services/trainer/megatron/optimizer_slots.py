@@ -1,4 +1,4 @@
-"""Where Megatron-core's optimizers keep the state of a parameter: the only reader of their private parts.
+"""The state that Megatron-core's optimizers keep of a parameter: only this module reads their private parts.
 
 Float32 without the distributed optimizer: Adam works on the model's parameters. Bfloat16: on float32 master copies.
 Distributed: on a run of the flat parameter, in float32 a view of it, in bfloat16 a master copy of the run.
@@ -26,7 +26,7 @@ class Slot:
     main: Tensor | None
     """The float32 master copy of those elements, if there is one."""
     state: dict[str, Tensor]
-    """By name, as torch's optimizer keeps it; what is put in is used."""
+    """The optimizer's own dictionary of tensors by name: what is put in is used."""
     start: int
     end: int
     is_distributed: bool
@@ -38,7 +38,7 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
 
 
 def slots(optimizer: Any) -> Iterator[Slot]:
-    """Of every parameter that this rank updates."""
+    """The slots of every parameter that this rank updates."""
     for each in inner_optimizers(optimizer):
         if isinstance(each, DistributedOptimizer):
             yield from _distributed(each)
@@ -84,7 +84,7 @@ def group_step(optimizer: Any) -> int | None:
 
 
 def set_group_step(optimizer: Any, step: int) -> None:
-    """The other way."""
+    """Puts back what `group_step` gave."""
     for each in inner_optimizers(optimizer):
         for group in _groups(each):
             group["step"] = step

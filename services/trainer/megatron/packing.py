@@ -1,4 +1,4 @@
-"""Which way of laying samples into rows a job trains with."""
+"""The choice of how samples are packed into rows."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from services.trainer.plan.rows import Packing
 
 
 def choose_packing(asked: Packing | None, config: TransformerConfig, layout: Layout) -> Packing:
-    """Without one, a group's prompt is trained once where that is exact and costs no faster attention.
+    """What was asked for; else a group's prompt is trained once where that is exact and costs no faster attention.
 
     Raises ConfigError when prompts are to be shared and the model's loss would not be the same.
     """
     obstacle = _counts_tokens(config)
     if asked == "shared_prompts" and obstacle:
         raise ConfigError(
-            f"packing shared_prompts trains a prompt once for all its answers, and {obstacle} counts it as often as it "
-            "is there: pass --packing packed",
+            f"packing shared_prompts trains a prompt once for all its responses, but {obstacle} would count it once "
+            "for each of them: pass --packing packed",
             field="packing",
         )
     if asked is not None:

@@ -24,7 +24,7 @@ FILES_TIMEOUT = datetime.timedelta(minutes=60)
 """How long one rank may write its part of a checkpoint after the first has written its own."""
 
 _SEEDS_PER_STAGE = 100
-"""As Megatron's own trainer has it."""
+"""The distance between the seeds of two pipeline stages, as in Megatron's own trainer."""
 _NUMPYS_SEEDS = 1 << 32
 
 
@@ -66,12 +66,12 @@ class Layout:
 
     @property
     def is_first_stage(self) -> bool:
-        """Holds the embedding."""
+        """Whether this rank holds the embedding."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Holds the output layer, and sees log-probs."""
+        """Whether this rank holds the output layer, and so sees log-probs."""
         return self.pp_rank == self.pp_size - 1
 
     @property
@@ -86,7 +86,7 @@ class Layout:
 
     @property
     def data_size(self) -> int:
-        """In how many shares a batch is divided."""
+        """The number of shares into which a batch is divided."""
         return self.dp_size // self.context.size
 
     @property
@@ -101,7 +101,7 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """For checkpoints: tp2-pp1-dp2; what is divided further says so, as in tp1-pp2-dp2-cp2-ep2-vpp2."""
+        """Its name in a checkpoint: tp2-pp1-dp2, or with further divisions tp1-pp2-dp2-cp2-ep2-vpp2."""
         further = {"cp": self.context.size, "ep": self.ep_size, "vpp": self.vpp_size}
         return f"tp{self.tp_size}-pp{self.pp_size}-dp{self.dp_size}" + "".join(
             f"-{name}{size}" for name, size in further.items() if size > 1
@@ -212,7 +212,7 @@ def _require_room_for_experts(args: MegatronArgs, world_size: int) -> None:
 def refuse_gpu_only(args: MegatronArgs) -> None:
     """Raises ConfigError for what Megatron-core does only on a GPU."""
     if flags := args.needs_gpu():
-        raise ConfigError(f"{', '.join(flags)} needs a GPU, most of it Transformer Engine too: leave it out on a CPU")
+        raise ConfigError(f"{', '.join(flags)} needs a GPU, and mostly Transformer Engine: leave it out on a CPU")
 
 
 def refuse_divided_experts(args: MegatronArgs) -> None:

@@ -62,7 +62,7 @@ def listener(host: str, port: int = 0) -> socket.socket:
 
 
 def own_host() -> str:
-    """Where the other ranks reach this one: loopback when all of them are on this machine."""
+    """The host at which the other ranks reach this one: loopback when all of them are on this machine."""
     if "MASTER_ADDR" in os.environ:
         return os.environ["MASTER_ADDR"]
     if _on_one_machine():

@@ -41,7 +41,7 @@ def peak_tflops(given: float | None, device: torch.device) -> float | None:
 
 
 def peak_of(device_name: str) -> float | None:
-    """By the name that the driver gives it."""
+    """The peak of the GPU that the driver calls by this name; None for one that is not in the table."""
     return next((peak for name, peak in _PEAK_TFLOPS.items() if name in device_name), None)
 
 
@@ -54,7 +54,7 @@ class Speed:
         self._peak = peak
 
     def metrics(self, samples: Sequence[SampleFacts], seconds: Mapping[str, float]) -> dict[str, float]:
-        """From this rank's seconds by part: fetch, log_probs, forward, forward_backward, optimizer, critic."""
+        """Metrics from this rank's seconds by part: fetch, log_probs, forward, forward_backward, optimizer, critic."""
         seconds = defaultdict(float, seconds)
         steps = seconds["forward_backward"] + seconds["optimizer"]
         lengths = [(s.prompt_length + s.response_length, s.response_length) for s in samples]

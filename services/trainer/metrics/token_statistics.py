@@ -19,7 +19,7 @@ MISMATCH = (
     "mismatch/chi2_token",
     "mismatch/chi2_sequence",
 )
-"""Of whole answers: means over those with a trained token."""
+"""Means over the responses that have a trained token."""
 
 SUMS = (
     "loss/policy",
@@ -48,7 +48,7 @@ SUMS = (
 """Those called squared are of the distance from 1, where the values are: squares themselves would lose it."""
 
 MAXIMA = ("ratio/max", "tis_weight/max")
-"""Of values that are never negative."""
+"""The largest values over all tokens; none of them is ever negative."""
 
 MEANS = {
     "entropy": "entropy",
@@ -84,7 +84,7 @@ def reported(config: TrainSection, *, has_custom_tis: bool) -> frozenset[str]:
 
 
 def statistics(names: frozenset[str], sums: Mapping[str, float], largest: Mapping[str, float]) -> dict[str, float]:
-    """From the sums over all tokens, and the largest of all."""
+    """The statistics called `names`, from the sums over all tokens and the largest values."""
     tokens = max(sums["tokens"], 1.0)
     found = {name: sums[source] / tokens for name, source in MEANS.items()}
     found |= {name: sums[name] / max(sums["answers"], 1.0) for name in MISMATCH}

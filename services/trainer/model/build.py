@@ -130,7 +130,7 @@ def critic_of(job: Job, layout: Layout, stopwatch: Stopwatch) -> Critic:
 
 
 def _model(job: Job, architecture: Architecture, args: MegatronArgs, layout: Layout) -> RankModel:
-    """With the weights that the run begins with, and what is not trained frozen."""
+    """The model with the weights that the run begins with; parameters that are not trained are frozen."""
     model = RankModel.build(architecture, args, layout, job.train.packing)
     model.converter.load(job.model.hf_checkpoint)
     if (initial := job.checkpoint.initial_megatron_checkpoint) is not None:

@@ -1,4 +1,4 @@
-"""From the last stage's hidden states to log-probs and entropy of the responses' tokens."""
+"""The step from the last stage's hidden states to log-probs and entropy of the responses' tokens."""
 
 from __future__ import annotations
 

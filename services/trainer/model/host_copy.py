@@ -13,19 +13,19 @@ from services.trainer.hugging_face.model_shard import ModelShard
 
 
 class HostCopy:
-    """Of everything in `weights` at the moment it is made, or taken again."""
+    """A copy of everything in `weights` at the moment it is made, or taken again."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self._weights = weights
         self._values = {name: _copied(weight) for name, weight in weights.items()}
 
     def take(self) -> None:
-        """The weights in place now."""
+        """Copies the weights that are in place now."""
         for name, weight in self._weights.items():
             self._values[name].copy_(weight.detach())
 
     def put(self) -> None:
-        """Into the model, for good."""
+        """Copies the weights into the model, for good."""
         with torch.no_grad():
             for name, value in self._values.items():
                 self._weights[name].copy_(value)

@@ -24,7 +24,7 @@ from services.trainer.rl.known import Known
 
 
 class OldLogProbs:
-    """`policies` with keep_old_actor alone."""
+    """`policies` are kept only with keep_old_actor."""
 
     def __init__(self, config: TrainSection, layout: Layout, pipeline: Pipeline, policies: OldPolicies | None) -> None:
         self._layout = layout
@@ -38,7 +38,7 @@ class OldLogProbs:
     def __call__(
         self, step: int, steps: Sequence[StepInputs], *, for_advantages: bool
     ) -> tuple[Sequence[Known], Sequence[Known]]:
-        """For the advantages and for the loss of every optimizer step. Collective over all ranks."""
+        """Old log-probs for the advantages, and for the loss of every optimizer step. Collective over all ranks."""
         nothing: list[Known] = [None] * len(steps)
         if self._policies is not None:
             self._policies.remember(step)

@@ -41,7 +41,7 @@ class OldPolicies:
         return sorted(self._copies)
 
     def remember(self, step: int) -> None:
-        """Before a step: what was published since the last one. A trainer that starts publishes where it is."""
+        """Called before a step: keeps the weights if they were just published, or if the trainer just started."""
         if step % self._publish_interval and self._was_asked:
             return
         self._was_asked = True
@@ -58,16 +58,16 @@ class OldPolicies:
         return self._copies[version].in_place()
 
     def pieces(self) -> Iterator[Piece]:
-        """For a checkpoint."""
+        """The kept versions as pieces of a checkpoint."""
         for version, copy in self._copies.items():
             yield from self._state(version, copy).pieces()
 
     def scalars(self) -> Mapping[str, Any]:
-        """None."""
+        """There are none: versions are in the pieces' names."""
         return {}
 
     def restore(self, reader: CheckpointReader) -> None:
-        """Those that the checkpoint has."""
+        """Keeps the versions that the checkpoint has, and no others."""
         versions = {int(found[1]) for name in reader.names if (found := re.match(rf"{_PART}(\d+)/", name))}
         self._copies = {version: HostCopy(self._weights) for version in sorted(versions)}
         for version, copy in self._copies.items():

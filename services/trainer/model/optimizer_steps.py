@@ -16,7 +16,7 @@ from services.trainer.rl.hooks import BeforeTrainStep
 
 
 class OptimizerSteps:
-    """In the first `critic_only_steps` rollout steps the policy stays as it is."""
+    """Trains on prepared steps; in the first `critic_only_steps` rollout steps the policy stays as it is."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class OptimizerSteps:
         return {name: _COMBINED.get(name, _mean)([row[name] for row in rows]) for name in rows[0]}
 
     def _step(self, step: int, step_id: int, prepared: PreparedStep, *, updates: bool) -> dict[str, float]:
-        """Without `updates` all is computed, for collectives to meet, and no weight moves, not even by momentum."""
+        """Without `updates` everything is computed, as ranks wait for each other, but no weight changes."""
         metrics = self._train_critic(prepared, updates=updates)
         if step < self._critic_only_steps:
             return metrics

@@ -69,7 +69,7 @@ class Pipeline:
     def log_probs(
         self, inputs: StepInputs, temperature: float | None = None, routing: Routing = "free"
     ) -> list[Tensor] | None:
-        """Under the weights in place, [B, S] for each micro-batch; None except on last-stage ranks."""
+        """Log-probs under the weights in place, [B, S] for each micro-batch; None except on last-stage ranks."""
         divisor = temperature or self._temperature
 
         def read(micro: MicroInputs, hidden: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class Pipeline:
         return self._runner.infer(inputs, read, routing)
 
     def response_log_probs(self, samples: Sequence[Sample], temperature: float | None = None) -> list[Tensor]:
-        """Of each sample's response tokens, [R]."""
+        """Log-probs of each sample's response tokens, [R]; [] except on last-stage ranks."""
         micro = inference_inputs(collate(samples, self._packing), self._layout)
         filler = inference_inputs(empty_micro_batch(), self._layout)
         found = self.log_probs([micro, *[filler] * (self._layout.micro_batch_multiple - 1)], temperature)

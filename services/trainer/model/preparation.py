@@ -128,7 +128,7 @@ class Preparation:
         return [list(islice(rest, len(inputs))) for inputs in steps]
 
     def _normalized(self, inputs: StepInputs, old: Known) -> StepInputs:
-        """With the mean of the importance weights of this optimizer step over all data-parallel ranks."""
+        """The inputs with the mean of this optimizer step's importance weights over all data-parallel ranks."""
         config = self._config
         sums = torch.zeros(2, dtype=torch.float64, device=self._layout.device)
         for number, micro in enumerate(inputs):

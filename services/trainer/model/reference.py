@@ -31,7 +31,7 @@ class ReferencePolicy:
         return self._copy.in_place()
 
     def update(self) -> None:
-        """From here on the reference is the current policy."""
+        """Makes the current policy the reference from here on."""
         self._copy.take()
 
     def shards(self, shards: Sequence[ModelShard]) -> list[ModelShard]:

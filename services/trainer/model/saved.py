@@ -42,7 +42,7 @@ class SavedParts:
         return {_MODEL: _facts(self._architecture)} | scalars
 
     def restore(self, reader: CheckpointReader) -> None:
-        """The other way, bit for bit, whatever layout wrote it. Raises DataLoss unless it is of this very model."""
+        """Restores this share bit for bit, whatever layout wrote it. Raises DataLoss unless it is of this model."""
         require_same_model(reader, self._architecture)
         for part in self._parts:
             part.restore(reader)

@@ -1,4 +1,4 @@
-"""Which parameters are trained: all, only some, or all but some, by regular expressions on Megatron's names.
+"""The choice of parameters that are trained, by regular expressions on Megatron's names.
 
 Names are those of the whole model: `decoder.layers.31.mlp.linear_fc1.weight` whatever stage holds the layer, and
 `embedding.word_embeddings.weight` for a tied embedding's copy on the last stage, which is frozen or trained with it

@@ -39,7 +39,7 @@ class SampleFacts:
 
     @classmethod
     def of(cls, envelope: sample_pb2.SampleEnvelope) -> SampleFacts:
-        """From the ledger's envelope. One that no sample may have is set aside, and the same each time it comes."""
+        """The facts in the ledger's envelope. A sample whose envelope is not valid is set aside, each time it comes."""
         try:
             _check(envelope)
         except InvalidArgument as error:
@@ -75,8 +75,8 @@ def _check(envelope: sample_pb2.SampleEnvelope) -> None:
     response = envelope.response_tokens
     if envelope.trained_tokens > response or not (failed or envelope.prompt_tokens or response):
         raise InvalidArgument(
-            f"the envelope says {envelope.prompt_tokens} prompt, {response} response and {envelope.trained_tokens} "
-            "trained tokens"
+            f"the envelope counts {envelope.prompt_tokens} prompt, {response} response and {envelope.trained_tokens} "
+            "trained tokens, which no sample can have"
         )
     ranges = [PolicyRange(r.policy_version, r.start, r.end, r.masked) for r in envelope.policy_ranges]
     check_ranges("policy_ranges", ranges, response)
@@ -91,7 +91,7 @@ class Batch:
 
     @classmethod
     def of(cls, reply: buffer_pb2.LeaseBatchResponse) -> Batch:
-        """From a ready answer of LeaseBatch."""
+        """The batch in an answer of LeaseBatch that is ready."""
         facts = tuple(SampleFacts.of(envelope) for group in reply.groups for envelope in group.samples)
         return cls(facts, reply.digest)
 

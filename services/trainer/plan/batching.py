@@ -37,7 +37,7 @@ class MicroBatch:
 
 
 def collate(samples: Sequence[Sample], packing: Packing) -> MicroBatch:
-    """At least one sample; R is the longest response."""
+    """The micro-batch of at least one sample; R is the longest response."""
     laid = lay(samples, packing)
     shape = (len(samples), max(1, *(s.response_length for s in samples)))
     targets = torch.zeros(shape, dtype=torch.int64)

@@ -34,7 +34,7 @@ def best_fit(costs: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def fill_in_order(order: Iterable[int], costs: Sequence[int], capacity: int) -> list[list[int]]:
-    """Where each in a bin costs as much as the longest: consecutive ones of `order`, which is longest first."""
+    """Bins of consecutive items of `order`, longest first, for rows in which each item costs as much as the longest."""
     bins: list[list[int]] = []
     slots = 0
     for index in order:

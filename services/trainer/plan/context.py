@@ -26,10 +26,10 @@ class Context:
     size: int
     group: dist.ProcessGroup
     multiple: int = 1
-    """Of which each part's length is one: sequence parallelism divides it further."""
+    """Each part's length is a multiple of it: sequence parallelism divides it further."""
 
     def part(self, rows: Rows, sources: Tensor, places: Tensor) -> tuple[Rows, Tensor, Tensor]:
-        """Of a single packed row: this rank's positions, and of the predicting ones those among them.
+        """This rank's positions of a single packed row, and those of them that predict a token.
 
         `sources` [N] become places in the part; `places` [N] say as before which target each predicts.
         """

@@ -1,4 +1,4 @@
-"""Which experts the tokens of a micro-batch go to, layer by layer: written down in one pass, read in a later one."""
+"""The experts that the tokens of a micro-batch go to, layer by layer: recorded in one pass, read in a later one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace.trajectory import ROUTED_EXPERTS, Sample
 from services.trainer.plan.rows import NOBODY, Rows
 
 FREE = -1
-"""In the place of an expert: the router chooses for this token."""
+"""Stands for an expert: the router chooses for this token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +34,7 @@ class RolloutChoices:
     experts: Experts
 
     def of(self, samples: Sequence[Sample], owners: Tensor, rows: Rows) -> ExpertChoices:
-        """For these rows. `owners` [B, S] says whose token each position of the whole rows holds, by number; -1:
+        """The choices for these rows. `owners` [B, S] numbers the sample whose token each position holds; -1:
         nobody's. Raises InvalidArgument that names the sample whose column is missing or not of this model.
         """
         owners, positions = rows.own(owners, NOBODY), rows.positions.cpu()
@@ -78,6 +78,6 @@ class RolloutChoices:
 
 
 def rollout_choices(architecture: Architecture) -> RolloutChoices:
-    """For samples of this model, which has experts: the rules saw to it."""
+    """A reader for samples of this model, which has experts: the rules saw to it."""
     assert architecture.experts is not None
     return RolloutChoices(architecture.num_layers, architecture.experts)

@@ -16,18 +16,18 @@ from headrace.models.registry import table
 
 @dataclass(frozen=True, slots=True)
 class ModelFlops:
-    """Of a forward pass; a backward pass needs twice as many."""
+    """The operations of a forward pass; a backward pass needs twice as many."""
 
     per_token: int
-    """Of all layers but for attention's products."""
+    """Operations of a token in all layers, without attention's products."""
     per_pair: int
-    """Of a token and one that it sees: its score and its weighted value, in all layers and heads."""
+    """Operations of a token with one that it sees: its score and its weighted value, in all layers and heads."""
     per_projection: int
-    """Of a token whose successor is predicted: the output layer."""
+    """Operations of the output layer for a token whose successor is predicted."""
 
     @classmethod
     def of(cls, architecture: Architecture) -> ModelFlops:
-        """From the architecture alone."""
+        """Counted from the architecture alone."""
         a, mla = architecture, architecture.latent_attention
         head = a.kv_channels * 2 if mla is None else mla.qk_head_dim + mla.qk_pos_emb_head_dim + mla.v_head_dim
         return cls(
@@ -37,7 +37,7 @@ class ModelFlops:
         )
 
     def forward(self, tokens: int, pairs: int, projections: int) -> int:
-        """Of so many of each."""
+        """The operations of a forward pass over that many tokens, pairs and predictions."""
         return tokens * self.per_token + pairs * self.per_pair + projections * self.per_projection
 
     def training(self, samples: Iterable[tuple[int, int]]) -> int:
@@ -48,7 +48,7 @@ class ModelFlops:
 
 
 def _multiplications(architecture: Architecture) -> int:
-    """Of a token with the matrices of all layers; of its experts' only."""
+    """Multiplications of a token with the matrices of all layers, of experts only its own."""
     layers = table(architecture)
     shared = of_experts = 0
     for row in (row for layer in range(architecture.num_layers) for row in layers.layer(layer)):

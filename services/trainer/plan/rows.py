@@ -36,7 +36,7 @@ class Segment:
 
     @property
     def size(self) -> int:
-        """In positions."""
+        """The number of positions it covers."""
         return self.end - self.start
 
 
@@ -56,16 +56,16 @@ class Rows:
     """B rows of S positions."""
 
     tokens: Tensor
-    """int64 [B, S]"""
+    """int64 [B, S], token ids"""
     positions: Tensor
     """int64 [B, S]: each token's place in its own sample"""
     segments: Sequence[Segment] | None
-    """Of the single row, in order and without gaps. None: padded, every row is one causal sequence."""
+    """The segments of the single row, in order and without gaps. None: padded, every row is one causal sequence."""
     share: Share | None = None
-    """Which positions of the single row these tokens are; None: all. Segments are always the whole row's."""
+    """The positions of the single row that these tokens are; None: all. Segments are always the whole row's."""
 
     def to(self, device: torch.device) -> Rows:
-        """On a device."""
+        """The same rows on another device."""
         return Rows(self.tokens.to(device), self.positions.to(device), self.segments, self.share)
 
     def own(self, values: Tensor, filler: int) -> Tensor:
@@ -99,7 +99,7 @@ class Laid:
 
 
 def lay(samples: Sequence[Sample], packing: Packing) -> Laid:
-    """At least one sample. A sample's last token is only predicted, so it is in no row."""
+    """Packs at least one sample. A sample's last token is only predicted, so it is in no row."""
     match packing:
         case "padded":
             return _padded(samples)
@@ -218,7 +218,7 @@ class _Row:
 
 
 def _sources(start: int, sample: Sample) -> Indices:
-    """Of a sample whose tokens lie one behind the other from `start` on."""
+    """The logit positions of a sample whose tokens lie one behind the other from `start` on."""
     end = len(sample.tokens) - 1
     # A response without a prompt has no position that predicts its first token.
     return np.arange(start + max(0, end - sample.response_length), start + end)

@@ -1,4 +1,4 @@
-"""From rewards to an advantage for every token of a rollout batch, by the job's estimator.
+"""The step from rewards to an advantage for every token of a rollout batch, by the job's estimator.
 
 Runs once a rollout step, before its optimizer steps, on the ranks that see log-probs (the last pipeline stage): every
 data-parallel rank for its own samples, all of them together for whitening.
@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headrace.errors import InvalidArgument
 from headrace.job.schema.training import TrainSection
 from services.trainer.rl.algorithms.distillation import distilled_advantages
 from services.trainer.rl.algorithms.gae import gae
@@ -32,7 +31,7 @@ class Evidence:
 
     micro: MicroInputs
     log_probs: Tensor | None
-    """Under the weights that this rollout step starts from, or the engine's with use_rollout_logprobs."""
+    """The policy's, under the weights that this rollout step starts from, or the engine's with use_rollout_logprobs."""
     reference_log_probs: Tensor | None
     teacher_log_probs: Tensor | None
     values: Tensor | None
@@ -134,10 +133,8 @@ def _estimator(config: TrainSection) -> Estimate:
         return advantages, advantages
 
     def ppo(trace: Trace) -> tuple[Tensor, Tensor]:
-        if trace.values is None:
-            raise InvalidArgument("ppo needs values: it has no critic here")
         rewards = token_rewards(trace.reward, trace.mask, trace.kl, config.kl_coef)
-        return gae(rewards, trace.values, trace.mask, gamma=config.gamma, lambd=config.lambd)
+        return gae(rewards, needed(trace.values), trace.mask, gamma=config.gamma, lambd=config.lambd)
 
     def discounted(trace: Trace) -> tuple[Tensor, Tensor]:
         rewards = token_rewards(trace.reward, trace.mask, trace.kl, config.kl_coef)

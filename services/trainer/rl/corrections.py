@@ -26,11 +26,11 @@ class Corrected:
 
     loss: Tensor
     sums: Mapping[str, Tensor] = field(default_factory=dict)
-    """Over the trained tokens"""
+    """Sums over the trained tokens, by name"""
     largest: Mapping[str, Tensor] = field(default_factory=dict)
-    """Among the trained tokens"""
+    """The largest values among the trained tokens, by name"""
     hooks: Mapping[str, Tensor] = field(default_factory=dict)
-    """By a user's function: shares of the step's value"""
+    """What a user's function reports, by name: shares of the step's value"""
 
 
 Correction = Callable[[Terms, Tensor, Tensor], Corrected]

@@ -55,7 +55,10 @@ class CustomLoss:
         if not torch.isfinite(loss).all():
             raise InvalidArgument(f"hook {self._path} returned a loss of {loss.item()}, must be finite")
         if _version(terms.logits) != logits_before:
-            raise InvalidArgument(f"hook {self._path} has written into the logits: they are too large to be copied")
+            raise InvalidArgument(
+                f"hook {self._path} has written into the logits, which are too large to be copied for it: leave them "
+                "as they are"
+            )
         sources = [tensor for tensor in (terms.log_probs, terms.entropy, terms.logits) if tensor is not None]
         if terms.micro.mask.any() and not has_gradient(loss, sources):
             raise InvalidArgument(
@@ -100,7 +103,7 @@ class PolicyReducer:
         self._per_token = per_token
 
     def of(self, micro: MicroInputs) -> Callable[[Tensor, Tensor], Tensor]:
-        """In the place of `weighted_sum`, for this micro-batch."""
+        """A function in the place of `weighted_sum`, for this micro-batch."""
 
         def reduce(per_token: Tensor, weights: Tensor) -> Tensor:
             if not micro.samples:

@@ -24,7 +24,7 @@ class RolloutData(dict[str, Any]):
 
     @classmethod
     def of(cls, micros: Sequence[MicroInputs]) -> RolloutData:
-        """With all that is known before advantages are."""
+        """The data of these micro-batches, as far as it is known before advantages are."""
         samples = [sample for micro in micros for sample in micro.samples]
         data = cls(of_samples(samples))
         data["rewards"] = [reward for micro in micros for reward in micro.rewards]
@@ -92,7 +92,7 @@ class BeforeTrainStep:
         self._args = args
 
     def __call__(self, step: int, step_id: int, model: Any, optimizer: Any, schedule: Any) -> None:
-        """On every rank."""
+        """Calls the function, on every rank."""
         self._hook(self._args, step, step_id, model, optimizer, schedule)
 
 

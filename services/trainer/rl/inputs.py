@@ -32,7 +32,7 @@ class MicroInputs:
     places: Tensor
     """int64 [N], where that token is in the flattened [B, S]"""
     targets: Tensor
-    """int64 [B, S]"""
+    """int64 [B, S], the tokens to predict"""
     mask: Tensor
     """float32 [B, S], 1 where the target is trained"""
     weights: Tensor
@@ -40,7 +40,7 @@ class MicroInputs:
     loss_scale: float
     """How many rollouts (or tokens, for a loss per token) of the step the weights are an average over"""
     rollout_log_probs: Tensor
-    """float32 [B, S]"""
+    """float32 [B, S], the engine's log-probs of the targets"""
     lags: Tensor
     """float32 [B, 1], how many steps behind the sample's oldest token is"""
     advantages: Tensor
@@ -48,11 +48,11 @@ class MicroInputs:
     returns: Tensor
     """float32 [B, S]: what a critic learns; likewise"""
     rewards: Sequence[float]
-    """Of each sample, as the estimator wants it: raw, or against its group"""
+    """The reward of each sample as the estimator wants it: raw, or against its group"""
     samples: Sequence[Sample]
-    """Of the first rows of all this; an empty micro-batch has a row and no sample"""
+    """The samples of the first rows; an empty micro-batch has a row and no sample"""
     experts: ExpertChoices
-    """Where routing replay sends the tokens; a pass may write it down for later ones"""
+    """The experts to which routing replay sends the tokens; a pass may record them for later ones"""
     mean_weight: float = 1.0
     """What importance weights are divided by: their mean over the optimizer step, where they are normalized"""
 
@@ -61,7 +61,7 @@ class MicroInputs:
         return [row[: sample.response_length] for row, sample in zip(values, self.samples, strict=False)]
 
     def copies(self, values: Tensor) -> list[Tensor]:
-        """As `cut`, for a user's function: what it writes into them reaches nothing else."""
+        """What `cut` gives, copied for a user's function: what it writes into them reaches nothing else."""
         return [part.clone() for part in self.cut(values)]
 
     def put(self, parts: Sequence[Tensor]) -> Tensor:
@@ -116,7 +116,7 @@ def step_inputs(
 
 
 def inference_inputs(micro: MicroBatch, layout: Layout) -> MicroInputs:
-    """For log-probs alone: no rewards, no weights."""
+    """Inputs for log-probs alone: no rewards, no weights."""
     lags = torch.zeros(len(micro.targets), 1)
     return _on_device(micro, torch.zeros(micro.targets.shape), 1, lags, {}, layout)
 

@@ -16,6 +16,6 @@ def at(known: Known, number: int) -> Tensor | None:
 
 
 def needed(values: Tensor | None) -> Tensor:
-    """For a part of the job that is on only where these values are computed: anything else is a bug of ours."""
+    """The values, for a part of the job that is on only where they are computed: their absence is a bug of ours."""
     assert values is not None
     return values

@@ -21,7 +21,7 @@ from services.trainer.rl.terms import Disagreement, Outcome, Terms, masked_max, 
 
 
 class Objective:
-    """The job's loss."""
+    """The job's loss of a micro-batch, with what is reported of it."""
 
     def __init__(
         self,

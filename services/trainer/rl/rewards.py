@@ -21,7 +21,7 @@ from services.trainer.rl.algorithms.rloo import rloo_rewards
 
 
 def shaped_rewards(samples: Sequence[SampleFacts], config: TrainSection) -> dict[str, float]:
-    """By sample_id, for the samples of the whole rollout batch; 0 for failed and unjudged ones."""
+    """The samples of the whole rollout batch by sample_id; 0 for those that failed or have no reward."""
     match config.advantage_estimator:
         case "grpo" | "gspo" | "cispo":
             if config.disable_rewards_normalization:
@@ -50,7 +50,7 @@ class RewardPostProcess:
     def __call__(
         self, samples: Sequence[SampleFacts], fetch: Callable[[Sequence[str]], list[Sample]]
     ) -> dict[str, float]:
-        """Collective: by sample_id."""
+        """Collective: the reward of every sample by sample_id; 0 for those that failed or have none."""
         judged = [s for s in samples if s.status != Status.FAILED.value and s.reward is not None]
         values = torch.full((len(judged),), math.nan, dtype=torch.float64, device=self._layout.device)
         if self._layout.rank == 0:

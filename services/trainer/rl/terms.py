@@ -20,7 +20,7 @@ class Terms:
 
     micro: MicroInputs
     log_probs: Tensor
-    """Of the tokens, under the weights being trained; has a gradient."""
+    """The tokens' log-probs under the weights being trained; has a gradient."""
     entropy: Tensor
     old_log_probs: Tensor | None
     """None: this is the first step on these samples, so the old policy is this one."""
@@ -30,13 +30,13 @@ class Terms:
 
     @property
     def trainer_log_probs(self) -> Tensor:
-        """Of the policy that this rollout step started from, by the trainer's own computation; no gradient."""
+        """The trainer's own log-probs of the policy that this rollout step started from; no gradient."""
         return self.log_probs.detach() if self.old_log_probs is None else self.old_log_probs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Disagreement:
-    """Where trainer and engine differ most: both log-probs, and how far they are apart."""
+    """The token on which trainer and engine differ most: both log-probs, and how far they are apart."""
 
     gap: Tensor
     trainer: Tensor
@@ -44,7 +44,7 @@ class Disagreement:
 
     @classmethod
     def worst(cls, terms: Terms) -> Disagreement:
-        """Over the trained tokens; zeros without one."""
+        """The worst of the trained tokens; zeros without one."""
         micro = terms.micro
         gaps = ((terms.trainer_log_probs - micro.rollout_log_probs).abs() * micro.mask).flatten()
         if not gaps.numel():
@@ -60,9 +60,9 @@ class Outcome:
 
     loss: Tensor
     sums: Tensor
-    """[len(SUMS)], float64"""
+    """float64 [len(SUMS)], in the order of SUMS"""
     largest: Tensor
-    """[len(MAXIMA)], float64"""
+    """float64 [len(MAXIMA)], in the order of MAXIMA"""
     worst: Disagreement
     hooks: Mapping[str, Tensor] = field(default_factory=dict)
     """What users' functions report, as shares of the step's value"""

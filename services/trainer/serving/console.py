@@ -26,13 +26,13 @@ class Steered(Protocol):
     """What a request may ask of the ranks."""
 
     async def save(self, state: TrainState) -> None:
-        """Takes a checkpoint."""
+        """Takes a checkpoint of the current step."""
 
     async def flush(self) -> None:
-        """Returns when it is safe."""
+        """Returns when the checkpoint that was taken last is safe."""
 
     def checkpoint_path(self, step: int) -> Path:
-        """Where that checkpoint is."""
+        """The folder of the checkpoint of a step."""
 
     async def export_to(self, path: Path) -> None:
         """Writes a Hugging Face folder."""
@@ -90,14 +90,14 @@ class TrainerConsole:
         self._produced: Mapping[str, float] = {}
         self._seconds: dict[int, float] = defaultdict(float)
         self._reported_at: float | None = None
-        """When the step began that is under way; the start of the run belongs to none"""
+        """The clock when the current step began; the start of the run belongs to no step"""
         self._status = pb.GetStatusResponse(
             run=run, phase=pb.PHASE_STARTING, num_steps=num_steps, groups_per_step=groups_per_step
         )
 
     @property
     def status(self) -> pb.GetStatusResponse:
-        """Where the loop is now."""
+        """What people are told of the run: its step, its phase, its figures."""
         is_waiting = self._status.phase == pb.PHASE_WAITING
         self._status.waiting_seconds = time.monotonic() - self._waiting_since if is_waiting else 0.0
         return self._status
@@ -205,7 +205,7 @@ class TrainerConsole:
         self._running.clear()
 
     def resume(self) -> None:
-        """Goes on."""
+        """Lets the loop go on after `pause`."""
         self._running.set()
 
     def stop(self) -> None:
@@ -242,7 +242,7 @@ class TrainerConsole:
                 request.done.set_result(state)
 
     def _times(self) -> dict[str, float]:
-        """Where the time went since the step before."""
+        """The seconds of each phase since the step before."""
         assert self._reported_at is not None  # before_step came first
         now = self._clock()
         found = {name: self._seconds[phase] for phase, name in _TIMES.items()}

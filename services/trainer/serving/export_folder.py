@@ -1,4 +1,4 @@
-"""Where a running trainer may be asked to export its weights to."""
+"""The folders to which a running trainer may be asked to export its weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ExportFolders:
             self._require_allowed(folder, root)
             nearest = next(each for each in (folder, *folder.parents) if each.exists())
             if not nearest.is_dir():
-                raise _refused(f"{nearest} is no folder: name a new folder")
+                raise _refused(f"{nearest} is not a folder: name a new folder")
             return folder
 
     def require_new(self, folder: Path) -> None:
@@ -48,7 +48,7 @@ def _disk_errors(path: str) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:  # pathlib raises RuntimeError for a loop of symlinks
-        raise _refused(f"{path} cannot be looked at: {error}") from error
+        raise _refused(f"{path} cannot be read: {error}") from error
 
 
 def _refused(message: str) -> InvalidArgument:

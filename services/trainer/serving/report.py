@@ -41,7 +41,7 @@ class Report:
         self._trackers = self._open_trackers(step)
 
     def write(self, step: int, metrics: Mapping[str, float], warnings: Sequence[str] = ()) -> None:
-        """One more row."""
+        """Adds a row to metrics.jsonl, the trackers and the live stream."""
         row = Row(step, time.time(), dict(metrics), tuple(warnings))
         self.rows.append(row)
         self._append(row)

@@ -1,4 +1,4 @@
-"""Where metrics go beside the run's folder: TensorBoard, Weights & Biases.
+"""Trackers that get metrics beside the run's folder: TensorBoard, Weights & Biases.
 
 Keys never come near them: W&B reads its own from WANDB_API_KEY or ~/.netrc, a job has no leaf for one, and what is
 uploaded of the job has passed `without_secrets`.
@@ -22,14 +22,14 @@ class Tracker(Protocol):
     """Somebody who keeps a run's numbers."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One step's."""
+        """Keeps the metrics of one step."""
 
     def close(self) -> None:
-        """Everything is kept."""
+        """Returns when everything is kept."""
 
 
 OpenTrackers = Callable[[int], Sequence[Tracker]]
-"""From the step that the run goes on from: later ones, of an earlier start, are to be forgotten."""
+"""Opens them at the step from which the run goes on: what an earlier start wrote of later steps is dropped."""
 
 
 def trackers(config: TrackingSection, run_name: str, job: Mapping[str, Any], folder: Path) -> OpenTrackers:
@@ -53,13 +53,13 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Flushed at once."""
+        """Writes them to the file at once."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self) -> None:
-        """Ends the file."""
+        """Closes the file."""
         self._writer.close()
 
 

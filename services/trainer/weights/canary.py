@@ -22,7 +22,7 @@ class Canary:
     log_probs: Sequence[float]
 
     def pack(self, max_mean_difference: float) -> pb.Canary:
-        """As it travels."""
+        """The message for rollout; `max_mean_difference` is how far an engine's log-probs may be apart on average."""
         return pb.Canary(
             tokens=pack_column("tokens", np.asarray(self.tokens, dtype=np.int32)),
             log_probs=pack_column("log_probs", np.asarray(self.log_probs, dtype=np.float32)),

@@ -32,7 +32,7 @@ class WeightGroup:
 
     @property
     def port(self) -> int:
-        """Where the store listens."""
+        """The port at which the store listens."""
         return int(self._store.port)
 
     def join(self, world_size: int, aborted: Callable[[], bool]) -> None:
@@ -92,7 +92,10 @@ class WeightGroup:
                 raise PublicationAborted(f"group {self.name}: the publication was given up while sending")
             if waited > self._timeout_seconds:
                 self.drop()
-                raise DeadlineExceeded(f"group {self.name}: engines did not answer within {self._timeout_seconds:g} s")
+                raise DeadlineExceeded(
+                    f"group {self.name}: engines did not answer within {self._timeout_seconds:g} s: see their logs, or "
+                    "raise --update-weight-timeout-seconds"
+                )
         if errors:
             self.drop()
             raise errors[0]

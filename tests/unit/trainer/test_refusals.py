@@ -27,7 +27,7 @@ REFUSED = {
     "too-few-ranks": r"2 ranks cannot be divided into tensor_model_parallel_size 2 × .*: use a multiple of 4",
     "odd-vocabulary": r"tensor_model_parallel_size 2 does not divide vocab_size 321: choose a divisor of it",
     "experts-with-tensor-ranks": r"tensor_model_parallel_size 2 with experts: .* only with --sequence-parallel: add it",
-    "latents": r"sequence_parallel with the latent attention of deepseek_v3: without Transformer Engine .* at 1",
+    "latents": r"sequence_parallel with the latent attention of deepseek_v3 needs Transformer Engine, .* at 1",
     "divided-experts": r"expert_model_parallel_size 2 with 2 tensor ranks in each expert needs a GPU: .*-size 1",
     "odd-experts": r"expert_model_parallel_size 2 does not divide the 3 experts: choose a divisor of it",
     "no-experts": r"expert_model_parallel_size 2: this qwen3 has no experts: leave it out",

@@ -135,6 +135,6 @@ def _rope_factor(architecture: Architecture) -> float:
 def _require_whole_latents(architecture: Architecture, config: TransformerConfig, layout: Layout) -> None:
     if architecture.latent_attention and config.sequence_parallel and not has_transformer_engine(layout):
         raise ConfigError(
-            f"sequence_parallel with the latent attention of {architecture.family}: without Transformer Engine nothing "
-            "adds up the gradients of its down-projections: install it, or leave tensor_model_parallel_size at 1"
+            f"sequence_parallel with the latent attention of {architecture.family} needs Transformer Engine, which "
+            "sums the gradients of its down-projections: install it, or leave tensor_model_parallel_size at 1"
         )

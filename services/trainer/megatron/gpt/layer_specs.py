@@ -23,7 +23,7 @@ def has_transformer_engine(layout: Layout) -> bool:
 def layer_specs(
     architecture: Architecture, config: TransformerConfig, layout: Layout, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """Of this pipeline stage; dense layers and layers with experts as the architecture says."""
+    """The layers of this pipeline stage, dense or with experts as the architecture says."""
     with_te = has_transformer_engine(layout)
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=with_te, normalization=architecture.normalization, vp_stage=vp_stage

@@ -24,7 +24,7 @@ class _PostNorm:
         self.post_norm = type(self).norm(config, config.hidden_size, eps=config.layernorm_epsilon)
 
     def forward(self, *args: Any, **kwargs: Any) -> Output:
-        """As the module's."""
+        """The wrapped module's output, normalized."""
         output, bias = super().forward(*args, **kwargs)  # type: ignore[misc]
         return self.post_norm(output), bias
 

@@ -28,7 +28,7 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 
 
 class RoutingReplay:
-    """Of all routers of a rank. `enter` says which micro-batch comes next."""
+    """Records and replays the choices of all routers of a rank. `enter` says which micro-batch comes next."""
 
     def __init__(self, stages: Sequence[GPTModel], tp_rank: int) -> None:
         self.tp_rank = tp_rank
@@ -101,7 +101,7 @@ class RouterOfLayer:
 
 
 def _share(known: Tensor, tokens: int, tp_rank: int) -> Tensor:
-    """With sequence parallelism a rank's router sees a stretch of the positions."""
+    """This rank's part of the positions: with sequence parallelism its router sees no others."""
     if len(known) == tokens:
         return known
     start = tp_rank * tokens

@@ -34,7 +34,7 @@ class SegmentedRow(PackedSeqParams):  # type: ignore[misc]  # untyped base
 
     @classmethod
     def of(cls, rows: Rows) -> SegmentedRow:
-        """For rows with segments."""
+        """What attention needs to know of a row with segments."""
         assert rows.segments is not None
         size = rows.tokens.shape[1]
         bounds = torch.tensor([0, size], dtype=torch.int32, device=rows.tokens.device)
@@ -70,10 +70,11 @@ class SegmentAttention(MegatronModule):  # type: ignore[misc]  # untyped base
         super().__init__(config=config)
         if config.window_size is not None:
             raise ConfigError(
-                f"layer {layer_number} attends within a window of {config.window_size}: that needs Transformer Engine"
+                f"layer {layer_number} attends within a window of {config.window_size}: that needs Transformer Engine: "
+                "install it"
             )
         if config.softmax_type != "vanilla":
-            raise ConfigError(f"softmax_type {config.softmax_type} needs Transformer Engine")
+            raise ConfigError(f"softmax_type {config.softmax_type} needs Transformer Engine: install it")
         self._scale = softmax_scale
 
     def forward(

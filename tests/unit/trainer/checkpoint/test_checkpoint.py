@@ -150,7 +150,7 @@ def test_a_damaged_checkpoint_is_passed_over(checkpoints: Checkpoints, tmp_path:
 def test_without_an_undamaged_checkpoint_nothing_starts(checkpoints: Checkpoints, tmp_path: Path, damage: str) -> None:
     _save(checkpoints, 1)
     _damage(tmp_path / "checkpoints" / step_name(1), damage)
-    with pytest.raises(DataLoss, match=r"no undamaged checkpoint left \(step-00000001 are damaged\)"):
+    with pytest.raises(DataLoss, match=r"every checkpoint in .* is damaged \(step-00000001\): replace one"):
         checkpoints.restore_latest(Note())
 
 
@@ -499,7 +499,7 @@ def test_a_trainer_that_another_one_has_overtaken_since_it_restored_starts_again
     newer.restore_latest(Note())
     _save(older, 2)
     with pytest.raises(
-        FailedPrecondition, match=r"has saved step-00000002 in .* while this one started: start it again"
+        FailedPrecondition, match=r"has saved step-00000002 in .* while this one started: start this trainer again"
     ):
         newer.claim(2)
 
@@ -509,7 +509,9 @@ def test_the_trainers_of_two_runs_do_not_share_a_folder_while_both_live(tmp_path
     first = Checkpoints(_section(save=tmp_path / "shared"), one, layout)
     first.claim(5)
     second = Checkpoints(_section(save=tmp_path / "shared"), other, layout)
-    with pytest.raises(FailedPrecondition, match=r"belongs to run .*/one, whose trainer lives \(process \d+ on .*\)"):
+    with pytest.raises(
+        FailedPrecondition, match=r"belongs to run .*/one, whose trainer is running \(process \d+ on .*\)"
+    ):
         second.claim(1)
     del first  # as when its process ends
     gc.collect()

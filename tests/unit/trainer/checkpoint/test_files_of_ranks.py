@@ -46,11 +46,11 @@ def test_what_one_ranks_disk_refuses_is_the_same_error_on_all_and_all_go_on(runs
         ("save, rank 1 has a full disk", "ResourceExhausted: rank 1: the disk is full: .*File too large"),
         ("export, rank 1 has a full disk and nothing to write", "ok"),
         ("export below a file", "InvalidArgument: rank 0: the disk refuses: .*taken"),
-        ("export to a folder that got files", "AlreadyExists: rank 0: .*used is there already and not empty"),
+        ("export to a folder that got files", "AlreadyExists: rank 0: .*used exists already and is not empty"),
         ("save where a file is", "FailedPrecondition: rank 0: the disk refuses: .*File exists: .*checkpoints"),
         ("save", "ok"),
         ("save by an older trainer", "Fenced: rank 0: .*takes checkpoints of epoch 5, and this trainer has epoch 4"),
-        ("export to where one is", "AlreadyExists: rank 0: .*full is there already and not empty"),
+        ("export to where one is", "AlreadyExists: rank 0: .*full exists already and is not empty"),
         ("export to where one is torn", "ok"),
         ("restore", "ok"),
         (

@@ -43,5 +43,5 @@ def test_prompts_are_shared_unless_the_job_says_otherwise(on_cpu: Layout) -> Non
 def test_a_loss_that_counts_tokens_keeps_every_prompt(on_cpu: Layout, what: str) -> None:
     counting = config(**EXPERTS, **COUNTING[what])
     assert choose_packing(None, counting, on_cpu) == "packed"
-    with pytest.raises(ConfigError, match=f"and {what} counts it .*pass --packing packed"):
+    with pytest.raises(ConfigError, match=f"but {what} would count it once for .*pass --packing packed"):
         choose_packing("shared_prompts", counting, on_cpu)

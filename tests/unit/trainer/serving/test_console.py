@@ -156,14 +156,14 @@ async def test_an_export_goes_to_a_new_folder_below_the_runs(desk: Desk) -> None
     for path, why in {
         "here": "'here' is not absolute",
         f"{run}/full": "is not empty: name a new folder",
-        f"{run}/full/file": "full/file is no folder",
-        f"{run}/full/file/below": "full/file is no folder",
+        f"{run}/full/file": "full/file is not a folder",
+        f"{run}/full/file/below": "full/file is not a folder",
         f"{run}": "is not below .*run: name a folder there",
         f"{run}/../elsewhere": "is not below .*run: name a folder there, or start the run with --export-root",
         f"{run}/out/model": "/var/model is not below",
-        f"{run}/round/model": "cannot be looked at|is not below",
+        f"{run}/round/model": "cannot be read|is not below",
         f"{run}/checkpoints/step-00000009": "which the run keeps for itself",
-        f"{run}/{'a' * 300}": "cannot be looked at: .*File name too long",
+        f"{run}/{'a' * 300}": "cannot be read: .*File name too long",
         f"{run}/a\x00b": "holds a control character",
     }.items():
         with pytest.raises(InvalidArgument, match=why):
