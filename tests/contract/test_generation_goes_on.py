@@ -18,7 +18,7 @@ from services.trainer.breaker import Breaker
 from services.trainer.ledger import StreamLedger
 from services.trainer.loop import train
 from services.trainer.serving.console import TrainerConsole
-from services.trainer.serving.report import Report
+from services.trainer.serving.report import RunReport
 from services.trainer.state import TrainState
 from tests.support.fakes.certain_rollout import produce
 from tests.support.fakes.memory_ledger import MemoryLedger, lease
@@ -80,7 +80,10 @@ async def test_groups_are_made_while_a_checkpoint_is_written(tmp_path: Path) -> 
     async with served_buffer(MemoryStore()) as (_, server), BufferClient(server.address) as client:
         await client.create_stream(config)
         await client.submit_prompts("train", text_prompts(*(str(number) for number in range(20))))
-        ranks, console = SlowSaver(), TrainerConsole(Report(tmp_path), nothing, run="r", num_steps=1, groups_per_step=2)
+        ranks, console = (
+            SlowSaver(),
+            TrainerConsole(RunReport(tmp_path), nothing, run="r", num_steps=1, groups_per_step=2),
+        )
         console.open(ranks, 1)
         producing = asyncio.create_task(produce(server.address))
         training = asyncio.create_task(

@@ -23,7 +23,7 @@ from services.trainer.control.rank import Met
 from services.trainer.control.rank_group import RankGroup
 from services.trainer.control.ranks import TrainerRanks
 from services.trainer.control.sender import WeightSender
-from services.trainer.control.worker import Worker
+from services.trainer.control.worker import RankWorker
 from services.trainer.data.fetch import Fetch
 from services.trainer.data.sample_log import TrainedSamples
 from services.trainer.megatron.parallel import Layout
@@ -31,9 +31,9 @@ from services.trainer.model.build import join_ranks, policy_of
 from services.trainer.model.policy import Policy
 from services.trainer.schedule import JobSchedule
 from services.trainer.serving.console import TrainerConsole
-from services.trainer.serving.evaluation import Evaluator
+from services.trainer.serving.evaluation import JobEvaluator
 from services.trainer.serving.export_folder import ExportFolders
-from services.trainer.serving.report import Report
+from services.trainer.serving.report import RunReport
 from services.trainer.serving.trackers import trackers
 
 
@@ -42,7 +42,7 @@ class Built:
     """What the compute thread builds on every rank."""
 
     layout: Layout
-    worker: Worker
+    worker: RankWorker
     checkpoints: Checkpoints
     restored_step: int
 
@@ -77,7 +77,7 @@ class TrainerBuild:
         sender = self.sender(policy, layout, met.channel.is_aborted)
         gc.freeze()  # libraries and the model stay: a collection that looks at them costs a step 0.1 s
         log.info("built", restored_step=restored_step)
-        worker = Worker(policy, sender, fetch, checkpoints, self._trained_samples(layout))
+        worker = RankWorker(policy, sender, fetch, checkpoints, self._trained_samples(layout))
         return Built(layout, worker, checkpoints, restored_step)
 
     def sender(self, policy: Policy, layout: Layout, is_aborted: Callable[[str], bool]) -> WeightSender:
@@ -96,14 +96,14 @@ class TrainerBuild:
         """The steps at which weights move, checkpoints are written and evaluations run."""
         return schedule_of(self._job)
 
-    def report(self) -> Report:
+    def report(self) -> RunReport:
         """The report that keeps the run's metrics and gives them to the trackers that the job asks for."""
         job = self._job
-        return Report(
+        return RunReport(
             self._run_dir, trackers(job.tracking, job.run.run_name, job.model_dump(mode="json"), self._run_dir)
         )
 
-    def console(self, report: Report, rollout: RolloutClient, schedule: JobSchedule) -> TrainerConsole:
+    def console(self, report: RunReport, rollout: RolloutClient, schedule: JobSchedule) -> TrainerConsole:
         """What people see of the run, and how they steer it."""
         job = self._job
         assert job.rollout.rollout_batch_size is not None  # the rules derived it
@@ -159,10 +159,10 @@ def schedule_of(job: Job) -> JobSchedule:
     )
 
 
-def evaluator_of(job: Job, rollout: RolloutClient, schedule: JobSchedule) -> Evaluator:
+def evaluator_of(job: Job, rollout: RolloutClient, schedule: JobSchedule) -> JobEvaluator:
     """Evaluates on the data sets that the job names."""
     datasets = [eval_dataset(job, name, path.resolve()) for name, path in job.eval.eval_prompt_data]
-    return Evaluator(datasets, rollout, schedule)
+    return JobEvaluator(datasets, rollout, schedule)
 
 
 def _sender_host(rollout_address: str) -> str:

@@ -13,7 +13,7 @@ from services.trainer.weights.buckets import TensorSpec
 from services.trainer.weights.canary import Canary
 
 if TYPE_CHECKING:
-    from services.trainer.data.reading import Unreadable
+    from services.trainer.data.reading import UnusableSample
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -84,7 +84,7 @@ class Trained:
     """Metrics of a step, and the samples that it could not use. Rank 0's own; it does not travel."""
 
     metrics: dict[str, float]
-    set_aside: Sequence[Unreadable]
+    set_aside: Sequence[UnusableSample]
 
 
 class StageWeights(_Message, frozen=True):

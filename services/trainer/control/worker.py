@@ -28,7 +28,7 @@ from services.trainer.model.policy import Policy
 from services.trainer.plan.batch import SampleFacts
 
 
-class Worker:
+class RankWorker:
     """One rank's share of the trainer: its part of the policy, of the samples and of the sending."""
 
     def __init__(

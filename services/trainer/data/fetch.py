@@ -10,7 +10,7 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.client.port import Buffer
 from headrace.errors import DataLoss, HeadraceError, InvalidArgument, NotFound
 from headrace.trajectory import Sample
-from services.trainer.data.reading import Read, Unreadable
+from services.trainer.data.reading import Read, UnusableSample
 
 _SECONDS = 600.0
 _AT_ONCE = 2
@@ -69,7 +69,7 @@ class Fetch:
             (packed,) = await self._packed([sample_id])
             return Sample.unpack(packed)
         except _OF_ONE_SAMPLE as error:
-            return Unreadable(sample_id, error.reason, error.message)
+            return UnusableSample(sample_id, error.reason, error.message)
 
     async def _packed(self, sample_ids: Sequence[str]) -> Sequence[sample_pb2.Sample]:
         return await self._buffer.fetch_samples(self.stream, sample_ids, deadline_seconds=_SECONDS)

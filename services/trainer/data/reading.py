@@ -23,7 +23,7 @@ from services.trainer.plan.batch import SampleFacts
 
 
 @dataclass(frozen=True, slots=True)
-class Unreadable:
+class UnusableSample:
     """Stands for a sample that could not be read or used, and says why."""
 
     sample_id: str
@@ -31,7 +31,7 @@ class Unreadable:
     message: str
 
 
-Read = Sample | Unreadable
+Read = Sample | UnusableSample
 FetchSamples = Callable[[Sequence[str]], Sequence[Read]]
 """One answer for each id, in order."""
 
@@ -44,11 +44,11 @@ class Readable:
     """All of the batch, equal on all ranks; bad ones are FAILED."""
     own: Mapping[str, Sample]
     """This rank's, by id."""
-    set_aside: Sequence[Unreadable]
+    set_aside: Sequence[UnusableSample]
     """Found bad now, equal on all ranks."""
 
 
-class Reader:
+class SampleReader:
     """`own` says which samples of a batch are this rank's, `check` raises InvalidArgument for one it cannot use."""
 
     def __init__(
@@ -61,7 +61,7 @@ class Reader:
     def read(self, samples: Sequence[SampleFacts], fetch: FetchSamples) -> Readable:
         """Collective over all ranks."""
         found: dict[str, Sample] = {}
-        set_aside: list[Unreadable] = []
+        set_aside: list[UnusableSample] = []
         while True:
             bad = self._agreed(self._read_own(samples, fetch, found))
             if not bad:
@@ -71,25 +71,25 @@ class Reader:
 
     def _read_own(
         self, samples: Sequence[SampleFacts], fetch: FetchSamples, found: dict[str, Sample]
-    ) -> list[Unreadable]:
+    ) -> list[UnusableSample]:
         """Those that are bad; the others are put into `found`."""
         facts = {sample.sample_id: sample for sample in samples}
         wanted = [sample_id for sample_id in self._own(samples) if sample_id not in found]
         read = [self._used(one, facts) for one in fetch(wanted)]
         found.update((one.sample_id, one) for one in read if isinstance(one, Sample))
-        return [one for one in read if isinstance(one, Unreadable)]
+        return [one for one in read if isinstance(one, UnusableSample)]
 
     def _used(self, one: Read, facts: Mapping[str, SampleFacts]) -> Read:
-        if isinstance(one, Unreadable):
+        if isinstance(one, UnusableSample):
             return one
         try:
             _check_facts(one, facts[one.sample_id])
             self._check(one)
         except InvalidArgument as error:
-            return Unreadable(one.sample_id, error.reason, error.message)
+            return UnusableSample(one.sample_id, error.reason, error.message)
         return one
 
-    def _agreed(self, mine: Sequence[Unreadable]) -> dict[str, Unreadable]:
+    def _agreed(self, mine: Sequence[UnusableSample]) -> dict[str, UnusableSample]:
         """The bad samples of all ranks, by id; most steps have none, and that is one number to agree on."""
         for one in mine:
             log.error("sample_set_aside", sample_id=one.sample_id, reason=one.reason, message=one.message)
@@ -98,13 +98,13 @@ class Reader:
         if not int(count):
             return {}
         rows = gathered([[one.sample_id, one.reason, one.message] for one in mine], self._layout)
-        return {row[0]: Unreadable(*row) for of_rank in rows for row in of_rank}
+        return {row[0]: UnusableSample(*row) for of_rank in rows for row in of_rank}
 
 
 def all_readable(read: Sequence[Read]) -> list[Sample]:
     """Samples that were found readable before. Raises InvalidArgument for one that is not any more."""
     for one in read:
-        if isinstance(one, Unreadable):
+        if isinstance(one, UnusableSample):
             raise InvalidArgument(f"sample {one.sample_id} cannot be read now: {one.message}", reason=one.reason)
     return [one for one in read if isinstance(one, Sample)]
 

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from headrace.rpc.log import log
 from headrace.sample_log import Answer, SampleLog
 from headrace.trajectory import Sample
-from services.trainer.data.reading import FetchSamples, Read, Unreadable
+from services.trainer.data.reading import FetchSamples, Read, UnusableSample
 
 
 class SamplesRead:
@@ -27,7 +27,7 @@ class SamplesRead:
         self._answers |= {one.sample_id: Answer.of(one, self._step) for one in read if isinstance(one, Sample)}
         return read
 
-    def but(self, set_aside: Sequence[Unreadable]) -> list[Answer]:
+    def but(self, set_aside: Sequence[UnusableSample]) -> list[Answer]:
         """Those that were trained."""
         not_trained = {one.sample_id for one in set_aside}
         return [answer for answer in self._answers.values() if answer.sample_id not in not_trained]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from services.trainer.data.reading import Unreadable
+from services.trainer.data.reading import UnusableSample
 from services.trainer.files.durable_rows import append_rows
 from services.trainer.plan.batch import Batch
 
@@ -27,7 +27,7 @@ class SetAside:
         samples = tuple(s.without(known[s.sample_id]) if s.sample_id in known else s for s in batch.samples)
         return replace(batch, samples=samples)
 
-    def append(self, step: int, bad: Sequence[Unreadable]) -> None:
+    def append(self, step: int, bad: Sequence[UnusableSample]) -> None:
         """Durable when it returns. What the ledger does not have is not written: it is asked again."""
         rows = [
             {"step": step, "sample_id": one.sample_id, "reason": one.reason, "message": one.message}

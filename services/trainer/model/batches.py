@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from headrace.job.schema.training import TrainSection
 from headrace.trajectory import Sample
-from services.trainer.data.reading import FetchSamples, Readable, Reader, Unreadable, all_readable
+from services.trainer.data.reading import FetchSamples, Readable, SampleReader, UnusableSample, all_readable
 from services.trainer.megatron.parallel import Layout
 from services.trainer.plan.batch import SampleFacts
 from services.trainer.plan.experts import RolloutChoices
@@ -23,7 +23,7 @@ class RolloutBatch:
 
     samples: Sequence[SampleFacts]
     """All of the rollout batch, equal on all ranks; those that were set aside are FAILED"""
-    set_aside: Sequence[Unreadable]
+    set_aside: Sequence[UnusableSample]
     """Samples that could not be used, equal on all ranks"""
     plans: Sequence[StepPlan]
     inputs: Sequence[StepInputs]
@@ -46,7 +46,7 @@ class BatchReader:
         self._config = config
         self._steps_per_rollout = config.num_steps_per_rollout or 1
         self._planner = planner
-        self._reader = Reader(self.own_sample_ids, check, layout)
+        self._reader = SampleReader(self.own_sample_ids, check, layout)
         self._layout = layout
         self._packing = packing
         self._rewards = rewards

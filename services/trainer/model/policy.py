@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from headrace.trajectory import Sample
-from services.trainer.data.reading import FetchSamples, Unreadable
+from services.trainer.data.reading import FetchSamples, UnusableSample
 from services.trainer.hugging_face.convert import Converter
 from services.trainer.hugging_face.export import export
 from services.trainer.megatron.parallel import Layout
@@ -46,7 +46,7 @@ class Policy:
         vocab_size: int,
     ) -> None:
         self.saved = saved
-        self.set_aside: Sequence[Unreadable] = ()
+        self.set_aside: Sequence[UnusableSample] = ()
         """Samples of the latest step that it could not use; equal on all ranks."""
         self._layout = layout
         self._batches = batches

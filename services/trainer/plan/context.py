@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
-from services.trainer.plan.rows import Rows, Segment, Share
+from services.trainer.plan.rows import Rows, RowSegment, Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,4 +70,4 @@ def _with_segments(rows: Rows) -> Rows:
     if rows.segments is not None:
         return rows
     assert len(rows.tokens) == 1  # the rules refuse padded batches
-    return Rows(rows.tokens, rows.positions, (Segment(0, rows.tokens.shape[1]),))
+    return Rows(rows.tokens, rows.positions, (RowSegment(0, rows.tokens.shape[1]),))

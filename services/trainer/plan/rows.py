@@ -26,7 +26,7 @@ NOBODY = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class RowSegment:
     """Positions [start, end) of a packed row: they see those of another segment, if there is one, and themselves."""
 
     start: int
@@ -59,7 +59,7 @@ class Rows:
     """int64 [B, S], token ids"""
     positions: Tensor
     """int64 [B, S]: each token's place in its own sample"""
-    segments: Sequence[Segment] | None
+    segments: Sequence[RowSegment] | None
     """The segments of the single row, in order and without gaps. None: padded, every row is one causal sequence."""
     share: Share | None = None
     """The positions of the single row that these tokens are; None: all. Segments are always the whole row's."""
@@ -82,7 +82,7 @@ class Rows:
         if not missing:
             return self
         tokens, positions = (pad(each, (0, missing)) for each in (self.tokens, self.positions))
-        filler = () if self.segments is None else (*self.segments, Segment(size, size + missing))
+        filler = () if self.segments is None else (*self.segments, RowSegment(size, size + missing))
         return Rows(tokens, positions, filler or None)
 
 
@@ -169,7 +169,7 @@ class _Row:
     def __init__(self) -> None:
         self._tokens: list[NDArray[np.int32]] = []
         self._positions: list[Indices] = []
-        self._segments: list[Segment] = []
+        self._segments: list[RowSegment] = []
         self._owners: list[Indices] = []
         self._num_samples = 0
         self._size = 0
@@ -213,7 +213,7 @@ class _Row:
             self._tokens.append(tokens)
             self._positions.append(np.arange(first, first + len(tokens)))
             self._owners.append(np.full(len(tokens), self._num_samples if owner is None else owner, dtype=np.int64))
-            self._segments.append(Segment(start, self._size, prefix))
+            self._segments.append(RowSegment(start, self._size, prefix))
         return start
 
 

@@ -18,7 +18,7 @@ from typing import Protocol
 from headrace.api.trainer.v1 import trainer_pb2 as pb
 from headrace.errors import FailedPrecondition, Fenced, HeadraceError, ResourceExhausted
 from headrace.rpc.log import log
-from services.trainer.serving.report import Report
+from services.trainer.serving.report import RunReport
 from services.trainer.state import TrainState
 
 
@@ -67,7 +67,7 @@ class TrainerConsole:
 
     def __init__(
         self,
-        report: Report,
+        report: RunReport,
         evaluate: Evaluate,
         *,
         run: str,

@@ -9,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from services.trainer.serving.row import Row
+from services.trainer.serving.row import MetricsRow
 
 _PANELS: Sequence[tuple[str, Sequence[str]]] = (
     ("reward", ("reward/mean", "reward/all/mean")),
@@ -21,7 +21,7 @@ _PANELS: Sequence[tuple[str, Sequence[str]]] = (
 )
 
 
-def draw_curves(rows: Sequence[Row], path: Path) -> None:
+def draw_curves(rows: Sequence[MetricsRow], path: Path) -> None:
     """Writes a PNG with a panel for each group of metrics that the run has."""
     names = sorted({name for row in rows for name in row.metrics})
     panels = [(title, [n for n in names if n.startswith(tuple(starts))]) for title, starts in _PANELS]

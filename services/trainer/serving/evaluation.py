@@ -17,7 +17,7 @@ from services.trainer.state import TrainState
 _SECONDS = 3600.0
 
 
-class Evaluator:
+class JobEvaluator:
     """`await evaluator(state)` gives what a data set's samples came to, or why they came to nothing."""
 
     def __init__(

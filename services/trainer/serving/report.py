@@ -10,14 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from services.trainer.serving.curves import draw_curves
-from services.trainer.serving.row import Row
+from services.trainer.serving.row import MetricsRow
 from services.trainer.serving.timeline import draw_timeline
 from services.trainer.serving.trackers import OpenTrackers, Tracker
 
 _REDRAW_SECONDS = 30.0
 
 
-class Report:
+class RunReport:
     """Appends rows. `resume` first: a run that starts again keeps the rows up to its checkpoint."""
 
     def __init__(self, folder: Path, open_trackers: OpenTrackers = lambda step: ()) -> None:
@@ -26,7 +26,7 @@ class Report:
         self._path = folder / "metrics.jsonl"
         self._open_trackers = open_trackers
         self._trackers: Sequence[Tracker] = ()
-        self.rows: list[Row] = []
+        self.rows: list[MetricsRow] = []
         self._drawing = ThreadPoolExecutor(1, thread_name_prefix="curves")
         self._drawn = time.monotonic()
         self._changed = asyncio.Event()
@@ -42,7 +42,7 @@ class Report:
 
     def write(self, step: int, metrics: Mapping[str, float], warnings: Sequence[str] = ()) -> None:
         """Adds a row to metrics.jsonl, the trackers and the live stream."""
-        row = Row(step, time.time(), dict(metrics), tuple(warnings))
+        row = MetricsRow(step, time.time(), dict(metrics), tuple(warnings))
         self.rows.append(row)
         self._append(row)
         for tracker in self._trackers:
@@ -61,7 +61,7 @@ class Report:
             tracker.close()
         self._wake()
 
-    async def watch(self, from_step: int) -> AsyncIterator[Row]:
+    async def watch(self, from_step: int) -> AsyncIterator[MetricsRow]:
         """Every row from `from_step` on, then live, until the run is over."""
         sent = 0
         while True:
@@ -78,7 +78,7 @@ class Report:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _append(self, row: Row) -> None:
+    def _append(self, row: MetricsRow) -> None:
         with self._path.open("a") as file:
             warnings = {"warnings": row.warnings} if row.warnings else {}
             file.write(json.dumps({"step": row.step, "time": row.time, **warnings, **row.metrics}) + "\n")
@@ -90,7 +90,7 @@ class Report:
         self._drawing.submit(draw_timeline, rows, self._folder / "timeline.png")
 
 
-def _read(path: Path) -> list[Row]:
+def _read(path: Path) -> list[MetricsRow]:
     if not path.exists():
         return []
     rows = []
@@ -99,5 +99,7 @@ def _read(path: Path) -> list[Row]:
             fields = json.loads(line)
         except ValueError:
             break  # the line that a kill tore
-        rows.append(Row(fields.pop("step"), fields.pop("time"), warnings=fields.pop("warnings", ()), metrics=fields))
+        rows.append(
+            MetricsRow(fields.pop("step"), fields.pop("time"), warnings=fields.pop("warnings", ()), metrics=fields)
+        )
     return rows

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MetricsRow:
     """The metrics of one step or evaluation, and when they came (seconds since 1970)."""
 
     step: int

@@ -15,7 +15,7 @@ from headrace.wire.checks import require_counter, require_id, require_path
 from services.trainer.serving.console import Steered, TrainerConsole
 from services.trainer.serving.export_folder import ExportFolders
 from services.trainer.serving.once import Once
-from services.trainer.serving.report import Report
+from services.trainer.serving.report import RunReport
 from services.trainer.state import TrainState
 
 Context = Any
@@ -27,7 +27,7 @@ _KEPT_RESULTS = 256
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     """Answers in the middle of a step; what must not happen then waits for the step's end."""
 
-    def __init__(self, console: TrainerConsole, report: Report, exports: ExportFolders) -> None:
+    def __init__(self, console: TrainerConsole, report: RunReport, exports: ExportFolders) -> None:
         self._console = console
         self._report = report
         self._exports = exports

@@ -9,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from services.trainer.serving.row import Row
+from services.trainer.serving.row import MetricsRow
 
 PARTS: Mapping[str, str] = {
     "time/wait_seconds": "#c7c7c7",
@@ -28,7 +28,7 @@ PARTS: Mapping[str, str] = {
 _REST = "time/other_seconds"
 
 
-def draw_timeline(rows: Sequence[Row], path: Path) -> None:
+def draw_timeline(rows: Sequence[MetricsRow], path: Path) -> None:
     """Writes a PNG with a bar a step; what is not one of PARTS is `other`."""
     steps = [row for row in rows if "time/step_seconds" in row.metrics]
     if not steps:

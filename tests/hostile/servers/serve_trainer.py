@@ -14,7 +14,7 @@ from services.trainer.loop import train
 from services.trainer.plan.batch import Batch
 from services.trainer.serving.console import TrainerConsole
 from services.trainer.serving.export_folder import ExportFolders
-from services.trainer.serving.report import Report
+from services.trainer.serving.report import RunReport
 from services.trainer.serving.servicer import TrainerServicer
 from services.trainer.state import TrainState
 from tests.unit.trainer.test_loop import Everything
@@ -64,7 +64,7 @@ def main() -> int:
 
 async def _serve(arguments: argparse.Namespace) -> None:
     ranks = SlowRanks(num_steps=NUM_STEPS)
-    report = Report(Path(arguments.folder) / "report")
+    report = RunReport(Path(arguments.folder) / "report")
     report.resume(0)
     console = TrainerConsole(report, _no_evaluation, run="r", num_steps=NUM_STEPS, groups_per_step=2)
     console.open(ranks, 1)

@@ -21,14 +21,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from headrace.errors import ConfigError
 from services.trainer.megatron.gpt.spec_parts import with_parts
-from services.trainer.plan.rows import Rows, Segment, Share
+from services.trainer.plan.rows import Rows, RowSegment, Share
 
 
 @dataclass
 class SegmentedRow(PackedSeqParams):  # type: ignore[misc]  # untyped base
     """Passes through Megatron as one packed sequence of T tokens whose rotary angles are chosen by `positions`."""
 
-    segments: Sequence[Segment] = ()
+    segments: Sequence[RowSegment] = ()
     share: Share | None = None
     positions: Tensor = field(default_factory=lambda: torch.zeros(0))
 

@@ -13,7 +13,7 @@ from headrace.client.buffer import BufferClient
 from headrace.errors import DataLoss, NotFound
 from headrace.trajectory import Sample
 from services.trainer.data.fetch import Fetch
-from services.trainer.data.reading import Unreadable
+from services.trainer.data.reading import UnusableSample
 from tests.support.ranks.rank_cases import samples
 
 
@@ -95,7 +95,7 @@ async def test_a_sample_that_the_ledger_cannot_give_does_not_keep_the_others(buf
     fetch = Fetch(buffer, "train", asyncio.get_running_loop())
     found = await asyncio.to_thread(fetch, ["g0-0", "g0-1", "gone", "g0-2", "g1-0"])
     assert [one.sample_id for one in found] == ["g0-0", "g0-1", "gone", "g0-2", "g1-0"]
-    assert {one.sample_id: one.reason for one in found if isinstance(one, Unreadable)} == {
+    assert {one.sample_id: one.reason for one in found if isinstance(one, UnusableSample)} == {
         "g0-1": "DATA_LOSS",
         "gone": "NOT_FOUND",
     }

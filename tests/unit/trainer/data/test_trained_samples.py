@@ -5,19 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from headrace.sample_log import Answer, SampleLog
-from services.trainer.data.reading import Unreadable
+from services.trainer.data.reading import UnusableSample
 from services.trainer.data.sample_log import SamplesRead, TrainedSamples
 from tests.support.ledgers.answers import answered
 
 
 def test_what_a_step_read_and_trained_is_written(tmp_path: Path) -> None:
     log = SampleLog(tmp_path / "samples")
-    gone = Unreadable("c", "NOT_FOUND", "gone")
+    gone = UnusableSample("c", "NOT_FOUND", "gone")
     read = SamplesRead(lambda ids: [gone if name == "c" else answered(name) for name in ids], step=4)
     assert [one.sample_id for one in read(["a", "b"])] == ["a", "b"]
     assert read(["b", "c"])[1] is gone
     writer = TrainedSamples(log, 0, 1 << 20)
-    writer.write(4, read.but([Unreadable("b", "NOT_OF_THE_MODEL", "token 9")]))
+    writer.write(4, read.but([UnusableSample("b", "NOT_OF_THE_MODEL", "token 9")]))
     writer.wait()
     assert [(one.sample_id, one.step) for one in log.of_step(4)] == [("a", 4)]
 

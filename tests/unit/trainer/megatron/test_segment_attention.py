@@ -12,10 +12,10 @@ from torch import Tensor
 
 from headrace.errors import ConfigError
 from services.trainer.megatron.gpt.segment_attention import SegmentAttention, SegmentedRow, transformer_engine_row
-from services.trainer.plan.rows import Rows, Segment
+from services.trainer.plan.rows import Rows, RowSegment
 
 HEADS, GROUPS, WIDTH = 4, 2, 8
-ROW = (Segment(0, 5), Segment(5, 8, 0), Segment(8, 9, 0), Segment(9, 15), Segment(15, 19, 3))
+ROW = (RowSegment(0, 5), RowSegment(5, 8, 0), RowSegment(8, 9, 0), RowSegment(9, 15), RowSegment(15, 19, 3))
 SIZE = ROW[-1].end
 
 
@@ -37,7 +37,7 @@ def dense(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float)
     return torch.einsum("hqk,khd->qhd", weights, value).flatten(1)
 
 
-def seen_in(segments: tuple[Segment, ...]) -> Tensor:
+def seen_in(segments: tuple[RowSegment, ...]) -> Tensor:
     seen = torch.zeros(SIZE, SIZE, dtype=torch.bool)
     for segment in segments:
         for position in range(segment.start, segment.end):
@@ -83,7 +83,7 @@ def test_what_it_cannot_compute_is_refused() -> None:
 
 def test_transformer_engine_gets_the_bounds_of_the_samples() -> None:
     tokens = torch.zeros(1, 9, dtype=torch.int64)
-    packed = transformer_engine_row(Rows(tokens, tokens, (Segment(0, 4), Segment(4, 9))))
+    packed = transformer_engine_row(Rows(tokens, tokens, (RowSegment(0, 4), RowSegment(4, 9))))
     assert packed.qkv_format == "thd"
     assert packed.cu_seqlens_q.tolist() == packed.cu_seqlens_kv.tolist() == [0, 4, 9]
     assert packed.max_seqlen_q == 5

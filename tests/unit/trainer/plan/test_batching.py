@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headrace.trajectory import Sample, Status
 from services.trainer.plan.batching import collate, empty_micro_batch
-from services.trainer.plan.rows import Packing, Segment, row_tokens
+from services.trainer.plan.rows import Packing, RowSegment, row_tokens
 
 
 def sample(prompt: int, response: int, mask: list[int] | None = None) -> Sample:
@@ -45,7 +45,7 @@ def test_a_packed_row_holds_samples_one_behind_the_other() -> None:
     batch = collate([sample(3, 2), sample(2, 4)], "packed")
     assert batch.rows.tokens.tolist() == [[10, 11, 12, 13, 10, 11, 12, 13, 14]]
     assert batch.rows.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4]]
-    assert batch.rows.segments == (Segment(0, 4), Segment(4, 9))
+    assert batch.rows.segments == (RowSegment(0, 4), RowSegment(4, 9))
     assert batch.sources.tolist() == [2, 3, 5, 6, 7, 8]
 
 
@@ -53,7 +53,7 @@ def test_samples_of_a_group_follow_one_copy_of_their_prompt() -> None:
     batch = collate([sample(3, 2), sample(2, 2), sample(3, 3), sample(3, 1)], "shared_prompts")
     assert batch.rows.tokens.tolist() == [[10, 11, 12, 13, 13, 14, 10, 11, 12]]
     assert batch.rows.positions.tolist() == [[0, 1, 2, 3, 3, 4, 0, 1, 2]]
-    assert batch.rows.segments == (Segment(0, 3), Segment(3, 4, 0), Segment(4, 6, 0), Segment(6, 9))
+    assert batch.rows.segments == (RowSegment(0, 3), RowSegment(3, 4, 0), RowSegment(4, 6, 0), RowSegment(6, 9))
     assert batch.sources.tolist() == [2, 3, 7, 8, 2, 4, 5, 2]
     assert batch.targets.tolist() == [[13, 14, 0], [12, 13, 0], [13, 14, 15], [13, 0, 0]]
 
@@ -90,7 +90,7 @@ def test_rows_are_filled_up_to_a_multiple_behind_what_they_hold(packing: Packing
     assert aligned.tokens.shape[1] == aligned.positions.shape[1] == size + -size % 4
     assert aligned.tokens[:, :size].equal(rows.tokens)
     if rows.segments is not None:
-        assert aligned.segments == (*rows.segments, Segment(size, aligned.tokens.shape[1]))
+        assert aligned.segments == (*rows.segments, RowSegment(size, aligned.tokens.shape[1]))
     assert aligned.aligned(4) is aligned
 
 

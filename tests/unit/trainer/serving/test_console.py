@@ -21,7 +21,7 @@ from services.trainer.loop import train
 from services.trainer.plan.batch import Batch
 from services.trainer.serving.console import MAX_REQUESTS, TrainerConsole
 from services.trainer.serving.export_folder import ExportFolders
-from services.trainer.serving.report import Report
+from services.trainer.serving.report import RunReport
 from services.trainer.serving.servicer import TrainerServicer
 from services.trainer.state import TrainState
 from tests.unit.trainer.test_loop import Everything
@@ -63,7 +63,7 @@ async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
         return {}
 
     everything = SteeredEverything(num_steps=4)
-    report = Report(tmp_path)
+    report = RunReport(tmp_path)
     report.resume(0)
     console = TrainerConsole(report, no_evaluation, run="r", num_steps=4, groups_per_step=2)
     console.open(everything, 1)
@@ -112,7 +112,7 @@ async def test_progress_is_told_step_by_step_and_ends_with_the_run(desk: Desk) -
 
 async def test_the_first_steps_seconds_are_without_the_start(tmp_path: Path) -> None:
     now = [0.0]
-    report = Report(tmp_path)
+    report = RunReport(tmp_path)
     console = TrainerConsole(report, None, run="r", num_steps=4, groups_per_step=2, clock=lambda: now[0])
     console.open(SteeredEverything(num_steps=4), 1, step=6)
     assert console.status.step == 6  # a resumed run says so before its first step
@@ -244,11 +244,11 @@ async def test_a_request_to_a_run_that_ends_is_told_so(desk: Desk) -> None:
 
 
 async def test_rows_after_the_checkpoint_are_let_go_when_a_run_resumes(tmp_path: Path) -> None:
-    report = Report(tmp_path)
+    report = RunReport(tmp_path)
     report.resume(0)
     for step in (1, 2, 3):
         report.write(step, {"reward/mean": 0.5})
-    again = Report(tmp_path)
+    again = RunReport(tmp_path)
     again.resume(2)
     assert [row.step for row in again.rows] == [1, 2]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2

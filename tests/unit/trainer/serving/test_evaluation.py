@@ -14,7 +14,7 @@ from headrace.errors import FailedPrecondition, Unavailable
 from services.trainer.control.build import evaluator_of, schedule_of
 from services.trainer.loop import train
 from services.trainer.serving.console import TrainerConsole
-from services.trainer.serving.report import Report
+from services.trainer.serving.report import RunReport
 from services.trainer.serving.servicer import TrainerServicer
 from services.trainer.state import TrainState
 from tests.unit.trainer.test_loop import Everything
@@ -46,7 +46,7 @@ async def rows_of_a_run(folder: Path, load_with, answer) -> tuple[list[dict], li
     data = folder / "eval.jsonl"
     data.write_text('{"prompt": "a", "label": "b"}\n')
     job = load_with("--eval-prompt-data", "sums", str(data), "--eval-interval", "1", "--num-rollout", "2")
-    report, steps = Report(folder), Steps(num_steps=2)
+    report, steps = RunReport(folder), Steps(num_steps=2)
     evaluator = evaluator_of(job, Rollout(answer), schedule_of(job))
     console = TrainerConsole(report, evaluator, run="r", num_steps=2, groups_per_step=1)
     console.open(steps, 1)
@@ -84,9 +84,9 @@ async def test_an_evaluation_of_which_samples_have_no_score_says_how_many(tmp_pa
 
 
 def test_warnings_survive_a_start_of_the_trainer(tmp_path: Path) -> None:
-    before = Report(tmp_path)
+    before = RunReport(tmp_path)
     before.write(1, {"eval_error": 1.0}, ["why"])
-    after = Report(tmp_path)
+    after = RunReport(tmp_path)
     after.resume(1)
     assert [(row.step, list(row.warnings), dict(row.metrics)) for row in after.rows] == [
         (1, ["why"], {"eval_error": 1.0})
