@@ -12,6 +12,10 @@ from services.buffer.from_job import train_stream
 from services.buffer.ledger.limiter import Limiter
 from services.buffer.ledger.stream import ExpiryAction, Selection, StreamConfig
 from services.buffer.runtime.user_code import UserCode
+from services.buffer.store.base import Store
+from services.buffer.store.kinds import store_of_job
+from services.buffer.store.memory import MemoryStore
+from services.buffer.store.sqlite.store import SqliteStore
 
 
 def stream_of(**sections: object) -> StreamConfig:
@@ -95,3 +99,18 @@ def test_user_code_chooses_the_batch_and_gives_the_prompts_within_its_time() -> 
     assert (config.selection, config.data_source) == (Selection.HOOK, "a.Source")
     code = UserCode.of(Job(model=ModelSection(hf_checkpoint=Path("/none")), buffer=buffer), Path("/ledger"))
     assert (code.buffer_filter_path, code.seconds) == ("a.choose", 5.0)
+
+
+def test_leases_and_staleness_are_the_jobs() -> None:
+    config = stream_of(buffer=BufferSection(lease_seconds=7.5, max_attempts=9, max_staleness=4))
+    assert (config.lease_seconds, config.max_attempts, config.max_staleness) == (7.5, 9, 4)
+
+
+@pytest.mark.parametrize(("buffer_store", "kind"), [("memory", MemoryStore), ("sqlite", SqliteStore)])
+def test_the_ledger_is_in_the_store_that_buffer_store_names(
+    buffer_store: str, kind: type[Store], tmp_path: Path
+) -> None:
+    buffer = BufferSection.model_validate({"buffer_store": buffer_store})
+    store = store_of_job(Job(model=ModelSection(hf_checkpoint=Path("/none")), buffer=buffer), tmp_path)
+    assert isinstance(store, kind)
+    store.close()

@@ -39,6 +39,13 @@ def test_an_argument_that_is_ours_is_refused_with_the_way_out() -> None:
         arguments.check({"tp_size": 2}, CPU)
 
 
+def test_rollout_num_gpus_per_engine_is_the_tensor_parallel_size_of_an_engine() -> None:
+    placement = {"rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2}
+    told = Job.model_validate({"model": {"hf_checkpoint": "m"}, "placement": placement})
+    words = arguments.command(told, CPU, engine=0, port=5)
+    assert words[words.index("--tp-size") + 1] == "2"
+
+
 def test_without_an_accelerator_the_cpu_recipe_is_chosen_and_the_job_may_change_it() -> None:
     words = arguments.command(job(max_total_tokens=1024, disable_overlap_schedule=False), CPU, engine=1, port=5)
     assert words[words.index("--device") + 1] == "cpu"
