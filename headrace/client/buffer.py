@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -15,14 +15,13 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.client.columns import LargeColumn, download, put_back, taken_out, upload
 from headrace.client.port import DEFAULT_DEADLINE_SECONDS, Buffer
 from headrace.client.put_queue import PutQueue
-from headrace.errors import DiskFull, RetryableError, Unavailable
 from headrace.rpc import call as rpc
 from headrace.rpc.channel import connect
+from headrace.rpc.retry import retry_until
 
 _FETCH_AT_ONCE = 512
 _RELEASES_AT_ONCE = 500
 _RELEASE_BYTES = 16 << 20
-_BACKOFF_SECONDS = 0.2
 
 
 class BufferClient(Buffer):
@@ -180,41 +179,33 @@ class BufferClient(Buffer):
         skip_unknown: bool = False,
     ) -> list[sample_pb2.Sample]:
         """Envelopes and payloads in the order asked, large columns back in. `Sample.unpack` opens and checks one."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + (self._deadline_seconds if deadline_seconds is None else deadline_seconds)
+        end = time.monotonic() + (self._deadline_seconds if deadline_seconds is None else deadline_seconds)
         samples: list[sample_pb2.Sample] = []
         for first in range(0, len(sample_ids), _FETCH_AT_ONCE):
             wanted = sample_ids[first : first + _FETCH_AT_ONCE]
             samples += await self._fetch_some(stream, wanted, end, skip_unknown=skip_unknown)
-        return [await self._whole(sample, end - loop.time()) for sample in samples]
+        return [await self._whole(sample, end - time.monotonic()) for sample in samples]
 
     async def fetch_stored(self, stream: str, sample_ids: Sequence[str]) -> list[sample_pb2.Sample]:
         """Envelopes and payloads as the ledger has them: large columns are named in the envelope, not put back."""
-        end = asyncio.get_running_loop().time() + self._deadline_seconds
+        end = time.monotonic() + self._deadline_seconds
         return await self._fetch_some(stream, sample_ids, end, skip_unknown=False)
 
     async def _fetch_some(
         self, stream: str, sample_ids: Sequence[str], end: float, *, skip_unknown: bool
     ) -> list[sample_pb2.Sample]:
-        loop = asyncio.get_running_loop()
         found: dict[str, sample_pb2.Sample] = {}
-        while True:
-            left = [sample_id for sample_id in sample_ids if sample_id not in found]
-            request = pb.FetchSamplesRequest(stream=stream, sample_ids=left, skip_unknown=skip_unknown)
-            replies = rpc.stream(
-                self._stub.FetchSamples, request, deadline_seconds=max(end - loop.time(), 0.0), peer=self._peer
-            )
-            try:
-                async for reply in replies:
-                    found.update((sample.envelope.sample_id, sample) for sample in reply.samples)
-                return [found[sample_id] for sample_id in sample_ids if sample_id in found]
-            except (Unavailable, DiskFull) as error:  # the buffer restarts or waits: what has come is kept
-                pause = rpc.pause_seconds(error, _BACKOFF_SECONDS)
-                if loop.time() + pause >= end:
-                    raise
-                if len(found) == len(sample_ids):
-                    return [found[sample_id] for sample_id in sample_ids]
-                await asyncio.sleep(pause)
+
+        async def receive_missing(left_seconds: float) -> None:
+            if not (missing := [sample_id for sample_id in sample_ids if sample_id not in found]):
+                return
+            request = pb.FetchSamplesRequest(stream=stream, sample_ids=missing, skip_unknown=skip_unknown)
+            fetch = self._stub.FetchSamples
+            async for reply in rpc.stream(fetch, request, deadline_seconds=left_seconds, peer=self._peer):
+                found.update((sample.envelope.sample_id, sample) for sample in reply.samples)
+
+        await retry_until(end, receive_missing)
+        return [found[sample_id] for sample_id in sample_ids if sample_id in found]
 
     # Large columns
 
@@ -229,17 +220,12 @@ class BufferClient(Buffer):
 
     async def fetch_column(self, column: sample_pb2.OutOfLineColumn, *, deadline_seconds: float | None = None) -> bytes:
         """Its bytes, checked. Raises NotFound when its samples are gone."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + (self._deadline_seconds if deadline_seconds is None else deadline_seconds)
+        end = time.monotonic() + (self._deadline_seconds if deadline_seconds is None else deadline_seconds)
 
-        def receive(request: pb.FetchColumnRequest) -> AsyncIterator[pb.FetchColumnResponse]:
-            return self.stream_column(request, deadline_seconds=max(end - loop.time(), 0.0))
+        def receive(request: pb.FetchColumnRequest, left_seconds: float) -> AsyncIterator[pb.FetchColumnResponse]:
+            return self.stream_column(request, deadline_seconds=left_seconds)
 
-        async def may_retry(error: RetryableError) -> bool:
-            await asyncio.sleep(min(rpc.pause_seconds(error, _BACKOFF_SECONDS), max(end - loop.time(), 0.0)))
-            return loop.time() < end
-
-        return await download(receive, column, may_retry)
+        return await download(receive, column, end)
 
     def stream_column(
         self, request: pb.FetchColumnRequest, *, deadline_seconds: float | None = None

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.digest import digest_of
-from headrace.errors import DataLoss, DiskFull, RetryableError, Unavailable
+from headrace.errors import DataLoss
+from headrace.rpc.retry import retry_until
 from headrace.trajectory import check_payload, parsed_payload
 
 LARGE_COLUMN_BYTES = 1 << 20
@@ -79,19 +80,20 @@ async def upload(
 
 
 async def download(
-    receive: Callable[[pb.FetchColumnRequest], AsyncIterator[pb.FetchColumnResponse]],
+    receive: Callable[[pb.FetchColumnRequest, float], AsyncIterator[pb.FetchColumnResponse]],
     column: sample_pb2.OutOfLineColumn,
-    may_retry: Callable[[RetryableError], Awaitable[bool]],
+    end: float,
 ) -> bytes:
-    """Goes on where a connection broke, as long as `may_retry` says so. Raises DataLoss for other bytes."""
+    """Continues where a connection broke, until `time.monotonic()` reaches `end`. Raises DataLoss for other bytes."""
     data = bytearray()
-    while len(data) < column.num_bytes:
-        try:
-            async for piece in receive(pb.FetchColumnRequest(sha256=column.sha256, offset=len(data))):
-                data += piece.data
-        except (Unavailable, DiskFull) as error:
-            if not await may_retry(error):
-                raise
+
+    async def receive_rest(left_seconds: float) -> None:
+        while len(data) < column.num_bytes:
+            request = pb.FetchColumnRequest(sha256=column.sha256, offset=len(data))
+            async for piece in receive(request, left_seconds):
+                data.extend(piece.data)
+
+    await retry_until(end, receive_rest)
     if hashlib.sha256(data).digest() != column.sha256:
         raise DataLoss(f"column {column.name} came with other bytes than its SHA-256 says: the disk has changed it")
     return bytes(data)

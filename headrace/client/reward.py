@@ -1,22 +1,26 @@
-"""The reward service's client. A service that is being replaced at its address is waited for, until the deadline."""
+"""The reward service's client. A service that is being replaced at its address is waited for, until the deadline.
+
+One loop asks for scores (`score_until`): a call that fails is made again until the deadline, and so is an item, once,
+whose own error is retryable.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 
 from headrace.api.reward.v1 import reward_pb2 as pb
 from headrace.api.reward.v1.reward_pb2_grpc import RewardServiceStub
-from headrace.errors import DeadlineExceeded, Internal, ResourceExhausted
+from headrace.errors import DeadlineExceeded, HeadraceError, Internal, ResourceExhausted, Unavailable
 from headrace.judgement import Judgement, ScoreError, ScoreItem, unpack_result
-from headrace.rpc.call import call, pause_seconds
+from headrace.rpc.call import call, call_once
 from headrace.rpc.channel import connect
+from headrace.rpc.retry import retry_until
 from headrace.wire.limits import MAX_SCORE_ITEMS_PER_CALL
-
-_BACKOFF_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +49,21 @@ class RewardClient:
         Raises NotFound for an unknown `scorer`, and what `call` raises when the service cannot be had in time.
         """
         end = time.monotonic() + deadline_seconds
-        results: list[Judgement] = []
-        for start in range(0, len(items), MAX_SCORE_ITEMS_PER_CALL):
-            results += await self._ask(items[start : start + MAX_SCORE_ITEMS_PER_CALL], scorer, end)
-        again = [i for i, result in enumerate(results) if isinstance(result, ScoreError) and result.retryable]
-        for start in range(0, len(again), MAX_SCORE_ITEMS_PER_CALL):
-            part = again[start : start + MAX_SCORE_ITEMS_PER_CALL]
-            for i, result in zip(part, await self._ask([items[i] for i in part], scorer, end), strict=True):
-                results[i] = result
-        return results
+
+        async def ask(some: Sequence[ScoreItem], left_seconds: float) -> Sequence[Judgement]:
+            return await self.ask(some, scorer, deadline_seconds=left_seconds)
+
+        return await score_until(end, items, ask, _may_help)
+
+    async def ask(
+        self, items: Sequence[ScoreItem], scorer: str | None, *, deadline_seconds: float
+    ) -> Sequence[Judgement]:
+        """One call, made once, with at most `MAX_SCORE_ITEMS_PER_CALL` items. Raises what the service answers."""
+        request = pb.ScoreRequest(items=[item.pack() for item in items], scorer=scorer or "")
+        reply = await call_once(self._stub.Score, request, deadline_seconds=deadline_seconds, peer=self._peer)
+        if [result.item_id for result in reply.results] != [item.item_id for item in items]:
+            raise Internal(f"the reward service answered {len(reply.results)} results, not one for each item in order")
+        return [unpack_result(result) for result in reply.results]
 
     async def list_scorers(self, *, deadline_seconds: float = 10.0) -> list[ScorerInfo]:
         """The scorers there are, by name."""
@@ -74,21 +84,29 @@ class RewardClient:
     ) -> None:
         await self.close()
 
-    async def _ask(self, items: Sequence[ScoreItem], scorer: str | None, end: float) -> list[Judgement]:
-        request = pb.ScoreRequest(items=[item.pack() for item in items], scorer=scorer or "")
-        while True:
-            try:
-                reply = await call(self._stub.Score, request, deadline_seconds=end - time.monotonic(), peer=self._peer)
-                break
-            except ResourceExhausted as full:
-                pause = pause_seconds(full, _BACKOFF_SECONDS)
-                if time.monotonic() + pause >= end:
-                    raise
-                await asyncio.sleep(pause)
-            except DeadlineExceeded:
-                if time.monotonic() >= end:
-                    raise
-                # The server ends a call earlier than we would. What it graded too slowly it remembers and answers next.
-        if [result.item_id for result in reply.results] != [item.item_id for item in items]:
-            raise Internal(f"the reward service answered {len(reply.results)} results, not one for each item in order")
-        return [unpack_result(result) for result in reply.results]
+
+async def score_until(
+    end: float,
+    items: Sequence[ScoreItem],
+    ask: Callable[[Sequence[ScoreItem], float], Awaitable[Sequence[Judgement]]],
+    may_help: Callable[[HeadraceError], bool],
+) -> list[Judgement]:
+    """One judgement an item, in order, from `ask(some items, seconds left)`.
+
+    Raises the last error when `time.monotonic()` reaches `end`, and at once one for which `may_help` is False.
+    """
+    results: dict[int, Judgement] = {}
+    waiting = deque(range(len(items)))
+    while waiting:
+        some = [waiting.popleft() for _ in range(min(len(waiting), MAX_SCORE_ITEMS_PER_CALL))]
+        answers = await retry_until(end, partial(ask, [items[i] for i in some]), may_help)
+        for i, answer in zip(some, answers, strict=True):
+            if isinstance(answer, ScoreError) and answer.retryable and i not in results:
+                waiting.append(i)
+            results[i] = answer
+    return [results[i] for i in range(len(items))]
+
+
+def _may_help(error: HeadraceError) -> bool:
+    """A server may end a call before the caller's deadline; it remembers what it scored too slowly and answers next."""
+    return isinstance(error, Unavailable | ResourceExhausted | DeadlineExceeded)

@@ -1,22 +1,16 @@
-"""Calling: a deadline on everything, the server's error class on this side, and patience while a server restarts.
-
-A call is made again no sooner than its server asked for by RetryInfo.
-"""
+"""Calling: a deadline on everything, the server's error class on this side, and patience while a server restarts."""
 
 from __future__ import annotations
 
-import asyncio
-import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 import grpc
 
-from headrace.errors import DeadlineExceeded, DiskFull, HeadraceError, RetryableError, Unavailable
+from headrace.errors import DeadlineExceeded, HeadraceError, Unavailable
+from headrace.rpc.retry import retry_until
 from headrace.rpc.status import DETAILS_KEY, from_rpc_error
-
-_LONGEST_BACKOFF_SECONDS = 2.0
 
 
 async def call(method: Callable[..., Any], request: Any, *, deadline_seconds: float, peer: str = "the server") -> Any:
@@ -24,29 +18,21 @@ async def call(method: Callable[..., Any], request: Any, *, deadline_seconds: fl
 
     `peer`: who is asked, for the message where nobody answers: "the buffer at host:port".
     """
-    end = time.monotonic() + deadline_seconds
-    backoff = 0.05
-    last: RetryableError | None = None
-    while True:
-        left = end - time.monotonic()
-        if left <= 0:
-            raise last or DeadlineExceeded(f"{peer} gave no answer within {deadline_seconds:g} s")
-        try:
-            return await method(request, timeout=left, wait_for_ready=True)
-        except grpc.aio.AioRpcError as error:
-            mapped = _mapped(error, deadline_seconds, peer)
-            if isinstance(mapped, DeadlineExceeded) and last is not None:
-                raise last from error  # what kept it from answering says more than the clock
-            if not isinstance(mapped, Unavailable | DiskFull):
-                raise mapped from error
-            last = mapped
-        backoff = min(backoff * 2, _LONGEST_BACKOFF_SECONDS)
-        await asyncio.sleep(min(pause_seconds(last, backoff), max(end - time.monotonic(), 0.0)))
+
+    async def attempt(left: float) -> Any:
+        return await call_once(method, request, deadline_seconds=left, peer=peer)
+
+    return await retry_until(time.monotonic() + deadline_seconds, attempt)
 
 
-def pause_seconds(error: RetryableError, backoff_seconds: float) -> float:
-    """As long as the server asked for, at least; with a random part, so that its callers do not all come at once."""
-    return max(backoff_seconds * random.uniform(0.5, 1.0), error.retry_after_seconds * random.uniform(1.0, 1.25))
+async def call_once(
+    method: Callable[..., Any], request: Any, *, deadline_seconds: float, peer: str = "the server"
+) -> Any:
+    """One unary call. It waits for a server that cannot be reached, and raises what the server answers."""
+    try:
+        return await method(request, timeout=deadline_seconds, wait_for_ready=True)
+    except grpc.aio.AioRpcError as error:
+        raise _mapped(error, deadline_seconds, peer) from error
 
 
 async def stream(
@@ -63,7 +49,7 @@ async def stream(
 def _mapped(error: grpc.aio.AioRpcError, deadline_seconds: float | None, peer: str) -> HeadraceError:
     mapped = from_rpc_error(error)
     if isinstance(mapped, DeadlineExceeded) and deadline_seconds is not None:
-        return DeadlineExceeded(f"{peer} gave no answer within {deadline_seconds:g} s: {mapped.message}")
+        return DeadlineExceeded(f"{peer} gave no answer within {round(deadline_seconds, 2):g} s: {mapped.message}")
     if isinstance(mapped, Unavailable) and _is_of_the_connection(error):
         return Unavailable(f"{peer} cannot be reached: {mapped.message}", retry_after_seconds=0.0)
     if error.code() is grpc.StatusCode.CANCELLED:  # not by us, which is no error of gRPC's: the server is ending

@@ -1,4 +1,8 @@
-"""Rewards for samples: which service and scorer give them now, and what happens when they cannot."""
+"""Rewards for samples: which service and scorer are asked now, and what happens when they do not answer.
+
+A group waits under one deadline: `patience_seconds` for a service that is away, and twice `item_seconds` for each
+`_SCORED_AT_ONCE` items that are begun.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from headrace.client.reward import RewardClient
+from headrace.client.reward import RewardClient, score_until
 from headrace.errors import HeadraceError, InvalidArgument, NotFound, Unavailable
 from headrace.judgement import Judgement, Score, ScoreItem
 from headrace.rpc.log import log
@@ -16,8 +20,7 @@ from headrace.trajectory import Failure, Sample, Status
 
 # A call may wait that long for a service that is being replaced; SetReward takes effect between calls.
 _CALL_SECONDS = 20.0
-_PAUSE_SECONDS = 1.0
-_JUDGED_AT_ONCE = 16
+_SCORED_AT_ONCE = 16
 _KEPT_CLIENTS = 8  # their calls on the way may finish; those of the ones before are made again at the new address
 
 
@@ -90,21 +93,30 @@ class SampleScorer:
 
     async def _results(self, items: Sequence[ScoreItem]) -> Sequence[Judgement]:
         """Raises Unavailable when there was no answer in time; other errors, which waiting cannot help, at once."""
-        end = time.monotonic() + self._patience_seconds
-        rounds = -(-len(items) // _JUDGED_AT_ONCE)
-        seconds = max(self._call_seconds, 2 * self._item_seconds * rounds)
-        while True:
-            try:
-                return await self._client.score(items, self.target.scorer or None, deadline_seconds=seconds)
-            except (InvalidArgument, NotFound):
-                raise
-            except HeadraceError as error:
-                log.warning("reward_unavailable", address=self.target.address, error=error.message)
-                if time.monotonic() > end:
-                    raise Unavailable(
-                        f"{self.target.address} did not judge for {self._patience_seconds:g} s: {error.message}"
-                    ) from error
-            await asyncio.sleep(_PAUSE_SECONDS)
+        rounds = -(-len(items) // _SCORED_AT_ONCE)
+        scoring_seconds = 2 * self._item_seconds * rounds
+        deadline_seconds = self._patience_seconds + scoring_seconds
+        call_seconds = max(self._call_seconds, scoring_seconds)
+
+        async def ask(some: Sequence[ScoreItem], left_seconds: float) -> Sequence[Judgement]:
+            scorer = self.target.scorer or None
+            return await self._client.ask(some, scorer, deadline_seconds=min(left_seconds, call_seconds))
+
+        try:
+            return await score_until(time.monotonic() + deadline_seconds, items, ask, self._may_help)
+        except (InvalidArgument, NotFound):
+            raise
+        except HeadraceError as error:
+            raise Unavailable(
+                f"{self.target.address} did not score for {deadline_seconds:g} s: {error.message}"
+            ) from error
+
+    def _may_help(self, error: HeadraceError) -> bool:
+        """Whatever else is wrong with a service may be mended, or SetReward may name another one."""
+        if isinstance(error, InvalidArgument | NotFound):
+            return False
+        log.warning("reward_unavailable", address=self.target.address, error=error.message)
+        return True
 
 
 def _item(sample: Sample) -> ScoreItem:

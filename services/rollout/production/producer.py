@@ -8,6 +8,7 @@ group. All other work on a group ends in a put or in a release, with one line in
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable
 
@@ -23,8 +24,8 @@ from headrace.errors import (
     RetryableError,
     Unavailable,
 )
-from headrace.rpc.call import pause_seconds
 from headrace.rpc.log import log
+from headrace.rpc.retry import retry_until
 from headrace.wire.checks import cut_text
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.groups import GroupResult, GroupSampler
@@ -219,19 +220,16 @@ class Producer:
 
     async def _delivered(self, put: buffer_pb2.GroupPut, *, may_be_early: bool) -> buffer_pb2.PutResult:
         """Repeats the put until the ledger has answered; that is safe, as a put is idempotent and ends its lease."""
-        end = time.monotonic() + _LEDGER_BEHIND_SECONDS
-        while True:
-            try:
-                return await self._ledger.put(put)
-            except ResourceExhausted as error:
-                await asyncio.sleep(pause_seconds(error, _RETRY_SECONDS))
-            except (Unavailable, DeadlineExceeded) as error:
+        early_until = time.monotonic() + _LEDGER_BEHIND_SECONDS if may_be_early else 0.0
+
+        def may_help(error: HeadraceError) -> bool:
+            if isinstance(error, Unavailable | DeadlineExceeded):
                 log.warning("put_not_answered", group_id=put.group_id, error=error.message)
-                await asyncio.sleep(_RETRY_SECONDS)
-            except InvalidArgument:
-                if not may_be_early or time.monotonic() > end:
-                    raise
-                await asyncio.sleep(_RETRY_SECONDS)
+            if isinstance(error, InvalidArgument):
+                return time.monotonic() <= early_until
+            return isinstance(error, RetryableError | DeadlineExceeded)
+
+        return await retry_until(math.inf, lambda _: self._ledger.put(put), may_help)
 
 
 def _newest_version(put: buffer_pb2.GroupPut) -> int:

@@ -9,17 +9,18 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
-from headrace.errors import HeadraceError, Unavailable
+from headrace.errors import HeadraceError
 from headrace.job.schema.job import Job
 from headrace.rpc.log import log
+from headrace.rpc.retry import retry_until
 from headrace.trajectory import Failure, Sample, Status
 from services.rollout.engine.client import EngineClient
 
 COLUMN = "teacher_log_probs"
-_PAUSE_SECONDS = 1.0
 _PATIENCE_SECONDS = 120.0
 
 
@@ -63,11 +64,5 @@ class Teacher:
 
     async def _scored(self, tokens: Sequence[int]) -> list[float]:
         """Raises errors that waiting cannot help at once, and Unavailable when waiting did not."""
-        end = time.monotonic() + self._patience_seconds
-        while True:
-            try:
-                return await self._client.score(tokens, cache_key="teacher", seconds=self._call_seconds)
-            except Unavailable:
-                if time.monotonic() > end:
-                    raise
-            await asyncio.sleep(_PAUSE_SECONDS)
+        score = partial(self._client.score, tokens, cache_key="teacher", seconds=self._call_seconds)
+        return await retry_until(time.monotonic() + self._patience_seconds, lambda _: score())

@@ -31,9 +31,10 @@ from headrace.errors import (
     Unavailable,
     error_classes,
 )
-from headrace.rpc.call import call, pause_seconds
+from headrace.rpc.call import call
 from headrace.rpc.channel import connect
 from headrace.rpc.net import free_port
+from headrace.rpc.retry import pause_seconds
 from headrace.rpc.server import RpcServer, Service
 
 NAME = reward_pb2.DESCRIPTOR.services_by_name["RewardService"].full_name
