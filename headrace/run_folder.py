@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from pydantic import ValidationError
 from headrace.errors import DataLoss, NotFound
 from headrace.job.load.toml import to_toml
 from headrace.job.schema.job import Job
+from headrace.whole_file import replacing
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,8 @@ class RunFolder:
         """Makes the folders and writes the resolved job, also as TOML for people."""
         for folder in (self.path, self.logs, self.ledger):
             folder.mkdir(parents=True, exist_ok=True)
-        _replace(self.job_file, job.model_dump_json(indent=2) + "\n")
-        _replace(self.path / "job.toml", to_toml(job))
+        _write_whole(self.job_file, job.model_dump_json(indent=2) + "\n")
+        _write_whole(self.path / "job.toml", to_toml(job))
 
     def job(self) -> Job:
         """The resolved job. Raises NotFound, and DataLoss for a file that no launcher of this version wrote."""
@@ -91,7 +91,7 @@ class RunFolder:
     def write_services(self, entries: Mapping[str, ServiceEntry]) -> None:
         """Replaces services.json at once, so that readers never see half of it."""
         tree = {name: asdict(entry) for name, entry in entries.items()}
-        _replace(self.services_file, json.dumps(tree, indent=2) + "\n")
+        _write_whole(self.services_file, json.dumps(tree, indent=2) + "\n")
 
     def services(self) -> dict[str, ServiceEntry]:
         """What was written last. Raises NotFound."""
@@ -127,7 +127,6 @@ def newest_run(run_dir: Path) -> RunFolder:
     return RunFolder(found[-1].parent)
 
 
-def _replace(file: Path, text: str) -> None:
-    part = file.with_name(f".{file.name}.{os.getpid()}")
-    part.write_text(text)
-    part.replace(file)
+def _write_whole(file: Path, text: str) -> None:
+    with replacing(file) as draft:
+        draft.write_text(text)

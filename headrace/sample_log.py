@@ -18,6 +18,7 @@ from typing import BinaryIO
 from pydantic import TypeAdapter, ValidationError
 
 from headrace.trajectory import Sample
+from headrace.whole_file import replacing
 from headrace.wire.json_text import to_json
 
 _STEP = re.compile(r"step-(?P<step>\d{7,})-rank-\d+\.jsonl\.gz")
@@ -95,12 +96,12 @@ class SampleLog:
         """How many of them fitted. Takes the place of what an earlier try of the step wrote."""
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / f"step-{step:07}-rank-{rank}.jsonl.gz"
-        draft, share = file.with_name(f".{file.name}.draft"), max_bytes - max_bytes // _FAILED_SHARE
-        with draft.open("wb") as raw:
-            written = _write(raw, answers, share)
-            size = raw.tell()
-        self._prune(_STEP, share - size)
-        draft.replace(file)
+        share = max_bytes - max_bytes // _FAILED_SHARE
+        with replacing(file) as draft:
+            with draft.open("wb") as raw:
+                written = _write(raw, answers, share)
+                size = raw.tell()
+            self._prune(_STEP, share - size)
         return written
 
     def write_failed(self, file: Path, answers: Sequence[Answer], max_bytes: int) -> Path:

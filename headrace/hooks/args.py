@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from headrace.job.schema.job import Job
 from headrace.job.schema.section import Section
+from headrace.suggest import nearest
 
 
 class HookArgs(Mapping[str, Any]):
@@ -23,8 +23,8 @@ class HookArgs(Mapping[str, Any]):
         if name.startswith("__"):  # pickle and copy look for hooks of their own
             raise AttributeError(name)
         if name not in self._leaves:
-            near = difflib.get_close_matches(name, self._leaves, n=1)
-            raise AttributeError(f"args has no {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            near = nearest(name, self._leaves)
+            raise AttributeError(f"args has no {name!r}" + (f"; did you mean {near!r}?" if near else ""))
         return self._leaves[name]
 
     def __setattr__(self, name: str, value: object) -> NoReturn:

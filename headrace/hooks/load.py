@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -16,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from headrace.errors import ConfigError
+from headrace.suggest import nearest
 
 _SLIMES = (
     "slime's classes are here under their own names: `from headrace.hooks import Sample, DynamicFilterOutput`, and its "
@@ -119,7 +119,6 @@ def _functions(module: ModuleType) -> list[str]:
 
 def _suggest(name: str, known: Iterable[str]) -> str:
     known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1)
-    if near:
-        return f"; did you mean {near[0]!r}?"
+    if near := nearest(name, known):
+        return f"; did you mean {near!r}?"
     return f"; there is {', '.join(known[:8])}" if known else ""

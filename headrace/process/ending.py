@@ -9,6 +9,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from headrace.whole_file import replacing
+
 
 @dataclass(frozen=True, slots=True)
 class Ending:
@@ -19,9 +21,8 @@ class Ending:
 
     def write(self, file: Path) -> None:
         """At once and whole, or not at all."""
-        part = file.with_name(f"{file.name}.part")
-        part.write_text(json.dumps(asdict(self)))
-        part.replace(file)
+        with replacing(file) as draft:
+            draft.write_text(json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, file: Path) -> Ending | None:

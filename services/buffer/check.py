@@ -12,9 +12,9 @@ from headrace.errors import HeadraceError, InvalidArgument
 from headrace.hooks import Sample, hook_args
 from headrace.hooks.buffer_filter import load_buffer_filter
 from headrace.hooks.data_source import try_data_source
+from headrace.preflight.hooks import hook_pool
 from headrace.preflight.process import CheckOptions, serve_check, tell_progress
 from headrace.preflight.report import BufferReport, PromptRow, Prompts, Report, count_scorer, counted, scorer_name
-from headrace.process.workers import WorkerError, WorkerPool
 from headrace.wire.json_text import from_json, to_json
 from services.buffer.from_job import train_stream
 from services.buffer.ledger.group import Prompt
@@ -161,9 +161,8 @@ def _rm_type(metadata_json: str) -> str:
 
 
 async def _hooks(options: CheckOptions, report: Report, prompts: Prompts) -> None:
-    job, pool = options.job, WorkerPool(1)
-    limit = job.buffer.buffer_hook_timeout_seconds
-    try:
+    job, limit = options.job, options.job.buffer.buffer_hook_timeout_seconds
+    async with hook_pool(options, report) as pool:
         if job.buffer.buffer_filter_path:
             await pool.run(load_buffer_filter, job.buffer.buffer_filter_path, timeout_seconds=limit)
         if path := job.data.data_source_path:
@@ -173,10 +172,6 @@ async def _hooks(options: CheckOptions, report: Report, prompts: Prompts) -> Non
             report.facts.append(("prompts", f"from {path}, which gave {len(given)} when asked for {_TRIED_PROMPTS}"))
             for number, sample in enumerate(given, 1):
                 _add(prompts, f"{path}, prompt {number}", _body(sample))
-    except WorkerError as error:
-        report.refuse(InvalidArgument(error.message), elsewhere=options.elsewhere)
-    finally:
-        await pool.close()
 
 
 def _body(sample: Sample) -> bytes:

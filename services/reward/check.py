@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from headrace.errors import ConfigError, HeadraceError
+from headrace.errors import HeadraceError
 from headrace.hooks import RewardForm, RewardHook, hook_args
 from headrace.job.schema.job import Job
 from headrace.judgement import Judgement, Score, ScoreError, ScoreItem
+from headrace.preflight.hooks import hook_pool
 from headrace.preflight.process import CheckOptions, serve_check
 from headrace.preflight.report import PromptRow, Prompts, Report, Scorers
-from headrace.process.workers import WorkerError
 from headrace.wire.json_text import from_json
 from services.reward.evaluations import scorers_of
 from services.reward.metrics import RewardMetrics
@@ -98,16 +98,12 @@ async def _try_labels(
         reward_key=job.reward.reward_key,
         timeout_seconds=job.reward.reward_timeout_seconds,
     )
-    try:
+    async with hook_pool(options, report, pool):
         await pool.start()
         results = [await _scored(batch_scorer, hook, row) for row in labelled or rows]
         _say(labelled or rows, results, options, report)
         if hook is None:
             await _other_forms(batch_scorer, labelled, results, report)
-    except WorkerError as error:
-        report.refuse(ConfigError(error.message), elsewhere=options.elsewhere)
-    finally:
-        await pool.close()
 
 
 def _unscored(prompts: Prompts) -> list[str]:

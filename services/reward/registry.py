@@ -7,7 +7,6 @@ rm_types apart themselves. Otherwise the item's `metadata.rm_type` decides, then
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ from dataclasses import dataclass
 from headrace.errors import ConfigError, NotFound
 from headrace.hooks import RewardHook
 from headrace.judgement import ScoreError, ScoreItem
+from headrace.suggest import nearest
 from headrace.wire.checks import shown
-from headrace.wire.limits import MAX_NAME_CHARACTERS
 from services.reward.builtin import BUILTINS, installed
 
 CUSTOM = "custom"
@@ -82,6 +81,6 @@ class Registry:
     def _unknown(self, name: object) -> str:
         if not isinstance(name, str):
             return f"a {type(name).__name__}, not a name: there are {', '.join(sorted(self._scorers))}"
-        near = difflib.get_close_matches(name[:MAX_NAME_CHARACTERS], self._scorers, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        near = nearest(name, self._scorers)
+        hint = f"did you mean {near!r}? " if near else ""
         return f"{shown(name)}: {hint}There are {', '.join(sorted(self._scorers))}"

@@ -10,16 +10,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.errors import ConfigError, HeadraceError
+from headrace.errors import HeadraceError
 from headrace.hooks.filter import load_filter
 from headrace.job.model.context_limit import ContextLimit
 from headrace.job.schema.job import Job
+from headrace.preflight.hooks import LOAD_SECONDS, hook_pool
 from headrace.preflight.process import CheckOptions, serve_check
 from headrace.preflight.report import Prompts, Report
-from headrace.process.workers import WorkerError, WorkerPool
 from services.rollout.eval_file import EvalFiles, EvalKeys
 
-_LOAD_SECONDS = 120.0
 _SHOWN = 400
 
 
@@ -40,18 +39,14 @@ async def check(options: CheckOptions, prompts: Prompts) -> Report:
 async def _hooks(options: CheckOptions, report: Report) -> None:
     from headrace.hooks.generate import generate_form
 
-    rollout, pool = options.job.rollout, WorkerPool(1)
-    try:
+    rollout = options.job.rollout
+    async with hook_pool(options, report) as pool:
         if path := rollout.custom_generate_function_path:
-            form = await pool.run(generate_form, path, timeout_seconds=_LOAD_SECONDS, name=f"hook {path}")
+            form = await pool.run(generate_form, path, timeout_seconds=LOAD_SECONDS, name=f"hook {path}")
             report.facts.append(("generate", f"{path}, called with {form}"))
         if path := rollout.dynamic_sampling_filter_path:
-            await pool.run(load_filter, path, timeout_seconds=_LOAD_SECONDS, name=f"hook {path}")
+            await pool.run(load_filter, path, timeout_seconds=LOAD_SECONDS, name=f"hook {path}")
             report.facts.append(("filter", f"{path} keeps or drops each group"))
-    except WorkerError as error:
-        report.refuse(ConfigError(error.message), elsewhere=options.elsewhere)
-    finally:
-        await pool.close()
 
 
 def _evaluations(job: Job, report: Report) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from headrace.errors import ConfigError
 from headrace.hooks.trainer import TrainerKind, load_trainer_hook
+from headrace.preflight.hooks import LOAD_SECONDS, hook_pool, refused_in
 from headrace.preflight.process import CheckOptions, serve_check
 from headrace.preflight.report import Prompts, Report
-from headrace.process.workers import WorkerError, WorkerPool
 
-_LOAD_SECONDS = 120.0
 _KINDS: Mapping[str, TrainerKind] = {
     "custom_reward_post_process_path": "reward_post_process",
     "custom_advantage_function_path": "advantage",
@@ -24,19 +22,15 @@ _KINDS: Mapping[str, TrainerKind] = {
 
 async def check(options: CheckOptions, _: Prompts) -> Report:
     """Each in a worker, so that what it imports is not our concern."""
-    report, pool = Report(), WorkerPool(1)
-    try:
+    report = Report()
+    async with hook_pool(options, report) as pool:
         for leaf, path in options.job.hooks:
             if path is None:
                 continue
-            try:
-                name = f"hook {path}"
-                await pool.run(load_trainer_hook, path, _KINDS[leaf], timeout_seconds=_LOAD_SECONDS, name=name)
-                report.facts.append((_KINDS[leaf].replace("_", " "), path))
-            except WorkerError as error:
-                report.refuse(ConfigError(error.message), elsewhere=options.elsewhere)
-    finally:
-        await pool.close()
+            with refused_in(report, options):
+                kind, name = _KINDS[leaf], f"hook {path}"
+                await pool.run(load_trainer_hook, path, kind, timeout_seconds=LOAD_SECONDS, name=name)
+                report.facts.append((kind.replace("_", " "), path))
     return report
 
 

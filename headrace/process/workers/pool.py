@@ -8,7 +8,8 @@ may have suffered from another one is run again in a worker of its own: function
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from headrace.errors import ResourceExhausted
@@ -89,17 +90,13 @@ class WorkerPool:
             )
         slot = await self._turns.take(caller)
         try:
-            worker = await slot.ready()
-            return await worker.call(function, args, timeout_seconds=timeout_seconds, name=name)
-        except Innocent:
-            log.info("worker_call_runs_again", function=name)
-            return await self._run_alone(function, args, timeout_seconds, name)
-        except WorkerRaised as error:
-            _log_raised(error, name)
-            raise
-        except WorkerError as error:
-            log.warning("worker_call_ended", function=name, message=error.message)
-            raise
+            with _failures_logged(name):
+                try:
+                    worker = await slot.ready()
+                    return await worker.call(function, args, timeout_seconds=timeout_seconds, name=name)
+                except Innocent:
+                    log.info("worker_call_runs_again", function=name)
+                    return await self._run_alone(function, args, timeout_seconds, name)
         finally:
             self._turns.give(caller, slot)
 
@@ -116,12 +113,6 @@ class WorkerPool:
             worker = await self._recipe.start()
             try:
                 return await worker.call(function, args, timeout_seconds=timeout_seconds, name=name)
-            except WorkerRaised as error:
-                _log_raised(error, name)
-                raise
-            except WorkerError as error:
-                log.warning("worker_call_ended", function=name, message=error.message)
-                raise
             finally:
                 await worker.close()
 
@@ -162,6 +153,14 @@ class _Slot:
             return self.worker
 
 
-def _log_raised(error: WorkerRaised, name: str) -> None:
-    if not error.is_ours:  # ours say what is wrong in their message
-        log.warning("worker_call_raised", function=name, traceback=error.traceback)
+@contextmanager
+def _failures_logged(name: str) -> Iterator[None]:
+    try:
+        yield
+    except WorkerRaised as error:
+        if not error.is_ours:  # ours say what is wrong in their message
+            log.warning("worker_call_raised", function=name, traceback=error.traceback)
+        raise
+    except WorkerError as error:
+        log.warning("worker_call_ended", function=name, message=error.message)
+        raise

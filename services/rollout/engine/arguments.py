@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import sys
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from headrace.errors import ConfigError
 from headrace.job.rules.engine_rules import OURS
 from headrace.job.schema.job import Job
 from headrace.process.openmp import openmp, threads_of_each
+from headrace.suggest import nearest
 from services.rollout.engine.machine import Machine
 from services.rollout.engine.weights import INITIAL_VERSION
 
@@ -40,8 +40,8 @@ def check(sglang: Mapping[str, Any], machine: Machine) -> None:
         if name in OURS:
             raise ConfigError(f"--sglang-{_dashed(name)} cannot be given: {OURS[name]}", field=f"sglang.{name}")
         if name not in machine.flags:
-            near = difflib.get_close_matches(name, machine.flags, n=1)
-            hint = f": did you mean --sglang-{_dashed(near[0])}?" if near else ""
+            near = nearest(name, machine.flags)
+            hint = f": did you mean --sglang-{_dashed(near)}?" if near else ""
             raise ConfigError(f"--sglang-{_dashed(name)} is no argument of SGLang's{hint}", field=f"sglang.{name}")
 
 

@@ -5,21 +5,16 @@ A program of its own, because code that runs between fork and exec of a threaded
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
 
-PR_SET_PDEATHSIG = 1
+from headrace.process.linux import die_with_parent
 
 
 def main(arguments: list[str]) -> None:
     parent_pid, command = int(arguments[0]), arguments[1:]
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent_pid:
-        raise SystemExit(f"parent {parent_pid} ended before its child started")
+    die_with_parent(parent_pid, signal.SIGKILL)
     os.execvp(command[0], command)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from headrace.errors import ConfigError, DeadlineExceeded
+from headrace.whole_file import replacing
 
 RENDEZVOUS = "HEADRACE_RENDEZVOUS"
 _WAIT = datetime.timedelta(minutes=5)
@@ -90,10 +91,11 @@ def _meet(file: Path, rank: int, world_size: int) -> dist.Store:
     if rank == 0:
         host, token = own_host(), secrets.token_hex(16)
         store = listening_store(host, _WAIT)
-        part = file.with_name(f"{file.name}.part")
-        with open(part, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as text:
+        with (
+            replacing(file) as draft,
+            open(draft, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as text,
+        ):
             text.write(f"{host} {store.port} {token}")
-        part.replace(file)
         return dist.PrefixStore(token, store)
     host, port, token = _read(file).split()
     return dist.PrefixStore(token, dist.TCPStore(host, int(port), world_size, is_master=False, timeout=_WAIT))

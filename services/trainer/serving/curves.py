@@ -9,6 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from headrace.whole_file import replacing
 from services.trainer.serving.row import MetricsRow
 
 _PANELS: Sequence[tuple[str, Sequence[str]]] = (
@@ -38,7 +39,5 @@ def draw_curves(rows: Sequence[MetricsRow], path: Path) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small", frameon=False)
-    # Written beside it and renamed: whoever looks never sees half a picture.
-    unfinished = path.with_suffix(".tmp.png")
-    figure.savefig(unfinished, dpi=110)
-    unfinished.replace(path)
+    with replacing(path) as draft:
+        figure.savefig(draft, dpi=110)

@@ -9,6 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from headrace.whole_file import replacing
 from services.trainer.serving.row import MetricsRow
 
 PARTS: Mapping[str, str] = {
@@ -50,6 +51,5 @@ def draw_timeline(rows: Sequence[MetricsRow], path: Path) -> None:
     axes.set_ylabel("seconds")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(fontsize="small", frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True)
-    unfinished = path.with_suffix(".tmp.png")
-    figure.savefig(unfinished, dpi=110)
-    unfinished.replace(path)
+    with replacing(path) as draft:
+        figure.savefig(draft, dpi=110)

@@ -12,6 +12,7 @@ from pathlib import Path
 from crc32c import crc32c
 
 from headrace.errors import DataLoss
+from services.buffer.store.sqlite.database import FILE
 
 _LAYOUT = struct.Struct("<16sQ")
 _CHECKSUM = struct.Struct("<I")
@@ -20,7 +21,7 @@ _NUM_BYTES = _LAYOUT.size + _CHECKSUM.size
 
 class PositionMark:
     def __init__(self, path: Path) -> None:
-        self._ledger = path.with_name("ledger.sqlite")
+        self._ledger = path.with_name(FILE)
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def require(self, ledger_id: str | None, position: int) -> None:
@@ -40,7 +41,7 @@ class PositionMark:
         if position < marked:
             raise DataLoss(
                 f"{self._ledger} ends at position {position}, and the ledger was at {marked} at least, so the log "
-                "beside it (ledger.sqlite-wal) was cut, changed or deleted, or an older file was put in its place (put "
+                f"beside it ({FILE}-wal) was cut, changed or deleted, or an older file was put in its place (put "
                 "it back if you have it)"
             )
 
