@@ -7,8 +7,8 @@ out=${2:-.}
 PATH="$(dirname "$python"):$PATH"
 mkdir -p "$out/headrace/api"
 find "$out/headrace/api" -name '*_pb2*.py*' -delete
-"$python" -m grpc_tools.protoc -Iprotos --python_out="$out" --mypy_out=quiet:"$out" \
+"$python" -m grpc_tools.protoc -Iprotos --python_out="$out" --mypy_out=quiet:"$out" --mypy_grpc_out=quiet:"$out" \
     --grpc_python_out="$out" $(find protos/headrace -name '*.proto' | sort)
-# A *_pb2_grpc.py is made for sample.proto too; it has no service.
-rm -f "$out"/headrace/api/sample/v1/sample_pb2_grpc.py
+# A *_pb2_grpc.py (and .pyi) is made for sample.proto too; it has no service.
+rm -f "$out"/headrace/api/sample/v1/sample_pb2_grpc.py*
 find "$out/headrace/api" -type d -exec touch {}/__init__.py \;

@@ -31,7 +31,7 @@ class BufferClient(Buffer):
         self.address = address
         self._channel = connect(address)
         self._peer = f"the buffer at {address}"
-        self._stub = buffer_pb2_grpc.BufferServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
+        self._stub = buffer_pb2_grpc.BufferServiceStub(self._channel)
         self._put_groups = self._channel.unary_unary(
             "/headrace.api.buffer.v1.BufferService/PutGroups",
             request_serializer=bytes,

@@ -39,7 +39,7 @@ class RewardClient:
     def __init__(self, address: str) -> None:
         self._channel = connect(address)
         self._peer = f"the reward service at {address}"
-        self._stub = RewardServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
+        self._stub = RewardServiceStub(self._channel)
 
     async def score(
         self, items: Sequence[ScoreItem], scorer: str | None = None, *, deadline_seconds: float

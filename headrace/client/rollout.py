@@ -23,7 +23,7 @@ class RolloutClient:
     def __init__(self, address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> None:
         self._channel = connect(address)
         self._peer = f"the rollout service at {address}"
-        self._stub = rollout_pb2_grpc.RolloutServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
+        self._stub = rollout_pb2_grpc.RolloutServiceStub(self._channel)
         self._deadline_seconds = deadline_seconds
 
     async def __aenter__(self) -> RolloutClient:

@@ -26,7 +26,7 @@ class TrainerClient:
     def __init__(self, address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> None:
         self._channel = connect(address)
         self._peer = f"the trainer at {address}"
-        self._stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
+        self._stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
         self._deadline_seconds = deadline_seconds
 
     async def __aenter__(self) -> TrainerClient:

@@ -141,14 +141,14 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         dropped = await self._buffer.drop(request.stream, request_id, group_ids, cut_text(request.reason))
         return pb.DropGroupsResponse(num_groups=dropped.num_groups, num_batches=dropped.num_batches)
 
-    async def PutGroups(self, request: Sequence[RawPut], context: Context) -> pb.PutGroupsResponse:
+    async def PutGroups(self, request: Sequence[RawPut], context: Context) -> pb.PutGroupsResponse:  # type: ignore[override]  # raw puts
         require_some(len(request), "groups")
         require_at_most(len(request), MAX_PUTS_PER_CALL, "groups")
         require_at_most(sum(len(put.samples) for put in request), MAX_PUT_SAMPLES_PER_CALL, "groups.samples")
         results = await self._buffer.put([await wire.to_put(put) async for put in paced(request)])
         return pb.PutGroupsResponse(results=[wire.from_put_result(result) for result in results])
 
-    async def LeaseBatch(self, request: pb.LeaseBatchRequest, context: Context) -> bytes:
+    async def LeaseBatch(self, request: pb.LeaseBatchRequest, context: Context) -> bytes:  # type: ignore[override]  # as bytes
         wait_seconds = _wait_seconds(request.wait_seconds, context)
         batch, num_ready = await self._buffer.lease_batch(request.stream, request.epoch, request.step, wait_seconds)
         if batch is None:
@@ -160,7 +160,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         parts = [batch_group_bytes(g.group_id, (r.envelope for r in g.samples)) async for g in paced(groups)]
         return b"".join((head.SerializeToString(), *parts))
 
-    async def FetchSamples(self, request: pb.FetchSamplesRequest, context: Context) -> AsyncIterator[bytes]:
+    async def FetchSamples(self, request: pb.FetchSamplesRequest, context: Context) -> AsyncIterator[bytes]:  # type: ignore[override]  # as bytes
         require_some(len(request.sample_ids), "sample_ids")
         require_at_most(len(request.sample_ids), MAX_SAMPLES_PER_FETCH, "sample_ids")
         async for portion in self._buffer.fetch(request.stream, request.sample_ids, skip_unknown=request.skip_unknown):
@@ -197,7 +197,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
                 del some  # nor is it kept, nor the page, while the next is waited for
             del page, events
 
-    async def ListGroups(self, request: pb.ListGroupsRequest, context: Context) -> bytes:
+    async def ListGroups(self, request: pb.ListGroupsRequest, context: Context) -> bytes:  # type: ignore[override]  # as bytes
         states = wire.to_states(request.states)
         before = wire.to_page_token(request.page_token)
         require_at_most(len(request.group_ids), MAX_PAGE_SIZE, "group_ids")

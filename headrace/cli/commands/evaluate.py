@@ -47,7 +47,7 @@ async def _evaluate(address: str, datasets: list[rollout_pb2.EvalDataset]) -> li
     results: list[rollout_pb2.EvalResult] = []
     request = rollout_pb2.EvaluateRequest(evaluation_id=uuid.uuid4().hex, datasets=datasets)
     async with connect(address) as channel:
-        stub = rollout_pb2_grpc.RolloutServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
+        stub = rollout_pb2_grpc.RolloutServiceStub(channel)
         with Progress(transient=True) as progress:
             bar = progress.add_task("evaluating", total=None)
             async for reply in stream(stub.Evaluate, request, deadline_seconds=_DEADLINE_SECONDS):

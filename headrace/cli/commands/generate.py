@@ -39,7 +39,7 @@ def generate(argv: Sequence[str]) -> int:
 async def _generate(address: str, request: rollout_pb2.GenerateRequest) -> None:
     versions: list[int] = []
     async with connect(address) as channel:
-        stub = rollout_pb2_grpc.RolloutServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
+        stub = rollout_pb2_grpc.RolloutServiceStub(channel)
         async for reply in stream(stub.Generate, request, deadline_seconds=_DEADLINE_SECONDS):
             print(reply.text, end="", flush=True)
             versions += [each.policy_version for each in reply.policy_ranges]

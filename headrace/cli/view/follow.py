@@ -56,7 +56,7 @@ async def _stats(job: Job, view: RunView) -> None:
 
 async def _fleet(job: Job, view: RunView) -> None:
     async with connect(address_of(job, "rollout")) as channel:
-        stub = rollout_pb2_grpc.RolloutServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
+        stub = rollout_pb2_grpc.RolloutServiceStub(channel)
         request = rollout_pb2.GetFleetRequest()
         ask = partial(call, stub.GetFleet, request, deadline_seconds=_PATIENCE_SECONDS)
         await _asked(view, "rollout", ask, view.on_fleet)

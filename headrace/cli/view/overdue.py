@@ -44,7 +44,7 @@ async def overdue(folder: RunFolder, deadline_seconds: float) -> str | None:
 async def fleet_of(address: str, deadline_seconds: float) -> rollout_pb2.GetFleetResponse:
     """The rollout service's answer. Raises its error."""
     async with connect(address) as channel:
-        stub = rollout_pb2_grpc.RolloutServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
+        stub = rollout_pb2_grpc.RolloutServiceStub(channel)
         fleet: rollout_pb2.GetFleetResponse = await call(
             stub.GetFleet, rollout_pb2.GetFleetRequest(), deadline_seconds=deadline_seconds
         )

@@ -127,7 +127,7 @@ def add_to_server(servicer: Any, server: Any) -> None:
         "ListGroups": grpc.unary_unary_rpc_method_handler(servicer.ListGroups, pb.ListGroupsRequest.FromString, bytes),
     }
     name = pb.DESCRIPTOR.services_by_name["BufferService"].full_name
-    buffer_pb2_grpc.add_BufferServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]  # generated
+    buffer_pb2_grpc.add_BufferServiceServicer_to_server(servicer, server)
     server.add_registered_method_handlers(name, handlers)
 
 
