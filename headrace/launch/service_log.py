@@ -16,10 +16,14 @@ _SECONDHAND = "PEER_LOST"
 
 
 def tail(file: Path, lines: int = 20, start: int = 0) -> str:
-    """The last lines of a log from byte `start` on, indented; JSON lines as they are, warnings of imports left out."""
+    """Returns the last lines of a log from byte `start` on, indented and without warnings of imports.
+
+    A text of several lines in a JSON line, such as the end of an engine's log, is shown as lines below it.
+    """
     if not file.is_file():
         return "    (no log)"
-    return "\n".join(f"    {line}" for line in _lines(file, start)[-lines:]) or "    (empty log)"
+    shown = [part for line in _lines(file, start)[-lines:] for part in _unfolded(line)]
+    return "\n".join(f"    {line}" for line in shown) or "    (empty log)"
 
 
 def last_error(file: Path, start: int) -> str | None:
@@ -45,18 +49,31 @@ def doing(file: Path, start: int) -> str:
     return events[-1].replace("_", " ") if events else ""
 
 
+def _unfolded(line: str) -> list[str]:
+    event = _event(line)
+    texts = {key: value for key, value in (event or {}).items() if isinstance(value, str) and "\n" in value}
+    if event is None or not texts:
+        return [line]
+    rest = json.dumps({key: value for key, value in event.items() if key not in texts})
+    return [rest, *(f"  {part}" for key, text in texts.items() for part in f"{key}: {text}".splitlines())]
+
+
 def _said(event: Mapping[str, Any]) -> str:
     return str(event.get("error") or event.get("message") or "")
 
 
 def _events(file: Path, start: int) -> Iterator[Mapping[str, Any]]:
     for line in _lines(file, start) if file.is_file() else ():
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict):
+        if (event := _event(line)) is not None:
             yield event
+
+
+def _event(line: str) -> Mapping[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) else None
 
 
 def _lines(file: Path, start: int) -> list[str]:

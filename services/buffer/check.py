@@ -101,7 +101,7 @@ class _File:
         if not total:
             raise InvalidArgument(f"{path} has no prompts")
         self._prompts.num_rows += total
-        bad = f", {len(self._bad):,} bad ones passed over" if self._bad else ""
+        bad = f", {len(self._bad):,} bad ones skipped" if self._bad else ""
         self._report.facts.append(("prompts", f"{total:,} in {path}{bad}"))
         read = self._parsed + len(self._bad)
         if read < total:

@@ -21,12 +21,12 @@ class LedgerCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         groups = GaugeMetricFamily("headrace_buffer_groups", "Groups in a state.", labels=["stream", "state"])
         numbers = {
-            "payload_bytes": _gauge("payload_bytes", "Payload bytes held."),
+            "payload_bytes": _gauge("payload_bytes", "Payload bytes stored."),
             "step": _gauge("step", "The step to be consumed next."),
             "committed_step": _gauge("committed_step", "Every step below it is committed."),
-            "policy_version": _gauge("policy_version", "The version served."),
-            "prompts_read": _gauge("prompts_read", "Prompts read from the file."),
-            "bad_lines": _gauge("bad_lines", "Lines of the file that were passed over."),
+            "policy_version": _gauge("policy_version", "The policy version that engines serve."),
+            "prompts_read": _gauge("prompts_read", "Prompts read from the prompt files."),
+            "bad_lines": _gauge("bad_lines", "Bad lines of the prompt files that were skipped."),
         }
         for name, book in list(self._ledger.books.items()):
             state = book.state

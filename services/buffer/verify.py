@@ -82,11 +82,11 @@ def _damaged_columns(records: Sequence[SampleRecord], folder: Path) -> Iterator[
     for sha256, sample_id in named.items():
         path = folder / sha256.hex()
         if not path.is_file():
-            yield f"columns/{path.name} of sample {sample_id} is not there"
+            yield f"columns/{path.name} of sample {sample_id} is missing"
             continue
         with path.open("rb") as file:
             if hashlib.file_digest(file, "sha256").digest() != sha256:
-                yield f"columns/{path.name} of sample {sample_id} has other bytes than its name says"
+                yield f"columns/{path.name} of sample {sample_id} does not match the digest in its name"
 
 
 def main() -> int:

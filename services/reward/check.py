@@ -43,7 +43,7 @@ async def check(options: CheckOptions, prompts: Prompts) -> Report:
         return report
     report.facts.append(("reward", _named(job, hook)))
     if registry.default is None and not prompts.rm_types:
-        report.warnings.append(f"no reward: only prompts that bring a metadata.rm_type will be scored; else {_WAY}")
+        report.warnings.append(f"no reward: only prompts that have a metadata.rm_type will be scored; else {_WAY}")
     _everyone_has_a_scorer(job, registry, prompts.rm_types, prompts.num_rows, report)
     for _, path in job.eval.eval_prompt_data:
         rm_types = await asyncio.to_thread(scorers_of, Path(path), job.data.metadata_key)

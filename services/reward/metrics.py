@@ -14,7 +14,10 @@ class RewardMetrics:
     def __init__(self) -> None:
         self._items = Counter("headrace_reward_items", "Judged items.", ["scorer", "outcome"], registry=None)
         self._seconds = Histogram(
-            "headrace_reward_seconds", "From asking to judgement, waiting included.", ["scorer"], registry=None
+            "headrace_reward_seconds",
+            "Seconds from the request to its scores, waiting included.",
+            ["scorer"],
+            registry=None,
         )
         self._waiting = Gauge("headrace_reward_waiting", "Calls that wait for a worker.", registry=None)
 

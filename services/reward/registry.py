@@ -73,7 +73,9 @@ class Registry:
             return requested
         name = self.default if named is None else named
         if name is None:
-            return ScoreError("SCORER_UNKNOWN", "no scorer is named: set metadata.rm_type, the request's or --rm-type")
+            return ScoreError(
+                "SCORER_UNKNOWN", "no scorer is named: set metadata.rm_type, the request's scorer or --rm-type"
+            )
         if not isinstance(name, str) or name not in self._scorers:
             return ScoreError("SCORER_UNKNOWN", f"metadata.rm_type is {self._unknown(name)}")
         return self._scorers[name]

@@ -103,7 +103,7 @@ class BatchScorer:
         ):
             if in_flight and in_flight + count > most:
                 raise ResourceExhausted(
-                    f"{in_flight} of {of} items are being judged and {most} is the limit: come back later, or "
+                    f"{in_flight} of {of} items are being scored, and {most} is the limit: try again later, or "
                     "raise --reward-workers",
                     reason="QUEUE_FULL",
                 )
@@ -128,7 +128,7 @@ class BatchScorer:
             scored = [failure] * len(batch)
             ids = [item.item_id for item in batch]
             log.warning(
-                "not_judged", items=ids, scorer=call.scorer.name, reason=failure.reason, message=failure.message
+                "not_scored", items=ids, scorer=call.scorer.name, reason=failure.reason, message=failure.message
             )
         for position, result in zip(call.items, scored, strict=True):
             results[position] = result

@@ -126,7 +126,8 @@ class Evaluator:
         """
         if self._running >= MAX_EVALUATIONS:
             raise ResourceExhausted(
-                f"{self._running} evaluations run, the limit: come back when one has ended", retry_after_seconds=10.0
+                f"{self._running} evaluations run, which is the limit: try again when one has ended",
+                retry_after_seconds=10.0,
             )
         self._running += 1
         try:

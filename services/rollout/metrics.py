@@ -19,22 +19,22 @@ class RolloutMetrics(FleetObserver):
         self._tokens = Counter("headrace_rollout_tokens", "Response tokens put.", registry=registry)
         self._publications = Histogram(
             "headrace_rollout_publication_paused_seconds",
-            "How long requests stood still for new weights.",
+            "Seconds for which requests were paused for new weights.",
             buckets=_SECONDS_BUCKETS,
             registry=registry,
         )
 
         self._bad_answers = Counter(
-            "headrace_rollout_bad_answers", "What engines answered and cannot be.", ["kind"], registry=registry
+            "headrace_rollout_bad_answers", "Impossible responses of engines, by kind.", ["kind"], registry=registry
         )
         self._background = Counter(
             "headrace_rollout_background_work_ended",
-            "Background work that raised and was started again.",
+            "Background tasks that raised and were started again.",
             ["work"],
             registry=registry,
         )
         self._groups_raised = Counter(
-            "headrace_rollout_groups_raised", "Groups whose work ended in an unforeseen error.", registry=registry
+            "headrace_rollout_groups_raised", "Groups whose work ended in an unexpected error.", registry=registry
         )
 
     def bad_answer(self, kind: str) -> None:

@@ -145,5 +145,5 @@ def _with_score(sample: Sample, result: Judgement) -> Sample:
 
 
 def _failed(sample: Sample, failure: Failure) -> Sample:
-    log.warning("sample_not_judged", sample_id=sample.sample_id, reason=failure.reason, message=failure.message)
+    log.warning("sample_not_scored", sample_id=sample.sample_id, reason=failure.reason, message=failure.message)
     return replace(sample, status=Status.FAILED, failure=failure)

@@ -97,7 +97,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         )
 
     async def AbortPublish(self, request: pb.AbortPublishRequest, context: Context) -> pb.AbortPublishResponse:
-        why = cut_text(request.reason) or "the trainer gave it up"
+        why = cut_text(request.reason) or "the trainer aborted it"
         await self._parts.receiver.abort(require_id(request.publication_id, _ID), why)
         return pb.AbortPublishResponse()
 

@@ -113,4 +113,4 @@ async def test_a_producer_that_wakes_after_its_lease_is_refused_and_told_why(
         assert leased.group_id in {lease.group_id for lease in leases}
         said = await wake(producer)
     assert said.startswith("lost LEASE_LOST lease ")
-    assert "its group is somebody else's now" in said
+    assert "another producer has its group now" in said

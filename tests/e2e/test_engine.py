@@ -224,7 +224,7 @@ async def test_an_engine_killed_in_a_broadcast_does_not_take_the_other_with_it(s
     restarts = survivor.restarts, victim.restarts
     weights = shifted(stack.model, 0.01)
     async with always_in_flight(stack, "through-the-kill") as finished:
-        with pytest.raises(PublicationAborted, match=f"gone in the middle of a collective.*{victim.engine_id}"):
+        with pytest.raises(PublicationAborted, match=f"engines lost in a collective.*{victim.engine_id}"):
             await publish(stack, a_group(), weights, version=version + 1, killed_in_the_last_bucket=victim)
         assert stack.fleet.policy_version == version
         again = await publish(stack, a_group(), weights, version=version + 1)

@@ -224,7 +224,7 @@ def test_whoever_was_cut_off_while_another_owned_the_ledger_is_fenced(postgres: 
     it.create()
     postgres.end_sessions("headrace-%")
     heir = PostgresStore(postgres.dsn, "taken", claim_seconds=60.0)
-    with pytest.raises(Fenced, match="owner epoch 1 of ledger headrace_taken has ended, 2 owns it"):
+    with pytest.raises(Fenced, match="owner epoch 1 of ledger headrace_taken has ended, as epoch 2 owns it"):
         it.submit("too late")
     assert heir.load().groups == ()
     heir.close()

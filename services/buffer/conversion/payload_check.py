@@ -154,7 +154,7 @@ def _rows(num_tokens: int, response_tokens: int) -> _Rows:
 def _check_names(names: Sequence[str], outside: Mapping[str, int]) -> None:
     seen = set(names)
     if len(seen) < len(names):
-        raise InvalidArgument(f"of the columns {sorted(names)[:100]} some come twice")
+        raise InvalidArgument(f"some of the columns {sorted(names)[:100]} come twice")
     if not (seen >= _REQUIRED and seen >= outside.keys()):
         raise InvalidArgument(f"the payload lacks the columns {sorted((_REQUIRED | outside.keys()) - seen)}")
 
@@ -176,7 +176,7 @@ def _check_outside(name: str, number: int, shape: tuple[int, ...], data: Payload
     dtype = _dtype(name, number)
     check_shape(name, dtype, shape, num_bytes)
     if len(data):
-        raise InvalidArgument(f"column {name} lies out of line, and has {len(data)} bytes here as well")
+        raise InvalidArgument(f"column {name} is out of line, but has {len(data)} bytes in the payload, too")
     if name not in COLUMN_DTYPES:
         return
     length = max(rows[TOKENS][1][0] - 1, 0) if name == ROUTED_EXPERTS else rows[name][1][0]
@@ -189,7 +189,7 @@ def _check_outside(name: str, number: int, shape: tuple[int, ...], data: Payload
 
 def _dtype(name: str, number: int) -> np.dtype[Any]:
     if number not in DTYPES:
-        raise InvalidArgument(f"column {name} is of dtype {number}, unknown here")
+        raise InvalidArgument(f"column {name} has the unknown dtype {number}")
     return DTYPES[number]
 
 
@@ -198,5 +198,5 @@ def _check_versions(envelope: _Envelope, mask: Payload | None) -> None:
     for start, end in gaps(envelope.policy_ranges, envelope.response_tokens):
         if mask is None or bytes(mask[start:end]).count(0) < end - start:
             raise InvalidArgument(
-                f"policy_ranges say nothing of the response's tokens [{start}, {end}), which are trained"
+                f"policy_ranges do not cover the response's tokens [{start}, {end}), which are trained"
             )

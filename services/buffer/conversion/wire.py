@@ -48,13 +48,15 @@ async def to_put(put: RawPut) -> GroupPut:
     message = put.rest
     group_id = require_id(message.group_id, "groups.group_id")
     if message.outcome not in _OUTCOMES:
-        raise InvalidArgument(f"the put of {group_id} has no outcome known here", field="groups.outcome")
+        raise InvalidArgument(f"the put of {group_id} has an unknown outcome", field="groups.outcome")
     outcome = _OUTCOMES[message.outcome]
     if outcome is PutOutcome.COMPLETE:
         require_some(len(put.samples), "groups.samples")
         check_group([len(sample.envelope) for sample in put.samples], "groups.samples")
     elif not message.HasField("failure"):
-        raise InvalidArgument(f"the put of {group_id} is {outcome.value} and does not say why", field="groups.failure")
+        raise InvalidArgument(
+            f"the put of {group_id} is {outcome.value} without a failure: say why", field="groups.failure"
+        )
     samples = put.samples if outcome is PutOutcome.COMPLETE else ()
     new = [_to_finished(s, group_id, payload_key(message.lease_id, i)) async for i, s in paced(enumerate(samples))]
     return GroupPut(
@@ -94,7 +96,7 @@ def _parse_envelope(data: bytes) -> sample_pb2.SampleEnvelope:
         return sample_pb2.SampleEnvelope.FromString(data)
     except DecodeError as error:
         raise InvalidArgument(
-            f"the {len(data)} bytes of an envelope are none: {error}",
+            f"an envelope of {len(data)} bytes cannot be parsed: {error}",
             field="groups.samples.envelope",
             reason="MALFORMED_REQUEST",
         ) from error
@@ -256,7 +258,7 @@ def to_states(numbers: Sequence[pb.GroupState.ValueType]) -> list[GroupState]:
     require_at_most(len(numbers), MAX_STATES, "states")
     unknown = [n for n in numbers if n not in _STATES]
     if unknown:
-        raise InvalidArgument(f"states {unknown} are not known here", field="states")
+        raise InvalidArgument(f"states {unknown} are unknown", field="states")
     return [_STATES[n] for n in numbers]
 
 
@@ -272,7 +274,7 @@ def to_page_token(token: str) -> int | None:
     if not token:
         return None
     if not (token.isascii() and token.isdecimal() and len(token) <= _TOKEN_DIGITS):
-        raise InvalidArgument(f"page_token {shown(token)} is none that ListGroups gave out", field="page_token")
+        raise InvalidArgument(f"page_token {shown(token)} was not returned by ListGroups", field="page_token")
     return int(token)
 
 

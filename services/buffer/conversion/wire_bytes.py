@@ -62,7 +62,7 @@ def parse_puts(data: bytes) -> list[RawPut]:
         return _puts(data)
     except (IndexError, ValueError) as error:  # not protobuf, or not as every encoder writes it
         if len(data) > _PARSED_BYTES:
-            raise DecodeError(f"{error}: put groups as every encoder writes them") from error
+            raise DecodeError(f"{error}: encode the request with protobuf") from error
         return [raw_put(put) for put in pb.PutGroupsRequest.FromString(data).groups]
 
 

@@ -46,9 +46,9 @@ def to_config(message: pb.StreamConfig) -> StreamConfig:
             field="config.data_source" if message.data_source else "config.selection",
         )
     if message.selection not in _SELECTIONS:
-        raise InvalidArgument(f"selection {message.selection} is not known here", field="config.selection")
+        raise InvalidArgument(f"selection {message.selection} is unknown", field="config.selection")
     if message.expiry_action not in _EXPIRY_ACTIONS:
-        raise InvalidArgument(f"expiry_action {message.expiry_action} is not known here", field="config.expiry_action")
+        raise InvalidArgument(f"expiry_action {message.expiry_action} is unknown", field="config.expiry_action")
     return StreamConfig(
         name=message.name,
         n_samples_per_prompt=message.n_samples_per_prompt,

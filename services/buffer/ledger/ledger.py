@@ -103,7 +103,7 @@ class Ledger:
         known = self.books.get(state.name)
         if known and known.state.config != state.config:
             raise AlreadyExists(
-                f"stream {state.name} is there with another config: {_differences(known.state.config, state.config)}; "
+                f"stream {state.name} exists with another config: {_differences(known.state.config, state.config)}; "
                 "use another name, or another data directory"
             )
         work = self._work(now)

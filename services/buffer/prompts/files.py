@@ -29,8 +29,8 @@ class PromptFiles:
         """Resolves symbolic links. Raises InvalidArgument for a file outside of the root."""
         if self.root is None:
             raise InvalidArgument(
-                "clients may name no prompt files here, the job has no --prompt-root: submit prompts, or start the "
-                "buffer with the folder that they may name files of",
+                "clients may not name prompt files, as the job has no --prompt-root: submit prompts, or start the "
+                "buffer with the folder of the files that they may name",
                 field=_FIELD,
                 reason="PROMPT_FILE_REFUSED",
             )
@@ -38,7 +38,7 @@ class PromptFiles:
         real = Path(os.path.realpath(root / path))
         if root not in real.parents:
             raise InvalidArgument(
-                f"prompt file {shown(path)} is not below the folder of --prompt-root: clients name files in there",
+                f"prompt file {shown(path)} is not below the folder of --prompt-root: name a file in there",
                 field=_FIELD,
                 reason="PROMPT_FILE_REFUSED",
             )

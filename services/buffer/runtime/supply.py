@@ -142,8 +142,8 @@ class PromptSupply:
             if digest != known:
                 await mix.close()
                 raise FailedPrecondition(
-                    f"prompt file {file.path} has changed since stream {state.name} began to walk it, its position in "
-                    f"it (epoch {cursor.epoch}, row {cursor.row}) means nothing now: put the old file back, or begin "
+                    f"prompt file {file.path} has changed since stream {state.name} began to read it, so its position "
+                    f"(epoch {cursor.epoch}, row {cursor.row}) is no longer valid: put the old file back, or start "
                     "with another --data-dir",
                     reason="PROMPT_FILE_CHANGED",
                 )

@@ -37,7 +37,9 @@ class UserCode:
     async def data_source(self, path: str) -> DataSourceWalk:
         """Raises ConfigError when the class cannot be loaded, or when this process was started without its job."""
         if self.args is None:
-            raise ConfigError(f"the ledger's prompts come from {path}, and no job says so here: start it with its job")
+            raise ConfigError(
+                f"the ledger's prompts come from {path}, but this process has no job: start it with its job"
+            )
         walk = DataSourceWalk(path, self.args, seconds=self.seconds)
         await walk.start()
         return walk

@@ -130,7 +130,7 @@ class Columns:
         upload = self._uploads.get(sha256)
         if upload and upload.num_bytes not in (None, num_bytes):
             raise InvalidArgument(
-                f"column {sha256.hex()[:16]}… is said to have {num_bytes} bytes, and was said to have "
+                f"column {sha256.hex()[:16]}… is announced with {num_bytes} bytes, but was announced with "
                 f"{upload.num_bytes} when its upload began",
                 field="num_bytes",
             )
@@ -144,8 +144,8 @@ class Columns:
         self._folder  # noqa: B018  # raises where there is none
         if len(self._uploads) >= MAX_UPLOADS:
             raise ResourceExhausted(
-                f"{len(self._uploads)} uploads of columns have begun, the most there may be: end some first, or wait "
-                f"{_ORPHAN_SECONDS:g} s until those that nobody continues are deleted",
+                f"{len(self._uploads)} uploads of columns are unfinished, which is the limit: finish some, or wait "
+                f"{_ORPHAN_SECONDS:g} s until abandoned ones are deleted",
                 retry_after_seconds=5.0,
             )
         if self.num_bytes + num_bytes > self._max_bytes:
@@ -164,7 +164,7 @@ class Columns:
             new = data[size - offset :]
             if size + len(new) > num_bytes:
                 raise InvalidArgument(
-                    f"column {sha256.hex()[:16]}… is said to have {num_bytes} bytes, {size + len(new)} came",
+                    f"column {sha256.hex()[:16]}… was announced with {num_bytes} bytes, but {size + len(new)} came",
                     field="num_bytes",
                 )
             file.write(new)
@@ -198,15 +198,15 @@ class Columns:
             missing = next((sha256 for sha256 in sample.columns if sha256 not in self._whole), None)
             if missing is not None:
                 raise FailedPrecondition(
-                    f"sample {sample.record.sample_id} names the column {missing.hex()[:16]}…, which is not here: "
-                    "UploadColumn brings it before the put",
+                    f"sample {sample.record.sample_id} names the column {missing.hex()[:16]}…, which was not uploaded: "
+                    "call UploadColumn before the put",
                     reason="COLUMN_MISSING",
                 )
             num_bytes = sum([self._whole[sha256] for sha256 in sample.columns])
             if num_bytes != sample.record.column_bytes:
                 raise InvalidArgument(
                     f"sample {sample.record.sample_id} says that its columns have {sample.record.column_bytes} bytes "
-                    f"out of line, they have {num_bytes}",
+                    f"out of line, but they have {num_bytes}",
                     field="samples.envelope.out_of_line",
                 )
 
@@ -250,7 +250,7 @@ class Columns:
             file = await self._pool.run(self._path(sha256).open, "rb")
         except FileNotFoundError as error:
             raise NotFound(
-                f"there is no column {sha256.hex()[:16]}…: it was never brought, or deleted with its samples"
+                f"there is no column {sha256.hex()[:16]}…: it was never uploaded, or was deleted with its samples"
             ) from error
         with file:
             end = os.fstat(file.fileno()).st_size
@@ -295,7 +295,7 @@ class Columns:
     @property
     def _folder(self) -> Path:
         if self._maybe_folder is None:
-            raise FailedPrecondition("this buffer keeps everything in memory, and takes no columns out of line")
+            raise FailedPrecondition("this buffer stores everything in memory and accepts no columns out of line")
         return self._maybe_folder
 
     def _path(self, sha256: bytes) -> Path:

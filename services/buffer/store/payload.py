@@ -12,7 +12,7 @@ def checked_payload(record: SampleRecord, payload: Payload | None) -> Payload:
     """Raises NotFound when the bytes are deleted, DataLoss when they are not those that were put."""
     if payload is None:
         raise NotFound(
-            f"the payload of sample {record.sample_id} is gone: its group was expired or committed meanwhile"
+            f"the payload of sample {record.sample_id} is gone: its group expired or was committed meanwhile"
         )
     if not matches(record.digest, payload):
         raise DataLoss(

@@ -50,4 +50,4 @@ class GroupFilter:
             timeout_seconds=self._seconds,
             name=f"hook {self._path}",
         )
-        return None if keep else Failure("FILTERED", reason or f"{self._path} did not keep it")
+        return None if keep else Failure("FILTERED", reason or f"{self._path} dropped it")

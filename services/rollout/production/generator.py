@@ -106,7 +106,9 @@ class Generator:
                 async with contextlib.aclosing(pieces):
                     async for piece in pieces:
                         if streaming and len(done.tokens) + len(piece.tokens) < len(so_far.tokens):
-                            raise Unavailable("weights were taken back: ask again", reason="WEIGHTS_REFUSED")
+                            raise Unavailable(
+                                "the weights were withdrawn: send the request again", reason="WEIGHTS_REFUSED"
+                            )
                         so_far = done.then(piece)
                         yield so_far
             except BadAnswer as error:

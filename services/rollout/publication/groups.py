@@ -26,7 +26,7 @@ class WeightGroups:
         whole = _incarnations(engines)
         gone = [group.name for group in groups if group.joined and self._members.get(group.name) != whole]
         if gone:
-            raise GroupGone(f"groups {gone} are of other engines than {[*whole]}: begin with new ones")
+            raise GroupGone(f"groups {gone} have other members than {[*whole]}: begin with new groups")
 
     def others(self, groups: Iterable[GroupPlan]) -> set[str]:
         """Returns the known groups that are not among these: their sender has left them."""

@@ -56,7 +56,7 @@ class Participants:
         for engine_id, why in gone.items():
             await self.lose(engine_id, str(why))
         if gone or pending:
-            self._break_off(f"gone in the middle of a collective: {gone or 'nobody, but some hang in it'}")
+            self._break_off(f"engines lost in a collective: {gone or 'none, but some hang in it'}")
         if all(_failure(call) for call in calls):
             self._break_off(f"every engine refused: {next(_failure(call) for call in calls)}")
         await self._lose_failed(calls)

@@ -109,7 +109,7 @@ class Receiver:
             )
         waiting = [e for e in self._fleet.engines if e.state is EngineState.STALE and e.engine_id in plan.engine_ids]
         if missing := set(plan.engine_ids) - {engine.engine_id for engine in waiting}:
-            raise FailedPrecondition(f"{sorted(missing)} do not wait for weights: ask GetFleet who does")
+            raise FailedPrecondition(f"{sorted(missing)} do not wait for weights: GetFleet lists the engines that do")
         return waiting
 
     async def _make_room(self, plan: Plan) -> None:

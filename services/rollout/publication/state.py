@@ -115,7 +115,7 @@ class PublicationState:
         """Takes an engine out. Raises PublicationAborted when it was the last one."""
         self.lost.setdefault(engine_id, why)
         if not self.remaining:
-            self.abort(f"no engine is left: {self.lost}")
+            self.abort(f"no engine remains: {self.lost}")
             self.require_open()
 
     def require_complete(self) -> None:
@@ -124,8 +124,7 @@ class PublicationState:
         missing = sorted(set(self.plan.buckets) - self.received)
         if missing:
             raise FailedPrecondition(
-                f"publication {self.plan.publication_id} misses buckets {_some(missing)}: publish them before "
-                "the commit"
+                f"publication {self.plan.publication_id} lacks buckets {_some(missing)}: send them before the commit"
             )
 
     def commit(self) -> None:

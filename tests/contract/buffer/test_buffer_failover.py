@@ -87,7 +87,7 @@ def test_an_owner_that_lost_its_claim_is_fenced_and_changes_nothing() -> None:
             "AND query LIKE '%FOR UPDATE SKIP LOCKED%'"
         )
     heir = PostgresStore(cluster(), "fenced", claim_seconds=60.0)
-    with pytest.raises(Fenced, match="owner epoch 1 of ledger headrace_fenced has ended, 2 owns it"):
+    with pytest.raises(Fenced, match="owner epoch 1 of ledger headrace_fenced has ended, as epoch 2 owns it"):
         it.submit("too late")
     assert heir.load().groups == ()
     heir.close()

@@ -217,7 +217,7 @@ async def test_wrong_samples_are_refused(client: BufferClient) -> None:
     put.samples[0].envelope.status = sample_pb2.SAMPLE_STATUS_FAILED
     with pytest.raises(InvalidArgument, match="a failure exactly when"):
         await client.put_groups([put])
-    with pytest.raises(InvalidArgument, match="does not say why"):
+    with pytest.raises(InvalidArgument, match="is DROPPED without a failure: say why"):
         await client.put_groups(
             [pb.GroupPut(lease_id=lease.lease_id, group_id=lease.group_id, outcome=pb.PUT_OUTCOME_DROPPED)]
         )
@@ -328,7 +328,7 @@ async def test_groups_are_listed_by_page_and_by_id(client: BufferClient) -> None
     assert ([g.prompt.prompt_id for g in rest.groups], rest.next_page_token) == (["a"], "")
     some = await client.list_groups("train", group_ids=["train/0", "train/9"])
     assert [g.group_id for g in some.groups] == ["train/0"]
-    with pytest.raises(InvalidArgument, match="none that ListGroups gave out"):
+    with pytest.raises(InvalidArgument, match="was not returned by ListGroups"):
         await client.list_groups("train", page_token="first")
 
 

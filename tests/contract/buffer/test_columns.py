@@ -124,7 +124,7 @@ async def test_a_put_that_names_a_column_which_is_not_here_is_refused(client: Bu
     slim = [taken_out(sample)[0] for sample in put.samples]
     del put.samples[:]
     put.samples.extend(slim)
-    with pytest.raises(FailedPrecondition, match="UploadColumn brings it before the put"):
+    with pytest.raises(FailedPrecondition, match="call UploadColumn before the put"):
         await client.put_groups([put])
 
 
@@ -133,7 +133,7 @@ async def test_bytes_with_another_digest_are_refused(client: BufferClient, tmp_p
         await client.upload_column(LargeColumn(hashlib.sha256(b"other").digest(), b"these" * 100))
     assert files(tmp_path) == set()
     unknown = pb.FetchColumnRequest(sha256=b"x" * 32)
-    with pytest.raises(NotFound, match="never brought"):
+    with pytest.raises(NotFound, match="never uploaded"):
         _ = [piece async for piece in client.stream_column(unknown, deadline_seconds=60)]
 
 
@@ -149,7 +149,7 @@ async def test_a_backup_has_the_columns(client: BufferClient, tmp_path: Path) ->
     await write_backup(client.backup(), tmp_path / "copy")
     restore_backup(tmp_path / "copy", tmp_path / "again")
     assert not damaged(tmp_path / "again", tmp_path / "again" / "columns")
-    assert [line.endswith("is not there") for line in damaged(tmp_path / "again", tmp_path)] == [True, True]
+    assert [line.endswith("is missing") for line in damaged(tmp_path / "again", tmp_path)] == [True, True]
     store = SqliteStore(tmp_path / "again")
     async with (
         served_buffer(store, columns_folder=tmp_path / "again" / "columns") as (_, server),

@@ -250,7 +250,7 @@ def test_a_missing_payload_file_is_named_at_the_start_and_the_rest_is_served(tmp
     data = lost.read_bytes()
     lost.unlink()
     store = SqliteStore(tmp_path, file_bytes=1)
-    assert [damage.what for damage in store.damage()][:1] == [f"payloads/{lost.name} is not there"]
+    assert [damage.what for damage in store.damage()][:1] == [f"payloads/{lost.name} is missing"]
     store.load()
     store.scrub()
     victims = {r.sample_id for r in records if r.key.encode() in data}
@@ -301,7 +301,7 @@ def test_a_payload_is_not_moved_where_the_row_that_names_it_is_gone(tmp_path: Pa
     (file,) = (tmp_path / "payloads").iterdir()
     extents = store.extents_of(bytes.fromhex(file.stem))
     damage(tmp_path, "DELETE FROM payloads WHERE offset = (SELECT MAX(offset) FROM payloads)")
-    with pytest.raises(DataLoss, match=f"{len(extents) - 1} of {len(extents)} places that rows of .* should name"):
+    with pytest.raises(DataLoss, match=f"{len(extents) - 1} of {len(extents)} locations that rows of .* should name"):
         store.move(extents)
     store.close()
 
@@ -310,7 +310,7 @@ def test_a_place_that_is_not_the_one_that_was_written_is_damage(tmp_path: Path) 
     busy_ledger(SqliteStore(tmp_path)).store.close()
     damage(tmp_path, "UPDATE payloads SET offset = offset + 1 WHERE offset = (SELECT MAX(offset) FROM payloads)")
     store = SqliteStore(tmp_path)
-    assert [found.what.partition(",")[0] for found in store.damage()] == ["a row that says where payloads lie"]
+    assert [found.what.partition(",")[0] for found in store.damage()] == ["a row with the location of payloads"]
     store.close()
 
 

@@ -51,3 +51,18 @@ def test_a_warning_that_something_failed_ended_nothing(tmp_path: Path) -> None:
     log = tmp_path / "rollout.log"
     log.write_text(event("lease_failed", level="warning", error="away") + "[1]\n{\n")
     assert last_error(log, 0) is None
+
+
+def test_the_end_of_an_engines_log_is_shown_as_lines(tmp_path: Path) -> None:
+    log = tmp_path / "rollout.log"
+    why = "ended with exit code 1; the end of its log:\nTraceback (most recent call last):\nMemoryError"
+    log.write_text(event("engine_lost", engine="engine-0", why=why))
+    assert tail(log).splitlines() == [
+        '    {"event": "engine_lost", "engine": "engine-0"}',
+        "      why: ended with exit code 1; the end of its log:",
+        "      Traceback (most recent call last):",
+        "      MemoryError",
+    ]
+    with log.open("a") as file:
+        file.write(event("rollout_failed", level="error", message=why))
+    assert last_error(log, 0) == why

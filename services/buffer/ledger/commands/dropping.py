@@ -23,7 +23,7 @@ DROP_REASON = "OPERATOR"
 _MAX_REMEMBERED = 256
 _WAY_OUT = {
     GroupState.CONSUMED: "a step has trained on it: stop the trainer, let Rewind take the step back, and drop it then",
-    GroupState.COMMITTED: "a checkpoint has what was learned from it: go back to an earlier checkpoint of the run",
+    GroupState.COMMITTED: "a checkpoint was trained on it: go back to an earlier checkpoint of the run",
 }
 
 

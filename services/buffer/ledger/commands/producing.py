@@ -163,7 +163,7 @@ def lease(
     room = most - book.counts[GroupState.LEASED]
     if room <= 0:
         raise ResourceExhausted(
-            f"{most} leases of {book.state.name} are out, which is max_leases: put or release some first"
+            f"{most} leases of {book.state.name} are live, which is max_leases: put or release some first"
         )
     places = book.places_left()
     count = min(max_groups, room) if places is None else min(max_groups, room, places)
@@ -224,7 +224,7 @@ def lose(work: Work, book: StreamBook, group: Group) -> None:
     """Ends a lease that has reached its deadline."""
     assert group.lease is not None
     seconds = book.state.config.lease_seconds
-    failure = Failure("LEASE_EXPIRED", f"producer {group.lease.producer_id} was silent for {seconds:g} s")
+    failure = Failure("LEASE_EXPIRED", f"producer {group.lease.producer_id} did not renew its lease for {seconds:g} s")
     work.requeue_or_fail(book, work.end_lease(group), "lease_expired", failure)
     book.production.returned(f"{failure.reason}: {failure.message}")
 
@@ -259,12 +259,12 @@ def put(work: Work, book: StreamBook, put: GroupPut) -> PutResult:
     """Ends the lease with a put that was checked."""
     group = _find(book, put.group_id)
     if group is None:
-        gone = Failure("LEASE_LOST", f"lease {put.lease_id} has ended: its group is no longer held")
+        gone = Failure("LEASE_LOST", f"lease {put.lease_id} has ended: its group is no longer leased")
         return PutResult(put.group_id, None, refused=gone)
     if _is_duplicate(book, group, put):
         return PutResult(group.group_id, group.state, duplicate=True)
     if not _is_live(group, put):
-        refused = Failure("LEASE_LOST", f"lease {put.lease_id} has ended: its group is somebody else's now")
+        refused = Failure("LEASE_LOST", f"lease {put.lease_id} has ended: another producer has its group now")
         return PutResult(group.group_id, group.state, refused=refused)
     assert group.lease is not None
     ended = work.end_lease(group, put.fingerprint)
@@ -301,7 +301,7 @@ def _find(book: StreamBook, group_id: str) -> Group | None:
     """Returns None for a group that was deleted since: a repeated put may arrive that late."""
     group = book.groups.get(group_id)
     if group is None and not 0 <= book.seq_of(group_id) < book.state.next_seq:
-        raise NotFound(f"stream {book.state.name} has had no group {group_id}")
+        raise NotFound(f"stream {book.state.name} never had a group {group_id}")
     return group
 
 
@@ -330,7 +330,7 @@ def _check_samples(book: StreamBook, put: GroupPut) -> None:
         group_id = book.samples[record.sample_id]
         if group_id != put.group_id or kept[record.sample_id].envelope != record.envelope:
             raise AlreadyExists(
-                f"sample {record.sample_id} was kept before, in group {group_id}, with another content "
+                f"sample {record.sample_id} was stored before, in group {group_id}, with another content "
                 "(payload, reward, versions or tags): a new sample needs a new sample_id"
             )
 

@@ -32,10 +32,7 @@ class Batch:
 
 
 def lease_batch(work: Work, book: StreamBook, epoch: int, step: int) -> Batch | None:
-    """Returns the step's batch, or None while too few groups are ready.
-
-    Once the next step has its batch, the trainer may lease the one after it, to fetch it while it trains.
-    """
+    """Returns the step's batch, or None if too few groups are ready. After the next step's, one more may be leased."""
     _check_epoch(book, epoch)
     _check_leasable(book, step)
     groups = book.batch(step) or _choose(work, book, step)
@@ -123,7 +120,7 @@ def _lost(book: StreamBook) -> str:
     if not lost:
         return ""
     reason, count = next(iter(production.failures.items()))
-    return f"; {lost} samples failed or were dropped, most of them, {count.num_samples} by {reason}: {count.example}"
+    return f"; {lost} samples failed or were dropped, {count.num_samples} of them by {reason}: {count.example}"
 
 
 def is_starved(book: StreamBook) -> bool:
@@ -178,7 +175,7 @@ def commit_steps(book: StreamBook, epoch: int, step: int) -> list[int]:
 
 
 def _chunk_ends(book: StreamBook, first: int, end: int) -> list[int]:
-    """Returns the steps in (first, end) at which a chunk of groups is full."""
+    """Returns the steps in (first, end) that complete a chunk of groups."""
     per_chunk = max(MAX_CHANGES // book.state.config.groups_per_step, 1)
     return book.batched_steps(first, end)[per_chunk::per_chunk]
 
@@ -215,9 +212,9 @@ def forget_ended(work: Work, book: StreamBook) -> int:
 def rewind(
     work: Work, book: StreamBook, step: int, request_id: str | None, least_epoch: int, *, num_back: int = 0
 ) -> tuple[int, int]:
-    """Makes the batches from `step` on READY again; returns (new epoch, groups). A new epoch fences the earlier ones.
+    """Makes the batches from `step` on READY again; returns (new epoch, groups). A new epoch fences earlier ones.
 
-    A long rewind is done in parts: those without a request_id come first, and `num_back` counts their groups.
+    Without a request_id it is a part of a longer rewind, and `num_back` counts the groups of such parts.
     """
     state = book.state
     if request_id is not None and request_id in state.rewinds:
@@ -253,8 +250,8 @@ def _check_rewind(book: StreamBook, step: int, least_epoch: int) -> None:
     state = book.state
     if step < state.committed_step:
         raise FailedPrecondition(
-            f"stream {state.name} has committed every step below {state.committed_step}, their samples are gone: "
-            f"step {step} cannot be had again; restore a checkpoint of step {state.committed_step} or later",
+            f"stream {state.name} has committed every step below {state.committed_step} and deleted their samples: "
+            f"step {step} is no longer available; restore a checkpoint of step {state.committed_step} or later",
             reason="COMMITTED",
         )
     for name, number, known in (("step", step, state.step), ("least_epoch", least_epoch, state.epoch)):
@@ -271,9 +268,9 @@ def _check_ahead(stream: str, name: str, number: int, known: int) -> None:
 
 
 def _skipped(book: StreamBook, first: int, end: int) -> list[Group]:
-    """Returns the READY groups in batches of steps that the trainer's checkpoint has passed: it was trained on them.
+    """Returns READY groups in batches that the trainer's checkpoint has passed: it was trained on them.
 
-    This happens when a fenced trainer saved before it knew, or when the ledger was restored from a backup.
+    A fenced trainer saved before it knew, or the ledger was restored from a backup.
     """
     return [g for g in _members(book, first, end) if g.state is GroupState.READY]
 
@@ -306,7 +303,9 @@ def _check_epoch(book: StreamBook, epoch: int) -> None:
             reason="EPOCH_UNKNOWN",
         )
     if epoch < current:
-        raise Fenced(f"epoch {epoch} of {book.state.name} is over: a newer trainer opened epoch {current}; stop")
+        raise Fenced(
+            f"epoch {epoch} of {book.state.name} is over: a newer trainer opened epoch {current}; stop this trainer"
+        )
     if current == 0:
         raise FailedPrecondition(
             f"stream {book.state.name} has no trainer yet: call Rewind first", reason="EPOCH_UNKNOWN"
@@ -323,6 +322,6 @@ def _check_known(book: StreamBook, step: int) -> None:
     if max(state.epoch_start, state.committed_step) <= step <= state.step:
         return
     raise FailedPrecondition(
-        f"step {step} of {state.name} is not to be had in epoch {state.epoch}: the next is {state.step}, "
-        f"those from {max(state.epoch_start, state.committed_step)} on can be asked for again"
+        f"step {step} of {state.name} is not available in epoch {state.epoch}; the next is {state.step}, "
+        f"and steps from {max(state.epoch_start, state.committed_step)} on can be leased again"
     )

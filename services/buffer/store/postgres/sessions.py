@@ -193,7 +193,7 @@ class Sessions:
             self._owned("")
         self.claim = self._kept("claim")
         if not self._take_claim():
-            raise psycopg.OperationalError("the ledger's claim is held: by a session of this buffer that has not ended")
+            raise psycopg.OperationalError("an older session of this buffer still holds the ledger's claim")
         with answered(self.writer), self.writer.transaction():
             num_commits = self._owned("FOR UPDATE")
         log.info("postgres_back", ledger=self.schema, owner_epoch=self.epoch)
@@ -209,7 +209,9 @@ class Sessions:
 
     def fenced(self, epoch: int) -> Fenced:
         """Returns the error for a server that is no longer the owner."""
-        return Fenced(f"owner epoch {self.epoch} of ledger {self.schema} has ended, {epoch} owns it: this server ends")
+        return Fenced(
+            f"owner epoch {self.epoch} of ledger {self.schema} has ended, as epoch {epoch} owns it: this server ends"
+        )
 
     def _wait_again(self, error: BaseException, since: float) -> None:
         """Raises Unavailable when the time is over."""

@@ -66,7 +66,9 @@ class PostgresStore:
         damaged: list[str] = []
         streams = [codec.load_stream(body) for _, body in self._rows("streams", "name", damaged)]
         if damaged:
-            raise DataLoss(f"the records {damaged} are damaged, nothing can go on without: restore a backup")
+            raise DataLoss(
+                f"the records {damaged} are damaged, and the ledger cannot start without them: restore a backup"
+            )
         prompts = {key: codec.load_prompt(body) for key, body in self._rows("prompts", "group_id", damaged)}
         records = {key: codec.load_sample(body) for key, body in self._rows("samples", "key", damaged)}
         groups = [
@@ -127,7 +129,7 @@ class PostgresStore:
             log.warning("postgres_away", error=self._error)
             return False
         except psycopg.Error as error:
-            raise OSError(f"PostgreSQL did not keep a transaction: {str(error).strip()}") from error
+            raise OSError(f"PostgreSQL did not commit a transaction: {str(error).strip()}") from error
         return True
 
     def _commit(self, transactions: Sequence[Transaction]) -> None:
@@ -147,7 +149,7 @@ class PostgresStore:
     def _not_ours(self, epoch: int, num_commits: int) -> Exception:
         if epoch != self._sessions.epoch:
             return self._sessions.fenced(epoch)
-        return OSError(f"PostgreSQL counts {num_commits} commits of this owner, which made {self._num_commits}")
+        return OSError(f"PostgreSQL has {num_commits} commits of this owner, which sent {self._num_commits}")
 
     def read_payloads(self, records: Sequence[SampleRecord]) -> Sequence[Payload]:
         keys = [record.key for record in records]
@@ -186,7 +188,7 @@ class PostgresStore:
                 except AWAY as error:
                     why = " ".join(str(error).split())
                     self._end_reader()
-            raise Unavailable(f"PostgreSQL does not answer ({why}): the buffer tries again when it is asked again")
+            raise Unavailable(f"PostgreSQL does not answer ({why}): try again")
 
     def _end_reader(self) -> None:
         if self._reader:

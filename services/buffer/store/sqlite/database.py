@@ -40,7 +40,9 @@ _PAGE_CACHE_KIB = 16 << 10
 def open_database(path: Path, connect: Callable[[Path], sqlite3.Connection], *, may_be_new: bool) -> sqlite3.Connection:
     """Creates missing tables. Raises ConfigError for another layout, DataLoss when the file is gone or empty."""
     if not (may_be_new or path.exists()):
-        raise DataLoss(f"{path} is gone, and with it what the files beside it mean (put it back if you have it)")
+        raise DataLoss(
+            f"{path} is gone, and the files beside it cannot be read without it (put it back if you have it)"
+        )
     connection = connect(path)
     try:
         (layout,) = connection.execute("PRAGMA user_version").fetchone()

@@ -24,7 +24,7 @@ def disk_errors(folder: Path) -> Iterator[None]:
         if is_io or error.sqlite_errorname == "SQLITE_FULL":
             raise _full(folder) from error
         raise OSError(
-            errno.EIO, f"SQLite says {str(error)!r}, start the buffer again when the disk is well", str(folder)
+            errno.EIO, f"SQLite says {str(error)!r}, check the disk, then start the buffer again", str(folder)
         ) from error
     except OSError as error:
         if error.errno in _FULL:

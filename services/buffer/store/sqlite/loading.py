@@ -82,7 +82,7 @@ def _whole_extents(connection: sqlite3.Connection, damaged: list[Damage]) -> Ite
             payloads = _payloads_decoder.decode(body)
             yield Extent(file_id, offset, payloads, sum([payload.record_bytes for payload in payloads]))
         else:
-            damaged.append(Damage(f"a row that says where payloads lie, at {offset}, is damaged"))
+            damaged.append(Damage(f"a row with the location of payloads, at {offset}, is damaged"))
 
 
 def _is_row(file_id: object, offset: object, body: object) -> bool:

@@ -140,7 +140,7 @@ class PayloadFiles:
         try:
             size, header = self._files.size(name), self._files.read(name, 0, FILE_HEADER_BYTES)
         except FileNotFoundError:
-            return f"payloads/{name} is not there"
+            return f"payloads/{name} is missing"
         if not is_header_of(file_id, header):
             return f"payloads/{name} has another file's header, or a damaged one"
         return f"payloads/{name} has {size} bytes, and had {end}" if size < end else None

@@ -37,7 +37,7 @@ def check_pages(connection: sqlite3.Connection, folder: Path) -> None:
         if problem := _problem(connection, table):
             raise DataLoss(
                 f"pages of {folder / FILE} contradict each other ({problem}): it is damaged, or the log beside it "
-                f"({FILE}-wal) is another's"
+                f"({FILE}-wal) is another ledger's"
             )
 
 
@@ -94,4 +94,4 @@ def _readable(connection: sqlite3.Connection, table: str) -> Iterator[tuple[Any,
 
 
 def _damage(match: re.Match[str]) -> Damage:
-    return Damage(f"pages of the table {match[1]} were damaged, and what could not be read of it is in {match[0]}")
+    return Damage(f"pages of the table {match[1]} were damaged; the rows that could not be read are in {match[0]}")

@@ -100,7 +100,7 @@ class SqliteStore:
         self._state_damage = state.damage
         for record in (r for group in state.groups for r in group.records if not self._extents.find(r.key)):
             group_id = record.key.rpartition("#")[0]
-            what = f"no row says where the payload of sample {record.sample_id} lies"
+            what = f"no row has the location of the payload of sample {record.sample_id}"
             self._payload_damage[record.key] = Damage(what, group_id, record.sample_id)
         return Snapshot(
             self._opened.ledger_id,
@@ -234,7 +234,7 @@ class SqliteStore:
     def _change_places(self, moved: Sequence[tuple[Extent, Extent]]) -> None:
         found = delete_extents(self._writer, [old for old, _ in moved])
         if found != len(moved):
-            problem = f"{found} of {len(moved)} places that rows of {self._folder / FILE} should name are there"
+            problem = f"{found} of {len(moved)} locations that rows of {self._folder / FILE} should name exist"
             raise refusal(self._folder, problem)
         write_extents(self._writer, [new for _, new in moved])
 

@@ -184,7 +184,7 @@ def test_a_put_that_is_made_again_after_its_group_was_forgotten_is_refused_and_t
     it.commit(epoch, 1)
     again, other, kept = it.put([*groups, *late])
     assert [result.refused.reason for result in (again, other)] == ["LEASE_LOST", "LEASE_LOST"]
-    assert "no longer held" in again.refused.message
+    assert "no longer leased" in again.refused.message
     assert [result.state for result in (again, other, kept)] == [None, None, GroupState.READY]
     assert it.states() == {"train/2": GroupState.READY}
 
@@ -194,7 +194,7 @@ def test_a_put_for_a_group_that_never_was_is_not_found(it: LedgerUnderTest, grou
     it.create(max_staleness=None)
     it.submit("a", "b", "c")
     (group,) = it.lease(1)
-    with pytest.raises(NotFound, match=f"has had no group {group_id}"):
+    with pytest.raises(NotFound, match=f"never had a group {group_id}"):
         it.do(it.ledger.put(it.now, [replace(without_samples(group, PutOutcome.FAILED), group_id=group_id)]))
 
 
@@ -203,7 +203,7 @@ def test_a_put_for_a_group_of_another_shard_is_not_found(it: LedgerUnderTest) ->
     it.submit("a", "b")
     first, _ = it.lease(2)
     assert list(it.states()) == ["train/1", "train/3"]
-    with pytest.raises(NotFound, match="has had no group train/2"):
+    with pytest.raises(NotFound, match="never had a group train/2"):
         it.do(it.ledger.put(it.now, [replace(without_samples(first, PutOutcome.FAILED), group_id="train/2")]))
 
 

@@ -249,7 +249,7 @@ def test_promise_5_what_is_committed_cannot_be_rewound_and_its_payload_is_gone(i
     record = batch.groups[0].samples[0]
     assert it.commit(epoch, 1) == 2
     assert it.commit(epoch, 1) == 0
-    with pytest.raises(FailedPrecondition, match="their samples are gone"):
+    with pytest.raises(FailedPrecondition, match="deleted their samples"):
         it.ledger.rewind(it.now, "train", 0, "again")
     with pytest.raises(NotFound, match="committed"):
         it.ledger.sample_records("train", [record.sample_id])

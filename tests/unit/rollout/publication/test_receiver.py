@@ -75,13 +75,13 @@ async def test_a_group_that_the_sender_left_is_joined_again(fakes: FakeFleet) ->
 async def test_a_joined_group_of_other_engines_is_refused_before_any_engine_notices(fakes: FakeFleet) -> None:
     receiver = Receiver(fakes.fleet)
     joined = replace(PLAN, publication_id="p2", policy_version=4, groups=[replace(PLAN.groups[0], joined=True)])
-    with pytest.raises(GroupGone, match=r"groups \['g'\] are of other engines"):
+    with pytest.raises(GroupGone, match=r"groups \['g'\] have other members"):
         await receiver.begin(joined)  # a rollout service that started again knows no group
     await publish(receiver, PLAN)
     fakes.fake(1).die()
     await fakes.until(lambda: fakes.fleet.engines[1].state is EngineState.STALE)
     calls = list(fakes.fake(0).calls)
-    with pytest.raises(GroupGone, match=r"begin with new ones"):
+    with pytest.raises(GroupGone, match=r"begin with new groups"):
         await receiver.begin(joined)
     assert receiver.open_id == ""
     assert [call for call in fakes.fake(0).calls[len(calls) :] if call != "/model_info"] == []
@@ -123,7 +123,7 @@ async def test_a_commit_before_all_buckets_is_refused_and_the_publication_goes_o
     receiver = Receiver(fakes.fleet)
     await receiver.begin(PLAN)
     await receiver.receive("p1", 0)
-    with pytest.raises(FailedPrecondition, match=r"misses buckets \[1\]"):
+    with pytest.raises(FailedPrecondition, match=r"lacks buckets \[1\]"):
         await receiver.commit("p1", CHECKSUMS)
     await receiver.receive("p1", 1)
     assert (await receiver.commit("p1", CHECKSUMS)).lost_engine_ids == ()
@@ -175,7 +175,7 @@ async def test_when_all_engines_fail_the_publication_is_aborted(fakes: FakeFleet
     for number in (0, 1):
         fakes.fake(number).faults["/update_weights_from_distributed"] = "die"
     await receiver.begin(PLAN)
-    with pytest.raises(PublicationAborted, match="no engine is left"):
+    with pytest.raises(PublicationAborted, match="no engine remains"):
         await receiver.receive("p1", 0)
     with pytest.raises(PublicationAborted):
         await receiver.receive("p1", 1)
@@ -213,7 +213,7 @@ async def test_when_one_dies_in_a_broadcast_the_other_is_kept_for_the_next_publi
     fakes.fake(0).faults["/update_weights_from_distributed"] = "refuse"  # as when the sender leaves the group
     fakes.fake(1).faults["/update_weights_from_distributed"] = "die"
     await receiver.begin(PLAN)
-    with pytest.raises(PublicationAborted, match="gone in the middle of a collective.*engine-1"):
+    with pytest.raises(PublicationAborted, match="engines lost in a collective.*engine-1"):
         await receiver.receive("p1", 0)
     fakes.fake(0).faults.clear()
     again = replace(PLAN, publication_id="p2", groups=[GroupPlan("h", "127.0.0.1", 2, (0, 1))])
