@@ -159,7 +159,7 @@ class BufferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DeleteStream(self, request, context):
-        """Ends a stream: its groups, payloads and columns are deleted, and nobody hears of it any more. Idempotent: a stream
+        """Ends a stream: its groups, payloads and columns are deleted, and no call finds it any more. Idempotent: a stream
         that is not there is deleted. FAILED_PRECONDITION with reason NOT_EMPTY: it has groups that are queued, leased,
         ready or consumed, and `force` is not set. A stream of the same name may be created later: its groups and epochs
         are numbered on.
@@ -215,7 +215,7 @@ class BufferServiceServicer:
         """Takes groups out for good, by an operator's word: QUEUED, LEASED (the lease ends), READY and FAILED ones become
         DROPPED, their payloads are deleted, and others take their places. If a step that is not consumed has such a group
         in its batch, the batch is dissolved: its other groups are READY without a batch again, and the next LeaseBatch of
-        the step chooses anew. A trainer that holds the old batch is refused at ConsumeBatch and starts from its checkpoint.
+        the step chooses again. A trainer that holds the old batch is refused at ConsumeBatch and starts from its checkpoint.
         A group whose record is damaged is dropped by its id alone. Idempotent by request_id.
         NOT_FOUND: no such group. FAILED_PRECONDITION with reason CONSUMED: a step has trained on it and no checkpoint has it
         (Rewind first); COMMITTED: it is in a checkpoint. All of them are dropped or none.
@@ -299,7 +299,7 @@ class BufferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UploadColumn(self, request, context):
-        """Brings a large column piece by piece, before the put that names it. Idempotent by digest: every answer says where
+        """Uploads a large column chunk by chunk, before the put that names it. Idempotent by digest: every answer says where
         to go on. DATA_LOSS: the bytes have another digest. It is deleted with the last sample that names it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -307,7 +307,7 @@ class BufferServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FetchColumn(self, request, context):
-        """Streams a range of a column. NOT_FOUND: it was never brought, or deleted with its samples.
+        """Streams a range of a column. NOT_FOUND: it was never uploaded, or was deleted with its samples.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

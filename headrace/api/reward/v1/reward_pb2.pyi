@@ -20,7 +20,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class ScoreItem(_message.Message):
-    """One answer to judge."""
+    """One response to score."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -131,7 +131,7 @@ class Score(_message.Message):
     value: _builtins.float
     """The scalar to train on; finite."""
     scorer: _builtins.str
-    """Which scorer judged."""
+    """The scorer that gave it."""
     scorer_version: _builtins.str
     """Its version: the package's, or a digest of the user's file."""
     @_builtins.property
@@ -274,7 +274,7 @@ class Scorer(_message.Message):
     name: _builtins.str
     """Its name in requests."""
     version: _builtins.str
-    """Changes when its judgement may."""
+    """Changes when its scores may."""
     description: _builtins.str
     """One sentence."""
     is_default: _builtins.bool

@@ -54,7 +54,7 @@ class RewardServiceServicer:
     """
 
     def Score(self, request, context):
-        """Judges a batch. A sample that could not be judged answers an error of its own; the call is still OK. A pure
+        """Scores a batch. A sample that could not be scored has an error of its own; the call is still OK. A pure
         function of its input, so it may be retried.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -36,7 +36,7 @@ class RewardServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RewardServiceAsyncStub: ...
     Score: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreResponse]
-    """Judges a batch. A sample that could not be judged answers an error of its own; the call is still OK. A pure
+    """Scores a batch. A sample that could not be scored has an error of its own; the call is still OK. A pure
     function of its input, so it may be retried.
     """
     ListScorers: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ListScorersRequest, _reward_pb2.ListScorersResponse]
@@ -50,7 +50,7 @@ class RewardServiceAsyncStub(RewardServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Score: _aio.UnaryUnaryMultiCallable[_reward_pb2.ScoreRequest, _reward_pb2.ScoreResponse]  # type: ignore[assignment]
-    """Judges a batch. A sample that could not be judged answers an error of its own; the call is still OK. A pure
+    """Scores a batch. A sample that could not be scored has an error of its own; the call is still OK. A pure
     function of its input, so it may be retried.
     """
     ListScorers: _aio.UnaryUnaryMultiCallable[_reward_pb2.ListScorersRequest, _reward_pb2.ListScorersResponse]  # type: ignore[assignment]
@@ -67,7 +67,7 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _reward_pb2.ScoreRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_reward_pb2.ScoreResponse, _abc.Awaitable[_reward_pb2.ScoreResponse]]:
-        """Judges a batch. A sample that could not be judged answers an error of its own; the call is still OK. A pure
+        """Scores a batch. A sample that could not be scored has an error of its own; the call is still OK. A pure
         function of its input, so it may be retried.
         """
 

@@ -96,7 +96,7 @@ class RolloutServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Samples the current policy; tokens come as they are made.
+        """Samples the current policy; tokens come as they are sampled.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -85,7 +85,7 @@ class _SampleStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SampleSt
     SAMPLE_STATUS_ABORTED: _SampleStatus.ValueType  # 4
     """Interrupted; its tokens so far are kept."""
     SAMPLE_STATUS_FAILED: _SampleStatus.ValueType  # 5
-    """Could not be produced or judged; `failure` says why. Never trained, never a reward of 0."""
+    """Could not be generated or scored; `failure` says why. Never trained, never a reward of 0."""
 
 class SampleStatus(_SampleStatus, metaclass=_SampleStatusEnumTypeWrapper):
     """How a generation ended."""
@@ -101,7 +101,7 @@ SAMPLE_STATUS_TRUNCATED: SampleStatus.ValueType  # 3
 SAMPLE_STATUS_ABORTED: SampleStatus.ValueType  # 4
 """Interrupted; its tokens so far are kept."""
 SAMPLE_STATUS_FAILED: SampleStatus.ValueType  # 5
-"""Could not be produced or judged; `failure` says why. Never trained, never a reward of 0."""
+"""Could not be generated or scored; `failure` says why. Never trained, never a reward of 0."""
 Global___SampleStatus: _TypeAlias = SampleStatus  # noqa: Y015
 
 @_typing.final
@@ -196,7 +196,7 @@ Global___ChatMessages: _TypeAlias = ChatMessages  # noqa: Y015
 
 @_typing.final
 class Prompt(_message.Message):
-    """What a policy is asked, and what a reward needs to judge the answer."""
+    """What a policy is asked, and what a reward needs to score the response."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -384,11 +384,11 @@ class SampleEnvelope(_message.Message):
     status: Global___SampleStatus.ValueType
     """How the generation ended."""
     reward: _builtins.float
-    """The scalar that is trained on: finite, at most 1e6 in size. Absent exactly when nobody judged the sample."""
+    """The scalar that is trained on: finite, at most 1e6 in size. Absent exactly when the sample has no score."""
     scorer: _builtins.str
-    """Who judged, as RewardService.Score answered."""
+    """The scorer, as RewardService.Score answered."""
     scorer_version: _builtins.str
-    """Which version of the scorer judged."""
+    """The version of the scorer."""
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     response_tokens: _builtins.int
@@ -419,7 +419,7 @@ class SampleEnvelope(_message.Message):
 
     @_builtins.property
     def out_of_line(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutOfLineColumn]:
-        """Columns of the payload whose bytes lie out of line: UploadColumn brought them before the put."""
+        """Columns of the payload whose bytes are out of line: UploadColumn was called for them before the put."""
 
     def __init__(
         self,

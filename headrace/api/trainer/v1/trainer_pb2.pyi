@@ -217,7 +217,7 @@ class WatchProgressResponse(_message.Message):
 
     @_builtins.property
     def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What a person should know of it, such as why an evaluation failed: one sentence each."""
+        """Warnings for people, such as why an evaluation failed: one sentence each."""
 
     def __init__(
         self,
