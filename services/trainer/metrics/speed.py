@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from headrace.job.schema.job import TrackingSection
 from services.trainer.plan.batch import SampleFacts
 from services.trainer.plan.flops import ModelFlops
 
@@ -33,10 +34,10 @@ _PEAK_TFLOPS: Mapping[str, float] = {
 """Dense bfloat16, from NVIDIA's data sheets; the first name that is part of the device's counts."""
 
 
-def peak_tflops(given: float | None, device: torch.device) -> float | None:
-    """What was given, else the GPU's; None for a CPU or a GPU that is not in the table."""
-    if given is not None or device.type != "cuda":
-        return given
+def peak_tflops(tracking: TrackingSection, device: torch.device) -> float | None:
+    """What the job gives, else the GPU's; None for a CPU or a GPU that is not in the table."""
+    if tracking.peak_tflops is not None or device.type != "cuda":
+        return tracking.peak_tflops
     return peak_of(torch.cuda.get_device_name(device))
 
 

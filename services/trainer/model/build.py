@@ -102,7 +102,7 @@ def policy_of(job: Job, layout: Layout) -> Policy:
         model.converter,
         _saved(job, layout, architecture, model.converter, optimizer, critic, reference, old_policies),
         stopwatch,
-        Speed(ModelFlops.of(architecture), layout.world_size, peak_tflops(job.tracking.peak_tflops, layout.device)),
+        Speed(ModelFlops.of(architecture), layout.world_size, peak_tflops(job.tracking, layout.device)),
         hf_checkpoint=job.model.hf_checkpoint,
         vocab_size=architecture.vocab_size,
     )

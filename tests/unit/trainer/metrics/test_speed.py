@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from headrace.api.sample.v1 import sample_pb2
+from headrace.job.schema.job import TrackingSection
 from headrace.models.registry import read_architecture
 from services.trainer.metrics.speed import Speed, peak_of, peak_tflops
 from services.trainer.metrics.stopwatch import Stopwatch
@@ -65,8 +66,8 @@ def test_the_peak_of_known_gpus(device_name: str, peak: float | None) -> None:
 
 
 def test_a_given_peak_counts_and_a_cpu_has_none_of_its_own() -> None:
-    assert peak_tflops(0.2, torch.device("cpu")) == 0.2
-    assert peak_tflops(None, torch.device("cpu")) is None
+    assert peak_tflops(TrackingSection(peak_tflops=0.2), torch.device("cpu")) == 0.2
+    assert peak_tflops(TrackingSection(), torch.device("cpu")) is None
 
 
 def test_a_stopwatch_adds_up_parts_and_begins_anew_after_a_reading() -> None:
