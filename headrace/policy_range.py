@@ -63,9 +63,3 @@ def gaps(ranges: Iterable[Range], response_length: int) -> Iterator[tuple[int, i
         at = one.end
     if at < response_length:
         yield at, response_length
-
-
-def check_covered(name: str, ranges: Iterable[Range], response_length: int) -> None:
-    """Raises InvalidArgument where a token has no version: an engine sampled every one of them."""
-    for start, end in gaps(ranges, response_length):
-        raise InvalidArgument(f"{name} say nothing of the response's tokens [{start}, {end})")

@@ -20,7 +20,7 @@ from services.reward.service import RewardServer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serves until a signal. Returns 1, with one line on stderr, when it cannot start."""
+    """Returns 0 after a signal; otherwise one of `exit_codes`, with one line on stderr that says why."""
     options = vars(_parser().parse_args(arguments))
     configure_logging("reward")
     try:
