@@ -15,6 +15,7 @@ from headrace.wire.checks import cut_text, require_id
 from headrace.wire.limits import MAX_PUBLISH_FIELDS
 from services.rollout.publication.plan import plan_of
 from services.rollout.service import RolloutParts
+from services.rollout.text_pieces import TextPieces
 from services.rollout.wire import (
     checksums_of,
     engine_of,
@@ -37,19 +38,18 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         encoder = self._parts.encoder
         prompt = await encoder.off_loop(prompt_of, request, encoder)
-        sent_tokens, sent_text = 0, ""
+        sent_tokens, pieces = 0, TextPieces(encoder.decode)
         async for so_far in self._parts.ask(prompt, request.sampling):
-            text = self._parts.encoder.decode(so_far.tokens)
             is_last = so_far.finish is not None and so_far.finish.is_final
-            if not is_last and text.endswith("\ufffd"):
-                continue  # in the middle of a character: more tokens complete it
+            if (text := pieces.next(so_far.tokens, is_last=is_last)) is None:
+                continue
             response = generate_response(
-                text[len(sent_text) :],
+                text,
                 so_far.tokens[sent_tokens:],
                 so_far.log_probs[sent_tokens:],
                 return_tokens=request.return_tokens,
             )
-            sent_tokens, sent_text = len(so_far.tokens), text
+            sent_tokens = len(so_far.tokens)
             yield finish_response(response, so_far, len(prompt.tokens)) if is_last else response
 
     async def Evaluate(self, request: pb.EvaluateRequest, context: Context) -> AsyncIterator[pb.EvaluateResponse]:
