@@ -1,4 +1,4 @@
-"""Work in the background that cannot end unseen: what raises is logged, counted, and started again."""
+"""Runs background work that must not end unnoticed: an exception is logged, counted, and the work is started again."""
 
 from __future__ import annotations
 

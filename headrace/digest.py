@@ -1,4 +1,4 @@
-"""Digests that name their hash: a multihash (code, length, digest). BLAKE3 is made, SHA-256 is taken as well.
+"""Digests that name their hash function: a multihash (code, length, digest). New ones are BLAKE3; SHA-256 is accepted.
 
 At 147 KB a sample SHA-256 costs three times what BLAKE3 does. https://multiformats.io/multihash/
 """
@@ -15,12 +15,14 @@ _SHA256_BYTES = 32
 
 
 def digest_of(data: bytes | memoryview) -> bytes:
-    """34 bytes."""
+    """The BLAKE3 multihash, 34 bytes."""
     return _BLAKE3 + blake3(data).digest()
 
 
 def matches(digest: bytes, data: bytes | memoryview) -> bool:
-    """Whether it is the data's. 32 bytes without a name are a SHA-256; of a hash unknown here nothing matches."""
+    """True when `digest` belongs to the data. 32 bytes without a code are a SHA-256; an unknown hash function never
+    matches.
+    """
     if len(digest) == _SHA256_BYTES:
         return hashlib.sha256(data).digest() == digest
     if digest.startswith(_BLAKE3):

@@ -58,7 +58,7 @@ class ConfigError(InvalidArgument):
 
 
 class NotFound(HeadraceError):
-    """What was named is not there."""
+    """The named thing does not exist."""
 
     status = "NOT_FOUND"
 
@@ -70,7 +70,7 @@ class AlreadyExists(HeadraceError):
 
 
 class FailedPrecondition(HeadraceError):
-    """The request is right, the moment is wrong."""
+    """The request is valid, but not in the current state."""
 
     status = "FAILED_PRECONDITION"
 
@@ -80,11 +80,11 @@ class GroupGone(FailedPrecondition):
 
 
 class NothingToLearn(FailedPrecondition):
-    """Too many samples failed for too long: another start would meet the same."""
+    """Too many samples failed for too long; another start would fail in the same way."""
 
 
 class Aborted(HeadraceError):
-    """What the caller takes part in was ended by somebody else."""
+    """The operation was ended by another party."""
 
     status = "ABORTED"
 
@@ -94,17 +94,17 @@ class Fenced(Aborted):
 
 
 class PublicationAborted(Aborted):
-    """The publication was given up; begin another."""
+    """The publication was aborted; begin another."""
 
 
 class OutOfRange(HeadraceError):
-    """A position outside of what is kept."""
+    """The position is outside of what the server keeps."""
 
     status = "OUT_OF_RANGE"
 
 
 class RetryableError(HeadraceError):
-    """Try again after `retry_after_seconds`; nothing was kept of this try."""
+    """The server has done nothing; try again after `retry_after_seconds`."""
 
     def __init__(
         self, message: str, *, retry_after_seconds: float = 1.0, reason: str | None = None, **metadata: str
@@ -124,19 +124,19 @@ class DiskFull(ResourceExhausted):
 
 
 class Unavailable(RetryableError):
-    """Nobody can answer now."""
+    """The server cannot answer now."""
 
     status = "UNAVAILABLE"
 
 
 class DeadlineExceeded(HeadraceError):
-    """It took longer than the caller allowed."""
+    """The call took longer than the caller allowed."""
 
     status = "DEADLINE_EXCEEDED"
 
 
 class DataLoss(HeadraceError):
-    """Stored or sent bytes are not what they were."""
+    """Stored or sent bytes have changed."""
 
     status = "DATA_LOSS"
 
@@ -156,7 +156,7 @@ def _upper_snake(name: str) -> str:
 
 
 def error_classes() -> list[type[HeadraceError]]:
-    """The tree of this module, base first. Classes of services are theirs: what they raise arrives as its base."""
+    """The classes of this module, base first. A service's own subclass arrives at the client as its base class."""
     found: list[type[HeadraceError]] = [HeadraceError]
     for cls in found:
         found.extend(each for each in cls.__subclasses__() if each.__module__ == __name__)

@@ -1,4 +1,4 @@
-"""The buffer that a job names, for a service that works with it."""
+"""Connects a service to the buffer that its job names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headrace.job.schema.job import ServicesSection
 
 
 def buffer_of(services: ServicesSection) -> Buffer:
-    """Its client, with the patience of `peer_wait_seconds`. Raises ConfigError when the job names none."""
+    """A client whose deadline is `peer_wait_seconds`. Raises ConfigError when the job names no buffer."""
     if services.buffer_address is None:
         raise ConfigError(
             "services.buffer_address is not set: start the buffer and pass --buffer-address host:port",

@@ -1,4 +1,4 @@
-"""What is judged and what comes of it: a score, or an error that is never read as a reward of 0."""
+"""Items to score and their results: a score, or an error that is never read as a reward of 0."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace.wire.json_text import from_json, to_json
 
 @dataclass(frozen=True, slots=True)
 class ScoreItem:
-    """One answer to judge. `prompt` is text or a JSON array of messages; `status` the sample's."""
+    """One response to score. `prompt` is text or a JSON array of messages; `status` is the sample's."""
 
     item_id: str
     prompt: str
@@ -26,7 +26,6 @@ class ScoreItem:
     response_tokens: int = 0
 
     def pack(self) -> pb.ScoreItem:
-        """As it travels."""
         return pb.ScoreItem(
             item_id=self.item_id,
             prompt=self.prompt,
@@ -55,7 +54,7 @@ class ScoreItem:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A finite reward, its parts, and who judged."""
+    """A finite reward, its parts, and the scorer that gave it."""
 
     value: float
     scorer: str
@@ -65,7 +64,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class ScoreError:
-    """Why there is no reward. `retryable`: another try may help."""
+    """The reason for a missing reward. With `retryable` another try may help."""
 
     reason: str
     message: str
@@ -76,7 +75,6 @@ Judgement = Score | ScoreError
 
 
 def pack_result(item_id: str, judgement: Judgement) -> pb.ScoreResult:
-    """As it travels."""
     match judgement:
         case Score(value, scorer, version, parts):
             score = pb.Score(value=value, scorer=scorer, scorer_version=version, parts=parts)
@@ -87,12 +85,12 @@ def pack_result(item_id: str, judgement: Judgement) -> pb.ScoreResult:
 
 
 def unpack_result(packed: pb.ScoreResult) -> Judgement:
-    """A score that no sample may have is an error. Raises Internal when the service answered neither."""
+    """A score that no sample may have becomes an error. Raises Internal when the service sent neither."""
     if packed.HasField("score"):
         return _checked(packed.score)
     if packed.HasField("error"):
         return ScoreError(packed.error.reason, packed.error.message, packed.error.retryable)
-    raise Internal(f"the reward service answered nothing for item {packed.item_id}")
+    raise Internal(f"the reward service returned neither a score nor an error for item {packed.item_id}")
 
 
 def _checked(score: pb.Score) -> Judgement:

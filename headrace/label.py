@@ -1,4 +1,4 @@
-"""The reference answer as scorers get it, by one rule at every door: files, submit, data sources, evaluations."""
+"""Converts labels to the text that scorers get, by one rule for files, submit, data sources and evaluations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from headrace.wire.json_text import canonical
 
 
 def label_text(value: Any) -> str | None:
-    """Text as it is; anything else as JSON with sorted keys and no blanks; None for none. Raises InvalidArgument.
+    """Text stays as it is, None is no label, anything else becomes JSON with sorted keys and no blanks. Raises
+    InvalidArgument.
 
     Equal values have equal bytes, whatever the order of their keys and wherever they came from: `true`, `[1,2.5]`.
     """

@@ -1,4 +1,4 @@
-"""Which weights sampled which tokens of a response."""
+"""Records which policy version sampled which tokens of a response."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PolicyRange:
 
 
 class Range(Protocol):
-    """What a `PolicyRange` and its message have alike."""
+    """The fields that a `PolicyRange` and its message share."""
 
     @property
     def policy_version(self) -> int: ...
@@ -33,7 +33,7 @@ class Range(Protocol):
 
 
 def check_ranges(name: str, ranges: Iterable[Range], response_length: int) -> int:
-    """The number of tokens that they cover.
+    """Returns the number of tokens that the ranges cover.
 
     Raises InvalidArgument unless they are in order, do not overlap, and lie in the response.
     """
@@ -50,12 +50,12 @@ def check_ranges(name: str, ranges: Iterable[Range], response_length: int) -> in
 
 def _misplaced(where: str, version: int, after: int, response_length: int) -> InvalidArgument:
     if not 0 <= version <= MAX_COUNTER:
-        return InvalidArgument(f"{where}: versions are 0 to {MAX_COUNTER}")
+        return InvalidArgument(f"{where}: versions must be 0 to {MAX_COUNTER}")
     return InvalidArgument(f"{where}, after {after}, of a response of {response_length} tokens: order them by start")
 
 
 def gaps(ranges: Iterable[Range], response_length: int) -> Iterator[tuple[int, int]]:
-    """[start, end) of the response's tokens that no range covers. The ranges were checked."""
+    """Yields the response's tokens [start, end) that no range covers. The ranges must have been checked."""
     at = 0
     for one in ranges:
         if one.start > at:

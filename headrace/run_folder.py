@@ -1,4 +1,4 @@
-"""A run's folder: job.json and job.toml, services.json, logs/, ledger/ and whatever the trainer writes."""
+"""The folder of a run: job.json and job.toml, services.json, logs/, ledger/ and the trainer's files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headrace.whole_file import replacing
 
 @dataclass(frozen=True, slots=True)
 class ServiceEntry:
-    """Where a service is; `pid` is absent for one that this run did not start."""
+    """A service's addresses; `pid` is absent for one that this run did not start."""
 
     address: str
     metrics_address: str | None
@@ -26,7 +26,7 @@ class ServiceEntry:
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The files of one run, by what they are for."""
+    """Names the files of one run."""
 
     path: Path
 
@@ -37,37 +37,37 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
-        """One file a service, and the engines'."""
+        """Holds one file for each service, and the engines' files."""
         return self.path / "logs"
 
     @property
     def ledger(self) -> Path:
-        """The buffer's data."""
+        """Holds the buffer's data."""
         return self.path / "ledger"
 
     @property
     def metrics(self) -> Path:
-        """A line of metrics a step."""
+        """Has one line of metrics for each step."""
         return self.path / "metrics.jsonl"
 
     @property
     def training_record(self) -> Path:
-        """What the trainer fed to each step."""
+        """Records which samples the trainer fed to each step."""
         return self.path / "trained.jsonl"
 
     @property
     def samples(self) -> Path:
-        """What the policy answered, step by step."""
+        """Holds the generated samples, step by step."""
         return self.path / "samples"
 
     @property
     def ending(self) -> Path:
-        """Why the trainer ended, if it ended badly (`headrace.process.ending`)."""
+        """Has the reason if the trainer ended with an error (`headrace.process.ending`)."""
         return self.path / ".trainer-ended.json"
 
     @property
     def services_file(self) -> Path:
-        """Addresses and process ids."""
+        """Has addresses and process ids."""
         return self.path / "services.json"
 
     def create(self, job: Job) -> None:
@@ -80,13 +80,13 @@ class RunFolder:
     def job(self) -> Job:
         """The resolved job. Raises NotFound, and DataLoss for a file that no launcher of this version wrote."""
         if not self.job_file.is_file():
-            raise NotFound(f"{self.path} has no job.json: it is no run's folder")
+            raise NotFound(f"{self.path} has no job.json: it is not a run's folder")
         try:
             return Job.model_validate_json(self.job_file.read_bytes())
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
-            raise DataLoss(f"{self.job_file} is no job of this version: {where} {first['msg']}") from error
+            raise DataLoss(f"{self.job_file} is not a job of this version: {where} {first['msg']}") from error
 
     def write_services(self, entries: Mapping[str, ServiceEntry]) -> None:
         """Replaces services.json at once, so that readers never see half of it."""
@@ -94,19 +94,17 @@ class RunFolder:
         _write_whole(self.services_file, json.dumps(tree, indent=2) + "\n")
 
     def services(self) -> dict[str, ServiceEntry]:
-        """What was written last. Raises NotFound."""
+        """The entries that were written last. Raises NotFound, and DataLoss for a damaged file."""
         if not self.services_file.is_file():
-            raise NotFound(f"{self.path} has no services.json: it is no run's folder, or the run never started")
+            raise NotFound(f"{self.path} has no services.json: it is not a run's folder, or the run never started")
         try:
             tree = json.loads(self.services_file.read_text())
             return {name: ServiceEntry(**entry) for name, entry in tree.items()}
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise DataLoss(
-                f"{self.services_file} is damaged ({error}): start the run again, which writes it anew"
-            ) from error
+            raise DataLoss(f"{self.services_file} is damaged ({error}): start the run again to rewrite it") from error
 
     def running_services(self) -> dict[str, ServiceEntry]:
-        """Those that a launcher of this folder started and that live."""
+        """Services that a launcher of this folder started and whose process exists."""
         if not self.services_file.is_file():
             return {}
         services = self.services().items()
@@ -114,7 +112,7 @@ class RunFolder:
 
 
 def living_runs(run_dir: Path) -> list[RunFolder]:
-    """Those with a service that a launcher started here and that lives, by name."""
+    """Runs with a service that a launcher started here and whose process exists, ordered by name."""
     runs = [RunFolder(file.parent) for file in sorted(run_dir.glob("*/services.json"))]
     return [run for run in runs if run.running_services()]
 

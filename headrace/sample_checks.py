@@ -1,7 +1,7 @@
-"""The one validator of what a sample is made of, for engines, hooks, teachers, scorers, the ledger and the trainer.
+"""The only validator of a sample's values: for engines, hooks, teachers, scorers, the ledger and the trainer.
 
-Every function takes the name to be shown and the value, and raises InvalidArgument that names both. `Sample` calls them
-whenever one is built; who knows the model calls `ModelBounds` as well.
+Every function takes a name and the value, and raises InvalidArgument with both. `Sample` calls them when it is
+constructed; callers that know the model use `ModelBounds` as well.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ MAX_INDEX = (1 << 32) - 1
 
 
 def check_text(name: str, value: object) -> None:
-    """A str that can be written as UTF-8."""
+    """Requires a str that can be encoded as UTF-8."""
     if not isinstance(value, str):
         raise InvalidArgument(f"{name} is {_shown(value)}, must be text")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise InvalidArgument(f"{name} holds half of a surrogate pair, which is no text: {error}") from error
+        raise InvalidArgument(f"{name} cannot be encoded as UTF-8: {error}") from error
 
 
 def check_index(name: str, value: object) -> None:
-    """An integer that travels as uint32."""
+    """Requires an integer that fits uint32."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_INDEX:
         raise InvalidArgument(f"{name} is {_shown(value)}, must be an integer of 0 or more")
 
 
 def check_reward(name: str, value: object) -> None:
-    """A finite number of at most MAX_REWARD, whatever its sign."""
+    """Requires a finite number of at most MAX_REWARD in size."""
     if isinstance(value, bool) or not isinstance(value, _NUMBERS):
         raise InvalidArgument(f"{name} is {_shown(value)}, must be a number")
     if not -MAX_REWARD <= value <= MAX_REWARD:  # nor is NaN
@@ -68,25 +68,25 @@ def check_reward(name: str, value: object) -> None:
 
 
 def check_row(name: str, values: object, length: int | None = None) -> None:
-    """A one-dimensional array of the column's dtype, and of this length if one is given."""
+    """Requires a one-dimensional array of the column's dtype, and of `length` if it is given."""
     column = name.rpartition(" ")[2]
     if not isinstance(values, np.ndarray) or values.ndim != 1:
         shape = list(values.shape) if isinstance(values, np.ndarray) else type(values).__name__
         raise InvalidArgument(f"{name} is {shape}, must be one row of {COLUMN_DTYPES[column]}")
     if values.dtype != COLUMN_DTYPES[column]:
-        raise InvalidArgument(f"{name} is of {values.dtype}, must be of {COLUMN_DTYPES[column]}")
+        raise InvalidArgument(f"{name} has dtype {values.dtype}, must have {COLUMN_DTYPES[column]}")
     if length is not None and len(values) != length:
         raise InvalidArgument(f"{name} has {len(values)} entries, must have {length}: one for each response token")
 
 
 def check_loss_mask(name: str, mask: NDArray[Any]) -> None:
-    """0 or 1 everywhere."""
+    """Requires 0 or 1 everywhere."""
     if len(mask) and _largest(mask) > 1:
         raise InvalidArgument(f"{name}{_place(mask > 1)} is {mask.max()}, must be 0 or 1")
 
 
 def check_log_probs(name: str, values: NDArray[Any]) -> None:
-    """Natural logarithms of probabilities: not above 0, and not below MIN_LOG_PROB."""
+    """Requires natural logarithms of probabilities: not above 0, and not below MIN_LOG_PROB."""
     if not len(values):
         return
     largest = _largest(values)  # NaN where there is one
@@ -97,7 +97,7 @@ def check_log_probs(name: str, values: NDArray[Any]) -> None:
 
 
 def check_token_ids(name: str, tokens: NDArray[Any], vocab_size: int | None = None) -> None:
-    """Ids of a vocabulary; of this size, if it is known."""
+    """Requires ids of a vocabulary; of `vocab_size` if it is known."""
     if not len(tokens):
         return
     end = vocab_size if vocab_size is not None else 1 << 31
@@ -108,19 +108,19 @@ def check_token_ids(name: str, tokens: NDArray[Any], vocab_size: int | None = No
 
 
 def check_experts(name: str, experts: object, num_tokens: int) -> None:
-    """int16 [num_tokens - 1, layers, experts of a token], -1 where unknown."""
+    """Requires int16 [num_tokens - 1, layers, experts of a token], -1 where unknown."""
     dtype = COLUMN_DTYPES[ROUTED_EXPERTS]
     if not isinstance(experts, np.ndarray) or experts.dtype != dtype or experts.ndim != 3:
         raise InvalidArgument(f"{name} is {_shown_array(experts)}, must be {dtype} [tokens - 1, layers, top-k]")
     if len(experts) != max(num_tokens - 1, 0):
-        raise InvalidArgument(f"{name} is of {len(experts)} tokens, must be of {num_tokens - 1}: of all but the last")
+        raise InvalidArgument(f"{name} has {len(experts)} tokens, must have {num_tokens - 1}: all but the last")
     if experts.size and experts.min() < -1:
-        raise InvalidArgument(f"{name} holds {experts.min()}, must be an expert's number, or -1 where it is unknown")
+        raise InvalidArgument(f"{name} has {experts.min()}, must be an expert's number, or -1 for unknown")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelBounds:
-    """What a sample of this model may hold."""
+    """Limits that a model sets for token ids and routed experts."""
 
     vocab_size: int
     num_layers: int
@@ -129,7 +129,6 @@ class ModelBounds:
 
     @classmethod
     def of(cls, architecture: Architecture) -> ModelBounds:
-        """From a checkpoint's config.json."""
         experts = architecture.experts
         return cls(
             architecture.vocab_size,
@@ -150,7 +149,7 @@ class ModelBounds:
                 f"{name} is {list(experts.shape)}, must be {[len(tokens) - 1, self.num_layers, self.experts_per_token]}"
             )
         if experts.size and experts.max() >= self.num_experts:
-            raise InvalidArgument(f"{name} holds {experts.max()}, the model has {self.num_experts} experts")
+            raise InvalidArgument(f"{name} has expert {experts.max()}, the model has {self.num_experts} experts")
 
 
 def _place(wrong: NDArray[Any]) -> str:

@@ -1,8 +1,9 @@
-"""What the policy answered, in a run's folder: text, reward, scorer, versions and lengths, without tokens.
+"""Samples as text in a run's folder, with reward, scorer, versions and lengths, and without tokens.
 
-The trainer writes the samples of a step when the step is trained, one file a data rank; the rollout service writes
-samples that failed, as they fail. Files are gzip of JSON lines, so `zcat` reads them too. The ledger's payloads go with
-a commit, these stay: until the folder has `sample_log_bytes`, and then the oldest file goes first.
+The trainer writes the samples of a step when the step is trained, one file for each data rank; the rollout service
+writes samples that failed, as they fail. Files are gzip of JSON lines, so `zcat` reads them too. Payloads in the ledger
+are deleted by a commit; these files stay until the folder exceeds `sample_log_bytes`, and then the oldest file is
+deleted first.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _FAILED_SHARE, _FAILED_FILES = 10, 4
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A sample as it is read by people. Lengths are in tokens; columns of the Parquet export have the same names."""
+    """A sample for people to read. Lengths are in tokens; columns of the Parquet export have the same names."""
 
     sample_id: str
     group_id: str
@@ -58,7 +59,7 @@ class Answer:
 
     @classmethod
     def of(cls, sample: Sample, step: int | None = None) -> Answer:
-        """What is worth reading of a sample."""
+        """Copies the fields that people read, without arrays."""
         return cls(
             sample_id=sample.sample_id,
             group_id=sample.group_id,
@@ -93,7 +94,7 @@ class SampleLog:
         self.folder = folder
 
     def write_step(self, step: int, rank: int, answers: Sequence[Answer], max_bytes: int) -> int:
-        """How many of them fitted. Takes the place of what an earlier try of the step wrote."""
+        """Returns how many of them fitted. Replaces the file of an earlier attempt at the step."""
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / f"step-{step:07}-rank-{rank}.jsonl.gz"
         share = max_bytes - max_bytes // _FAILED_SHARE
@@ -115,20 +116,19 @@ class SampleLog:
         return self.new_failed_file() if is_full else file
 
     def new_failed_file(self) -> Path:
-        """Behind those that are there: the end of an earlier one may be torn."""
+        """A file numbered after all others: the end of an earlier one may be torn."""
         numbers = [int(match["number"]) for _, match in self._files(_FAILED)]
         return self.folder / f"failed-{max(numbers, default=0) + 1:06}.jsonl.gz"
 
     def is_empty(self) -> bool:
-        """Nothing was written yet."""
         return not (self._files(_STEP) or self._files(_FAILED))
 
     def steps(self) -> list[int]:
-        """Those that have a file, oldest first."""
+        """Steps that have a file, oldest first."""
         return sorted({int(match["step"]) for _, match in self._files(_STEP)})
 
     def of_step(self, step: int) -> Iterator[Answer]:
-        """Each sample once: a file of an earlier layout of ranks may be beside the newer ones."""
+        """Yields each sample once: the file of an earlier layout of ranks may lie beside newer ones."""
         files = [file for file, match in self._files(_STEP) if int(match["step"]) == step]
         seen = set[str]()
         for file in sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True):
@@ -138,7 +138,7 @@ class SampleLog:
                     yield answer
 
     def failed(self) -> Iterator[Answer]:
-        """Newest file first, each in the order of failing."""
+        """Yields failed samples, newest file first, and within a file in the order in which they failed."""
         for file, _ in sorted(self._files(_FAILED), reverse=True):
             yield from _read(file)
 
@@ -167,7 +167,7 @@ def _size(file: Path) -> int:
 
 
 def _write(raw: BinaryIO, answers: Sequence[Answer], max_bytes: int) -> int:
-    """One gzip member of the answers that fit."""
+    """Appends one gzip member with the samples that fit."""
     start = raw.tell()
     with gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=_LEVEL, filename="", mtime=0) as packed:
         for number, answer in enumerate(answers):
@@ -178,7 +178,7 @@ def _write(raw: BinaryIO, answers: Sequence[Answer], max_bytes: int) -> int:
 
 
 def _read(file: Path) -> Iterator[Answer]:
-    """Up to where a kill tore it. A line that is none is left out."""
+    """Reads up to the place where a kill tore the file, and skips lines that do not parse."""
     try:
         with gzip.open(file, "rb") as lines:
             for line in lines:
@@ -191,5 +191,4 @@ def _read(file: Path) -> Iterator[Answer]:
 
 
 def as_row(answer: Answer) -> dict[str, object]:
-    """Plain JSON, for programs."""
     return asdict(answer)

@@ -1,4 +1,4 @@
-"""Did you mean."""
+"""Suggests the known name that is nearest to a misspelt one."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ __all__ = [
 
 
 class Status(StrEnum):
-    """How a generation ended."""
+    """The state in which a generation ended."""
 
     PENDING = "pending"
     COMPLETED = "completed"
@@ -78,7 +78,7 @@ _BY_NUMBER = {status.number: status for status in Status}
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why something failed: `reason` for programs (UPPER_SNAKE_CASE), `message` for people."""
+    """The cause of a failure: `reason` for programs (UPPER_SNAKE_CASE), `message` for people."""
 
     reason: str
     message: str
@@ -86,7 +86,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One answer of the policy to one prompt. Raises InvalidArgument when its parts contradict each other."""
+    """One response of the policy to one prompt. Raises InvalidArgument when its parts contradict each other."""
 
     sample_id: str
     group_id: str
@@ -123,7 +123,9 @@ class Sample:
         self._check_arrays(name)
         check_ranges(f"{name} policy_ranges", self.policy_ranges, self.response_length)
         if (self.status is Status.FAILED) != (self.failure is not None):
-            raise InvalidArgument(f"{name} status {self.status.value} with failure {self.failure}")
+            raise InvalidArgument(
+                f"{name} status {self.status.value} with failure {self.failure}: failed samples have one, others none"
+            )
         if self.reward is not None:
             check_reward(f"{name} reward", self.reward)
         for part, value in self.reward_parts.items():
@@ -136,9 +138,9 @@ class Sample:
         check_loss_mask(f"{name} {LOSS_MASK}", self.loss_mask)
         total, response = len(self.tokens), len(self.loss_mask)
         if response > total:
-            raise InvalidArgument(f"{name} {LOSS_MASK} has {response} entries for {total} tokens")
+            raise InvalidArgument(f"{name} {LOSS_MASK} has {response} entries, more than the {total} tokens")
         if not total and self.status is not Status.FAILED:
-            raise InvalidArgument(f"{name} {TOKENS} is empty: a sample has a prompt or a response")
+            raise InvalidArgument(f"{name} {TOKENS} is empty: a sample needs a prompt or a response")
         for column, values in ((ROLLOUT_LOG_PROBS, self.rollout_log_probs), *self.columns.items()):
             if column in (ROLLOUT_LOG_PROBS, TEACHER_LOG_PROBS):
                 check_row(f"{name} {column}", values, response)
@@ -153,11 +155,11 @@ class Sample:
 
     @property
     def prompt_length(self) -> int:
-        """T - R."""
+        """The number of prompt tokens, T - R."""
         return len(self.tokens) - len(self.loss_mask)
 
     def pack(self) -> pb.Sample:
-        """The sample as it travels: envelope and payload."""
+        """Serializes the sample into envelope and payload."""
         payload = pb.SamplePayload(
             prompt=self.prompt,
             response=self.response,
@@ -253,7 +255,7 @@ class Group:
 
 
 def check_payload(sample_id: str, digest: bytes, num_bytes: int, payload: bytes | memoryview) -> None:
-    """Raises DataLoss unless digest and length, which its envelope names, are those of the payload."""
+    """Raises DataLoss unless the payload has this digest and length."""
     if len(payload) != num_bytes or not matches(digest, payload):
         raise DataLoss(
             f"sample {sample_id}: payload of {len(payload)} bytes does not match its digest "
@@ -272,7 +274,7 @@ def check_lengths(envelope: pb.SampleEnvelope, total: int, response: int, traine
 
 
 def parsed_payload(sample_id: str, payload: bytes) -> pb.SamplePayload:
-    """Raises InvalidArgument for bytes that are none."""
+    """Raises InvalidArgument when the bytes do not parse."""
     try:
         return pb.SamplePayload.FromString(payload)
     except DecodeError as error:

@@ -1,1 +1,1 @@
-"""`headrace …`: what a person types."""
+"""The command line, `headrace …`. In: words that a person types. Out: text and an exit code."""

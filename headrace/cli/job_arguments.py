@@ -1,4 +1,4 @@
-"""`[JOB.toml] [flags]`, as train, check and up take them."""
+"""Reads `[JOB.toml] [flags]`, which train, check and up take, and prints help for the flags."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FIRST = (
     *("tensor_model_parallel_size", "actor_num_gpus_per_node", "rollout_num_gpus", "rollout_num_gpus_per_engine"),
     *("eval_prompt_data", "eval_interval", "save_interval", "save_hf", "use_wandb"),
 )
-"""What a first run sets, in the order in which one thinks of it."""
+"""What a first run sets, in the order in which people choose it."""
 
 _MORE = (
     "",
@@ -56,12 +56,11 @@ def _note(line: str) -> None:
 
 
 def wants_help(argv: Sequence[str]) -> bool:
-    """True when -h, --help or --help-all is among the words."""
     return any(word in argv for word in ("-h", "--help", _ALL))
 
 
 def flags_help(argv: Sequence[str]) -> str:
-    """What people set first; with --help-all every flag by section. Each with what it means and its default."""
+    """Describes the flags that people set first, with their defaults; with --help-all every flag by section."""
     if _ALL in argv:
         described = [leaf for leaf in leaves().values() if leaf.section != "megatron" or leaf.name in DESCRIBED]
         return "\n".join([*_by_section(described), *_OTHERS])

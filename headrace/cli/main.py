@@ -34,8 +34,6 @@ _MAX_CHARACTERS = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What runs, and one line for the overview."""
-
     run: Callable[[Sequence[str]], int]
     usage: str
     help: str
@@ -44,17 +42,17 @@ class Command:
 _COMMANDS: Mapping[str, Command] = {
     "train": Command(train, "train JOB.toml [flags]", "run a job to its end"),
     "check": Command(check, "check JOB.toml [flags] | check hook PATH", "show the plan of a job, or try a hook"),
-    "models": Command(models, "models", "the models that --model knows, their sizes and layouts"),
+    "models": Command(models, "models", "list the models that --model knows, with sizes and layouts"),
     "up": Command(up, "up SERVICE --config JOB.toml [flags]", "run one service here: buffer, reward, rollout, trainer"),
-    "status": Command(status, "status [RUN]", "where a run and its services are"),
-    "samples": Command(samples, "samples [RUN] [-n 5]", "what the policy answered: by step, group, reward, text"),
-    "audit": Command(audit, "audit [RUN]", "hold the ledger against what the trainer was fed: 0 0 0, or the ids"),
+    "status": Command(status, "status [RUN]", "show the state of a run and its services"),
+    "samples": Command(samples, "samples [RUN] [-n 5]", "show what the policy generated: by step, group, reward, text"),
+    "audit": Command(audit, "audit [RUN]", "compare the ledger with what the trainer was fed: 0 0 0, or the ids"),
     "buffer": Command(
         buffer,
-        "buffer backup | restore | export | retry | drop",
-        "the ledger as files: a copy, a ledger of it, Parquet; failed groups again",
+        "buffer backup | restore | export | retry | drop | delete-stream",
+        "back up, restore or export a ledger; retry or drop groups; delete a stream",
     ),
-    "submit": Command(submit, "submit [RUN] --prompt TEXT | --file PATH", "bring prompts to a stream"),
+    "submit": Command(submit, "submit [RUN] --prompt TEXT | --file PATH", "submit prompts to a stream"),
     "generate": Command(generate, "generate TEXT [RUN]", "ask the current policy"),
     "eval": Command(evaluate, "eval [RUN] [--data NAME PATH]", "evaluate the current policy"),
     "export": Command(export, "export FOLDER [RUN]", "write the current weights as a Hugging Face folder"),
@@ -62,7 +60,9 @@ _COMMANDS: Mapping[str, Command] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: done. 1: it failed. 2: a mistake in what was typed or in the job. 3: a run that has nothing to learn from."""
+    """Returns 0: done. 1: it failed. 2: a mistake in what was typed or in the job. 3: the run had nothing to learn
+    from.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         print(_overview())
@@ -77,14 +77,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _exit_code(error)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read what we print has seen enough
+    except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
     except OSError as error:
         _say(f"{error.filename or name}: {error.strerror or error}")
         return 1
-    except Exception as error:  # noqa: BLE001  # no traceback at a person
-        _say(f"this is a bug of headrace: {type(error).__name__}: {error}. Please report it with {_kept(error)}")
+    except Exception as error:  # noqa: BLE001  # a person gets one line, not a traceback
+        _say(f"this is a bug in headrace: {type(error).__name__}: {error}. Please report it with {_kept(error)}")
         return 1
 
 
@@ -101,7 +101,7 @@ def _say(message: str) -> None:
 
 
 def _kept(error: Exception) -> str:
-    """The file that has the traceback."""
+    """Writes the traceback to a file and returns its path."""
     with tempfile.NamedTemporaryFile(
         "w", prefix="headrace-", suffix=".txt", delete=False, errors="backslashreplace"
     ) as file:

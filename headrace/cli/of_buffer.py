@@ -1,4 +1,4 @@
-"""Commands on one stream of a run's buffer: a run that lives, one that has ended, or a buffer by its address."""
+"""Runs a command on one stream of a buffer: of a live run, of a run that has ended, or by address."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ Command = Callable[[Buffer, argparse.Namespace], Awaitable[int]]
 
 
 def add_stream_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which stream of which ledger."""
     add_run_argument(parser)
-    parser.add_argument("--buffer-address", help="instead of a run")
+    parser.add_argument(
+        "--buffer-address",
+        help="host:port of the buffer, instead of a run; for a sharded ledger all addresses, separated by commas",
+    )
     parser.add_argument("--stream", default="train")
 
 
 def run_on_buffer(command: Command, args: argparse.Namespace) -> int:
-    """The command's exit code. A run that has ended has its buffer started for as long as it takes."""
+    """Returns the command's exit code. The buffer of a run that has ended is started for the command's duration."""
     return asyncio.run(_run(command, args))
 
 

@@ -1,4 +1,4 @@
-"""Which run a command is about, and where its services are."""
+"""Finds the run that a command is about, and the addresses of its services."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace.run_folder import RunFolder, living_runs, newest_run
 
 RUNS = Path("runs")
 _ANSWER_SECONDS = 10.0
-_HELP = "a run's folder, or its name in runs/; absent: the run that lives, else the newest"
+_HELP = "a run's folder, or its name in runs/ (default: the live run, else the newest)"
 
 
 class _Run(argparse.Action):
@@ -31,18 +31,18 @@ class _Run(argparse.Action):
             return
         before = getattr(namespace, self.dest)
         if before not in (None, values):
-            parser.error(f"two runs are named, {before} and {values}: name one")
+            parser.error(f"two runs are named, {before} and {values}: name only one")
         setattr(namespace, self.dest, values)
 
 
 def add_run_argument(parser: argparse.ArgumentParser) -> None:
     """`RUN` or `--run RUN`, as `args.run`; behind the command's own positional arguments."""
     parser.add_argument("run", nargs="?", metavar="RUN", action=_Run, help=_HELP)
-    parser.add_argument("--run", dest="run", metavar="RUN", action=_Run, help="the same")
+    parser.add_argument("--run", dest="run", metavar="RUN", action=_Run, help="the same as the positional RUN")
 
 
 def find_run(text: str | None) -> RunFolder:
-    """Raises NotFound with what there is, FailedPrecondition when several runs live and none is named."""
+    """Raises NotFound with the runs there are, FailedPrecondition when several runs live and none is named."""
     if text is None:
         return _default_run()
     for path in (Path(text), RUNS / text):
@@ -55,7 +55,9 @@ def find_run(text: str | None) -> RunFolder:
 def _default_run() -> RunFolder:
     living = living_runs(RUNS)
     if len(living) > 1:
-        raise FailedPrecondition(f"{len(living)} runs live: {', '.join(run.path.name for run in living)}: name one")
+        raise FailedPrecondition(
+            f"{len(living)} runs are live: {', '.join(run.path.name for run in living)}: name one of them"
+        )
     return living[0] if living else newest_run(RUNS)
 
 
@@ -88,7 +90,7 @@ def _address_in(folder: RunFolder, service: str) -> str:
     entry = services[service]
     if entry.pid is not None and not folder.running_services():
         raise FailedPrecondition(
-            f"{folder.path} has ended, and its {service} service with it: run the command that started it again, "
-            "or read what it left: `headrace status`, `headrace samples` and `headrace audit` know ended runs"
+            f"{folder.path} has ended, and its {service} service with it: repeat the command that started it, "
+            "or read its files with `headrace status`, `headrace samples` or `headrace audit`"
         )
     return entry.address

@@ -1,4 +1,4 @@
-"""Types of the commands' own arguments: argparse says what is wrong with a word, in one line and with its usage."""
+"""Types of the commands' own arguments. argparse reports a wrong word in one line with the usage."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ _MAX_COUNT = (1 << 31) - 1
 
 
 def count(word: str) -> int:
-    """A number of things: 1 or more."""
+    """Parses an integer of 1 or more."""
     if not word.isascii() or not word.isdigit() or len(word) > 10 or not 1 <= int(word) <= _MAX_COUNT:
         raise argparse.ArgumentTypeError(f"{word[:80]!r} is not a number from 1 to {_MAX_COUNT}")
     return int(word)
 
 
 def temperature(word: str) -> float:
-    """0 or more, finite."""
+    """Parses a finite number of 0 or more."""
     try:
         value = float(word)
     except ValueError:
@@ -27,11 +27,11 @@ def temperature(word: str) -> float:
 
 
 def text(word: str) -> str:
-    """Characters that travel."""
+    """Accepts only what can be encoded as UTF-8."""
     try:
         word.encode()
     except UnicodeEncodeError:
-        raise argparse.ArgumentTypeError("it holds bytes that are no UTF-8") from None
+        raise argparse.ArgumentTypeError("the text is not valid UTF-8") from None
     return word
 
 
@@ -40,5 +40,5 @@ _CONTROLS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 def printable(text: str) -> str:
-    """Text of a model or of a peer for a terminal: control characters as their pictures, so they steer nothing."""
+    """Replaces control characters of untrusted text by pictures, so that they cannot steer the terminal."""
     return text.translate(_CONTROLS)

@@ -1,4 +1,4 @@
-"""The buffer's client: a method for each call, plain arguments, the server's errors, a deadline on everything."""
+"""The buffer's client: one method for each call, with plain arguments, the server's errors and a deadline."""
 
 from __future__ import annotations
 
@@ -41,21 +41,20 @@ class BufferClient(Buffer):
         self._deadline_seconds = deadline_seconds
 
     async def close(self) -> None:
-        """Ends its connections."""
         await self._puts.close()
         await self._channel.close(None)
 
     # Streams and prompts
 
     async def create_stream(self, config: pb.StreamConfig) -> pb.CreateStreamResponse:
-        """The stream with this config, made if it was not there. Raises AlreadyExists for another config."""
+        """Creates the stream if it does not exist. Raises AlreadyExists when it exists with another config."""
         reply: pb.CreateStreamResponse = await self._call(
             self._stub.CreateStream, pb.CreateStreamRequest(config=config)
         )
         return reply
 
     async def delete_stream(self, stream: str, *, force: bool = False) -> bool:
-        """True when it was there. Without `force` a stream with groups that are to be trained is refused."""
+        """True when the stream existed. Without `force` a stream with groups that are to be trained is refused."""
         request = pb.DeleteStreamRequest(stream=stream, force=force)
         reply: pb.DeleteStreamResponse = await self._call(self._stub.DeleteStream, request)
         return reply.deleted
@@ -98,14 +97,14 @@ class BufferClient(Buffer):
         return reply
 
     async def renew_leases(self, lease_ids: Sequence[str]) -> pb.RenewLeasesResponse:
-        """Which live on and which are lost."""
+        """The response lists the leases that were renewed and those that are lost."""
         reply: pb.RenewLeasesResponse = await self._call(
             self._stub.RenewLeases, pb.RenewLeasesRequest(lease_ids=lease_ids)
         )
         return reply
 
     async def release_leases(self, releases: Sequence[pb.LeaseRelease]) -> None:
-        """Groups go back unfinished."""
+        """Returns unfinished groups with their partial samples."""
         some: list[pb.LeaseRelease] = []
         num_bytes = 0
         for release in [await self._slim_release(release) for release in releases]:
@@ -117,7 +116,7 @@ class BufferClient(Buffer):
         await self._call(self._stub.ReleaseLeases, pb.ReleaseLeasesRequest(releases=some))
 
     async def put_groups(self, puts: Sequence[pb.GroupPut]) -> Sequence[pb.PutResult]:
-        """One result for each, in order; `refused` is set where the lease was lost. All are kept or none."""
+        """One result for each put, in order; `refused` is set when its lease was lost. All are stored or none."""
         puts = [await self._slim_put(put) for put in puts]
         return await self._puts.put(puts, self._deadline_seconds)
 
@@ -130,7 +129,7 @@ class BufferClient(Buffer):
     async def retry_groups(
         self, stream: str, group_ids: Sequence[str] = (), *, request_id: str | None = None
     ) -> pb.RetryGroupsResponse:
-        """FAILED groups get all of their attempts again; without ids the latest 4,096. Repeats do nothing."""
+        """Queues FAILED groups with all of their attempts; without ids the latest 4,096. Repeats do nothing."""
         request = pb.RetryGroupsRequest(stream=stream, request_id=request_id or uuid.uuid4().hex, group_ids=group_ids)
         reply: pb.RetryGroupsResponse = await self._call(self._stub.RetryGroups, request)
         return reply
@@ -138,7 +137,7 @@ class BufferClient(Buffer):
     async def drop_groups(
         self, stream: str, group_ids: Sequence[str], reason: str, *, request_id: str | None = None
     ) -> pb.DropGroupsResponse:
-        """Groups are never trained, and batches that have one are dissolved. Repeats do nothing."""
+        """Drops groups, so that they are never trained, and dissolves batches that have one. Repeats do nothing."""
         request = pb.DropGroupsRequest(
             stream=stream, request_id=request_id or uuid.uuid4().hex, group_ids=group_ids, reason=reason
         )
@@ -150,7 +149,7 @@ class BufferClient(Buffer):
     async def rewind(
         self, stream: str, step: int, *, request_id: str | None = None, least_epoch: int = 0
     ) -> pb.RewindResponse:
-        """The epoch that this trainer owns from now on. One request_id for each start of a trainer."""
+        """Returns the epoch that this trainer owns from now on. Use one request_id for each start of a trainer."""
         request = pb.RewindRequest(
             stream=stream, step=step, request_id=request_id or uuid.uuid4().hex, least_epoch=least_epoch
         )
@@ -160,7 +159,7 @@ class BufferClient(Buffer):
     async def try_lease_batch(
         self, stream: str, epoch: int, step: int, *, wait_seconds: float = 0.0
     ) -> pb.LeaseBatchResponse:
-        """The batch, or how far it is."""
+        """The batch when it is full, else the number of groups that are ready."""
         request = pb.LeaseBatchRequest(stream=stream, epoch=epoch, step=step, wait_seconds=wait_seconds)
         reply: pb.LeaseBatchResponse = await self._call(self._stub.LeaseBatch, request, wait_seconds)
         while reply.next_group:
@@ -178,8 +177,11 @@ class BufferClient(Buffer):
         deadline_seconds: float | None = None,
         skip_unknown: bool = False,
     ) -> list[sample_pb2.Sample]:
-        """Envelopes and payloads in the order asked, large columns back in. `Sample.unpack` opens and checks one."""
-        end = time.monotonic() + (self._deadline_seconds if deadline_seconds is None else deadline_seconds)
+        """Envelopes and payloads in the requested order, with their large columns. `Sample.unpack` opens and checks
+        one.
+        """
+        loop = asyncio.get_running_loop()
+        end = loop.time() + (self._deadline_seconds if deadline_seconds is None else deadline_seconds)
         samples: list[sample_pb2.Sample] = []
         for first in range(0, len(sample_ids), _FETCH_AT_ONCE):
             wanted = sample_ids[first : first + _FETCH_AT_ONCE]
@@ -187,8 +189,8 @@ class BufferClient(Buffer):
         return [await self._whole(sample, end - time.monotonic()) for sample in samples]
 
     async def fetch_stored(self, stream: str, sample_ids: Sequence[str]) -> list[sample_pb2.Sample]:
-        """Envelopes and payloads as the ledger has them: large columns are named in the envelope, not put back."""
-        end = time.monotonic() + self._deadline_seconds
+        """Envelopes and payloads as the ledger stores them: large columns are named in the envelope and not fetched."""
+        end = asyncio.get_running_loop().time() + self._deadline_seconds
         return await self._fetch_some(stream, sample_ids, end, skip_unknown=False)
 
     async def _fetch_some(
@@ -210,7 +212,7 @@ class BufferClient(Buffer):
     # Large columns
 
     async def upload_column(self, column: LargeColumn) -> None:
-        """Durable when it returns. Puts do it for every column of a MiB or more."""
+        """Returns when the column is durable. Puts do this for every column of a MiB or more."""
 
         async def send(request: pb.UploadColumnRequest) -> pb.UploadColumnResponse:
             reply: pb.UploadColumnResponse = await self._call(self._stub.UploadColumn, request)
@@ -219,8 +221,9 @@ class BufferClient(Buffer):
         await upload(send, column)
 
     async def fetch_column(self, column: sample_pb2.OutOfLineColumn, *, deadline_seconds: float | None = None) -> bytes:
-        """Its bytes, checked. Raises NotFound when its samples are gone."""
-        end = time.monotonic() + (self._deadline_seconds if deadline_seconds is None else deadline_seconds)
+        """The column's bytes, checked. Raises NotFound when its samples are gone."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + (self._deadline_seconds if deadline_seconds is None else deadline_seconds)
 
         def receive(request: pb.FetchColumnRequest, left_seconds: float) -> AsyncIterator[pb.FetchColumnResponse]:
             return self.stream_column(request, deadline_seconds=left_seconds)
@@ -230,7 +233,7 @@ class BufferClient(Buffer):
     def stream_column(
         self, request: pb.FetchColumnRequest, *, deadline_seconds: float | None = None
     ) -> AsyncIterator[pb.FetchColumnResponse]:
-        """A range, piece by piece, as it comes."""
+        """Yields a range in pieces as they arrive."""
         return rpc.stream(self._stub.FetchColumn, request, deadline_seconds=deadline_seconds, peer=self._peer)
 
     async def _slim_put(self, put: pb.GroupPut) -> pb.GroupPut:
@@ -260,19 +263,19 @@ class BufferClient(Buffer):
         return put_back(sample, data)
 
     async def consume(self, stream: str, epoch: int, step: int, digest: bytes) -> int:
-        """The step has used its batch; returns the next step."""
+        """Records that the step has used its batch; returns the next step."""
         request = pb.ConsumeBatchRequest(stream=stream, epoch=epoch, step=step, digest=digest)
         reply: pb.ConsumeBatchResponse = await self._call(self._stub.ConsumeBatch, request)
         return reply.next_step
 
     async def commit(self, stream: str, epoch: int, step: int) -> int:
-        """A checkpoint holds every step below `step`; returns the groups committed."""
+        """Records that a checkpoint holds every step below `step`; returns the number of groups committed."""
         request = pb.CommitStepRequest(stream=stream, epoch=epoch, step=step)
         reply: pb.CommitStepResponse = await self._call(self._stub.CommitStep, request)
         return reply.num_groups
 
     async def set_policy_version(self, stream: str, epoch: int, policy_version: int) -> int:
-        """The engines serve this version; returns the groups that expired by it."""
+        """Records the version that the engines serve; returns the number of groups that expired by it."""
         request = pb.SetPolicyVersionRequest(stream=stream, epoch=epoch, policy_version=policy_version)
         reply: pb.SetPolicyVersionResponse = await self._call(self._stub.SetPolicyVersion, request)
         return reply.num_expired
@@ -297,7 +300,7 @@ class BufferClient(Buffer):
         page_token: str = "",
         group_ids: Sequence[str] = (),
     ) -> pb.ListGroupsResponse:
-        """One page, newest change first; of certain groups all of them."""
+        """One page, newest change first; with `group_ids` all of those groups."""
         request = pb.ListGroupsRequest(
             stream=stream, states=states, page_size=page_size, page_token=page_token, group_ids=group_ids
         )
@@ -310,24 +313,24 @@ class BufferClient(Buffer):
         return reply
 
     async def stats(self, stream: str) -> pb.StreamStats:
-        """The stream's counts."""
+        """Counts of one stream."""
         reply: pb.GetStatsResponse = await self._call(self._stub.GetStats, pb.GetStatsRequest(stream=stream))
         return reply.streams[0]
 
     async def damage(self) -> Sequence[pb.Damage]:
-        """What is not on the ledger's disk as it was written; the first thousand."""
+        """Records and payloads that the ledger's disk has lost or changed; at most the first thousand."""
         reply: pb.GetStatsResponse = await self._call(self._stub.GetStats, pb.GetStatsRequest())
         return reply.damaged
 
     async def backup(self, *, deadline_seconds: float | None = None) -> AsyncIterator[pb.BackupResponse]:
-        """A copy of the whole ledger, piece by piece, its summary last. `headrace buffer backup` writes it."""
+        """Yields a copy of the whole ledger in pieces, with its summary last. `headrace buffer backup` writes it."""
         async for reply in rpc.stream(
             self._stub.Backup, pb.BackupRequest(), deadline_seconds=deadline_seconds, peer=self._peer
         ):
             yield reply
 
     async def position(self) -> int:
-        """Of the latest event of the whole ledger."""
+        """Position of the latest event in the whole ledger."""
         reply: pb.GetStatsResponse = await self._call(self._stub.GetStats, pb.GetStatsRequest())
         return reply.position
 

@@ -1,6 +1,6 @@
-"""Large columns travel by themselves: taken out of a sample before it is put, put back in when it is fetched.
+"""Moves large columns separately: they are taken out of a sample before a put and put back when it is fetched.
 
-Whoever puts or fetches samples through a client never sees it. The sample comes back byte for byte as it was packed.
+Callers that put or fetch samples through a client never see it. A sample comes back byte for byte as it was packed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def taken_out(sample: sample_pb2.Sample) -> tuple[sample_pb2.Sample, Sequence[La
 
 
 def put_back(sample: sample_pb2.Sample, data: Mapping[bytes, bytes]) -> sample_pb2.Sample:
-    """The sample as it was packed; `data` has the bytes of its out-of-line columns. Raises as `Sample.unpack` does."""
+    """The sample as it was packed; `data` maps the SHA-256 of an out-of-line column to its bytes. Raises as
+    `Sample.unpack`.
+    """
     envelope = sample.envelope
     check_payload(envelope.sample_id, envelope.digest, envelope.payload_bytes, sample.payload)
     payload = parsed_payload(envelope.sample_id, sample.payload)
@@ -68,7 +70,7 @@ def _sealed(envelope: sample_pb2.SampleEnvelope, payload: sample_pb2.SamplePaylo
 async def upload(
     send: Callable[[pb.UploadColumnRequest], Awaitable[pb.UploadColumnResponse]], large: LargeColumn
 ) -> None:
-    """Piece by piece from where the buffer has it; it is durable when this returns."""
+    """Sends the column in pieces, from the offset that the buffer already has; returns when the column is durable."""
     view, offset, data = memoryview(large.data), 0, b""
     while True:
         request = pb.UploadColumnRequest(sha256=large.sha256, num_bytes=len(view), offset=offset, data=data)
@@ -84,7 +86,7 @@ async def download(
     column: sample_pb2.OutOfLineColumn,
     end: float,
 ) -> bytes:
-    """Continues where a connection broke, until `time.monotonic()` reaches `end`. Raises DataLoss for other bytes."""
+    """Resumes after a broken connection as long as `may_retry` allows. Raises DataLoss when the SHA-256 differs."""
     data = bytearray()
 
     async def receive_rest(left_seconds: float) -> None:
@@ -95,5 +97,5 @@ async def download(
 
     await retry_until(end, receive_rest)
     if hashlib.sha256(data).digest() != column.sha256:
-        raise DataLoss(f"column {column.name} came with other bytes than its SHA-256 says: the disk has changed it")
+        raise DataLoss(f"column {column.name} does not match its SHA-256: its bytes were changed on disk")
     return bytes(data)

@@ -1,4 +1,4 @@
-"""A client for the buffer that a job names: one, or the shards of one."""
+"""Opens a client for the address that a job names: one buffer, or the shards of one ledger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What callers ask of the ledger, be it one buffer or several shards of one."""
+"""The interface that callers use for the ledger, with one buffer or several shards behind it."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class Buffer(ABC):
         on_progress: Callable[[int], None] | None = None,
         progress_seconds: float = PROGRESS_SECONDS,
     ) -> pb.LeaseBatchResponse:
-        """The batch, once it is full. `on_progress` hears the number of groups READY every `progress_seconds`."""
+        """Waits until the batch is full. `on_progress` gets the number of READY groups every `progress_seconds`."""
         loop = asyncio.get_running_loop()
         end = None if timeout_seconds is None else loop.time() + timeout_seconds
         while True:
@@ -142,5 +142,5 @@ class Buffer(ABC):
             if end is not None and loop.time() >= end:
                 raise DeadlineExceeded(
                     f"step {step} of {stream} has {reply.groups_ready} groups ready after {timeout_seconds:g} s, "
-                    "too few for a batch: see whether producers run"
+                    "too few for a batch: check that producers run"
                 )

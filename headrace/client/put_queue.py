@@ -1,7 +1,7 @@
-"""Puts on their way: those that come while others are on the wire share the next call.
+"""Joins puts: those that arrive while others are being sent share the next call.
 
-A call of its own for every put costs the buffer more than the put itself, and together they share one sync of its disk.
-A shared call that fails is made again for each of its callers alone: nobody hears of another's mistake.
+One call for each put costs the buffer more than the put itself, and puts of one call share one sync of its disk.
+A shared call that fails is repeated for each caller alone, so that no caller gets the error of another one's put.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Put:
 
 
 class PutQueue:
-    """Unblocked by answers: each starts the next call."""
+    """Each response starts the next call."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -42,7 +42,7 @@ class PutQueue:
         self._calls: dict[asyncio.Task[None], Sequence[_Put]] = {}
 
     async def put(self, puts: Sequence[pb.GroupPut], deadline_seconds: float) -> Sequence[pb.PutResult]:
-        """One result for each, in order. Raises what the buffer says of these puts."""
+        """One result for each put, in order. Raises the buffer's error for these puts."""
         loop = asyncio.get_running_loop()
         put = _Put(put_request(puts), len(puts), loop.time() + deadline_seconds, loop.create_future())
         self._waiting.append(put)
@@ -50,7 +50,7 @@ class PutQueue:
         return await put.results
 
     async def close(self) -> None:
-        """Ends what is on its way; whoever waits for it is cancelled."""
+        """Cancels the calls and everyone who waits for them."""
         for put in self._waiting:
             put.results.cancel()
         self._waiting.clear()

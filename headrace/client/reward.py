@@ -1,8 +1,4 @@
-"""The reward service's client. A service that is being replaced at its address is waited for, until the deadline.
-
-One loop asks for scores (`score_until`): a call that fails is made again until the deadline, and so is an item, once,
-whose own error is retryable.
-"""
+"""The reward service's client. It waits until the deadline for a service that is being replaced at its address."""
 
 from __future__ import annotations
 
@@ -25,8 +21,6 @@ from headrace.wire.limits import MAX_SCORE_ITEMS_PER_CALL
 
 @dataclass(frozen=True, slots=True)
 class ScorerInfo:
-    """A scorer that a service has."""
-
     name: str
     version: str
     description: str
@@ -34,8 +28,6 @@ class ScorerInfo:
 
 
 class RewardClient:
-    """Asks one reward service."""
-
     def __init__(self, address: str) -> None:
         self._channel = connect(address)
         self._peer = f"the reward service at {address}"
@@ -44,9 +36,9 @@ class RewardClient:
     async def score(
         self, items: Sequence[ScoreItem], scorer: str | None = None, *, deadline_seconds: float
     ) -> list[Judgement]:
-        """One judgement an item, in order; items with a retryable error are tried once more.
+        """One judgement an item, in order; items with a retryable error are scored once more.
 
-        Raises NotFound for an unknown `scorer`, and what `call` raises when the service cannot be had in time.
+        Raises NotFound for an unknown `scorer`, and what `call` raises when the service does not answer in time.
         """
         end = time.monotonic() + deadline_seconds
 
@@ -66,14 +58,13 @@ class RewardClient:
         return [unpack_result(result) for result in reply.results]
 
     async def list_scorers(self, *, deadline_seconds: float = 10.0) -> list[ScorerInfo]:
-        """The scorers there are, by name."""
+        """Lists the service's scorers, ordered by name."""
         reply = await call(
             self._stub.ListScorers, pb.ListScorersRequest(), deadline_seconds=deadline_seconds, peer=self._peer
         )
         return [ScorerInfo(s.name, s.version, s.description, s.is_default) for s in reply.scorers]
 
     async def close(self) -> None:
-        """Ends the channel."""
         await self._channel.close(None)
 
     async def __aenter__(self) -> RewardClient:
@@ -84,29 +75,23 @@ class RewardClient:
     ) -> None:
         await self.close()
 
-
-async def score_until(
-    end: float,
-    items: Sequence[ScoreItem],
-    ask: Callable[[Sequence[ScoreItem], float], Awaitable[Sequence[Judgement]]],
-    may_help: Callable[[HeadraceError], bool],
-) -> list[Judgement]:
-    """One judgement an item, in order, from `ask(some items, seconds left)`.
-
-    Raises the last error when `time.monotonic()` reaches `end`, and at once one for which `may_help` is False.
-    """
-    results: dict[int, Judgement] = {}
-    waiting = deque(range(len(items)))
-    while waiting:
-        some = [waiting.popleft() for _ in range(min(len(waiting), MAX_SCORE_ITEMS_PER_CALL))]
-        answers = await retry_until(end, partial(ask, [items[i] for i in some]), may_help)
-        for i, answer in zip(some, answers, strict=True):
-            if isinstance(answer, ScoreError) and answer.retryable and i not in results:
-                waiting.append(i)
-            results[i] = answer
-    return [results[i] for i in range(len(items))]
-
-
-def _may_help(error: HeadraceError) -> bool:
-    """A server may end a call before the caller's deadline; it remembers what it scored too slowly and answers next."""
-    return isinstance(error, Unavailable | ResourceExhausted | DeadlineExceeded)
+    async def _ask(self, items: Sequence[ScoreItem], scorer: str | None, end: float) -> list[Judgement]:
+        request = pb.ScoreRequest(items=[item.pack() for item in items], scorer=scorer or "")
+        while True:
+            try:
+                reply = await call(self._stub.Score, request, deadline_seconds=end - time.monotonic(), peer=self._peer)
+                break
+            except ResourceExhausted as full:
+                pause = pause_seconds(full, _BACKOFF_SECONDS)
+                if time.monotonic() + pause >= end:
+                    raise
+                await asyncio.sleep(pause)
+            except DeadlineExceeded:
+                if time.monotonic() >= end:
+                    raise
+                # The server ends a call earlier than we would. What it graded too slowly it remembers and answers next.
+        if [result.item_id for result in reply.results] != [item.item_id for item in items]:
+            raise Internal(
+                f"the reward service returned {len(reply.results)} results for {len(items)} items, or in another order"
+            )
+        return [unpack_result(result) for result in reply.results]

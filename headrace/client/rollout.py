@@ -1,4 +1,4 @@
-"""The rollout service's client: a method for each call, plain arguments, the server's errors, deadlines."""
+"""The rollout service's client: one method for each call, with plain arguments, the server's errors and deadlines."""
 
 from __future__ import annotations
 
@@ -35,15 +35,14 @@ class RolloutClient:
         await self.close()
 
     async def close(self) -> None:
-        """Ends its connections."""
         await self._channel.close(None)
 
-    # Asking and judging the policy
+    # Sampling and evaluating the policy
 
     async def generate(
         self, request: pb.GenerateRequest, *, deadline_seconds: float = 600.0
     ) -> AsyncIterator[pb.GenerateResponse]:
-        """Text as it is made; the last message has status and policy ranges."""
+        """Yields text as it is generated; the last message has the status and the policy ranges."""
         async for reply in stream(self._stub.Generate, request, deadline_seconds=deadline_seconds, peer=self._peer):
             yield reply
 
@@ -55,7 +54,7 @@ class RolloutClient:
         deadline_seconds: float = 3600.0,
         progress: Callable[[int, int], None] | None = None,
     ) -> Sequence[pb.EvalResult]:
-        """One result for each data set. `progress` hears (samples done, samples in all)."""
+        """One result for each data set. `progress` is called with (finished samples, all samples)."""
         results: Sequence[pb.EvalResult] = ()
         async for reply in self.watch_evaluation(evaluation_id, datasets, deadline_seconds=deadline_seconds):
             if progress:
@@ -73,13 +72,13 @@ class RolloutClient:
         return_samples: bool = False,
         deadline_seconds: float = 3600.0,
     ) -> AsyncIterator[pb.EvaluateResponse]:
-        """Progress, with the samples where asked; the last message has the results."""
+        """Yields progress, and the samples if requested; the last message has the results."""
         request = pb.EvaluateRequest(evaluation_id=evaluation_id, datasets=datasets, return_samples=return_samples)
         async for reply in stream(self._stub.Evaluate, request, deadline_seconds=deadline_seconds, peer=self._peer):
             yield reply
 
     async def get_fleet(self, *, deadline_seconds: float | None = None) -> pb.GetFleetResponse:
-        """Engines, router and production as they are."""
+        """State of the engines, the router and production."""
         reply: pb.GetFleetResponse = await self._call(self._stub.GetFleet, pb.GetFleetRequest(), deadline_seconds)
         return reply
 
@@ -109,29 +108,30 @@ class RolloutClient:
         canary: pb.Canary | None = None,
         deadline_seconds: float,
     ) -> pb.CommitPublishResponse:
-        """The version is served. Raises ChecksumMismatch, PublicationAborted."""
+        """Commits the publication: from then on its version is served. Raises ChecksumMismatch, PublicationAborted."""
         expected = [pb.EngineChecksum(name=name, checksum=checksum) for name, checksum in checksums.items()]
         request = pb.CommitPublishRequest(publication_id=publication_id, engine_checksums=expected, canary=canary)
         reply: pb.CommitPublishResponse = await self._call(self._stub.CommitPublish, request, deadline_seconds)
         return reply
 
     async def abort_publish(self, publication_id: str, reason: str) -> None:
-        """Gives it up; nothing happens when it has ended."""
+        """Aborts the publication; does nothing when it has ended."""
         await self._call(self._stub.AbortPublish, pb.AbortPublishRequest(publication_id=publication_id, reason=reason))
 
     # Production
 
     async def pause_production(self) -> int:
-        """Producers lease no more; returns the samples that still finish."""
+        """Stops producers from leasing groups; returns the number of samples that still finish."""
         reply: pb.PauseProductionResponse = await self._call(self._stub.PauseProduction, pb.PauseProductionRequest())
         return reply.samples_in_flight
 
     async def resume_production(self) -> None:
-        """Producers go on."""
         await self._call(self._stub.ResumeProduction, pb.ResumeProductionRequest())
 
     async def set_reward(self, *, address: str | None = None, scorer: str | None = None) -> pb.SetRewardResponse:
-        """Who judges from the next sample on; None leaves as it is, an empty scorer is the service's default."""
+        """Changes the reward service or the scorer from the next sample on. None keeps the current one, and an empty
+        scorer means the service's default.
+        """
         reply: pb.SetRewardResponse = await self._call(
             self._stub.SetReward, pb.SetRewardRequest(address=address, scorer=scorer)
         )

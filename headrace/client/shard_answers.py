@@ -1,4 +1,4 @@
-"""What several shards say, as if one buffer had said it."""
+"""Joins the responses of several shards into the response that one buffer would give."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ _SHARED = ("max_payload_bytes", "max_queued_groups")
 
 
 def share_of(config: pb.StreamConfig, shard: int, num_shards: int) -> pb.StreamConfig:
-    """The shard's part: every step's batch is cut as evenly as it goes. Raises InvalidArgument for too small steps."""
+    """The shard's part of a stream: every step's batch is divided as evenly as possible. Raises InvalidArgument for too
+    small steps.
+    """
     if config.groups_per_step < num_shards:
         raise InvalidArgument(
             f"groups_per_step {config.groups_per_step} of {config.name} is less than the {num_shards} shards: "
@@ -31,7 +33,7 @@ def share_of(config: pb.StreamConfig, shard: int, num_shards: int) -> pb.StreamC
 
 
 def merged_config(shares: Sequence[pb.StreamConfig]) -> pb.StreamConfig:
-    """The whole of which these are the shares."""
+    """The inverse of `share_of`."""
     whole = pb.StreamConfig()
     whole.CopyFrom(shares[0])
     whole.ClearField("shard")
@@ -48,7 +50,7 @@ def batch_digest(parts: Sequence[pb.LeaseBatchResponse]) -> bytes:
 
 
 def merged_batch(parts: Sequence[pb.LeaseBatchResponse]) -> pb.LeaseBatchResponse:
-    """Ready when all parts are, in the order of the shards."""
+    """The groups in the order of the shards; ready only when all parts are."""
     groups_ready = sum(part.groups_ready for part in parts)
     if not all(part.ready for part in parts):
         return pb.LeaseBatchResponse(ready=False, groups_ready=groups_ready)
@@ -57,7 +59,7 @@ def merged_batch(parts: Sequence[pb.LeaseBatchResponse]) -> pb.LeaseBatchRespons
 
 
 def merged_stats(parts: Sequence[pb.StreamStats]) -> pb.StreamStats:
-    """Counts are sums; the trainer's position is that of the shard that is least far."""
+    """Adds the counts; the trainer's position is the lowest of all shards."""
     merged = pb.StreamStats(
         stream=parts[0].stream,
         payload_bytes=sum(part.payload_bytes for part in parts),
@@ -80,7 +82,7 @@ def merged_stats(parts: Sequence[pb.StreamStats]) -> pb.StreamStats:
 
 
 def _merged_production(parts: Sequence[pb.Production]) -> pb.Production:
-    """Sums; of a reason that several shards have, the example of the shard with most of it."""
+    """Adds the counts; the example of a reason comes from the shard that has most of it."""
     failures: dict[str, pb.FailureCount] = {}
     for one in sorted((f for part in parts for f in part.failures), key=lambda f: -f.num_samples):
         failures.setdefault(one.reason, pb.FailureCount(reason=one.reason, example=one.example, group_id=one.group_id))
@@ -98,7 +100,7 @@ def _merged_production(parts: Sequence[pb.Production]) -> pb.Production:
 
 
 def _merged_source(parts: Sequence[pb.SourceStats]) -> pb.SourceStats:
-    """Every shard walks the whole file: how far it is, is told by the one that is furthest."""
+    """Every shard reads the whole file, so the progress is that of the shard that has read furthest."""
     return pb.SourceStats(
         name=parts[0].name,
         weight=parts[0].weight,

@@ -1,4 +1,4 @@
-"""Which shard a group, a lease or a prompt belongs to, and what is made of the answers of some of the shards."""
+"""Finds the shard of a group, a lease or a prompt, and decides what follows from partial answers of the shards."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _Answer = TypeVar("_Answer")
 
 
 def shard_of_group(group_id: str, num_shards: int) -> int:
-    """By the group's number. Raises NotFound for what is no group's id."""
+    """The group's number modulo `num_shards`. Raises NotFound when the id has no number."""
     number = group_id.rpartition("/")[2]
     if not number.isdecimal():
-        raise NotFound(f"there is no group {group_id}")
+        raise NotFound(f"there is no group {group_id}: a group's id ends with /NUMBER")
     return int(number) % num_shards
 
 
 def grouped(shards: Iterable[int]) -> dict[int, list[int]]:
-    """Shard → indices of what is its own."""
+    """Maps a shard to the indices of its items."""
     parts: dict[int, list[int]] = {}
     for i, k in enumerate(shards):
         parts.setdefault(k, []).append(i)
@@ -35,13 +35,15 @@ def group_of_lease(lease_id: str) -> str:
 
 
 def shard_of_prompt(prompt: sample_pb2.Prompt, num_shards: int) -> int:
-    """By a hash of its id: the same for a prompt that is submitted again."""
+    """A hash of its id chooses the shard, so a prompt that is submitted again gets the same one."""
     digest = hashlib.sha256(prompt.prompt_id.encode()).digest()
     return int.from_bytes(digest[:8], "big") % num_shards
 
 
 def answers_that_came(found: Sequence[_Answer | BaseException], *, least: int) -> list[_Answer]:
-    """Those that came. Raises what was raised when they are fewer than `least`, or when it is no sign of absence."""
+    """The answers without the errors. Raises an error when there are fewer than `least` answers, or when one of the
+    errors is not a sign of a missing shard.
+    """
     answers: list[_Answer] = []
     errors: list[BaseException] = []
     for each in found:
@@ -56,6 +58,8 @@ def answers_that_came(found: Sequence[_Answer | BaseException], *, least: int) -
 
 
 def soonest_reason(reasons: Sequence[pb.NoLeaseReason.ValueType]) -> pb.NoLeaseReason.ValueType:
-    """What holds back the shard that would give soonest: EXHAUSTED only when all are. UNSPECIFIED for none."""
+    """The reason of the shard that may lease soonest: EXHAUSTED only when all say so, UNSPECIFIED when none gives a
+    reason.
+    """
     told = sorted(set(reasons) - {pb.NO_LEASE_REASON_UNSPECIFIED}, key=lambda r: r == pb.NO_LEASE_REASON_EXHAUSTED)
     return told[0] if told else pb.NO_LEASE_REASON_UNSPECIFIED

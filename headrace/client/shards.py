@@ -1,9 +1,8 @@
 """One ledger in several buffers: shard k of N has every group whose number is k modulo N.
 
-Every shard has its own producers' share, batches, journal and disk; a step's batch is the shards' batches one after
-the other, so it is as deterministic as they are, and nothing has to be agreed between shards. A shard that is down
-keeps its groups to itself until it is back: leases come from the others, a batch waits for all.
-
+Every shard has its own producers' share, batches, journal and disk. A step's batch is the shards' batches one after the
+other, so it is as deterministic as they are, and shards need not agree on anything. The groups of a shard that is down
+wait until it is back: leases come from the other shards, and a batch waits for all of them.
 Positions of the history belong to a shard: `watch` can be read from the beginning only; `shards` are for resuming.
 """
 
@@ -38,11 +37,13 @@ _MAX_REWINDS = 8
 
 
 class ShardedBuffer(Buffer):
-    """`BufferClient`'s methods over all shards. The addresses' order is the shards' order, for ever."""
+    """`BufferClient`'s methods over all shards. The order of the addresses is the order of the shards and must never
+    change.
+    """
 
     def __init__(self, addresses: Sequence[str], *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> None:
         if len(set(addresses)) != len(addresses):
-            raise InvalidArgument(f"an address comes twice among the shards {list(addresses)}")
+            raise InvalidArgument(f"the shards {list(addresses)} have an address twice: give each shard its own")
         self.shards = [BufferClient(address, deadline_seconds=deadline_seconds) for address in addresses]
         self._leasing = [BufferClient(address, deadline_seconds=_LEASE_DEADLINE_SECONDS) for address in addresses]
         self._unanswered: dict[tuple[str, int], str] = {}
@@ -50,7 +51,6 @@ class ShardedBuffer(Buffer):
         self._turn = 0
 
     async def close(self) -> None:
-        """Ends its connections."""
         await asyncio.gather(*(client.close() for client in (*self.shards, *self._leasing)))
 
     # Streams and prompts
@@ -62,11 +62,11 @@ class ShardedBuffer(Buffer):
         return pb.CreateStreamResponse(config=merged_config([r.config for r in replies]), created=created)
 
     async def delete_stream(self, stream: str, *, force: bool = False) -> bool:
-        """From every shard; refused where one of them refuses it."""
+        """Deletes the stream on every shard. Raises when one of them refuses."""
         return any(await self._all(lambda _, shard: shard.delete_stream(stream, force=force)))
 
     async def list_streams(self) -> Sequence[pb.StreamConfig]:
-        """As they were asked for."""
+        """Configs with the shards' shares added up, ordered by name."""
         by_name: dict[str, list[pb.StreamConfig]] = {}
         for configs in await self._all(lambda _, shard: shard.list_streams()):
             for config in configs:
@@ -74,7 +74,7 @@ class ShardedBuffer(Buffer):
         return [merged_config(configs) for _, configs in sorted(by_name.items())]
 
     async def submit_prompts(self, stream: str, prompts: Sequence[sample_pb2.Prompt]) -> Sequence[str]:
-        """A prompt's id chooses its shard. Each shard's part is kept whole or not at all."""
+        """A prompt's id chooses its shard. Each shard's part is stored whole or not at all."""
 
         async def submit(k: int, some: Sequence[sample_pb2.Prompt]) -> Sequence[str]:
             return await self.shards[k].submit_prompts(stream, some)
@@ -92,7 +92,7 @@ class ShardedBuffer(Buffer):
         wait_seconds: float = 0.0,
         request_id: str | None = None,
     ) -> pb.LeaseGroupsResponse:
-        """From the shards in turn, as evenly as they can give; a shard that does not answer is passed over."""
+        """Leases from all shards as evenly as they have groups, and skips a shard that does not answer."""
         end = asyncio.get_running_loop().time() + wait_seconds
         for attempt in count():
             request = request_id or uuid.uuid4().hex
@@ -108,7 +108,7 @@ class ShardedBuffer(Buffer):
     async def _lease_once(
         self, stream: str, producer_id: str, max_groups: int, request_id: str
     ) -> list[pb.LeaseGroupsResponse]:
-        """Every shard is asked for its even share; the remainder goes round."""
+        """Asks every shard for its even share; a different shard gets the remainder each time."""
         num_shards, self._turn = len(self.shards), self._turn + 1
 
         async def lease(k: int) -> pb.LeaseGroupsResponse:
@@ -123,14 +123,14 @@ class ShardedBuffer(Buffer):
     async def _lease_from(
         self, k: int, stream: str, producer_id: str, share: int, request_id: str
     ) -> pb.LeaseGroupsResponse:
-        """A request that got no answer is made again before a new one: its leases may be waiting for us."""
+        """Repeats an unanswered request before a new one is sent, because it may have been granted."""
         request = self._unanswered.setdefault((stream, k), request_id)
         reply = await self._leasing[k].lease_groups(stream, producer_id, share, request_id=request)
         del self._unanswered[stream, k]
         return reply
 
     async def renew_leases(self, lease_ids: Sequence[str]) -> pb.RenewLeasesResponse:
-        """Those of a shard that is down are in neither list: it gives them their full time when it is back."""
+        """Leases of a shard that is down are in neither list: they get their full time when it is back."""
         parts = self._parts(lease_ids, group_of_lease)
         found = await asyncio.gather(
             *(self._leasing[k].renew_leases([lease_ids[i] for i in part]) for k, part in parts.items()),
@@ -143,12 +143,11 @@ class ShardedBuffer(Buffer):
         return merged
 
     async def release_leases(self, releases: Sequence[pb.LeaseRelease]) -> None:
-        """Groups go back unfinished."""
         parts = self._parts(releases, lambda release: group_of_lease(release.lease_id))
         await asyncio.gather(*(self.shards[k].release_leases([releases[i] for i in part]) for k, part in parts.items()))
 
     async def put_groups(self, puts: Sequence[pb.GroupPut]) -> Sequence[pb.PutResult]:
-        """Each shard's part is kept whole or not at all; a put that is made again is a duplicate where it was kept."""
+        """Each shard's part is stored whole or not at all; a repeated put is a duplicate where it was stored."""
 
         async def put(k: int, some: Sequence[pb.GroupPut]) -> Sequence[pb.PutResult]:
             return await self.shards[k].put_groups(some)
@@ -158,7 +157,7 @@ class ShardedBuffer(Buffer):
     async def retry_groups(
         self, stream: str, group_ids: Sequence[str] = (), *, request_id: str | None = None
     ) -> pb.RetryGroupsResponse:
-        """Each shard's part is queued again whole or not at all; without ids every shard's."""
+        """Each shard's part is queued again whole or not at all; without ids every shard retries."""
         request, parts = request_id or uuid.uuid4().hex, self._parts(group_ids, lambda group_id: group_id)
         asked = parts if group_ids else dict.fromkeys(range(len(self.shards)), ())
         replies = await asyncio.gather(
@@ -190,7 +189,7 @@ class ShardedBuffer(Buffer):
     # The trainer
 
     async def rewind(self, stream: str, step: int, *, request_id: str | None = None) -> pb.RewindResponse:
-        """One epoch for all shards: where they differ, because a rewind was cut short, a higher one is opened."""
+        """Opens one epoch for all shards. When they differ, because a rewind was interrupted, it opens a higher one."""
         request, least, num_groups = request_id or uuid.uuid4().hex, 0, 0
         for attempt in range(_MAX_REWINDS):
             name = f"{request}/{attempt}"
@@ -217,7 +216,7 @@ class ShardedBuffer(Buffer):
     async def fetch_samples(
         self, stream: str, sample_ids: Sequence[str], *, deadline_seconds: float | None = None
     ) -> list[sample_pb2.Sample]:
-        """Every shard is asked for all of them and answers those it has."""
+        """Asks every shard for all samples; each returns those that it has."""
         parts = await self._all(
             lambda _, shard: shard.fetch_samples(
                 stream, sample_ids, deadline_seconds=deadline_seconds, skip_unknown=True
@@ -229,25 +228,25 @@ class ShardedBuffer(Buffer):
         return [found[sample_id] for sample_id in sample_ids]
 
     async def consume(self, stream: str, epoch: int, step: int, digest: bytes) -> int:
-        """The digest is the whole batch's; every shard is told its own part's."""
+        """`digest` covers the whole batch; every shard gets the digest of its own part."""
         parts = await self._all(lambda _, shard: shard.try_lease_batch(stream, epoch, step))
         if not all(part.ready for part in parts):
-            raise FailedPrecondition(f"step {step} of {stream} has no batch yet: lease_batch gives it one")
+            raise FailedPrecondition(f"step {step} of {stream} has no batch yet: call lease_batch first")
         if batch_digest(parts) != digest:
             raise FailedPrecondition(
                 f"step {step} of {stream} has the batch {batch_digest(parts).hex()[:16]}…, not {digest.hex()[:16]}…: "
-                "train on what lease_batch answered",
+                "train on the batch that lease_batch returned",
                 reason="OTHER_BATCH",
             )
         steps = await self._all(lambda k, shard: shard.consume(stream, epoch, step, parts[k].digest))
         return min(steps)
 
     async def commit(self, stream: str, epoch: int, step: int) -> int:
-        """Groups committed, over all shards."""
+        """Returns the groups committed on all shards."""
         return sum(await self._all(lambda _, shard: shard.commit(stream, epoch, step)))
 
     async def set_policy_version(self, stream: str, epoch: int, policy_version: int) -> int:
-        """Groups that expired, over all shards."""
+        """Returns the groups that expired on all shards."""
         return sum(await self._all(lambda _, shard: shard.set_policy_version(stream, epoch, policy_version)))
 
     # Readers
@@ -255,10 +254,10 @@ class ShardedBuffer(Buffer):
     async def watch(
         self, stream: str, from_position: int = 0, *, deadline_seconds: float | None = None
     ) -> AsyncIterator[pb.LedgerEvent]:
-        """All shards' histories as they come. `position` is the shard's own."""
+        """Merges all shards' histories in the order of arrival. `position` is the shard's own."""
         if from_position > 1:
             raise InvalidArgument(
-                f"position {from_position} is a shard's own: watch one of `shards` to go on from it, or from 0"
+                f"position {from_position} belongs to one shard: watch that one of `shards` from there, or all from 0"
             )
         events: asyncio.Queue[pb.LedgerEvent] = asyncio.Queue(maxsize=1_000)
 
@@ -290,7 +289,7 @@ class ShardedBuffer(Buffer):
         page_token: str = "",
         group_ids: Sequence[str] = (),
     ) -> pb.ListGroupsResponse:
-        """Page by page through one shard after the other; newest change first inside of a shard."""
+        """Pages through one shard after the other; newest change first within a shard."""
         if group_ids:
             parts = self._parts(group_ids, lambda group_id: group_id)
             replies = [
@@ -308,11 +307,11 @@ class ShardedBuffer(Buffer):
         return page
 
     async def stats(self, stream: str) -> pb.StreamStats:
-        """Sums, and of positions the one that is least far."""
+        """Adds the counts; positions are the lowest of all shards."""
         return merged_stats(await self._all(lambda _, shard: shard.stats(stream)))
 
     async def damage(self) -> Sequence[pb.Damage]:
-        """Of all shards."""
+        """The damage of all shards."""
         return [one for found in await self._all(lambda _, shard: shard.damage()) for one in found]
 
     # Routing
@@ -324,7 +323,7 @@ class ShardedBuffer(Buffer):
         return shard_of_group(group_id, len(self.shards))
 
     def _parts(self, items: Sequence[Any], group_of: Callable[[Any], str]) -> Mapping[int, list[int]]:
-        """Shard → indices of its items."""
+        """Maps a shard to the indices of its items."""
         return grouped(self._shard_of(group_of(item)) for item in items)
 
     async def _routed(

@@ -1,4 +1,4 @@
-"""The trainer's client: where the loop is, its progress, and steering it."""
+"""The trainer's client: reads the loop's state and progress, and controls it."""
 
 from __future__ import annotations
 
@@ -38,31 +38,29 @@ class TrainerClient:
         await self.close()
 
     async def close(self) -> None:
-        """Ends its connections."""
         await self._channel.close(None)
 
     async def status(self) -> pb.GetStatusResponse:
-        """Where the loop is."""
+        """State of the training loop."""
         reply: pb.GetStatusResponse = await self._call(self._stub.GetStatus, pb.GetStatusRequest())
         return reply
 
     async def watch_progress(self, from_step: int = 0) -> AsyncIterator[pb.WatchProgressResponse]:
-        """Every finished step from `from_step` on, then live until the run ends. Watch again after a disconnect."""
+        """Yields every finished step from `from_step` on until the run ends. Watch again after a disconnect."""
         request = pb.WatchProgressRequest(from_step=from_step)
         async for reply in stream(self._stub.WatchProgress, request, deadline_seconds=None, peer=self._peer):
             yield reply
 
     async def pause(self) -> int:
-        """Holds the loop; returns the step it stops before."""
+        """Pauses the loop; returns the step that it stops before."""
         reply: pb.PauseResponse = await self._call(self._stub.Pause, pb.PauseRequest())
         return reply.step
 
     async def resume(self) -> None:
-        """Lets the loop go on."""
         await self._call(self._stub.Resume, pb.ResumeRequest())
 
     async def save_checkpoint(self, *, request_id: str | None = None) -> pb.SaveCheckpointResponse:
-        """Answers when the checkpoint is safe."""
+        """Returns when the checkpoint is durable."""
         request = pb.SaveCheckpointRequest(request_id=request_id or uuid.uuid4().hex)
         reply: pb.SaveCheckpointResponse = await self._call(self._stub.SaveCheckpoint, request, _LONG_DEADLINE_SECONDS)
         return reply
@@ -74,7 +72,7 @@ class TrainerClient:
         return reply
 
     async def stop(self) -> int:
-        """The run saves and ends; returns the step it stops before."""
+        """Asks the run to save and end; returns the step that it stops before."""
         reply: pb.StopResponse = await self._call(self._stub.Stop, pb.StopRequest())
         return reply.step
 

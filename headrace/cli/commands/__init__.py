@@ -1,1 +1,1 @@
-"""The commands of `headrace`, one a file: arguments in, an exit code out."""
+"""The commands of `headrace`, one in each file. In: arguments. Out: an exit code."""

@@ -1,4 +1,4 @@
-"""`headrace audit [RUN]`: the ledger against itself and against the trainer's own record of what every step was fed.
+"""`headrace audit [RUN]`: compares the ledger with itself and with the trainer's own record of what every step was fed.
 
 A run that has ended is read by starting its buffer once more over its folder; a run that lives is asked.
 """
@@ -28,7 +28,7 @@ _TIMEOUT_SECONDS = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """A verdict and what it was made of."""
+    """A verdict and the amounts it was made from."""
 
     verdict: Verdict
     num_events: int
@@ -39,17 +39,17 @@ class Audit:
 
 
 def audit(argv: Sequence[str]) -> int:
-    """0: nothing was found. 1: something was, or nothing could be audited (stderr says why)."""
+    """Returns 0 when nothing was found; 1 when something was, or when nothing could be audited (stderr says why)."""
     parser = argparse.ArgumentParser(
         prog="headrace audit",
-        description="Holds the ledger's history against itself and against trained.jsonl. Exit code 0: clean; 1: "
+        description="Compares the ledger's history with itself and with trained.jsonl. Exit code 0: clean; 1: "
         "stdout has findings, or stderr says why nothing could be audited; 2: a mistake in the command.",
     )
     add_run_argument(parser)
     parser.add_argument("--stream", default="train")
     parser.add_argument("--deep", action="store_true", help="also read every payload that the ledger still has")
     parser.add_argument(
-        "--timeout-seconds", type=_seconds, default=_TIMEOUT_SECONDS, help="how long a buffer may be silent (20)"
+        "--timeout-seconds", type=_seconds, default=_TIMEOUT_SECONDS, help="how long to wait for a silent buffer (20)"
     )
     args = parser.parse_intermixed_args(argv)
     found = asyncio.run(audited(find_run(args.run), args.stream, args.timeout_seconds, deep=args.deep))
@@ -101,8 +101,8 @@ def _record_of(record_file: Path, ledgers: Sequence[Ledger]) -> Record:
     consumed = sorted({step for ledger in ledgers for step, used in ledger.replay.steps.used.items() if used})
     if not record_file.is_file() and consumed:
         raise NotFound(
-            f"{record_file} is not there, and the ledger says that the steps {consumed[0]} to {consumed[-1]} were "
-            "trained: without the trainer's record nothing can be audited; look for the file"
+            f"{record_file} does not exist, and the ledger says that the steps {consumed[0]} to {consumed[-1]} were "
+            "trained: without the trainer's record nothing can be audited; restore the file"
         )
     record = read_record(record_file)
     if not consumed and not record.lines and not record.findings:
@@ -114,7 +114,7 @@ def _record_of(record_file: Path, ledgers: Sequence[Ledger]) -> Record:
 
 
 def described(found: Audit) -> str:
-    """`lost, doubled, unaccounted: 0 0 0`, and what there is beyond it, one finding a line."""
+    """The line `lost, doubled, unaccounted: 0 0 0`, and one line for each finding."""
     verdict = found.verdict
     lists = {"lost": verdict.lost, "doubled": verdict.doubled, "unaccounted": verdict.unaccounted}
     payloads = "" if found.num_payloads is None else f"; {found.num_payloads} payloads are as they were put"
@@ -132,5 +132,5 @@ def described(found: Audit) -> str:
 def _seconds(text: str) -> float:
     seconds = float(text)
     if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
     return seconds

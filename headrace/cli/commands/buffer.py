@@ -29,7 +29,7 @@ _MAX_LISTED = 20
 
 
 def buffer(argv: Sequence[str]) -> int:
-    """Does one of them."""
+    """Runs the subcommand that the first word names."""
     if not argv or argv[0] in ("-h", "--help"):
         print(_overview())
         return 0
@@ -58,9 +58,13 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _delete_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("address", help="host:port of the buffer; of a sharded ledger all, with commas")
+    parser.add_argument(
+        "address", help="host:port of the buffer; for a sharded ledger all addresses, separated by commas"
+    )
     parser.add_argument("stream")
-    parser.add_argument("--force", action="store_true", help="also where groups are queued, leased, ready or consumed")
+    parser.add_argument(
+        "--force", action="store_true", help="delete also when groups are queued, leased, ready or consumed"
+    )
 
 
 def _backup(args: argparse.Namespace) -> int:
@@ -91,25 +95,25 @@ def _restore(args: argparse.Namespace) -> int:
 
 
 def _restored(backup: Path, ledger: Path) -> dict[str, Any]:
-    """What the restored ledger holds. Raises DataLoss when it cannot be read whole."""
+    """Restores the backup and returns what the new ledger holds. Raises DataLoss when it cannot be read whole."""
     store = restore_backup(backup, ledger).store
     command = [sys.executable, "-m", "services.buffer.verify", store, str(ledger)]
     verified = subprocess.run(command, capture_output=True, text=True, check=False)
     if not verified.stdout:
-        raise DataLoss(f"the backup {backup} makes no ledger that can be opened: {verified.stderr.strip()}")
+        raise DataLoss(f"the backup {backup} cannot be opened as a ledger: {verified.stderr.strip()}")
     there: dict[str, Any] = json.loads(verified.stdout.splitlines()[-1])
     if there["damaged"]:
         listed = "\n".join(there["damaged"][:_MAX_LISTED])
         raise DataLoss(
-            f"the backup {backup} was written and lacks {len(there['damaged'])} things that are damaged in the ledger "
-            f"itself; the rest is there:\n{listed}"
+            f"the backup {backup} lacks {len(there['damaged'])} records or payloads that are damaged in the ledger "
+            f"itself; it holds all others:\n{listed}"
         )
     return {**there, "store": store}
 
 
 def _delete_stream(args: argparse.Namespace) -> int:
     deleted = asyncio.run(_deleted(args.address, args.stream, args.force))
-    print(f"{args.stream}: {'deleted' if deleted else 'was not there'}")
+    print(f"{args.stream}: {'deleted' if deleted else 'the buffer has no such stream'}")
     return 0
 
 
@@ -134,20 +138,18 @@ async def _exported(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """One of them."""
-
     run: Callable[[argparse.Namespace], int]
     add_arguments: Callable[[argparse.ArgumentParser], None]
     help: str
 
 
 _COMMANDS: Mapping[str, _Command] = {
-    "backup": _Command(_backup, _backup_arguments, "a consistent copy of a ledger that goes on serving"),
-    "restore": _Command(_restore, _restore_arguments, "a ledger's folder from a backup, opened and read to the end"),
-    "export": _Command(_export, _export_arguments, "one row a sample, for DuckDB, pandas and offline training"),
-    "retry": _Command(retry.run, retry.add_arguments, "FAILED groups go back to producers, their attempts start again"),
-    "drop": _Command(drop.run, drop.add_arguments, "groups that shall never be trained are taken out"),
-    "delete-stream": _Command(_delete_stream, _delete_arguments, "a stream with its groups, samples and columns"),
+    "backup": _Command(_backup, _backup_arguments, "write a consistent copy of a live ledger"),
+    "restore": _Command(_restore, _restore_arguments, "make a ledger's folder from a backup, and verify all of it"),
+    "export": _Command(_export, _export_arguments, "write Parquet with one row for each sample"),
+    "retry": _Command(retry.run, retry.add_arguments, "queue FAILED groups again, with all of their attempts"),
+    "drop": _Command(drop.run, drop.add_arguments, "drop groups, so that they are never trained"),
+    "delete-stream": _Command(_delete_stream, _delete_arguments, "delete a stream with groups, samples and columns"),
 }
 
 

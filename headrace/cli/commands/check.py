@@ -19,16 +19,16 @@ from headrace.preflight.process import READ_SECONDS
 _USAGE = """usage: headrace check [JOB.toml] [--fast] [--elsewhere] [flags]
        headrace check hook PATH [--kind KIND] [--job JOB.toml]
 
-  --fast       without what needs the tokenizer: the first prompt as the model sees it, lengths; prompts are read for
-               2 s at most, else for 20 s
-  --elsewhere  the job is for another machine: files and GPUs that are not here are named, and refuse nothing
+  --fast       skips what needs the tokenizer (the first prompt as the model sees it, lengths) and reads prompts for 2 s
+               at most instead of 20 s
+  --elsewhere  the job is for another machine: missing files and GPUs are listed, and do not refuse the job
 """
 _REFUSED_EXIT_CODE = 2
 _FAST_READ_SECONDS = 2.0
 
 
 def check(argv: Sequence[str]) -> int:
-    """Prints the plan and what every service found. 2 where one of them refuses, with a sentence that says why."""
+    """Prints the plan and what every service found. Returns 2 when a service refuses the job, with its sentence."""
     if argv and argv[0] == "hook":
         return check_hook(argv[1:])
     if not argv or wants_help(argv):

@@ -18,12 +18,12 @@ from headrace.rpc.log import drop_logs
 
 
 def check_hook(argv: Sequence[str]) -> int:
-    """1 where something failed."""
+    """Returns 1 when something failed."""
     parser = argparse.ArgumentParser(prog="headrace check hook", description="Loads a hook and tries it on samples.")
     parser.add_argument("path", help="pkg.mod.fn or file.py:fn; file.py tries every function in it that is a hook")
-    parser.add_argument("--kind", choices=KINDS, help="what it is; absent: told from its arguments")
-    parser.add_argument("--job", type=Path, help="its args are this job's; absent: those of a job with every default")
-    parser.add_argument("--reward-model-path", help="folder that a reward class is made with; absent: the job's")
+    parser.add_argument("--kind", choices=KINDS, help="kind of the hook (default: recognized by its arguments)")
+    parser.add_argument("--job", type=Path, help="job whose values the hook gets (default: a job with every default)")
+    parser.add_argument("--reward-model-path", help="folder for a reward class (default: the job's)")
     args = parser.parse_args(argv)
     drop_logs()
     return max(_tried(path, args) for path in _paths(args.path))
@@ -45,10 +45,10 @@ def _job_args(job: Path | None) -> HookArgs | None:
 
 
 def _paths(path: str) -> list[str]:
-    """Of a file without a function, everything in it that some flag could mean."""
+    """The path itself; for a file without a function, every function and class in it that a flag could name."""
     if not path.endswith(".py") or not Path(path).is_file():
         return [path]
     found = [f"{path}:{name}" for name in hooks_of(Path(path))]
     if not found:
-        raise ConfigError(f"hook {path}: it defines no function or class that a flag could name")
+        raise ConfigError(f"hook {path}: the file defines no function or class that a flag could name")
     return found

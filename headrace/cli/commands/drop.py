@@ -1,4 +1,4 @@
-"""`headrace buffer drop [RUN]`: groups that shall never be trained are taken out, and others take their places."""
+"""`headrace buffer drop [RUN]`: drops groups so that they are never trained; batches with one of them are dissolved."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from headrace.client.port import Buffer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of the subcommand."""
     add_stream_arguments(parser)
-    parser.add_argument("--group", dest="groups", action="append", required=True, help="its id; repeatable")
-    parser.add_argument("--reason", required=True, help="why, for the history")
+    parser.add_argument(
+        "--group", dest="groups", action="append", required=True, help="id of a group to drop; repeatable"
+    )
+    parser.add_argument("--reason", required=True, help="reason, recorded in the history")
     parser.add_argument("--dry-run", action="store_true", help="show the groups, and change nothing")
 
 
 def run(args: argparse.Namespace) -> int:
-    """0, and what was done."""
     return run_on_buffer(_drop, args)
 
 
@@ -36,7 +36,7 @@ async def _described(buffer: Buffer, stream: str, group_ids: Sequence[str]) -> A
     lost = {damage.group_id for damage in await buffer.damage()}
     for group_id in group_ids:  # one by one: an answer may be too short for several large groups
         found = (await buffer.list_groups(stream, group_ids=[group_id])).groups
-        damaged = "its record is damaged" if group_id in lost else "is not there"
+        damaged = "its record is damaged" if group_id in lost else "the ledger has no such group"
         yield f"{group_id}  {_state(found[0]) if found else damaged}"
 
 

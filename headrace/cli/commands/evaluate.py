@@ -1,4 +1,4 @@
-"""`headrace eval [RUN] [--data NAME PATH]`: judges the policy that the engines serve now."""
+"""`headrace eval [RUN] [--data NAME PATH]`: evaluates the policy that the engines serve now."""
 
 from __future__ import annotations
 
@@ -10,22 +10,27 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
+from headrace.api.rollout.v1 import rollout_pb2
 from headrace.cli.runs import add_run_argument, address_of, find_run
+from headrace.client.rollout import RolloutClient
 from headrace.errors import InvalidArgument
 from headrace.job.eval_dataset import eval_dataset
-from headrace.rpc.call import stream
-from headrace.rpc.channel import connect
 
 _DEADLINE_SECONDS = 24 * 3600.0
 
 
 def evaluate(argv: Sequence[str]) -> int:
-    """Prints one line a data set."""
+    """Prints one line for each data set."""
     parser = argparse.ArgumentParser(prog="headrace eval")
     add_run_argument(parser)
-    parser.add_argument("--data", nargs=2, action="append", metavar=("NAME", "PATH"), help="instead of the job's")
-    parser.add_argument("--max-prompts", type=int, help="of each data set, from the first")
+    parser.add_argument(
+        "--data",
+        nargs=2,
+        action="append",
+        metavar=("NAME", "PATH"),
+        help="data set to evaluate, instead of the job's; repeatable",
+    )
+    parser.add_argument("--max-prompts", type=int, help="how many prompts of each data set to use, from its first")
     args = parser.parse_intermixed_args(argv)
     job = find_run(args.run).job()
     data = args.data or job.eval.eval_prompt_data
@@ -45,12 +50,11 @@ def evaluate(argv: Sequence[str]) -> int:
 
 async def _evaluate(address: str, datasets: list[rollout_pb2.EvalDataset]) -> list[rollout_pb2.EvalResult]:
     results: list[rollout_pb2.EvalResult] = []
-    request = rollout_pb2.EvaluateRequest(evaluation_id=uuid.uuid4().hex, datasets=datasets)
-    async with connect(address) as channel:
-        stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+    async with RolloutClient(address) as rollout:
         with Progress(transient=True) as progress:
             bar = progress.add_task("evaluating", total=None)
-            async for reply in stream(stub.Evaluate, request, deadline_seconds=_DEADLINE_SECONDS):
+            replies = rollout.watch_evaluation(uuid.uuid4().hex, datasets, deadline_seconds=_DEADLINE_SECONDS)
+            async for reply in replies:
                 progress.update(bar, completed=reply.done, total=reply.total)
                 results.extend(reply.results)
     return results

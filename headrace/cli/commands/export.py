@@ -22,14 +22,14 @@ from headrace.run_folder import RunFolder
 
 
 def export(argv: Sequence[str]) -> int:
-    """A run that lives exports its current weights after its step; one that has ended, those of a checkpoint."""
+    """Exports the current weights of a live run after its step, and a checkpoint's of a run that has ended."""
     parser = argparse.ArgumentParser(prog="headrace export")
-    parser.add_argument("folder", type=Path, help="must not exist or be empty")
+    parser.add_argument("folder", type=Path, help="where to write; must not exist or be empty")
     add_run_argument(parser)
     parser.add_argument(
-        "--step", type=count, help="of the checkpoint of this step; absent: the current or newest weights"
+        "--step", type=count, help="export this step's checkpoint (default: the current or newest weights)"
     )
-    parser.add_argument("--trainer-address", help="instead of a run")
+    parser.add_argument("--trainer-address", help="host:port of the trainer, instead of a run")
     args = parser.parse_intermixed_args(argv)
     if not args.trainer_address:
         run = find_run(args.run)
@@ -48,7 +48,7 @@ async def _export(address: str, folder: Path) -> trainer_pb2.ExportModelResponse
 
 
 def _of_checkpoint(run: RunFolder, step: int | None, folder: Path) -> int:
-    """One process reads it on CPUs: none of the run's services is needed, and no GPU."""
+    """One process reads the checkpoint on CPUs: it needs no GPU and none of the run's services."""
     found = checkpoints_of(run, run.job())
     if not found:
         raise NotFound(f"{run.path} has no checkpoint: nothing was saved before it ended")
@@ -65,6 +65,10 @@ def _of_checkpoint(run: RunFolder, step: int | None, folder: Path) -> int:
             check=False,
         )
     if done.returncode:
-        raise FailedPrecondition(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "it said nothing")
+        raise FailedPrecondition(
+            done.stderr.strip().splitlines()[-1]
+            if done.stderr.strip()
+            else "the export ended with an error and wrote no message"
+        )
     print(f"{folder}: weights of step {wanted}, from {found[wanted]}")
     return 0

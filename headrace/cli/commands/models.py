@@ -20,7 +20,7 @@ _SHORT = {
 
 
 def models(argv: Sequence[str]) -> int:
-    """Prints a line for each: name, model_type, parameters, layers, layout."""
+    """Prints a line for each preset: name, model_type, parameters, layers, layout."""
     argparse.ArgumentParser(prog="headrace models").parse_args(argv)
     listing = Table("model", "model_type", "parameters", "layers", "layout (arithmetic, not run)", box=None)
     for preset in PRESETS.values():

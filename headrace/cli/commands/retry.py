@@ -1,4 +1,4 @@
-"""`headrace buffer retry [RUN]`: what failed and why, and another try for it."""
+"""`headrace buffer retry [RUN]`: lists the reasons why groups failed, and queues those groups again."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _PAGE = 1_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of the subcommand."""
     add_stream_arguments(parser)
-    parser.add_argument("--group", dest="groups", action="append", default=[], help="only this one; repeatable")
+    parser.add_argument(
+        "--group", dest="groups", action="append", default=[], help="queue only the group with this id; repeatable"
+    )
     parser.add_argument("--dry-run", action="store_true", help="show what failed, and change nothing")
 
 
 def run(args: argparse.Namespace) -> int:
-    """0, and what was done."""
     return run_on_buffer(_retry, args)
 
 
@@ -33,7 +33,7 @@ async def _retry(buffer: Buffer, args: argparse.Namespace) -> int:
 
 
 async def _reasons(buffer: Buffer, stream: str) -> Counter[str]:
-    """How many groups failed, by reason and message."""
+    """Counts the groups that failed, by reason and message."""
     reasons, token = Counter[str](), ""
     while True:
         page = await buffer.list_groups(stream, [pb.GROUP_STATE_FAILED], page_size=_PAGE, page_token=token)

@@ -1,4 +1,4 @@
-"""`headrace samples [RUN]`: what the policy answered, while the run lives and after it has ended."""
+"""`headrace samples [RUN]`: what the policy generated, while the run lives and after it has ended."""
 
 from __future__ import annotations
 
@@ -27,26 +27,29 @@ from headrace.trajectory import Sample
 _WITH_PAYLOAD = (buffer_pb2.GROUP_STATE_READY, buffer_pb2.GROUP_STATE_CONSUMED)
 _MAX_LEDGER_GROUPS = 200
 _SAMPLES_AT_ONCE = 64
-_EPILOG = """Samples come from samples/ in the run's folder, where the trainer writes them step by step; while the run
-lives, also from its ledger, where they wait for their step. --sample-log-bytes bounds the folder."""
+_EPILOG = """Samples are read from samples/ in the run's folder, where the trainer writes them step by step, and while
+the run lives also from its ledger, where they wait to be trained. --sample-log-bytes bounds the folder."""
 
 
 def samples(argv: Sequence[str]) -> int:
     """Prints `-n` samples, newest step first."""
     parser = argparse.ArgumentParser(prog="headrace samples", epilog=_EPILOG)
     add_run_argument(parser)
-    parser.add_argument("-n", type=count, default=5, help="samples at most (5)")
-    parser.add_argument("--step", type=count, help="those that this step trained, counted from 1 as the console counts")
-    parser.add_argument("--group", type=text, help="those of one group, by its id")
-    parser.add_argument("--search", type=text, metavar="TEXT", help="those with TEXT in prompt or response")
+    parser.add_argument("-n", type=count, default=5, help="how many samples to show at most (5)")
+    parser.add_argument(
+        "--step", type=count, help="only samples that this step trained, counted from 1 as on the console"
+    )
+    parser.add_argument("--group", type=text, help="only samples of the group with this id")
+    parser.add_argument("--search", type=text, metavar="TEXT", help="only samples with TEXT in prompt or response")
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--best", action="store_true", help="highest reward first")
     order.add_argument("--worst", action="store_true", help="lowest reward first")
-    parser.add_argument("--failed", action="store_true", help="those that failed, and why")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parser.add_argument("--stream", type=text, default="train", help="of the ledger (train)")
+    parser.add_argument("--failed", action="store_true", help="only samples that failed, with the reason")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    parser.add_argument("--stream", type=text, default="train", help="stream of the ledger (train)")
     parser.add_argument(
-        "--buffer-address", help="the ledger alone, instead of a run; of a sharded one all, with commas"
+        "--buffer-address",
+        help="read only this ledger, instead of a run; for a sharded ledger all addresses, separated by commas",
     )
     args = parser.parse_intermixed_args(argv)
     folder = None if args.buffer_address else find_run(args.run)
@@ -94,12 +97,15 @@ def _held(address: str, args: argparse.Namespace, *, required: bool) -> list[Ans
     except Unavailable as error:
         if required:
             raise
-        print(f"headrace: only what was written: {error.message}", file=sys.stderr)
+        print(
+            f"headrace: the ledger cannot be read, so only samples in the run's folder are shown: {error.message}",
+            file=sys.stderr,
+        )
         return []
 
 
 async def _of_ledger(address: str, args: argparse.Namespace) -> list[Answer]:
-    """Of the groups that changed last; enough of them for the question."""
+    """Reads the groups that changed last, and stops when they are enough for the question."""
     await require_answer(address, "buffer")
     narrow = args.best or args.worst or args.search or args.step is not None or args.failed
     async with open_buffer(address) as buffer:
@@ -118,7 +124,7 @@ async def _of_ledger(address: str, args: argparse.Namespace) -> list[Answer]:
 
 
 async def _of_group(buffer: Buffer, stream: str, group: buffer_pb2.Group) -> list[Answer]:
-    """Empty when it was committed meanwhile."""
+    """The group's samples; empty when it was committed meanwhile."""
     step = group.step + 1 if group.HasField("step") else None
     ids = [envelope.sample_id for envelope in group.samples]
     found: list[Answer] = []
@@ -152,18 +158,18 @@ def _is_wanted(answer: Answer, args: argparse.Namespace) -> bool:
 
 
 def _notes(folder: RunFolder | None, found: Sequence[Answer], args: argparse.Namespace) -> Iterator[str]:
-    """What else there is, or why there is nothing."""
+    """Lines that say what else there is, or why nothing was found."""
     if folder is None:
         if not found:
-            yield "the ledger holds no such sample; committed ones are in their run's folder: headrace samples RUN"
+            yield "the ledger holds no such sample; committed samples are in their run's folder: headrace samples RUN"
         return
     log = SampleLog(folder.samples)
     steps = log.steps()
     if not found:
-        there = f"steps {steps[0]} to {steps[-1]} have samples there" if steps else "none were trained yet"
+        there = f"steps {steps[0]} to {steps[-1]} have samples" if steps else "no step was trained yet"
         yield f"no such sample in {folder.path}: {there}"
     if not args.failed and (failed := sum(1 for _ in log.failed())):
-        yield f"{failed} samples failed: headrace samples {folder.path} --failed shows them"
+        yield f"{failed} samples failed: `headrace samples {folder.path} --failed` shows them"
 
 
 def described(answer: Answer) -> str:

@@ -15,9 +15,11 @@ from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.trainer.v1 import trainer_pb2
 from headrace.cli.runs import add_run_argument, find_run
 from headrace.cli.view.failures import failures_line
-from headrace.cli.view.overdue import fleet_of, overdue
+from headrace.cli.view.overdue import overdue
+from headrace.cli.view.run_view import WARNING_CHARACTERS
 from headrace.cli.view.step_line import duration
 from headrace.client.open import open_buffer
+from headrace.client.rollout import RolloutClient
 from headrace.client.trainer import TrainerClient
 from headrace.errors import DataLoss, DeadlineExceeded, HeadraceError
 from headrace.launch.earlier import earlier_start, has_ended
@@ -29,12 +31,11 @@ from headrace.wire.checks import one_line
 
 _PATIENCE_SECONDS = 3.0
 _MAX_DAMAGES_SHOWN = 20
-_WARNING_CHARACTERS = 600
 _SILENT = "does not answer"
 
 
 def status(argv: Sequence[str]) -> int:
-    """0 when every service serves, or the run has finished; 1 otherwise."""
+    """Returns 0 when every service serves or the run has finished, else 1."""
     parser = argparse.ArgumentParser(prog="headrace status")
     add_run_argument(parser)
     folder = find_run(parser.parse_intermixed_args(argv).run)
@@ -42,20 +43,22 @@ def status(argv: Sequence[str]) -> int:
 
 
 def _ended(folder: RunFolder) -> int:
-    """0 for a run that came to its end, 1 for one that the same command would go on with."""
+    """Returns 0 for a run that has finished, and 1 for one that the same command would continue."""
     earlier = earlier_start(folder)
     if earlier is None:
-        print(f"{folder.path}: ended; its job.json cannot be read, so how far it came is not known")
+        print(f"{folder.path}: ended; its job.json cannot be read, so its progress is unknown")
         return 1
     steps, wanted = earlier.saved_step, earlier.job.rollout.num_rollout
     if steps >= wanted:
-        print(f"{folder.path}: finished {wanted} of {wanted} steps; `headrace samples` and `headrace export` read it")
+        print(
+            f"{folder.path}: finished {wanted} of {wanted} steps; `headrace samples` and `headrace export` can read it"
+        )
         return 0
     if ending := Ending.read(folder.ending):
         print(f"{folder.path}: the trainer ended: {ending.message}")
     print(
-        f"{folder.path}: ended; {steps} of {wanted} steps are in its checkpoints: the command that started it goes on "
-        f"from there, {folder.logs} says why it ended"
+        f"{folder.path}: ended; its checkpoints hold {steps} of {wanted} steps: the command that started it continues "
+        f"from there; the logs in {folder.logs} say why it ended"
     )
     return 1
 
@@ -76,11 +79,11 @@ async def _status(folder: RunFolder) -> int:
 
 def _not_ready(folder: RunFolder, name: str) -> str:
     last = doing(folder.logs / f"{name}.log", 0)
-    return "its process lives and does not serve yet" + (f", last: {last}" if last else "")
+    return "its process runs and does not serve yet" + (f", last: {last}" if last else "")
 
 
 async def _said(name: str, address: str) -> tuple[bool, str]:
-    """Whether a service serves, and what it says: one that waits for its database does not serve and says so."""
+    """(serves, its state in words): a service that waits for its database does not serve and says so."""
     serving = await is_serving(address)
     try:
         if name in _DETAILS:
@@ -102,15 +105,16 @@ async def _trainer(address: str) -> str:
 
 
 async def _rollout(address: str) -> str:
-    fleet = await fleet_of(address, _PATIENCE_SECONDS)
+    async with RolloutClient(address, deadline_seconds=_PATIENCE_SECONDS) as rollout:
+        fleet = await rollout.get_fleet()
     engines = ", ".join(
         f"{engine.engine_id} {rollout_pb2.EngineState.Name(engine.state).removeprefix('ENGINE_STATE_').lower()} "
         f"version {engine.policy_version}"
         for engine in fleet.engines
     )
     samples = f"{fleet.samples_in_flight} samples in flight, {fleet.samples_being_scored} being scored"
-    warnings = "".join(f"\n{one_line(warning, _WARNING_CHARACTERS)}" for warning in fleet.warnings)
-    return f"{engines}; {samples}, {fleet.groups_produced} groups made{warnings}"
+    warnings = "".join(f"\n{one_line(warning, WARNING_CHARACTERS)}" for warning in fleet.warnings)
+    return f"{engines}; {samples}, {fleet.groups_produced} groups produced{warnings}"
 
 
 async def _buffer(address: str) -> str:

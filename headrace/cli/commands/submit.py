@@ -26,14 +26,19 @@ def submit(argv: Sequence[str]) -> int:
     """Says what became of the prompts. A file that is submitted twice makes its groups once."""
     parser = argparse.ArgumentParser(prog="headrace submit")
     add_run_argument(parser)
-    parser.add_argument("--buffer-address", help="instead of a run; of a sharded ledger all, with commas")
+    parser.add_argument(
+        "--buffer-address",
+        help="host:port of the buffer, instead of a run; for a sharded ledger all addresses, separated by commas",
+    )
     parser.add_argument("--stream", default="train")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="one prompt")
     source.add_argument("--file", type=Path, help="JSONL: prompt (text or messages), label, metadata")
     parser.add_argument("--label", help="the reference answer of --prompt")
     parser.add_argument("--chat", action="store_true", help="text prompts become one user turn of the chat template")
-    parser.add_argument("--ids", action="store_true", help="print the groups' ids alone, one a prompt, for scripts")
+    parser.add_argument(
+        "--ids", action="store_true", help="print only the groups' ids, one for each prompt, for scripts"
+    )
     args = parser.parse_intermixed_args(argv)
     address = address_of(args.run, "buffer", args.buffer_address)
     if args.file:
@@ -49,16 +54,14 @@ def submit(argv: Sequence[str]) -> int:
 
 def _sentence(count: int, first: str, stream: str) -> str:
     if count == 0:
-        return "no prompt was in the file: nothing is queued"
+        return "the file has no prompt: nothing was queued"
     if count == 1:
-        return (
-            f"1 prompt is queued in stream {stream} as group {first}: headrace samples --group {first} shows it later"
-        )
+        return f"1 prompt is queued in stream {stream} as group {first}: see headrace samples --group {first}"
     return f"{count} prompts are queued in stream {stream}, the first as group {first}; --ids lists all of them"
 
 
 async def _submit(address: str, stream: str, prompts: Iterator[sample_pb2.Prompt], prints_ids: bool) -> tuple[int, str]:
-    """How many there were, and the first one's group."""
+    """Returns the number of prompts and the first one's group."""
     count, first = 0, ""
     async with open_buffer(address) as buffer:
         while some := list(islice(prompts, _AT_ONCE)):
@@ -71,7 +74,7 @@ async def _submit(address: str, stream: str, prompts: Iterator[sample_pb2.Prompt
 
 
 def prompts_of(path: Path, chat: bool) -> Iterator[sample_pb2.Prompt]:
-    """Raises InvalidArgument that names file and line."""
+    """Yields one prompt for each line of a JSONL file. Raises InvalidArgument that names file and line."""
     if not path.is_file():
         raise InvalidArgument(f"{path} does not exist")
     with path.open(encoding="utf-8") as lines:
@@ -87,12 +90,12 @@ def prompts_of(path: Path, chat: bool) -> Iterator[sample_pb2.Prompt]:
 
 
 def prompt_of(row: Any, prompt_id: str, chat: bool) -> sample_pb2.Prompt:
-    """A JSON object with `prompt` and, where they are, `label` and `metadata`."""
+    """Reads a JSON object with `prompt` and optional `label` and `metadata`."""
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list):
-        raise InvalidArgument('an object with "prompt", a text or a list of messages, is wanted')
+        raise InvalidArgument('the row must be an object with "prompt", a text or a list of messages')
     label, metadata = row.get("label"), row.get("metadata", {})
     if not isinstance(metadata, dict):
-        raise InvalidArgument(f'"metadata" is {type(metadata).__name__}, an object is wanted')
+        raise InvalidArgument(f'"metadata" is {type(metadata).__name__}, must be an object')
     prompt = sample_pb2.Prompt(prompt_id=prompt_id, metadata_json=to_json(metadata))
     if (text := label_text(label)) is not None:
         prompt.label = text
@@ -107,7 +110,7 @@ def prompt_of(row: Any, prompt_id: str, chat: bool) -> sample_pb2.Prompt:
 
 def _turn(turn: Any) -> sample_pb2.ChatMessage:
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
-        raise InvalidArgument(f"a message is an object with role and content, not {turn!r}")
+        raise InvalidArgument(f"a message must be an object with role and content, not {turn!r}")
     extra = {key: value for key, value in turn.items() if key not in ("role", "content")}
     content = turn.get("content")
     if content is not None and not isinstance(content, str):

@@ -24,7 +24,7 @@ _INTERRUPTED_EXIT_CODE = 130
 
 
 def train(argv: Sequence[str]) -> int:
-    """0 when the run is finished, 130 when it was interrupted."""
+    """Returns 0 when the run is finished, 130 when it was interrupted."""
     if wants_help(argv):
         print("usage: headrace train [JOB.toml] [flags]\n", flags_help(argv))
         return 0
@@ -49,13 +49,13 @@ def train(argv: Sequence[str]) -> int:
 def _finished(run: RunFolder, num_rollout: int) -> str:
     return (
         f"{run.path} has finished {num_rollout} of {num_rollout} steps: nothing is left to do; a larger --num-rollout "
-        "goes on from there, another --run-name starts a new run"
+        "continues from there, another --run-name starts a new run"
     )
 
 
 def _interrupted(run: RunFolder, job: Job) -> str:
     step = saved_step(run, job)
-    return f"{run.path}: interrupted; the same command goes on " + (
+    return f"{run.path}: interrupted; the same command continues " + (
         f"after step {step} of {job.rollout.num_rollout}" if step else "from the beginning: nothing was saved yet"
     )
 

@@ -21,7 +21,7 @@ theirs, or in the same run's folder: start buffer and reward first, then rollout
 
 
 def up(argv: Sequence[str]) -> int:
-    """Serves until Ctrl-C."""
+    """Serves until a signal; a trainer also ends by itself."""
     if not argv or wants_help(argv):
         print(_USAGE.format(services=", ".join(SERVICES)))
         return 0
@@ -38,7 +38,7 @@ def up(argv: Sequence[str]) -> int:
 
 
 async def _up(launcher: Launcher) -> None:
-    """A signal is how it ends; only trainers end by themselves."""
+    """Runs until a signal; a trainer may end by itself before one."""
     await until_signal(asyncio.create_task(launcher.run()), _tell, launcher.grace_seconds)
 
 

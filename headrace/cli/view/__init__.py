@@ -1,4 +1,3 @@
-"""What commands show: a run's live table, plans, failures, and steps as lines of text.
-
+"""Text that commands show: a run's live table, plans, failures, and steps as lines.
 In: status messages and jobs. Out: text for a terminal; nothing here calls a service except `follow`.
 """

@@ -1,4 +1,4 @@
-"""What a trainer that has no batch waits for, and on whom."""
+"""Says what a trainer without a batch waits for, and which service has to bring it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Patience:
         """The step that was spoken of last, and how long it had waited."""
 
     def waited(self, seconds: float) -> None:
-        """So long a step waited for its batch."""
+        """Records how long a step waited for its batch."""
         self._waits.append(seconds)
 
     def is_over(self, step: int, seconds: float) -> bool:
-        """True when a person should be told."""
+        """True when a person should be told; remembers that they were."""
         expected = max(statistics.median(self._waits), 1.0) if self._waits else self._first_batch_seconds
         told_step, told_seconds = self._told
         limit = max(_TIMES_AS_LONG * expected, 2 * told_seconds if told_step == step else 0.0)
@@ -80,10 +80,10 @@ def _on_whom(
         scored = f"{fleet.samples_being_scored} samples wait for their scores"
         return f"on the reward service at {fleet.reward_address}: {scored}"
     if not stats.groups["LEASED"] and not stats.groups["QUEUED"]:
-        return "for prompts: none is queued; `headrace submit` brings some"
+        return "for prompts: none is queued; submit some with `headrace submit`"
     return f"on the rollout service: it works on {stats.groups['LEASED']} groups, {stats.groups['QUEUED']} are queued"
 
 
 def unanswered(since: str | None) -> str:
-    """What a silent service does, since when if it has answered before."""
+    """Describes a silent service, with the time of its last answer if it has answered before."""
     return "does not answer" if since is None else f"has not answered since {since}"

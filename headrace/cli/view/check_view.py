@@ -1,4 +1,4 @@
-"""What `headrace check` prints: the plan, what the services found, and last what matters most."""
+"""Prints the result of `headrace check`: the plan, what the services found, and the verdict last."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def print_report(console: Console, plan: Sequence[tuple[str, str]], report: Repo
     _lines(console, "warnings", report.warnings, "yellow")
     _lines(console, "refused", report.refusals, "red")
     if not report.refusals:
-        console.print(Text("nothing stands against a start", style="bold green"))
+        console.print(Text("nothing prevents a start", style="bold green"))
 
 
 def _lines(console: Console, title: str, lines: Sequence[str], style: str = "bold") -> None:

@@ -1,4 +1,4 @@
-"""Samples that are not trained, and why, in lines for a person."""
+"""Describes samples that are not trained, and the reasons, in lines for a person."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def failures_line(production: pb.Production) -> str:
 
 
 class FailureNotes:
-    """One line when a reason is new, and again whenever its count has doubled."""
+    """Notes a reason when it is new, and again whenever its count has doubled."""
 
     def __init__(self) -> None:
         self._told: dict[str, int] = {}
 
     def lines(self, production: pb.Production) -> list[str]:
-        """What should be said now."""
+        """Returns the lines that are due now."""
         found = []
         for count in production.failures:
             if count.num_samples < self._told.get(count.reason, 0):

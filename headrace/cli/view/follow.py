@@ -1,22 +1,19 @@
-"""Asks a run's services how they are, once a second, for a view. Silence is shown, and no error: services restart."""
+"""Asks a run's services for their state once a second. A service may be silent: it restarts."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from functools import partial
 from typing import TypeVar
 
-from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace.cli.view.run_view import RunView
 from headrace.client.open import open_buffer
+from headrace.client.rollout import RolloutClient
 from headrace.client.trainer import TrainerClient
 from headrace.errors import HeadraceError
 from headrace.job.schema.job import Job
 from headrace.launch.specs import address_of
-from headrace.rpc.call import call
-from headrace.rpc.channel import connect
 
 _PAUSE_SECONDS = 1.0
 _PATIENCE_SECONDS = 5.0
@@ -25,7 +22,7 @@ T = TypeVar("T")
 
 
 async def follow(job: Job, view: RunView) -> None:
-    """Until it is cancelled."""
+    """Feeds the view until it is cancelled."""
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(_progress(job, view))
         tasks.create_task(_status(job, view))
@@ -55,11 +52,8 @@ async def _stats(job: Job, view: RunView) -> None:
 
 
 async def _fleet(job: Job, view: RunView) -> None:
-    async with connect(address_of(job, "rollout")) as channel:
-        stub = rollout_pb2_grpc.RolloutServiceStub(channel)
-        request = rollout_pb2.GetFleetRequest()
-        ask = partial(call, stub.GetFleet, request, deadline_seconds=_PATIENCE_SECONDS)
-        await _asked(view, "rollout", ask, view.on_fleet)
+    async with RolloutClient(address_of(job, "rollout"), deadline_seconds=_PATIENCE_SECONDS) as rollout:
+        await _asked(view, "rollout", rollout.get_fleet, view.on_fleet)
 
 
 async def _asked(view: RunView, service: str, ask: Callable[[], Awaitable[T]], on_answer: Callable[[T], None]) -> None:

@@ -1,4 +1,4 @@
-"""Shows a view: a live table on a terminal, plain lines anywhere else."""
+"""Shows a view as a live table on a terminal, and as plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _REFRESH_SECONDS = 0.25
 
 
 async def show(view: RunView, console: Console) -> None:
-    """Until the view has ended."""
+    """Returns when the view has ended."""
     if console.is_terminal:
         await _table(view, console)
     else:

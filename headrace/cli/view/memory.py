@@ -1,4 +1,4 @@
-"""How much memory a job takes, by arithmetic: weights, gradients and states of each rank, and an engine's weights."""
+"""Computes the memory of a job: weights, gradients and optimizer states of each rank, and an engine's weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FLOAT32, _BFLOAT16 = 4, 2
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes. A rank holds the policy and what stands beside it; all before activations."""
+    """Bytes before activations. A rank holds the policy and the models beside it."""
 
     policy: float
     beside: dict[str, float]
@@ -27,12 +27,12 @@ class Memory:
 
     @property
     def rank(self) -> float:
-        """All that is known of a trainer's rank."""
+        """Sum over the models that a trainer's rank holds."""
         return self.policy + sum(self.beside.values())
 
 
 def memory(job: Job) -> Memory | None:
-    """None where this machine knows nothing of the model."""
+    """None when this machine knows nothing of the model."""
     parameters = num_parameters(job)
     if parameters is None:
         return None

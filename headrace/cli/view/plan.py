@@ -1,4 +1,4 @@
-"""What a resolved job will do, for a person to read before it starts."""
+"""Describes a resolved job for a person to read before it starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PACKAGES = ("headrace", "torch", "megatron-core", "transformers", "sglang", "sg
 
 
 def plan(job: Job, scope: Scope | None = None) -> list[tuple[str, str]]:
-    """(what, how) in the order of reading."""
+    """Pairs (what, how) in the order of reading."""
     return [
         ("run", f"{job.run.run_dir / job.run.run_name}, seed {job.run.seed}"),
         ("model", f"{job.model.hf_checkpoint}, {_parameters(job)}"),
@@ -39,7 +39,7 @@ def plan(job: Job, scope: Scope | None = None) -> list[tuple[str, str]]:
 
 
 def in_short(job: Job) -> str:
-    """One line for the moment before it starts."""
+    """The plan in one line."""
     rollout = job.rollout
     engines = job.placement.rollout_num_gpus // job.placement.rollout_num_gpus_per_engine
     return (
@@ -159,7 +159,7 @@ def _evaluation(job: Job) -> str:
 def _memory(job: Job) -> str:
     found = memory(job)
     if found is None:
-        return "unknown: the model is not on this machine; --model NAME would tell"
+        return "unknown: the model is not on this machine; pass --model NAME to have it computed"
     beside = "".join(f", {name} {_gigabytes(size)}" for name, size in found.beside.items())
     return (
         f"about {_gigabytes(found.rank)} for each trainer rank (policy {_gigabytes(found.policy)}{beside}) and "

@@ -1,4 +1,4 @@
-"""What is known of a running job, and how it looks."""
+"""State of a running job as the console shows it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _NOTES_SHOWN = 4
 _SPARKS_SHOWN = 48
 _STEPS_BEFORE_GUESSING = 2
-_WARNING_CHARACTERS = 600
+WARNING_CHARACTERS = 600
 _REWARDS = {"reward/mean": "reward", "reward/all/mean": "reward of all groups"}
 _ENDED = (trainer_pb2.PHASE_FINISHED, trainer_pb2.PHASE_FAILED)
 
@@ -59,12 +59,12 @@ class RunView:
         self.ended = False
 
     def note(self, line: str) -> None:
-        """Something a person should read once."""
+        """Adds a line that a person should read once."""
         self._notes.append(line)
         self._unread.append(line)
 
     def end(self) -> None:
-        """Nothing more will come."""
+        """Marks that nothing more will come."""
         self.ended = True
 
     def unread(self) -> list[str]:
@@ -94,11 +94,11 @@ class RunView:
         for warning in fleet.warnings:
             if warning not in self._warned:
                 self._warned.add(warning)
-                self.note(one_line(warning, _WARNING_CHARACTERS))
+                self.note(one_line(warning, WARNING_CHARACTERS))
         self._tokens.append((time.monotonic(), fleet.tokens_produced))
 
     def on_silence(self, service: str) -> None:
-        """The service did not answer: its line says since when. Behind a run's end they stop."""
+        """Marks a service as silent, unless the run has ended: then its services stop."""
         if self._status is None or self._status.phase not in _ENDED:
             self._silence.unanswered(service)
 
@@ -133,14 +133,14 @@ class RunView:
             self._unread.append(f"evaluation after step {row.step}: {shown}")
 
     def tokens_per_second(self) -> float:
-        """Response tokens over the last twenty answers."""
+        """Response tokens per second over the last twenty answers of the rollout service."""
         if len(self._tokens) < 2:
             return 0.0
         (first, before), (last, after) = self._tokens[0], self._tokens[-1]
         return max(after - before, 0) / max(last - first, 1e-9)
 
     def summary(self) -> list[str]:
-        """How the run went, in a few lines."""
+        """Describes the finished run in a few lines."""
         earlier = f" after the {self._resumed_step} of earlier starts" if self._resumed_step else ""
         took = duration(time.monotonic() - self._started)
         lines = [f"finished {len(self._trained)} steps{earlier} in {took}"]
@@ -195,7 +195,7 @@ class RunView:
         return self._status.step, self._status.num_steps or self._job.rollout.num_rollout, phase
 
     def _left(self, step: int) -> str:
-        """How long it will take from here; empty before it can be known, and at the end."""
+        """Estimates the time to the last step; empty before there is an estimate, and at the end."""
         steps_left = self._job.rollout.num_rollout - step
         if len(self._step_seconds) < _STEPS_BEFORE_GUESSING or steps_left <= 0:
             return ""
@@ -215,7 +215,7 @@ class RunView:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """One character a value, from the lowest to the highest."""
+    """One character for each value, scaled from the lowest to the highest."""
     if not values:
         return ""
     low, high = min(values), max(values)

@@ -1,4 +1,4 @@
-"""Which of a run's services answered once and do not now. What they said last holds no more."""
+"""Tracks which services have stopped answering, so that their last state is not shown as current."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Silence:
         self._silent: set[str] = set()
 
     def answered(self, service: str) -> None:
-        """It is there."""
+        """Marks the service as answering now."""
         self._answered[service] = self._clock()
         self._silent.discard(service)
 
     def unanswered(self, service: str) -> None:
-        """It was asked in vain."""
+        """Marks the service as silent, if it has answered before."""
         if service in self._answered:
             self._silent.add(service)
 

@@ -23,7 +23,7 @@ Not `loss/policy`: on fresh samples its value is 0 whatever its gradient is, and
 
 
 def step_line(metrics: Mapping[str, float], skip: Sequence[str] = ()) -> str:
-    """Empty when there is nothing of a step in it."""
+    """Empty when no metric of a step is present."""
     wanted = [name for name in _PARTS if name in metrics and name not in skip]
     return ", ".join(f"{_PARTS[name][0]} {metrics[name]:{_PARTS[name][1]}}" for name in wanted)
 
@@ -39,7 +39,7 @@ def evaluations(metrics: Mapping[str, float]) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """As a person says it: 40 s, 6 min, 2 h 5 min."""
+    """Formats a duration for a person: 40 s, 6 min, 2 h 5 min."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     whole = round(seconds / 60)

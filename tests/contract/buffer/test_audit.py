@@ -81,7 +81,7 @@ def test_a_record_that_is_gone_is_missed(run: RunFolder, capsys: pytest.CaptureF
     run.training_record.unlink()
     assert main(["audit", str(run.path)]) == 1
     said = capsys.readouterr().err
-    assert "is not there, and the ledger says that the steps 0 to 4 were trained" in said
+    assert "does not exist, and the ledger says that the steps 0 to 4 were trained" in said
 
 
 def test_a_prompt_file_that_changed_does_not_keep_a_ledger_from_its_audit(

@@ -131,7 +131,7 @@ async def test_a_backup_of_a_damaged_ledger_says_what_it_lacks(
         broken.write(bytes([data[at] ^ 1]))
     assert await command("backup", served.address, str(tmp_path / "copy")) == 1
     said = " ".join(capsys.readouterr().err.split())
-    assert "was written and lacks 1 things that are damaged in the ledger itself; the rest is there" in said
+    assert "lacks 1 records or payloads that are damaged in the ledger itself; it holds all others" in said
     assert sample.envelope.sample_id in said
     assert not list(tmp_path.glob("copy-verified-*"))
 

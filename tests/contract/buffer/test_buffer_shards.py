@@ -138,7 +138,7 @@ async def test_an_operator_deletes_a_stream_from_every_shard(
     assert "train: deleted" in capsys.readouterr().out
     assert not await buffer.list_streams()
     assert await deleted(addresses(buffer), "train") == 0
-    assert "train: was not there" in capsys.readouterr().out
+    assert "train: the buffer has no such stream" in capsys.readouterr().out
 
 
 async def test_steps_over_all_shards(buffer: Buffer) -> None:

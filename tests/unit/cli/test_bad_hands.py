@@ -63,7 +63,7 @@ def test_a_run_whose_job_is_damaged(
 ) -> None:
     RunFolder(tmp_path).write_services({})
     (tmp_path / "job.json").write_text(content)
-    assert "job.json is no job of this version" in refused(capsys, *command, str(tmp_path))
+    assert "job.json is not a job of this version" in refused(capsys, *command, str(tmp_path))
 
 
 @pytest.mark.parametrize("command", ["samples", "submit", "generate", "export"])
@@ -148,7 +148,7 @@ def test_what_nobody_expected_is_one_line_and_a_file(
     monkeypatch.setitem(cli._COMMANDS, "models", cli.Command(broken, "", ""))  # type: ignore[arg-type]
     assert main(["models"]) == 1
     said = capsys.readouterr().err
-    assert "this is a bug of headrace: ZeroDivisionError" in said
+    assert "this is a bug in headrace: ZeroDivisionError" in said
     kept = Path(said.split()[-1])
     assert "Traceback" in kept.read_text()
     kept.unlink()

@@ -85,7 +85,7 @@ def test_the_default_run_is_the_one_that_lives(runs: Path) -> None:
 
 def test_of_two_runs_that_live_one_is_named(runs: Path) -> None:
     RunFolder(runs / "early").write_services({"buffer": ServiceEntry("127.0.0.1:1", None, os.getpid())})
-    with pytest.raises(FailedPrecondition, match="2 runs live: alive, early: name one"):
+    with pytest.raises(FailedPrecondition, match="2 runs are live: alive, early: name one of them"):
         find_run(None)
     assert find_run("early").path.name == "early"
 

@@ -73,7 +73,7 @@ def test_a_job_that_fits_is_told_whole(
         "prompt lengths 4 to 5 tokens, half of them at most 4 (2 prompts)",
         f"evaluation sums 1 prompts of {tmp_path}/eval.jsonl",
         "reference 0.00 GB",
-        "nothing stands against a start",
+        "nothing prevents a start",
     ):
         assert part.replace(" ", "") in said, said
 
