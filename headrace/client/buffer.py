@@ -177,9 +177,7 @@ class BufferClient(Buffer):
         deadline_seconds: float | None = None,
         skip_unknown: bool = False,
     ) -> list[sample_pb2.Sample]:
-        """Envelopes and payloads in the requested order, with their large columns. `Sample.unpack` opens and checks
-        one.
-        """
+        """Envelopes and payloads in the requested order, with large columns. `Sample.unpack` opens and checks one."""
         loop = asyncio.get_running_loop()
         end = loop.time() + (self._deadline_seconds if deadline_seconds is None else deadline_seconds)
         samples: list[sample_pb2.Sample] = []

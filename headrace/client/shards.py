@@ -235,7 +235,7 @@ class ShardedBuffer(Buffer):
         if batch_digest(parts) != digest:
             raise FailedPrecondition(
                 f"step {step} of {stream} has the batch {batch_digest(parts).hex()[:16]}…, not {digest.hex()[:16]}…: "
-                "train on the batch that lease_batch returned",
+                "train on what lease_batch returned",
                 reason="OTHER_BATCH",
             )
         steps = await self._all(lambda k, shard: shard.consume(stream, epoch, step, parts[k].digest))

@@ -1,4 +1,4 @@
-"""An evaluation's data set as the trainer and `headrace eval` ask rollout for it."""
+"""Builds the request for an evaluation's data set, for the trainer and `headrace eval`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace.job.schema.job import Job
 
 
 def eval_dataset(job: Job, name: str, path: Path, max_prompts: int | None = None) -> rollout_pb2.EvalDataset:
-    """The rows of `path`, sampled by the job's [eval] section; what it leaves open is as in training."""
+    """The rows of `path`, sampled as the [eval] section says, and where it says nothing as in training."""
     return rollout_pb2.EvalDataset(
         name=name,
         path=str(path),

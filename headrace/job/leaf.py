@@ -1,4 +1,4 @@
-"""What can be set: every leaf of the job, with the shape of its value. Flags, variables and keys are made from it."""
+"""Every option of a job with the number of words that it takes. Flags, variables and keys are derived from it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OPPOSITES: Mapping[str, str] = {"grad_reduce_in_bf16": "grad_reduce_in_fp32"}
 
 
 class Shape(Enum):
-    """How many words a flag takes."""
+    """The number of words that a flag takes."""
 
     SWITCH = "switch"
     ONE = "one"
@@ -47,8 +47,6 @@ class Shape(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One knob."""
-
     section: str
     name: str
     shape: Shape
@@ -58,18 +56,18 @@ class Leaf:
 
     @property
     def flag(self) -> str:
-        """Its flag: kebab case."""
         return f"--{self.name.replace('_', '-')}"
 
     @property
     def variable(self) -> str:
-        """Its environment variable."""
         return f"HEADRACE_{self.name.upper()}"
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value that somebody gave, and where: `origin` is the flag, variable, or file and section."""
+    """A value from the command line, a file or the environment; `origin` names the flag, the variable, or file and
+    section.
+    """
 
     section: str
     name: str

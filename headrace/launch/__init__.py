@@ -1,1 +1,1 @@
-"""Starts, watches and ends the services of a run. Knows processes, and nothing of reinforcement learning."""
+"""Starts, watches and ends the services of a run. In: a job. Out: processes. It knows no reinforcement learning."""

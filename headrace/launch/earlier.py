@@ -1,4 +1,4 @@
-"""What an earlier start of a run left in its folder, and what a new start may change of it."""
+"""Reads what an earlier start of a run left in its folder, and decides what a new start may change."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _UNTOLD = ("services", "run", "tracking", "placement")
 
 @dataclass(frozen=True, slots=True)
 class EarlierStart:
-    """Steps are counted as the console counts them."""
+    """Steps are counted from 1, as on the console."""
 
     job: Job
     saved_step: int
@@ -49,38 +49,41 @@ def earlier_start(run: RunFolder) -> EarlierStart | None:
 
 
 def saved_step(run: RunFolder, job: Job) -> int:
-    """Of the newest checkpoint; 0 without one."""
+    """The step of the newest checkpoint; 0 without one."""
     return max(checkpoints_of(run, job), default=0)
 
 
 def checkpoints_of(run: RunFolder, job: Job) -> dict[int, Path]:
-    """By step: a folder that is visible is whole."""
+    """Maps steps to their checkpoints. A folder with this name is complete."""
     folder = job.checkpoint.save or run.path / "checkpoints"
     names = {path.name.removeprefix(_CHECKPOINT): path for path in folder.glob(f"{_CHECKPOINT}*")}
     return {int(name): path for name, path in names.items() if name.isdigit()}
 
 
 def is_finished(run: RunFolder, job: Job) -> bool:
-    """Every step is in a checkpoint, and what is to be exported is there."""
+    """True when every step is in a checkpoint and the requested export exists."""
     exported = job.checkpoint.save_hf is None or is_whole(job.checkpoint.save_hf)
     return saved_step(run, job) >= job.rollout.num_rollout and exported
 
 
 def has_ended(run: RunFolder) -> bool:
-    """A launcher started services here, and none of them lives."""
+    """True when a launcher started services here and none of them is alive."""
     started = any(entry.pid is not None for entry in run.services().values())
     return started and not run.running_services()
 
 
 def resumption(earlier: EarlierStart, job: Job) -> str:
-    """What this start goes on from, and what changes. Raises FailedPrecondition for what the ledger would refuse."""
+    """Describes where this start continues and what changes. Raises FailedPrecondition for changes that the ledger
+    would refuse.
+    """
     changes = list(_changes(earlier.job, job))
     if earlier.has_ledger and (refused := [each for each in changes if each.is_of_the_ledger]):
         first = refused[0]
         others = f" ({len(refused) - 1} more: {', '.join(each.flag for each in refused[1:])})" if refused[1:] else ""
         raise FailedPrecondition(
             f"run {earlier.job.run.run_name} was started with {first.flag} {first.old}, and its ledger has groups of "
-            f"that kind; now it is {first.new}{others}: give the old value to go on, or start a new run with another "
+            f"that kind; now it is {first.new}{others}: pass the old value to continue, or start a new run with "
+            f"another "
             "--run-name"
         )
     where = f"resuming after step {earlier.saved_step}" if earlier.saved_step else "starting again: no checkpoint yet"

@@ -1,4 +1,4 @@
-"""How long services have to end in order: long enough for the trainer to finish the step that it is in."""
+"""Computes how long services have to end in order: long enough for the trainer's current step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TAIL_BYTES = 65_536
 
 
 def grace_seconds(metrics_file: Path) -> float:
-    """Twice the longest of a run's last steps, within bounds; the least where no step is in the file."""
+    """Twice the longest of a run's last steps, within bounds; the lower bound when the file has no step."""
     return min(max(GRACE_SECONDS, _STEPS * max(_step_seconds(metrics_file), default=0.0)), LONGEST_GRACE_SECONDS)
 
 
@@ -31,7 +31,7 @@ def _step_seconds(metrics_file: Path) -> list[float]:
 
 
 def _row(line: str) -> dict[str, float]:
-    """Empty for a line that is not whole."""
+    """Empty for an incomplete line."""
     try:
         row = json.loads(line)
     except ValueError:

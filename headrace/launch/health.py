@@ -1,4 +1,4 @@
-"""Asking a service whether it serves, with the standard gRPC health protocol."""
+"""Asks a service whether it serves, with the standard gRPC health protocol."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _ASK_SECONDS = 2.0
 
 
 async def is_serving(address: str) -> bool:
-    """False when nobody answers within two seconds, or answers something else than SERVING."""
+    """False when there is no response within two seconds, or another status than SERVING."""
     async with grpc.aio.insecure_channel(address) as channel:
         try:
             reply = await health_pb2_grpc.HealthStub(channel).Check(

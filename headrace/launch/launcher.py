@@ -1,4 +1,4 @@
-"""A run, or a part of it: its folder, its services, and their supervision to the end."""
+"""Starts a run or a part of it: creates its folder, starts its services, and supervises them to the end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Launcher:
-    """Starts `services`; the others are where the job says, or where another launcher of the same folder put them.
+    """Starts `services`. The others are at the job's addresses, or were started by another launcher of the same folder.
 
     `tell` gets lines for a person.
     """
@@ -45,7 +45,9 @@ class Launcher:
         self._policy = policy
 
     async def run(self) -> None:
-        """To the trainer's end, or for ever without one. Raises ServiceFailed; ends everything on the way out."""
+        """Returns when the trainer ends; without a trainer it runs until it is cancelled. Raises ServiceFailed. Ends
+        all services before it returns.
+        """
         names = [each.name for each in self._specs]
         with ExitStack() as held:
             with _usable(self.folder.path):
@@ -54,14 +56,14 @@ class Launcher:
                     held.enter_context(_lock(self.folder.path, name))
                 self.folder.create(self.job)
                 self._write_services({})
-            self._tell(f"run {self.folder.path}: starting {', '.join(names)}; what they say is in its logs/")
+            self._tell(f"run {self.folder.path}: starting {', '.join(names)}; their output is in its logs/")
             until = "trainer" if "trainer" in names else None
             await Supervisor(
                 self._specs, until, self._tell, self._policy, self._write_services, self.grace_seconds
             ).run()
 
     def grace_seconds(self) -> float:
-        """How long services have to end in order, by what the last steps took."""
+        """Time in which services have to end, estimated from the last steps."""
         return grace_seconds(self.folder.metrics)
 
     def _write_services(self, pids: dict[str, int]) -> None:
@@ -77,12 +79,12 @@ class Launcher:
 
 @contextmanager
 def _usable(folder: Path) -> Iterator[None]:
-    """Raises FailedPrecondition, with the way out, for a folder that cannot be made or written."""
+    """Raises FailedPrecondition, with the way out, for a folder that cannot be created or written."""
     try:
         yield
     except OSError as error:
         where = error.filename2 or error.filename or folder
-        way = "free some space there" if error.errno in _FULL else "make it a folder that you may write"
+        way = "free some space there" if error.errno in _FULL else "make it a folder that you can write to"
         raise FailedPrecondition(
             f"run folder {folder} cannot be used: {where}: {error.strerror}: {way}, or choose another --run-dir or "
             "--run-name"
@@ -91,13 +93,13 @@ def _usable(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _lock(folder: Path, name: str) -> Iterator[None]:
-    """One of each service to a folder. The lock ends with the process, however it ends."""
+    """Allows one of each service in a folder. The lock ends with the process."""
     with (folder / f".{name}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise FailedPrecondition(
-                f"the {name} service of run {folder} is running already: choose another --run-name, or end it first"
+                f"the {name} service of run {folder} is already running: choose another --run-name, or end it first"
             ) from None
         yield
 
@@ -123,7 +125,7 @@ async def until_signal(work: asyncio.Task[None], tell: Callable[[str], None], gr
 
 
 class _Stopping:
-    """What signals have done so far."""
+    """Reacts to signals: the first asks services to end, the second kills everything."""
 
     def __init__(self, work: asyncio.Task[None], tell: Callable[[str], None], grace: Callable[[], float]) -> None:
         self._work = work
@@ -135,7 +137,8 @@ class _Stopping:
         if not self.asked:
             self.asked = True
             self._tell(
-                f"stopping after this step, {self._grace():.0f} s at most (a longer one is trained again by "
+                f"stopping after this step, {self._grace():.0f} s at most (a step that takes longer is trained "
+                f"again by "
                 "the next start); Ctrl-C again ends everything at once"
             )
             self._work.cancel()

@@ -1,4 +1,4 @@
-"""One service as a process: started under a guard, its output in a file, ended gracefully."""
+"""Runs one service as a process under a guard, with its output in a file, and ends it gracefully."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SWEEP_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """What to start and where it will be."""
+    """The command of a service, its addresses, and how it may be restarted."""
 
     name: str
     command: Sequence[str]
@@ -82,13 +82,13 @@ class ServiceProcess:
 
     @property
     def doing(self) -> str:
-        """What it said last that it does; what it loads before it has said anything."""
+        """The last event that it logged; before that, the libraries that it loads."""
         said = doing(self.spec.log_file, self._log_start)
         return f", last: {said}" if said else f": loading {self.spec.loads}" if self.spec.loads else ""
 
     @property
     def why(self) -> str:
-        """Why it ended: its own last error in a sentence, else the end of its log."""
+        """The reason why it ended: its last error, else the end of its log."""
         file, start = self.spec.log_file, self._log_start
         if not self.spec.keeps_exit_code and (ending := self._ending):
             return f"{ending.message}\n    (its log is {file})"
@@ -97,18 +97,17 @@ class ServiceProcess:
 
     @property
     def last_error(self) -> str | None:
-        """The last error that it told of, in its own words."""
         return last_error(self.spec.log_file, self._log_start)
 
     @property
     def last_words(self) -> str:
-        """What it said to a person at its end."""
+        """Its last message to a person."""
         if ending := self._ending:
             return f"{self.spec.name}: {ending.message}"
         return last_words(self.spec.name, self.spec.log_file, self._log_start)
 
     async def wait(self) -> int:
-        """Its exit code, when it and all its descendants are gone."""
+        """Returns its exit code when it and all its descendants have ended."""
         code = await self._guard.wait()
         ending = None if self.spec.keeps_exit_code else self._ending
         return ending.exit_code if code and ending else code
@@ -118,7 +117,7 @@ class ServiceProcess:
         return Ending.read(self.spec.ending) if self.spec.ending else None
 
     async def stop(self, grace_seconds: float = GRACE_SECONDS) -> None:
-        """Asks it to end, and makes sure of it after the grace. Idempotent."""
+        """Asks it to end, and kills it after the grace period. Idempotent."""
         for patience in (grace_seconds, _SWEEP_SECONDS):  # asked again, the guard ends what is left
             if self._guard.returncode is None:
                 with suppress(ProcessLookupError):
@@ -133,5 +132,5 @@ class ServiceProcess:
 
 
 def meaning(code: int) -> str:
-    """Of an exit code, for people."""
+    """Describes an exit code for people."""
     return f"signal {code - 128}" if code > 128 else f"exit code {code}"

@@ -1,4 +1,4 @@
-"""A service's log, read for the person who waits for the service or asks why it ended."""
+"""Reads a service's log for a person who waits for the service or asks why it ended."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def tail(file: Path, lines: int = 20, start: int = 0) -> str:
 
 
 def last_error(file: Path, start: int) -> str | None:
-    """What ended the service, in its own words; of several ranks, of the one that failed first and not of its peers."""
+    """The service's last error; with several ranks, the error of the rank that failed first and not of its peers."""
     errors = [event for event in _events(file, start) if str(event.get("event")).endswith("_failed") and _said(event)]
     firsthand = [event for event in errors if event.get("level") == "error" and event.get("reason") != _SECONDHAND]
     return _said(firsthand[0]) if firsthand else None
 
 
 def last_words(name: str, file: Path, start: int) -> str:
-    """What a service said to a person at its end: its last line that begins with its name, and those indented below."""
+    """The service's last message to a person: the last line that begins with its name, and the indented lines below."""
     lines = _lines(file, start)
     starts = [i for i, line in enumerate(lines) if line.startswith(f"{name}: ")]
     if not starts:
@@ -44,7 +44,7 @@ def last_words(name: str, file: Path, start: int) -> str:
 
 
 def doing(file: Path, start: int) -> str:
-    """What the service said last that it does; empty before it has said anything."""
+    """The last event that the service logged, in words; empty when it has logged none."""
     events = [str(event["event"]) for event in _events(file, start) if "event" in event]
     return events[-1].replace("_", " ") if events else ""
 

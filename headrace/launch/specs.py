@@ -1,4 +1,4 @@
-"""From a job to the processes of its run: addresses, command lines, environment."""
+"""Derives the processes of a run from its job: addresses, command lines, environment."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ _LOADS: Mapping[str, str] = {"rollout": "SGLang", "trainer": "torch and Megatron
 
 
 def without_address(job: Job) -> list[str]:
-    """What `headrace train` starts: services that have no address in the job, and the trainer."""
+    """The services that `headrace train` starts: those without an address in the job, and the trainer."""
     return services_here(job)
 
 
 def addressed(job: Job, services: Sequence[str], folder: RunFolder) -> Job:
-    """The job with all addresses that are known: given ones, those of services that run, and ports for `services`.
+    """The job with the addresses of its services: given ones, those of services that run, and free ports for
+    `services`.
 
     A service that was started in this folder before gets its address again, so that the others still find it.
     """
@@ -50,7 +51,7 @@ def addressed(job: Job, services: Sequence[str], folder: RunFolder) -> Job:
 
 
 def _earlier(entry: ServiceEntry | None) -> str | None:
-    """Its address, if it was started here and nobody else has the port now."""
+    """The service's earlier address, if it was started here and its port is still free."""
     if entry is None or entry.pid is None:
         return None
     try:
@@ -61,7 +62,7 @@ def _earlier(entry: ServiceEntry | None) -> str | None:
 
 
 def address_in(job: Job, service: str) -> str | None:
-    """What the job says; of a shard that is started here, its own."""
+    """The job's address of the service, or of the shard that is started here. None when the job has none."""
     if service == "buffer" and job.buffer.buffer_shard is not None:
         return job.buffer.buffer_addresses[job.buffer.buffer_shard]
     address: str | None = job.services.model_dump()[f"{service}_address"]
@@ -69,7 +70,7 @@ def address_in(job: Job, service: str) -> str | None:
 
 
 def address_of(job: Job, service: str) -> str:
-    """What the job says. Raises ConfigError when it says nothing."""
+    """The job's address of the service. Raises ConfigError when it has none."""
     address = address_in(job, service)
     if address is None:
         raise ConfigError(f"{service}_address is not set: start the {service} service and pass --{service}-address")
@@ -77,7 +78,7 @@ def address_of(job: Job, service: str) -> str:
 
 
 def spec(job: Job, service: str, folder: RunFolder) -> ServiceSpec:
-    """How to start one service of an addressed job."""
+    """Describes how to start one service of an addressed job."""
     for needed in _NEEDED[service]:
         address_of(job, needed)
     address, metrics_address = address_of(job, service), f"127.0.0.1:{free_port()}"
@@ -104,12 +105,14 @@ def spec(job: Job, service: str, folder: RunFolder) -> ServiceSpec:
 
 
 def _restarts(job: Job, service: str) -> dict[str, Any]:
-    """A trainer is started again only where the job says so: what a rank died of may come back with every restart."""
+    """A trainer restarts only when the job says so, because the cause of its death may come back with every restart."""
     if service != "trainer":
         return {}
     if job.placement.use_fault_tolerance:
         return {"max_restarts": job.placement.max_trainer_restarts}
-    return {"no_restart": "--use-fault-tolerance would go on from its last checkpoint, as the same command will"}
+    return {
+        "no_restart": "--use-fault-tolerance would restart it from its last checkpoint; the same command does so, too"
+    }
 
 
 def _program(job: Job, service: str, folder: RunFolder) -> list[str]:
@@ -118,7 +121,7 @@ def _program(job: Job, service: str, folder: RunFolder) -> list[str]:
 
 
 def _environment(job: Job, service: str) -> Mapping[str, str]:
-    """Ranks share the cores, a service needs one; how many an engine takes is the rollout service's to say."""
+    """Ranks share the cores; other services need one. The rollout service decides about its engines."""
     unbuffered = {} if "PYTHONUNBUFFERED" in os.environ else {"PYTHONUNBUFFERED": "1"}
     if service == "rollout":
         return unbuffered

@@ -35,7 +35,7 @@ class ServiceFailed(HeadraceError):
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """How often a service may die."""
+    """Limits and pauses of restarts."""
 
     max_restarts: int = 5
     window_seconds: float = 600.0
@@ -78,7 +78,7 @@ class Supervisor:
     async def run(self) -> None:
         """Returns when `until` has finished. Raises ServiceFailed and NothingToLearn.
 
-        Cancelling it, or leaving by an error, ends all.
+        All services are ended when it returns, raises or is cancelled.
         """
         tasks = [asyncio.create_task(self._keep(spec), name=spec.name) for spec in self._specs]
         try:
@@ -105,8 +105,8 @@ class Supervisor:
             if code == NOTHING_TO_LEARN:
                 raise NothingToLearn(
                     f"{self._running[spec.name].last_words}\n"
-                    "mend that and give the same command again: it goes on from the last checkpoint, and "
-                    "`headrace buffer retry` gives the failed prompts another try"
+                    "correct that and repeat the command: it continues from the last checkpoint, and "
+                    "`headrace buffer retry` queues the failed prompts again"
                 )
             if code == NOT_WORTH_RESTARTING or not ever_healthy:
                 when = "" if ever_healthy else " before it was ready"
@@ -121,7 +121,7 @@ class Supervisor:
             await self._before_restart(spec, code)
 
     async def _run_once(self, spec: ServiceSpec) -> tuple[int, bool]:
-        """Starts it, waits for its end: the exit code, and whether it became healthy."""
+        """Starts the service and waits for its end. Returns its exit code and whether it became healthy."""
         _require_free(spec)
         self._started_at[spec.name].append(time.monotonic())
         process = await ServiceProcess.start(spec)
@@ -148,7 +148,7 @@ class Supervisor:
         return False
 
     async def _until_peers_may_be_back(self, spec: ServiceSpec) -> None:
-        """The start that led to this is not counted. Raises ServiceFailed when it has been so for too long."""
+        """Pauses without counting the start. Raises ServiceFailed when the other service has been away for too long."""
         self._started_at[spec.name].pop()
         now = time.monotonic()
         since, last = self._away.get(spec.name, (now, now))
@@ -156,13 +156,13 @@ class Supervisor:
         self._away[spec.name] = (since, now)
         if now - since > self._policy.max_away_seconds:
             raise ServiceFailed(
-                f"{spec.name} has waited in vain for another service for {now - since:.0f} s; "
+                f"{spec.name} has waited without success for another service for {now - since:.0f} s; "
                 f"{self._running[spec.name].why}"
             )
         pause = self._policy.longest_backoff_seconds
         said = self._running[spec.name].last_error
         reason = f" ({said.splitlines()[0]})" if said else ""
-        self._tell(f"{spec.name} ended because a service that it needs was away{reason}: another start in {pause:g} s")
+        self._tell(f"{spec.name} ended because a service that it needs did not answer{reason}: restart in {pause:g} s")
         await asyncio.sleep(pause)
 
     async def _before_restart(self, spec: ServiceSpec, code: int) -> None:
@@ -180,7 +180,7 @@ class Supervisor:
         await asyncio.sleep(pause)
 
     async def _stop_all(self) -> None:
-        """Trainer first, buffer last: nobody loses the one it talks to."""
+        """Stops the trainer first and the buffer last, so that no service loses the one that it talks to."""
         for spec in reversed(self._specs):
             process = self._running.get(spec.name)
             if process is not None and process.exit_code is None:

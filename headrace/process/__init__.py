@@ -1,4 +1,4 @@
 """Processes of this machine: parent-death signals, a guard that leaves nothing behind, threads for OpenMP.
 
-In: a command line. Out: a process that ends with whoever started it, children included. `workers/` run user code.
+In: a command line. Out: a process that ends together with its starter, children included. `workers/` run user code.
 """

@@ -1,4 +1,4 @@
-"""How a trainer ended badly, in its run's folder: torchrun and srun keep neither its exit code nor its words.
+"""Records a trainer's bad end in its run's folder, because torchrun and srun keep neither exit code nor message.
 
 Rank 0 writes it last of all; the next start of the trainer removes it.
 """
@@ -26,7 +26,7 @@ class Ending:
 
     @classmethod
     def read(cls, file: Path) -> Ending | None:
-        """None where no trainer has ended badly, or the file is damaged."""
+        """None when no trainer has ended with an error, or when the file is damaged."""
         try:
             tree = json.loads(file.read_text(errors="replace"))
             return cls(int(tree["exit_code"]), str(tree["message"]))

@@ -23,7 +23,7 @@ _WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command to its end."""
+    """Runs the command and returns its exit code."""
     parent, grace_seconds, command = int(argv[0]), float(argv[1]), argv[2:]
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)  # they are waited for, not handled
     die_with_parent(parent, signal.SIGTERM)
@@ -49,7 +49,7 @@ def _before_exec(guard: int) -> None:
 
 
 def _wait(pid: int, deadline: float | None) -> int | None:
-    """The command's exit code, or None: asked to stop, or out of time."""
+    """The command's exit code; None when a signal asked to stop or the deadline passed."""
     while True:
         if (code := _reap(pid)) is not None:
             return code
@@ -62,7 +62,7 @@ def _wait(pid: int, deadline: float | None) -> int | None:
 
 
 def _reap(pid: int) -> int | None:
-    """Buries every child that has ended; the command's exit code if it is among them."""
+    """Waits for every child that has ended; returns the command's exit code if it is among them."""
     code = None
     while True:
         try:

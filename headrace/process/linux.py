@@ -1,4 +1,4 @@
-"""What Linux offers to keep process trees whole: parent-death signals, subreapers, and who descends from whom."""
+"""Linux calls that keep process trees together: parent-death signals, subreapers, and lists of descendants."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent: int, number: signal.Signals) -> None:
-    """This process gets the signal when `parent` ends; ends now if it has ended already."""
+    """Makes the kernel signal this process when `parent` ends; exits now if it has ended already."""
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
@@ -38,7 +38,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill_descendants() -> None:
-    """Ends every process below this one; what their ends orphan is adopted and ended as well."""
+    """Kills every process below this one, and adopts and kills those that are orphaned by it."""
     adopt_orphans()
     while running := [pid for pid in descendants(os.getpid()) if runs(pid)]:
         for pid in running:
@@ -48,7 +48,7 @@ def kill_descendants() -> None:
 
 
 def children(pid: int) -> list[int]:
-    """Its direct children that run, adopted orphans among them; one that has ended and was not waited for is none."""
+    """Direct children that run, with adopted orphans. Zombies are left out."""
     found: set[int] = set()
     with suppress(OSError):  # it ended while we looked
         for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -57,7 +57,7 @@ def children(pid: int) -> list[int]:
 
 
 def runs(pid: int) -> bool:
-    """Whether the process is there and has not ended."""
+    """True when the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -76,7 +76,7 @@ def marked(name: str, value: str) -> list[int]:
 
 
 def first_to_go() -> None:
-    """Where memory runs out, the kernel ends this process and its children before any other."""
+    """Makes the kernel choose this process and its children first when memory runs out."""
     Path("/proc/self/oom_score_adj").write_text("1000")
 
 

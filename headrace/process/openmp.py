@@ -1,4 +1,4 @@
-"""OpenMP's settings of a process that computes on CPU cores. What the caller's environment says wins."""
+"""OpenMP's settings for a process that computes on CPU cores. The caller's environment takes precedence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ program has one of the cores, threads burn theirs while they wait for it.
 
 
 def openmp(threads: int) -> dict[str, str]:
-    """What to add to the environment, for so many threads. A wait policy that is set decides about spinning, too."""
+    """The variables to add to the environment. A wait policy that is set decides about spinning, too."""
     wanted = {"OMP_NUM_THREADS": str(threads)}
     if "OMP_WAIT_POLICY" not in os.environ:
         wanted["GOMP_SPINCOUNT"] = _SPINS
@@ -21,5 +21,5 @@ def openmp(threads: int) -> dict[str, str]:
 
 
 def threads_of_each(processes: int, *, share: float = 1.0) -> int:
-    """When `processes` divide that share of the cores that this one may use; one at least."""
+    """Threads of each when `processes` divide a share of the cores that this process may use; at least one."""
     return max(1, int(len(os.sched_getaffinity(0)) * share) // processes)

@@ -91,13 +91,13 @@ def test_an_exit_code_is_passed_on_with_the_ranks_last_lines(folder: RunFolder) 
 
 @pytest.mark.parametrize("placement", ["local", "torchrun"])
 def test_several_machines_need_slurm_or_ray(folder: RunFolder, placement: str) -> None:
-    with pytest.raises(ConfigError, match=f"actor_num_nodes 2: placement {placement} is one machine"):
+    with pytest.raises(ConfigError, match=f"actor_num_nodes 2: placement {placement} uses one machine"):
         starter(job(placement, 2, 1), folder)
 
 
 def test_slurm_outside_of_an_allocation_is_refused(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID")
-    with pytest.raises(ConfigError, match="this process is in none: see deploy/slurm/train.sbatch"):
+    with pytest.raises(ConfigError, match="this process is not in one: see deploy/slurm/train.sbatch"):
         starter(job("slurm", 1, 1), folder)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match="needs srun, which this machine does not have"):

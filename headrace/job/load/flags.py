@@ -1,4 +1,4 @@
-"""Command-line flags to settings. `--flag value`, `--flag=value`, `--switch`, `--no-switch`, `--many a b --many c`."""
+"""Parses flags into settings: `--flag value`, `--flag=value`, `--switch`, `--no-switch`, `--many a b --many c`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _SHOWN = 80
 def parse_flags(
     argv: Sequence[str], known: Mapping[str, Leaf], note: Callable[[str], None] = lambda _: None
 ) -> list[Setting]:
-    """One setting a leaf. `note` hears which leaf is given more than once: the last value counts, as in argparse.
+    """One setting for each option. `note` is called for an option that is given twice: its last value counts, as in
+    argparse.
 
     Raises ConfigError that names every flag that is unknown or has the wrong number of values.
     """
@@ -40,7 +41,7 @@ def parse_flags(
 
 
 def shaped(leaf: Leaf, words: Sequence[str], origin: str) -> Any:
-    """The value that `words` give to `leaf`; the number of words is checked here, their meaning by the job's types."""
+    """Converts `words` to the value of `leaf`. It checks only their number; the job's types check the rest."""
     if leaf.shape is Shape.PAIRS:
         if not words or len(words) % 2:
             raise ConfigError(f"{origin} takes NAME PATH pairs, got {_shown(words)}", field=leaf.name)
@@ -110,7 +111,7 @@ def _all_of(mistakes: Sequence[ConfigError]) -> ConfigError:
     if len(mistakes) == 1:
         return mistakes[0]
     lines = "".join(f"\n  {mistake.message}" for mistake in mistakes)
-    return ConfigError(f"{len(mistakes)} flags cannot be taken:{lines}", field=mistakes[0].field)
+    return ConfigError(f"{len(mistakes)} flags are wrong:{lines}", field=mistakes[0].field)
 
 
 def _name(flag: str) -> str:

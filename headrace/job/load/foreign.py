@@ -1,24 +1,24 @@
-"""Flags that slime's and Megatron's command lines have and headrace does not: each with what to do instead."""
+"""Flags of slime's and Megatron's command lines that headrace does not have, each with what to do instead."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-_NO_MODE = "headrace has no such mode: `headrace up SERVICE` starts any service alone"
+_NO_MODE = "headrace has no such mode; start a single service with `headrace up SERVICE`"
 _LEDGER = "every sample is in the ledger: `headrace samples` shows it, `headrace buffer export` writes Parquet"
 _RESUME = "a resumed run continues its whole state; to begin with weights alone, name them with "
 _RESUME += "--initial-megatron-checkpoint"
-_COLOCATE = "trainer and engines do not share GPUs yet: give them GPUs of their own"
-_ROUTER = "sglang-router spreads the requests: choose its way with --router-policy"
+_COLOCATE = "trainer and engines do not share GPUs yet: give each its own GPUs"
+_ROUTER = "sglang-router spreads the requests: choose how with --router-policy"
 _FSDP = "the trainer is Megatron-core: recompute activations with --recompute-granularity, and choose attention with "
 _FSDP += "--attention-backend"
 _EVAL_ROWS = "evaluations read their rows as training does: --input-key, --label-key, --metadata-key and --reward-key"
 _EVAL_BOUNDS = "--eval-max-response-len bounds an evaluation's responses"
 _RUN = "a W&B run is named after --run-name, and its id follows the run's folder"
 _KEY = "a key on a command line is seen by everyone on the machine: set WANDB_API_KEY, or run `wandb login`"
-_ENGINES = "a dead engine is noticed and restarted without settings"
+_ENGINES = "headrace notices and restarts a dead engine without settings"
 _STEPS = "the length of a run is --num-rollout, or --num-epoch over --prompt-data"
-_ALWAYS = "it is always so"
+_ALWAYS = "it is always on"
 _REPORTED = "the run's folder has every metric, and --use-tensorboard and --use-wandb show them"
 _CHUNKS = "log-probs are always computed in chunks, within a fixed memory"
 _MTP = "layers that predict further tokens are kept as they are and not trained"
@@ -49,7 +49,7 @@ _REASONS: Mapping[str, Sequence[str]] = {
     _EVAL_ROWS: ("eval_input_key", "eval_label_key", "eval_tool_key", "eval_reward_key"),
     _EVAL_BOUNDS: ("eval_max_prompt_len", "eval_max_context_len", "eval_min_new_tokens"),
     "name the data sets with --eval-prompt-data NAME PATH": ("eval_config",),
-    "images are not built yet: headrace trains on text": ("multimodal_keys",),
+    "headrace trains on text only; images are not supported yet": ("multimodal_keys",),
     "call your server from a function and name it with --custom-rm-path": ("rm_url",),
     "give the values as flags of their own": ("custom_config_path",),
     _KEY: ("wandb_key",),

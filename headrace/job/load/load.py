@@ -1,4 +1,4 @@
-"""A job from a TOML file, the environment and flags; each overrides the one before."""
+"""Loads a job from a TOML file, the environment and flags; each overrides the one before."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def _unheard(_: str) -> None:
-    """Where nobody reads notes."""
+    """Ignores the note."""
 
 
 def load(
@@ -34,8 +34,8 @@ def load(
     scope_of: Callable[[Job], Scope] = Scope.of_train,
     note: Callable[[str], None] = _unheard,
 ) -> Job:
-    """The job, all that can be derived filled in, checked for what a command starts; `note` hears of flags that are
-    given more than once.
+    """The job with everything derived, checked for the services that a command starts. `note` is called for flags that
+    are given more than once.
 
     Raises ConfigError that names the place of the mistake.
     """
@@ -47,7 +47,7 @@ def load(
 def read(
     path: Path | None, argv: Sequence[str], environment: Mapping[str, str], note: Callable[[str], None] = _unheard
 ) -> Job:
-    """The job as it was written, its leaves' types checked, nothing derived."""
+    """The job as it was written: the types of its options are checked, nothing is derived."""
     known = leaves()
     given = read_file(path, known) if path else []
     given += [*read_environment(environment, known), *parse_flags(argv, known, note)]

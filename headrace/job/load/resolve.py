@@ -1,4 +1,4 @@
-"""What follows from what was given: absolute paths and the batch arithmetic."""
+"""Derives the rest of a job: absolute paths, hooks' functions, parallel sizes and the batch arithmetic."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def resolve(job: Job) -> Job:
 
 
 def _engine_ranks(job: Job) -> Job:
-    """--sglang-tp-size is another name of rollout_num_gpus_per_engine."""
+    """Moves --sglang-tp-size to rollout_num_gpus_per_engine, which it is another name of."""
     if "tp_size" not in job.sglang:
         return job
     size, each = job.sglang["tp_size"], job.placement.rollout_num_gpus_per_engine
@@ -34,7 +34,8 @@ def _engine_ranks(job: Job) -> Job:
         raise ConfigError(f"--sglang-tp-size {size}: should be a number of 1 or more", field="sglang.tp_size")
     if "rollout_num_gpus_per_engine" in job.placement.model_fields_set and size != each:
         raise ConfigError(
-            f"--sglang-tp-size {size} contradicts rollout_num_gpus_per_engine {each}, which is the same: leave one out",
+            f"--sglang-tp-size {size} contradicts rollout_num_gpus_per_engine {each}, which is the same setting: "
+            f"leave one out",
             field="sglang.tp_size",
         )
     placement = job.placement.model_copy(update={"rollout_num_gpus_per_engine": size})
@@ -43,7 +44,7 @@ def _engine_ranks(job: Job) -> Job:
 
 
 def _hooks(job: Job) -> Job:
-    """`f.py` means its only function that fits."""
+    """Completes `f.py` by the only function in it that fits."""
     update = {}
     for section in ("rollout", "reward", "hooks", "buffer", "data"):
         values = getattr(job, section)
@@ -54,14 +55,14 @@ def _hooks(job: Job) -> Job:
 
 
 def _layout(job: Job) -> Job:
-    """A preset's parallel sizes, unless the job gives its own."""
+    """Adds a preset's parallel sizes where the job gives none."""
     if job.model.model is None:
         return job
     return job.model_copy(update={"megatron": {**find(job.model.model).layout, **job.megatron}})
 
 
 def _shards(job: Job) -> Job:
-    """Whoever asks for the buffer's address gets those of all shards."""
+    """Sets buffer_address to the addresses of all shards."""
     if not job.buffer.buffer_addresses or job.services.buffer_address:
         return job
     address = ",".join(job.buffer.buffer_addresses)

@@ -1,4 +1,4 @@
-"""Names of SGLang's own arguments, read from its source without importing it (an import takes ten seconds)."""
+"""Lists SGLang's own arguments from its source, without importing it (an import takes ten seconds)."""
 
 from __future__ import annotations
 

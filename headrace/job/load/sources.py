@@ -1,4 +1,4 @@
-"""The other two places settings come from: a TOML file and the environment."""
+"""Reads settings from a TOML file and from the environment."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read_file(path: Path, known: Mapping[str, Leaf]) -> list[Setting]:
 
 
 def read_environment(environment: Mapping[str, str], known: Mapping[str, Leaf]) -> list[Setting]:
-    """Settings of HEADRACE_<LEAF> variables. Raises ConfigError for one that is no leaf."""
+    """Settings of HEADRACE_<OPTION> variables. Raises ConfigError for an unknown one."""
     return [
         _of_environment(variable, text, known)
         for variable, text in sorted(environment.items())
@@ -46,7 +46,7 @@ def read_environment(environment: Mapping[str, str], known: Mapping[str, Leaf]) 
 
 
 def _parsed(path: Path) -> dict[str, Any]:
-    """TOML, or the JSON of a run's folder (where what is absent is null)."""
+    """Parses TOML, or the job.json of a run's folder, where absent values are null."""
     text = _text(path)
     try:
         if path.suffix != ".json":
@@ -55,7 +55,7 @@ def _parsed(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # both parsers' errors
         raise ConfigError(f"{path} is not {path.suffix.removeprefix('.').upper() or 'TOML'}: {error}") from error
     if not isinstance(tree, dict) or not all(isinstance(table, dict) for table in tree.values()):
-        raise ConfigError(f"{path} is no job: it must be an object of sections, each an object")
+        raise ConfigError(f"{path} is not a job: it must be an object of sections, each an object")
     return {name: {key: value for key, value in table.items() if value is not None} for name, table in tree.items()}
 
 
@@ -66,12 +66,12 @@ def _text(path: Path) -> str:
         if not path.is_file():
             raise ConfigError(f"job file {path} does not exist")
         if path.stat().st_size > _MAX_FILE_BYTES:
-            raise ConfigError(f"job file {path} is larger than {_MAX_FILE_BYTES} bytes: it is no job")
+            raise ConfigError(f"job file {path} is larger than {_MAX_FILE_BYTES} bytes, so it is not a job")
         return path.read_text()
     except OSError as error:
         raise ConfigError(f"job file {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"job file {path} is no text: {error}") from error
+        raise ConfigError(f"job file {path} is not text: {error}") from error
 
 
 def _of_file(path: Path, section: str, key: str, value: Any, known: Mapping[str, Leaf]) -> Setting:
@@ -107,7 +107,7 @@ def _of_environment(variable: str, text: str, known: Mapping[str, Leaf]) -> Sett
     name = ALIASES.get(key, key)
     if name not in known:
         if name in FOREIGN:
-            raise ConfigError(f"{variable} is no variable of headrace: {FOREIGN[name]}", field=variable)
+            raise ConfigError(f"{variable} is not a variable of headrace: {FOREIGN[name]}", field=variable)
         near = did_you_mean(variable, [leaf.variable for leaf in known.values()])
         raise ConfigError(f"unknown environment variable {variable}{near}", field=variable)
     leaf = known[name]

@@ -1,4 +1,4 @@
-"""A job as TOML, to be read by people and by `headrace train`."""
+"""Writes a job as TOML, for people and for `headrace train`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from headrace.job.schema.job import Job
 
 
 def to_toml(job: Job) -> str:
-    """Every leaf that has a value, by section; what is absent is left out. Reading it back gives the same job."""
+    """Every option that has a value, by section. Reading it back gives the same job."""
     tree = job.model_dump(exclude_none=True)
     return tomli_w.dumps({section: _plain(table) for section, table in tree.items() if table})
 
 
 def _plain(value: Any) -> Any:
-    """Paths as text: TOML has no word for them."""
+    """Converts paths to text, because TOML has no type for them."""
     match value:
         case dict():
             return {key: _plain(inner) for key, inner in value.items()}

@@ -1,6 +1,6 @@
-"""Megatron's arguments, by Megatron's own names: every field of its configs, typed, and what its trainer's flags add.
+"""Megatron's arguments under its own names: every field of its configs, typed, and its trainer's additional flags.
 
-Architecture is never needed: the checkpoint's config.json says it all. What is given must agree with it.
+Architecture is never needed, because the checkpoint's config.json has it. Architecture flags must agree with it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ NoDropout = Annotated[float, AfterValidator(_none)]
 
 
 class ArchitectureArgs(MegatronFields):
-    """Given for agreement only: each must equal what the checkpoint says."""
+    """Architecture flags of existing scripts: each must equal the checkpoint's value."""
 
     num_layers: Positive | None = Field(None, description="Transformer layers.")
     hidden_size: Positive | None = Field(None, description="Width of the residual stream.")
@@ -90,7 +90,7 @@ class ArchitectureArgs(MegatronFields):
 
 
 class MegatronArgs(ArchitectureArgs):
-    """Every Megatron flag there is; unknown ones are errors. None: Megatron's own default."""
+    """All Megatron flags; unknown ones are errors. None stands for Megatron's own default."""
 
     tensor_model_parallel_size: Positive = Field(1, description="Ranks that share every layer.")
     pipeline_model_parallel_size: Positive = Field(1, description="Stages of consecutive layers.")
@@ -145,14 +145,14 @@ class MegatronArgs(ArchitectureArgs):
     @classmethod
     def _not_headraces_own(cls, value: Any, info: ValidationInfo) -> Any:
         assert info.field_name is not None
-        raise ValueError(f"{info.field_name} is not for a job to set: {OWNED[info.field_name]}: leave it out")
+        raise ValueError(f"{info.field_name} cannot be set by a job: {OWNED[info.field_name]}: leave it out")
 
     def given(self, names: frozenset[str]) -> dict[str, Any]:
-        """Those of `names` that the job has set."""
+        """The values of those `names` that the job sets."""
         return {name: getattr(self, name) for name in sorted(names & self.model_fields_set)}
 
     def needs_gpu(self) -> list[str]:
-        """The flags that only a GPU can follow, as they would be typed."""
+        """The flags that need a GPU, as they would be typed."""
         flags = []
         for name, value in self.given(GPU_ONLY).items():
             if value:
@@ -166,5 +166,4 @@ DESCRIBED = frozenset(ArchitectureArgs.__annotations__) | frozenset(MegatronArgs
 
 
 def megatron(job: Job) -> MegatronArgs:
-    """Megatron's arguments of a job, typed."""
     return MegatronArgs.model_validate(job.megatron)

@@ -1,4 +1,4 @@
-"""Which layers have experts, as Megatron's script takes it: `1`, `[0,1,1]`, `[0]*1+[1]*45`."""
+"""Parses which layers have experts, as Megatron's script writes it: `1`, `[0,1,1]`, `[0]*1+[1]*45`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_CHARACTERS = 4096
 
 
 def _from_text(value: Any) -> Any:
-    """A sum of repeated lists becomes one list; anything else is left to the field's type."""
+    """Adds repeated lists up to one list; any other value is left to the field's type."""
     if not isinstance(value, str) or len(value) > _MAX_CHARACTERS:
         return value
     terms = [_TERM.fullmatch(term) for term in value.replace(" ", "").split("+")]

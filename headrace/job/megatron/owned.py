@@ -1,4 +1,4 @@
-"""Megatron fields that a job may not set, each with its reason, and those that need a GPU."""
+"""Lists Megatron fields that a job may not set, each with its reason, and fields that need a GPU."""
 
 from __future__ import annotations
 

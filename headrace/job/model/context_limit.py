@@ -1,4 +1,4 @@
-"""How many tokens a prompt and its response may have together, and who says so."""
+"""Computes how many tokens a prompt and its response may have together, and which option says so."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from headrace.models.architecture import Architecture
 
 @dataclass(frozen=True, slots=True)
 class ContextLimit:
-    """`name` is what a person may change, or know it by."""
+    """`name` is the option that sets the limit, or a description of it."""
 
     tokens: int
     name: str
 
     @classmethod
     def of(cls, job: Job, architecture: Architecture) -> ContextLimit:
-        """Of what the job generates: its own limit where it has one, else that of its engines."""
+        """The job's own limit if it has one, else that of its engines."""
         if job.rollout.rollout_max_context_len is not None:
             return cls(job.rollout.rollout_max_context_len, "rollout_max_context_len")
         return cls.of_engines(job, architecture)
 
     @classmethod
     def of_engines(cls, job: Job, architecture: Architecture) -> ContextLimit:
-        """Beyond it an engine refuses."""
+        """The length beyond which engines refuse a request."""
         given = job.sglang.get("context_length")
         if given is not None:
             return cls(given, "--sglang-context-length")
         return cls(architecture.max_position_embeddings, "the model's max_position_embeddings")
 
     def too_long(self, num_tokens: int) -> str:
-        """The sentence for a prompt that leaves no room for a response."""
+        """A message for a prompt that leaves no room for a response."""
         length = f"the prompt has {num_tokens:,} tokens, which leaves no room for a response"
         return f"{length}: {self.name} is {self.tokens:,}"

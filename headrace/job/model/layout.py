@@ -1,4 +1,4 @@
-"""Whether a model's layers, heads and experts can be shared out as a job's parallel sizes say."""
+"""Checks that a job's parallel sizes divide the model's layers, heads and experts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _CUT_BY_TENSOR_RANKS = ("vocab_size", "num_attention_heads", "num_query_groups",
 
 
 def check_layout(architecture: Architecture, args: MegatronArgs) -> None:
-    """Raises ConfigError for the first size that does not divide what it has to."""
+    """Raises ConfigError for the first size that does not divide its number of layers, heads or experts."""
     _tensor(architecture, args)
     _pipeline(architecture, args)
     _experts(architecture, args)
@@ -40,7 +40,7 @@ def _pipeline(architecture: Architecture, args: MegatronArgs) -> None:
     if (architecture.num_layers - sum(given)) % max(1, stages - len(given)):
         raise ConfigError(
             f"pipeline_model_parallel_size {stages} does not divide num_layers {architecture.num_layers}: "
-            "choose a divisor of it, or say --num-layers-in-last-pipeline-stage",
+            "choose a divisor of it, or pass --num-layers-in-last-pipeline-stage",
             field="pipeline_model_parallel_size",
         )
 
@@ -50,7 +50,7 @@ def _experts(architecture: Architecture, args: MegatronArgs) -> None:
     if architecture.experts is None:
         if ranks > 1:
             raise ConfigError(
-                f"expert_model_parallel_size {ranks}: this {architecture.family} has no experts: leave it out",
+                f"expert_model_parallel_size {ranks}: this {architecture.family} model has no experts: leave it out",
                 field="expert_model_parallel_size",
             )
         return

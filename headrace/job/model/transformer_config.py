@@ -1,4 +1,6 @@
-"""An architecture as fields of Megatron-core's TransformerConfig, or of MLATransformerConfig for latent attention."""
+"""Converts an architecture to fields of Megatron-core's TransformerConfig, or MLATransformerConfig for latent
+attention.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ _ALWAYS = {
 
 
 def megatron_fields(a: Architecture) -> dict[str, Any]:
-    """All that follows from the checkpoint. The activation and dtypes, which are objects of torch, are not here."""
+    """Every field that follows from the checkpoint, except the activation and dtypes, which are objects of torch."""
     fields: dict[str, Any] = {
         "num_layers": a.num_layers,
         "hidden_size": a.hidden_size,
@@ -87,7 +89,7 @@ def _latent_attention(a: Architecture, mla: LatentAttention) -> dict[str, Any]:
 
 
 def _in_scripts(a: Architecture, given: MegatronArgs) -> dict[str, Any]:
-    """What only flags of Megatron's script say; its configs have other words for it."""
+    """Values of flags that only Megatron's script has; its configs have other names for them."""
     rope = a.rope_scaling
     family = given.spec[0].rpartition(".")[2] if given.spec else ""
     return {
@@ -101,7 +103,7 @@ def _in_scripts(a: Architecture, given: MegatronArgs) -> dict[str, Any]:
 
 
 def _means_nothing(a: Architecture, name: str, wanted: Any) -> bool:
-    """What Megatron-core does not read for this architecture, and command lines give all the same."""
+    """True for a flag that Megatron-core does not read for this architecture, though launch scripts often pass it."""
     if a.latent_attention is not None and name in ("kv_channels", "num_query_groups", "group_query_attention"):
         return True
     if a.experts is None:
@@ -126,11 +128,11 @@ def _shown(value: Any) -> str:
 
 
 def contradictions(a: Architecture, given: MegatronArgs) -> list[str]:
-    """A sentence for each architecture flag that says something else than the checkpoint."""
+    """A sentence for each architecture flag that differs from the checkpoint."""
     mine = asdict(a) | megatron_fields(a) | _ALWAYS | _in_scripts(a, given)
     wrong = [
         f"--{name.replace('_', '-')} {_shown(wanted)} contradicts the checkpoint, whose config.json says "
-        f"{_shown(mine.get(name, 'nothing of it'))}: leave the flag out"
+        f"{_shown(mine.get(name, 'nothing about it'))}: leave the flag out"
         for name, wanted in given.given(ARCHITECTURAL).items()
         if not _agrees(a, wanted, mine.get(name, False)) and not _means_nothing(a, name, wanted)
     ]

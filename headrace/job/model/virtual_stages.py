@@ -1,5 +1,7 @@
-"""How many virtual stages a pipeline rank has: stretches of layers that take turns, so that ranks wait for each other
-less (interleaved schedule, https://arxiv.org/abs/2104.04473).
+"""Computes how many virtual stages a pipeline rank has.
+
+Ranks alternate between these stretches of layers and so wait less for each other (interleaved schedule,
+https://arxiv.org/abs/2104.04473).
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ _OTHER_CUTS = (
 
 
 def virtual_stages(architecture: Architecture, args: MegatronArgs) -> int:
-    """Of each rank; 1 where the job asks for none. Raises ConfigError where the layers cannot be cut so.
+    """Stages of each rank; 1 when the job asks for none. Raises ConfigError when the layers cannot be divided like
+    this.
 
-    Stages of uneven length are Megatron's own to check.
+    Megatron itself checks stages of uneven length.
     """
     if args.num_layers_per_virtual_pipeline_stage is not None:
         stages = _of_so_many_layers(args.num_layers_per_virtual_pipeline_stage, architecture.num_layers, args)
@@ -30,7 +33,7 @@ def virtual_stages(architecture: Architecture, args: MegatronArgs) -> int:
             _require_divisor(stages, architecture.num_layers, args.pipeline_model_parallel_size)
     if stages > 1 and args.pipeline_model_parallel_size == 1:
         raise ConfigError(
-            f"{stages} virtual stages on one pipeline rank: they take turns between ranks: pass "
+            f"{stages} virtual stages on one pipeline rank have no effect: pass "
             "--pipeline-model-parallel-size 2 or more, or leave them out"
         )
     return stages
@@ -39,13 +42,14 @@ def virtual_stages(architecture: Architecture, args: MegatronArgs) -> int:
 def _of_so_many_layers(layers: int, num_layers: int, args: MegatronArgs) -> int:
     if args.virtual_pipeline_model_parallel_size is not None:
         raise ConfigError(
-            "num_layers_per_virtual_pipeline_stage and num_virtual_stages_per_pipeline_rank say the same thing in two "
-            "ways: give one",
+            "num_layers_per_virtual_pipeline_stage and num_virtual_stages_per_pipeline_rank set the "
+            "same thing: give only one",
             field="num_layers_per_virtual_pipeline_stage",
         )
     if cut := _cuts_otherwise(args):
         raise ConfigError(
-            f"num_layers_per_virtual_pipeline_stage {layers} with {', '.join(cut)}: stages differ in length then: pass "
+            f"num_layers_per_virtual_pipeline_stage {layers} with {', '.join(cut)}: the stages would differ in "
+            f"length: pass "
             "--num-virtual-stages-per-pipeline-rank",
             field="num_layers_per_virtual_pipeline_stage",
         )

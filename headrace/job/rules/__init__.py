@@ -1,4 +1,4 @@
-"""Rules over several settings: which contradict each other, which need a file or a device, which deserve a warning.
+"""Rules over several settings: contradictions, missing files and devices, and warnings.
 
 In: a whole job. Out: errors and warnings, each with the setting to change.
 """

@@ -1,4 +1,4 @@
-"""Rules of the algorithms: which knobs an estimator or a loss has, and which exclude each other."""
+"""Rules of the algorithms: which options an estimator or a loss reads, and which exclude each other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def uses_reference(job: Job) -> bool:
 
 
 def uses_critic(job: Job) -> bool:
-    """True when values are learned beside the policy."""
+    """True when a critic is trained beside the policy."""
     return _ppo(job) and _policy(job)
 
 
@@ -108,7 +108,7 @@ _READ_BY: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
 
 
 def check_algorithm(job: Job) -> None:
-    """Raises ConfigError for a knob that the chosen algorithm ignores, and for choices that exclude each other."""
+    """Raises ConfigError for an option that the chosen algorithm ignores, and for choices that exclude each other."""
     for name, (needed, is_read) in _READ_BY.items():
         if _is_set(job, name) and not is_read(job):
             raise ConfigError(
@@ -134,7 +134,7 @@ def _losses(job: Job) -> None:
         )
     if job.train.loss_type == "custom_loss" and job.hooks.custom_loss_function_path is None:
         raise ConfigError(
-            "loss_type custom_loss has no loss: pass --custom-loss-function-path", field="custom_loss_function_path"
+            "loss_type custom_loss needs a loss: pass --custom-loss-function-path", field="custom_loss_function_path"
         )
     for name, above, (low, high) in (
         ("tis_clip_low", "tis_clip", job.train.weight_bounds),
@@ -181,24 +181,24 @@ def _teacher(job: Job) -> None:
         return
     if job.distillation.opd_type == "megatron" and job.distillation.opd_teacher_load is None:
         raise ConfigError(
-            "opd_type megatron has no teacher: name its Hugging Face folder with --opd-teacher-load",
+            "opd_type megatron needs a teacher: name its Hugging Face folder with --opd-teacher-load",
             field="opd_teacher_load",
         )
     if job.distillation.opd_type == "sglang" and not (
         job.distillation.opd_teacher_url or job.rollout.custom_generate_function_path
     ):
         raise ConfigError(
-            "opd_type sglang has no teacher: pass --opd-teacher-url http://host:port, or a custom generate function "
+            "opd_type sglang needs a teacher: pass --opd-teacher-url http://host:port, or a custom generate function "
             "that sets sample.teacher_log_probs",
             field="opd_teacher_url",
         )
 
     url = job.distillation.opd_teacher_url
     if url is not None and not url.startswith(("http://", "https://")):
-        raise ConfigError(f"opd_teacher_url {url} is no URL: write http://host:port", field="opd_teacher_url")
+        raise ConfigError(f"opd_teacher_url {url} is not a URL: write http://host:port", field="opd_teacher_url")
     if url is not None and job.rollout.rollout_temperature != 1.0:
         raise ConfigError(
-            f"a served teacher answers with log-probs at temperature 1, and rollout_temperature is "
+            f"a served teacher returns log-probs at temperature 1, and rollout_temperature is "
             f"{job.rollout.rollout_temperature:g}: set it to 1, or hold the teacher with --opd-type megatron",
             field="rollout_temperature",
         )
@@ -220,7 +220,7 @@ def _true_on_policy(job: Job) -> None:
     ):
         if value != wanted:
             raise ConfigError(
-                f"true_on_policy_mode wants {name} {wanted}, and it is {value}: change it, or leave "
+                f"true_on_policy_mode needs {name} {wanted}, and it is {value}: change it, or leave "
                 "--true-on-policy-mode out",
                 field=name,
             )
@@ -242,7 +242,7 @@ def _conversations(job: Job) -> None:
     ):
         if value is not None:
             raise ConfigError(
-                f"{name} has no effect with loss_mask_type: conversations are given, nothing is generated or judged",
+                f"{name} has no effect with loss_mask_type: conversations are given, nothing is generated or scored",
                 field=name,
             )
 

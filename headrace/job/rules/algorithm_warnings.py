@@ -1,4 +1,4 @@
-"""What an algorithm may do and probably is not meant to: sentences for the person who starts the job."""
+"""Warns of options that an algorithm allows and that are probably a mistake."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ _COMPARES_SAMPLES = ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_basel
 
 
 def algorithm_warnings(job: Job) -> list[str]:
-    """Nothing for supervised fine-tuning: it samples nothing."""
+    """None for supervised fine-tuning, which samples nothing."""
     if job.train.loss_type == "sft_loss":
         return []
     return [*_narrowed_sampling(job), *_lone_samples(job), *_greedy(job)]
 
 
 def _narrowed_sampling(job: Job) -> list[str]:
-    """True on-policy mode refuses them."""
+    """Warns about top-p and top-k, which true on-policy mode refuses."""
     top_p, top_k = job.rollout.rollout_top_p, job.rollout.rollout_top_k
     given = [f"rollout_top_p {top_p:g}"] if top_p < 1 else []
     given += [] if top_k is None else [f"rollout_top_k {top_k}"]
     if not given:
         return []
     return [
-        f"{' and '.join(given)}: engines sample from fewer tokens than the recorded log-probs speak of, so the policy "
-        "that generated the samples is not the one that they are corrected against: train with rollout_top_p 1 and no "
+        f"{' and '.join(given)}: engines sample from fewer tokens than the recorded log-probs cover, so the policy "
+        "that generated the samples is not the one that the loss corrects for: train with rollout_top_p 1 and no "
         "rollout_top_k"
     ]
 

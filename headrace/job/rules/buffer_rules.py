@@ -1,4 +1,4 @@
-"""Rules of the buffer's leaves: where groups come from, how old they may be, how a batch is chosen."""
+"""Rules of the buffer's options: the source of groups, their staleness, and the choice of a batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headrace.job.schema.job import Job
 
 
 def check_buffer(job: Job) -> None:
-    """Raises ConfigError for the first that a job breaks."""
+    """Raises ConfigError for the first rule that a job breaks."""
     for rule in _RULES:
         rule(job)
 
@@ -27,15 +27,19 @@ def _shards_add_up(job: Job) -> None:
     if not num_shards:
         return
     if len(set(buffer.buffer_addresses)) < num_shards:
-        raise ConfigError(f"buffer_addresses {list(buffer.buffer_addresses)} names one twice", field="buffer_addresses")
+        raise ConfigError(
+            f"buffer_addresses {list(buffer.buffer_addresses)} has an address twice: give each shard its own",
+            field="buffer_addresses",
+        )
     if job.services.buffer_address not in (None, ",".join(buffer.buffer_addresses)):
         raise ConfigError(
-            f"buffer_address {job.services.buffer_address} is given, and buffer_addresses too: leave one of them out",
+            f"buffer_address {job.services.buffer_address} and buffer_addresses are both given: leave one of them out",
             field="buffer_addresses",
         )
     if buffer.buffer_shard is not None and buffer.buffer_shard >= num_shards:
         raise ConfigError(
-            f"buffer_shard {buffer.buffer_shard} is none of the {num_shards} buffer_addresses: they are counted from 0",
+            f"buffer_shard {buffer.buffer_shard} is not an index of the {num_shards} buffer_addresses, which are "
+            f"counted from 0",
             field="buffer_shard",
         )
     if (job.rollout.rollout_batch_size or num_shards) < num_shards:
@@ -87,7 +91,7 @@ def _limiter(job: Job) -> None:
     if buffer.samples_per_insert_error_buffer is None or buffer.samples_per_insert_error_buffer < least:
         raise ConfigError(
             f"samples_per_insert needs a samples_per_insert_error_buffer of {least:g} or more, half of "
-            f"rollout_batch_size {groups} and one insert, not {buffer.samples_per_insert_error_buffer}: with less, "
+            f"rollout_batch_size {groups} plus one insert, not {buffer.samples_per_insert_error_buffer}: with less, "
             "producers and trainer wait for each other",
             field="samples_per_insert_error_buffer",
         )
@@ -97,7 +101,7 @@ def _over_sampling(job: Job) -> None:
     asked, needed = job.rollout.over_sampling_batch_size, job.rollout.rollout_batch_size
     if asked is not None and needed is not None and asked < needed:
         raise ConfigError(
-            f"over_sampling_batch_size {asked} is below rollout_batch_size {needed}: a step could not fill; "
+            f"over_sampling_batch_size {asked} is below rollout_batch_size {needed}: a step would never fill; "
             f"pass {needed} or more, or leave it out",
             field="over_sampling_batch_size",
         )

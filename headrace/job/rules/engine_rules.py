@@ -1,4 +1,4 @@
-"""Rules of the engines: SGLang's arguments that are not for a job to set or out of range, lengths, tensor ranks."""
+"""Rules of the engines: SGLang's arguments that a job may not set or that are out of range, lengths, tensor ranks."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 
 
 def check_engines(job: Job) -> None:
-    """Raises ConfigError for an argument of SGLang that is ours, secret, or no number that it could be."""
+    """Raises ConfigError for an argument of SGLang that headrace sets, that is secret, or that is out of range."""
     for name, value in job.sglang.items():
         if name in OURS:
             raise _refusal(name, f"cannot be given: {OURS[name]}")
         if name in _SECRETS:
             raise ConfigError(
-                f"sglang {name}: engines listen on 127.0.0.1 and take no key, and a run's folder keeps its job in "
-                "clear: leave it out",
+                f"sglang {name}: engines listen on 127.0.0.1 and need no key, and a run's folder stores its job "
+                "as plain text: leave it out",
                 field=f"sglang.{name}",
             )
         if name in _SHARES and not _is_share(name, value):
@@ -59,7 +59,7 @@ def check_lengths(job: Job, architecture: Architecture) -> None:
     ):
         if length is not None and length >= limit and job.train.loss_mask_type is None:
             raise ConfigError(
-                f"{name} {length} is not below {limit}, {whose}: prompt and response share it: pass "
+                f"{name} {length} is not below {limit}, {whose}, which prompt and response share: pass "
                 f"--{name.replace('_', '-')} {max(1, limit // 2)} or another smaller number",
                 field=name,
             )
@@ -71,14 +71,14 @@ def check_lengths(job: Job, architecture: Architecture) -> None:
 
 
 def check_engine_ranks(job: Job, architecture: Architecture, scope: Scope) -> None:
-    """Raises ConfigError for an engine whose tensor ranks cannot share out the heads. On a CPU, SGLang adds heads."""
+    """Raises ConfigError when an engine's tensor ranks cannot divide the heads. On a CPU, SGLang adds heads."""
     ranks = job.placement.rollout_num_gpus_per_engine
     if not num_gpus() and scope.elsewhere is None:
         return
     heads, groups = architecture.num_attention_heads, architecture.num_query_groups
     if heads % ranks or (groups % ranks and ranks % groups):
         raise ConfigError(
-            f"rollout_num_gpus_per_engine {ranks} cannot share out {heads} heads in {groups} groups of this model: "
+            f"rollout_num_gpus_per_engine {ranks} does not divide the {heads} heads in {groups} groups of this model: "
             "choose a divisor of both",
             field="rollout_num_gpus_per_engine",
         )

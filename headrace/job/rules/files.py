@@ -1,4 +1,4 @@
-"""Files that a job names: what can be known of them before anything starts. Each service's are its own part."""
+"""Checks the files that a job names, before anything starts. Each service checks more of its own part."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _of_reward(job: Job, scope: Scope) -> None:
         scope.missing(
             ConfigError(
                 f"reward_model_path {folder} is not a folder: name the folder that {job.reward.custom_rm_path} is "
-                "made with",
+                "constructed with",
                 field="reward_model_path",
             )
         )
@@ -90,7 +90,7 @@ def _model(leaf: str, folder: Path, scope: Scope) -> None:
         missing.append("weights (*.safetensors)")
     if missing:
         scope.missing(
-            ConfigError(f"{leaf} {folder} is not a whole model: it has no {', no '.join(missing)}", field=leaf)
+            ConfigError(f"{leaf} {folder} is not a complete model: it has no {', no '.join(missing)}", field=leaf)
         )
 
 
@@ -119,16 +119,16 @@ def _line(leaf: str, path: Path, number: int, line: str, job: Job) -> None:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}: not JSON ({error}): mend it, or pass --skip-bad-lines", field=leaf) from error
+        raise ConfigError(f"{where}: not JSON ({error}): correct it, or pass --skip-bad-lines", field=leaf) from error
     if not isinstance(row, dict):
-        raise ConfigError(f"{where}: a JSON object is wanted, this is {type(row).__name__}", field=leaf)
+        raise ConfigError(f"{where}: the row is {type(row).__name__}, must be a JSON object", field=leaf)
     for name, key in (("input_key", job.data.input_key), ("label_key", job.data.label_key)):
         if key is not None and key not in row:
             raise ConfigError(f"{where}: no key {key!r} ({name}); the keys are {', '.join(row)}", field=leaf)
 
 
 def _hook(leaf: str, hook: str | None, scope: Scope) -> None:
-    """`file.py:fn` is looked into; `pkg.mod.fn` is left to the service that imports it."""
+    """Looks into `file.py:fn`; the service that imports `pkg.mod.fn` checks it."""
     if hook is None:
         return
     refuse_slimes(leaf, hook)
@@ -139,5 +139,5 @@ def _hook(leaf: str, hook: str | None, scope: Scope) -> None:
         scope.missing(ConfigError(f"{leaf} {hook}: {file} does not exist", field=leaf), Path(file))
         return
     if function not in (defined := [node.name for node in definitions(leaf, Path(file))]):
-        there = f": there is {', '.join(defined)}" if defined else ""
-        raise ConfigError(f"{leaf} {hook}: {file} defines no {function}{there}", field=leaf)
+        there = f": it defines {', '.join(defined)}" if defined else ""
+        raise ConfigError(f"{leaf} {hook}: {file} does not define {function}{there}", field=leaf)

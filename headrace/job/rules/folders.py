@@ -1,4 +1,4 @@
-"""Folders that a run will write: whether they can be made."""
+"""Checks that the folders which a run will write can be created."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_folders(job: Job, scope: Scope) -> None:
 
 
 def _try(folder: Path) -> None:
-    """Makes a folder where this one, or the first that is to be made above it, would be; and removes it."""
+    """Creates and removes a folder beside the first ancestor that is missing, to see whether the system allows it."""
     there = folder
     while not os.path.lexists(there):
         there = there.parent

@@ -1,4 +1,4 @@
-"""Functions of a user's file, read without importing it: which one `--custom-rm-path f.py` means."""
+"""Lists functions of a user's file without importing it, to find the one that `--custom-rm-path f.py` means."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SLIME = ("slime.", "slime_plugins.")
 
 @dataclass(frozen=True, slots=True)
 class HookForm:
-    """What a hook of a flag may look like: the names of its first arguments, one tuple for each form, or a method."""
+    """The forms that a flag's hook may have: for each the names of the first arguments, or a class's method."""
 
     arguments: Sequence[tuple[str, ...]] = ()
     method: str | None = None
@@ -56,7 +56,7 @@ HOOK_LEAVES: Sequence[str] = tuple(_FORMS)
 
 
 def fitting(leaf: str, file: Path, *, group_rm: bool = False) -> list[str]:
-    """Functions and classes of the file that the flag could mean, in the order in which they stand there."""
+    """Functions and classes of the file that the flag could mean, in the order of the file."""
     form = _form(leaf, group_rm)
     public = [node for node in definitions(leaf, file) if not node.name.startswith("_")]
     exact = [node.name for node in public if _fits(node, form, _has_names)]
@@ -64,7 +64,7 @@ def fitting(leaf: str, file: Path, *, group_rm: bool = False) -> list[str]:
 
 
 def hooks_of(file: Path) -> list[str]:
-    """Everything in the file whose arguments have the names that some flag gives them, or else their number."""
+    """Everything in the file whose arguments have the names that some flag expects, or else their number."""
     public = [node for node in definitions("hook", file) if not node.name.startswith("_")]
     forms = [*_FORMS.values(), _GROUP_REWARD]
     for takes in (_has_names, _has_number):
@@ -78,7 +78,7 @@ def _form(leaf: str, group_rm: bool) -> HookForm:
 
 
 def definitions(leaf: str, file: Path) -> list[Definition]:
-    """What the file defines. Raises ConfigError where it is no Python."""
+    """Functions and classes of the file. Raises ConfigError when it is not valid Python."""
     try:
         body = ast.parse(file.read_text()).body
     except (SyntaxError, ValueError, RecursionError) as error:
@@ -89,9 +89,9 @@ def definitions(leaf: str, file: Path) -> list[Definition]:
 
 
 def completed(leaf: str, path: str, *, group_rm: bool = False) -> str:
-    """`f.py` becomes `f.py:fn` where the file has exactly one function that fits; every other path stays as it is.
+    """Completes `f.py` to `f.py:fn` when exactly one function fits; every other path stays as it is.
 
-    Raises ConfigError where none fits, or several. A file that is not here is left to whoever needs it.
+    Raises ConfigError when none or several fit. A file that does not exist here is left to the service that needs it.
     """
     if not path.endswith(".py") or not Path(path).is_file():
         return path
@@ -101,19 +101,20 @@ def completed(leaf: str, path: str, *, group_rm: bool = False) -> str:
     if not found:
         there = ", ".join(node.name for node in definitions(leaf, Path(path))) or "nothing"
         raise ConfigError(
-            f"{leaf} {path}: it defines {there}, and none of that fits: the flag takes {_accepted(leaf, group_rm)}",
+            f"{leaf} {path}: the file defines {there}, and none of them fits: the flag takes "
+            f"{_accepted(leaf, group_rm)}",
             field=leaf,
         )
-    raise ConfigError(f"{leaf} {path}: {', '.join(found)} would all fit: say which, as {path}:{found[0]}", field=leaf)
+    raise ConfigError(f"{leaf} {path}: {', '.join(found)} all fit: name one of them, as {path}:{found[0]}", field=leaf)
 
 
 def refuse_slimes(leaf: str, path: str) -> None:
-    """Raises ConfigError for a module of slime's, which is not there."""
+    """Raises ConfigError for a module of slime, which headrace does not have."""
     if not path.startswith(_SLIME):
         return
     way = next((way for module, way in _SLIMES.items() if path.startswith(module)), None)
     raise ConfigError(
-        f"{leaf} {path} is a module of slime's, which headrace does not have: "
+        f"{leaf} {path} is a module of slime, which headrace does not have: "
         f"{way or 'leave it out where it is the default, or copy the function into a file of yours'}",
         field=leaf,
     )
@@ -135,7 +136,7 @@ def _has_names(given: Sequence[str], required: Sequence[str], names: tuple[str, 
 
 
 def _has_number(given: Sequence[str], required: Sequence[str], names: tuple[str, ...]) -> bool:
-    """Code of a user's own may call its arguments anything."""
+    """Accepts other names, because user code may call its arguments anything."""
     return len(required) == len(names)
 
 

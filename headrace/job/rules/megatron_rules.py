@@ -1,4 +1,4 @@
-"""Rules over Megatron's arguments that this machine, the installed version or each other make."""
+"""Rules of Megatron's arguments that depend on this machine, on the installed version, or on each other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_megatron(job: Job) -> None:
 
 
 def require_gpus(job: Job, scope: Scope) -> None:
-    """Refuses what Megatron-core does only on a GPU, where the trainer's machine has none."""
+    """Refuses flags that need a GPU when the trainer's machine has none."""
     flags = megatron(job).needs_gpu()
     if flags and not num_gpus():
         scope.missing(
@@ -43,7 +43,7 @@ def _context_parallel(args: MegatronArgs, job: Job) -> None:
 
 
 def _installed(args: MegatronArgs) -> None:
-    """Where Megatron-core is not installed, the trainer's machine will see."""
+    """Skips the check when Megatron-core is not installed here: the trainer's machine will check."""
     try:
         installed = ".".join(version("megatron-core").split(".")[:2])
     except PackageNotFoundError:
@@ -52,7 +52,7 @@ def _installed(args: MegatronArgs) -> None:
         if installed not in ONLY_IN[name]:
             raise ConfigError(
                 f"--{name.replace('_', '-')} is a field of megatron-core {' and '.join(ONLY_IN[name])}, and "
-                f"{installed} is installed: leave it out, or install the other",
+                f"{installed} is installed: leave it out, or install the other version",
                 field=name,
             )
 
@@ -60,7 +60,7 @@ def _installed(args: MegatronArgs) -> None:
 def _recomputation(args: MegatronArgs) -> None:
     if args.recompute_activations and args.recompute_granularity == "full":
         raise ConfigError(
-            "recompute_activations means recompute_granularity selective, which is given as full: leave one out",
+            "recompute_activations means recompute_granularity selective, which is set to full: leave one out",
             field="recompute_granularity",
         )
 
@@ -68,7 +68,7 @@ def _recomputation(args: MegatronArgs) -> None:
 def _optimizer(args: MegatronArgs) -> None:
     if args.optimizer != "adam" and args.use_distributed_optimizer:
         raise ConfigError(
-            f"optimizer {args.optimizer} with use_distributed_optimizer: Megatron-core distributes Adam alone: leave "
+            f"optimizer {args.optimizer} with use_distributed_optimizer: Megatron-core distributes only Adam: leave "
             "one of them out",
             field="optimizer",
         )
@@ -77,8 +77,8 @@ def _optimizer(args: MegatronArgs) -> None:
 def _schedules(args: MegatronArgs) -> None:
     if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
         raise ConfigError(
-            f"lr_warmup_iters {args.lr_warmup_iters} and lr_warmup_fraction {args.lr_warmup_fraction:g} say the same: "
-            "leave one out",
+            f"lr_warmup_iters {args.lr_warmup_iters} and lr_warmup_fraction {args.lr_warmup_fraction:g} set the same "
+            "thing: leave one out",
             field="lr_warmup_fraction",
         )
     start, end = (args.weight_decay if wd is None else wd for wd in (args.start_wd, args.end_wd))
@@ -93,5 +93,5 @@ def _schedules(args: MegatronArgs) -> None:
     for name, value in wsd.items():
         if (value is None) == (args.lr_decay_style == "WSD"):
             raise ConfigError(
-                f"lr_decay_style is {args.lr_decay_style} and {name} is {value}: the two belong together", field=name
+                f"lr_decay_style is {args.lr_decay_style} and {name} is {value}: set both or neither", field=name
             )

@@ -1,4 +1,4 @@
-"""Which leaf has no effect without which other one: a flag that does nothing is refused."""
+"""Refuses an option that has no effect because another one is not set."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
 
 
 def check_needs(job: Job) -> None:
-    """Raises ConfigError for a leaf that is set and would be ignored."""
+    """Raises ConfigError for an option that is set and would be ignored."""
     known = leaves()
     for name, (needed, has_it) in _NEEDS.items():
         section = getattr(job, known[name].section)

@@ -1,4 +1,4 @@
-"""Rules over several leaves. Each says which values contradict each other and what to change."""
+"""Rules over several options. Each message names the contradicting values and what to change."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ from headrace.rpc.net import Address
 
 
 def check(job: Job, scope: Scope) -> None:
-    """Raises ConfigError for the first rule that a resolved job breaks: of the job itself, then of the scope's part."""
+    """Raises ConfigError for the first rule that a resolved job breaks: rules of the job first, then those of the
+    scope.
+    """
     for rule in _RULES:
         rule(job)
     check_files(job, scope)
@@ -52,7 +54,7 @@ def _synchronous_when_colocated(job: Job) -> None:
             "same GPUs. Leave --colocate out, or set both back to 0 and 1",
             field="colocate",
         )
-    raise ConfigError("colocate is not built yet: leave it out and give engines GPUs of their own", field="colocate")
+    raise ConfigError("colocate is not built yet: leave it out and give the engines their own GPUs", field="colocate")
 
 
 def _micro_batches(job: Job) -> None:
@@ -98,12 +100,13 @@ def _old_actor_is_used(job: Job) -> None:
         return
     if not trains_on_old_log_probs(train):
         raise ConfigError(
-            "keep_old_actor has no effect: nothing in this loss asks for the old policy's log-probs: leave it out",
+            "keep_old_actor has no effect: this loss does not use the old policy's log-probs: leave it out",
             field="keep_old_actor",
         )
     if job.buffer.max_staleness == 0:
         raise ConfigError(
-            "keep_old_actor has no effect with max_staleness 0: every sample is of the current policy: leave it out",
+            "keep_old_actor has no effect with max_staleness 0: every sample comes from the current policy: leave "
+            "it out",
             field="keep_old_actor",
         )
 
@@ -112,7 +115,7 @@ def _frozen_parameters(job: Job) -> None:
     only, freeze = job.train.only_train_params_name_list, job.train.freeze_params_name_list
     if only and freeze:
         raise ConfigError(
-            "only_train_params_name_list and freeze_params_name_list say the same thing in two ways: give one",
+            "only_train_params_name_list and freeze_params_name_list set the same thing: give only one",
             field="freeze_params_name_list",
         )
     for pattern in (*only, *freeze):
@@ -120,7 +123,7 @@ def _frozen_parameters(job: Job) -> None:
             re.compile(pattern)
         except re.error as error:
             raise ConfigError(
-                f"{pattern!r} is no regular expression: {error}", field="freeze_params_name_list"
+                f"{pattern!r} is not a regular expression: {error}", field="freeze_params_name_list"
             ) from error
 
 
@@ -136,8 +139,9 @@ def _context_length(job: Job) -> None:
 def _no_passwords(job: Job) -> None:
     if found := passwords(job.model_dump(mode="json")):
         raise ConfigError(
-            f"{found[0]} holds a URL with a password, and a run's folder keeps its job in clear: take the password out "
-            "and let the service read it from its environment or a file of its own",
+            f"{found[0]} holds a URL with a password, and a run's folder stores its job as plain text: remove the "
+            f"password "
+            "and let the service read it from its environment or from another file",
             field=found[0],
         )
 
@@ -151,7 +155,7 @@ def _several_machines(job: Job) -> None:
             where = "is started on this machine's loopback" if address is None else f"is at {address}"
             raise ConfigError(
                 f"actor_num_nodes {job.placement.actor_num_nodes}: ranks on other machines cannot reach {name}, which "
-                f"{where}: start it at an address of its machine and pass --{name}-address",
+                f"{where}: start it at an address that they can reach and pass --{name}-address",
                 field=f"{name}_address",
             )
 
@@ -162,7 +166,7 @@ def _export_folder_is_new(job: Job) -> None:
         return
     if not folder.is_dir() or any(folder.iterdir()):
         raise ConfigError(
-            f"save_hf {folder} is there already and not empty: name a new folder, or remove it",
+            f"save_hf {folder} exists and is not empty: name a new folder, or remove it",
             field="save_hf",
         )
 
@@ -188,7 +192,7 @@ def _architecture(job: Job, scope: Scope) -> None:
 
 
 def known_architecture(job: Job) -> Architecture | None:
-    """Of the model's folder, else of the preset; None where this machine has neither."""
+    """The architecture of the model's folder, else of the preset; None when this machine has neither."""
     if (job.model.hf_checkpoint / "config.json").is_file():
         return read_architecture(job.model.hf_checkpoint)
     return None if job.model.model is None else architecture(find(job.model.model).config)
@@ -212,5 +216,5 @@ _RULES: Sequence[Callable[[Job], None]] = (
 
 
 def ranks(job: Job) -> int:
-    """Processes of the trainer."""
+    """The number of the trainer's processes."""
     return job.placement.actor_num_nodes * job.placement.actor_num_gpus_per_node

@@ -1,4 +1,6 @@
-"""What a command is about to start on this machine: rules that need a file or a device ask here whose part it is."""
+"""The services that a command starts on this machine: rules that need a file or a device ask here whether it must
+exist.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ _GPU_SGLANG = ("mem_fraction_static", "disable_cuda_graph", "cuda_graph_max_bs",
 
 @dataclass(frozen=True)
 class Scope:
-    """`services` are started here. With `elsewhere`, which is a reason, the job is checked for another machine: what
-    this one lacks is noted in `unchecked` and refuses nothing.
+    """`services` are started here. `elsewhere` is the reason why a job is checked for another machine: then anything
+    missing on this one is noted in `unchecked` and does not refuse the job.
     """
 
     services: Collection[str]
@@ -28,13 +30,12 @@ class Scope:
 
     @classmethod
     def of_train(cls, job: Job) -> Scope:
-        """Every service without an address, and the trainer."""
         return cls(services_here(job))
 
     def missing(self, refusal: ConfigError, path: Path | None = None) -> None:
-        """Raises the refusal, or notes it where another machine may have what is missing here.
+        """Raises the refusal, or notes it when another machine may have what is missing.
 
-        A `path` in a folder that is here is a mistake on every machine.
+        A missing `path` in a folder that exists here is a mistake on every machine.
         """
         if self.elsewhere is None or (path is not None and path.parent.is_dir()):
             raise refusal
@@ -42,13 +43,13 @@ class Scope:
 
 
 def services_here(job: Job) -> list[str]:
-    """What `headrace train` starts: services that have no address in the job, and the trainer."""
+    """The services that `headrace train` starts: those without an address in the job, and the trainer."""
     addresses = job.services.model_dump()
     return [name for name in _ADDRESSED if addresses[f"{name}_address"] is None] + ["trainer"]
 
 
 def meant_for_gpus(job: Job) -> str | None:
-    """Why this job is for a machine with GPUs, as far as it says so; None where a CPU would do."""
+    """The flag that shows that a job is for a machine with GPUs; None when a CPU would do."""
     args = megatron(job)
     if flags := args.needs_gpu():
         return flags[0]
@@ -66,7 +67,9 @@ def meant_for_gpus(job: Job) -> str | None:
 
 
 def scope_of_check(job: Job, *, elsewhere: bool) -> Scope:
-    """Of `headrace check`: for this machine, unless it was told otherwise or the job wants GPUs that are not here."""
+    """The scope of `headrace check`: this machine, unless it was told otherwise or the job needs GPUs that are not
+    here.
+    """
     if elsewhere:
         return Scope(services_here(job), "--elsewhere")
     reason = None if num_gpus() else meant_for_gpus(job)

@@ -1,4 +1,6 @@
-"""What a job may say and probably does not mean. `headrace check` and `headrace train` print it and go on."""
+"""Warns about settings that are allowed and probably not intended. `headrace check` and `headrace train` print warnings
+and continue.
+"""
 
 from __future__ import annotations
 
@@ -17,5 +19,5 @@ WARNINGS: Sequence[Callable[[Job], Sequence[str]]] = (
 
 
 def warnings(job: Job) -> list[str]:
-    """All of a resolved job."""
+    """All warnings for a resolved job."""
     return [sentence for rule in WARNINGS for sentence in rule(job)]

@@ -1,4 +1,4 @@
-"""The sections of a job with their types, ranges and defaults, and what every value must be.
+"""The sections of a job with their types, ranges and defaults, and the checks of single values.
 
-In: plain values. Out: frozen sections. What contradicts what is said in `rules/`.
+In: plain values. Out: frozen sections. Contradictions between values are found in `rules/`.
 """

@@ -1,4 +1,4 @@
-"""rollout_batch_size x n_samples_per_prompt = global_batch_size x num_steps_per_rollout."""
+"""The batch arithmetic: rollout_batch_size x n_samples_per_prompt = global_batch_size x num_steps_per_rollout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PARTNERS = (
 
 
 def derive(job: Job) -> Job:
-    """Fills in the one of the four that is left out, and one optimizer step where nothing says how many.
+    """Derives the one of the four that is left out; with both right-hand ones left out it takes one optimizer step.
 
     Raises ConfigError when more are left out, or when the sides differ.
     """

@@ -1,7 +1,7 @@
-"""A job: every knob of a run, typed and frozen. A leaf's name is its flag (`save_hf` is `--save-hf`).
+"""A job: all options of a run, typed and frozen. An option's name is its flag (`save_hf` is `--save-hf`).
 
-Leaf names are unique over all sections. Nothing here has no effect. `headrace.job.load` reads TOML, environment and
-flags into it; cross-field rules are in `headrace.job.rules.rules`.
+Names are unique over all sections, and every option has an effect. `headrace.job.load` reads TOML, environment and
+flags into a job; rules over several options are in `headrace.job.rules.rules`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from headrace.wire.limits import MAX_ATTEMPTS, MAX_FILE_WORKERS, MAX_SAMPLES_PER
 
 
 def _several(value: Any) -> Any:
-    """One where several may stand."""
+    """Accepts one value where several are allowed."""
     return (str(value),) if isinstance(value, str | Path) else value
 
 
 def _no_segments(value: Any) -> Any:
     if value == "segments":
-        raise ValueError("buffer_store segments is read by earlier releases only: set buffer_store to sqlite")
+        raise ValueError("buffer_store segments can only be read by earlier releases: set buffer_store to sqlite")
     return value
 
 
 def _one_folder(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
-        raise ValueError("a run's name is its folder's: up to 100 letters, digits, '.', '_' and '-', not '.' first")
+        raise ValueError("a run's name is its folder's too: up to 100 letters, digits, '.', '_' and '-', not '.' first")
     return name
 
 
@@ -297,7 +297,7 @@ class TrackingSection(Section):
 
 
 class Job(Section):
-    """The whole tree."""
+    """The root of the tree: one field for each section."""
 
     run: RunSection = RunSection()
     model: ModelSection

@@ -1,4 +1,4 @@
-"""Values of a type that only the word itself tells: a number, a list, or text."""
+"""Parses words whose type is not declared: a number, a list, or text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BeforeValidator
 
 
 def literal(word: str) -> Any:
-    """A number, true, false, null or JSON where the word is one; else the word itself."""
+    """A number, true, false, null or other JSON if the word is one; else the word itself."""
     try:
         return json.loads(word)
     except (ValueError, RecursionError):  # no JSON, or a number or nesting beyond what Python reads

@@ -1,4 +1,4 @@
-"""When a loss asks for the log-probs of the policy before the rollout step's first optimizer step."""
+"""Decides whether a loss needs the log-probs of the policy before the rollout step's first optimizer step."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from headrace.job.schema.training import TrainSection
 
 
 def trains_on_old_log_probs(train: TrainSection) -> bool:
-    """True also for a custom loss: they are in the batch that it is given."""
+    """True also for a custom loss, because its batch contains them."""
     return train.loss_type != "sft_loss" and not train.use_rollout_logprobs

@@ -1,4 +1,4 @@
-"""`path@[a:b]`: lines (of parquet: rows) a to b of a prompt file, counted from 0, b not included."""
+"""Parses `path@[a:b]`: lines (in parquet: rows) a to b of a prompt file, counted from 0, b not included."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SLICE = re.compile(r"(?P<path>.+)@\[(?P<first>\d*):(?P<end>\d*)\]")
 
 @dataclass(frozen=True, slots=True)
 class PromptPath:
-    """A file, and which part of it."""
+    """A file and the range of its rows; an `end_row` of None means the last."""
 
     path: Path
     first_row: int = 0
@@ -21,13 +21,13 @@ class PromptPath:
 
     @classmethod
     def parse(cls, text: str) -> PromptPath:
-        """Raises ConfigError for a slice that is none, or that holds nothing."""
+        """Raises ConfigError for a slice that does not parse, or that is empty."""
         match = _SLICE.fullmatch(text)
         if match is None:
             if "@[" in text:
                 raise ConfigError(
-                    f"prompt_data {text}: a slice is written path@[a:b] with lines a to b counted from 0; "
-                    "either may be left out, and neither is negative",
+                    f"prompt_data {text}: write a slice as path@[a:b], with lines a to b counted from 0; "
+                    "both are optional, and neither may be negative",
                     field="prompt_data",
                 )
             return cls(Path(text))
@@ -37,7 +37,7 @@ class PromptPath:
         return cls(Path(match["path"]), first, end)
 
     def absolute(self) -> str:
-        """The same part of the same file from everywhere."""
+        """The same slice with an absolute path."""
         path = str(self.path.expanduser().absolute())
         if not self.first_row and self.end_row is None:
             return path

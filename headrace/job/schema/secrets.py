@@ -1,4 +1,4 @@
-"""What must not leave a machine with a job: passwords in URLs, and values whose name says that they are secret."""
+"""Finds the secrets of a job, which must not leave the machine: passwords in URLs, and values with a secret's name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOT_SECRET = frozenset({"input_key", "label_key", "metadata_key", "tool_key", "
 
 
 def without_secrets(tree: Any, name: str = "") -> Any:
-    """The same tree of plain values, for a tracker or a bug report."""
+    """A copy of a tree of plain values without secrets, for a tracker or a bug report."""
     if isinstance(tree, Mapping):
         return {key: without_secrets(value, str(key)) for key, value in tree.items()}
     if isinstance(tree, list | tuple):

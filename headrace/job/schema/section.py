@@ -1,4 +1,4 @@
-"""What sections of a job are made of: the frozen base of all, and the ranges that numbers come in."""
+"""The frozen base class of a job's sections, and the ranges of their numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LEAST_TEMPERATURE = 1e-3
 
 
 def _not_nearly_zero(value: float) -> float:
-    """Logits are divided by it in float32."""
+    """Refuses tiny temperatures, because logits are divided by them in float32."""
     if 0 < value < _LEAST_TEMPERATURE:
         raise ValueError(f"should be 0, which is greedy, or at least {_LEAST_TEMPERATURE:g}")
     return value
@@ -36,7 +36,7 @@ Temperature = Annotated[float, Field(ge=0, le=1e3), AfterValidator(_not_nearly_z
 
 
 class Section(BaseModel):
-    """Frozen; unknown keys are errors, and so are values that cannot be written down and computed with."""
+    """Frozen. Refuses unknown keys, and values that could not be written to a file or computed with."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -1,4 +1,4 @@
-"""What every value of a job must be, whatever it is for: it can be written down, read back, and computed with."""
+"""Checks that hold for every value of a job: it can be written to a file, read back, and computed with."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _BREAKS = "\n\t\r"
 
 
 def sound(value: Any, depth: int = 0) -> Any:
-    """The value. Raises ValueError for what a run could not be given as it was meant.
+    """Returns the value. Raises ValueError for one that would not reach the run unchanged.
 
-    Numbers are finite, and float32 and JSON hold them; text has no control characters but line breaks and tabs.
+    Numbers are finite, and float32 and JSON can hold them; text has no control characters but line breaks and tabs.
     """
     match value:
         case float():
@@ -40,11 +40,11 @@ def sound(value: Any, depth: int = 0) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The value of an argument without a type of its own. Raises ValueError for what JSON has no word for."""
+    """Returns the value of an untyped argument. Raises ValueError for one that JSON cannot hold."""
     if isinstance(value, dict | list | tuple):
         for inner in value.values() if isinstance(value, dict) else value:
             if inner is None:
-                raise ValueError("should have a value in every place, and one is null")
+                raise ValueError("should have no null values")
             plain(inner)
     elif not isinstance(value, str | int | float | None):
         raise ValueError(f"should be text, a number, true, false or a list, not {type(value).__name__}")
@@ -62,12 +62,12 @@ def _text(value: str) -> None:
     if len(value) > MAX_PATH_CHARACTERS:
         raise ValueError(f"should have at most {MAX_PATH_CHARACTERS} characters, not {len(value)}")
     if any(unicodedata.category(each) in ("Cc", "Cs") for each in value if each not in _BREAKS):
-        raise ValueError("should have no control characters, nor half of a surrogate pair")
+        raise ValueError("should have no control characters and be valid UTF-8")
 
 
 def _path(value: Path) -> None:
     _text(str(value))
     if any(each in str(value) for each in _BREAKS):
-        raise ValueError("should be a path in one line")
+        raise ValueError("should be a path without line breaks")
     if any(len(part.encode()) > _MAX_FOLDER_NAME_BYTES for part in value.parts):
         raise ValueError(f"should be a path whose names have at most {_MAX_FOLDER_NAME_BYTES} bytes")

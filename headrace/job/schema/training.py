@@ -1,4 +1,4 @@
-"""The sections of a job about training: what is minimised, who stands beside the policy, and user functions."""
+"""The sections of a job about training: the loss, the models beside the policy, and user functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Level = Literal["token", "sequence", "geometric"]
 
 
 def _icepop(mode: object) -> object:
-    """IcePop is a mask of tokens."""
+    """Accepts icepop, which is a mask of tokens."""
     return "mask" if mode == "icepop" else mode
 
 
@@ -121,21 +121,21 @@ class TrainSection(Section):
 
     @property
     def weight_bounds(self) -> tuple[float, float]:
-        """Of importance weights."""
+        """(lowest, highest) importance weight."""
         if self.tis_clip_low is not None:
             return self.tis_clip_low, self.tis_clip
         return 0.0 if self.tis_mode == "truncate" else 1.0 / self.tis_clip, self.tis_clip
 
     @property
     def rejection_bounds(self) -> tuple[float, float]:
-        """Of the ratios that rejection sampling keeps."""
+        """(lowest, highest) ratio that rejection sampling keeps."""
         high = self.tis_clip if self.rs_upper_bound is None else self.rs_upper_bound
         low = 1.0 / self.tis_clip if self.tis_clip_low is None else self.tis_clip_low
         return (low if self.rs_lower_bound is None else self.rs_lower_bound), high
 
 
 class CriticSection(Section):
-    """For advantage_estimator ppo."""
+    """The critic of advantage_estimator ppo."""
 
     critic_load: Path | None = Field(None, description="Hugging Face folder it starts from; absent: hf_checkpoint.")
     critic_lr: Rate = Field(1e-6, description="Its highest learning rate.")
@@ -157,7 +157,7 @@ class DistillationSection(Section):
 
 
 class HooksSection(Section):
-    """User functions in the trainer: pkg.mod.fn or file.py:fn."""
+    """User functions in the trainer, as pkg.mod.fn or file.py:fn."""
 
     custom_reward_post_process_path: str | None = Field(None, description="f(args, samples) -> (raw rewards, rewards).")
     custom_advantage_function_path: str | None = Field(

@@ -1,4 +1,4 @@
-"""How a trainer's ranks are started: on this machine, as tasks of Slurm, or as Ray actors.
+"""Starts a trainer's ranks: on this machine, as tasks of Slurm, or as Ray actors.
 
 In: a command and a number of ranks. Out: that many processes, each with its rank, which end together.
 """

@@ -32,7 +32,7 @@ _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 
 
 def main(argv: list[str]) -> int:
-    """0 when all ranks ended well, else the exit code of the first that did not; 128 + n for signal n."""
+    """Returns 0 when all ranks ended well, else the exit code of the first that did not; 128 + n for signal n."""
     num_ranks, log_dir, command = int(argv[0]), Path(argv[1]), argv[2:]
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # they are waited for, not handled
     rendezvous = new_rendezvous(log_dir)
@@ -43,14 +43,14 @@ def main(argv: list[str]) -> int:
 
 
 def new_rendezvous(log_dir: Path) -> Path:
-    """The name of a file that is not there. Those of ranks whose launcher was killed are deleted."""
+    """The name of a new file. Deletes those of ranks whose launcher was killed."""
     for leftover in log_dir.glob(".rendezvous-*"):
         leftover.unlink(missing_ok=True)
     return log_dir / f".rendezvous-{uuid.uuid4().hex}"
 
 
 class _Ranks:
-    """The processes, and in which order they ended badly."""
+    """The processes, and the order in which they failed."""
 
     def __init__(self, num_ranks: int, log_dir: Path, command: list[str], rendezvous: Path) -> None:
         self._logs = [None, *(log_dir / f"trainer-rank-{rank}.log" for rank in range(1, num_ranks))]
@@ -59,7 +59,7 @@ class _Ranks:
         self._deadline: float | None = None
 
     def wait(self) -> int:
-        """Until all have ended."""
+        """Returns when all ranks have ended: the exit code of the rank to blame, or 0."""
         while any(process.poll() is None for process in self._processes):
             self._look_for_failures()
             received = signal.sigtimedwait(_SIGNALS, 1.0)

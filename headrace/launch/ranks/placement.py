@@ -1,4 +1,4 @@
-"""What stands before the trainer's command line: who starts its ranks, and where.
+"""Builds the start of the trainer's command line: the program that starts its ranks, and the machines.
 
 local     headrace.launch.ranks.local: this machine.
 torchrun  torch.distributed.run: this machine, for those who want its agent.
@@ -24,7 +24,9 @@ LOSING_EXIT_CODES = ("torchrun", "slurm")
 
 
 def starter(job: Job, folder: RunFolder) -> list[str]:
-    """The words before `python -m services.trainer …`. Raises ConfigError when this machine cannot start ranks so."""
+    """The words before `python -m services.trainer …`. Raises ConfigError when this machine cannot start ranks this
+    way.
+    """
     return _STARTERS[job.placement.placement](job, folder)
 
 
@@ -44,7 +46,8 @@ def _slurm(job: Job, folder: RunFolder) -> list[str]:
         raise ConfigError("placement slurm needs srun, which this machine does not have", field="placement")
     if "SLURM_JOB_ID" not in os.environ:
         raise ConfigError(
-            "placement slurm starts ranks in an allocation, and this process is in none: see deploy/slurm/train.sbatch",
+            "placement slurm starts ranks in an allocation, and this process is not in one: see "
+            "deploy/slurm/train.sbatch",
             field="placement",
         )
     place = job.placement
@@ -68,7 +71,7 @@ def _ray(job: Job, folder: RunFolder) -> list[str]:
 def _one_machine(job: Job) -> None:
     if job.placement.actor_num_nodes > 1:
         raise ConfigError(
-            f"actor_num_nodes {job.placement.actor_num_nodes}: placement {job.placement.placement} is one machine. "
+            f"actor_num_nodes {job.placement.actor_num_nodes}: placement {job.placement.placement} uses one machine. "
             "Pass --placement slurm or --placement ray; or start the other services with headrace up, and "
             "torchrun … -m services.trainer on each of the trainer's machines",
             field="actor_num_nodes",

@@ -46,7 +46,7 @@ class Rank:
         return address
 
     def run(self, command: Sequence[str], folder: str, environment: Mapping[str, str]) -> int:
-        """Starts it and waits for its end; 128 + n when signal n ended it."""
+        """Starts the process and waits for its end; 128 + n when signal n ended it."""
         actor = os.getpid()
         with Path(self._log).open("ab") as output:
             self._process = subprocess.Popen(
@@ -61,7 +61,7 @@ class Rank:
         return 128 - code if code < 0 else code
 
     def signal(self, number: int) -> None:
-        """To its process, if it runs."""
+        """Sends the signal to the process if it runs."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
 
@@ -72,7 +72,7 @@ def die_with_parent_of(actor: int) -> None:
 
 
 class RankActors:
-    """All of them, in a placement group."""
+    """All ranks' actors, in a placement group."""
 
     def __init__(self, num_nodes: int, ranks_per_node: int, log_dir: Path) -> None:
         resource = "GPU" if ray.cluster_resources().get("GPU") else "CPU"
@@ -90,7 +90,7 @@ class RankActors:
         self._actors = [self._actor(rank, resource, str(log)) for rank, log in enumerate(self._logs)]
 
     def run(self, command: Sequence[str], rendezvous: Path) -> int:
-        """To the end of all; the exit code of the rank to blame, or 0."""
+        """Returns when all ranks have ended: the exit code of the rank to blame, or 0."""
         passed_on = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
         host = ray.get(self._actors[0].host.remote(), timeout=_PLACE_SECONDS)
         running = {
@@ -110,7 +110,7 @@ class RankActors:
         return self._blame(failed)
 
     def signal(self, number: int) -> None:
-        """To all ranks."""
+        """Sends the signal to all ranks."""
         for actor in self._actors:
             actor.signal.remote(number)
 
@@ -152,7 +152,7 @@ def _result(reference: Any) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """As `headrace.launch.ranks.local`."""
+    """Returns 0 when all ranks ended well, else the exit code of the rank to blame."""
     num_nodes, ranks_per_node, log_dir, command = int(argv[0]), int(argv[1]), Path(argv[2]), argv[3:]
     if "RAY_ADDRESS" in os.environ:
         ray.init(log_to_driver=False)

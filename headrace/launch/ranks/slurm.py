@@ -13,13 +13,15 @@ from pathlib import Path
 
 
 def main(argv: list[str]) -> None:
-    """Never returns."""
+    """Replaces this process by the command."""
     os.environ.update(rank_environment(os.environ, Path(argv[0])))
     os.execvp(argv[1], argv[1:])
 
 
 def rank_environment(slurm: Mapping[str, str], log_dir: Path) -> dict[str, str]:
-    """What a rank reads, from what srun sets. A step's rendezvous is its own, also when the trainer starts again."""
+    """Translates srun's variables to those that a rank reads. Each job step has its own rendezvous, also after a
+    restart.
+    """
     step = f"{slurm['SLURM_JOB_ID']}-{slurm['SLURM_STEP_ID']}"
     found = {
         "RANK": slurm["SLURM_PROCID"],
@@ -34,7 +36,7 @@ def rank_environment(slurm: Mapping[str, str], log_dir: Path) -> dict[str, str]:
 
 
 def first_host(node_list: str) -> str:
-    """Of Slurm's compressed list: `gpu[03-05,9],cpu1` begins with gpu03."""
+    """The first host of Slurm's compressed list: `gpu[03-05,9],cpu1` begins with gpu03."""
     match = re.match(r"([^,\[]*)(?:\[(\w+))?", node_list)
     assert match is not None  # it matches everything
     return match[1] + (match[2] or "")

@@ -1,4 +1,4 @@
-"""User code and fragile libraries, run in processes that can be killed."""
+"""Runs user code and fragile libraries in processes that can be killed."""
 
 from headrace.process.workers.errors import WorkerBroken, WorkerCrashed, WorkerError, WorkerRaised, WorkerTimeout
 from headrace.process.workers.pool import WorkerPool

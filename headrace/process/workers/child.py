@@ -81,8 +81,6 @@ async def _serve(channel: socket.socket, secret: bytes) -> None:
 
 
 class _Calls:
-    """The calls in progress."""
-
     def __init__(self, writer: asyncio.StreamWriter, secret: bytes) -> None:
         self._writer = writer
         self._secret = secret
@@ -95,7 +93,6 @@ class _Calls:
         self._cancelled: set[int] = set()
 
     def start(self, order: frame.Start) -> None:
-        """Begins a call."""
         if not self._tasks:
             self._was_shared = False
             self._state.remember()
@@ -105,7 +102,7 @@ class _Calls:
         self._tasks[order.call_id] = asyncio.create_task(self._answer(order))
 
     def cancel(self, call_id: int) -> None:
-        """Nobody waits for it; one that has answered is passed over."""
+        """Cancels a call that no caller waits for; one that has finished is ignored."""
         if call_id in self._tasks:
             self._cancelled.add(call_id)
             self._tasks[call_id].cancel()
@@ -142,7 +139,7 @@ class _Calls:
             return _raised(order.call_id, error)
 
     def _clean(self, reply: frame.Reply) -> frame.Reply:
-        """Nobody runs: what the last calls left is put right. A call that ran alone is told what it left behind."""
+        """Restores the process when no call runs. A call that ran alone is told which processes it left behind."""
         self._is_spoiled |= not self._state.restore()
         left = _left_behind(self._known)
         _bury_the_dead()
@@ -176,7 +173,7 @@ def _where(error: BaseException) -> str:
 
 
 def _printable(text: Callable[[], str], characters: int) -> str:
-    """What `text()` says, cut, in characters that UTF-8 has."""
+    """The result of `text()`, cut, and encodable as UTF-8."""
     try:
         said = str.__getitem__(text(), slice(characters + 1))  # a subclass of str is user code too
     except BaseException:  # noqa: BLE001  # user code prints itself
@@ -196,7 +193,7 @@ def _left_behind(known: set[int]) -> list[int]:
 
 
 def _bury_the_dead() -> None:
-    """Children that ended and were not waited for: nobody will, now that their call has returned."""
+    """Waits for children that have ended: no other code will, now that their call has returned."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

@@ -1,6 +1,6 @@
-"""What a function returned, as MessagePack: encoded in the worker, read by the service as the function's declared type.
+"""Encodes results as MessagePack in the worker, and decodes them in the service as the function's declared type.
 
-Plain values, dataclasses and enumerations travel; so do arrays and scalars of numpy, and tensors, which become arrays.
+Plain values, dataclasses, enumerations, and arrays and scalars of numpy can be sent; tensors become arrays.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _KINDS = "biuf"
 
 
 class Unreadable(Exception):
-    """What came back is not of the type that the function declares."""
+    """The result is not of the type that the function declares."""
 
 
 class _Array(msgspec.Struct, array_like=True):
@@ -28,12 +28,12 @@ class _Array(msgspec.Struct, array_like=True):
 
 
 def encode(value: object) -> bytes:
-    """Raises TypeError, ValueError, OverflowError or RecursionError for what cannot travel."""
+    """Raises TypeError, ValueError, OverflowError or RecursionError for a value that cannot be sent."""
     return msgspec.msgpack.encode(value, enc_hook=_plain)
 
 
 def decode(function: Callable[..., Any], data: bytes) -> Any:
-    """What `function` returned. Raises Unreadable, saying where it is not of the declared type."""
+    """Decodes the result of `function`. Raises UnreadableResult, which says where it differs from the declared type."""
     try:
         return _decoder(function).decode(data)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:

@@ -1,10 +1,10 @@
-"""How a call in a worker can fail.
+"""Errors of a call in a worker.
 
 WorkerError
 ├── WorkerTimeout   it took longer than its limit; the worker was killed if it did not stop by itself
-├── WorkerCrashed   the process died under it
+├── WorkerCrashed   its process died
 ├── WorkerBroken    it closed the worker's channel to its service, or wrote to it; the worker was killed
-└── WorkerRaised    it raised, returned what cannot be sent or read, or left processes behind
+└── WorkerRaised    it raised, returned a value that cannot be sent or read, or left processes behind
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import signal
 
 
 class WorkerError(Exception):
-    """Base of all: one sentence for a person."""
+    """Base class; `message` is one sentence for a person."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -37,10 +37,10 @@ class WorkerCrashed(WorkerError):
 
 
 class WorkerBroken(WorkerError):
-    """The call did something to the channel between its process and the service; `what` says what."""
+    """The call closed or wrote to the channel between its process and the service; `what` says which."""
 
     def __init__(self, function: str, what: str) -> None:
-        super().__init__(f"{function} {what}, which is headrace's own: its worker process was ended")
+        super().__init__(f"{function} {what}, which only headrace may use: its worker process was ended")
 
 
 class WorkerRaised(WorkerError):
@@ -59,18 +59,18 @@ class WorkerRaised(WorkerError):
 
 
 class WorkerLeftProcesses(WorkerRaised):
-    """The call returned while `processes` that it had started ran on; they were ended, its return is unused."""
+    """The call left processes running that it had started; they were ended, and its result is not used."""
 
     def __init__(self, function: str, processes: str) -> None:
-        message = f"{function} returned and left {processes} running: it must end what it starts"
+        message = f"{function} returned and left {processes} running: it must end the processes that it starts"
         super().__init__(function, "LeftProcesses", message, "", is_ours=True)
 
 
 class WorkerReturnedUnreadable(WorkerRaised):
-    """The call returned something else than its kind of function returns."""
+    """The call returned another type than its kind of function returns."""
 
     def __init__(self, function: str, detail: str) -> None:
-        message = f"{function} returned what cannot be used: {detail}"
+        message = f"{function} returned a value that cannot be used: {detail}"
         super().__init__(function, "Unreadable", message, "", is_ours=True)
 
 

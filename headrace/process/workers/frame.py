@@ -1,7 +1,7 @@
-"""What a service and its worker say to each other, over a socket pair.
+"""The messages between a service and its worker, over a socket pair.
 
 A frame is the worker's secret, a length, and one MessagePack message. User code lives in the worker and can write to
-the socket: bytes without the secret, beyond the bound, of another type or about a call that nobody made are `Corrupt`.
+the socket: bytes without the secret, beyond the bound, of another type or about an unknown call are `Corrupt`.
 What the worker sends is never unpickled; only the service pickles, its own functions and arguments (`Start.work`).
 """
 
@@ -26,9 +26,9 @@ class Corrupt(Exception):
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """Run it. `work` is a pickled (function, args), apart so that its failure to load is this call's alone.
+    """Run a call. `work` is a pickled (function, args), separate so that a failure to load it is this call's alone.
 
-    What a call that `prepares` changes of its process and starts in it is to stay.
+    Changes to the process, and processes started, by a call that `prepares` are kept.
     """
 
     call_id: int
@@ -38,22 +38,22 @@ class Start(msgspec.Struct, tag=True, frozen=True):
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
-    """Nobody waits for it any more."""
+    """No caller waits for the call any more."""
 
     call_id: int
 
 
 class Returned(msgspec.Struct, tag=True, frozen=True):
-    """It returned `result`, encoded by `headrace.process.workers.codec`."""
+    """The call returned `result`, encoded by `headrace.process.workers.codec`."""
 
     call_id: int
     result: bytes
 
 
 class Raised(msgspec.Struct, tag=True, frozen=True):
-    """It raised; `is_ours` says that the message is written for people and stands by itself.
+    """The call raised; `is_ours` says that the message is written for people and needs no class name.
 
-    `where` is the file and line of the user's code at which it happened; empty where none of it was on the way.
+    `where` is the file and line of the user's code at which it happened; empty when no user code was on the stack.
     """
 
     call_id: int
@@ -65,14 +65,14 @@ class Raised(msgspec.Struct, tag=True, frozen=True):
 
 
 class LeftBehind(msgspec.Struct, tag=True, frozen=True):
-    """It returned, and processes that it had started ran on; they were ended."""
+    """The call returned and left processes running that it had started; they were ended."""
 
     call_id: int
     processes: str
 
 
 class Expired(msgspec.Struct, tag=True, frozen=True):
-    """It was still waiting for something at its time limit and was cancelled."""
+    """The call still waited at its time limit and was cancelled."""
 
     call_id: int
 
@@ -92,7 +92,7 @@ class Reader(Generic[Message]):
     max_bytes: int | None = None
 
     async def next(self) -> Message:
-        """Raises EOFError when the other side is gone, Corrupt for what it cannot have written."""
+        """Raises EOFError when the other side is gone, Corrupt for bytes that it cannot have written."""
         try:
             secret, length = _HEADER.unpack(await self.stream.readexactly(_HEADER.size))
             if secret != self.secret or (self.max_bytes is not None and length > self.max_bytes):
@@ -105,12 +105,12 @@ class Reader(Generic[Message]):
 
 
 def orders(stream: asyncio.StreamReader, secret: bytes) -> Reader[Order]:
-    """What the service writes; its length is the service's own affair."""
+    """Reads messages of the service, which have no limit of length."""
     return Reader(stream, secret, msgspec.msgpack.Decoder(Order))
 
 
 def replies(stream: asyncio.StreamReader, secret: bytes) -> Reader[Reply]:
-    """What the worker writes."""
+    """Reads messages of the worker, up to MAX_HOOK_ANSWER_BYTES."""
     return Reader(stream, secret, msgspec.msgpack.Decoder(Reply), MAX_HOOK_ANSWER_BYTES)
 
 

@@ -52,12 +52,12 @@ class WorkerPool:
 
     @property
     def waiting(self) -> int:
-        """Calls that wait for a place."""
+        """The number of calls that wait for a slot."""
         return self._turns.waiting
 
     @property
     def pids(self) -> list[int]:
-        """The live workers' process ids."""
+        """Process ids of the live workers."""
         return [slot.worker.pid for slot in self._slots if slot.worker and not slot.worker.ended]
 
     async def start(self) -> None:
@@ -85,7 +85,8 @@ class WorkerPool:
         name = name or f"{function.__module__}.{function.__qualname__}"
         if self._turns.waiting >= self._max_waiting:
             raise ResourceExhausted(
-                f"{self._turns.waiting} calls wait for {self._size} workers, the limit: come back later or add workers",
+                f"{self._turns.waiting} calls already wait for {self._size} workers, which is the limit: try again "
+                f"later or add workers",
                 reason="QUEUE_FULL",
             )
         slot = await self._turns.take(caller)
@@ -101,7 +102,7 @@ class WorkerPool:
             self._turns.give(caller, slot)
 
     async def close(self) -> None:
-        """Ends every worker, and with it the calls they hold."""
+        """Ends every worker and the calls that run in it."""
         slots = [*self._slots, *([self._guest] if self._guest else [])]
         await asyncio.gather(*(slot.worker.close() for slot in slots if slot.worker))
         await self._spawner.close()
@@ -118,7 +119,7 @@ class WorkerPool:
 
 
 class _Recipe:
-    """How a worker is made."""
+    """Starts and prepares workers."""
 
     def __init__(self, spawner: Spawner, prepare: Callable[[], object] | None, prepare_seconds: float) -> None:
         self._spawner = spawner
@@ -126,7 +127,7 @@ class _Recipe:
         self._prepare_seconds = prepare_seconds
 
     async def start(self) -> Worker:
-        """A new worker, prepared."""
+        """Starts and prepares a new worker."""
         worker = await Worker.start(self._spawner)
         if self._prepare is not None:
             try:
@@ -138,7 +139,7 @@ class _Recipe:
 
 
 class _Slot:
-    """Where a worker lives; the next one moves in when it ended."""
+    """Holds a worker, and replaces it when it has ended."""
 
     def __init__(self, recipe: _Recipe) -> None:
         self.worker: Worker | None = None
@@ -146,7 +147,7 @@ class _Slot:
         self._starting = asyncio.Lock()
 
     async def ready(self) -> Worker:
-        """The live worker, started and prepared first if need be."""
+        """The live worker; starts and prepares one first if there is none."""
         async with self._starting:
             if self.worker is None or self.worker.ended:
                 self.worker = await self._recipe.start()

@@ -34,7 +34,7 @@ _NEWS_SECONDS = 0.5
 
 
 class Innocent(Exception):
-    """The worker ended for a reason that may be another call's: run this one again, alone."""
+    """The worker ended, possibly because of another call: run this one again, alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class _Call:
 
 
 class Worker:
-    """A child process and the calls it holds."""
+    """A child process and its pending calls."""
 
     def __init__(
         self, spawner: Spawner, spawned: Spawned, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -61,7 +61,7 @@ class Worker:
 
     @classmethod
     async def start(cls, spawner: Spawner) -> Worker:
-        """A new process that has served nobody. Raises Unavailable when the machine gives none."""
+        """Starts a new process. Raises Unavailable when the machine cannot start one."""
         spawned = await spawner.spawn()
         reader, writer = await asyncio.open_connection(sock=spawned.channel)
         return cls(spawner, spawned, reader, writer)
@@ -80,11 +80,11 @@ class Worker:
     async def call(
         self, function: Callable[..., Any], args: tuple[Any, ...], *, timeout_seconds: float, name: str
     ) -> Any:
-        """What the function returns in the child. Raises WorkerError, whose message says `name`, or Innocent."""
+        """The function's result from the child. Raises Innocent, or WorkerError whose message has `name`."""
         return await self._run(_Call(function, name, timeout_seconds), args, prepares=False)
 
     async def close(self) -> None:
-        """Kills the process and what it started, and returns when all of it is gone."""
+        """Kills the process and everything that it started; returns when all of it is gone."""
         self._mark_ended()
         await self._spawner.end(self._spawned)
         await self._listening
@@ -138,7 +138,9 @@ class Worker:
                 future.set_exception(end)
 
     async def _replies(self, reader: frame.Reader[frame.Reply]) -> str | None:
-        """Passes them on until the channel ends; what a call did to it, or None when the process ended first."""
+        """Delivers replies until the channel ends. Returns what a call did to the channel; None when the process ended
+        first.
+        """
         try:
             while True:
                 reply = await reader.next()
@@ -157,7 +159,7 @@ class Worker:
 
 
 class _Ended(Exception):
-    """`what` the call did to the channel; None where the process ended first."""
+    """`what` the call did to the channel; `what` is None when the process ended first."""
 
     def __init__(self, what: str | None, returncode: int) -> None:
         super().__init__(what, returncode)
@@ -165,12 +167,12 @@ class _Ended(Exception):
         self._returncode = returncode
 
     def error(self, name: str) -> WorkerError:
-        """As the call that is to blame raises it."""
+        """The error for the call that is to blame."""
         return WorkerBroken(name, self._what) if self._what else WorkerCrashed(name, self._returncode)
 
 
 def run_prepare(prepare: Callable[[], object]) -> None:
-    """Runs it for its effect on the worker; what it returns need not travel."""
+    """Runs `prepare` for its effect on the worker; its result is not sent."""
     prepare()
 
 
@@ -178,7 +180,9 @@ def _pickled(call: _Call, args: tuple[Any, ...]) -> bytes:
     try:
         return pickle.dumps((call.function, args))
     except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise WorkerRaised(call.name, "Unsendable", f"{call.name} cannot be given this: {error}", "", True) from error
+        raise WorkerRaised(
+            call.name, "Unsendable", f"{call.name} cannot be called with these arguments: {error}", "", True
+        ) from error
 
 
 def _result(reply: frame.Reply, call: _Call) -> Any:

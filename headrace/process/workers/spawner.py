@@ -1,7 +1,8 @@
-"""The process that forks a pool's workers, as its pool sees it; it is started when needed, and again when it ended.
+"""The pool's side of the process that forks its workers. It is started when needed, and again after it ended.
 
-A worker costs a fork, not an interpreter's start, and a crash of one costs little. Whoever ends the spawner (user code
-may) ends its workers with it; what they had started elsewhere is found by a mark in its environment.
+A worker costs a fork, not an interpreter's start, and a crash of one costs little. When the spawner is killed (user
+code may do that), its workers end with it; processes that they started elsewhere are found by a mark in their
+environment.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _BOOTSTRAP = (
 
 @dataclass(frozen=True, slots=True)
 class Spawned:
-    """A worker's process. `ended` has its return code once nothing of it is left."""
+    """A worker's process. `ended` gets its return code when nothing of it is left."""
 
     pid: int
     channel: socket.socket
@@ -55,8 +56,6 @@ class Spawned:
 
 @dataclass
 class _Running:
-    """One spawner process."""
-
     process: asyncio.subprocess.Process
     control: socket.socket
     mark: str
@@ -75,7 +74,7 @@ class Spawner:
         self._lock = asyncio.Lock()
 
     async def spawn(self) -> Spawned:
-        """A new worker. Raises Unavailable when the machine gives no process."""
+        """Starts a new worker. Raises Unavailable when the machine cannot start a process."""
         for _ in range(_TRIES):  # user code of a neighbour may end the spawner meanwhile
             async with self._lock:
                 if self._running is None or self._running.gone:
@@ -83,10 +82,10 @@ class Spawner:
                 running = self._running
             with contextlib.suppress(_Gone):
                 return await _ask(running)
-        raise Unavailable("the process that forks workers ended again and again; the log has its last words")
+        raise Unavailable("the process that forks workers ended several times in a row; see its output in the log")
 
     def kill(self, spawned: Spawned) -> None:
-        """Begins to end the worker."""
+        """Kills the worker without waiting for its end."""
         if self._running and not spawned.ended.done():
             _send(self._running, Kill(spawned.pid), None)
 
@@ -103,7 +102,7 @@ class Spawner:
         await self._abandon(running)  # user code stopped it, or keeps it busy
 
     async def close(self) -> None:
-        """Ends the spawner, and with it what is left of its workers."""
+        """Ends the spawner and its remaining workers."""
         running = self._running
         if running is None:
             return

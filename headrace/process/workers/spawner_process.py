@@ -33,7 +33,7 @@ class Fork(msgspec.Struct, tag=True):
 
 
 class Kill(msgspec.Struct, tag=True):
-    """End a worker with everything that it started."""
+    """Kill a worker and everything that it started."""
 
     pid: int
 
@@ -72,7 +72,7 @@ def main(descriptor: int) -> None:
 
 
 class Spawning:
-    """The workers by process id."""
+    """Tracks the workers by process id."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -84,7 +84,7 @@ class Spawning:
         self._selector.register(self._wakeup, selectors.EVENT_READ)
 
     def run(self) -> None:
-        """Until the pool is gone."""
+        """Serves until the pool is gone."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
         while True:
@@ -150,7 +150,7 @@ class Spawning:
             self._sweep()
 
     def _sweep(self) -> None:
-        """Ends every child that is no worker; each that ends may leave its own children here."""
+        """Kills every child that is not a worker, and then the children that these orphan."""
         deadline = time.monotonic() + _SWEEP_SECONDS
         while strays := [pid for pid in children(os.getpid()) if pid not in self._workers]:
             for pid in strays:

@@ -1,4 +1,4 @@
-"""What a call may change of its process and the next call must find as it was."""
+"""Saves and restores the state of a worker's process that one call may change and the next must not see."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ProcessState:
         self.remember()
 
     def remember(self) -> None:
-        """As it is now."""
+        """Saves the current state."""
         self._handlers: dict[int, Any] = {number: signal.getsignal(number) for number in signal.valid_signals()}
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         self._folder = os.getcwd()
@@ -30,7 +30,9 @@ class ProcessState:
         self._limits = _limits()
 
     def restore(self) -> bool:
-        """Puts all of it back. False where something cannot be: the process is no good for another call."""
+        """Restores the saved state. False when something cannot be restored: then the process must not run another
+        call.
+        """
         for timer in _TIMERS:
             signal.setitimer(timer, 0)
         for number, handler in self._handlers.items():

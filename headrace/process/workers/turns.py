@@ -1,7 +1,7 @@
-"""Who gets the next free place: callers take turns, and one who holds none need not wait for those who hold all.
+"""Assigns free slots: callers take turns, and one who holds none need not wait for those who hold all.
 
 A caller is a pair (peer, call). Peers take turns first, then the calls of a peer; within a call it is first come, first
-served. The guest's place goes only to a call that holds no other. A free place is never kept from anyone else.
+served. The guest's slot goes only to a call that holds no other. Every other free slot goes to the next caller.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _Queue = deque[asyncio.Future[Place]]
 
 
 class Turns(Generic[Place]):
-    """The free places and those who wait. Not for several threads."""
+    """The free slots and the callers that wait. Not for several threads."""
 
     def __init__(self, places: Sequence[Place], guest: Place | None) -> None:
         self._free = list(places)
@@ -28,7 +28,7 @@ class Turns(Generic[Place]):
         self.waiting = 0
 
     async def take(self, caller: Caller) -> Place:
-        """A place, at once or in turn."""
+        """Returns a slot, at once or in turn."""
         if self._free:
             return self._given(caller, self._free.pop())
         if self._guest is not None and self._guest_is_free and not self._held[caller]:
@@ -47,7 +47,7 @@ class Turns(Generic[Place]):
             raise
 
     def give(self, caller: Caller, place: Place) -> None:
-        """The caller is done with it."""
+        """Returns the slot of a caller that is done with it."""
         self._held[caller] -= 1
         if not self._held[caller]:
             del self._held[caller]
@@ -67,7 +67,7 @@ class Turns(Generic[Place]):
         return place
 
     def _next(self, *, only_without_place: bool) -> tuple[Caller, asyncio.Future[Place]] | None:
-        """Whose turn it is; they go to the end of the line."""
+        """Chooses the next caller, and moves it to the end of the line."""
         for peer, calls in self._peers.items():
             caller, queue = next(iter(calls.items()))
             if only_without_place and self._held[caller]:

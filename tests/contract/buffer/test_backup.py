@@ -176,7 +176,9 @@ async def test_a_ledger_in_postgresql_says_how_it_is_copied_and_that_way_works(
 async def test_what_was_submitted_is_said_in_a_sentence(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["submit", "--buffer-address", served.address, "--prompt", "2 + 2 ="]
     assert await asyncio.to_thread(main, words) == 0
-    assert capsys.readouterr().out.startswith("1 prompt is queued in stream train as group train/12: headrace samples")
+    assert capsys.readouterr().out.startswith(
+        "1 prompt is queued in stream train as group train/12: see headrace samples"
+    )
     assert await asyncio.to_thread(main, [*words, "--ids"]) == 0
     assert capsys.readouterr().out == "train/13\n"
 

@@ -157,7 +157,7 @@ async def test_a_service_runs_once_in_a_run(load_with, tmp_path: Path) -> None:
     lock = (first.folder.path / ".buffer.lock").open("w")
 
     fcntl.flock(lock, fcntl.LOCK_EX)
-    with pytest.raises(FailedPrecondition, match="the buffer service of run .* is running already"):
+    with pytest.raises(FailedPrecondition, match="the buffer service of run .* is already running"):
         await second.run()
     lock.close()
 
@@ -176,9 +176,9 @@ def test_prompts_of_a_file_keep_their_ids(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{", "more.jsonl, line 1: Expecting"),
-        ('{"text": "a"}', 'line 1: an object with "prompt"'),
+        ('{"text": "a"}', 'line 1: the row must be an object with "prompt"'),
         ('{"prompt": "a", "metadata": 3}', '"metadata" is int'),
-        ('{"prompt": ["a"]}', "a message is an object with role and content, not 'a'"),
+        ('{"prompt": ["a"]}', "a message must be an object with role and content, not 'a'"),
     ],
 )
 def test_a_bad_prompt_is_named_by_its_line(tmp_path: Path, line: str, message: str) -> None:
@@ -233,7 +233,9 @@ def test_a_resumed_run_does_not_say_its_old_steps_again(load_with) -> None:
     assert view.summary()[0].startswith("finished 1 steps after the 2 of earlier starts in")
 
 
-@pytest.mark.parametrize(("saved", "code", "said"), [(3, 0, "finished 3 of 3 steps"), (2, 1, "ended; 2 of 3 steps")])
+@pytest.mark.parametrize(
+    ("saved", "code", "said"), [(3, 0, "finished 3 of 3 steps"), (2, 1, "ended; its checkpoints hold 2 of 3 steps")]
+)
 def test_the_status_of_a_run_that_has_ended(
     load_with, tmp_path: Path, capsys: pytest.CaptureFixture[str], saved: int, code: int, said: str
 ) -> None:

@@ -74,7 +74,7 @@ def test_samples_by_step_group_reward_and_text(
 
 def test_what_is_not_there_is_said(ended: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["samples", "--step", "7"]) == 0
-    assert "no such sample in runs/one: steps 1 to 3 have samples there" in capsys.readouterr().out
+    assert "no such sample in runs/one: steps 1 to 3 have samples" in capsys.readouterr().out
 
 
 def test_a_model_cannot_steer_the_terminal(ended: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:

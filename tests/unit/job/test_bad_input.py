@@ -63,13 +63,13 @@ from headrace.launch.specs import address_in
         ("--no-balance-data --balance-by flops", "balance_by has no effect without balance_data"),
         ("--packing thd", "--packing: should be 'padded', 'packed' or 'shared_prompts', got 'thd'"),
         ("--eval-interval 5", "eval_interval has no effect without eval_prompt_data"),
-        ("--sglang-api-key secret", "sglang api_key: engines listen on 127.0.0.1 and take no key"),
+        ("--sglang-api-key secret", "sglang api_key: engines listen on 127.0.0.1 and need no key"),
         ("--num-layers 12", "--num-layers 12 contradicts the checkpoint, whose config.json says 2"),
         ("--untie-embeddings-and-output-weights", "contradicts the checkpoint, whose config.json says False"),
         ("--hf-checkpoint /nowhere", "hf_checkpoint /nowhere is not a folder"),
         ("--prompt-data /nowhere.jsonl", "prompt_data /nowhere.jsonl does not exist"),
         ("--prompt-data /nowhere.jsonl@[3:1]", r"the slice holds no lines"),
-        ("--prompt-data /nowhere.jsonl@[-1:]", r"a slice is written path@\[a:b\]"),
+        ("--prompt-data /nowhere.jsonl@[-1:]", r"write a slice as path@\[a:b\]"),
         ("--prompt-data-weights 1 2", "prompt_data_weights has no effect without prompt_data"),
         ("--streaming-data", "streaming_data has no effect without prompt_data"),
         ("--num-data-workers 2", "num_data_workers has no effect without streaming_data"),
@@ -79,7 +79,7 @@ from headrace.launch.specs import address_in
         ("--samples-per-insert 1", "samples_per_insert has no effect without min_size_to_sample"),
         (
             "--min-size-to-sample 8 --samples-per-insert 1 --samples-per-insert-error-buffer 2",
-            "samples_per_insert_error_buffer of 2.5 or more, half of rollout_batch_size 4 and one insert, not 2",
+            "samples_per_insert_error_buffer of 2.5 or more, half of rollout_batch_size 4 plus one insert, not 2",
         ),
         ("--eval-prompt-data gsm8k /nowhere.jsonl", "eval_prompt_data gsm8k /nowhere.jsonl does not exist"),
         ("--custom-rm-path /nowhere.py:judge", "/nowhere.py does not exist"),
@@ -94,28 +94,31 @@ from headrace.launch.specs import address_in
         ("--recompute-granularity full --recompute-activations", "means recompute_granularity selective"),
         ("--moe-layer-freq sometimes", "--moe-layer-freq: .*got 'sometimes'"),
         ("--hidden-dropout 0.1", "--hidden-dropout: should be 0: a policy's log-probs must be the same in every pass"),
-        ("--activation-func gelu", "activation_func is not for a job to set: it is a Python object"),
-        ("--use-megatron-fsdp", "use_megatron_fsdp is not for a job to set: .*not its FSDP"),
+        ("--activation-func gelu", "activation_func cannot be set by a job: it is a Python object"),
+        ("--use-megatron-fsdp", "use_megatron_fsdp cannot be set by a job: .*not its FSDP"),
         (
             "--muon-use-nesterov --moe-ncclep-zero-copy",
             "--moe-ncclep-zero-copy is a field of megatron-core 0.19, and 0.16",
         ),
         ("--end-wd 0.1", "goes from 0.01 to 0.1, and wd_incr_style is constant"),
-        ("--lr-decay-style WSD", "lr_decay_style is WSD and wsd_decay_steps is None: the two belong together"),
+        ("--lr-decay-style WSD", "lr_decay_style is WSD and wsd_decay_steps is None: set both or neither"),
         ("--keep-best-metric eval/gsm8k", "keep_best_metric has no effect without keep_best"),
         ("--initial-megatron-checkpoint /nowhere", "/nowhere has no manifest.json: name a step-… folder"),
-        ("--freeze-params mlp --train-params attn", "say the same thing in two ways: give one"),
-        ("--freeze-params layers.[0", "'layers.\\[0' is no regular expression"),
-        ("--num-virtual-stages-per-pipeline-rank 2", "2 virtual stages on one pipeline rank: .* or leave them out"),
-        ("--microbatch-group-size-per-vp-stage 4", "is not for a job to set: virtual stages take turns in rounds"),
-        ("--optimizer sgd --use-distributed-optimizer", "Megatron-core distributes Adam alone"),
+        ("--freeze-params mlp --train-params attn", "set the same thing: give only one"),
+        ("--freeze-params layers.[0", "'layers.\\[0' is not a regular expression"),
+        (
+            "--num-virtual-stages-per-pipeline-rank 2",
+            "2 virtual stages on one pipeline rank have no effect: .* or leave them out",
+        ),
+        ("--microbatch-group-size-per-vp-stage 4", "cannot be set by a job: virtual stages take turns in rounds"),
+        ("--optimizer sgd --use-distributed-optimizer", "Megatron-core distributes only Adam"),
         (
             "--actor-num-gpus-per-node 2 --context-parallel-size 2 --packing padded",
             "context_parallel_size 2 divides packed rows, and packing is padded",
         ),
         ("--optimizer muon", "--optimizer: should be 'adam' or 'sgd', got 'muon'"),
-        ("--keep-old-actor --use-rollout-logprobs", "keep_old_actor has no effect: nothing in this loss asks"),
-        ("--keep-old-actor --loss-type sft_loss", "keep_old_actor has no effect: nothing in this loss asks"),
+        ("--keep-old-actor --use-rollout-logprobs", "keep_old_actor has no effect: this loss does not use"),
+        ("--keep-old-actor --loss-type sft_loss", "keep_old_actor has no effect: this loss does not use"),
         ("--keep-old-actor --loss-type custom_loss", "keep_old_actor has no effect with max_staleness 0"),
         ("--keep-old-actor", "keep_old_actor has no effect with max_staleness 0"),
         ("--ref-update-interval 2", "ref_update_interval has no effect without use_kl_loss"),
@@ -195,7 +198,7 @@ def test_a_model_folder_that_is_not_whole(load_with, model: Path, missing: str, 
     ("line", "message"),
     [
         ('{"prompt": "b"', r"data.jsonl, line 2: not JSON .*or pass --skip-bad-lines"),
-        ('["b"]', "line 2: a JSON object is wanted, this is list"),
+        ('["b"]', "line 2: the row is list, must be a JSON object"),
         ('{"question": "b"}', r"line 2: no key 'prompt' \(input_key\); the keys are question"),
     ],
 )
@@ -210,7 +213,7 @@ def test_a_bad_line_of_prompts_is_named_by_file_and_line(load_with, tmp_path: Pa
 def test_a_hook_that_its_file_does_not_define(load_with, tmp_path: Path) -> None:
     path = tmp_path / "reward.py"
     path.write_text("def judge(args, sample): return 1.0\n")
-    with pytest.raises(ConfigError, match=f"{path} defines no jugde"):
+    with pytest.raises(ConfigError, match=f"{path} does not define jugde"):
         load_with("--custom-rm-path", f"{path}:jugde")
     path.write_text("def judge(:\n")
     with pytest.raises(ConfigError, match="line 1: invalid syntax"):
@@ -220,15 +223,15 @@ def test_a_hook_that_its_file_does_not_define(load_with, tmp_path: Path) -> None
 def test_an_export_folder_with_something_in_it_is_refused_before_the_run(load_with, tmp_path: Path) -> None:
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "model.safetensors").touch()
-    with pytest.raises(ConfigError, match="export is there already and not empty.*name a new folder"):
+    with pytest.raises(ConfigError, match="export exists and is not empty.*name a new folder"):
         load_with("--save-hf", str(tmp_path / "export"))
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--buffer-addresses", "a:1", "a:1"), "names one twice"),
-        (("--buffer-addresses", "a:1", "b:1", "--buffer-shard", "2"), "is none of the 2 buffer_addresses"),
+        (("--buffer-addresses", "a:1", "a:1"), "has an address twice"),
+        (("--buffer-addresses", "a:1", "b:1", "--buffer-shard", "2"), "is not an index of the 2 buffer_addresses"),
         (("--buffer-addresses", "a:1", "b:1", "--buffer-address", "c:1"), "leave one of them out"),
         (("--buffer-addresses", "a:1", "b:1", "c:1", "d:1", "e:1"), "is less than the 5 shards"),
         (("--buffer-shard", "0"), "buffer_shard has no effect without buffer_addresses"),

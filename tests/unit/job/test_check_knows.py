@@ -67,7 +67,7 @@ class CustomRewardModel:
         ("--rollout-max-context-len 4096", "rollout_max_context_len 4096 is above 2048"),
         (
             "--custom-rm-path slime.rollout.rm_hub.math_utils.grade",
-            "is a module of slime's, which headrace does not have: name a scorer with --rm-type",
+            "is a module of slime, which headrace does not have: name a scorer with --rm-type",
         ),
         (
             "--dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
@@ -117,11 +117,11 @@ def test_a_file_alone_means_its_only_function_that_fits(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "it defines nothing, and none of that fits: the flag takes f"),
-        ("def one(a): ...\n", "it defines one, and none of that fits"),
+        ("", "the file defines nothing, and none of them fits: the flag takes f"),
+        ("def one(a): ...\n", "the file defines one, and none of them fits"),
         (
             "def one(args, sample): ...\ndef two(args, sample): ...\n",
-            r"one, two would all fit: say which, as .*mine.py:one",
+            r"one, two all fit: name one of them, as .*mine.py:one",
         ),
         ("def one(:\n", "mine.py, line 1: invalid syntax"),
     ],
@@ -195,5 +195,5 @@ def test_a_run_folder_that_cannot_be_written_is_one_sentence(
 
 
 def test_null_inside_of_an_argument_is_refused_for_toml_has_none(load_with) -> None:
-    with pytest.raises(ConfigError, match="should have a value in every place, and one is null"):
+    with pytest.raises(ConfigError, match="should have no null values"):
         load_with("--sglang-log-requests", json.dumps([1, None]))

@@ -143,7 +143,7 @@ def _holds_number(job: Job, leaf: Leaf) -> bool:
         ("--layernorm-zero-centered-gamma", "2", "--layernorm-zero-centered-gamma: should be a valid boolean"),
         ("--seed", str(2**63), "--seed: should be less than 4294967296"),
         ("--run-dir", "a\0b", "--run-dir: should have no control characters"),
-        ("--rm-type", "\ud800", "--rm-type: should have no control characters, nor half of a surrogate pair"),
+        ("--rm-type", "\ud800", "--rm-type: should have no control characters and be valid UTF-8"),
         ("--rm-type", "x" * 10**6, "--rm-type: should have at most 4096 characters, not 1000000"),
         ("--save", "x" * 300, "--save: should be a path whose names have at most 255 bytes"),
         ("--sglang-mem-fraction-static", "Infinity", "should be a finite number"),

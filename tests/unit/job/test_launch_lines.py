@@ -134,7 +134,7 @@ def test_all_unknown_flags_are_told_at_once_and_no_far_name_is_suggested() -> No
     with pytest.raises(ConfigError) as refused:
         read_line("--no-load-rng --lr 1e-6 --my-own-flag 3 --rollout-bach-size 4 --log-samples-per-step --eps-clip")
     assert refused.value.message.splitlines() == [
-        "5 flags cannot be taken:",
+        "5 flags are wrong:",
         f"  --no-load-rng is not a flag of headrace: {FOREIGN['no_load_rng']}",
         "  unknown flag --my-own-flag",
         "  unknown flag --rollout-bach-size: did you mean --rollout-batch-size?",
@@ -184,7 +184,7 @@ def test_files_and_variables_say_what_to_do_instead_too(tmp_path: Path, key: str
 
 def test_sequence_parallelism_without_tensor_ranks_is_off_and_said(load_with) -> None:
     job = load_with("--sequence-parallel")
-    assert warnings(job) == ["sequence_parallel has no effect with tensor_model_parallel_size 1: it is off"]
+    assert warnings(job) == ["sequence_parallel has no effect with tensor_model_parallel_size 1 and is turned off"]
     assert warnings(load_with()) == []
 
 
@@ -192,7 +192,7 @@ def test_a_folder_to_resume_from_that_is_not_there_yet_is_a_run_that_begins(load
     folder = tmp_path / "slime"
     job = load_with("--load", str(folder), "--save", str(folder))
     assert job.checkpoint.load == folder
-    assert [f"load {folder} is not there yet: training starts from the beginning"] == [
+    assert [f"load {folder} does not exist yet: training starts from the beginning"] == [
         sentence.partition(", with")[0] for sentence in warnings(job)
     ]
     folder.mkdir()
@@ -227,5 +227,5 @@ def test_a_whole_line_of_slimes_starts(model: Path, tmp_path: Path) -> None:
     job = load(None, line.split(), {})
     assert job.train.num_steps_per_rollout == 1
     assert warnings(job) == [
-        f"load {tmp_path}/slime is not there yet: training starts from the beginning, with hf_checkpoint's weights"
+        f"load {tmp_path}/slime does not exist yet: training starts from the beginning, with hf_checkpoint's weights"
     ]

@@ -48,12 +48,16 @@ def test_these_may(folder: Path, experts: Architecture, train: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("train", "megatron", "message"),
     [
-        (RECORDED | {"keep_old_actor": True}, {}, r"several policies then: pass --use-rollout-routing-replay"),
-        (RECORDED | {"num_steps_per_rollout": 1}, {}, r"use_routing_replay has no effect: no old log-probs"),
+        (RECORDED | {"keep_old_actor": True}, {}, r"several policies: pass --use-rollout-routing-replay"),
+        (
+            RECORDED | {"num_steps_per_rollout": 1},
+            {},
+            r"use_routing_replay has no effect: this job computes no old log-probs",
+        ),
         (RECORDED | {"use_rollout_logprobs": True}, {}, r"use_routing_replay has no effect"),
         (RECORDED | {"loss_type": "sft_loss"}, {}, r"use_routing_replay has no effect"),
         (RECORDED, {"moe_router_fusion": True}, r"use_routing_replay with moe_router_fusion"),
-        (ROLLOUTS, {"moe_router_load_balancing_type": "sinkhorn"}, r"sinkhorn: its experts are not the best scores"),
+        (ROLLOUTS, {"moe_router_load_balancing_type": "sinkhorn"}, r"sinkhorn: sinkhorn chooses other experts"),
     ],
 )
 def test_these_may_not(

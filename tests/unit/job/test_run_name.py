@@ -12,7 +12,7 @@ from headrace.job.load.load import read
     "name", ["../../x", "..", ".", "", "a/b", "/tmp/x", ".hidden", "a\0b", "a b", "a\n", "é", "a" * 101]
 )
 def test_a_run_name_that_is_not_one_plain_word_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="--run-name: a run's name is its folder's: up to 100 letters"):
+    with pytest.raises(ConfigError, match="--run-name: a run's name is its folder's too: up to 100 letters"):
         read(None, ["--run-name", name, "--hf-checkpoint", "/m"], {})
 
 

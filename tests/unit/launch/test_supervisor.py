@@ -203,7 +203,7 @@ async def test_a_mistake_in_the_job_is_not_tried_again(stage: Stage) -> None:
 async def test_a_service_whose_peer_is_away_is_started_again_as_often_as_it_takes(stage: Stage) -> None:
     spec = replace(stage.dying(PEER_AWAY), no_restart="only for its own faults")
     async with running(stage.supervisor(spec)):
-        await becomes(lambda: sum("a service that it needs was away" in line for line in stage.told) == 2 * 2 + 1)
+        await becomes(lambda: sum("a service that it needs did not answer" in line for line in stage.told) == 2 * 2 + 1)
     assert not any("restart" in line for line in stage.told)
 
 
@@ -216,14 +216,14 @@ async def test_the_sentence_about_a_peer_that_is_away_names_it_and_its_address(s
     logged = json.dumps({"event": "trainer_failed", "level": "error", "error": error.value.message})
     spec = stage.dying(PEER_AWAY)
     async with running(stage.supervisor(replace(spec, command=[*spec.command, "--last-words", logged]))):
-        await becomes(lambda: any("was away" in line for line in stage.told))
-    (line, *_) = [line for line in stage.told if "was away" in line]
-    assert f"was away (the buffer at {nobody} gave no answer within 0.3 s" in line
+        await becomes(lambda: any("did not answer" in line for line in stage.told))
+    (line, *_) = [line for line in stage.told if "did not answer" in line]
+    assert f"did not answer (the buffer at {nobody} gave no answer within 0.3 s" in line
 
 
 async def test_a_peer_that_never_comes_back_ends_the_run(stage: Stage) -> None:
     policy = replace(QUICK, max_away_seconds=0.2)
-    with pytest.raises(ServiceFailed, match="fake has waited in vain for another service for .* s; the end of"):
+    with pytest.raises(ServiceFailed, match="fake has waited without success for another service for .* s; the end of"):
         await Supervisor([stage.dying(PEER_AWAY)], None, stage.hear, policy, stage.pids.update).run()
 
 

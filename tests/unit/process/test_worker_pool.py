@@ -147,7 +147,7 @@ async def test_the_queue_is_bounded() -> None:
     await pool.start()
     calls = [asyncio.create_task(pool.run(nap, 0.2, timeout_seconds=LIMIT)) for _ in range(3)]
     await asyncio.sleep(0)
-    with pytest.raises(ResourceExhausted, match="2 calls wait for 1 workers"):
+    with pytest.raises(ResourceExhausted, match="2 calls already wait for 1 workers"):
         await pool.run(add, 1, 1, timeout_seconds=LIMIT)
     assert await asyncio.gather(*calls) == [0.2] * 3
     await pool.close()
