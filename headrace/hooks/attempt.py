@@ -38,7 +38,9 @@ def ledger_kind(hook: Hook) -> LedgerKind | None:
 
 
 async def try_ledger(path: str, kind: LedgerKind, args: HookArgs) -> str:
-    """What it did. Raises what the hook raises, and InvalidArgument for a wrong return. Runs in a worker."""
+    """Describes what the hook did. Raises the hook's exception, and InvalidArgument for a wrong return. Runs in a
+    worker.
+    """
     match kind:
         case "filter":
             told = [await _filtered(path, args, rewards) for rewards in ((1.0, 0.0, 0.0, 0.0), (1.0, 1.0, 1.0, 1.0))]

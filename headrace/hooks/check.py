@@ -40,7 +40,7 @@ _TRY_SECONDS = 30.0
 
 @dataclass
 class CheckReport:
-    """What was tried, in order, and what failed; `ok` when nothing did."""
+    """The trials in order, passed and failed."""
 
     path: str
     kind: Kind | None = None
@@ -50,7 +50,7 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        """Nothing failed."""
+        """True when nothing failed."""
         return not self.failed
 
 
@@ -144,7 +144,9 @@ def recognise(path: str, kind: Kind | None) -> tuple[Kind, str]:
 
 
 def _generates(hook: Hook) -> Literal["generate"] | None:
-    """By `evaluation`, which only generate functions take, or by its name where its arguments are a group reward's."""
+    """True with `evaluation`, which only generate functions take, or by its name if its arguments are those of a group
+    reward.
+    """
     if inspect.isclass(hook.target):
         return None
     signature = Signature.of(hook.target)
@@ -154,7 +156,7 @@ def _generates(hook: Hook) -> Literal["generate"] | None:
 
 
 async def try_generate(path: str, args: HookArgs) -> str:
-    """What it made of two prompts. Runs in a worker. Raises InvalidArgument for what could not be trained."""
+    """Describes the result for two prompts. Runs in a worker. Raises InvalidArgument for an untrainable one."""
     prompts = [Sample(index=index, prompt="What is 3 + 4?", label="7") for index in range(2)]
     params = {"max_new_tokens": args.rollout_max_response_len, "temperature": args.rollout_temperature}
     made = await run_generate(path, args, prompts, params, evaluation=False)
@@ -169,7 +171,9 @@ async def try_generate(path: str, args: HookArgs) -> str:
 
 
 async def try_post_process(path: str, args: HookArgs) -> str:
-    """What it made of a group's rewards. Runs in a worker. Raises InvalidArgument for what is no pair of lists."""
+    """Describes the result for a group's rewards. Runs in a worker. Raises InvalidArgument unless it is a pair of
+    lists.
+    """
     samples = sample_answers()
     for number, sample in enumerate(samples):
         sample.reward = float(number == 0)

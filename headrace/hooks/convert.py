@@ -1,4 +1,4 @@
-"""Between the frozen Sample of the wire and the mutable one of hooks."""
+"""Converts between the frozen Sample of the wire and the mutable one of hooks."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _array(name: str, values: Any) -> NDArray[Any]:
 
 
 def _integers(name: str, values: Any, dtype: type[np.signedinteger[Any]]) -> NDArray[Any]:
-    """Of another integer type where every one of them is kept: nothing wraps, nothing is cut."""
+    """Converts to another integer type when it can hold every value: nothing wraps, nothing is cut."""
     found = _array(name, values)
     if not found.size:
         return found.astype(dtype)

@@ -37,7 +37,7 @@ class _Holder:
 
 @cache
 def _holder(path: str) -> _Holder:
-    """Of this worker process: user code keeps its state between calls here and nowhere else."""
+    """This worker process's own: user code keeps its state between calls here and nowhere else."""
     return _Holder()
 
 
@@ -64,7 +64,7 @@ def wind_data_source(path: str, args: HookArgs, position: int, seconds: float) -
 
 
 def read_data_source(path: str, args: HookArgs, position: int, count: int) -> list[Sample]:
-    """At most `count` groups after the first `position`, each by its first sample. Runs in a worker."""
+    """Reads at most `count` groups after the first `position`, each by its first sample. Runs in a worker."""
     alive = _at(path, args, position)
     prompts = _groups(path, alive, count)
     if alive.keeps_state and prompts:

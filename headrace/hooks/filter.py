@@ -18,7 +18,7 @@ ACCEPTED = ("def f(args, samples, **kwargs) -> bool | DynamicFilterOutput",)
 
 @dataclass
 class DynamicFilterOutput:
-    """What a filter may answer instead of a bool."""
+    """Returned by a filter instead of a bool."""
 
     keep: bool
     reason: str | None = None

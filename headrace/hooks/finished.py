@@ -1,6 +1,6 @@
-"""What a generate function has to set before a sample of its can be trained.
+"""Checks the fields that a generate function has to set before a sample can be trained.
 
-A sample that lacks any of it would be trained as nothing, without a word, so it is refused with all that is missing.
+A sample that lacks one would train nothing, without a warning, so it is refused with the list of all that is missing.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ NoReward = str
 
 
 class RewardForm(Enum):
-    """What one call is given."""
+    """The arguments that one call gets."""
 
     SAMPLE = "one sample"
     GROUP = "all samples of a group"
@@ -39,7 +39,7 @@ class RewardForm(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RewardHook:
-    """What the service needs to know of a user's reward before it calls it."""
+    """Properties of a user's reward that the service needs before it calls it."""
 
     path: str
     form: RewardForm
@@ -107,7 +107,7 @@ def _judge(path: str, model_path: str | None) -> Any:
 
 
 def checked_reward(path: str, reward: Any) -> Reward | NoReward:
-    """What a hook gave as a reward, as a plain number or dict of them; or why it is none."""
+    """Converts a hook's return to a plain number or a dict of them, or says why it is not a reward."""
     try:
         if not isinstance(reward, dict):
             return _number(reward)

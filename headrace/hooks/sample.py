@@ -11,7 +11,7 @@ from headrace.errors import InvalidArgument
 
 
 class SampleStatus(Enum):
-    """How a generation ended; hooks write it as `Sample.Status.COMPLETED`."""
+    """The state in which a generation ended; hooks write it as `Sample.Status.COMPLETED`."""
 
     PENDING = "pending"
     COMPLETED = "completed"
@@ -22,7 +22,7 @@ class SampleStatus(Enum):
 
 @dataclass
 class SampleSpecInfo:
-    """What speculative decoding did for this sample."""
+    """Statistics of speculative decoding for this sample."""
 
     spec_accept_token_num: int = 0
     spec_draft_token_num: int = 0
@@ -49,7 +49,7 @@ class SampleSpecInfo:
 
 @dataclass
 class SamplePrefixCacheInfo:
-    """What the engine's prefix cache saved for this sample."""
+    """Statistics of the engine's prefix cache for this sample."""
 
     cached_tokens: int = 0
     total_prompt_tokens: int = 0
@@ -116,7 +116,7 @@ class Sample:
 
     @property
     def effective_response_length(self) -> int:
-        """Trained tokens."""
+        """The number of trained tokens."""
         return sum(self.loss_mask) if self.loss_mask is not None else self.response_length
 
     def get_reward_value(self, args: Any) -> float:

@@ -1,4 +1,4 @@
-"""What a user's callable takes, read from its signature."""
+"""Reads from its signature which arguments a user's callable takes."""
 
 from __future__ import annotations
 

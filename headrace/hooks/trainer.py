@@ -23,7 +23,7 @@ class TrainerForm:
 
     @property
     def accepted(self) -> str:
-        """As one writes it."""
+        """The signature as a user would write it."""
         named = ", *, " + ", ".join(self.keywords) + ", **kwargs" if self.keywords else ""
         return f"def f({', '.join(self.positional)}{named}) -> {self.returns}"
 
@@ -68,7 +68,9 @@ def load_trainer_hook(path: str, kind: TrainerKind) -> None:
 
 
 def trainer_kind(hook: Hook) -> TrainerKind | None:
-    """By the names of its arguments; None when they tell nothing. A post-process looks like a group's reward."""
+    """Recognizes a kind by the names of its arguments; None when they are ambiguous. A post-process looks like a
+    group's reward.
+    """
     signature = Signature.of(hook.target)
     for kind, form in TRAINER_FORMS.items():
         positional = (*signature.required, *signature.optional)[: len(form.positional)]

@@ -31,7 +31,7 @@ class BackupFile:
 
 @dataclass(frozen=True, slots=True)
 class Backup:
-    """Everything up to `position` is in it, perhaps more."""
+    """A copy with everything up to `position`, perhaps more."""
 
     store: str
     position: int
@@ -39,12 +39,12 @@ class Backup:
 
     @property
     def num_bytes(self) -> int:
-        """Of all files."""
+        """The size of all files together."""
         return sum(file.num_bytes for file in self.files)
 
 
 async def write_backup(parts: AsyncIterable[pb.BackupResponse], folder: Path) -> Backup:
-    """Into a folder that is not there yet. Raises DataLoss when what came is not what was sent."""
+    """Writes to a new folder. Raises DataLoss when the received bytes differ from those that were sent."""
     require_new(folder)
     summary = pb.BackupSummary()
     async for part in parts:

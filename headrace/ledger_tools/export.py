@@ -34,7 +34,9 @@ _WITH_PAYLOAD = frozenset({pb.GROUP_STATE_READY, pb.GROUP_STATE_CONSUMED})
 
 
 async def export_parquet(address: str, stream: str, file: Path, log: SampleLog | None = None) -> int:
-    """Samples written. `log` is the run's, for its `train` stream. Raises FailedPrecondition without pyarrow."""
+    """Returns the number of samples written. `log` is the run's, for its `train` stream. Raises FailedPrecondition
+    without pyarrow.
+    """
     arrow = _arrow()
     schema, num_rows = _schema(arrow), 0
     from pyarrow.parquet import ParquetWriter
@@ -105,7 +107,7 @@ async def _pages(buffer: BufferClient, stream: str) -> AsyncIterator[Sequence[pb
 async def _rows(
     buffer: BufferClient, stream: str, groups: Sequence[pb.Group], logged: _Logged
 ) -> AsyncIterator[dict[str, Any]]:
-    """In the order of the page."""
+    """Yields rows in the order of the page."""
     owners = {sample.sample_id: group for group in groups for sample in group.samples}
     envelopes = iter([sample for group in groups for sample in group.samples])
     while some := list(islice(envelopes, _SAMPLES_AT_ONCE)):

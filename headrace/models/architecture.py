@@ -50,7 +50,7 @@ class Experts:
     groups_per_token: int | None
 
     def in_layer(self, layer: int) -> bool:
-        """Whether the layer (counted from 0) has experts."""
+        """True when the layer (counted from 0) has experts."""
         return layer not in self.dense_layers
 
 

@@ -14,7 +14,7 @@ def one(megatron: str, hf: str, shape: tuple[int, ...], sharding: Sharding) -> R
 
 
 def norm(megatron: str, hf: str, size: int) -> Row:
-    """A norm's weight."""
+    """The row of a norm's weight."""
     return one(f"{megatron}.weight", f"{hf}.weight", (size,), Replicated())
 
 

@@ -1,6 +1,6 @@
-"""Whether a Hugging Face folder is all there, without reading its weights. Knows no torch.
+"""Checks without torch that a Hugging Face folder is complete, without reading its weights.
 
-An export takes its name in one rename, when it is durable. Still a folder may be torn: written before that was so, or
+An export gets its name in one rename when it is durable. A folder may still be torn: written by an earlier version, or
 copied in part.
 """
 

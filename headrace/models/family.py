@@ -1,4 +1,4 @@
-"""What a family says of itself; headrace.models.registry lists them."""
+"""The interface of a model family; headrace.models.registry lists the families."""
 
 from __future__ import annotations
 

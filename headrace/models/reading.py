@@ -42,7 +42,7 @@ def read_decoder(raw: Mapping[str, Any], **particular: Any) -> Architecture:
 
 
 def rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the config says of rotary frequencies: transformers 5 writes rope_parameters, older ones rope_scaling."""
+    """The config's rotary frequencies: transformers 5 writes rope_parameters, older versions rope_scaling."""
     found: Mapping[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     return found
 

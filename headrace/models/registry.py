@@ -39,7 +39,7 @@ def read_architecture(folder: Path) -> Architecture:
 
 
 def architecture(raw: Mapping[str, Any]) -> Architecture:
-    """Of a config.json's content."""
+    """Reads the content of a config.json."""
     family = _BY_MODEL_TYPE.get(raw.get("model_type", ""))
     if family is None:
         known = ", ".join(_BY_MODEL_TYPE)

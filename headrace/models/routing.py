@@ -1,4 +1,4 @@
-"""What DeepSeek V3's routing and GLM-4.5's have in common: sigmoid scores, a router bias, shared experts, groups."""
+"""The routing of DeepSeek V3 and GLM-4.5: sigmoid scores, a router bias, shared experts, groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace.models.architecture import Experts
 
 
 def read_sigmoid_experts(raw: Mapping[str, Any]) -> Experts:
-    """From config.json; raises ConfigError for routing that Megatron-core does not do."""
+    """Reads the experts from a config.json. Raises ConfigError for routing that Megatron-core does not support."""
     topk, groups, per_token = raw["num_experts_per_tok"], raw.get("n_group") or 1, raw.get("topk_group") or 1
     if not raw.get("norm_topk_prob", True):
         raise ConfigError("norm_topk_prob false with sigmoid scores is not what Megatron-core computes")

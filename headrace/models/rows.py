@@ -1,5 +1,6 @@
-"""What a table is made of: one row for each Megatron parameter, the Hugging Face tensors it is made of, and how
-tensor parallelism cuts it. Shapes are out × in for weights; a bias has no `in`.
+"""The rows of a table: for each Megatron parameter its Hugging Face tensors, and how tensor parallelism divides it.
+
+Shapes are out × in for weights; a bias has no `in`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class GateUp:
 
 @dataclass(frozen=True, slots=True)
 class FusedGateUp:
-    """As GateUp, from one tensor that holds all gate rows, then all up rows."""
+    """Divided like GateUp; one tensor has all gate rows and then all up rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class Table:
     num_layers: int
 
     def rows(self) -> Iterator[Row]:
-        """All of them."""
+        """Yields the rows of the first stage, of each layer, and of the last stage."""
         yield from self.first
         for layer in range(self.num_layers):
             yield from self.layer(layer)

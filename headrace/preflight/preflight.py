@@ -27,9 +27,9 @@ _CHECKED = ("reward", "rollout", "trainer")
 def preflight(
     job: Job, scope: Scope, *, fast: bool, read_seconds: float, tell: Callable[[str], None] = lambda _: None
 ) -> Report:
-    """What all services that `scope` starts have found. `fast` leaves out what needs the tokenizer.
+    """Reports the findings of all services that `scope` starts. `fast` skips what needs the tokenizer.
 
-    Prompts are read for `read_seconds` at most; `tell` gets how far that has come.
+    Prompts are read for `read_seconds` at most; `tell` gets the progress.
     """
     report = Report(warnings=warnings(job), unchecked=list(scope.unchecked))
     with tempfile.TemporaryDirectory(prefix="headrace-check-") as folder:
@@ -42,7 +42,7 @@ def preflight(
 
 
 def require_startable(job: Job, scope: Scope) -> Report:
-    """What was found. Raises ConfigError with every refusal, a sentence a line, before anything is started."""
+    """Returns the report. Raises ConfigError with every refusal, one per line, before anything is started."""
     report = preflight(job, scope, fast=False, read_seconds=_READ_SECONDS_AT_START)
     if report.refusals:
         raise ConfigError("\n".join(report.refusals))
@@ -80,7 +80,7 @@ async def _prompts(buffer: CheckProcess, report: Report, tell: Callable[[str], N
 
 
 async def _report(process: CheckProcess, data: bytes) -> Report:
-    """A check that fails itself refuses nothing: the service will say what it finds."""
+    """A failing check refuses nothing: its error is listed as unchecked, and the service will check again."""
     try:
         return msgspec.json.decode(await process.result(data), type=Report)
     except Internal as error:

@@ -56,13 +56,13 @@ def serve_check(check: Callable[[CheckOptions, Prompts], Coroutine[Any, Any, msg
 
 
 def tell_progress(sentence: str) -> None:
-    """From a check: what the person who waits for it reads meanwhile."""
+    """Called by a check: reports progress to the person who waits for it."""
     sys.stderr.write(f"{_PROGRESS}{sentence}\n")
     sys.stderr.flush()
 
 
 class CheckProcess:
-    """One of them, from its start, so that it loads while the buffer's reads."""
+    """A check's process. It is started early, so that it loads while the buffer's check reads."""
 
     def __init__(self, service: str, process: asyncio.subprocess.Process) -> None:
         self._service = service
@@ -70,7 +70,7 @@ class CheckProcess:
 
     @classmethod
     async def start(cls, service: str, config: Path, environment: dict[str, str], *flags: str) -> CheckProcess:
-        """Of `services.SERVICE.check`."""
+        """Starts the module `services.SERVICE.check` with the job in a file."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", f"services.{service}.check", "--config", str(config), *flags),
             stdin=asyncio.subprocess.PIPE,
@@ -81,7 +81,7 @@ class CheckProcess:
         return cls(service, process)
 
     async def result(self, data: bytes, tell: Callable[[str], None] = lambda _: None) -> bytes:
-        """What it wrote, once it has `data`. Raises Internal with its last lines where it wrote nothing.
+        """Sends `data` and returns the check's output. Raises Internal with the last lines of its log when it fails.
 
         `tell` gets its progress, a sentence at a time.
         """
@@ -117,7 +117,7 @@ class CheckProcess:
         self._process.stdin.close()
 
     def kill(self) -> None:
-        """Ends it where it still runs."""
+        """Ends the process if it still runs."""
         if self._process.returncode is None:
             self._process.kill()
 

@@ -1,4 +1,4 @@
-"""What a service found when it checked its part of a job, and how that travels from its process."""
+"""The findings of a service about its part of a job, serializable for the way from its process."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Report(msgspec.Struct):
     unchecked: list[str] = []
 
     def join(self, other: Report) -> None:
-        """Takes in what another service found."""
+        """Adds the findings of another service."""
         self.facts += other.facts
         self.refusals += other.refusals
         self.warnings += other.warnings
         self.unchecked += other.unchecked
 
     def refuse(self, error: HeadraceError, *, elsewhere: bool = False) -> None:
-        """Notes it as unchecked where the job is for another machine."""
+        """Notes the error as unchecked when the job is for another machine."""
         (self.unchecked if elsewhere else self.refusals).append(error.message)
 
 
@@ -38,12 +38,11 @@ class PromptRow(msgspec.Struct, frozen=True):
     body: bytes
 
     def prompt(self) -> sample_pb2.Prompt:
-        """The message."""
         return sample_pb2.Prompt.FromString(self.body)
 
 
 class Scorers(msgspec.Struct, frozen=True):
-    """How many rows name this rm_type, and the first of them."""
+    """The number of rows that name an rm_type, and the first of them."""
 
     count: int
     where: str
@@ -63,7 +62,7 @@ def count_scorer(rm_types: dict[str, Scorers], name: str, where: str) -> bool:
 
 
 class Prompts(msgspec.Struct):
-    """What the buffer's check hands to the others: some rows, and the rm_types of all that were read."""
+    """Results of the buffer's check for the others: some rows, and the rm_types of all that were read."""
 
     rows: list[PromptRow] = []
     rm_types: dict[str, Scorers] = {}

@@ -1,6 +1,6 @@
-"""What happens around every call on a server: decoding, deadline, logging, counting, and the mapping of errors.
+"""Wraps every call on a server: decoding, deadline, logging, counting, and the mapping of errors.
 
-Decoding is taken over from gRPC, which would answer UNKNOWN to bytes that do not parse without telling anyone.
+It decodes requests in place of gRPC, which would answer UNKNOWN to bytes that do not parse and log nothing.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ _GRPC = "grpc._cython.cygrpc"
 
 
 def configure_logging(service: str, *, run: str | None = None, level: str = "INFO") -> None:
-    """At the start of a process; every line carries `service`, and `run` once it is known."""
+    """Call it at the start of a process. Every line carries `service`, and `run` if it is given."""
     constants = {"service": service} | ({"run": run} if run else {})
 
     def add_constants(logger: object, method: str, event: EventDict) -> EventDict:
@@ -57,7 +57,7 @@ class _Unfailing:
 
 
 def drop_logs() -> None:
-    """In a process that prints for a person: nothing of ours is logged."""
+    """Turns our logging off, for a process that prints for a person."""
     logging.disable(logging.CRITICAL)
     structlog.configure(processors=[_drop])
 

@@ -1,4 +1,4 @@
-"""How many calls one peer may have at once: a client gone wild is refused and does not crowd the others out."""
+"""Limits the calls that one peer may have at once, so that a runaway client does not crowd out the others."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class PeerCalls:
         return self._calls.total()
 
     def one_of(self, peer: str) -> _OneCall:
-        """Around a call. Entering raises ResourceExhausted when the peer has too many."""
+        """A context around a call. Entering it raises ResourceExhausted when the peer has too many."""
         return _OneCall(self, peer.rpartition(":")[0])
 
     def begin(self, host: str) -> None:
-        """Raises ResourceExhausted."""
+        """Raises ResourceExhausted when the host has too many calls."""
         if self._calls[host] >= self._max_calls:
             raise ResourceExhausted(
                 f"{host} has {self._calls[host]} calls in progress, the most that one peer may have: wait for some of "
@@ -37,7 +37,6 @@ class PeerCalls:
         self._calls[host] += 1
 
     def end(self, host: str) -> None:
-        """Of a call that has begun."""
         self._calls[host] -= 1
         if not self._calls[host]:
             del self._calls[host]

@@ -1,4 +1,4 @@
-"""How large the requests of a service may be, by method: what holds for every other one is a default."""
+"""Limits the size of a service's requests by method, with a default for all others."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class RequestLimits:
     num_fields: Mapping[str, int] = field(default_factory=dict)
 
     def most_bytes(self, method: str) -> int:
-        """Of a request."""
+        """The limit of a request's bytes."""
         return self.num_bytes.get(method, MAX_REQUEST_BYTES)
 
     def most_fields(self, method: str) -> int:
-        """Of a request, those of nested messages included."""
+        """The limit of a request's fields, those of nested messages included."""
         return self.num_fields.get(method, MAX_FIELDS)

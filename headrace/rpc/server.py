@@ -120,7 +120,7 @@ class RpcServer:
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     async def set_serving(self, serving: bool) -> None:
-        """What health says from now on."""
+        """Sets the status that health reports."""
         status = health_pb2.HealthCheckResponse
         await self._set_health(status.SERVING if serving else status.NOT_SERVING)
 

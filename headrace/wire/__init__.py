@@ -1,1 +1,1 @@
-"""What both ends of a call agree on: limits of what a message may hold, and the checks that hold them."""
+"""Limits of messages, and checks of them, that both ends of a call share."""

@@ -1,7 +1,7 @@
-"""How many fields a request has, counted before it is parsed.
+"""Counts the fields of a request before it is parsed.
 
-An empty message costs two bytes on the wire and a hundred in memory, and while protobuf parses millions of them nothing
-else of the process runs, whichever thread does it.
+An empty message costs two bytes on the wire and a hundred in memory, and while protobuf parses millions of them no
+other code of the process runs, in any thread.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _FIXED_BYTES = {1: 8, 3: 0, 4: 0, 5: 4}
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Of a message type: its fields that hold messages, and those that may hold packed numbers."""
+    """Fields of a message type that hold messages, and those that may hold packed numbers."""
 
     nested: Mapping[int, Layout]
     packed: frozenset[int]
 
 
 def layout_of(message: Descriptor) -> Layout:
-    """For a type that does not contain itself."""
+    """The type must not contain itself."""
     nested = {field.number: layout_of(field.message_type) for field in message.fields if field.message_type}
     return Layout(nested, frozenset(field.number for field in message.fields if _is_packable(field)))
 

@@ -49,7 +49,7 @@ def from_json(text: str) -> dict[str, Any]:
 
 
 def read_json(text: str) -> Any:
-    """As `json.loads`, without what JSON does not have: NaN, Infinity, and numbers that a float holds as infinite."""
+    """Parses like `json.loads`, but refuses NaN, Infinity, and numbers that a float holds as infinite."""
     return json.loads(text, parse_constant=_refuse, parse_float=_finite)
 
 

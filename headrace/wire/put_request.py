@@ -13,7 +13,7 @@ _GROUPS_TAG = b"\x0a"
 
 
 def put_request(puts: Sequence[pb.GroupPut]) -> bytes:
-    """What `PutGroupsRequest(groups=puts).SerializeToString()` writes."""
+    """Serializes the puts exactly as `PutGroupsRequest(groups=puts).SerializeToString()` does."""
     parts: list[bytes] = []
     for put in puts:
         data = put.SerializeToString()

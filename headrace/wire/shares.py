@@ -1,4 +1,4 @@
-"""How a number is divided over the shards of a ledger."""
+"""Divides a number over the shards of a ledger."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def _unheard(_: str) -> None:
-    """Ignores the note."""
+    """Ignores a note; for callers that read none."""
 
 
 def load(

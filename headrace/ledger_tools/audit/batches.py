@@ -74,7 +74,7 @@ def _compare_digest(ledgers: Sequence[Ledger], line: RecordLine) -> Iterator[Fin
 
 
 def _digest(ledger: Ledger, step: int) -> bytes | None:
-    """As LeaseBatch makes it: SHA-256 over the group ids and sample digests in order."""
+    """Computes the digest like LeaseBatch: SHA-256 over the group ids and sample digests in order."""
     digest = hashlib.sha256()
     for group_id in ledger.replay.steps.batches.get(step, ()):
         if group_id not in ledger.groups:
@@ -90,7 +90,7 @@ def _samples(ledger: Ledger, step: int) -> tuple[str, ...]:
 
 
 def _part(ledger: Ledger, line: RecordLine) -> tuple[str, ...]:
-    """Of several shards, this one's."""
+    """The part of one shard."""
     return tuple(sample_id for sample_id in line.sample_ids if sample_id in ledger.replay.home)
 
 

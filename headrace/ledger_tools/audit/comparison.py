@@ -1,4 +1,4 @@
-"""What a buffer shows against its own history: every group where its events say, every count what they add up to."""
+"""Compares a buffer's state with its own history: the state of every group, and every count."""
 
 from __future__ import annotations
 

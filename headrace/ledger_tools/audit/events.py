@@ -1,4 +1,4 @@
-"""Which step of a group each kind of event is: from which states, to which. The ledger makes no other."""
+"""The state transition of each kind of event: from which states, to which. The ledger makes no others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FAILED = pb.GROUP_STATE_FAILED
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """From one of these states to one of those."""
+    """A transition from one of some states to one of others."""
 
     before: frozenset[State]
     after: frozenset[State]
@@ -54,7 +54,7 @@ STREAM_KINDS = frozenset(
 
 
 def state_name(state: State) -> str:
-    """As people know it."""
+    """The state without its prefix, for people."""
     if state == NOT_THERE:
         return "not there"
     if state not in pb.GroupState.values():

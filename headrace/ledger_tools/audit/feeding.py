@@ -67,7 +67,7 @@ def _expected(ledgers: Sequence[Ledger]) -> tuple[list[_Wanted], dict[int, list[
 
 
 def _resumed(wanted: Sequence[_Wanted], at: int, line: RecordLine, following: Sequence[RecordLine]) -> int | None:
-    """Where the line is wanted, if those before it are missing; None when it is the line that is too much."""
+    """The index at which the line is expected if those before it are missing; None when the line itself is surplus."""
     if following and following[0].step == wanted[at].step:
         return None
     return next((i for i in range(at + 1, len(wanted)) if wanted[i].step == line.step), None)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`what` is a sample's id where the kind is lost, doubled or unaccounted."""
+    """A sentence in `what`, or the sample's id when the kind is lost, doubled or unaccounted."""
 
     kind: str
     what: str

@@ -1,4 +1,4 @@
-"""What a buffer says of a stream: its history to a position, its groups, its counts. Every wait has an end."""
+"""Reads a stream from a buffer: its history to a position, its groups, its counts. Every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RETRY_SECONDS = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """One buffer's word: one shard of a ledger, or all of it."""
+    """The state of one buffer: one shard of a ledger, or all of it."""
 
     replay: Replay
     position: int
@@ -74,7 +74,7 @@ async def _replay(buffer: BufferClient, config: pb.StreamConfig, end: int, silen
 async def _events(
     buffer: BufferClient, end: int, silence_seconds: float, replay: Replay
 ) -> AsyncIterator[pb.LedgerEvent]:
-    """Of all streams up to a position; watches again where a watch was cut off, behind events that are damaged."""
+    """Yields all streams' events up to a position. After an interruption it watches again, behind damaged events."""
     following = 1
     while following <= end:
         try:

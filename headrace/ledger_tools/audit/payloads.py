@@ -19,7 +19,7 @@ Sample = sample_pb2.SampleEnvelope
 
 
 async def check_payloads(buffer: BufferClient, ledger: Ledger) -> tuple[int, Sequence[Finding]]:
-    """(how many were read, what is wrong with the others)."""
+    """Returns how many payloads were read, and findings about the others."""
     groups = [group for group in ledger.groups.values() if group.state in (READY, CONSUMED)]
     num_read, findings = 0, []
     for some in _portions([sample for group in groups for sample in group.samples]):
@@ -50,7 +50,7 @@ async def _check(buffer: BufferClient, stream: str, samples: Sequence[Sample]) -
 
 
 async def _has_moved(buffer: BufferClient, stream: str, sample: Sample) -> bool:
-    """Whether its group was committed, dropped or expired meanwhile."""
+    """True when its group was committed, dropped or expired meanwhile."""
     found = await buffer.list_groups(stream, group_ids=[sample.group_id])
     return any(group.state not in (READY, CONSUMED) for group in found.groups)
 

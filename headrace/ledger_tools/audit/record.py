@@ -22,7 +22,7 @@ _SHOWN_CHARACTERS = 60
 
 @dataclass(frozen=True, slots=True)
 class RecordLine:
-    """What one line says. Lines are counted from 1."""
+    """One line, parsed. Lines are counted from 1."""
 
     number: int
     step: int
@@ -85,7 +85,7 @@ def _parse(number: int, text: str) -> RecordLine:
 
 
 def _is_torn(text: str) -> bool:
-    """Whether a kill may have left this: the beginning of a line as the trainer writes it, and not its end."""
+    """True when a kill may have left this: the beginning of a line as the trainer writes it, without its end."""
     if not text.strip("\0"):
         return True  # the file had grown, and its bytes had not reached the disk
     if len(text) < len(_BEGINNING):

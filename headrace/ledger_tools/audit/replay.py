@@ -31,7 +31,7 @@ _ENDED = frozenset({COMMITTED, DROPPED})
 
 @dataclass(slots=True)
 class GroupStory:
-    """What became of a group so far."""
+    """The state of a group so far."""
 
     group_id: str
     state: State = NOT_THERE
@@ -84,7 +84,7 @@ class Replay:
         return counts
 
     def samples_of(self, group_ids: Sequence[str]) -> tuple[str, ...]:
-        """Of these groups, in order."""
+        """The samples of these groups, in order."""
         return tuple(each for group_id in group_ids for each in self.groups[group_id].sample_ids)
 
     def _add_to_group(self, event: pb.LedgerEvent) -> None:

@@ -33,7 +33,7 @@ class Verdict:
 
     @property
     def is_clean(self) -> bool:
-        """Nothing was found."""
+        """True when nothing was found."""
         return not (self.lost or self.doubled or self.unaccounted or self.others)
 
 

@@ -108,7 +108,6 @@ _LAYOUT = {
 
 
 def read(raw: Mapping[str, Any]) -> Architecture:
-    """From config.json."""
     if not raw.get("rope_interleave", True):
         raise ConfigError("rope_interleave false is not what Megatron-core computes in latent attention")
     latent = LatentAttention(

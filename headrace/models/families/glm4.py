@@ -13,7 +13,6 @@ from headrace.models.rows import FusedGateUp, Row, Split, Table
 
 
 def read(raw: Mapping[str, Any]) -> Architecture:
-    """From config.json."""
     return read_decoder(raw, post_norms=True, rotary_interleaved=True, rotary_percent=rotary_percent(raw))
 
 

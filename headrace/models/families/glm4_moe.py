@@ -59,7 +59,6 @@ _AIR_LAYOUT = {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 
 
 
 def read(raw: Mapping[str, Any]) -> Architecture:
-    """From config.json."""
     return read_decoder(
         raw,
         rotary_percent=rotary_percent(raw),

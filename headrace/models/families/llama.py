@@ -22,7 +22,6 @@ _SHARED = {
 
 
 def read(raw: Mapping[str, Any]) -> Architecture:
-    """From config.json."""
     return read_decoder(raw)
 
 

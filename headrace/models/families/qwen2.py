@@ -11,7 +11,6 @@ from headrace.models.reading import read_decoder
 
 
 def read(raw: Mapping[str, Any]) -> Architecture:
-    """From config.json."""
     return read_decoder(raw, add_qkv_bias=True)
 
 

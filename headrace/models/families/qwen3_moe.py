@@ -11,7 +11,6 @@ from headrace.models.reading import read_decoder
 
 
 def read(raw: Mapping[str, Any]) -> Architecture:
-    """From config.json."""
     experts = Experts(
         # transformers 5 renamed it when it writes a config
         count=raw["num_local_experts"] if "num_local_experts" in raw else raw["num_experts"],

@@ -159,7 +159,7 @@ class Worker:
 
 
 class _Ended(Exception):
-    """`what` the call did to the channel; `what` is None when the process ended first."""
+    """The worker ended; `what` is what the call did to the channel, None when the process ended first."""
 
     def __init__(self, what: str | None, returncode: int) -> None:
         super().__init__(what, returncode)

@@ -233,9 +233,7 @@ def test_a_resumed_run_does_not_say_its_old_steps_again(load_with) -> None:
     assert view.summary()[0].startswith("finished 1 steps after the 2 of earlier starts in")
 
 
-@pytest.mark.parametrize(
-    ("saved", "code", "said"), [(3, 0, "finished 3 of 3 steps"), (2, 1, "ended; its checkpoints hold 2 of 3 steps")]
-)
+@pytest.mark.parametrize(("saved", "code", "said"), [(3, 0, "finished 3 of 3 steps"), (2, 1, "hold 2 of 3 steps")])
 def test_the_status_of_a_run_that_has_ended(
     load_with, tmp_path: Path, capsys: pytest.CaptureFixture[str], saved: int, code: int, said: str
 ) -> None:
