@@ -3,8 +3,8 @@
 A service: started → healthy → (ends) → waits its backoff → started again at the same address, at most `max_restarts`
 times within `window_seconds`. One that ends before it was ever healthy, or with exit code 2, has a mistake in it and
 fails the run at once; so does a trainer that has nothing to learn from, and then its own last words are the reason.
-One that ends with PEER_AWAY has waited for another service in vain: its restart could not have
-helped, so it does not count, but for `max_away_seconds` in a row; its last error says which one, and where.
+One that ends with PEER_AWAY has waited for another service without success. Such an end does not count as a restart,
+unless they go on for `max_away_seconds` in a row; its last error names the other service and its address.
 The one that is named `until` ends the run with exit code 0.
 """
 
@@ -162,7 +162,9 @@ class Supervisor:
         pause = self._policy.longest_backoff_seconds
         said = self._running[spec.name].last_error
         reason = f" ({said.splitlines()[0]})" if said else ""
-        self._tell(f"{spec.name} ended because a service that it needs did not answer{reason}: restart in {pause:g} s")
+        self._tell(
+            f"{spec.name} ended because a service that it needs did not answer{reason}: it starts again in {pause:g} s"
+        )
         await asyncio.sleep(pause)
 
     async def _before_restart(self, spec: ServiceSpec, code: int) -> None:

@@ -1,11 +1,11 @@
-"""How a service ends: what its exit code tells its supervisor of another start.
+"""Exit codes of services: they tell the supervisor whether another start may help.
 
 | code | ends with it | another start |
 |---|---|---|
 | 0 | a service that was asked to end; a trainer whose run is finished | |
 | 1 | any other error: its own engines, router, disk or port | may help, and counts |
 | 2 | a mistake in its job or command line | cannot help |
-| 3 | a trainer whose samples fail | cannot help before somebody mends that |
+| 3 | a trainer whose samples fail | cannot help before somebody corrects that |
 | 75 | a trainer whose buffer or rollout service is away, a buffer whose database is | may help, and does not count |
 | 76 | a trainer's rank that another rank has left | counts as the other rank's end |
 

@@ -22,20 +22,22 @@ class Scratch:
         self.folder = Path(tempfile.gettempdir()) / f"{_PREFIX}{name}-{uuid.uuid4().hex[:16]}"
 
     def make(self) -> None:
-        """The link first: no kill comes between a folder and its name."""
+        """Creates the link first, so that a kill never leaves a folder without its link."""
         _delete(self._link)
         self._link.parent.mkdir(parents=True, exist_ok=True)
         self._link.symlink_to(self.folder)
         self.folder.mkdir(mode=0o700)
 
     def delete(self) -> None:
-        """Idempotent."""
+        """Deletes the folder and the link; repeats do nothing."""
         if self._link.is_symlink() and self._link.readlink() == self.folder:
             _delete(self._link)
 
 
 def delete_leftovers(links: Path, names: str) -> None:
-    """Of services that had this folder of links and were killed; `names` is a pattern. Only their successor may."""
+    """Deletes what killed services left with links in this folder; `names` is a pattern. Only their successor may call
+    it.
+    """
     for link in links.glob(_link_name(names)):
         _delete(link)
 

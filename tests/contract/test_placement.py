@@ -81,7 +81,7 @@ def test_ranks_that_end_well_end_well(folder: RunFolder) -> None:
 
 
 def test_an_exit_code_is_passed_on_with_the_ranks_last_lines(folder: RunFolder) -> None:
-    code = "import os, sys; print('no such model'); sys.exit(2 if os.environ['RANK'] == '1' else 75)"
+    code = "import os, sys; print('no such model'); sys.exit(2 if os.environ['RANK'] == '1' else 76)"
     command = [*starter(job("local", 1, 2), folder), sys.executable, "-c", code]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 2

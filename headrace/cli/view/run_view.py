@@ -183,7 +183,7 @@ class RunView:
         return table
 
     def _rewards_of(self, name: str) -> list[float]:
-        """By step."""
+        """Rewards in the order of the steps."""
         return [self._rewards[name][step] for step in sorted(self._rewards[name])]
 
     def _position(self) -> tuple[int, int, str]:

@@ -33,7 +33,7 @@ def encode(value: object) -> bytes:
 
 
 def decode(function: Callable[..., Any], data: bytes) -> Any:
-    """Decodes the result of `function`. Raises UnreadableResult, which says where it differs from the declared type."""
+    """Decodes the result of `function`. Raises Unreadable, which says where it differs from the declared type."""
     try:
         return _decoder(function).decode(data)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:

@@ -165,6 +165,7 @@ def test_a_disk_that_is_full_is_named(capsys: pytest.CaptureFixture[str], monkey
 def test_a_port_that_is_taken(load_with, tmp_path: Path) -> None:
     port = free_port()
     with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # free_port() keeps it for those who say so
         taken.bind(("127.0.0.1", port))
         taken.listen()
         job = load_with("--run-dir", str(tmp_path / "r"), "--buffer-address", f"127.0.0.1:{port}")
