@@ -178,8 +178,7 @@ class BufferClient(Buffer):
         skip_unknown: bool = False,
     ) -> list[sample_pb2.Sample]:
         """Envelopes and payloads in the requested order, with large columns. `Sample.unpack` opens and checks one."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + (self._deadline_seconds if deadline_seconds is None else deadline_seconds)
+        end = time.monotonic() + (self._deadline_seconds if deadline_seconds is None else deadline_seconds)
         samples: list[sample_pb2.Sample] = []
         for first in range(0, len(sample_ids), _FETCH_AT_ONCE):
             wanted = sample_ids[first : first + _FETCH_AT_ONCE]
@@ -188,7 +187,7 @@ class BufferClient(Buffer):
 
     async def fetch_stored(self, stream: str, sample_ids: Sequence[str]) -> list[sample_pb2.Sample]:
         """Envelopes and payloads as the ledger stores them: large columns are named in the envelope and not fetched."""
-        end = asyncio.get_running_loop().time() + self._deadline_seconds
+        end = time.monotonic() + self._deadline_seconds
         return await self._fetch_some(stream, sample_ids, end, skip_unknown=False)
 
     async def _fetch_some(
@@ -220,8 +219,7 @@ class BufferClient(Buffer):
 
     async def fetch_column(self, column: sample_pb2.OutOfLineColumn, *, deadline_seconds: float | None = None) -> bytes:
         """The column's bytes, checked. Raises NotFound when its samples are gone."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + (self._deadline_seconds if deadline_seconds is None else deadline_seconds)
+        end = time.monotonic() + (self._deadline_seconds if deadline_seconds is None else deadline_seconds)
 
         def receive(request: pb.FetchColumnRequest, left_seconds: float) -> AsyncIterator[pb.FetchColumnResponse]:
             return self.stream_column(request, deadline_seconds=left_seconds)

@@ -86,7 +86,9 @@ async def download(
     column: sample_pb2.OutOfLineColumn,
     end: float,
 ) -> bytes:
-    """Resumes after a broken connection as long as `may_retry` allows. Raises DataLoss when the SHA-256 differs."""
+    """Resumes after a broken connection until `time.monotonic()` reaches `end`. Raises DataLoss when the SHA-256
+    differs.
+    """
     data = bytearray()
 
     async def receive_rest(left_seconds: float) -> None:

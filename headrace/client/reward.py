@@ -1,4 +1,8 @@
-"""The reward service's client. It waits until the deadline for a service that is being replaced at its address."""
+"""The reward service's client. It waits until the deadline for a service that is being replaced at its address.
+
+One loop asks for scores (`score_until`): it repeats a failed call until the deadline, and an item with a retryable
+error once.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +58,7 @@ class RewardClient:
         request = pb.ScoreRequest(items=[item.pack() for item in items], scorer=scorer or "")
         reply = await call_once(self._stub.Score, request, deadline_seconds=deadline_seconds, peer=self._peer)
         if [result.item_id for result in reply.results] != [item.item_id for item in items]:
-            raise Internal(f"the reward service answered {len(reply.results)} results, not one for each item in order")
+            raise Internal(f"the reward service returned {len(reply.results)} results, not one for each item in order")
         return [unpack_result(result) for result in reply.results]
 
     async def list_scorers(self, *, deadline_seconds: float = 10.0) -> list[ScorerInfo]:
@@ -75,23 +79,29 @@ class RewardClient:
     ) -> None:
         await self.close()
 
-    async def _ask(self, items: Sequence[ScoreItem], scorer: str | None, end: float) -> list[Judgement]:
-        request = pb.ScoreRequest(items=[item.pack() for item in items], scorer=scorer or "")
-        while True:
-            try:
-                reply = await call(self._stub.Score, request, deadline_seconds=end - time.monotonic(), peer=self._peer)
-                break
-            except ResourceExhausted as full:
-                pause = pause_seconds(full, _BACKOFF_SECONDS)
-                if time.monotonic() + pause >= end:
-                    raise
-                await asyncio.sleep(pause)
-            except DeadlineExceeded:
-                if time.monotonic() >= end:
-                    raise
-                # The server ends a call earlier than we would. What it graded too slowly it remembers and answers next.
-        if [result.item_id for result in reply.results] != [item.item_id for item in items]:
-            raise Internal(
-                f"the reward service returned {len(reply.results)} results for {len(items)} items, or in another order"
-            )
-        return [unpack_result(result) for result in reply.results]
+
+async def score_until(
+    end: float,
+    items: Sequence[ScoreItem],
+    ask: Callable[[Sequence[ScoreItem], float], Awaitable[Sequence[Judgement]]],
+    may_help: Callable[[HeadraceError], bool],
+) -> list[Judgement]:
+    """One judgement an item, in order, from `ask(some items, seconds left)`.
+
+    Raises the last error when `time.monotonic()` reaches `end`, and at once one for which `may_help` is False.
+    """
+    results: dict[int, Judgement] = {}
+    waiting = deque(range(len(items)))
+    while waiting:
+        some = [waiting.popleft() for _ in range(min(len(waiting), MAX_SCORE_ITEMS_PER_CALL))]
+        answers = await retry_until(end, partial(ask, [items[i] for i in some]), may_help)
+        for i, answer in zip(some, answers, strict=True):
+            if isinstance(answer, ScoreError) and answer.retryable and i not in results:
+                waiting.append(i)
+            results[i] = answer
+    return [results[i] for i in range(len(items))]
+
+
+def _may_help(error: HeadraceError) -> bool:
+    """A server may end a call before the caller's deadline; it remembers what it scored too slowly and answers next."""
+    return isinstance(error, Unavailable | ResourceExhausted | DeadlineExceeded)

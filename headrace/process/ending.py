@@ -20,7 +20,7 @@ class Ending:
     message: str
 
     def write(self, file: Path) -> None:
-        """At once and whole, or not at all."""
+        """Writes the file atomically."""
         with replacing(file) as draft:
             draft.write_text(json.dumps(asdict(self)))
 
