@@ -74,8 +74,8 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         self._buffer = buffer
 
     async def CreateStream(self, request: pb.CreateStreamRequest, context: Context) -> pb.CreateStreamResponse:
-        config, created = await self._buffer.create_stream_of_client(wire_stream.to_config(request.config))
-        return pb.CreateStreamResponse(config=wire_stream.from_config(config), created=created)
+        config, created = await self._buffer.create_stream_of_client(wire_stream.config_from_proto(request.config))
+        return pb.CreateStreamResponse(config=wire_stream.config_to_proto(config), created=created)
 
     async def DeleteStream(self, request: pb.DeleteStreamRequest, context: Context) -> pb.DeleteStreamResponse:
         stream = require_id(request.stream, "stream")
@@ -83,13 +83,13 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
 
     async def ListStreams(self, request: pb.ListStreamsRequest, context: Context) -> pb.ListStreamsResponse:
         await self._buffer.settled()
-        configs = [wire_stream.from_config(book.state.config) async for book in paced(self._books(""))]
+        configs = [wire_stream.config_to_proto(book.state.config) async for book in paced(self._books(""))]
         return pb.ListStreamsResponse(streams=configs)
 
     async def SubmitPrompts(self, request: pb.SubmitPromptsRequest, context: Context) -> pb.SubmitPromptsResponse:
         require_some(len(request.prompts), "prompts")
         require_at_most(len(request.prompts), MAX_PROMPTS_PER_CALL, "prompts")
-        prompts = [wire.to_prompt(prompt, i) async for i, prompt in paced(enumerate(request.prompts))]
+        prompts = [wire.prompt_from_proto(prompt, i) async for i, prompt in paced(enumerate(request.prompts))]
         return pb.SubmitPromptsResponse(group_ids=await self._buffer.submit(request.stream, prompts))
 
     async def LeaseGroups(self, request: pb.LeaseGroupsRequest, context: Context) -> pb.LeaseGroupsResponse:
@@ -102,14 +102,14 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
             _wait_seconds(request.wait_seconds, context),
         )
         leases = [await self._lease(group) async for group in paced(groups)]
-        return pb.LeaseGroupsResponse(leases=leases, no_lease_reason=wire.from_no_lease_reason(reason))
+        return pb.LeaseGroupsResponse(leases=leases, no_lease_reason=wire.no_lease_reason_to_proto(reason))
 
     async def _lease(self, group: Group) -> pb.GroupLease:
         assert group.lease is not None
         payloads = await self._buffer.payloads(group.partials) if group.partials else []
-        partials = [wire.from_sample(r, p) for r, p in zip(group.partials, payloads, strict=True)]
+        partials = [wire.sample_to_proto(r, p) for r, p in zip(group.partials, payloads, strict=True)]
         seconds = self._buffer.lease_seconds_left(group.lease.lease_id)
-        return wire.from_lease(group, seconds, self._n_samples(group.stream), partials)
+        return wire.lease_to_proto(group, seconds, self._n_samples(group.stream), partials)
 
     async def RenewLeases(self, request: pb.RenewLeasesRequest, context: Context) -> pb.RenewLeasesResponse:
         require_at_most(len(request.lease_ids), MAX_LEASES_PER_CALL, "lease_ids")
@@ -123,7 +123,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         require_at_most(len(request.releases), MAX_RELEASES_PER_CALL, "releases")
         num_samples = sum(len(release.partial_samples) for release in request.releases)
         require_at_most(num_samples, MAX_PUT_SAMPLES_PER_CALL, "releases.partial_samples")
-        await self._buffer.release([await wire.to_release(release) async for release in paced(request.releases)])
+        await self._buffer.release([await wire.release_from_proto(one) async for one in paced(request.releases)])
         return pb.ReleaseLeasesResponse()
 
     async def RetryGroups(self, request: pb.RetryGroupsRequest, context: Context) -> pb.RetryGroupsResponse:
@@ -145,8 +145,8 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         require_some(len(request), "groups")
         require_at_most(len(request), MAX_PUTS_PER_CALL, "groups")
         require_at_most(sum(len(put.samples) for put in request), MAX_PUT_SAMPLES_PER_CALL, "groups.samples")
-        results = await self._buffer.put([await wire.to_put(put) async for put in paced(request)])
-        return pb.PutGroupsResponse(results=[wire.from_put_result(result) for result in results])
+        results = await self._buffer.put([await wire.put_from_proto(put) async for put in paced(request)])
+        return pb.PutGroupsResponse(results=[wire.put_result_to_proto(result) for result in results])
 
     async def LeaseBatch(self, request: pb.LeaseBatchRequest, context: Context) -> bytes:  # type: ignore[override]  # as bytes
         wait_seconds = _wait_seconds(request.wait_seconds, context)
@@ -191,15 +191,15 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.WatchResponse]:
         self._books(request.stream)
         async for page in self._buffer.watch(request.from_position):
-            events = [wire.from_event(e) for e in page if not request.stream or e.stream == request.stream]
+            events = [wire.event_to_proto(e) for e in page if not request.stream or e.stream == request.stream]
             for some in cut(events, lambda event: event.ByteSize()):
                 yield pb.WatchResponse(events=some)
                 del some  # nor is it kept, nor the page, while the next is waited for
             del page, events
 
     async def ListGroups(self, request: pb.ListGroupsRequest, context: Context) -> bytes:  # type: ignore[override]  # as bytes
-        states = wire.to_states(request.states)
-        before = wire.to_page_token(request.page_token)
+        states = wire.states_from_proto(request.states)
+        before = wire.page_token_from_proto(request.page_token)
         require_at_most(len(request.group_ids), MAX_PAGE_SIZE, "group_ids")
         if request.group_ids:
             groups, following = self._groups(request.stream, request.group_ids, states, before), None
@@ -211,7 +211,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         if len(page) < len(groups):
             following = page[-1].position
         tail = pb.ListGroupsResponse(next_page_token="" if following is None else str(following))
-        return b"".join([*[wire.from_group(group) async for group in paced(page)], tail.SerializeToString()])
+        return b"".join([*[wire.group_to_proto(group) async for group in paced(page)], tail.SerializeToString()])
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
         await self._buffer.settled()
@@ -221,7 +221,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
             streams=streams,
             position=self._buffer.journal.durable_position,
             num_damaged=len(damage),
-            damaged=[wire.from_damage(one) for one in damage[:MAX_DAMAGES_LISTED]],
+            damaged=[wire.damage_to_proto(one) for one in damage[:MAX_DAMAGES_LISTED]],
         )
 
     async def UploadColumn(self, request: pb.UploadColumnRequest, context: Context) -> pb.UploadColumnResponse:
@@ -298,7 +298,7 @@ def _stats(book: StreamBook) -> pb.StreamStats:
         bad_lines=state.num_bad_lines,
         forgotten_step=state.forgotten_step,
         sources=_sources(book) if len(state.config.files) > 1 else (),
-        production=wire_production.from_production(book.production),
+        production=wire_production.production_to_proto(book.production),
     )
 
 

@@ -13,17 +13,17 @@ from headrace.api.rollout.v1 import rollout_pb2_grpc
 from headrace.rpc.request_limits import RequestLimits
 from headrace.wire.checks import cut_text, require_id
 from headrace.wire.limits import MAX_PUBLISH_FIELDS
-from services.rollout.publication.plan import plan_of
+from services.rollout.publication.plan import plan_from_proto
 from services.rollout.service import RolloutParts
 from services.rollout.text_pieces import TextPieces
 from services.rollout.wire import (
-    checksums_of,
-    engine_of,
+    checksums_from_proto,
+    engine_to_proto,
     finish_response,
     generate_response,
-    probe_of,
-    prompt_of,
-    reward_target_of,
+    probe_from_proto,
+    prompt_from_proto,
+    reward_target_from_proto,
 )
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -37,7 +37,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         encoder = self._parts.encoder
-        prompt = await encoder.off_loop(prompt_of, request, encoder)
+        prompt = await encoder.off_loop(prompt_from_proto, request, encoder)
         sent_tokens, pieces = 0, TextPieces(encoder.decode)
         async for so_far in self._parts.ask(prompt, request.sampling):
             is_last = so_far.finish is not None and so_far.finish.is_final
@@ -63,7 +63,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def GetFleet(self, request: pb.GetFleetRequest, context: Context) -> pb.GetFleetResponse:
         parts = self._parts
         return pb.GetFleetResponse(
-            engines=[engine_of(engine) for engine in parts.fleet.engines],
+            engines=[engine_to_proto(engine) for engine in parts.fleet.engines],
             router_address=parts.router_url,
             policy_version=parts.fleet.policy_version,
             paused=parts.producer.paused,
@@ -78,7 +78,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         )
 
     async def BeginPublish(self, request: pb.BeginPublishRequest, context: Context) -> pb.BeginPublishResponse:
-        begun = await self._parts.receiver.begin(plan_of(request))
+        begun = await self._parts.receiver.begin(plan_from_proto(request))
         return pb.BeginPublishResponse(world_size=begun.world_size, engine_ids=begun.engine_ids)
 
     async def PublishBucket(self, request: pb.PublishBucketRequest, context: Context) -> pb.PublishBucketResponse:
@@ -86,8 +86,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return pb.PublishBucketResponse(lost_engine_ids=lost)
 
     async def CommitPublish(self, request: pb.CommitPublishRequest, context: Context) -> pb.CommitPublishResponse:
-        publication_id, expected = require_id(request.publication_id, _ID), checksums_of(request)
-        committed = await self._parts.receiver.commit(publication_id, expected, probe_of(request))
+        publication_id, expected = require_id(request.publication_id, _ID), checksums_from_proto(request)
+        committed = await self._parts.receiver.commit(publication_id, expected, probe_from_proto(request))
         self._parts.metrics.published(committed.paused_seconds)
         return pb.CommitPublishResponse(
             engine_ids=committed.engine_ids,
@@ -112,7 +112,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return pb.ResumeProductionResponse()
 
     async def SetReward(self, request: pb.SetRewardRequest, context: Context) -> pb.SetRewardResponse:
-        address, scorer = reward_target_of(request)
+        address, scorer = reward_target_from_proto(request)
         target = await self._parts.scorer.retarget(address=address, scorer=scorer)
         response = pb.SetRewardResponse(address=target.address, scorer=target.scorer)
         response.time.FromDatetime(target.since)

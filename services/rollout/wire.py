@@ -21,7 +21,7 @@ from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.publication.probe import Probe
 
 
-def probe_of(request: pb.CommitPublishRequest) -> Probe | None:
+def probe_from_proto(request: pb.CommitPublishRequest) -> Probe | None:
     """Returns None without a probe. Raises InvalidArgument when its parts contradict each other."""
     if not request.HasField("canary"):
         return None
@@ -33,7 +33,7 @@ def probe_of(request: pb.CommitPublishRequest) -> Probe | None:
     return Probe(tokens, log_probs.tolist(), canary.max_mean_difference)
 
 
-def checksums_of(request: pb.CommitPublishRequest) -> dict[str, str]:
+def checksums_from_proto(request: pb.CommitPublishRequest) -> dict[str, str]:
     """Returns checksums by the engine's tensor names. Raises InvalidArgument for a repeated name."""
     require_at_most(len(request.engine_checksums), MAX_TENSORS, "engine_checksums")
     checksums = {
@@ -45,7 +45,7 @@ def checksums_of(request: pb.CommitPublishRequest) -> dict[str, str]:
     return checksums
 
 
-def prompt_of(request: pb.GenerateRequest, encoder: PromptEncoder) -> EncodedPrompt:
+def prompt_from_proto(request: pb.GenerateRequest, encoder: PromptEncoder) -> EncodedPrompt:
     """Raises InvalidArgument for a missing or invalid prompt. It tokenizes, so it must not run on an event loop."""
     kind = request.WhichOneof("prompt")
     if kind == "tokens":
@@ -61,7 +61,7 @@ def prompt_of(request: pb.GenerateRequest, encoder: PromptEncoder) -> EncodedPro
     raise InvalidArgument("one of text, messages and tokens is needed", field="prompt")
 
 
-def reward_target_of(request: pb.SetRewardRequest) -> tuple[str | None, str | None]:
+def reward_target_from_proto(request: pb.SetRewardRequest) -> tuple[str | None, str | None]:
     """Returns (address, scorer); None changes nothing. Raises InvalidArgument."""
     address = None
     if request.HasField("address"):
@@ -104,7 +104,7 @@ def finish_response(response: pb.GenerateResponse, generation: Generation, promp
     return response
 
 
-def engine_of(engine: Engine) -> pb.Engine:
+def engine_to_proto(engine: Engine) -> pb.Engine:
     return pb.Engine(
         engine_id=engine.engine_id,
         address=engine.url,

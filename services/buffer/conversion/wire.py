@@ -13,7 +13,13 @@ from headrace.trajectory import Failure
 from headrace.wire.checks import cut_text, require_at_most, require_bytes, require_id, require_some, shown
 from headrace.wire.limits import MAX_COUNTER, MAX_PARTIAL_BYTES, MAX_STATES
 from services.buffer.conversion.wire_bytes import RawPut, RawSample, group_bytes
-from services.buffer.conversion.wire_checks import check_envelope, check_group, check_prompt, to_failure, to_rewards
+from services.buffer.conversion.wire_checks import (
+    check_envelope,
+    check_group,
+    check_prompt,
+    failure_from_proto,
+    rewards_from_proto,
+)
 from services.buffer.ledger.commands.producing import GroupPut, NoLeaseReason, PutOutcome, PutResult, Release
 from services.buffer.ledger.commands.work import NewSample
 from services.buffer.ledger.group import Group, GroupState, Prompt, SampleRecord, payload_key
@@ -32,18 +38,18 @@ _TOKEN_DIGITS = len(str(MAX_COUNTER))
 _UNFINISHED = (sample_pb2.SAMPLE_STATUS_ABORTED, sample_pb2.SAMPLE_STATUS_PENDING)
 
 
-def to_prompt(message: sample_pb2.Prompt, i: int) -> Prompt:
+def prompt_from_proto(message: sample_pb2.Prompt, i: int) -> Prompt:
     """Raises InvalidArgument for a prompt without an id or a content."""
     check_prompt(message, f"prompts[{i}]")
     return Prompt(message.prompt_id, message.SerializeToString(deterministic=True), message.priority)
 
 
-def from_prompt(prompt: Prompt) -> sample_pb2.Prompt:
+def prompt_to_proto(prompt: Prompt) -> sample_pb2.Prompt:
     """Returns the prompt as it was submitted."""
     return sample_pb2.Prompt.FromString(prompt.body)
 
 
-async def to_put(put: RawPut) -> GroupPut:
+async def put_from_proto(put: RawPut) -> GroupPut:
     """Checks everything about the put but its payloads' digests."""
     message = put.rest
     group_id = require_id(message.group_id, "groups.group_id")
@@ -64,8 +70,8 @@ async def to_put(put: RawPut) -> GroupPut:
         group_id=group_id,
         outcome=outcome,
         samples=_distinct(new),
-        failure=to_failure(message.failure, "groups.failure") if message.HasField("failure") else None,
-        rewards=to_rewards(message.rewards, "groups.rewards") if outcome is PutOutcome.DROPPED else (),
+        failure=failure_from_proto(message.failure, "groups.failure") if message.HasField("failure") else None,
+        rewards=rewards_from_proto(message.rewards, "groups.rewards") if outcome is PutOutcome.DROPPED else (),
     )
 
 
@@ -102,7 +108,7 @@ def _parse_envelope(data: bytes) -> sample_pb2.SampleEnvelope:
         ) from error
 
 
-async def to_release(message: pb.LeaseRelease) -> Release:
+async def release_from_proto(message: pb.LeaseRelease) -> Release:
     lease_id = require_id(message.lease_id, "releases.lease_id")
     samples = [RawSample(s.envelope.SerializeToString(), s.payload) async for s in paced(message.partial_samples)]
     field = "releases.partial_samples"
@@ -143,7 +149,7 @@ def _to_sample(sample: RawSample, envelope: sample_pb2.SampleEnvelope, group_id:
         tuple([column.sha256 for column in columns]) if columns else (),
         newest,
         envelope.rollout_id or envelope.sample_id,
-        to_failure(envelope.failure, "samples.envelope.failure") if envelope.HasField("failure") else None,
+        failure_from_proto(envelope.failure, "samples.envelope.failure") if envelope.HasField("failure") else None,
     )
 
 
@@ -180,33 +186,33 @@ def _check_status(envelope: sample_pb2.SampleEnvelope) -> None:
         )
 
 
-def from_put_result(result: PutResult) -> pb.PutResult:
+def put_result_to_proto(result: PutResult) -> pb.PutResult:
     return pb.PutResult(
         group_id=result.group_id,
-        state=pb.GROUP_STATE_UNSPECIFIED if result.state is None else from_state(result.state),
+        state=pb.GROUP_STATE_UNSPECIFIED if result.state is None else state_to_proto(result.state),
         duplicate=result.duplicate,
-        refused=_from_failure(result.refused),
+        refused=_failure_to_proto(result.refused),
     )
 
 
-def from_sample(record: SampleRecord, payload: Payload) -> sample_pb2.Sample:
+def sample_to_proto(record: SampleRecord, payload: Payload) -> sample_pb2.Sample:
     """Returns the sample as it was put."""
-    return sample_pb2.Sample(envelope=from_record(record), payload=bytes(payload))
+    return sample_pb2.Sample(envelope=record_to_proto(record), payload=bytes(payload))
 
 
-def from_record(record: SampleRecord) -> sample_pb2.SampleEnvelope:
+def record_to_proto(record: SampleRecord) -> sample_pb2.SampleEnvelope:
     """Returns the envelope as it was put."""
     return sample_pb2.SampleEnvelope.FromString(record.envelope)
 
 
-def from_lease(
+def lease_to_proto(
     group: Group, seconds_left: float, n_samples: int, partials: Sequence[sample_pb2.Sample]
 ) -> pb.GroupLease:
     assert group.lease is not None
     return pb.GroupLease(
         lease_id=group.lease.lease_id,
         group_id=group.group_id,
-        prompt=from_prompt(group.prompt),
+        prompt=prompt_to_proto(group.prompt),
         n_samples=n_samples,
         attempt=group.attempts,
         lease_seconds=seconds_left,
@@ -215,26 +221,26 @@ def from_lease(
     )
 
 
-def from_group(group: Group) -> bytes:
+def group_to_proto(group: Group) -> bytes:
     """Returns the group, serialized, as ListGroups answers it."""
     message = pb.Group(
         group_id=group.group_id,
-        state=from_state(group.state),
+        state=state_to_proto(group.state),
         attempts=group.attempts,
         step=group.step,
-        failure=_from_failure(group.failure),
+        failure=_failure_to_proto(group.failure),
         position=group.position,
     )
     return group_bytes(message, group.prompt.body, (record.envelope for record in group.samples))
 
 
-def from_event(event: LedgerEvent) -> pb.LedgerEvent:
+def event_to_proto(event: LedgerEvent) -> pb.LedgerEvent:
     message = pb.LedgerEvent(
         position=event.position,
         stream=event.stream,
         group_id=event.group_id or "",
         kind=event.kind,
-        state=from_state(event.state) if event.state else pb.GROUP_STATE_UNSPECIFIED,
+        state=state_to_proto(event.state) if event.state else pb.GROUP_STATE_UNSPECIFIED,
         epoch=event.epoch or 0,
         step=event.step,
         policy_version=event.policy_version,
@@ -245,15 +251,15 @@ def from_event(event: LedgerEvent) -> pb.LedgerEvent:
     return message
 
 
-def from_damage(damage: Damage) -> pb.Damage:
+def damage_to_proto(damage: Damage) -> pb.Damage:
     return pb.Damage(what=damage.what, group_id=damage.group_id, sample_id=damage.sample_id)
 
 
-def from_state(state: GroupState) -> pb.GroupState.ValueType:
+def state_to_proto(state: GroupState) -> pb.GroupState.ValueType:
     return _STATE_NUMBERS[state]
 
 
-def to_states(numbers: Sequence[pb.GroupState.ValueType]) -> list[GroupState]:
+def states_from_proto(numbers: Sequence[pb.GroupState.ValueType]) -> list[GroupState]:
     """Raises InvalidArgument for an unknown state."""
     require_at_most(len(numbers), MAX_STATES, "states")
     unknown = [n for n in numbers if n not in _STATES]
@@ -262,14 +268,14 @@ def to_states(numbers: Sequence[pb.GroupState.ValueType]) -> list[GroupState]:
     return [_STATES[n] for n in numbers]
 
 
-def from_no_lease_reason(reason: NoLeaseReason | None) -> pb.NoLeaseReason.ValueType:
+def no_lease_reason_to_proto(reason: NoLeaseReason | None) -> pb.NoLeaseReason.ValueType:
     """Maps None to UNSPECIFIED."""
     if reason is None:
         return pb.NO_LEASE_REASON_UNSPECIFIED
     return pb.NoLeaseReason.Value(f"NO_LEASE_REASON_{reason.name}")
 
 
-def to_page_token(token: str) -> int | None:
+def page_token_from_proto(token: str) -> int | None:
     """Returns a position, or None for the first page."""
     if not token:
         return None
@@ -278,5 +284,5 @@ def to_page_token(token: str) -> int | None:
     return int(token)
 
 
-def _from_failure(failure: Failure | None) -> sample_pb2.Failure | None:
+def _failure_to_proto(failure: Failure | None) -> sample_pb2.Failure | None:
     return sample_pb2.Failure(reason=failure.reason, message=failure.message) if failure else None

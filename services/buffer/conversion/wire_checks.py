@@ -117,13 +117,13 @@ def check_group(envelope_bytes: Sequence[int], field: str) -> None:
     require_bytes(sum(envelope_bytes), MAX_GROUP_ENVELOPE_BYTES, f"{field}.envelope")
 
 
-def to_failure(message: sample_pb2.Failure, field: str) -> Failure:
+def failure_from_proto(message: sample_pb2.Failure, field: str) -> Failure:
     """Cuts the message, which is for people."""
     _require_length(message.reason, MAX_NAME_CHARACTERS, f"{field}.reason")
     return Failure(message.reason, cut_text(message.message))
 
 
-def to_rewards(rewards: Sequence[float], field: str) -> tuple[float, ...]:
+def rewards_from_proto(rewards: Sequence[float], field: str) -> tuple[float, ...]:
     """Of a group's samples, each as a sample may have it."""
     require_at_most(len(rewards), MAX_SAMPLES_PER_GROUP, field)
     for reward in rewards:

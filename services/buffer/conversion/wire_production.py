@@ -6,7 +6,7 @@ from headrace.api.buffer.v1 import buffer_pb2 as pb
 from services.buffer.ledger.production import Production
 
 
-def from_production(production: Production) -> pb.Production:
+def production_to_proto(production: Production) -> pb.Production:
     """As GetStats shows it."""
     return pb.Production(
         num_samples=production.num_samples,

@@ -36,7 +36,7 @@ _EXPIRY_ACTIONS = {
 }
 
 
-def to_config(message: pb.StreamConfig) -> StreamConfig:
+def config_from_proto(message: pb.StreamConfig) -> StreamConfig:
     """Fills in defaults; `stream_limits` checks the bounds."""
     require_bytes(message.ByteSize(), MAX_STREAM_CONFIG_BYTES, "config")
     if message.selection == pb.SELECTION_HOOK or message.data_source:
@@ -100,7 +100,7 @@ def _to_limiter(message: pb.RateLimiter) -> Limiter:
     )
 
 
-def from_config(config: StreamConfig) -> pb.StreamConfig:
+def config_to_proto(config: StreamConfig) -> pb.StreamConfig:
     return pb.StreamConfig(
         name=config.name,
         n_samples_per_prompt=config.n_samples_per_prompt,

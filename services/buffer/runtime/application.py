@@ -310,7 +310,7 @@ class Buffer:
     def _packed(self, group: Group) -> list[bytes]:
         """Serializes a group's samples for the user's function. Runs in a thread."""
         samples = zip(group.samples, self._store.read_payloads(group.samples), strict=True)
-        return [wire.from_sample(record, payload).SerializeToString() for record, payload in samples]
+        return [wire.sample_to_proto(record, payload).SerializeToString() for record, payload in samples]
 
     async def consume(self, stream: str, epoch: int, step: int, digest: bytes) -> int:
         """Returns the next step."""

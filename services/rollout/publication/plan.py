@@ -39,7 +39,7 @@ _BACKENDS = ("gloo", "nccl")
 _ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def plan_of(request: pb.BeginPublishRequest) -> Plan:
+def plan_from_proto(request: pb.BeginPublishRequest) -> Plan:
     """Raises InvalidArgument for a request that is not supported or contradicts itself."""
     if request.transport not in _COLLECTIVE:
         names = {number: name for name, number in pb.Transport.items()}

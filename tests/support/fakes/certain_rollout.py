@@ -29,7 +29,7 @@ from services.rollout.metrics import RolloutMetrics
 from services.rollout.publication.receiver import Receiver
 from services.rollout.service import RolloutParts
 from services.rollout.servicer import RolloutServicer
-from services.rollout.wire import engine_of
+from services.rollout.wire import engine_to_proto
 from tests.support.fakes.fake_fleet import RememberedRouting
 from tests.support.fakes.gloo_engine import GlooEngine
 
@@ -63,7 +63,7 @@ class _Servicer(RolloutServicer):
     async def GetFleet(self, request: pb.GetFleetRequest, context: Any) -> pb.GetFleetResponse:
         fleet = self._parts.fleet
         return pb.GetFleetResponse(
-            engines=[engine_of(engine) for engine in fleet.engines], policy_version=fleet.policy_version
+            engines=[engine_to_proto(engine) for engine in fleet.engines], policy_version=fleet.policy_version
         )
 
 

@@ -13,8 +13,8 @@ from headrace.trajectory import pack_column
 from services.rollout.engine.api import SamplingParams
 from services.rollout.production.sampling import merged_params
 from services.rollout.publication.checksums import differences, digest
-from services.rollout.publication.plan import plan_of
-from services.rollout.wire import probe_of, reward_target_of
+from services.rollout.publication.plan import plan_from_proto
+from services.rollout.wire import probe_from_proto, reward_target_from_proto
 
 
 def begin(**changes: object) -> pb.BeginPublishRequest:
@@ -31,7 +31,7 @@ def begin(**changes: object) -> pb.BeginPublishRequest:
 
 
 def test_a_request_becomes_a_plan_with_defaults() -> None:
-    plan = plan_of(begin())
+    plan = plan_from_proto(begin())
     assert (plan.pause_mode, plan.deadline_seconds, list(plan.buckets)) == ("in_place", 5.0, [0])
 
 
@@ -49,7 +49,7 @@ def test_a_request_becomes_a_plan_with_defaults() -> None:
 )
 def test_what_contradicts_itself_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
-        plan_of(begin(**changes))
+        plan_from_proto(begin(**changes))
 
 
 def test_checksums_differ_by_value_by_absence_but_not_by_a_tied_head() -> None:
@@ -75,10 +75,10 @@ def commit(tokens: object = (1, 2, 3), log_probs: object = (-1.0, -2.0), toleran
 
 def test_a_probe_is_read_and_one_that_cannot_be_is_refused() -> None:
     i, f = np.int32, np.float32
-    probe = probe_of(commit(np.asarray([1, 2, 3], i), np.asarray([-1, -2], f)))
+    probe = probe_from_proto(commit(np.asarray([1, 2, 3], i), np.asarray([-1, -2], f)))
     assert probe is not None
     assert (probe.tokens, probe.log_probs) == ((1, 2, 3), [-1.0, -2.0])
-    assert probe_of(pb.CommitPublishRequest(publication_id="p")) is None
+    assert probe_from_proto(pb.CommitPublishRequest(publication_id="p")) is None
     for tokens, log_probs, tolerance in (
         (np.asarray([1, 2, 3], np.int64), np.asarray([-1, -2], f), 0.1),
         (np.asarray([[1, 2, 3]], i), np.asarray([-1, -2], f), 0.1),
@@ -92,7 +92,7 @@ def test_a_probe_is_read_and_one_that_cannot_be_is_refused() -> None:
         (np.zeros(5000, i), np.zeros(4999, f), 0.1),
     ):
         with pytest.raises(InvalidArgument):
-            probe_of(commit(tokens, log_probs, tolerance))
+            probe_from_proto(commit(tokens, log_probs, tolerance))
 
 
 def tensor(**changes: Any) -> pb.Manifest:
@@ -135,7 +135,7 @@ def tensor(**changes: Any) -> pb.Manifest:
 )
 def test_every_field_of_a_publication_has_a_bound(changes: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        plan_of(begin(**changes))
+        plan_from_proto(begin(**changes))
     assert caught.value.field
     assert len(caught.value.message) < 500
 
@@ -168,6 +168,6 @@ def test_every_sampling_parameter_has_a_bound(sampling: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("address", ["", "host", "host:", "host:0", "host:99999", "h\0st:1", ":1", "x" * 600 + ":1"])
 def test_a_reward_service_has_an_address(address: str) -> None:
-    assert reward_target_of(pb.SetRewardRequest(address="127.0.0.1:9000", scorer="")) == ("127.0.0.1:9000", "")
+    assert reward_target_from_proto(pb.SetRewardRequest(address="127.0.0.1:9000", scorer="")) == ("127.0.0.1:9000", "")
     with pytest.raises(InvalidArgument):
-        reward_target_of(pb.SetRewardRequest(address=address))
+        reward_target_from_proto(pb.SetRewardRequest(address=address))

@@ -74,7 +74,7 @@ async def test_a_resumed_run_skips_no_prompt_and_repeats_none(tmp_path: Path, st
         await buffer.create_stream(config)
         groups, _ = await buffer.lease("train", "me", f"request-{len(seen)}", portion, 0.0)
         await buffer.close()
-        seen += [wire.from_prompt(group.prompt).text for group in groups]
+        seen += [wire.prompt_to_proto(group.prompt).text for group in groups]
     assert sorted(seen) == sorted(f"q{i}" for i in range(20))
 
 
@@ -96,7 +96,7 @@ async def test_a_group_with_an_unfinished_sample_is_refused_whatever_else_it_hol
     put = complete_put(lease, 0)
     put.samples[1].envelope.status = status  # type: ignore[assignment]
     with pytest.raises(InvalidArgument, match=r"l/1 is not finished, .* release the lease with partial_samples"):
-        await wire.to_put(raw_put(put))
+        await wire.put_from_proto(raw_put(put))
 
 
 def test_rollouts_left_over_at_the_end_of_a_step_are_trained_in_the_next() -> None:
@@ -123,7 +123,9 @@ async def test_a_rest_too_small_for_a_step_is_named_and_kept(tmp_path: Path) -> 
     )
     epoch, _ = await buffer.rewind("train", 0, "one", 0)
     groups, _ = await buffer.lease("train", "me", "all", 10, 0.0)
-    await buffer.put([await wire.to_put(raw_put(complete_put(wire.from_lease(group, 1.0, 2, [])))) for group in groups])
+    await buffer.put(
+        [await wire.put_from_proto(raw_put(complete_put(wire.lease_to_proto(group, 1.0, 2, [])))) for group in groups]
+    )
     batch, _ = await buffer.lease_batch("train", epoch, 0, 0.0)
     assert batch is not None
     await buffer.consume("train", epoch, 0, batch.digest)
