@@ -1,11 +1,11 @@
-"""Sample and Group: what the policy did, frozen, with invariants checked once, by `headrace.sample_checks`.
+"""One sample: what the policy did, frozen, with invariants checked once, by `headrace.sample_checks`.
 
 Lengths: T = len(tokens) = prompt + response, R = response_length = len(loss_mask) = len(rollout_log_probs).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -39,7 +39,6 @@ from headrace.wire.json_text import from_json, to_json
 __all__ = [
     "ROUTED_EXPERTS",
     "Failure",
-    "Group",
     "PolicyRange",
     "Sample",
     "Status",
@@ -234,24 +233,6 @@ class Sample:
             ),
             tags=dict(envelope.tags),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """One prompt and its samples, identified by id, never by position or shape."""
-
-    group_id: str
-    samples: Sequence[Sample]
-
-    def __post_init__(self) -> None:
-        strangers = {s.group_id for s in self.samples} - {self.group_id}
-        if strangers:
-            raise InvalidArgument(f"group {self.group_id} holds samples of {sorted(strangers)}")
-
-    @property
-    def judged(self) -> Iterable[Sample]:
-        """Samples that take part in the group's statistics: produced and judged."""
-        return (s for s in self.samples if s.status is not Status.FAILED and s.reward is not None)
 
 
 def check_payload(sample_id: str, digest: bytes, num_bytes: int, payload: bytes | memoryview) -> None:

@@ -24,17 +24,17 @@ _FIXED_BYTES = {1: 8, 3: 0, 4: 0, 5: 4}
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class FieldLayout:
     """Fields of a message type that hold messages, and those that may hold packed numbers."""
 
-    nested: Mapping[int, Layout]
+    nested: Mapping[int, FieldLayout]
     packed: frozenset[int]
 
 
-def layout_of(message: Descriptor) -> Layout:
+def layout_of(message: Descriptor) -> FieldLayout:
     """The type must not contain itself."""
     nested = {field.number: layout_of(field.message_type) for field in message.fields if field.message_type}
-    return Layout(nested, frozenset(field.number for field in message.fields if _is_packable(field)))
+    return FieldLayout(nested, frozenset(field.number for field in message.fields if _is_packable(field)))
 
 
 def _is_packable(field: FieldDescriptor) -> bool:
@@ -42,7 +42,7 @@ def _is_packable(field: FieldDescriptor) -> bool:
     return field.is_repeated and not field.message_type and field.type not in of_bytes
 
 
-async def require_few_fields(data: bytes, layout: Layout, most: int) -> None:
+async def require_few_fields(data: bytes, layout: FieldLayout, most: int) -> None:
     """Raises InvalidArgument for a message of too many fields, nested ones included.
 
     Bytes that are no message of this layout pass: the parser refuses them after no more fields than were counted.
@@ -54,7 +54,7 @@ async def require_few_fields(data: bytes, layout: Layout, most: int) -> None:
         await asyncio.sleep(0)
 
 
-def _counts(data: bytes, layout: Layout) -> Iterator[int]:
+def _counts(data: bytes, layout: FieldLayout) -> Iterator[int]:
     """The fields so far, every few thousand of them and at the end."""
     count, pause = 0, _FIELDS_AT_ONCE
     inside = [(layout, 0, len(data))]

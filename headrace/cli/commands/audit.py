@@ -17,10 +17,10 @@ from headrace.client.buffer import BufferClient
 from headrace.errors import FailedPrecondition, NotFound
 from headrace.launch.buffer_of_run import buffer_of_run
 from headrace.ledger_tools.audit.finding import Finding
-from headrace.ledger_tools.audit.ledger import Ledger, read_ledger
+from headrace.ledger_tools.audit.ledger import AuditedLedger, read_ledger
 from headrace.ledger_tools.audit.payloads import check_payloads
 from headrace.ledger_tools.audit.record import Record, read_record
-from headrace.ledger_tools.audit.verdict import Verdict, judge
+from headrace.ledger_tools.audit.verdict import AuditVerdict, judge
 from headrace.run_folder import RunFolder
 
 _TIMEOUT_SECONDS = 20.0
@@ -30,7 +30,7 @@ _TIMEOUT_SECONDS = 20.0
 class Audit:
     """A verdict and the amounts it was made from."""
 
-    verdict: Verdict
+    verdict: AuditVerdict
     num_events: int
     num_steps: int
     num_samples: int
@@ -69,7 +69,7 @@ async def audit_ledger(
     address: str, stream: str, record_file: Path, timeout_seconds: float = _TIMEOUT_SECONDS, *, deep: bool = False
 ) -> Audit:
     """The audit of the buffers at these addresses. The record is read before the ledgers and after them."""
-    ledgers: list[Ledger] = []
+    ledgers: list[AuditedLedger] = []
     found: list[Finding] = []
     num_payloads = 0
     before = _lines_so_far(record_file)
@@ -96,7 +96,7 @@ def _lines_so_far(record_file: Path) -> int:
     return len(read_record(record_file).lines) if record_file.is_file() else 0
 
 
-def _record_of(record_file: Path, ledgers: Sequence[Ledger]) -> Record:
+def _record_of(record_file: Path, ledgers: Sequence[AuditedLedger]) -> Record:
     """Raises NotFound without a record, FailedPrecondition when neither it nor a ledger knows of any step."""
     consumed = sorted({step for ledger in ledgers for step, used in ledger.replay.steps.used.items() if used})
     if not record_file.is_file() and consumed:

@@ -6,11 +6,11 @@ import hashlib
 from collections.abc import Iterator, Sequence
 
 from headrace.ledger_tools.audit.finding import Finding
-from headrace.ledger_tools.audit.ledger import Ledger
+from headrace.ledger_tools.audit.ledger import AuditedLedger
 from headrace.ledger_tools.audit.record import RecordLine
 
 
-def compare_batch(ledgers: Sequence[Ledger], line: RecordLine) -> Iterator[Finding]:
+def compare_batch(ledgers: Sequence[AuditedLedger], line: RecordLine) -> Iterator[Finding]:
     """The line whose weights live on; also of a step that a kill kept the trainer from consuming: it has its batch."""
     batch = [sample_id for ledger in ledgers for sample_id in _samples(ledger, line.step)]
     if list(line.sample_ids) == batch:
@@ -28,7 +28,7 @@ def compare_batch(ledgers: Sequence[Ledger], line: RecordLine) -> Iterator[Findi
         )
 
 
-def is_superseded(ledgers: Sequence[Ledger], line: RecordLine) -> bool:
+def is_superseded(ledgers: Sequence[AuditedLedger], line: RecordLine) -> bool:
     """It feeds what was the step's batch until an operator dropped a group of it, and no step has consumed since."""
     every = [ledger.replay.steps for ledger in ledgers]
     if any(steps.used.get(line.step) for steps in every):
@@ -42,7 +42,7 @@ def is_superseded(ledgers: Sequence[Ledger], line: RecordLine) -> bool:
     )
 
 
-def compare_rerun(ledgers: Sequence[Ledger], line: RecordLine, last: RecordLine) -> Iterator[Finding]:
+def compare_rerun(ledgers: Sequence[AuditedLedger], line: RecordLine, last: RecordLine) -> Iterator[Finding]:
     """A line of a step that was run again later: with the same data, unless groups were taken out of its batch."""
     if line.sample_ids == last.sample_ids:
         if line.digest != last.digest:
@@ -59,7 +59,7 @@ def compare_rerun(ledgers: Sequence[Ledger], line: RecordLine, last: RecordLine)
     )
 
 
-def _compare_digest(ledgers: Sequence[Ledger], line: RecordLine) -> Iterator[Finding]:
+def _compare_digest(ledgers: Sequence[AuditedLedger], line: RecordLine) -> Iterator[Finding]:
     parts = [_digest(ledger, line.step) for ledger in ledgers]
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
@@ -73,7 +73,7 @@ def _compare_digest(ledgers: Sequence[Ledger], line: RecordLine) -> Iterator[Fin
         )
 
 
-def _digest(ledger: Ledger, step: int) -> bytes | None:
+def _digest(ledger: AuditedLedger, step: int) -> bytes | None:
     """Computes the digest like LeaseBatch: SHA-256 over the group ids and sample digests in order."""
     digest = hashlib.sha256()
     for group_id in ledger.replay.steps.batches.get(step, ()):
@@ -85,16 +85,16 @@ def _digest(ledger: Ledger, step: int) -> bytes | None:
     return digest.digest()
 
 
-def _samples(ledger: Ledger, step: int) -> tuple[str, ...]:
+def _samples(ledger: AuditedLedger, step: int) -> tuple[str, ...]:
     return ledger.replay.samples_of(ledger.replay.steps.batches.get(step, ()))
 
 
-def _part(ledger: Ledger, line: RecordLine) -> tuple[str, ...]:
+def _part(ledger: AuditedLedger, line: RecordLine) -> tuple[str, ...]:
     """The part of one shard."""
     return tuple(sample_id for sample_id in line.sample_ids if sample_id in ledger.replay.home)
 
 
-def _versions(ledger: Ledger, step: int) -> Sequence[tuple[str, ...]]:
+def _versions(ledger: AuditedLedger, step: int) -> Sequence[tuple[str, ...]]:
     return [_samples(ledger, step), *ledger.replay.steps.earlier.get(step, ())]
 
 

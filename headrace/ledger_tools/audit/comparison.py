@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.ledger_tools.audit.events import COMMITTED, CONSUMED, state_name
 from headrace.ledger_tools.audit.finding import Finding
-from headrace.ledger_tools.audit.ledger import Ledger
+from headrace.ledger_tools.audit.ledger import AuditedLedger
 from headrace.ledger_tools.audit.replay import GroupStory
 
 
-def compare(ledger: Ledger) -> Iterator[Finding]:
+def compare(ledger: AuditedLedger) -> Iterator[Finding]:
     """Groups that changed after the history was read are passed over."""
     for story in ledger.replay.groups.values():
         yield from _compare_group(ledger, story)
@@ -24,7 +24,7 @@ def compare(ledger: Ledger) -> Iterator[Finding]:
         yield from _compare_counts(ledger, ledger.stats)
 
 
-def _compare_group(ledger: Ledger, story: GroupStory) -> Iterator[Finding]:
+def _compare_group(ledger: AuditedLedger, story: GroupStory) -> Iterator[Finding]:
     group = ledger.groups.get(story.group_id)
     if story.is_forgotten:
         return
@@ -51,14 +51,14 @@ def _compare_group(ledger: Ledger, story: GroupStory) -> Iterator[Finding]:
     yield from _compare_step(ledger, group)
 
 
-def _compare_step(ledger: Ledger, group: pb.Group) -> Iterator[Finding]:
+def _compare_step(ledger: AuditedLedger, group: pb.Group) -> Iterator[Finding]:
     by_events = ledger.replay.steps.step_of(group.group_id)
     shown = group.step if group.HasField("step") else None
     if by_events != shown:
         yield Finding("batch", f"group {group.group_id} is of step {shown} in the ledger, of {by_events} by its events")
 
 
-def _compare_counts(ledger: Ledger, stats: pb.StreamStats) -> Iterator[Finding]:
+def _compare_counts(ledger: AuditedLedger, stats: pb.StreamStats) -> Iterator[Finding]:
     replay, steps = ledger.replay, ledger.replay.steps
     counts = {state_name(state): number for state, number in replay.counts().items() if number}
     shown = {name: number for name, number in stats.groups.items() if number}

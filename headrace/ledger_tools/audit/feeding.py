@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from headrace.ledger_tools.audit.finding import Finding
-from headrace.ledger_tools.audit.ledger import Ledger
+from headrace.ledger_tools.audit.ledger import AuditedLedger
 from headrace.ledger_tools.audit.record import Record, RecordLine
 
 
@@ -24,7 +24,7 @@ class _Wanted:
     step: int
 
 
-def compare_lines(ledgers: Sequence[Ledger], record: Record, num_lines_before: int) -> Iterator[Finding]:
+def compare_lines(ledgers: Sequence[AuditedLedger], record: Record, num_lines_before: int) -> Iterator[Finding]:
     """Lines after the first `num_lines_before` may be newer than the history, and are passed over at the end."""
     wanted, late = _expected(ledgers)
     spare: Counter[int] = Counter()
@@ -50,7 +50,7 @@ def compare_lines(ledgers: Sequence[Ledger], record: Record, num_lines_before: i
         yield _missing(missing, "")
 
 
-def _expected(ledgers: Sequence[Ledger]) -> tuple[list[_Wanted], dict[int, list[int]]]:
+def _expected(ledgers: Sequence[AuditedLedger]) -> tuple[list[_Wanted], dict[int, list[int]]]:
     """The lines in order; and after how many of them there may be a further one, of which step."""
     consumed: dict[int, set[int]] = {}
     first: dict[int, int] = {}

@@ -18,7 +18,7 @@ _RETRY_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Ledger:
+class AuditedLedger:
     """The state of one buffer: one shard of a ledger, or all of it."""
 
     replay: Replay
@@ -29,7 +29,7 @@ class Ledger:
     """None where the ledger has moved since `position`."""
 
 
-async def read_ledger(buffer: BufferClient, stream: str, silence_seconds: float) -> Ledger:
+async def read_ledger(buffer: BufferClient, stream: str, silence_seconds: float) -> AuditedLedger:
     """Raises OutOfRange when the history's beginning is deleted, Unavailable when the buffer is silent for so long."""
     try:
         config = await _config(buffer, stream)
@@ -37,7 +37,7 @@ async def read_ledger(buffer: BufferClient, stream: str, silence_seconds: float)
         replay = await _replay(buffer, config, end, silence_seconds)
         groups = await _groups(buffer, replay)
         stats = await buffer.stats(stream)
-        return Ledger(replay, end, groups, stats if await buffer.position() == end else None)
+        return AuditedLedger(replay, end, groups, stats if await buffer.position() == end else None)
     except (TimeoutError, DeadlineExceeded, Unavailable) as error:
         why = f": {error.message}" if isinstance(error, Unavailable) else ""
         raise Unavailable(

@@ -9,7 +9,7 @@ from headrace.client.buffer import BufferClient
 from headrace.errors import DeadlineExceeded, HeadraceError, Unavailable
 from headrace.ledger_tools.audit.events import CONSUMED, READY
 from headrace.ledger_tools.audit.finding import Finding
-from headrace.ledger_tools.audit.ledger import Ledger
+from headrace.ledger_tools.audit.ledger import AuditedLedger
 from headrace.trajectory import check_payload
 
 _AT_ONCE = 256
@@ -18,7 +18,7 @@ _BYTES_AT_ONCE = 32 << 20
 Sample = sample_pb2.SampleEnvelope
 
 
-async def check_payloads(buffer: BufferClient, ledger: Ledger) -> tuple[int, Sequence[Finding]]:
+async def check_payloads(buffer: BufferClient, ledger: AuditedLedger) -> tuple[int, Sequence[Finding]]:
     """Returns how many payloads were read, and findings about the others."""
     groups = [group for group in ledger.groups.values() if group.state in (READY, CONSUMED)]
     num_read, findings = 0, []

@@ -16,14 +16,14 @@ from headrace.ledger_tools.audit.batches import compare_batch, compare_rerun, is
 from headrace.ledger_tools.audit.comparison import compare
 from headrace.ledger_tools.audit.feeding import compare_lines
 from headrace.ledger_tools.audit.finding import Finding
-from headrace.ledger_tools.audit.ledger import Ledger
+from headrace.ledger_tools.audit.ledger import AuditedLedger
 from headrace.ledger_tools.audit.record import Record
 
 _SAMPLE_KINDS = ("lost", "doubled", "unaccounted")
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class AuditVerdict:
     """Sample ids, sorted; and sentences."""
 
     lost: Sequence[str]
@@ -38,8 +38,12 @@ class Verdict:
 
 
 def judge(
-    ledgers: Sequence[Ledger], record: Record, *, num_lines_before: int | None = None, found: Iterable[Finding] = ()
-) -> Verdict:
+    ledgers: Sequence[AuditedLedger],
+    record: Record,
+    *,
+    num_lines_before: int | None = None,
+    found: Iterable[Finding] = (),
+) -> AuditVerdict:
     """The ledgers are the shards, in their order; `found` is what was found before.
 
     The record was read after the ledgers; `num_lines_before` lines of it were there before them (None: all).
@@ -62,10 +66,10 @@ def judge(
     findings += [Finding("doubled", sample_id) for sample_id, count in times.items() if count > 1]
     ids = {kind: sorted({each.what for each in findings if each.kind == kind}) for kind in _SAMPLE_KINDS}
     others = list(dict.fromkeys(each for each in findings if each.kind not in _SAMPLE_KINDS))
-    return Verdict(ids["lost"], ids["doubled"], ids["unaccounted"], others)
+    return AuditVerdict(ids["lost"], ids["doubled"], ids["unaccounted"], others)
 
 
-def _not_fed(ledger: Ledger, record: Record) -> Iterator[Finding]:
+def _not_fed(ledger: AuditedLedger, record: Record) -> Iterator[Finding]:
     for step, group_ids in ledger.replay.steps.used.items():
         fed = set(record.last_lines[step].sample_ids) if step in record.last_lines else set()
         for sample_id in ledger.replay.samples_of(group_ids):

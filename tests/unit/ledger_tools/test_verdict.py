@@ -8,10 +8,10 @@ import json
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.ledger_tools.audit.events import COMMITTED, CONSUMED, FAILED, LEASED, QUEUED, READY, State
-from headrace.ledger_tools.audit.ledger import Ledger
+from headrace.ledger_tools.audit.ledger import AuditedLedger
 from headrace.ledger_tools.audit.record import Record, parse_record
 from headrace.ledger_tools.audit.replay import Replay
-from headrace.ledger_tools.audit.verdict import Verdict, judge
+from headrace.ledger_tools.audit.verdict import AuditVerdict, judge
 
 
 class Shard:
@@ -50,7 +50,7 @@ class Shard:
     def consume(self, group_id: str, step: int) -> None:
         self.add("consumed", group_id, CONSUMED, step, *self.replay.groups[group_id].sample_ids)
 
-    def ledger(self, *, without: tuple[str, ...] = ()) -> Ledger:
+    def ledger(self, *, without: tuple[str, ...] = ()) -> AuditedLedger:
         self.replay.finish()
         groups = {
             story.group_id: pb.Group(
@@ -63,7 +63,7 @@ class Shard:
             for story in self.replay.groups.values()
             if story.group_id not in without
         }
-        return Ledger(self.replay, self.position, groups, None)
+        return AuditedLedger(self.replay, self.position, groups, None)
 
 
 def digest(*parts: tuple[str, int]) -> bytes:
@@ -92,7 +92,7 @@ def two_steps() -> Shard:
 
 
 def test_a_run_as_it_should_be_is_clean() -> None:
-    assert judge([two_steps().ledger()], record((0, ZERO, "ab"), (1, ONE, "cd"))) == Verdict([], [], [], [])
+    assert judge([two_steps().ledger()], record((0, ZERO, "ab"), (1, ONE, "cd"))) == AuditVerdict([], [], [], [])
 
 
 def test_a_ledger_without_a_line_of_the_trainer_has_lost_all() -> None:
@@ -170,7 +170,7 @@ def test_lines_that_came_while_the_ledger_was_read_are_not_held_against_it() -> 
     assert not judge([two_steps().ledger()], record(*lines)).is_clean
 
 
-def shards() -> list[Ledger]:
+def shards() -> list[AuditedLedger]:
     """One has consumed step 0, a kill has kept the other from it."""
     ahead, behind = Shard(), Shard()
     for shard, group_id, ids in ((ahead, "g0", "ab"), (behind, "g1", "cd")):
