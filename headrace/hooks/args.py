@@ -43,8 +43,8 @@ class HookArgs(Mapping[str, Any]):
         return len(self._leaves)
 
 
-def hook_args(job: Job, **more: Any) -> HookArgs:
-    """The job's leaves, Megatron's by their own names, SGLang's with `sglang_` in front, and `more` on top.
+def hook_args(job: Job) -> HookArgs:
+    """The job's leaves, Megatron's by their own names, SGLang's with `sglang_` in front.
 
     Paths are strings, as hooks pass them to `from_pretrained` and friends.
     """
@@ -52,7 +52,7 @@ def hook_args(job: Job, **more: Any) -> HookArgs:
     for section in job.__dict__.values():
         if isinstance(section, Section):
             leaves.update(section_args(section))
-    return HookArgs(leaves | more)
+    return HookArgs(leaves)
 
 
 def section_args(section: Section) -> HookArgs:

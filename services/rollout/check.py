@@ -70,7 +70,7 @@ def _tokenize(job: Job, prompts: Prompts, report: Report) -> None:
     from services.rollout.production.supervised import supervised_parts
 
     try:
-        supervised = supervised_parts(job)
+        supervised = supervised_parts(job.train, job.model.hf_checkpoint)
         encoder = (
             supervised.encoder
             if supervised

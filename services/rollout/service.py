@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import ConfigError, HeadraceError
+from headrace.hooks import hook_args
 from headrace.job.model.context_limit import ContextLimit
 from headrace.job.schema.job import Job
 from headrace.job_buffer import buffer_of
@@ -89,7 +90,7 @@ class RolloutService:
         samples_dir: Path | None = None,
     ) -> None:
         seconds = job.rollout.generate_timeout_seconds
-        params, seed = job_params(job), job.data.rollout_seed
+        params, seed = job_params(job.rollout), job.data.rollout_seed
         encoder = PromptEncoder(job.model.hf_checkpoint, apply_chat_template=job.data.apply_chat_template)
         metrics = RolloutMetrics(registry)
         self._router = Router(job.rollout.router_policy, log_dir / "router.log", request_seconds=seconds)
@@ -110,23 +111,23 @@ class RolloutService:
         generator = Generator(
             self._router_client, fleet.weights, fleet.suspect, context=ContextLimit.of_engines(job, architecture)
         )
-        hook = job.rollout.custom_generate_function_path
+        hook, args = job.rollout.custom_generate_function_path, hook_args(job)
         warnings: list[str] = []
         self._custom = (
-            HookSampler(hook, custom_args(job, self._router.url), fleet.weights, seconds=seconds, warn=warnings.append)
+            HookSampler(hook, custom_args(args, self._router.url), fleet.weights, seconds=seconds, warn=warnings.append)
             if hook
             else None
         )
         num_layers = architecture.num_layers if asks_for_experts else None
         sampler: Sampler = self._custom or EngineSampler(generator, encoder, seconds=seconds, num_layers=num_layers)
-        self._filter = GroupFilter.of(job)
-        self._teacher = Teacher.of(job)
+        self._filter = GroupFilter.of(job.rollout, args)
+        self._teacher = Teacher.of(job.distillation, call_seconds=seconds)
         scorer = SampleScorer(
             _required(job.services.reward_address, "reward_address"),
             item_seconds=job.reward.reward_timeout_seconds,
             patience_seconds=job.services.peer_wait_seconds,
         )
-        supervised = supervised_parts(job)
+        supervised = supervised_parts(job.train, job.model.hf_checkpoint)
         groups = GroupSampler(
             supervised.encoder if supervised else encoder,
             supervised.sampler if supervised else sampler,
@@ -139,7 +140,7 @@ class RolloutService:
             partial_rollout=_partial_rollout(job),
             teacher=self._teacher,
             bounds=ModelBounds.of(architecture),
-            failed_samples=FailedSamples.of(job, samples_dir),
+            failed_samples=FailedSamples.of(job.tracking, samples_dir),
         )
         producer = Producer(
             BufferLedger(self._buffer, _STREAM),

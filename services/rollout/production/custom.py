@@ -12,11 +12,10 @@ from dataclasses import replace
 from urllib.parse import urlsplit
 
 from headrace.errors import ConfigError, HeadraceError, InvalidArgument, Unavailable
-from headrace.hooks import HookArgs, from_hook, hook_args, load_hook, run_generate, to_hook
+from headrace.hooks import HookArgs, from_hook, load_hook, run_generate, to_hook
 from headrace.hooks import Sample as HookSample
 from headrace.hooks.finished import require_finished
 from headrace.hooks.generate import takes_group
-from headrace.job.schema.job import Job
 from headrace.process.workers import WorkerError, WorkerPool
 from headrace.rpc.log import log
 from headrace.trajectory import Failure, Sample, Status
@@ -183,10 +182,10 @@ _REASONS = {
 }
 
 
-def custom_args(job: Job, router_url: str) -> HookArgs:
+def custom_args(args: HookArgs, router_url: str) -> HookArgs:
     """Returns the job's options, and the router's address under slime's names."""
     router = urlsplit(router_url)
-    return hook_args(job, sglang_router_ip=router.hostname, sglang_router_port=router.port)
+    return HookArgs({**args, "sglang_router_ip": router.hostname, "sglang_router_port": router.port})
 
 
 def hook_takes_group(path: str) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.job.schema.job import Job
+from headrace.job.schema.job import TrackingSection
 from headrace.rpc.log import log
 from headrace.sample_log import Answer, SampleLog
 from headrace.trajectory import Sample, Status
@@ -22,9 +22,9 @@ class FailedSamples:
         self._writing = asyncio.Lock()
 
     @classmethod
-    def of(cls, job: Job, folder: Path | None) -> FailedSamples | None:
+    def of(cls, config: TrackingSection, folder: Path | None) -> FailedSamples | None:
         """Returns None without a folder, or when the job wants none written."""
-        max_bytes = job.tracking.sample_log_bytes
+        max_bytes = config.sample_log_bytes
         return cls(SampleLog(folder), max_bytes) if folder and max_bytes else None
 
     async def write(self, samples: Sequence[Sample]) -> None:

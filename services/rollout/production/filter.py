@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace.errors import ConfigError
-from headrace.hooks import HookArgs, hook_args, to_hook
+from headrace.hooks import HookArgs, to_hook
 from headrace.hooks.filter import load_filter, run_filter
-from headrace.job.schema.job import Job
+from headrace.job.schema.job import RolloutSection
 from headrace.process.workers import WorkerError, WorkerPool
 from headrace.trajectory import Failure, Sample
 
@@ -25,10 +25,10 @@ class GroupFilter:
         self._pool = WorkerPool(1)
 
     @classmethod
-    def of(cls, job: Job) -> GroupFilter | None:
+    def of(cls, config: RolloutSection, args: HookArgs) -> GroupFilter | None:
         """Returns None when the job names no function."""
-        path = job.rollout.dynamic_sampling_filter_path
-        return cls(path, hook_args(job)) if path else None
+        path = config.dynamic_sampling_filter_path
+        return cls(path, args) if path else None
 
     async def start(self) -> None:
         """Raises ConfigError when the function cannot be loaded or takes other arguments."""

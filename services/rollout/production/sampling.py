@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from headrace.api.sample.v1 import sample_pb2 as pb
 from headrace.errors import HeadraceError, InvalidArgument
-from headrace.job.schema.job import Job
+from headrace.job.schema.job import RolloutSection
 from headrace.rpc.log import log
 from headrace.trajectory import ROUTED_EXPERTS, Failure, Sample, Status
 from headrace.wire.checks import require_at_most, require_between, require_finite
@@ -42,9 +42,8 @@ class SampleRequest:
     """The partial sample of an earlier lease."""
 
 
-def job_params(job: Job) -> SamplingParams:
+def job_params(rollout: RolloutSection) -> SamplingParams:
     """Returns the values of the job's --rollout-* flags."""
-    rollout = job.rollout
     return SamplingParams(
         max_new_tokens=rollout.rollout_max_response_len,
         temperature=rollout.rollout_temperature,

@@ -11,7 +11,7 @@ import numpy as np
 
 from headrace.api.sample.v1 import sample_pb2 as pb
 from headrace.errors import InvalidArgument
-from headrace.job.schema.job import Job
+from headrace.job.schema.training import TrainSection
 from headrace.trajectory import Sample, Status
 from services.rollout.chat.chat_mask import ChatMask
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder, messages_of
@@ -26,14 +26,12 @@ class SupervisedParts:
     sampler: SupervisedSampler
 
 
-def supervised_parts(job: Job) -> SupervisedParts | None:
+def supervised_parts(config: TrainSection, hf_checkpoint: Path) -> SupervisedParts | None:
     """Returns None unless the job has --loss-mask-type."""
-    family = job.train.loss_mask_type
+    family = config.loss_mask_type
     if family is None:
         return None
-    encoder = ConversationEncoder(
-        job.model.hf_checkpoint, family, keep_earlier_thoughts=job.train.keep_earlier_thoughts
-    )
+    encoder = ConversationEncoder(hf_checkpoint, family, keep_earlier_thoughts=config.keep_earlier_thoughts)
     return SupervisedParts(encoder, SupervisedSampler())
 
 

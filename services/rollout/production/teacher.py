@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from headrace.errors import HeadraceError
-from headrace.job.schema.job import Job
+from headrace.job.schema.training import DistillationSection
 from headrace.rpc.log import log
 from headrace.rpc.retry import retry_until
 from headrace.trajectory import Failure, Sample, Status
@@ -28,15 +28,14 @@ class Teacher:
     """`call_seconds` limits one sample's scoring, `patience_seconds` the wait for an absent server."""
 
     def __init__(self, url: str, *, call_seconds: float, patience_seconds: float = _PATIENCE_SECONDS) -> None:
-        self._client = EngineClient(url)
+        self._client = EngineClient(url.rstrip("/"))
         self._call_seconds = call_seconds
         self._patience_seconds = patience_seconds
 
     @classmethod
-    def of(cls, job: Job) -> Teacher | None:
+    def of(cls, config: DistillationSection, *, call_seconds: float) -> Teacher | None:
         """Returns None when the job has no teacher that is served."""
-        url = job.distillation.opd_teacher_url
-        return None if url is None else cls(url.rstrip("/"), call_seconds=job.rollout.generate_timeout_seconds)
+        return None if config.opd_teacher_url is None else cls(config.opd_teacher_url, call_seconds=call_seconds)
 
     async def close(self) -> None:
         await self._client.close()

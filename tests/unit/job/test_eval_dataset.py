@@ -36,7 +36,7 @@ TRAINED = {"rollout_temperature": 0.8, "rollout_top_p": 0.9, "rollout_top_k": 50
 )
 def test_an_evaluation_is_sampled_as_the_job_says(flags: dict[str, object], name: str, expected: float) -> None:
     job = job_of(TRAINED, **flags)
-    sampled = merged_params(eval_dataset(job, "aime", Path("aime.jsonl")).sampling, job_params(job))
+    sampled = merged_params(eval_dataset(job, "aime", Path("aime.jsonl")).sampling, job_params(job.rollout))
     assert getattr(sampled, name) == expected
 
 

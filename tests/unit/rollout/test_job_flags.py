@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from headrace.hooks import hook_args
 from headrace.job.schema.job import Job
 from headrace.trajectory import Status
 from services.rollout.engine.router import command
@@ -45,12 +46,12 @@ def job_of(**rollout: Any) -> Job:
     ],
 )
 def test_engines_are_asked_as_the_job_says(flag: str, value: object, name: str) -> None:
-    assert getattr(job_params(job_of(**{flag: value})), name) == value
-    assert getattr(job_params(job_of()), name) != value
+    assert getattr(job_params(job_of(**{flag: value}).rollout), name) == value
+    assert getattr(job_params(job_of().rollout), name) != value
 
 
 def test_max_turns_reaches_the_custom_generate_function() -> None:
-    assert custom_args(job_of(max_turns=3), "http://127.0.0.1:1").max_turns == 3
+    assert custom_args(hook_args(job_of(max_turns=3)), "http://127.0.0.1:1").max_turns == 3
 
 
 @pytest.mark.parametrize("policy", ["random", "round_robin", "cache_aware"])
@@ -73,7 +74,7 @@ async def test_custom_generate_function_path_makes_the_samples_of_the_service(tm
         }
     )
     service = RolloutService(job, lambda number: FakeEngine(WIRE), tmp_path, CollectorRegistry())
-    request = SampleRequest("g/1/0", "g", 0, EncodedPrompt("hello", (1, 2)), "7", {}, job_params(job))
+    request = SampleRequest("g/1/0", "g", 0, EncodedPrompt("hello", (1, 2)), "7", {}, job_params(job.rollout))
     try:
         (sample,) = await service.parts.sampler.sample_all([request], evaluation=False)
     finally:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.hooks import hook_args
 from headrace.job.schema.job import Job
 from headrace.trajectory import Status
 from services.rollout.engine.api import SamplingParams
@@ -29,7 +30,7 @@ async def test_a_printed_generate_function_makes_samples(tmp_path: Path, documen
     async with fake_fleet(1) as fakes:
         await fakes.name_weights(0, 3)
         fakes.fleet.weights.switch_to(3)
-        args = custom_args(Job.model_validate(sections), fakes.fleet.engines[0].url)
+        args = custom_args(hook_args(Job.model_validate(sections)), fakes.fleet.engines[0].url)
         sampler = HookSampler(f"{tmp_path / 'agent.py'}:generate", args, fakes.fleet.weights, seconds=120)
         try:
             await sampler.start()

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.errors import ConfigError, InvalidArgument
 from headrace.hooks import Sample as HookSample
-from headrace.hooks import run_generate
+from headrace.hooks import hook_args, run_generate
 from headrace.job.schema.job import Job
 from headrace.trajectory import Sample, Status
 from services.rollout.engine.api import SamplingParams
@@ -136,7 +136,7 @@ async def test_rewards_that_the_function_sets_are_kept_and_what_one_sample_lacks
 async def test_a_reward_that_is_none_is_refused_with_what_it_was(tmp_path: Path) -> None:
     code = PER_GROUP.replace("  return samples", "    sample.reward = 'good'\n  return samples")
     (tmp_path / "text.py").write_text(code)
-    args = custom_args(job_of(tmp_path), "http://127.0.0.1:1")
+    args = custom_args(hook_args(job_of(tmp_path)), "http://127.0.0.1:1")
     with pytest.raises(InvalidArgument, match="returned 'good'; a reward is a finite number or a dict of them"):
         await run_generate(f"{tmp_path / 'text.py'}:f", args, [HookSample()], {}, False)
 
@@ -157,7 +157,7 @@ async def made_by(
     job = job_of(folder, **reward)
     weights = ServedWeights()
     weights.switch_to(3)
-    args = custom_args(job, "http://127.0.0.1:4321")
+    args = custom_args(hook_args(job), "http://127.0.0.1:4321")
     sampler = HookSampler(f"{folder / 'hook.py'}:f", args, weights, seconds=60, warn=warn)
     try:
         await sampler.start()

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.reward.v1 import reward_pb2
 from headrace.errors import DataLoss, InvalidArgument, Unavailable
-from headrace.hooks import HookArgs
+from headrace.hooks import HookArgs, hook_args
 from headrace.job.model.context_limit import ContextLimit
 from headrace.job.schema.job import Job, ModelSection, RolloutSection
 from headrace.rpc.net import free_port
@@ -153,7 +153,7 @@ async def test_what_failed_stays_readable_and_a_folder_that_cannot_be_written_fa
 def test_a_job_that_wants_no_sample_log_gets_none(tmp_path: Path) -> None:
     for sample_log_bytes, writes in ((0, False), (1, True)):
         sections = {"model": {"hf_checkpoint": tmp_path}, "tracking": {"sample_log_bytes": sample_log_bytes}}
-        assert (FailedSamples.of(Job.model_validate(sections), tmp_path) is not None) == writes
+        assert (FailedSamples.of(Job.model_validate(sections).tracking, tmp_path) is not None) == writes
 
 
 async def test_a_sample_that_could_not_be_scored_is_failed_and_has_no_reward(tokenizer_folder: Path) -> None:
@@ -415,7 +415,7 @@ async def test_a_dynamic_filter_drops_groups_of_equal_rewards(
         model=ModelSection(hf_checkpoint=tokenizer_folder),
         rollout=RolloutSection(dynamic_sampling_filter_path="headrace.hooks.filter.check_reward_nonzero_std"),
     )
-    group_filter = GroupFilter.of(job)
+    group_filter = GroupFilter.of(job.rollout, hook_args(job))
     assert group_filter is not None
     await group_filter.start()
     async with production(
@@ -454,8 +454,8 @@ async def test_an_aborted_group_that_fanned_out_is_not_trained(
     tokenizer_folder: Path, tmp_path: Path, partial_rollout: PartialRollout | None
 ) -> None:
     (tmp_path / "hook.py").write_text(ABORTED_FAN_OUT)
-    job = Job(model=ModelSection(hf_checkpoint=tokenizer_folder))
-    sampler = HookSampler(f"{tmp_path}/hook.py:f", custom_args(job, "http://127.0.0.1:1"), ServedWeights(), seconds=60)
+    args = custom_args(hook_args(Job(model=ModelSection(hf_checkpoint=tokenizer_folder))), "http://127.0.0.1:1")
+    sampler = HookSampler(f"{tmp_path}/hook.py:f", args, ServedWeights(), seconds=60)
     scorer = SampleScorer(f"127.0.0.1:{free_port()}", item_seconds=0.2)
     groups = GroupSampler(
         PromptEncoder(tokenizer_folder, apply_chat_template=False),
