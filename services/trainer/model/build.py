@@ -42,7 +42,7 @@ from services.trainer.model.runner import Runner
 from services.trainer.model.saved import POLICY, SavedParts
 from services.trainer.model.trainable import choose_trainable
 from services.trainer.plan.cost import cost_of
-from services.trainer.plan.experts import RolloutChoices, rollout_choices
+from services.trainer.plan.experts import RolloutChoices
 from services.trainer.plan.flops import ModelFlops
 from services.trainer.plan.planning import Planner
 from services.trainer.plan.rows import Packing
@@ -166,7 +166,8 @@ def _batches(job: Job, architecture: Architecture, packing: Packing, layout: Lay
         cost=cost_of(job.train, architecture),
         multiple_of=layout.micro_batch_multiple,
     )
-    choices = rollout_choices(architecture) if job.train.use_rollout_routing_replay else None
+    experts = architecture.experts if job.train.use_rollout_routing_replay else None
+    choices = RolloutChoices(architecture.num_layers, experts) if experts else None
     check = _sample_check(job, ModelBounds.of(architecture), choices)
     rewards = reward_post_process_of(job, layout)
     return BatchReader(job.train, planner, check, layout, packing, rewards=rewards, choices=choices)

@@ -117,6 +117,6 @@ class Runner:
 
     def _output(self, model: Any, rows: Rows) -> Tensor:
         rows = rows.aligned(self._multiple)
-        packed = None if rows.segments is None else self._packed_row(rows)
+        packed = None if rows.segments is None else self._packed_row(rows, rows.segments)
         output: Tensor = model(rows.tokens, rows.positions, None, packed_seq_params=packed)
         return output

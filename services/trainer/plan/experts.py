@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import InvalidArgument
-from headrace.models.architecture import Architecture, Experts
+from headrace.models.architecture import Experts
 from headrace.trajectory import ROUTED_EXPERTS, Sample
 from services.trainer.plan.rows import NOBODY, Rows
 
@@ -75,9 +75,3 @@ class RolloutChoices:
                 f"{self.experts.count} experts"
             )
         return known
-
-
-def rollout_choices(architecture: Architecture) -> RolloutChoices:
-    """A reader for samples of this model, which has experts: the rules saw to it."""
-    assert architecture.experts is not None
-    return RolloutChoices(architecture.num_layers, architecture.experts)

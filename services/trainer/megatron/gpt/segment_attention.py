@@ -33,9 +33,8 @@ class SegmentedRow(PackedSeqParams):  # type: ignore[misc]  # untyped base
     positions: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     @classmethod
-    def of(cls, rows: Rows) -> SegmentedRow:
-        """What attention needs to know of a row with segments."""
-        assert rows.segments is not None
+    def of(cls, rows: Rows, segments: Sequence[RowSegment]) -> SegmentedRow:
+        """What attention needs to know of `rows`, a single row of these segments."""
         size = rows.tokens.shape[1]
         bounds = torch.tensor([0, size], dtype=torch.int32, device=rows.tokens.device)
         return cls(
@@ -44,17 +43,16 @@ class SegmentedRow(PackedSeqParams):  # type: ignore[misc]  # untyped base
             cu_seqlens_kv=bounds,
             max_seqlen_q=size,
             max_seqlen_kv=size,
-            segments=rows.segments,
+            segments=segments,
             share=rows.share,
             positions=rows.positions[0],
         )
 
 
-def transformer_engine_row(rows: Rows) -> PackedSeqParams:
+def transformer_engine_row(rows: Rows, segments: Sequence[RowSegment]) -> PackedSeqParams:
     """The same for Transformer Engine's attention (THD); its segments have no prefixes."""
-    assert rows.segments is not None
-    ends = [0, *(segment.end for segment in rows.segments)]
-    longest = max(segment.size for segment in rows.segments)
+    ends = [0, *(segment.end for segment in segments)]
+    longest = max(segment.size for segment in segments)
     bounds = torch.tensor(ends, dtype=torch.int32, device=rows.tokens.device)
     return PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest

@@ -83,7 +83,8 @@ def test_what_it_cannot_compute_is_refused() -> None:
 
 def test_transformer_engine_gets_the_bounds_of_the_samples() -> None:
     tokens = torch.zeros(1, 9, dtype=torch.int64)
-    packed = transformer_engine_row(Rows(tokens, tokens, (RowSegment(0, 4), RowSegment(4, 9))))
+    segments = (RowSegment(0, 4), RowSegment(4, 9))
+    packed = transformer_engine_row(Rows(tokens, tokens, segments), segments)
     assert packed.qkv_format == "thd"
     assert packed.cu_seqlens_q.tolist() == packed.cu_seqlens_kv.tolist() == [0, 4, 9]
     assert packed.max_seqlen_q == 5
