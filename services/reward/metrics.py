@@ -12,7 +12,9 @@ class RewardMetrics:
     """Counts scored items by scorer and outcome, the time that they took, and how many wait."""
 
     def __init__(self) -> None:
-        self._items = Counter("headrace_reward_items", "Judged items.", ["scorer", "outcome"], registry=None)
+        self._items = Counter(
+            "headrace_reward_items", "Scored items, by scorer and outcome.", ["scorer", "outcome"], registry=None
+        )
         self._seconds = Histogram(
             "headrace_reward_seconds",
             "Seconds from the request to its scores, waiting included.",

@@ -112,7 +112,7 @@ class SampleScorer:
             ) from error
 
     def _may_help(self, error: HeadraceError) -> bool:
-        """Whatever else is wrong with a service may be mended, or SetReward may name another one."""
+        """False for errors that neither a repaired service nor another one, named by SetReward, would mend."""
         if isinstance(error, InvalidArgument | NotFound):
             return False
         log.warning("reward_unavailable", address=self.target.address, error=error.message)

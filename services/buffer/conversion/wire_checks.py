@@ -124,7 +124,7 @@ def failure_from_proto(message: sample_pb2.Failure, field: str) -> Failure:
 
 
 def rewards_from_proto(rewards: Sequence[float], field: str) -> tuple[float, ...]:
-    """Of a group's samples, each as a sample may have it."""
+    """Checks each reward of a group's samples like the reward of one sample."""
     require_at_most(len(rewards), MAX_SAMPLES_PER_GROUP, field)
     for reward in rewards:
         check_reward(field, reward)

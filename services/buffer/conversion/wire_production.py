@@ -1,4 +1,4 @@
-"""What producers brought, as GetStats shows it."""
+"""Translates the counts of what producers put, for GetStats."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from services.buffer.ledger.production import Production
 
 
 def production_to_proto(production: Production) -> pb.Production:
-    """As GetStats shows it."""
     return pb.Production(
         num_samples=production.num_samples,
         num_failed=production.num_failed,

@@ -37,7 +37,7 @@ class PromptMix:
         return tuple(Cursor() for _ in self._walks)
 
     async def read(self, cursors: Sequence[Cursor], counts: Sequence[int]) -> MixReading:
-        """The next prompts of every source, so many of each; fewer where its walk ends."""
+        """The next prompts, `counts` of each source; fewer where its walk ends."""
         readings = [
             await walk.read(cursor, count) if count else Reading((), cursor)
             for walk, cursor, count in zip(self._walks, cursors, counts, strict=True)

@@ -1,7 +1,7 @@
 """Prompt sources of the streams: opened once, read under a lock for each stream, so that cursors move in order.
 
 A source that cannot be opened or read puts its stream in trouble: calls that need prompts say why, everything else goes
-on, and whoever asks for prompts a second later or more has it opened again. A file that is put back ends the trouble.
+on, and a call for prompts a second later or more has it opened again. A file that is put back ends the trouble.
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ def check_put(work: Work, book: StreamBook, put: GroupPut) -> int:
     """Raises unless the put can be answered. Returns the payload bytes that it adds."""
     group = _find(book, put.group_id)
     if group is None or _was_answered(group, put):
-        return 0  # even where the group was expired since and made anew under the same sample ids
+        return 0  # even where the group was expired since and generated again under the same sample ids
     _check_samples(book, put)
     _check_versions(book, put)
     if _is_duplicate(book, group, put) or not _is_live(group, put):

@@ -2,7 +2,7 @@
 
 FIFO and LIFO go by admission, PRIORITY by the prompt's, FRESHEST by the oldest token's policy version, REWARD by the
 mean reward (highest first), SURPRISE by the mean |R - mean of the group|, the size of what GRPO learns from: groups of
-equal rewards come last. Ties, and what nobody judged, go by admission.
+equal rewards come last. Ties, and groups without rewards, go by admission.
 
 Entries of groups that left are skipped when they come up, and dropped once they are the half: no command looks at all.
 """
