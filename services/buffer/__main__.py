@@ -22,7 +22,7 @@ from services.buffer.from_job import train_stream
 from services.buffer.long_lived import long_lived
 from services.buffer.metrics import LedgerCollector
 from services.buffer.prompts.files import PromptFiles
-from services.buffer.runtime.application import Buffer
+from services.buffer.runtime.application import BufferApplication
 from services.buffer.runtime.user_code import UserCode
 from services.buffer.servicer import REQUEST_LIMITS, BufferServicer
 from services.buffer.store.base import Store
@@ -55,7 +55,7 @@ async def serve(job: Job, arguments: argparse.Namespace, store: Store) -> None:
     """Serves until a signal. Raises the error with which the store failed."""
     reserve = job.buffer.min_free_disk_bytes
     with long_lived():
-        buffer = await Buffer.open(
+        buffer = await BufferApplication.open(
             store,
             columns_folder=arguments.data_dir / "columns",
             user_code=UserCode.of(job, arguments.data_dir),
@@ -71,7 +71,7 @@ async def serve(job: Job, arguments: argparse.Namespace, store: Store) -> None:
             await buffer.close()
 
 
-async def _serve(job: Job, arguments: argparse.Namespace, buffer: Buffer) -> None:
+async def _serve(job: Job, arguments: argparse.Namespace, buffer: BufferApplication) -> None:
     wanted = train_stream(job)
     try:
         await buffer.set_limits(wanted)

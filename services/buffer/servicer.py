@@ -48,7 +48,7 @@ from services.buffer.ledger.group import Group, GroupState
 from services.buffer.ledger.portions import cut, first_within
 from services.buffer.ledger.source import source_names
 from services.buffer.pace import paced
-from services.buffer.runtime.application import Buffer
+from services.buffer.runtime.application import BufferApplication
 from services.buffer.runtime.backup import Digest
 
 DEFAULT_PAGE_SIZE = 100
@@ -70,7 +70,7 @@ MAX_DAMAGES_LISTED = 1_000
 class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
     """Every method's contract is in the proto. Registered by `wire_bytes.add_to_server`."""
 
-    def __init__(self, buffer: Buffer) -> None:
+    def __init__(self, buffer: BufferApplication) -> None:
         self._buffer = buffer
 
     async def CreateStream(self, request: pb.CreateStreamRequest, context: Context) -> pb.CreateStreamResponse:

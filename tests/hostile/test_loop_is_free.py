@@ -32,7 +32,7 @@ from headrace.rpc.server import OPTIONS
 from headrace.wire import limits
 from services.buffer.conversion.wire_bytes import length_delimited
 from services.buffer.ledger.stream import Selection, StreamConfig
-from services.buffer.runtime.application import Buffer
+from services.buffer.runtime.application import BufferApplication
 from services.buffer.runtime.user_code import UserCode
 from services.buffer.store.memory import MemoryStore
 from services.buffer.store.sqlite.store import SqliteStore
@@ -144,7 +144,7 @@ def put_of(lease: pb.GroupLease, tag_bytes: int = 0) -> pb.GroupPut:
     return put
 
 
-async def at_the_limits(buffer: Buffer, call: Calls) -> None:
+async def at_the_limits(buffer: BufferApplication, call: Calls) -> None:
     """Every call of the buffer, as large as it may be."""
     config = pb.StreamConfig(
         name="train", n_samples_per_prompt=8, groups_per_step=limits.MAX_GROUPS_PER_STEP, max_attempts=1,
@@ -198,7 +198,7 @@ async def at_the_limits(buffer: Buffer, call: Calls) -> None:
             await asyncio.sleep(0.01)
 
 
-async def many_streams(buffer: Buffer, call: Calls) -> None:
+async def many_streams(buffer: BufferApplication, call: Calls) -> None:
     for i in range(limits.MAX_STREAMS):
         config = pb.StreamConfig(name=f"{i}", n_samples_per_prompt=1, groups_per_step=1)
         await call("CreateStream", pb.CreateStreamRequest(config=config))
@@ -206,7 +206,7 @@ async def many_streams(buffer: Buffer, call: Calls) -> None:
     await call("GetStats", pb.GetStatsRequest(), "of 256")
 
 
-async def many_drops(buffer: Buffer, call: Calls) -> None:
+async def many_drops(buffer: BufferApplication, call: Calls) -> None:
     """Half of the largest batch: it is dissolved; and as many that are queued."""
     config = pb.StreamConfig(name="train", n_samples_per_prompt=1, groups_per_step=limits.MAX_GROUPS_PER_STEP)
     await call("CreateStream", pb.CreateStreamRequest(config=config))
@@ -224,7 +224,7 @@ async def many_drops(buffer: Buffer, call: Calls) -> None:
         assert (reply.num_groups, reply.num_batches) == (limits.MAX_DROPS_PER_CALL, num_batches)
 
 
-async def many_steps(buffer: Buffer, call: Calls) -> None:
+async def many_steps(buffer: BufferApplication, call: Calls) -> None:
     """A step number far ahead, stale groups by the thousand."""
     config = pb.StreamConfig(
         name="train", n_samples_per_prompt=1, groups_per_step=8, max_staleness=2_000, lease_seconds=600.0,
@@ -246,7 +246,7 @@ async def many_steps(buffer: Buffer, call: Calls) -> None:
     await call("CommitStep", pb.CommitStepRequest(stream="train", epoch=epoch, step=900_000), "of 900,000 steps")
 
 
-async def large_groups(buffer: Buffer, call: Calls) -> None:
+async def large_groups(buffer: BufferApplication, call: Calls) -> None:
     """As many samples and as large envelopes as a call may bring, in one group and in a thousand."""
     for name, n_samples in (("wide", limits.MAX_SAMPLES_PER_GROUP), ("many", 1)):
         config = pb.StreamConfig(name=name, n_samples_per_prompt=n_samples, groups_per_step=8, lease_seconds=600.0)
@@ -270,7 +270,7 @@ async def large_groups(buffer: Buffer, call: Calls) -> None:
     await call.send("Watch", pb.WatchRequest(stream="many", from_position=1).SerializeToString(), stop_after=4)
 
 
-async def large_payloads(buffer: Buffer, call: Calls) -> None:
+async def large_payloads(buffer: BufferApplication, call: Calls) -> None:
     """Columns, piece by piece, and requests of as many bytes as they may have."""
     data = random.Random(0).randbytes(4 * limits.MAX_UPLOAD_BYTES)
     name = hashlib.sha256(data).digest()
@@ -286,20 +286,20 @@ async def large_payloads(buffer: Buffer, call: Calls) -> None:
 
 
 @pytest.fixture
-async def served(tmp_path: Path) -> AsyncIterator[tuple[Buffer, str]]:
+async def served(tmp_path: Path) -> AsyncIterator[tuple[BufferApplication, str]]:
     async with served_buffer(MemoryStore(), columns_folder=tmp_path) as (buffer, server):
         yield buffer, server.address
 
 
 @pytest.fixture
-def calls(served: tuple[Buffer, str], watchdog: Watchdog) -> Iterator[Calls]:
+def calls(served: tuple[BufferApplication, str], watchdog: Watchdog) -> Iterator[Calls]:
     calls = Calls(served[1], watchdog)
     yield calls
     calls.close()
 
 
 @pytest.mark.parametrize("scene", [at_the_limits, many_streams, many_drops, many_steps, large_groups, large_payloads])
-async def test_no_call_holds_the_loop(served: tuple[Buffer, str], calls: Calls, scene: Any) -> None:
+async def test_no_call_holds_the_loop(served: tuple[BufferApplication, str], calls: Calls, scene: Any) -> None:
     before = slowness()
     await scene(served[0], calls)
     most = MOST_SECONDS * max(before, slowness())

@@ -59,7 +59,7 @@ _OPENING_SECONDS = 30.0
 """How long the start waits for prompt files; a file that never answers does not stop it."""
 
 
-class Buffer:
+class BufferApplication:
     """The ledger at work, with its store, prompt sources and timers. `open` creates it."""
 
     def __init__(
@@ -105,7 +105,7 @@ class Buffer:
         max_watch_lag: int = 100_000,
         min_free_disk_bytes: int = 0,
         retain_events: int | None = None,
-    ) -> Buffer:
+    ) -> BufferApplication:
         """Loads the store and starts the lease timer. A missing prompt file stops its own stream only."""
         snapshot = await asyncio.to_thread(store.load)
         for damage in store.damage():

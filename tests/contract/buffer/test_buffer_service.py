@@ -31,7 +31,7 @@ from headrace.trajectory import Sample
 from services.buffer.ledger.group import Prompt
 from services.buffer.ledger.stream import StreamConfig
 from services.buffer.ledger.transaction import Transaction
-from services.buffer.runtime.application import Buffer
+from services.buffer.runtime.application import BufferApplication
 from services.buffer.store.memory import MemoryStore
 from services.buffer.store.sqlite.store import SqliteStore
 from tests.support.ledgers.buffer_samples import complete_put, completed_sample, text_prompts
@@ -370,7 +370,7 @@ class FullDisk(MemoryStore):
 
 
 async def test_a_write_error_is_never_answered_ok_and_ends_the_buffer() -> None:
-    buffer = await Buffer.open(FullDisk())
+    buffer = await BufferApplication.open(FullDisk())
     await buffer.create_stream(StreamConfig("train", n_samples_per_prompt=2, groups_per_step=2))
     for attempt in ("first", "second"):
         with pytest.raises(Unavailable, match="disk failed"):

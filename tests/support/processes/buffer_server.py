@@ -16,7 +16,7 @@ from headrace.rpc.net import free_port
 from headrace.rpc.server import RpcServer, Service
 from services.buffer.conversion.wire_bytes import add_to_server
 from services.buffer.prompts.files import PromptFiles
-from services.buffer.runtime.application import NO_USER_CODE, Buffer
+from services.buffer.runtime.application import NO_USER_CODE, BufferApplication
 from services.buffer.runtime.user_code import UserCode
 from services.buffer.servicer import REQUEST_LIMITS, BufferServicer
 from services.buffer.store.base import Store
@@ -38,9 +38,9 @@ async def served_buffer(
     retain_events: int | None = None,
     grace_seconds: float = 0.0,
     max_calls_per_peer: int = 40_000,
-) -> AsyncIterator[tuple[Buffer, RpcServer]]:
+) -> AsyncIterator[tuple[BufferApplication, RpcServer]]:
     """A buffer on a free port of this process."""
-    buffer = await Buffer.open(
+    buffer = await BufferApplication.open(
         store,
         columns_folder=columns_folder,
         user_code=user_code,

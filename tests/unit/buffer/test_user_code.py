@@ -21,7 +21,7 @@ from services.buffer.ledger.group import GroupState, Prompt
 from services.buffer.ledger.source import Cursor
 from services.buffer.ledger.stream import ExpiryAction, Selection, StreamConfig
 from services.buffer.prompts.data_source import DataSourceWalk
-from services.buffer.runtime.application import Buffer
+from services.buffer.runtime.application import BufferApplication
 from services.buffer.runtime.user_code import UserCode
 from services.buffer.store.base import Store
 from services.buffer.store.memory import MemoryStore
@@ -62,9 +62,9 @@ def needs_more(args, buffer, num_samples, another, and_another):
 @asynccontextmanager
 async def opened(
     store: Store, folder: Path, function: str | None = None, seconds: float = 120.0, **config: object
-) -> AsyncIterator[Buffer]:
+) -> AsyncIterator[BufferApplication]:
     path = f"{folder}/mine.py:{function}" if function else None
-    buffer = await Buffer.open(store, user_code=UserCode(HookArgs({"who": "me"}), path, seconds, folder))
+    buffer = await BufferApplication.open(store, user_code=UserCode(HookArgs({"who": "me"}), path, seconds, folder))
     selection = Selection.HOOK if function else Selection.FIFO
     fields = {"max_staleness": None, "selection": selection, **config}
     await buffer.create_stream(StreamConfig("train", 1, 2, **fields))  # type: ignore[arg-type]
@@ -74,14 +74,14 @@ async def opened(
         await buffer.close()
 
 
-async def ready(buffer: Buffer, *labels: str, policy_version: int = 0) -> None:
+async def ready(buffer: BufferApplication, *labels: str, policy_version: int = 0) -> None:
     """A READY group for each label."""
     prompts = [sample_pb2.Prompt(prompt_id=label, text="?", label=label) for label in labels]
     await buffer.submit("train", [Prompt(p.prompt_id, p.SerializeToString()) for p in prompts])
     await put_all(buffer, policy_version)
 
 
-async def put_all(buffer: Buffer, policy_version: int = 0) -> list[str]:
+async def put_all(buffer: BufferApplication, policy_version: int = 0) -> list[str]:
     """Leases and puts what there is; the prompts' texts."""
     groups, _ = await buffer.lease("train", "me", f"request-{buffer.ledger.position}", 100, 0.0)
     leases = [wire.lease_to_proto(group, 1.0, 1, []) for group in groups]

@@ -16,7 +16,7 @@ from services.buffer.ledger.commands.producing import GroupPut, PutOutcome, Rele
 from services.buffer.ledger.group import GroupState
 from services.buffer.ledger.source import FileSource
 from services.buffer.ledger.stream import StreamConfig
-from services.buffer.runtime.application import Buffer
+from services.buffer.runtime.application import BufferApplication
 from services.buffer.store.sqlite.store import SqliteStore
 from tests.support.ledgers.buffer_samples import complete_put
 from tests.support.ledgers.ledger_under_test import LedgerUnderTest, sample
@@ -70,7 +70,7 @@ async def test_a_resumed_run_skips_no_prompt_and_repeats_none(tmp_path: Path, st
     config = StreamConfig("train", 2, 2, max_staleness=None, files=(file,))
     seen: list[str] = []
     for portion in (3, 1, 7, 9):
-        buffer = await Buffer.open(SqliteStore(tmp_path / "ledger"))
+        buffer = await BufferApplication.open(SqliteStore(tmp_path / "ledger"))
         await buffer.create_stream(config)
         groups, _ = await buffer.lease("train", "me", f"request-{len(seen)}", portion, 0.0)
         await buffer.close()
@@ -117,7 +117,7 @@ def test_rollouts_left_over_at_the_end_of_a_step_are_trained_in_the_next() -> No
 async def test_a_rest_too_small_for_a_step_is_named_and_kept(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n')
-    buffer = await Buffer.open(STORES["memory"](tmp_path))
+    buffer = await BufferApplication.open(STORES["memory"](tmp_path))
     await buffer.create_stream(
         StreamConfig("train", 2, 2, max_staleness=None, files=(FileSource(str(path), "prompt", num_epochs=1),))
     )
