@@ -26,6 +26,12 @@ def test_a_plan_without_a_name_is_refused() -> None:
         replace(PLAN, publication_id="")
 
 
+@pytest.mark.parametrize("deadline_seconds", [0.0, -1.0, float("nan")])
+def test_a_plan_that_has_no_time_is_refused(deadline_seconds: float) -> None:
+    with pytest.raises(InvalidArgument, match="deadline_seconds is .*, must be above 0"):
+        replace(PLAN, deadline_seconds=deadline_seconds)
+
+
 def test_what_is_committed_is_neither_open_nor_aborted_any_more() -> None:
     state = PublicationState(PLAN, ("engine-0",), received=set(PLAN.buckets))
     state.commit()
