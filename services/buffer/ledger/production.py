@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from headrace.sample_checks import MAX_REWARD
 from headrace.trajectory import Failure
 
 OTHER = "OTHER"
@@ -74,8 +75,9 @@ class Production:
         self.last_return = why[:_MAX_EXAMPLE_CHARACTERS]
 
     def _scored(self, reward: float) -> None:
-        self.num_scored += 1
-        self.reward_sum += reward
+        if abs(reward) <= MAX_REWARD:  # nor is NaN: one that slips past the edge would spoil the sum for good
+            self.num_scored += 1
+            self.reward_sum += reward
 
     def _count(self, group_id: str, failure: Failure, num_samples: int) -> None:
         """Counts by reason. Reasons come from producers, so their number is bounded."""

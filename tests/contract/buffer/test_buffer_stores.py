@@ -219,7 +219,7 @@ def test_payloads_are_those_that_were_put_until_they_are_committed(store: Store,
     assert store.read_payloads(held[::-1]) == store.read_payloads(held)[::-1]
     gone = [r for g in groups if g.state is GroupState.COMMITTED for r in g.samples]
     assert gone
-    with pytest.raises(NotFound, match="expired or committed"):
+    with pytest.raises(NotFound, match="its group expired or was committed"):
         store.read_payloads(gone)
 
 

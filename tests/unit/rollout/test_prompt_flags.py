@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from headrace.api.sample.v1 import sample_pb2
-from headrace.job.schema.job import Job
+from headrace.job.schema.job import Job, TrainSection
 from services.rollout.production.supervised import supervised_parts
 from services.rollout.service import RolloutService
 from tests.support.fakes.fake_engine import FakeEngine
@@ -40,8 +40,7 @@ async def test_a_text_is_one_user_turn_where_apply_chat_template_says_so(tmp_pat
 @pytest.mark.parametrize("keep", [False, True])
 def test_an_earlier_turns_thought_is_trained_where_keep_earlier_thoughts_says_so(tmp_path: Path, keep: bool) -> None:
     make_chat_tokenizer("qwen3").save_pretrained(tmp_path)
-    train = {"loss_mask_type": "qwen3", "keep_earlier_thoughts": keep}
-    parts = supervised_parts(Job.model_validate({"model": {"hf_checkpoint": tmp_path}, "train": train}))
+    parts = supervised_parts(TrainSection(loss_mask_type="qwen3", keep_earlier_thoughts=keep), tmp_path)
     assert parts is not None
     turns = [("user", "a"), ("assistant", "<think>\nfirst\n</think>\n\nb"), ("user", "c"), ("assistant", "d")]
     messages = [sample_pb2.ChatMessage(role=role, content=content) for role, content in turns]

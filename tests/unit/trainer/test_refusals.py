@@ -30,7 +30,7 @@ REFUSED = {
     "latents": r"sequence_parallel with the latent attention of deepseek_v3 needs Transformer Engine, .* at 1",
     "divided-experts": r"expert_model_parallel_size 2 with 2 tensor ranks in each expert needs a GPU: .*-size 1",
     "odd-experts": r"expert_model_parallel_size 2 does not divide the 3 experts: choose a divisor of it",
-    "no-experts": r"expert_model_parallel_size 2: this qwen3 has no experts: leave it out",
+    "no-experts": r"expert_model_parallel_size 2: this qwen3 model has no experts: leave it out",
     "too-many-stages": r"pipeline_model_parallel_size 2 does not divide num_layers 3: choose a divisor of it",
 }
 
