@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from headrace.cli.main import main
-from headrace.errors import HeadraceError, PublicationAborted
+from headrace.errors import PublicationAborted
 from services.rollout.engine.api import TensorSpec
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from services.rollout.publication.publication import Committed
@@ -102,6 +102,24 @@ async def test_a_version_is_not_served_by_half_and_the_others_go_on(
         assert both.engine_ids == (survivor.engine_id, victim.engine_id)
 
 
+@pytest.mark.parametrize("call", ["pause_generation", "begin_weight_update"])
+async def test_one_that_is_killed_before_the_bucket_does_not_take_the_others_with_it(tmp_path: Path, call: str) -> None:
+    """The sender sees it first, while the survivor is only about to receive from a sender that is gone."""
+    processes = Processes(tmp_path, f"{call}:kill:2")
+    async with processes.fleet() as fleet:
+        receiver, group = Receiver(fleet), a_group("first")
+        survivor, _ = fleet.engines
+        await publish(receiver, group, weights(1), 1)
+        with pytest.raises(PublicationAborted):
+            await publish(receiver, group, weights(2), 2)
+        async with asyncio.timeout(30):
+            await receiver.abort("version-2", "as the trainer does")
+        assert survivor.restarts == 0
+
+        again = await publish(receiver, a_group("second"), weights(2), 2, name="version-2-again")
+        assert again.engine_ids == (survivor.engine_id,)
+
+
 @pytest.mark.ranks
 async def test_a_run_goes_on_without_it_and_takes_it_in_again(tmp_path: Path) -> None:
     processes = Processes(tmp_path, "bytes:kill:3")  # the first bucket is version 0's
@@ -180,13 +198,13 @@ async def publish(
         group.broadcast(torch.cat([flat_bytes(tensor) for tensor in tensors.values()]), given_up.is_set)
 
     sending = asyncio.create_task(asyncio.to_thread(send))
-    try:
-        await receiver.receive(plan.publication_id, 0)
-    except HeadraceError:
+    receiving = asyncio.create_task(receiver.receive(plan.publication_id, 0))
+    done, _ = await asyncio.wait({sending, receiving}, return_when=asyncio.FIRST_EXCEPTION)
+    if failures := [error for task in done if (error := task.exception())]:
         given_up.set()
         async with asyncio.timeout(30):  # it does not hang
             await asyncio.gather(sending, return_exceptions=True)  # it may have been through when the engine went
         group.drop()
-        raise
-    await sending
+        receiving.cancel()
+        raise PublicationAborted(f"as the trainer says it: {failures[0]}") from failures[0]
     return await receiver.commit(plan.publication_id, engine_checksums(tensors))

@@ -9,7 +9,13 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper
+from torch.distributed.distributed_c10d import (
+    Backend,
+    GroupName,
+    _abort_process_group,
+    _new_process_group_helper,
+    _world,
+)
 
 from headrace.errors import DeadlineExceeded, PublicationAborted
 from services.trainer.megatron.rendezvous import listening_store
@@ -50,6 +56,7 @@ class WeightGroup:
                 timeout=self._timeout,
             )
             assert isinstance(group, dist.ProcessGroup)
+            _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}  # the helper leaves it out
             return group
 
         self._group = self._until_done(build, aborted)
@@ -57,18 +64,21 @@ class WeightGroup:
 
     def broadcast(self, flat: torch.Tensor, aborted: Callable[[], bool]) -> None:
         """Sends one bucket: uint8, shape [bytes]. Returns when it is on its way to every engine."""
-        group = self._group
-        assert group is not None
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        self._until_done(lambda: group.broadcast([flat], options).wait(self._timeout), aborted)
+        self._until_done(lambda: self._joined_group().broadcast([flat], options).wait(self._timeout), aborted)
 
     def drop(self) -> None:
         """Closes the connections; engines that still wait on them get an error instead of waiting on."""
-        if self._group is not None:
-            self._group.abort()
-            self._group = None
         self.joined = False
+        if self._group is not None:
+            last, self._group = [self._group], None
+            threading.Thread(target=_close, args=(last,), name=f"close-{self.name}", daemon=True).start()
+
+    def _joined_group(self) -> dist.ProcessGroup:
+        """Never keep it in a variable: an error's traceback would hold it open."""
+        assert self._group is not None, "join() comes first"
+        return self._group
 
     def _until_done(self, work: Callable[[], T], aborted: Callable[[], bool]) -> T:
         """Collectives cannot be cancelled from outside, so the work has a thread that may be left behind."""
@@ -100,3 +110,12 @@ class WeightGroup:
             self.drop()
             raise errors[0]
         return outcome[0]
+
+
+def _close(last: list[dist.ProcessGroup]) -> None:
+    """Lets go of a group, which closes gloo's connections: an abort leaves them open, and torch's registries hold it.
+
+    `last` holds the last reference. This may last as long as the group's own time limit: the end of a group waits for
+    a collective that still runs in it.
+    """
+    _abort_process_group(last.pop())

@@ -1,7 +1,8 @@
 """A fake engine that takes part in real weight broadcasts: it joins the trainer's group and keeps what it receives.
 
-`python -m tests.support.fakes.gloo_engine PORT [FAILPOINT]` is one in a process of its own. Its failpoints are passed
-in every broadcast: `bucket` before anything is received, so that the sender waits, `bytes` when the first have come.
+`python -m tests.support.fakes.gloo_engine PORT [FAILPOINT]` is one in a process of its own. Its failpoints: the name of
+a call, passed before it is answered, and two in every broadcast: `bucket` before anything is received, so that the
+sender waits, `bytes` when the first have come.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class GlooEngine(FakeEngine):
         self._joined: dict[str, dist.ProcessGroup] = {}
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
+        if self._failpoint:
+            self._failpoint.passes(request.path.strip("/"))
         work = {
             "/init_weights_update_group": self._join,
             "/update_weights_from_distributed": self._receive,

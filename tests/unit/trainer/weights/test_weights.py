@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing
+import os
+import signal
 import threading
 from datetime import timedelta
 from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Event
 
 import pytest
 import torch
@@ -90,6 +93,49 @@ def test_an_engine_receives_what_is_broadcast() -> None:
     assert received.get(timeout=120) == flat.numpy().tobytes()
     engine.join(30)
     group.drop()
+
+
+def live_or_die(name: str, port: int, rank: int, may_receive: Event, reports: Queue[str]) -> None:
+    """Two broadcasts: rank 2 dies between them, rank 1 asks for the second one when the sender has given it up."""
+    store = dist.TCPStore("127.0.0.1", port, 3, False, timeout=timedelta(seconds=120))
+    group, _ = _new_process_group_helper(
+        3, rank, [], Backend("gloo"), dist.PrefixStore(name, store), group_name=name,
+        backend_options=None, timeout=timedelta(seconds=120),
+    )  # fmt: skip
+    group.broadcast([torch.zeros(3)], dist.BroadcastOptions()).wait()
+    reports.put("has the first")
+    assert may_receive.wait(120)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        group.broadcast([torch.zeros(3)], dist.BroadcastOptions()).wait()
+    except RuntimeError as error:
+        reports.put(str(error))
+
+
+def test_an_engine_that_comes_late_to_a_broadcast_that_failed_is_told_so() -> None:
+    """It waited for the group's whole time limit, and was taken for a hung one: its sender kept the connection open."""
+    group = WeightGroup("headrace-test-d", "127.0.0.1", "gloo", 120.0)
+    spawn = multiprocessing.get_context("spawn")
+    reports: Queue[str] = spawn.Queue()
+    may_receive = {rank: spawn.Event() for rank in (1, 2)}
+    survivor, victim = (
+        spawn.Process(target=live_or_die, args=(group.name, group.port, rank, may_receive[rank], reports))
+        for rank in may_receive
+    )
+    survivor.start()
+    victim.start()
+    group.join(3, lambda: not (survivor.is_alive() and victim.is_alive()))
+    group.broadcast(torch.ones(3).view(torch.uint8), lambda: False)
+    assert [reports.get(timeout=120) for _ in may_receive] == ["has the first"] * 2
+
+    may_receive[2].set()
+    victim.join(60)
+    with pytest.raises(RuntimeError):
+        group.broadcast(torch.ones(3).view(torch.uint8), lambda: False)
+    may_receive[1].set()
+    assert "by peer" in reports.get(timeout=60)
+    survivor.join(60)
 
 
 def test_a_join_that_nobody_answers_ends_by_the_abort() -> None:
