@@ -11,6 +11,7 @@ from collections import Counter, deque
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.job.schema.job import RolloutSection
 from headrace.wire.checks import one_line
+from services.trainer.metrics.readings import grown_from
 
 _MIN_WINDOW = 32
 _REASONS_SHOWN = 3
@@ -57,12 +58,10 @@ class Window:
     def since(self, stats: pb.StreamStats) -> pb.Production | None:
         """What came within the window; None before so many samples came."""
         readings, now = self._readings, stats.production
-        if readings and now.num_samples < readings[-1].num_samples:
+        start = grown_from(stats, readings[-1] if readings else None)
+        if not readings or start is not readings[-1]:
             readings.clear()
-            readings.append(pb.Production())  # the buffer started again, and counts from 0
-        if not readings:
-            is_new = stats.epoch <= 1  # then no earlier trainer ran on what failed so far
-            readings.append(pb.Production() if is_new else now)
+            readings.append(start)
         if now.num_samples > readings[-1].num_samples:
             readings.append(now)
         while len(readings) > 1 and now.num_samples - readings[1].num_samples >= self._size:
