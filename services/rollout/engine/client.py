@@ -127,6 +127,14 @@ class EngineClient:
         reply = await self._http.request("POST", "/abort_request", {"abort_all": True}, seconds=_CONTROL_SECONDS)
         reply.require_success()
 
+    async def freeze_gc(self) -> None:
+        """Leaves what the engine holds now out of its garbage collections, one of which is in every `flush_cache`.
+
+        SGLang asks this of itself when it starts, but only once: where its server is not yet listening, it gives up.
+        """
+        reply = await self._http.request("POST", "/freeze_gc", {}, seconds=_CONTROL_SECONDS)
+        reply.require_success()
+
     async def flush_cache(self) -> bool:
         """Empties the prefix cache. Returns False when SGLang refuses, because requests are in flight."""
         reply = await self._http.request("POST", "/flush_cache", {}, seconds=_CONTROL_SECONDS)

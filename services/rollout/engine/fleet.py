@@ -161,6 +161,7 @@ class Fleet:
     async def _started(self, engine: Engine, process: EngineProcess) -> None:
         await process.start(seconds=self._timing.start_seconds)
         engine.weights_name = self.weights.new_name(INITIAL_VERSION, engine.engine_id)
+        await engine.client.freeze_gc()
         await engine.client.name_weights(engine.weights_name)
         self.weights.accept([engine.weights_name])
         await self.serve(engine, INITIAL_VERSION, is_initial=True)

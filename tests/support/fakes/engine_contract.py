@@ -144,6 +144,10 @@ async def prefixes_are_not_forgotten_beside_requests(it: EngineUnderTest) -> Non
             await asyncio.sleep(0.01)
 
 
+async def garbage_collection_can_be_told_to_leave_what_is_there(it: EngineUnderTest) -> None:
+    await it.client.freeze_gc()
+
+
 async def a_group_that_it_is_not_in_cannot_be_left(it: EngineUnderTest) -> None:
     with pytest.raises((FailedPrecondition, InvalidArgument)):
         await it.client.leave_group("nobody's")
@@ -158,6 +162,7 @@ CONTRACT: Mapping[str, Callable[[EngineUnderTest], Awaitable[None]]] = {
         an_aborting_pause_ends_requests_with_their_tokens,
         what_is_aborted_answers_with_its_tokens,
         scores_are_log_probs_of_all_tokens_but_the_first,
+        garbage_collection_can_be_told_to_leave_what_is_there,
         prefixes_are_not_forgotten_beside_requests,
         a_group_that_it_is_not_in_cannot_be_left,
     )

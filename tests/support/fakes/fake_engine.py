@@ -130,7 +130,7 @@ class FakeEngine:
                 self._num_aborts += 1
             case "/flush_cache" if self._num_in_flight:
                 return web.Response(status=400, text="Flush cache failed.")
-            case "/flush_cache" | "/health":
+            case "/flush_cache" | "/freeze_gc" | "/health":
                 pass
             case "/init_weights_update_group":
                 self.groups.add(body["group_name"])

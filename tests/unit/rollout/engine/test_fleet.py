@@ -11,6 +11,15 @@ async def test_started_engines_are_in_routing(fakes: FakeFleet) -> None:
     assert fakes.routing.urls == {e.url for e in fakes.fleet.engines}
 
 
+async def test_every_engine_freezes_its_garbage_collection_before_it_serves(fakes: FakeFleet) -> None:
+    """A publication empties its cache, which is half a second of garbage collection in an engine that did not."""
+    fakes.fake(0).die()
+    await fakes.until(lambda: fakes.fleet.engines[0].restarts == 1 and len(fakes.routing.urls) == 2)
+    for number in (0, 1):
+        calls = fakes.fake(number).calls
+        assert calls.index("/freeze_gc") < calls.index("/update_weight_version")
+
+
 async def test_a_dead_engine_is_restarted_and_serves_while_the_initial_weights_are_served(fakes: FakeFleet) -> None:
     old_url = fakes.fleet.engines[0].url
     fakes.fake(0).die()
