@@ -20,8 +20,9 @@ def digest_of(data: bytes | memoryview) -> bytes:
 
 
 def matches(digest: bytes, data: bytes | memoryview) -> bool:
-    """True when `digest` belongs to the data. 32 bytes without a code are a SHA-256; an unknown hash function never
-    matches.
+    """True when `digest` belongs to the data.
+
+    32 bytes without a code are a SHA-256; an unknown hash function never matches.
     """
     if len(digest) == _SHA256_BYTES:
         return hashlib.sha256(data).digest() == digest

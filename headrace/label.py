@@ -9,10 +9,10 @@ from headrace.wire.json_text import canonical
 
 
 def label_text(value: Any) -> str | None:
-    """Text stays as it is, None is no label, anything else becomes JSON with sorted keys and no blanks. Raises
-    InvalidArgument.
+    """The label as text. Raises InvalidArgument.
 
-    Equal values have equal bytes, whatever the order of their keys and wherever they came from: `true`, `[1,2.5]`.
+    Text stays as it is, None is no label, anything else becomes JSON with sorted keys and no blanks. Equal values have
+    equal bytes, whatever the order of their keys and wherever they came from: `true`, `[1,2.5]`.
     """
     if value is None or isinstance(value, str):
         return value

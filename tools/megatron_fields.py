@@ -1,4 +1,4 @@
-"""Writes headrace/job/megatron/fields.py from Megatron-core's sources, oldest version first:
+"""Writes headrace/job/megatron/fields.py from Megatron-core's sources, oldest version first.
 
     python tools/megatron_fields.py 0.16=…/megatron/core 0.19=…/megatron/core > headrace/job/megatron/fields.py
 

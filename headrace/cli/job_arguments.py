@@ -43,8 +43,9 @@ _OTHERS = (
 
 
 def load_job(argv: Sequence[str], scope_of: Callable[[Job], Scope] = Scope.of_train) -> Job:
-    """The job, checked for what the command starts: the file, then HEADRACE_* variables, then flags. Raises
-    ConfigError.
+    """The job, checked for what the command starts. Raises ConfigError.
+
+    A file's values come first, HEADRACE_* variables replace them, and flags replace both.
     """
     has_file = bool(argv) and not argv[0].startswith("-")
     path = Path(argv[0]) if has_file else None

@@ -60,8 +60,9 @@ _COMMANDS: Mapping[str, Command] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0: done. 1: it failed. 2: a mistake in what was typed or in the job. 3: the run had nothing to learn
-    from.
+    """Returns the exit code.
+
+    0: done. 1: it failed. 2: a mistake in what was typed or in the job. 3: the run had nothing to learn from.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):

@@ -45,8 +45,9 @@ def taken_out(sample: sample_pb2.Sample) -> tuple[sample_pb2.Sample, Sequence[La
 
 
 def put_back(sample: sample_pb2.Sample, data: Mapping[bytes, bytes]) -> sample_pb2.Sample:
-    """The sample as it was packed; `data` maps the SHA-256 of an out-of-line column to its bytes. Raises as
-    `Sample.unpack`.
+    """The sample as it was packed. Raises as `Sample.unpack`.
+
+    `data` maps the SHA-256 of an out-of-line column to its bytes.
     """
     envelope = sample.envelope
     check_payload(envelope.sample_id, envelope.digest, envelope.payload_bytes, sample.payload)
@@ -86,9 +87,7 @@ async def download(
     column: sample_pb2.OutOfLineColumn,
     end: float,
 ) -> bytes:
-    """Resumes after a broken connection until `time.monotonic()` reaches `end`. Raises DataLoss when the SHA-256
-    differs.
-    """
+    """Resumes after a broken connection until `time.monotonic()` reaches `end`. Raises DataLoss for another SHA-256."""
     data = bytearray()
 
     async def receive_rest(left_seconds: float) -> None:

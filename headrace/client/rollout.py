@@ -129,8 +129,9 @@ class RolloutClient:
         await self._call(self._stub.ResumeProduction, pb.ResumeProductionRequest())
 
     async def set_reward(self, *, address: str | None = None, scorer: str | None = None) -> pb.SetRewardResponse:
-        """Changes the reward service or the scorer from the next sample on. None keeps the current one, and an empty
-        scorer means the service's default.
+        """Changes the reward service or the scorer from the next sample on.
+
+        None keeps the current one, and an empty scorer means the service's default.
         """
         reply: pb.SetRewardResponse = await self._call(
             self._stub.SetReward, pb.SetRewardRequest(address=address, scorer=scorer)

@@ -13,8 +13,9 @@ _SHARED = ("max_payload_bytes", "max_queued_groups")
 
 
 def share_of(config: pb.StreamConfig, shard: int, num_shards: int) -> pb.StreamConfig:
-    """The shard's part of a stream: every step's batch is divided as evenly as possible. Raises InvalidArgument for too
-    small steps.
+    """The shard's part of a stream: every step's batch is divided as evenly as possible.
+
+    Raises InvalidArgument when a step has fewer groups than there are shards.
     """
     if config.groups_per_step < num_shards:
         raise InvalidArgument(

@@ -41,8 +41,10 @@ def shard_of_prompt(prompt: sample_pb2.Prompt, num_shards: int) -> int:
 
 
 def answers_that_came(found: Sequence[_Answer | BaseException], *, least: int) -> list[_Answer]:
-    """The answers without the errors. Raises an error when there are fewer than `least` answers, or when one of the
-    errors is not a sign of a missing shard.
+    """The answers without the errors.
+
+    Raises an error when there are fewer than `least` answers, or when one of the errors is not a sign of a missing
+    shard.
     """
     answers: list[_Answer] = []
     errors: list[BaseException] = []
@@ -58,8 +60,9 @@ def answers_that_came(found: Sequence[_Answer | BaseException], *, least: int) -
 
 
 def soonest_reason(reasons: Sequence[pb.NoLeaseReason.ValueType]) -> pb.NoLeaseReason.ValueType:
-    """The reason of the shard that may lease soonest: EXHAUSTED only when all say so, UNSPECIFIED when none gives a
-    reason.
+    """The reason of the shard that may lease soonest.
+
+    EXHAUSTED only when all shards say so, UNSPECIFIED when none gives a reason.
     """
     told = sorted(set(reasons) - {pb.NO_LEASE_REASON_UNSPECIFIED}, key=lambda r: r == pb.NO_LEASE_REASON_EXHAUSTED)
     return told[0] if told else pb.NO_LEASE_REASON_UNSPECIFIED

@@ -37,9 +37,7 @@ _MAX_REWINDS = 8
 
 
 class ShardedBuffer(Buffer):
-    """`BufferClient`'s methods over all shards. The order of the addresses is the order of the shards and must never
-    change.
-    """
+    """`BufferClient`'s methods over all shards, in the order of their addresses, which must never change."""
 
     def __init__(self, addresses: Sequence[str], *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> None:
         if len(set(addresses)) != len(addresses):

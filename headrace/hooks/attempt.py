@@ -38,8 +38,9 @@ def ledger_kind(hook: Hook) -> LedgerKind | None:
 
 
 async def try_ledger(path: str, kind: LedgerKind, args: HookArgs) -> str:
-    """Describes what the hook did. Raises the hook's exception, and InvalidArgument for a wrong return. Runs in a
-    worker.
+    """Describes what the hook did. Runs in a worker.
+
+    Raises the hook's exception, and InvalidArgument when it returns something of the wrong type.
     """
     match kind:
         case "filter":

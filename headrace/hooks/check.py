@@ -144,9 +144,7 @@ def recognise(path: str, kind: Kind | None) -> tuple[Kind, str]:
 
 
 def _generates(hook: Hook) -> Literal["generate"] | None:
-    """True with `evaluation`, which only generate functions take, or by its name if its arguments are those of a group
-    reward.
-    """
+    """True with `evaluation`, which only generate functions take, or when the arguments have a group reward's names."""
     if inspect.isclass(hook.target):
         return None
     signature = Signature.of(hook.target)
@@ -171,8 +169,9 @@ async def try_generate(path: str, args: HookArgs) -> str:
 
 
 async def try_post_process(path: str, args: HookArgs) -> str:
-    """Describes the result for a group's rewards. Runs in a worker. Raises InvalidArgument unless it is a pair of
-    lists.
+    """Describes the result for a group's rewards. Runs in a worker.
+
+    Raises InvalidArgument unless the result is a pair of lists.
     """
     samples = sample_answers()
     for number, sample in enumerate(samples):

@@ -37,7 +37,7 @@ class _Holder:
 
 @cache
 def _holder(path: str) -> _Holder:
-    """This worker process's own: user code keeps its state between calls here and nowhere else."""
+    """A place of the worker process: user code keeps its state between calls here and nowhere else."""
     return _Holder()
 
 

@@ -68,8 +68,9 @@ def load_trainer_hook(path: str, kind: TrainerKind) -> None:
 
 
 def trainer_kind(hook: Hook) -> TrainerKind | None:
-    """Recognizes a kind by the names of its arguments; None when they are ambiguous. A post-process looks like a
-    group's reward.
+    """Recognizes a kind by the names of its arguments; None when they are ambiguous.
+
+    A post-process function has the arguments of a group's reward.
     """
     signature = Signature.of(hook.target)
     for kind, form in TRAINER_FORMS.items():

@@ -65,8 +65,9 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value from the command line, a file or the environment; `origin` names the flag, the variable, or file and
-    section.
+    """A value from the command line, a file or the environment.
+
+    `origin` names the flag, the variable, or the file and section.
     """
 
     section: str

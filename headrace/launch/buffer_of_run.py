@@ -1,6 +1,4 @@
-"""Gives access to a run's buffer: the live one, or one that is started over the run's folder for as long as it is
-needed.
-"""
+"""Gives access to a run's buffer: the live one, or one that is started over the run's folder meanwhile."""
 
 from __future__ import annotations
 
@@ -23,8 +21,9 @@ START_SECONDS = 120.0
 
 @asynccontextmanager
 async def buffer_of_run(folder: RunFolder, start_seconds: float = START_SECONDS) -> AsyncIterator[str]:
-    """Yields its address. Raises NotFound for a folder without a job, Unavailable when its ledger cannot be opened in
-    time.
+    """Yields the buffer's address.
+
+    Raises NotFound for a folder without a job, Unavailable when its ledger cannot be opened in time.
     """
     if address := living_buffer(folder):
         yield address

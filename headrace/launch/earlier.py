@@ -73,8 +73,9 @@ def has_ended(run: RunFolder) -> bool:
 
 
 def resumption(earlier: EarlierStart, job: Job) -> str:
-    """Describes where this start continues and what changes. Raises FailedPrecondition for changes that the ledger
-    would refuse.
+    """Describes where this start continues and what changes.
+
+    Raises FailedPrecondition for changes that the ledger would refuse.
     """
     changes = list(_changes(earlier.job, job))
     if earlier.has_ledger and (refused := [each for each in changes if each.is_of_the_ledger]):

@@ -45,8 +45,9 @@ class Launcher:
         self._policy = policy
 
     async def run(self) -> None:
-        """Returns when the trainer ends; without a trainer it runs until it is cancelled. Raises ServiceFailed. Ends
-        all services before it returns.
+        """Returns when the trainer ends; without a trainer it runs until it is cancelled. Raises ServiceFailed.
+
+        All services have ended when it returns.
         """
         names = [each.name for each in self._specs]
         with ExitStack() as held:

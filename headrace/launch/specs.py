@@ -36,8 +36,7 @@ def without_address(job: Job) -> list[str]:
 
 
 def addressed(job: Job, services: Sequence[str], folder: RunFolder) -> Job:
-    """The job with the addresses of its services: given ones, those of services that run, and free ports for
-    `services`.
+    """The job with the addresses of its services: given ones, those that run already, and free ports for `services`.
 
     A service that was started in this folder before gets its address again, so that the others still find it.
     """

@@ -34,8 +34,9 @@ _WITH_PAYLOAD = frozenset({pb.GROUP_STATE_READY, pb.GROUP_STATE_CONSUMED})
 
 
 async def export_parquet(address: str, stream: str, file: Path, log: SampleLog | None = None) -> int:
-    """Returns the number of samples written. `log` is the run's, for its `train` stream. Raises FailedPrecondition
-    without pyarrow.
+    """Returns the number of samples written. Raises FailedPrecondition without pyarrow.
+
+    `log` is the run's, for its `train` stream.
     """
     arrow = _arrow()
     schema, num_rows = _schema(arrow), 0

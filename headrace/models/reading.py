@@ -48,7 +48,7 @@ def rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def rope_type(raw: Mapping[str, Any]) -> str:
-    """default, llama3, yarn, …"""
+    """The kind of rotary scaling: default, llama3, yarn and others."""
     rope = rope_parameters(raw)
     return rope.get("rope_type") or rope.get("type") or "default"
 

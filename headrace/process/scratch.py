@@ -35,8 +35,9 @@ class Scratch:
 
 
 def delete_leftovers(links: Path, names: str) -> None:
-    """Deletes what killed services left with links in this folder; `names` is a pattern. Only their successor may call
-    it.
+    """Deletes what killed services left with links in this folder; only their successor may call it.
+
+    `names` is a pattern.
     """
     for link in links.glob(_link_name(names)):
         _delete(link)

@@ -35,8 +35,9 @@ def connect(address: str) -> grpc.aio.Channel:
 
 
 def _target(address: str) -> str:
-    """Resolves several addresses, because gRPC needs numeric ones; it tries them in order and stays with the first that
-    answers.
+    """Resolves several addresses, because gRPC needs numeric ones.
+
+    gRPC tries them in order and stays with the first that answers.
     """
     places = [Address.parse(place) for place in address.split("|")]
     if len(places) == 1:

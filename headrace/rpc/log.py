@@ -67,5 +67,5 @@ def _drop(logger: object, method: str, event: EventDict) -> NoReturn:
 
 
 def _concerns_the_server(record: logging.LogRecord) -> bool:
-    """gRPC writes a traceback when a caller leaves between our answer and its way out, where no interceptor reaches."""
+    """False for gRPC's traceback of a caller that left before our answer was out, where no interceptor reaches."""
     return not (record.exc_info and isinstance(record.exc_info[1], cygrpc.ExecuteBatchError))

@@ -49,8 +49,9 @@ async def retry_until(
 
 
 def pause_seconds(error: HeadraceError, backoff_seconds: float) -> float:
-    """The longer of backoff and the server's request, each with a random part, so that callers do not return all at
-    once.
+    """The longer of backoff and the server's request.
+
+    Each has a random part, so that callers do not return all at once.
     """
     asked_seconds = error.retry_after_seconds if isinstance(error, RetryableError) else 0.0
     return max(backoff_seconds * random.uniform(0.5, 1.0), asked_seconds * random.uniform(1.0, 1.25))

@@ -1,8 +1,8 @@
 """The scorers of a service, and which of them scores an item.
 
 A custom function, where one is configured, scores every item unless the request names another scorer: such functions
-tell
-rm_types apart themselves. Otherwise the item's `metadata.rm_type` decides, then the request's scorer, then the default.
+tell rm_types apart themselves. Otherwise the item's `metadata.rm_type` decides, then the request's scorer, then the
+default.
 """
 
 from __future__ import annotations

@@ -72,8 +72,9 @@ class SampleScorer:
         await asyncio.gather(*(client.close() for client in [*self._former, self._client]))
 
     async def score(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Returns the samples with rewards, or FAILED with the reason. Those that failed or have a reward are
-        unchanged.
+        """Returns the samples with rewards, or FAILED with the reason.
+
+        Samples that failed before or have a reward already are unchanged.
         """
         waiting = [sample for sample in samples if sample.status is not Status.FAILED and sample.reward is None]
         if not waiting:

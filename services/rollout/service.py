@@ -218,8 +218,10 @@ def _partial_rollout(job: Job) -> PartialRollout | None:
 
 
 def _context(job: Job, architecture: Architecture) -> ContextLimit | None:
-    """None where only the job's own limit counts and it has none: conversations that are given, and a user's function,
-    which may ask about something shorter than the prompt.
+    """The limit of a prompt and its response; None where only the job could set one, and it sets none.
+
+    So it is with conversations that are given, and with a user's function, which may ask about something shorter than
+    the prompt.
     """
     asks_engines = job.train.loss_mask_type is None and job.rollout.custom_generate_function_path is None
     if not asks_engines and job.rollout.rollout_max_context_len is None:

@@ -56,7 +56,7 @@ class Window:
         self._readings: deque[pb.Production] = deque()
 
     def since(self, stats: pb.StreamStats) -> pb.Production | None:
-        """What came within the window; None before so many samples came."""
+        """The production within the window; None until a window's samples have come."""
         readings, now = self._readings, stats.production
         start = grown_from(stats, readings[-1] if readings else None)
         if not readings or start is not readings[-1]:

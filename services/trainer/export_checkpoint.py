@@ -1,5 +1,7 @@
-"""`python -m services.trainer.export_checkpoint --config RUN/job.json STEP_FOLDER FOLDER`: a checkpoint's weights as a
-Hugging Face folder, by one process on CPUs, whatever layout wrote it. No other part of the run has to live.
+"""Writes a checkpoint's weights as a Hugging Face folder.
+
+`python -m services.trainer.export_checkpoint --config RUN/job.json STEP_FOLDER FOLDER` is one process on CPUs, whatever
+layout wrote the checkpoint. No other part of the run has to live.
 """
 
 from __future__ import annotations

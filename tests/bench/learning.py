@@ -118,13 +118,13 @@ def sampled(network: Any, step: int, generator: torch.Generator) -> list[Sample]
 
 
 def prompts(digits: Tensor) -> Tensor:
-    """[N, 3]"""
+    """[N, 3]."""
     mark = torch.full_like(digits, MARK)
     return torch.stack((mark, digits + FIRST_DIGIT, mark), dim=1)
 
 
 def wanted(digits: Tensor) -> Tensor:
-    """[N, 3]"""
+    """[N, 3]."""
     return (digits[:, None] + torch.arange(1, ANSWER + 1)) % 10 + FIRST_DIGIT
 
 

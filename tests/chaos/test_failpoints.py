@@ -36,7 +36,7 @@ _FEW = (
 
 
 def failpoints() -> Sequence[str]:
-    """point:action:pass"""
+    """The name `point:action:pass`."""
     every = os.environ.get("HEADRACE_FAILPOINTS") == "all"
     pairs = (*product(POINTS, ACTIONS), *DATABASE_FAILPOINTS) if every else _FEW
     return [f"{point}:{action}:{_PASSES.get(point, _MANY_PASSES)}" for point, action in pairs]

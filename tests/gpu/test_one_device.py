@@ -152,7 +152,7 @@ def test_log_probs_of_the_whole_vocabulary_equal_float64s(device: str) -> None:
 
 
 def reference(trained: Trained, dtype: torch.dtype) -> torch.Tensor:
-    """transformers' log-probs of the compared samples' responses, [B, R]."""
+    """Log-probs of the compared samples' responses by transformers, [B, R]."""
     model = AutoModelForCausalLM.from_pretrained(trained.checkpoint, dtype=dtype).to(trained.device)
     samples = trained.size.case(trained.checkpoint).samples(0)[:2]
     rows = []

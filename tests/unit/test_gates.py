@@ -24,6 +24,8 @@ BREACHES = {
     "S602": "import subprocess\n\nsubprocess.run('ls', shell=True, check=True)\n",
     "S608": "def query(name: str) -> str:\n    return f'SELECT * FROM {name}'\n",
     "C901": f"def pick(number: int) -> int:\n{BRANCHES}    return 0\n",
+    "D205": 'def name() -> str:\n    """The name, as far as\n    it is known.\n    """\n    return ""\n',
+    "D415": 'def name() -> str:\n    """The name"""\n    return ""\n',
     "PLR0915": f"def add() -> int:\n    total = 0\n{STATEMENTS}    return total\n",
 }
 IMPORTS = {

@@ -49,8 +49,9 @@ def awaited(
     stats: buffer_pb2.StreamStats | None,
     silent: Mapping[str, str] = _NOBODY,
 ) -> str:
-    """One line; None stands for a service that has not answered. `silent` has those that answered once and do not now,
-    with the time of their last answer.
+    """One line; None stands for a service that has not answered.
+
+    `silent` has those that answered once and do not now, with the time of their last answer.
     """
     line = (
         f"step {status.step + 1} has waited {duration(status.waiting_seconds)} for its batch, "

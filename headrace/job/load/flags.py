@@ -20,10 +20,10 @@ _SHOWN = 80
 def parse_flags(
     argv: Sequence[str], known: Mapping[str, Leaf], note: Callable[[str], None] = lambda _: None
 ) -> list[Setting]:
-    """One setting for each option. `note` is called for an option that is given twice: its last value counts, as in
-    argparse.
+    """One setting for each option.
 
-    Raises ConfigError that names every flag that is unknown or has the wrong number of values.
+    `note` is called for an option that is given twice: its last value counts, as in argparse. Raises ConfigError that
+    names every flag that is unknown or has the wrong number of values.
     """
     settings: dict[tuple[str, str], Setting] = {}
     mistakes: list[ConfigError] = []

@@ -34,10 +34,9 @@ def load(
     scope_of: Callable[[Job], Scope] = Scope.of_train,
     note: Callable[[str], None] = _unheard,
 ) -> Job:
-    """The job with everything derived, checked for the services that a command starts. `note` is called for flags that
-    are given more than once.
+    """The job with everything derived, checked for the services that a command starts.
 
-    Raises ConfigError that names the place of the mistake.
+    `note` is called for flags that are given more than once. Raises ConfigError that names the place of the mistake.
     """
     job = resolve(read(path, argv, environment, note))
     check(job, scope_of(job))

@@ -16,8 +16,10 @@ from headrace.models.presets import find
 
 
 def resolve(job: Job) -> Job:
-    """Paths are taken from the working directory, a hook's file is completed by its only function, parallel sizes come
-    from the preset, and one of the four batch sizes is derived. Raises ConfigError.
+    """Completes what the job leaves open. Raises ConfigError.
+
+    Paths are taken from the working directory, a hook's file is completed by its only function, parallel sizes come
+    from the preset, and one of the four batch sizes is derived.
     """
     job = _engine_ranks(job)
     sections = {name: value for name, value in job if isinstance(value, BaseModel)}

@@ -1,6 +1,4 @@
-"""Converts an architecture to fields of Megatron-core's TransformerConfig, or MLATransformerConfig for latent
-attention.
-"""
+"""Converts an architecture to fields of Megatron-core's TransformerConfig, or of MLATransformerConfig."""
 
 from __future__ import annotations
 

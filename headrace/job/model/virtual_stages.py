@@ -20,10 +20,9 @@ _OTHER_CUTS = (
 
 
 def virtual_stages(architecture: Architecture, args: MegatronArgs) -> int:
-    """Stages of each rank; 1 when the job asks for none. Raises ConfigError when the layers cannot be divided like
-    this.
+    """The number of stages on each rank; 1 when the job asks for none.
 
-    Megatron itself checks stages of uneven length.
+    Raises ConfigError when the layers cannot be divided in this way. Megatron itself checks stages of uneven length.
     """
     if args.num_layers_per_virtual_pipeline_stage is not None:
         stages = _of_so_many_layers(args.num_layers_per_virtual_pipeline_stage, architecture.num_layers, args)

@@ -30,9 +30,7 @@ from headrace.rpc.net import Address
 
 
 def check(job: Job, scope: Scope) -> None:
-    """Raises ConfigError for the first rule that a resolved job breaks: rules of the job first, then those of the
-    scope.
-    """
+    """Raises ConfigError for the first rule that a resolved job breaks: the job's own rules first, then the scope's."""
     for rule in _RULES:
         rule(job)
     check_files(job, scope)

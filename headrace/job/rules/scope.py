@@ -1,5 +1,6 @@
-"""The services that a command starts on this machine: rules that need a file or a device ask here whether it must
-exist.
+"""The services that a command starts on this machine.
+
+Rules that need a file or a device ask here whether it must exist.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ _GPU_SGLANG = ("mem_fraction_static", "disable_cuda_graph", "cuda_graph_max_bs",
 
 @dataclass(frozen=True)
 class Scope:
-    """`services` are started here. `elsewhere` is the reason why a job is checked for another machine: then anything
-    missing on this one is noted in `unchecked` and does not refuse the job.
+    """The services that start here, and why a job may be checked for another machine.
+
+    With a reason in `elsewhere`, whatever is missing on this machine is noted in `unchecked` and does not refuse the
+    job.
     """
 
     services: Collection[str]
@@ -67,9 +70,7 @@ def meant_for_gpus(job: Job) -> str | None:
 
 
 def scope_of_check(job: Job, *, elsewhere: bool) -> Scope:
-    """The scope of `headrace check`: this machine, unless it was told otherwise or the job needs GPUs that are not
-    here.
-    """
+    """The scope of `headrace check`: this machine, unless another was named or the job needs GPUs that it lacks."""
     if elsewhere:
         return Scope(services_here(job), "--elsewhere")
     reason = None if num_gpus() else meant_for_gpus(job)

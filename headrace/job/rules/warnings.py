@@ -1,6 +1,4 @@
-"""Warns about settings that are allowed and probably not intended. `headrace check` and `headrace train` print warnings
-and continue.
-"""
+"""Settings that are allowed and probably not intended: `headrace check` and `headrace train` warn and continue."""
 
 from __future__ import annotations
 

@@ -24,8 +24,9 @@ LOSING_EXIT_CODES = ("torchrun", "slurm")
 
 
 def starter(job: Job, folder: RunFolder) -> list[str]:
-    """The words before `python -m services.trainer …`. Raises ConfigError when this machine cannot start ranks this
-    way.
+    """The words before `python -m services.trainer …`.
+
+    Raises ConfigError when this machine cannot start ranks this way.
     """
     return _STARTERS[job.placement.placement](job, folder)
 

@@ -41,7 +41,7 @@ class Rank:
         self._process: subprocess.Popen[bytes] | None = None
 
     def host(self) -> str:
-        """This machine's address in the cluster."""
+        """The address of this machine in the cluster."""
         address: str = get_node_ip_address()
         return address
 

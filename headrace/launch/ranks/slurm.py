@@ -19,8 +19,9 @@ def main(argv: list[str]) -> None:
 
 
 def rank_environment(slurm: Mapping[str, str], log_dir: Path) -> dict[str, str]:
-    """Translates srun's variables to those that a rank reads. Each job step has its own rendezvous, also after a
-    restart.
+    """Translates srun's variables to those that a rank reads.
+
+    Each job step has its own rendezvous, also after a restart.
     """
     step = f"{slurm['SLURM_JOB_ID']}-{slurm['SLURM_STEP_ID']}"
     found = {

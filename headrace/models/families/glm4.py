@@ -17,7 +17,7 @@ def read(raw: Mapping[str, Any]) -> Architecture:
 
 
 def table(a: Architecture) -> Table:
-    """gate and up are one tensor; post_attention_layernorm is what others call so, the two post norms come on top."""
+    """Gate and up are one tensor. The two post norms come on top of what others call post_attention_layernorm."""
 
     def layer(number: int) -> Sequence[Row]:
         hf, width = f"model.layers.{number}", a.ffn_hidden_size

@@ -138,8 +138,9 @@ class Worker:
                 future.set_exception(end)
 
     async def _replies(self, reader: frame.Reader[frame.Reply]) -> str | None:
-        """Delivers replies until the channel ends. Returns what a call did to the channel; None when the process ended
-        first.
+        """Delivers replies until the channel ends. Returns what a call did to the channel.
+
+        None when the process ended first.
         """
         try:
             while True:

@@ -30,9 +30,7 @@ class ProcessState:
         self._limits = _limits()
 
     def restore(self) -> bool:
-        """Restores the saved state. False when something cannot be restored: then the process must not run another
-        call.
-        """
+        """Restores the saved state. After False the process must not run another call: some state was not restored."""
         for timer in _TIMERS:
             signal.setitimer(timer, 0)
         for number, handler in self._handlers.items():

@@ -1,4 +1,4 @@
-"""This package translates between the protocol and the ledger's types, and checks everything that a peer sends, once.
+"""Translates between the protocol and the ledger's types, and checks everything that a peer sends, once.
 
 In: protobuf messages, or their bytes where payloads are large. Out: prompts, samples and commands, and the reverse.
 """

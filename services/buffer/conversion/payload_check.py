@@ -1,8 +1,7 @@
 """A put's payload is checked here, so that a trainer can read it; `headrace.sample_checks` has the rules.
 
 The values of small columns are checked many samples at a time, because a call of numpy costs more than a short row
-does;
-when a check fails, each sample is checked alone, so that the answer names the wrong one.
+does; when a check fails, each sample is checked alone, so that the answer names the wrong one.
 """
 
 from __future__ import annotations

@@ -45,8 +45,7 @@ def payload_key(lease_id: str, index: int) -> str:
     """Names the `index`-th payload that ended a lease. A lease ends once, so no key is used twice.
 
     Names of streams, groups and samples may hold anything, "/" and "#" too. A lease id is made of the stream's name,
-    the
-    group's number and the lease's: two leases never share a key.
+    the group's number and the lease's: two leases never share a key.
     """
     return f"{lease_id}/{index}"
 

@@ -51,8 +51,7 @@ class Cursor:
     """The position in one file: every prompt before (epoch, row) is a group already.
 
     In a streamed file `row` counts from the start of the block at byte (or row group) `offset`, which has `line` rows
-    before
-    it.
+    before it.
     """
 
     epoch: int = 0

@@ -409,8 +409,7 @@ class BufferApplication:
         """Checks samples, each with its group's id. Large payloads are hashed in a thread, which also asks the disk.
 
         A thread costs more than it saves for small ones, as it shares the interpreter with the event loop; large ones
-        on the
-        loop would delay lease renewals.
+        on the loop would delay lease renewals.
         """
         if not samples:
             return

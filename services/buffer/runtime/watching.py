@@ -1,8 +1,7 @@
 """Streams the history from any position, then live. Each watcher reads at its own pace and delays nobody.
 
 Live watchers are served from memory. One that falls behind by more than `max_lag` events is cut off with the position
-at
-which it may go on: the ledger keeps no queue for it.
+at which it may go on: the ledger keeps no queue for it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Mathematics: 1 when a response's answer equals the label, else 0.
+r"""Mathematics: 1 when a response's answer equals the label, else 0.
 
 The last boxed answer counts if there is one; otherwise what the response says that its answer is; otherwise the last
 expression that math-verify finds. Words and plain numbers are compared here, all else by math-verify. Labels may be
-plain (`3/4`), LaTeX (`\\frac{3}{4}`, `$…$`) or boxed.
+plain (`3/4`), LaTeX (`\frac{3}{4}`, `$…$`) or boxed.
 """
 
 from __future__ import annotations

@@ -73,8 +73,7 @@ class EngineClient:
         """Yields all tokens so far, again and again; the last response has `finish`. Raises as `generate` does.
 
         Once the engine's weights have changed, only the last response says which token is of which weights: those
-        between are
-        left out.
+        between are left out.
         """
         body = {**self._generate_body(tokens, params, request_id, cache_key), "stream": True}
         asked = self._asked(tokens, params)

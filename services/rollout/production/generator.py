@@ -52,8 +52,7 @@ class Generator:
         """Returns a finished response. Raises Unavailable or DeadlineExceeded when there is none within `seconds`.
 
         With `return_partial` it is not continued after an abort: the tokens so far are returned with finish ABORT, and
-        the
-        event is set for all who share it; when another sets it, generation ends at its next interruption.
+        the event is set for all who share it; when another sets it, generation ends at its next interruption.
         """
         pieces = self._pieces(
             prompt, params, begun, return_partial, request_id=request_id, seconds=seconds, streaming=False

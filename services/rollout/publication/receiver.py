@@ -76,8 +76,9 @@ class Receiver:
         return await asyncio.shield(publication.buckets[bucket])
 
     async def commit(self, publication_id: str, checksums: Mapping[str, str], probe: Probe | None = None) -> Committed:
-        """Verifies the weights, serves them, resumes requests. Raises ChecksumMismatch, and aborts, if no engine
-        passes.
+        """Verifies the weights, serves them, resumes requests.
+
+        Raises ChecksumMismatch, and aborts, if no engine passes.
         """
         publication = self._find(publication_id)
         if publication.committing is None:

@@ -103,8 +103,10 @@ class Checkpoints:
                 )
 
     def save(self, policy: Saveable, *, step: int, policy_version: int, epoch: int) -> None:
-        """Takes the copies. Returns when the checkpoint survives a power loss, or with async_save at once: `take_safe`
-        tells. A HeadraceError is raised on all ranks alike, which can go on: nothing was saved.
+        """Takes the copies. Returns when the checkpoint survives a power loss, or at once with async_save.
+
+        Then `take_safe` tells when it does. A HeadraceError is raised on all ranks alike, which can go on: nothing was
+        saved.
         """
         self.wait()
         work = FileWork(self._layout.files_group, _CPU)

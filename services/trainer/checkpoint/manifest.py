@@ -27,7 +27,7 @@ _PACKAGES = ("headrace", "torch", "megatron-core")
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """What the manifest says of one file, to find damage."""
+    """A file's entry in the manifest, by which damage is found."""
 
     num_bytes: int
     crc32: int
@@ -35,7 +35,7 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint holds."""
+    """A checkpoint's content."""
 
     step: int
     policy_version: int
@@ -54,8 +54,9 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Raises DataLoss unless the folder holds a true manifest and all its files at their full size, and
-        FailedPrecondition for one that an older headrace wrote.
+        """Raises DataLoss unless the folder holds a true manifest and all its files at their full size.
+
+        Raises FailedPrecondition for a manifest that an older headrace wrote.
         """
         try:
             manifest = cls._parsed(folder)

@@ -33,7 +33,7 @@ class ModelState:
         self._optimizer = optimizer
 
     def pieces(self) -> Iterator[Piece]:
-        """What this rank has to write; all ranks' pieces together hold everything exactly once."""
+        """The pieces that this rank writes; those of all ranks together hold everything exactly once."""
         for number, shard in enumerate(self._shards):
             if shard.num_replicas and number % shard.num_replicas == shard.replica:
                 yield self._piece(shard, WEIGHT, shard.parameter, 0)

@@ -1,4 +1,4 @@
-"""What a checkpoint is made of: runs of elements of tensors that all ranks together hold.
+"""Pieces of a checkpoint: runs of elements of tensors that all ranks together hold.
 
 A tensor of the whole model is cut into `num_shards` by tensor parallelism, in the way its `Sharding` says; a shard is
 laid flat, and a rank of the distributed optimizer holds a run of it. So a piece has whole-tensor coordinates: the
@@ -80,7 +80,7 @@ class Place:
 
     @property
     def shard_elements(self) -> int:
-        """How many elements the whole shard has."""
+        """The number of elements in the whole shard."""
         return math.prod(self.shape)
 
 

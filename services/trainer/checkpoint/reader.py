@@ -28,7 +28,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What this job has a place for."""
+    """A tensor that this job reads from a checkpoint."""
 
     shape: tuple[int, ...]
     """The shape of the whole tensor, whatever the layout."""

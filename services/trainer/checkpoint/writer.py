@@ -1,4 +1,4 @@
-"""What each rank writes of a checkpoint: a file that is durable before rank 0 hears of it, and a note for the manifest.
+"""Writes a rank's part of a checkpoint: a file that is durable before rank 0 hears of it, and a note for the manifest.
 
 Nothing here is a collective. The ranks' notes reach rank 0 by `agreement`.
 """

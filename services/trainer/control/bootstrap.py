@@ -1,4 +1,4 @@
-"""How ranks open their channels: over torch.distributed rank 0 tells where it listens, and the run's secret."""
+"""Opens the ranks' channels: over torch.distributed, rank 0 tells where it listens, and the run's secret."""
 
 from __future__ import annotations
 

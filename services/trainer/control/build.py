@@ -39,7 +39,7 @@ from services.trainer.serving.trackers import trackers
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What the compute thread builds on every rank."""
+    """The parts that the compute thread builds on every rank."""
 
     layout: Layout
     worker: RankWorker
@@ -104,7 +104,7 @@ class TrainerBuild:
         )
 
     def console(self, report: RunReport, rollout: RolloutClient, schedule: JobSchedule) -> TrainerConsole:
-        """What people see of the run, and how they steer it."""
+        """Shows the run to people and serves their requests."""
         job = self._job
         assert job.rollout.rollout_batch_size is not None  # the rules derived it
         return TrainerConsole(
@@ -138,7 +138,7 @@ class TrainerBuild:
         )
 
     def breaker(self) -> Breaker:
-        """What ends a run that cannot learn."""
+        """Ends a run that cannot learn."""
         return Breaker.of(self._job.rollout)
 
     def _trained_samples(self, layout: Layout) -> TrainedSamples | None:

@@ -101,7 +101,7 @@ class Channel:
         self._loop.call_soon_threadsafe(self._write, frame(message))
 
     async def next_order(self) -> Order:
-        """What rank 0 asks for next."""
+        """Rank 0's next order."""
         return await self._orders.get()
 
     def expect(self, number: int, read: Callable[[msgspec.Raw], R]) -> list[asyncio.Future[R]]:
@@ -114,7 +114,7 @@ class Channel:
         self._write(frame(Abort(publication_id)))
 
     def is_aborted(self, publication_id: str) -> bool:
-        """Whether rank 0 gave this publication up; on every rank, from any thread."""
+        """True when rank 0 gave this publication up. It may be called on every rank and from any thread."""
         return self._aborted == publication_id
 
     async def guard(self, work: Awaitable[None]) -> None:

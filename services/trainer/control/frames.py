@@ -1,4 +1,4 @@
-"""What travels between rank 0 and another rank: frames of four bytes of length and one message in MessagePack.
+"""Frames between rank 0 and another rank: four bytes of length and one message in MessagePack.
 
 An empty frame is a heartbeat.
 """
@@ -22,7 +22,7 @@ class Order(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What came of an order on one rank."""
+    """An order's result on one rank."""
 
     number: int
     result: msgspec.Raw
@@ -50,8 +50,10 @@ def frame(message: Message) -> bytes:
 
 
 async def next_message(reader: asyncio.StreamReader, silent_seconds: float) -> Message | None:
-    """None for a heartbeat. Raises TimeoutError when no byte comes for so long, ConnectionError or a MsgspecError for
-    what is no frame.
+    """One message; None for a heartbeat.
+
+    Raises TimeoutError when no byte comes within the seconds, ConnectionError or a MsgspecError for anything but a
+    frame.
     """
     left = int.from_bytes(await _next(reader, len(HEARTBEAT), silent_seconds), "big")
     if left > MAX_FRAME_BYTES:

@@ -1,4 +1,4 @@
-"""How a rank proves to rank 0, and rank 0 to a rank, that it is of this run, without sending the run's secret.
+"""A rank and rank 0 prove to each other that they belong to this run, without sending the run's secret.
 
 Rank 0 sends a nonce; the rank answers with its number, a nonce of its own and a digest of all that; rank 0 answers with
 another digest. Everything has a fixed size, so nobody can make the other side wait for, or keep, more than that.

@@ -1,4 +1,4 @@
-"""What rank 0 does beside its share of the work: it serves gRPC at once, runs the training loop, and ends the run."""
+"""Rank 0's own work: it serves gRPC at once, runs the training loop, and ends the run."""
 
 from __future__ import annotations
 

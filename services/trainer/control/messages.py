@@ -1,4 +1,4 @@
-"""What rank 0 asks all ranks to do together, and what they answer. Every rank runs the same commands in one order."""
+"""The commands of rank 0 to all ranks, and their answers. Every rank runs the same commands in one order."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class StageGroup(_Message, frozen=True):
 
 
 class Probed(_Message, frozen=True):
-    """What the last stage computed."""
+    """The probe as the last stage computed it."""
 
     canary: Canary
 

@@ -61,10 +61,10 @@ class Publisher:
         raise AssertionError("unreachable: the last try returns or raises")
 
     async def lacking(self, state: TrainState) -> Lacking:
-        """Who does not serve its policy version.
+        """The engines that do not serve the policy version.
 
-        A fleet that does not answer, or is in a publication, is waited for elsewhere. Between two publications of an
-        update interval the served weights are gone here: an engine without them waits for the next publication.
+        None of a fleet that does not answer or is in a publication: other calls wait for it. Between two publications
+        of an update interval the served weights are gone here: an engine without them waits for the next publication.
         """
         try:
             fleet = await self._rollout.get_fleet(deadline_seconds=_FLEET_SECONDS)

@@ -1,4 +1,4 @@
-"""What every publication of a run sends, and where each of its groups listens."""
+"""The tensors that every publication of a run sends, and the addresses where its groups listen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How one rank starts: it joins the others, and watches over them from then on.
+"""Starts one rank: it joins the others, and watches over them from then on.
 
 The event loop is the main thread's; whatever may wait for other ranks happens in the compute thread.
 """
@@ -18,7 +18,7 @@ from services.trainer.megatron.parallel import Layout
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """What a rank has once it has met the others."""
+    """A rank's layout and its channel, once it has joined the others."""
 
     layout: Layout
     channel: Channel

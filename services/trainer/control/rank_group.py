@@ -66,7 +66,7 @@ class RankGroup:
         await self._order(Prefetch(tuple(samples)))
 
     async def describe_weights(self, *, deadline_seconds: float) -> list[StageWeights]:
-        """What every stage will send, by stage; the same throughout the run."""
+        """The weights of every stage, by stage; the same throughout the run."""
         return sorted(
             await self._results(self._ask(DescribeWeights()), StageWeights, deadline_seconds),
             key=lambda found: found.stage,
@@ -79,13 +79,14 @@ class RankGroup:
         )
 
     async def probe(self, *, deadline_seconds: float) -> Canary:
-        """What engines must compute under the current weights."""
+        """The log-probs that engines must compute under the current weights."""
         (found,) = await self._results(self._ask(ProbeWeights()), Probed, deadline_seconds)
         return found.canary
 
     async def send_weights(self, publication_id: str, world_size: int, *, deadline_seconds: float) -> dict[str, str]:
-        """What engines must hold, once every stage has sent. Raises PublicationAborted when one could not, or not in
-        time: the first failure stops all.
+        """The checksums that engines must hold, once every stage has sent.
+
+        Raises PublicationAborted when a stage could not send, or not in time: the first failure stops all.
         """
 
         def fail(why: str) -> None:
@@ -171,7 +172,7 @@ async def _all_answered(
 
 
 async def follow(channel: Channel, execute: Execute, compute: ThreadPoolExecutor) -> None:
-    """What every other rank does until rank 0 says Leave."""
+    """Follows rank 0's orders until it says Leave."""
     is_leaving = False
     while not is_leaving:
         found = await channel.next_order()

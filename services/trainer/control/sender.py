@@ -47,7 +47,7 @@ class WeightSender:
         self._group: WeightGroup | None = None
 
     def describe(self) -> StageWeights | None:
-        """What this stage sends at every publication; None on ranks that send nothing."""
+        """This stage's weights, the same at every publication; None on ranks that send nothing."""
         return StageWeights(self._stage, self._buckets) if self._is_sender else None
 
     def probe(self) -> Probed | None:

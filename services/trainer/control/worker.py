@@ -1,4 +1,4 @@
-"""What every rank does with a command. Runs in the rank's compute thread, never on its event loop."""
+"""Carries out rank 0's commands. Runs in the rank's compute thread, never on its event loop."""
 
 from __future__ import annotations
 
@@ -47,8 +47,10 @@ class RankWorker:
         """None on ranks that know no samples of their own, and where the job wants none written"""
 
     def execute(self, command: Command) -> Result | Trained:  # noqa: C901  # one case a command
-        """An error ends the rank, and with it the trainer; but a HeadraceError of a Save or an Export is raised on all
-        ranks alike (`agreement`), and they can go on.
+        """Runs one command on this rank.
+
+        An error ends the rank, and with it the trainer. A HeadraceError of a Save or an Export does not: it is raised
+        on all ranks alike (`agreement`), and they can go on.
         """
         match command:
             case Train(step, samples):

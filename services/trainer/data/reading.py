@@ -38,7 +38,7 @@ FetchSamples = Callable[[Sequence[str]], Sequence[Read]]
 
 @dataclass(frozen=True, slots=True)
 class Readable:
-    """What a step goes on with."""
+    """The samples of a step that were read."""
 
     samples: Sequence[SampleFacts]
     """All of the batch, equal on all ranks; bad ones are FAILED."""

@@ -103,7 +103,7 @@ class FileWork:
 
 
 def _errno(message: str) -> int | None:
-    """safetensors puts the system's error into its message."""
+    """The system's error, which safetensors puts into its message."""
     found = re.search(r"\(os error (\d+)\)", message)
     return int(found[1]) if found else None
 

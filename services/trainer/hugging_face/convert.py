@@ -62,7 +62,7 @@ class Converter:
                 yield from zip((t.name for t in placed.row.hf), wholes, strict=True)
 
     def hf_tensor_specs(self) -> list[TensorSpec]:
-        """What hf_tensors yields on the first rank of a stage, in that order, without moving anything."""
+        """The tensors that `hf_tensors` yields on the first rank of a stage, in that order. Moves nothing."""
         return [
             TensorSpec(tensor.name, tensor.shape, str(self._weights[placed.name].dtype).removeprefix("torch."))
             for placed in self._placed

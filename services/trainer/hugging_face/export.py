@@ -45,8 +45,10 @@ def export(
     layout: Layout,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Collective over all ranks; `tensors` yields this stage's `specs`, on its sender. Raises AlreadyExists unless the
-    folder is absent, empty, or an export that was torn; InvalidArgument when it cannot be written.
+    """Writes the model to the folder. Collective over all ranks; `tensors` yields this stage's `specs`, on its sender.
+
+    Raises AlreadyExists unless the folder is absent, empty, or an export that was torn; InvalidArgument when it cannot
+    be written.
     """
     is_first = layout.rank == 0
     everybody = dist.group.WORLD

@@ -1,4 +1,4 @@
-"""Whether a Hugging Face folder holds the tensors that its config.json asks for, and no others."""
+"""Checks that a Hugging Face folder holds the tensors that its config.json asks for, and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a model is weights: its parameters, and the router biases, which Megatron keeps as buffers."""
+"""A model's weights: its parameters, and the router biases, which Megatron keeps as buffers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ _ROUTER_BIAS = ".router.expert_bias"
 
 
 def weights_of(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Everything that a checkpoint, an export or another policy holds of a rank's stages, by Megatron's names behind
-    the number of the stage: `0.decoder.layers.3.mlp.linear_fc1.weight`.
+    """A rank's weights as a checkpoint, an export or another policy holds them.
+
+    The keys are Megatron's names behind the number of the stage: `0.decoder.layers.3.mlp.linear_fc1.weight`.
     """
     return {
         f"{number}.{name}": tensor for number, chunk in enumerate(chunks) for name, tensor in _of_one(chunk).items()

@@ -1,4 +1,4 @@
-"""What every rank says, heard by all of them."""
+"""Gathers a value of every rank on all ranks."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from services.trainer.plan.rows import Packing
 
 
 def choose_packing(asked: Packing | None, config: TransformerConfig, layout: Layout) -> Packing:
-    """What was asked for; else a group's prompt is trained once where that is exact and costs no faster attention.
+    """The job's choice; else `shared_prompts`, where that is exact and attention is as fast.
 
     Raises ConfigError when prompts are to be shared and the model's loss would not be the same.
     """
@@ -28,7 +28,7 @@ def choose_packing(asked: Packing | None, config: TransformerConfig, layout: Lay
 
 
 def _counts_tokens(config: TransformerConfig) -> str | None:
-    """What in this model depends on how many tokens there are, and not only on what each of them sees."""
+    """Names a part of the loss that depends on the number of tokens, and not only on what each of them sees."""
     if config.num_moe_experts is None:
         return None
     balancing = config.moe_router_load_balancing_type

@@ -1,4 +1,4 @@
-"""How the trainer's processes divide the model and the data: torch.distributed and Megatron's parallel state."""
+"""Divides model and data over the trainer's processes: torch.distributed and Megatron's parallel state."""
 
 from __future__ import annotations
 
@@ -66,17 +66,17 @@ class Layout:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this rank holds the embedding."""
+        """True when this rank holds the embedding."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank holds the output layer, and so sees log-probs."""
+        """True when this rank holds the output layer, and so sees log-probs."""
         return self.pp_rank == self.pp_size - 1
 
     @property
     def micro_batch_multiple(self) -> int:
-        """What the number of micro-batches of a pass is a multiple of: Megatron interleaves whole rounds of ranks."""
+        """The number of micro-batches in a pass is a multiple of this: Megatron interleaves whole rounds of ranks."""
         return self.pp_size if self.vpp_size > 1 else 1
 
     @property
@@ -170,7 +170,7 @@ def initialize(args: MegatronArgs, architecture: Architecture, seed: int) -> Lay
 
 
 def _seed(seed: int, device: torch.device) -> None:
-    """What hooks draw from: nothing of ours is random. A checkpoint brings its own states instead."""
+    """Seeds the random numbers of hooks: nothing of ours draws any. A checkpoint brings its own states instead."""
     random.seed(seed)
     numpy.random.seed(seed % _NUMPYS_SEEDS)
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""How ranks find each other: through torchrun's environment, or through a file that rank 0 leaves for the others.
+"""Ranks find each other through torchrun's environment, or through a file that rank 0 leaves for the others.
 
 HEADRACE_RENDEZVOUS names the file, in a folder that all machines share; its name is new at every start of the ranks.
 Rank 0 listens on a port that the system gives and writes `host port token`. So no port is chosen before it is bound,

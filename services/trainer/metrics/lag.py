@@ -1,4 +1,4 @@
-"""How far trainer and engines are apart in log-probs, by how many steps behind a sample's oldest token is."""
+"""The distance of trainer and engines in log-probs, by the staleness of a sample's oldest token."""
 
 from __future__ import annotations
 

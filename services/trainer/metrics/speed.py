@@ -1,4 +1,4 @@
-"""How fast a rollout step was trained: tokens and operations a second, and what share of the device's peak that is."""
+"""The speed of a rollout step: tokens and operations a second, and their share of the device's peak."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PEAK_TFLOPS: Mapping[str, float] = {
 
 
 def peak_tflops(tracking: TrackingSection, device: torch.device) -> float | None:
-    """What the job gives, else the GPU's; None for a CPU or a GPU that is not in the table."""
+    """The job's figure, else the GPU's; None for a CPU or a GPU that is not in the table."""
     if tracking.peak_tflops is not None or device.type != "cuda":
         return tracking.peak_tflops
     return peak_of(torch.cuda.get_device_name(device))

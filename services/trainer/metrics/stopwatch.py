@@ -20,7 +20,7 @@ class Stopwatch:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What runs, or is given to the GPU, inside the block."""
+        """Times the block, and on a GPU the work that it gives to the GPU."""
         if self._on_gpu:
             first, last = _event(), _event()
             first.record()
@@ -33,7 +33,7 @@ class Stopwatch:
 
     @contextmanager
     def host_part(self, name: str) -> Iterator[None]:
-        """What the CPU does or waits for inside the block, on any device."""
+        """Times the block by the CPU's clock, on any device."""
         started = time.perf_counter()
         yield
         self._seconds[name] += time.perf_counter() - started

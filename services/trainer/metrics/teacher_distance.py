@@ -1,4 +1,4 @@
-"""How far the policy is from the teacher it is distilled from, on its own samples."""
+"""The distance of the policy from the teacher it is distilled from, on its own samples."""
 
 from __future__ import annotations
 

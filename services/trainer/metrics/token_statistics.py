@@ -1,4 +1,4 @@
-"""What a step reports of its trained tokens: sums that micro-batches and ranks add up, and what is read off them."""
+"""A step's figures of its trained tokens: sums that micro-batches and ranks add up, and ratios of these."""
 
 from __future__ import annotations
 

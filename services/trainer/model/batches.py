@@ -53,7 +53,7 @@ class BatchReader:
         self._choices = choices
 
     def own_sample_ids(self, samples: Sequence[SampleFacts]) -> list[str]:
-        """What `read` will fetch here of these samples, in that order."""
+        """The ids of the samples that `read` will fetch on this rank, in that order."""
         plans = self._planner.plan(samples, self._steps_per_rollout)
         return [sample_id for plan in plans for sample_id in plan.sample_ids(self._layout.data_rank)]
 

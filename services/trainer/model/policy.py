@@ -71,7 +71,7 @@ class Policy:
         return metrics | self._speed.metrics(batch.samples, self._stopwatch.read())
 
     def own_sample_ids(self, samples: Sequence[SampleFacts]) -> list[str]:
-        """What `train` will fetch here of these samples, in that order."""
+        """The ids of the samples that `train` will fetch on this rank, in that order."""
         return self._batches.own_sample_ids(samples)
 
     def log_probs(self, samples: Sequence[Sample], temperature: float | None = None) -> list[Tensor]:
@@ -93,7 +93,7 @@ class Policy:
             yield from self._converter.hf_tensors()
 
     def hf_tensor_specs(self) -> list[TensorSpec]:
-        """What this stage's sender yields, in order."""
+        """The tensors that this stage's sender yields, in order."""
         return self._converter.hf_tensor_specs()
 
     def export(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What has to be known before the optimizer steps of a rollout step: frozen log-probs, values, advantages."""
+"""Computes frozen log-probs, values and advantages before the optimizer steps of a rollout step."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A frozen policy (the reference, a teacher): a second set of weights that takes the model's place for a forward
-pass."""
+"""A frozen policy (the reference, a teacher): other weights that take the model's place for a forward pass."""
 
 from __future__ import annotations
 

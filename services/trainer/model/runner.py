@@ -53,8 +53,10 @@ class Runner:
         self._schedule = get_forward_backward_func()
 
     def train(self, inputs: StepInputs, loss: Callable[[int, Tensor], tuple[Tensor, Any]]) -> list[Any]:
-        """Accumulates gradients. `loss(number of the micro-batch, output)` answers its loss and whatever else, and the
-        latter comes back for every micro-batch; [] except on last-stage ranks."""
+        """Accumulates gradients. `loss(number of the micro-batch, output)` returns its loss and any other value.
+
+        The other values are returned for every micro-batch; [] except on last-stage ranks.
+        """
         # Megatron divides by the number of micro-batches and averages over data ranks; our weights did both.
         scale = len(inputs) * self._layout.dp_size
 

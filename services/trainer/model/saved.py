@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a trainer: the policy and what is trained or kept beside it, and which model that is."""
+"""The parts of a trainer that a checkpoint holds: the policy, the models beside it, and the facts of the model."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from headrace.trajectory import PolicyRange, Status
 
 @dataclass(frozen=True, slots=True)
 class SampleFacts:
-    """What is known of a sample without its payload. Lengths are in tokens."""
+    """A sample without its payload. Lengths are in tokens."""
 
     sample_id: str
     group_id: str
@@ -97,7 +97,7 @@ class Batch:
 
 
 def statistics(batch: Batch, step: int) -> dict[str, float]:
-    """What the batch says before it is trained: rewards, lengths, staleness in steps."""
+    """A batch's figures before it is trained: rewards, lengths, staleness in steps."""
     judged = [s.reward for s in batch.samples if s.reward is not None]
     lengths = [s.response_length for s in batch.samples]
     staleness = [step - s.min_policy_version for s in batch.samples if s.min_policy_version is not None]

@@ -1,4 +1,4 @@
-"""What a sample costs to train: the measure by which data ranks are balanced."""
+"""The cost of training a sample: the measure by which data ranks are balanced."""
 
 from __future__ import annotations
 

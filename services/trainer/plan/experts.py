@@ -19,8 +19,10 @@ FREE = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertChoices:
-    """`by_layer` counts layers from 0 over the whole model; int64 [positions of the rows, experts of a token], in
-    Megatron's order (position after position of all rows), empty where nothing is known.
+    """Each token's experts by layer, counted from 0 over the whole model.
+
+    int64 [positions of the rows, experts of a token], in Megatron's order (position after position of all rows), empty
+    where nothing is known.
     """
 
     by_layer: dict[int, Tensor] = field(default_factory=dict)
@@ -34,8 +36,9 @@ class RolloutChoices:
     experts: Experts
 
     def of(self, samples: Sequence[Sample], owners: Tensor, rows: Rows) -> ExpertChoices:
-        """The choices for these rows. `owners` [B, S] numbers the sample whose token each position holds; -1:
-        nobody's. Raises InvalidArgument that names the sample whose column is missing or not of this model.
+        """The choices for these rows. `owners` [B, S] numbers the sample whose token a position holds; -1 means none.
+
+        Raises InvalidArgument that names the sample whose column is missing or not of this model.
         """
         owners, positions = rows.own(owners, NOBODY), rows.positions.cpu()
         found = torch.full((*owners.shape, self.num_layers, self.experts.topk), FREE, dtype=torch.int64)

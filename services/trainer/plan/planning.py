@@ -103,7 +103,7 @@ class Planner:
         return [sorted((units[i] for i in part), key=_longest, reverse=True) for part in parts]
 
     def _units(self, samples: Sequence[SampleFacts]) -> Iterator[Unit]:
-        """What should stay together: samples of one prompt where it is shared, else each sample by itself."""
+        """Samples that should stay together: those of one prompt where it is shared, else each sample by itself."""
         if self.packing != "shared_prompts":
             yield from ([sample] for sample in samples)
             return

@@ -1,4 +1,4 @@
-"""How the samples of a micro-batch lie in the rows that go through the model.
+"""Lays the samples of a micro-batch into the rows that go through the model.
 
 padded: one sample a row, zeros behind it. packed: one row, sample after sample. shared_prompts: one row, and samples of
 a group that begin with the same prompt follow a single copy of it, which each of them sees before itself. A causal
@@ -42,7 +42,7 @@ class RowSegment:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank has of a row that several hold together."""
+    """One rank's part of a row that several hold together."""
 
     spans: Sequence[tuple[int, int]]
     """[start, end) in the whole row, in order and one behind the other here"""
@@ -112,7 +112,7 @@ def lay(samples: Sequence[Sample], packing: Packing) -> Laid:
 
 
 def row_tokens(lengths: Sequence[tuple[str, int, int]], packing: Packing) -> int:
-    """How many positions samples of these (group_id, prompt_length, response_length) take together."""
+    """The number of positions that samples of these (group_id, prompt_length, response_length) take together."""
     whole = [prompt + response - 1 for _, prompt, response in lengths]
     if packing == "padded":
         return len(whole) * max(whole, default=0)

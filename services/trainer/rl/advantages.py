@@ -27,7 +27,7 @@ from services.trainer.rl.known import needed
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What is known of one micro-batch before it is trained on, [B, S] each; None where the job does not need it."""
+    """A micro-batch's values before it is trained on, [B, S] each; None where the job does not need it."""
 
     micro: MicroInputs
     log_probs: Tensor | None

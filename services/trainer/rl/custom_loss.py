@@ -18,10 +18,10 @@ from services.trainer.rl.terms import Terms
 
 
 class CustomLoss:
-    """`f(args, batch, logits, sum_of_sample_mean) -> (loss, log)`: the loss of the micro-batch, summed over samples,
-    and so the numbers of the log, which are reported.
+    """`f(args, batch, logits, sum_of_sample_mean) -> (loss, log)`: the loss of the micro-batch.
 
-    Beyond slime's keys the batch has `current_log_probs` and `entropy`, computed from the logits, with their gradients.
+    The loss is summed over samples, and so are the numbers of the log, which are reported. Beyond slime's keys the
+    batch has `current_log_probs` and `entropy`, computed from the logits, with their gradients.
     """
 
     def __init__(self, path: str, args: HookArgs) -> None:
@@ -75,7 +75,7 @@ class CustomLoss:
 
 
 def has_gradient(loss: Tensor, sources: Sequence[Tensor]) -> bool:
-    """Whether a gradient of the loss reaches one of them; True where none of them has one."""
+    """True when a gradient of the loss reaches one of them, or when none of them has one."""
     wanted = [source.grad_fn for source in sources if source.grad_fn is not None]
     seen, front = set(), [loss.grad_fn]
     while front:

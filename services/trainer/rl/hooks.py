@@ -33,13 +33,13 @@ class RolloutData(dict[str, Any]):
         return data
 
     def per_token(self, key: str, micros: Sequence[MicroInputs]) -> list[Tensor]:
-        """What the hook left under `key`. Raises InvalidArgument unless it is one finite tensor [R] a sample."""
+        """The hook's tensors under `key`. Raises InvalidArgument unless it is one finite tensor [R] a sample."""
         lengths = [sample.response_length for micro in micros for sample in micro.samples]
         return per_token(f"rollout_data[{key!r}]", self.get(key), lengths)
 
 
 def per_token(name: str, found: Any, lengths: Sequence[int]) -> list[Tensor]:
-    """What a hook gave for each sample. Raises InvalidArgument unless it is one finite tensor [R] a sample."""
+    """A hook's value for each sample. Raises InvalidArgument unless it is one finite tensor [R] a sample."""
     if not isinstance(found, list | tuple) or len(found) != len(lengths):
         raise InvalidArgument(f"the hook must give {name} as a list of {len(lengths)} tensors")
     for index, (tensor, length) in enumerate(zip(found, lengths, strict=True)):
@@ -52,7 +52,7 @@ def per_token(name: str, found: Any, lengths: Sequence[int]) -> list[Tensor]:
 
 
 def of_samples(samples: Sequence[Sample]) -> dict[str, Any]:
-    """What hooks see of the samples themselves; `metadata` is train_metadata, as in slime."""
+    """The samples' own data as hooks see them; `metadata` is train_metadata, as in slime."""
     return {
         "tokens": [torch.from_numpy(s.tokens.astype("int64")) for s in samples],
         "total_lengths": [len(s.tokens) for s in samples],

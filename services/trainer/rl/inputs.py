@@ -1,4 +1,4 @@
-"""What a rank feeds its model in one optimizer step: micro-batches on the device, with rewards and loss weights."""
+"""A model's inputs in one optimizer step: micro-batches on the rank's device, with rewards and loss weights."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class MicroInputs:
         return [row[: sample.response_length] for row, sample in zip(values, self.samples, strict=False)]
 
     def copies(self, values: Tensor) -> list[Tensor]:
-        """What `cut` gives, copied for a user's function: what it writes into them reaches nothing else."""
+        """Copies of `cut`'s parts: a user's function may write into them without changing anything else."""
         return [part.clone() for part in self.cut(values)]
 
     def put(self, parts: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is known of a step's micro-batches before it is trained: old and reference log-probs, values."""
+"""Values of a step's micro-batches from before it is trained: old and reference log-probs, values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one micro-batch contributes to the loss, put together from the algorithms by the job's choice."""
+"""One micro-batch's contribution to the loss, put together from the algorithms by the job's choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each sample of a rollout batch is worth to its estimator: its reward, or its reward against its group."""
+"""The estimators' rewards of a rollout batch: each sample's own reward, or its reward against its group."""
 
 from __future__ import annotations
 

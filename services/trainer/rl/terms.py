@@ -1,4 +1,4 @@
-"""What a loss is computed from, and what comes of it, for one micro-batch.
+"""A loss's inputs and its outputs, for one micro-batch.
 
 Every array is [B, S]: one response a row, column t speaks of its token t.
 """
@@ -16,7 +16,7 @@ from services.trainer.rl.inputs import MicroInputs
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Terms:
-    """What the objective is computed from. All float32, [B, S] unless said."""
+    """The inputs of the objective. All float32, [B, S] unless said."""
 
     micro: MicroInputs
     log_probs: Tensor

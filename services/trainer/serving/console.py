@@ -1,4 +1,4 @@
-"""What people see of the loop, and how they steer it.
+"""Shows the loop to people and serves their requests.
 
 Requests (pause, save, export, stop) are served between two steps, when no rank computes. A request is served whether or
 not its caller still waits, and its failure is its caller's: training goes on.
@@ -23,7 +23,7 @@ from services.trainer.state import TrainState
 
 
 class Steered(Protocol):
-    """What a request may ask of the ranks."""
+    """The ranks' methods that requests need."""
 
     async def save(self, state: TrainState) -> None:
         """Takes a checkpoint of the current step."""
@@ -97,7 +97,7 @@ class TrainerConsole:
 
     @property
     def status(self) -> pb.GetStatusResponse:
-        """What people are told of the run: its step, its phase, its figures."""
+        """The run's step, phase and figures."""
         is_waiting = self._status.phase == pb.PHASE_WAITING
         self._status.waiting_seconds = time.monotonic() - self._waiting_since if is_waiting else 0.0
         return self._status
@@ -149,7 +149,7 @@ class TrainerConsole:
         self._status.groups_ready = count
 
     def produced(self, metrics: Mapping[str, float]) -> None:
-        """What producers brought since the batch before; reported with the step."""
+        """Takes the production since the batch before; it is reported with the step."""
         self._produced = metrics
 
     async def before_step(self, state: TrainState) -> bool:

@@ -1,4 +1,4 @@
-"""What a run leaves to look at: metrics.jsonl, curves.png, timeline.png, trackers, a live stream for watchers."""
+"""Writes a run's records: metrics.jsonl, curves.png, timeline.png, trackers, a live stream for watchers."""
 
 from __future__ import annotations
 

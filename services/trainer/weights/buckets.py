@@ -26,8 +26,9 @@ class TensorSpec:
 
 
 def cut(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[list[TensorSpec]]:
-    """Consecutive tensors, at most `bucket_bytes` to a bucket; a larger one travels alone, and what an engine fuses
-    only when it gets both at once travels together.
+    """Consecutive tensors, at most `bucket_bytes` to a bucket.
+
+    A larger one travels alone; tensors that an engine fuses only when it gets both at once travel together.
     """
     buckets: list[list[TensorSpec]] = []
     filled = 0

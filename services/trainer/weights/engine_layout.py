@@ -1,9 +1,9 @@
-"""How an engine holds what a checkpoint holds apart, and the checksum it prints over it.
+"""The fused tensors in which an engine holds what a checkpoint holds apart, and the checksum it prints over them.
 
 SGLang fuses q/k/v and gate/up into one parameter each, by concatenation along the output dimension, and stacks a
 layer's experts, so the bytes of the fused tensor are the parts' bytes end to end. Its /weights_checker prints, for a
-CPU tensor, the first eight bytes of the SHA-256 over the raw bytes, in hexadecimal
-(sglang/srt/managers/mm_utils.py: tensor_hash).
+CPU tensor, the first eight bytes of the SHA-256 over the raw bytes, in hexadecimal (sglang/srt/managers/mm_utils.py:
+tensor_hash).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who of the engines lacks the weights that should be served."""
+"""The engines that lack the weights that should be served."""
 
 from __future__ import annotations
 

@@ -30,5 +30,5 @@ def facts(
 
 
 def group(group_id: str, rewards: Sequence[float | None]) -> list[SampleFacts]:
-    """`group_id/0`, `group_id/1`, …"""
+    """Names as `group_id/0`, `group_id/1`."""
     return [facts(f"{group_id}/{i}", group_id, reward) for i, reward in enumerate(rewards)]

@@ -17,8 +17,10 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class HealthProbe:
-    """`worst_seconds` is the longest answer by the clock, `worst_busy_seconds` as far as the process computed in it:
-    a machine that gives it no time says nothing about it."""
+    """The slowest answer, `worst_seconds` by the clock and `worst_busy_seconds` by the process's own computing in it.
+
+    A machine that gives the process no time shows in the first figure only.
+    """
 
     def __init__(self, address: str, pid: Callable[[], int]) -> None:
         self.worst_seconds = 0.0

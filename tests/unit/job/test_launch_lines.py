@@ -200,8 +200,9 @@ def test_a_folder_to_resume_from_that_is_not_there_yet_is_a_run_that_begins(load
 
 
 def test_a_whole_line_of_slimes_starts(model: Path, tmp_path: Path) -> None:
-    """scripts/run-qwen3-4B.sh, without the two that name what is not here: the GPUs' sharing, and Megatron's own
-    checkpoint of the reference.
+    """scripts/run-qwen3-4B.sh, without two lines that name what is not here.
+
+    They are the GPUs' sharing, and Megatron's own checkpoint of the reference.
     """
     (model / "config.json").write_text(json.dumps(PRESETS["qwen3-4B"].config))
     for name in ("train.jsonl", "aime.jsonl"):

@@ -35,8 +35,9 @@ def test_no_two_rows_have_a_tensor_in_common(name: str) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_presets_layout_divides_the_model_and_fits_80_gigabytes(name: str) -> None:
-    """Weights in bfloat16 and gradients in float32, 6 bytes, and 12 of Adam's: of what is not an expert once for all
-    expert ranks, for they are data ranks.
+    """Weights in bfloat16 and gradients in float32 take 6 bytes, and Adam's numbers 12.
+
+    Adam's numbers of everything but experts are held once for all expert ranks, because those are data ranks.
     """
     preset = PRESETS[name]
     a = architecture(preset.config)

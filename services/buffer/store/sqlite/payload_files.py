@@ -1,8 +1,8 @@
-"""Payloads in append-only files, `payloads/ID.payloads`. After `append` they are on the disk, but no row names them
-yet.
+"""Payloads in append-only files, `payloads/ID.payloads`.
 
-A process writes only to files that it created: those of an earlier one are cut behind the last extent that a row names,
-and are then only read. Bytes that no row names do not count.
+After `append` they are on the disk, but no row names them yet. A process writes only to files that it created: those of
+an earlier one are cut behind the last extent that a row names, and are then only read. Bytes that no row names do not
+count.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Salvages damaged pages of `ledger.sqlite`: readable rows move to a new table, and the rest is served.
 
 This is done only for a ledger that was closed: where a log is replayed, another ledger's log may be why pages
-contradict
-each other, and the start is refused. The tables that a start reads whole are checked, and the history while it is
-short,
-as it shows its own gaps. A damaged table is renamed, never written again, and reported at each start.
+contradict each other, and the start is refused. The tables that a start reads whole are checked, and the history while
+it is short, as it shows its own gaps. A damaged table is renamed, never written again, and reported at each start.
 """
 
 from __future__ import annotations

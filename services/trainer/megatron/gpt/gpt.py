@@ -75,8 +75,7 @@ def transformer_config(architecture: Architecture, args: MegatronArgs, layout: L
 def build_stages(
     architecture: Architecture, config: TransformerConfig, layout: Layout, packing: Packing
 ) -> list[GPTModel]:
-    """This rank's share of its stage, or of each of its virtual stages, with whatever weights torch gave it: load a
-    checkpoint next.
+    """This rank's share of its stage, or of each of its virtual stages. Its weights are torch's: load a checkpoint.
 
     The last stage answers with hidden states; log-probs are services/trainer/model/head.py's.
     """

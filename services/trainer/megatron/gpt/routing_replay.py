@@ -56,7 +56,7 @@ class RoutingReplay:
 
 
 class RouterOfLayer:
-    """What a router asks instead of taking its best scores."""
+    """Gives a layer's router the recorded choices in place of its best scores."""
 
     def __init__(self, layer: int, replay: RoutingReplay) -> None:
         self._layer = layer

@@ -34,7 +34,7 @@ class SegmentedRow(PackedSeqParams):  # type: ignore[misc]  # untyped base
 
     @classmethod
     def of(cls, rows: Rows, segments: Sequence[RowSegment]) -> SegmentedRow:
-        """What attention needs to know of `rows`, a single row of these segments."""
+        """The facts that attention needs of `rows`, a single row of these segments."""
         size = rows.tokens.shape[1]
         bounds = torch.tensor([0, size], dtype=torch.int32, device=rows.tokens.device)
         return cls(

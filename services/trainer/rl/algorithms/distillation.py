@@ -1,5 +1,7 @@
-"""On-policy distillation: the student is paid for what its teacher would have said (Agarwal et al. 2024,
-arXiv:2306.13649; as an advantage: Thinking Machines 2025, "On-Policy Distillation")."""
+"""On-policy distillation: the student's reward is its teacher's log-probs of the student's own tokens.
+
+Agarwal et al. 2024, arXiv:2306.13649; as an advantage: Thinking Machines 2025, "On-Policy Distillation".
+"""
 
 from __future__ import annotations
 

@@ -35,14 +35,14 @@ class GroupRewards:
 
     @property
     def std(self) -> float:
-        """Of the samples' rewards around the mean, unbiased in the number of rollouts."""
+        """The deviation of the samples' rewards from the mean, unbiased in the number of rollouts."""
         mean = self.mean
         squares = math.fsum(self._weight(sample_id) * (r - mean) ** 2 for sample_id, r in self.by_sample.items())
         return math.sqrt(squares / max(len(self.by_rollout) - 1, 1))
 
     @property
     def least_scale(self) -> float:
-        """What deviations must be divided by at least for none to exceed √n, n being the number of samples.
+        """The least divisor of deviations with which none exceeds √n, n being the number of samples.
 
         Weights alone do not see to that where rollouts fanned out unevenly.
         """

@@ -1,4 +1,4 @@
-"""How far the trainer's policy is from the engine's, over whole answers: perplexities, KL and χ²."""
+"""The distance between the trainer's policy and the engine's over whole responses: perplexities, KL and χ²."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Off-policy sequence masking: bad answers that the policy has moved away from are left out (DeepSeek-V3.2,
-arXiv:2512.02556)."""
+"""Off-policy sequence masking: bad responses that the policy has moved away from are left out.
+
+DeepSeek-V3.2, arXiv:2512.02556.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from services.trainer.rl.algorithms.precision import precise
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """What the weights of a step are divided by.
+    """The divisors of a step's loss weights.
 
     Counted are samples that did not fail. A rollout that fanned out into several samples is one rollout, as long as all
     of them; one without a token to train counts too, with a loss of 0.
@@ -52,7 +52,7 @@ class Reduction:
         return cls(len(lengths), num_tokens, {sample.sample_id: divisor(sample) for sample in trained})
 
     def weight(self, sample_id: str) -> float:
-        """Of each trained token of the sample; 0 for a sample that is not counted, or not of this step."""
+        """The weight of each trained token of the sample; 0 for a sample that is not counted, or not of this step."""
         divisor = self.divisors.get(sample_id)
         return 1.0 / divisor if divisor is not None else 0.0
 

@@ -25,11 +25,11 @@ LOG_ZERO = -1e4
 def log_probs_and_entropy(
     hidden: Tensor, weight: Tensor, target: Tensor, temperature: float, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor]:
-    """log π(target) and the entropy of π = softmax(hidden · weightᵀ / temperature), both [N], differentiable.
+    """The log π(target) and the entropy of π = softmax(hidden · weightᵀ / temperature), both [N], differentiable.
 
     `hidden` [N, H] is the same on all ranks of `group`; `weight` [V / tp, H] is this rank's share of the vocabulary, in
-    rank order (no group: all of it); `target` int64 [N] holds ids of the whole vocabulary. Results and sums in float32,
-    or float64 for float64. The gradient of `hidden` is this rank's part: it is to be summed over the ranks.
+    rank order (no group: all of it); `target` int64 [N] holds ids of the whole vocabulary. Results and sums are
+    float32, or float64 for float64. The gradient of `hidden` is this rank's part: add it up over the ranks.
     """
     found: tuple[Tensor, Tensor] = _LogProbsAndEntropy.apply(hidden, weight, target, temperature, group)  # type: ignore[no-untyped-call]
     return found
@@ -89,7 +89,7 @@ def _localized(target: Tensor, share: int, group: dist.ProcessGroup | None) -> t
 
 
 def _local_statistics(logits: Tensor, target: Tensor, here: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Of this share: the maximum m [N], and [3, N]: Σ e^(z-m), Σ e^(z-m) (z-m), and z of the target or 0."""
+    """This share's maximum m [N], and [3, N]: Σ e^(z-m), Σ e^(z-m) (z-m), and z of the target or 0."""
     z = _scaled(logits, temperature)
     top = z.amax(-1).clamp(min=torch.finfo(z.dtype).min)
     at_target = torch.where(here, z.gather(1, target[:, None])[:, 0], 0.0)
@@ -99,7 +99,7 @@ def _local_statistics(logits: Tensor, target: Tensor, here: Tensor, temperature:
 
 
 def _combined(top: Tensor, sums: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-    """log Σ e^z, log π of the target and the entropy over all shares, each [N]."""
+    """The values log Σ e^z, log π of the target and the entropy over all shares, each [N]."""
     if group is not None and dist.get_world_size(group) > 1:
         local_top, top = top, top.clone()
         dist.all_reduce(top, dist.ReduceOp.MAX, group)

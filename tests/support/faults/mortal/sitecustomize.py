@@ -1,7 +1,7 @@
-"""Python imports this at the start of every process that has its folder in PYTHONPATH: a rank dies at a line of its own
-log, as by `kill -9`, before anything comes after the line.
+"""Ends a rank at a line of its own log, as `kill -9` does, before anything comes after the line.
 
-MORTAL_ORDER names a file of the words `EVENT RANK`. It is gone before the rank is: an order is carried out once.
+Python imports this at the start of every process that has its folder in PYTHONPATH. MORTAL_ORDER names a file of the
+words `EVENT RANK`. It is deleted before the rank ends, so an order is carried out once.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Families with experts, latent attention or norms behind the layers, in real ranks over gloo: equal to transformers,
-through every layout and back bit for bit, and trained alike.
+"""Families with experts, latent attention or norms behind the layers, in real ranks over gloo.
+
+They equal transformers, go through every layout and back bit for bit, and are trained alike.
 """
 
 from __future__ import annotations

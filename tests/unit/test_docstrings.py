@@ -1,0 +1,40 @@
+"""The product's docstrings are sentences, and their lines are full; Ruff's D rules have the rest."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from itertools import pairwise
+
+from tools.sizes import ROOT, sources
+
+DANGLING = ("What", "Whether", "How", "Of", "Which", "Who", "Whose", "Where")
+KEPT = ("services/trainer/loop.py",)
+"""It stays as it reads."""
+BROKEN = 60
+"""A line that is shorter, in the middle of a sentence, was broken by a tool."""
+
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def docstrings() -> Iterator[tuple[str, str]]:
+    """A place for people, and the docstring as it is written there."""
+    for path in sources(ROOT):
+        name = path.relative_to(ROOT).as_posix()
+        if name.startswith(("headrace/", "services/")) and name not in KEPT:
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node, clean=False)):
+                    yield f"{name}:{node.body[0].lineno}", text
+
+
+def is_broken(line: str, following: str) -> bool:
+    return 0 < len(line.strip()) < BROKEN and following.strip()[:1].islower() and "  " not in line.strip()
+
+
+def test_no_docstring_begins_with_a_question_word() -> None:
+    assert [place for place, text in docstrings() if text.split()[0] in DANGLING] == []
+
+
+def test_no_line_of_a_docstring_ends_in_the_middle_of_a_sentence() -> None:
+    places = [place for place, text in docstrings() for pair in pairwise(text.split("\n")) if is_broken(*pair)]
+    assert places == []
