@@ -86,7 +86,11 @@ def put_of(lease: pb.GroupLease, size: int) -> pb.GroupPut:
 def payload_of(size: int) -> bytes:
     """About so many bytes: 64 tokens of prompt, 256 of response, and a column of noise."""
     tokens = np.random.randint(0, 1 << 17, 320, np.int32)
-    columns = {"tokens": tokens, "loss_mask": np.ones(256, np.uint8), "rollout_log_probs": np.zeros(256, np.float32)}
+    columns: dict[str, np.ndarray] = {
+        "tokens": tokens,
+        "loss_mask": np.ones(256, np.uint8),
+        "rollout_log_probs": np.zeros(256, np.float32),
+    }
     used = sum(array.nbytes for array in columns.values())
     noise = {"noise": np.frombuffer(os.urandom(max(size - used, 0)), np.uint8)} if size > used else {}
     packed = [pack_column(name, array) for name, array in (columns | noise).items()]

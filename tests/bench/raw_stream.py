@@ -26,7 +26,7 @@ async def raw_samples_per_second(size: int, num_samples: int, per_call: int, in_
     calls = iter(range(num_samples // per_call))
     try:
         async with connect(address) as channel:
-            take = channel.unary_unary(_METHOD)
+            take = channel.unary_unary(_METHOD, None, None)
             await take(b"", wait_for_ready=True, timeout=30)
 
             async def one() -> None:

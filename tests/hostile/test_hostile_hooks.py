@@ -179,7 +179,7 @@ async def test_every_hostile_hook_of_the_other_kinds_is_a_typed_failure(tmp_path
         work = (read_data_source, f"{FILE}:Source{name}", args, 0, 1)
         return str([sample.label for sample in await pool.run(*work, timeout_seconds=ENDLESS)])
 
-    kinds = [
+    kinds: list[tuple[Any, Any, str, str]] = [
         (generated, hooks.GENERATED, "good", repr(Status.COMPLETED)),
         (filtered, hooks.FILTERED, "good", repr((True, ""))),
         (chosen, hooks.CHOSEN, "good", repr(([0], []))),

@@ -116,8 +116,8 @@ class Calls:
 
         def call() -> list[bytes]:
             if not description.server_streaming:
-                return [self._channel.unary_unary(path)(data, timeout=120)]
-            replies = self._channel.unary_stream(path)(data, timeout=120)
+                return [self._channel.unary_unary(path, None, None)(data, timeout=120)]
+            replies = self._channel.unary_stream(path, None, None)(data, timeout=120)
             some = list(islice(replies, stop_after))
             replies.cancel()
             return some

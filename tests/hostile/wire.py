@@ -64,7 +64,7 @@ class Wire:
         self._methods = dict(service.methods_by_name)
 
     async def close(self) -> None:
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def __aenter__(self) -> Wire:
         return self
@@ -101,10 +101,10 @@ class Wire:
         messages: list[Any] = []
         try:
             if not method.server_streaming:
-                unary = self._channel.unary_unary(path, response_deserializer=parse)
+                unary = self._channel.unary_unary(path, None, parse)
                 messages.append(await unary(data, timeout=seconds, wait_for_ready=wait_for_ready))
                 return Reply(grpc.StatusCode.OK, tuple(messages))
-            stream = self._channel.unary_stream(path, response_deserializer=parse)
+            stream = self._channel.unary_stream(path, None, parse)
             call = stream(data, timeout=seconds, wait_for_ready=wait_for_ready)
             async for message in call:
                 messages.append(message)

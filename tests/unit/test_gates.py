@@ -91,6 +91,21 @@ def test_ruff_refuses_a_breach(rule: str) -> None:
     assert f" {rule} " in told.stdout
 
 
+def test_mypy_refuses_a_test_that_uses_a_name_that_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "__init__.py").touch()
+    (tmp_path / "tests" / "breach.py").write_text(
+        "from pathlib import Pat\nfrom pathlib import Path\n\n\ndef test():\n    Path().gone\n    Path().stat(gone=1)\n"
+    )
+    told = subprocess.run(
+        [BIN / "mypy", "--config-file", ROOT / "pyproject.toml", "--cache-dir", tmp_path / "cache", "-p", "tests"],
+        capture_output=True, text=True, cwd=tmp_path, check=False, env={},
+    )  # fmt: skip
+    assert told.returncode == 1, told.stderr
+    lines = [line.split(":")[1] for line in told.stdout.splitlines() if line.startswith("tests/")]
+    assert list(dict.fromkeys(lines)) == ["1", "6", "7"]
+
+
 def test_import_linter_refuses_a_breach_of_each_contract(tmp_path: Path) -> None:
     for package in ("headrace", "services"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))

@@ -91,10 +91,7 @@ class Checkpoints:
         return self._folder / step_name(step)
 
     def claim(self, epoch: int) -> None:
-        """Called on rank 0 after `restore_latest`: from here on the folder takes no checkpoint of an older epoch.
-
-        Raises Fenced or FailedPrecondition when it is another trainer's.
-        """
+        """Shuts older epochs out of the folder; for rank 0, which has restored. Raises Fenced, FailedPrecondition."""
         with self._owner.claimed(epoch):
             if new := _names(self._folder) - self._found:
                 raise FailedPrecondition(
@@ -103,10 +100,9 @@ class Checkpoints:
                 )
 
     def save(self, policy: Saveable, *, step: int, policy_version: int, epoch: int) -> None:
-        """Takes the copies. Returns when the checkpoint survives a power loss, or at once with async_save.
+        """Takes the copies. Returns when the checkpoint survives a power loss; with async_save `take_safe` tells.
 
-        Then `take_safe` tells when it does. A HeadraceError is raised on all ranks alike, which can go on: nothing was
-        saved.
+        A HeadraceError is raised on all ranks alike, which can go on: nothing was saved.
         """
         self.wait()
         work = FileWork(self._layout.files_group, _CPU)

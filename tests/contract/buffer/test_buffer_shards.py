@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -120,7 +121,7 @@ async def told(buffer: Buffer, command: str, *words: str) -> int:
 
 
 def addresses(buffer: Buffer) -> str:
-    shards = buffer.shards if isinstance(buffer, ShardedBuffer) else [buffer]
+    shards: list[Any] = [*buffer.shards] if isinstance(buffer, ShardedBuffer) else [buffer]
     return ",".join(shard.address for shard in shards)
 
 

@@ -359,17 +359,17 @@ def test_what_is_prepared_is_not_there_before_its_commit(tmp_path: Path) -> None
 
 
 def test_a_file_whose_payloads_wait_for_their_row_is_neither_emptied_nor_deleted(tmp_path: Path) -> None:
-    it = busy_ledger(SqliteStore(tmp_path, file_bytes=1))
+    it = busy_ledger(store := SqliteStore(tmp_path, file_bytes=1))
     it.submit("first", "second")
     first, second = (it.ledger.put(it.now, [complete(group)])[1] for group in it.lease(2))
     it.store.prepare([first])
     it.store.prepare([second])  # in a file of its own: the first one's is sealed
-    it.store.compact()
+    store.compact()
     waiting = [bytes.fromhex(path.stem) for path in (tmp_path / "payloads").iterdir()]
-    assert not any(it.store.delete_unnamed(file_id) for file_id in waiting)
+    assert not any(store.delete_unnamed(file_id) for file_id in waiting)
     it.store.commit([first])
     it.store.commit([second])
-    it.store.compact()
+    store.compact()
     for one in (first, second):
         records = [record for group in one.groups.values() for record in group.records]
         assert [bytes(p) for p in it.store.read_payloads(records)] == [one.payloads[r.key] for r in records]
@@ -377,16 +377,16 @@ def test_a_file_whose_payloads_wait_for_their_row_is_neither_emptied_nor_deleted
 
 
 def test_the_file_that_is_written_to_is_left_to_itself_and_compacted_once_it_is_sealed(tmp_path: Path) -> None:
-    it = busy_ledger(SqliteStore(tmp_path, file_bytes=900))
+    it = busy_ledger(store := SqliteStore(tmp_path, file_bytes=900))
     (file,) = (tmp_path / "payloads").iterdir()
     num_bytes = file.stat().st_size
     kept, *dying = (r for g in it.ledger.book("train").groups.values() for r in g.records)
     it.store.commit([Transaction(groups={}, deleted_payloads=[record.key for record in dying])])
-    assert (it.store.compact(), file.stat().st_size) == (0, num_bytes)
+    assert (store.compact(), file.stat().st_size) == (0, num_bytes)
     it.put(it.lease(2))
     assert file.stat().st_size > 900
     it.put(it.lease(1))
-    it.store.compact()
+    store.compact()
     assert not file.exists()
     assert [len(payload) for payload in it.store.read_payloads([kept])] == [kept.payload_bytes]
     it.store.close()

@@ -23,10 +23,10 @@ async def call_raw(channel: grpc.aio.Channel, method: MethodDescriptor, data: by
     path = f"/{method.containing_service.full_name}/{method.name}"
     try:
         if method.server_streaming:
-            async for _ in channel.unary_stream(path)(data, timeout=60):
+            async for _ in channel.unary_stream(path, None, None)(data, timeout=60):
                 pass
         else:
-            await channel.unary_unary(path)(data, timeout=60)
+            await channel.unary_unary(path, None, None)(data, timeout=60)
     except grpc.aio.AioRpcError as error:
         return error.code()
     return grpc.StatusCode.OK

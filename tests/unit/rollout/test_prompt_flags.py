@@ -8,7 +8,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from headrace.api.sample.v1 import sample_pb2
-from headrace.job.schema.job import Job, TrainSection
+from headrace.job.schema.job import Job
+from headrace.job.schema.training import TrainSection
 from services.rollout.production.supervised import supervised_parts
 from services.rollout.service import RolloutService
 from tests.support.fakes.fake_engine import FakeEngine

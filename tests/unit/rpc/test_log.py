@@ -6,8 +6,8 @@ import logging
 import sys
 from pathlib import Path
 
-import grpc
 import pytest
+from grpc._cython import cygrpc  # type: ignore[attr-defined]  # no stubs
 
 from headrace.rpc.log import configure_logging, log
 
@@ -21,7 +21,7 @@ def test_a_caller_that_leaves_while_its_answer_is_sent_writes_no_traceback(monke
     collector = logging.Handler()
     collector.emit = kept.append  # type: ignore[method-assign]
     monkeypatch.setattr(grpcs, "handlers", [collector])
-    for error in (grpc._cython.cygrpc.ExecuteBatchError("a caller left"), RuntimeError("of the server")):
+    for error in (cygrpc.ExecuteBatchError("a caller left"), RuntimeError("of the server")):
         try:
             raise error
         except Exception:  # noqa: BLE001  # what is logged may be anything

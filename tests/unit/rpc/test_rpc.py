@@ -108,7 +108,9 @@ async def test_a_services_own_class_arrives_as_the_one_that_it_is_made_of(servic
     ["x" * 100_000, "é" * 100_000, "%\n" * 50_000, "\ud800" * 100_000, "𝄞" * 30_000],
     ids=["ascii", "latin", "escapes", "surrogates", "music"],
 )
-async def test_a_long_message_arrives_cut_and_under_its_own_status(servicer, stub, cls: type, text: str) -> None:
+async def test_a_long_message_arrives_cut_and_under_its_own_status(
+    servicer, stub, cls: type[HeadraceError], text: str
+) -> None:
     servicer.error = cls(text, reason=text, **{f"{i}{text}": text for i in range(100)})
     if isinstance(servicer.error, InvalidArgument):
         servicer.error.field = text
@@ -206,7 +208,7 @@ async def test_a_bug_is_internal_and_the_server_lives(servicer, stub) -> None:
 
 async def test_malformed_bytes_are_invalid_argument(server: RpcServer) -> None:
     async with grpc.aio.insecure_channel(server.address) as channel:
-        raw = channel.unary_unary(f"/{NAME}/Score")
+        raw = channel.unary_unary(f"/{NAME}/Score", None, None)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await raw(b"\xff\xff\xff\xff", timeout=60)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ def floods(message: Descriptor) -> Iterator[tuple[str, bytes]]:
     yield "behind a group", b"\xfb\x7f\xfc\x7f" + delimited(1_000, b"") * 2 * MOST
 
 
-@pytest.mark.parametrize("request_type", sorted(REQUESTS, key=lambda d: d.full_name), ids=lambda d: d.name)
+@pytest.mark.parametrize("request_type", sorted(REQUESTS, key=attrgetter("full_name")), ids=attrgetter("name"))
 async def test_a_flood_anywhere_in_a_request_is_refused(request_type: Descriptor) -> None:
     layout = layout_of(request_type)
     for name, data in floods(request_type):

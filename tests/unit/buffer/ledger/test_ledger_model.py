@@ -396,8 +396,8 @@ class LedgerModel(RuleBasedStateMachine):
 
 
 def _case(store: str, max_examples: int) -> type:
-    machine = type(f"LedgerOn{store.title().replace(' ', '')}", (LedgerModel,), {"kind": store})
-    case: type = machine.TestCase
+    machine: type[LedgerModel] = type(f"LedgerOn{store.title().replace(' ', '')}", (LedgerModel,), {"kind": store})
+    case = machine.TestCase
     case.settings = settings(
         max_examples=max_examples,
         stateful_step_count=30,

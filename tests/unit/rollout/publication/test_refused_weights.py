@@ -10,11 +10,12 @@ from aiohttp import web
 
 from headrace.errors import PublicationAborted
 from services.rollout.engine.answer import BadAnswer, NamedSpan
-from services.rollout.engine.api import SamplingParams
+from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.production.generator import Generator
 from services.rollout.publication.probe import Probe
+from services.rollout.publication.publication import Committed
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan
 from tests.support.fakes.fake_engine import FakeEngine, response_to
@@ -63,7 +64,7 @@ class Attempts:
         await self.router.close()
         await self.fleet.stop()
 
-    async def begin(self, name: str) -> asyncio.Task[object]:
+    async def begin(self, name: str) -> asyncio.Task[Committed]:
         """Version 3, up to its commit; returns when the engines have been asked about the probe."""
         plan = replace(PLAN, publication_id=name, groups=[GroupPlan(name, "127.0.0.1", 1, (0, 1))])
         probes = SlowToAnswerProbes.probes
@@ -74,7 +75,7 @@ class Attempts:
         await self.fakes.until(lambda: SlowToAnswerProbes.probes == probes + 2)
         return commit
 
-    async def requests(self) -> list[asyncio.Task[object]]:
+    async def requests(self) -> list[asyncio.Task[Generation]]:
         """Four, whose tokens are all made before this returns."""
         before = sum(self.fakes.fake(number).num_tokens for number in (0, 1))
         asked = [

@@ -45,7 +45,7 @@ def test_weights_are_the_definition_at_every_level_and_in_every_mode(level: MisL
         "clip": np.clip(ratio, 0.8, 1.3),
         "mask": np.where((ratio >= 0.8) & (ratio <= 1.3), ratio, 0.0),
     }[mode]
-    found = mis_weights(*map(torch.tensor, (trainer, engine, mask)), level, 0.8, 1.3, mode)
+    found = mis_weights(torch.tensor(trainer), torch.tensor(engine), torch.tensor(mask), level, 0.8, 1.3, mode)
     np.testing.assert_allclose(found.weights, expected, rtol=1e-9)
     assert (found.truncated.numpy() == (expected != ratio)).all()
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 
 from services.trainer.rl.algorithms import vocab_parallel
 from services.trainer.rl.algorithms.vocab_parallel import log_probs_and_entropy
@@ -121,7 +121,7 @@ def far_apart() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_two_ranks_with_half_the_vocabulary_each_agree_with_one_that_has_it_all(tmp_path: Path) -> None:
-    mp.spawn(shard_of_rank, args=(f"file://{tmp_path}/rendezvous", str(tmp_path)), nprocs=2)  # type: ignore[no-untyped-call]
+    spawn(shard_of_rank, args=(f"file://{tmp_path}/rendezvous", str(tmp_path)), nprocs=2)
     expected = values_and_gradients(fused, *far_apart())
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for log_probs, entropy, *_ in ranks:
