@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.api.rollout.v1 import rollout_pb2_grpc
 from headrace.errors import Unavailable
+from headrace.probe import Probe
 from headrace.rpc.call import call, stream
 from headrace.rpc.channel import connect
 
@@ -105,12 +106,14 @@ class RolloutClient:
         publication_id: str,
         checksums: Mapping[str, str],
         *,
-        canary: pb.Canary | None = None,
+        probe: Probe | None = None,
         deadline_seconds: float,
     ) -> pb.CommitPublishResponse:
         """Commits the publication: from then on its version is served. Raises ChecksumMismatch, PublicationAborted."""
         expected = [pb.EngineChecksum(name=name, checksum=checksum) for name, checksum in checksums.items()]
-        request = pb.CommitPublishRequest(publication_id=publication_id, engine_checksums=expected, canary=canary)
+        request = pb.CommitPublishRequest(
+            publication_id=publication_id, engine_checksums=expected, probe=probe.pack() if probe else None
+        )
         reply: pb.CommitPublishResponse = await self._call(self._stub.CommitPublish, request, deadline_seconds)
         return reply
 

@@ -9,6 +9,7 @@ import numpy as np
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
+from headrace.probe import Probe
 from headrace.rpc.net import Address
 from headrace.sample_checks import ROLLOUT_LOG_PROBS, TOKENS, check_log_probs, check_row, check_token_ids
 from headrace.trajectory import Status, pack_column, unpack_column
@@ -18,19 +19,17 @@ from services.rollout.engine.answer import Finish
 from services.rollout.engine.api import Generation
 from services.rollout.engine.fleet import Engine
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
-from services.rollout.publication.probe import Probe
 
 
 def probe_from_proto(request: pb.CommitPublishRequest) -> Probe | None:
     """Returns None without a probe. Raises InvalidArgument when its parts contradict each other."""
-    if not request.HasField("canary"):
+    if not request.HasField("probe"):
         return None
-    canary = request.canary
-    tokens = _token_ids(canary.tokens, MAX_PROBE_TOKENS, "canary.tokens")
-    log_probs = unpack_column(canary.log_probs)
-    check_row(f"canary {ROLLOUT_LOG_PROBS}", log_probs, len(tokens) - 1)
-    check_log_probs("canary.log_probs", log_probs)
-    return Probe(tokens, log_probs.tolist(), canary.max_mean_difference)
+    tokens = _token_ids(request.probe.tokens, MAX_PROBE_TOKENS, "probe.tokens")
+    log_probs = unpack_column(request.probe.log_probs)
+    check_row(f"probe {ROLLOUT_LOG_PROBS}", log_probs, len(tokens) - 1)
+    check_log_probs("probe.log_probs", log_probs)
+    return Probe(tokens, log_probs.tolist(), request.probe.max_mean_difference)
 
 
 def checksums_from_proto(request: pb.CommitPublishRequest) -> dict[str, str]:

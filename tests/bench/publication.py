@@ -22,14 +22,14 @@ from torch.distributed.distributed_c10d import Backend, _new_process_group_helpe
 from transformers import AutoModelForCausalLM
 
 from headrace.job.schema.job import Job
-from services.rollout.engine.api import TensorSpec as EngineSpec
+from headrace.wire.tensor_spec import TensorSpec
 from services.rollout.engine.fleet import Fleet, FleetTiming
-from services.rollout.engine.machine import probe
+from services.rollout.engine.machine import detect_machine
 from services.rollout.engine.router import Router
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan, Plan
 from services.rollout.service import sglang_factory
-from services.trainer.weights.buckets import TensorSpec, cut
+from services.trainer.weights.buckets import cut
 from services.trainer.weights.engine_layout import EngineChecksums, flat_bytes
 from services.trainer.weights.weight_group import WeightGroup
 from tests.support.models.tiny_model import make_tiny_qwen3
@@ -82,10 +82,7 @@ async def published_seconds(receiver: Receiver, weights: dict[str, torch.Tensor]
         plan = Plan(
             publication_id=f"bench-{version}",
             policy_version=version,
-            buckets={
-                number: [EngineSpec(spec.name, tuple(spec.shape), spec.dtype) for spec in bucket]
-                for number, bucket in enumerate(cuts)
-            },
+            buckets=dict(enumerate(cuts)),
             groups=(GroupPlan(group.name, "127.0.0.1", group.port, tuple(range(len(cuts))), joined=group.joined),),
             backend="gloo",
             pause_mode="in_place",
@@ -120,7 +117,9 @@ async def main() -> None:
         weights = {n: p.detach() for n, p in model.named_parameters() if n != "lm_head.weight"}
         job = Job.model_validate({"model": {"hf_checkpoint": checkpoint}})
         router = Router("cache_aware", Path(folder) / "router.log", request_seconds=60)
-        fleet = Fleet(1, 1, sglang_factory(job, await probe(), Path(folder)), router, FleetTiming(start_seconds=600))
+        fleet = Fleet(
+            1, 1, sglang_factory(job, await detect_machine(), Path(folder)), router, FleetTiming(start_seconds=600)
+        )
         print("starting an engine …", flush=True)
         await asyncio.gather(router.start(), fleet.start())
         try:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from headrace.cli.main import main
 from headrace.errors import PublicationAborted
-from services.rollout.engine.api import TensorSpec
+from headrace.wire.tensor_spec import TensorSpec
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from services.rollout.publication.publication import Committed
 from services.rollout.publication.receiver import Receiver
@@ -130,7 +130,7 @@ async def test_a_run_goes_on_without_it_and_takes_it_in_again(tmp_path: Path) ->
             tmp_path, make_tiny_qwen3(tmp_path / "model"),
             "--rollout-address", rollout.address, "--reward-address", "127.0.0.1:9",
             "--num-rollout", str(STEPS), "--actor-num-gpus-per-node", "1", "--save-hf", str(tmp_path / "export"),
-            "--update-weight-canary-tolerance", "1e6",  # the engines have no model to compare with
+            "--update-weight-probe-tolerance", "1e6",  # the engines have no model to compare with
         )  # fmt: skip
         async with run.started():
             producing = asyncio.create_task(produce(await run.address_of("buffer"), supply))

@@ -159,7 +159,7 @@ async def running(
             "--rollout-address", rollout.address, "--reward-address", "127.0.0.1:9",
             "--num-rollout", str(NUM_STEPS), "--save-interval", "3", "--lr", "1e-3",
             "--save-hf", str(folder / "export"), "--use-distributed-optimizer",
-            "--update-weight-canary-tolerance", "1e6",  # the engine has no model to compare with
+            "--update-weight-probe-tolerance", "1e6",  # the engine has no model to compare with
             "--peak-tflops", "0.1",
             "--use-fault-tolerance", "--max-trainer-restarts", str(2 * NUM_KILLS),
             *flags,

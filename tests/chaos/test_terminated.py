@@ -29,7 +29,7 @@ async def test_a_terminated_run_saves_commits_and_goes_on_without_a_step_lost(tm
             tmp_path, checkpoint,
             "--rollout-address", rollout.address, "--reward-address", "127.0.0.1:9",
             "--num-rollout", str(NUM_STEPS), "--save-interval", "3", "--async-save", "--lr", "1e-3",
-            "--save-hf", str(tmp_path / "export"), "--update-weight-canary-tolerance", "1e6",
+            "--save-hf", str(tmp_path / "export"), "--update-weight-probe-tolerance", "1e6",
         )  # fmt: skip
         async with producing(run, asyncio.Semaphore(6 * 4)):  # groups of six steps: it cannot end by itself
             await run.until_step(4)

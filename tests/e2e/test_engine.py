@@ -18,15 +18,16 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from headrace.errors import ChecksumMismatch, InvalidArgument, PublicationAborted, Unavailable
 from headrace.job.schema.job import Job
+from headrace.probe import Probe
+from headrace.wire.tensor_spec import TensorSpec
 from services.rollout.engine.answer import BadAnswer, Finish
-from services.rollout.engine.api import Generation, SamplingParams, TensorSpec
+from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Engine, EngineState, Fleet, FleetTiming
-from services.rollout.engine.machine import Machine, probe
+from services.rollout.engine.machine import Machine, detect_machine
 from services.rollout.engine.process import SglangProcess
 from services.rollout.engine.router import Router
 from services.rollout.production.generator import Generator
-from services.rollout.publication.probe import Probe
 from services.rollout.publication.publication import Committed
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan, Plan
@@ -58,7 +59,7 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
     folder = tmp_path_factory.mktemp("engines")
     checkpoint = make_tiny_qwen3(folder / "model")
     job = Job.model_validate({"model": {"hf_checkpoint": checkpoint}})
-    machine = await probe()
+    machine = await detect_machine()
     router = Router("cache_aware", folder / "router.log", request_seconds=240)
     timing = FleetTiming(start_seconds=600, check_interval_seconds=0.5)
     fleet = Fleet(2, 1, sglang_factory(job, machine, folder), router, timing)
@@ -288,6 +289,7 @@ async def publish(
     killed_in_the_last_bucket: Engine | None = None,
 ) -> Committed:
     buckets = two_buckets(weights)
+    specs = [[TensorSpec(name, tuple(weights[name].shape), "float32") for name in names] for names in buckets]
     plan = Plan(
         publication_id=uuid.uuid4().hex,
         epoch=1,
@@ -295,10 +297,7 @@ async def publish(
         pause_mode=pause_mode,
         backend="gloo",
         deadline_seconds=240,
-        buckets={
-            number: [TensorSpec(name, tuple(weights[name].shape), "float32") for name in names]
-            for number, names in enumerate(buckets)
-        },
+        buckets=dict(enumerate(specs)),
         groups=[GroupPlan(sender.name, "127.0.0.1", sender.port, tuple(range(len(buckets))), joined=sender.joined)],
         engine_ids=engine_ids,
     )

@@ -48,7 +48,7 @@ async def test_a_run_that_cannot_learn_ends_with_exit_code_3_and_the_reasons(
         run = TrainingRun(
             tmp_path, checkpoint, "--placement", placement, "--num-rollout", "8",
             "--rollout-address", rollout.address, "--reward-address", "127.0.0.1:9",
-            "--update-weight-canary-tolerance", "1e6",
+            "--update-weight-probe-tolerance", "1e6",
             environment=environment,
         )  # fmt: skip
         async with run.started():

@@ -206,8 +206,8 @@ class PublishSection(Section):
         "in_place", description="What requests in flight do meanwhile."
     )
     update_weight_timeout_seconds: Seconds = Field(300.0, description="A publication that takes longer is aborted.")
-    update_weight_canary_tolerance: Above = Field(
-        0.5, description="Largest mean log-prob difference of a canary between trainer and engines."
+    update_weight_probe_tolerance: Above = Field(
+        0.5, description="Largest mean log-prob difference of the probe between trainer and engines."
     )
     update_weights_interval: Positive = Field(1, description="Rollout steps between publications.")
 

@@ -93,12 +93,3 @@ class GroupJoin:
     rank_offset: int
     world_size: int
     backend: str
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """A tensor as it is sent, by its Hugging Face name."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str

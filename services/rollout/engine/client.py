@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from headrace.errors import FailedPrecondition, InvalidArgument
+from headrace.wire.tensor_spec import TensorSpec
 from services.rollout.engine.answer import (
     Asked,
     BadAnswer,
@@ -18,7 +19,7 @@ from services.rollout.engine.answer import (
     read_scores,
     read_weights_name,
 )
-from services.rollout.engine.api import GroupJoin, SamplingParams, TensorSpec
+from services.rollout.engine.api import GroupJoin, SamplingParams
 from services.rollout.engine.http import Http
 
 _CONTROL_SECONDS = 30.0

@@ -26,7 +26,7 @@ class Machine:
     flags: Mapping[str, tuple[str, bool]]
 
 
-async def probe() -> Machine:
+async def detect_machine() -> Machine:
     """Raises Unavailable, with the end of the traceback, when SGLang cannot be imported."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "services.rollout.engine.machine"),

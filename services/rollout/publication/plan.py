@@ -25,7 +25,7 @@ from headrace.wire.limits import (
     MAX_PUBLISH_SECONDS,
     MAX_TENSORS,
 )
-from services.rollout.engine.api import TensorSpec
+from headrace.wire.tensor_spec import ITEM_BYTES, TensorSpec
 from services.rollout.publication.state import GroupPlan, Plan
 
 _PAUSE_MODES: Mapping[int, str] = {
@@ -36,7 +36,6 @@ _PAUSE_MODES: Mapping[int, str] = {
 }
 _COLLECTIVE = (pb.TRANSPORT_UNSPECIFIED, pb.TRANSPORT_COLLECTIVE)
 _BACKENDS = ("gloo", "nccl")
-_ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def plan_from_proto(request: pb.BeginPublishRequest) -> Plan:
@@ -83,9 +82,9 @@ def _buckets(tensors: Sequence[pb.TensorSpec]) -> dict[int, list[TensorSpec]]:
 
 
 def _bytes_of(tensor: pb.TensorSpec) -> int:
-    if tensor.dtype not in _ITEM_BYTES:
+    if tensor.dtype not in ITEM_BYTES:
         raise InvalidArgument(
-            f"{tensor.name}: dtype {shown(tensor.dtype)} is not one of {', '.join(_ITEM_BYTES)}",
+            f"{tensor.name}: dtype {shown(tensor.dtype)} is not one of {', '.join(ITEM_BYTES)}",
             field="manifest.tensors.dtype",
         )
     shape = tuple(tensor.shape[: MAX_COLUMN_RANK + 1])
@@ -95,7 +94,7 @@ def _bytes_of(tensor: pb.TensorSpec) -> int:
             "elements",
             field="manifest.tensors.shape",
         )
-    return prod(shape) * _ITEM_BYTES[tensor.dtype]
+    return prod(shape) * ITEM_BYTES[tensor.dtype]
 
 
 def _groups(groups: Sequence[pb.PublishGroup]) -> list[GroupPlan]:

@@ -12,13 +12,14 @@ from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 from headrace.errors import ChecksumMismatch, FailedPrecondition, HeadraceError, NotFound, Unavailable
+from headrace.probe import Probe
 from headrace.rpc.log import log
 from services.rollout.engine.fleet import Engine, EngineState, Fleet
 from services.rollout.publication.checksums import differences, digest
 from services.rollout.publication.cleanup import clean_up
 from services.rollout.publication.groups import WeightGroups
 from services.rollout.publication.preparation import prepare
-from services.rollout.publication.probe import Probe
+from services.rollout.publication.probe import ask
 from services.rollout.publication.publication import Begun, Committed, Publication
 from services.rollout.publication.state import Fence, Phase, Plan
 
@@ -203,7 +204,7 @@ class Receiver:
         await participants.each(lambda engine: engine.client.resume())
         if probe:
             await participants.each(
-                lambda engine: probe.ask(engine.client, version, seconds=publication.seconds_left())
+                lambda engine: ask(probe, engine.client, version, seconds=publication.seconds_left())
             )
         if state.plan.engine_ids:
             await self._leave_groups(publication)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from headrace.errors import FailedPrecondition, Fenced, InvalidArgument, PublicationAborted
-from services.rollout.engine.api import TensorSpec
+from headrace.wire.tensor_spec import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

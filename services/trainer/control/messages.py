@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from headrace.wire.tensor_spec import TensorSpec
 from services.trainer.plan.batch import SampleFacts
-from services.trainer.weights.buckets import TensorSpec
-from services.trainer.weights.canary import Canary
 
 if TYPE_CHECKING:
     from services.trainer.data.reading import UnusableSample
@@ -107,7 +106,8 @@ class StageGroup(_Message, frozen=True):
 class Probed(_Message, frozen=True):
     """The probe as the last stage computed it."""
 
-    canary: Canary
+    tokens: list[int]
+    log_probs: list[float]
 
 
 class Sent(_Message, frozen=True):

@@ -15,6 +15,7 @@ from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.client.rollout import RolloutClient
 from headrace.errors import DeadlineExceeded, Fenced, GroupGone, HeadraceError, Unavailable
 from headrace.job.schema.job import PublishSection
+from headrace.probe import Probe
 from headrace.rpc.log import log
 from services.trainer.control.publication_plan import PublicationPlan
 from services.trainer.control.rank_group import RankGroup
@@ -145,7 +146,7 @@ class Publisher:
         return await self._rollout.commit_publish(
             publication_id,
             checksums,
-            canary=probe.pack(self._config.update_weight_canary_tolerance),
+            probe=Probe(probe.tokens, probe.log_probs, self._config.update_weight_probe_tolerance),
             deadline_seconds=self._seconds,
         )
 

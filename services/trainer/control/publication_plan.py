@@ -26,9 +26,7 @@ class PublicationPlan:
             buckets_of_stages.append(range(first, first + len(stage.buckets)))
             first += len(stage.buckets)
             for number, bucket in zip(buckets_of_stages[-1], stage.buckets, strict=True):
-                tensors += [
-                    pb.TensorSpec(name=spec.name, shape=spec.shape, dtype=spec.dtype, bucket=number) for spec in bucket
-                ]
+                tensors += [spec.pack(number) for spec in bucket]
         return cls(pb.Manifest(tensors=tensors), buckets_of_stages)
 
     @property

@@ -36,7 +36,6 @@ from services.trainer.control.messages import (
 )
 from services.trainer.plan.batch import SampleFacts
 from services.trainer.state import TrainState
-from services.trainer.weights.canary import Canary
 
 Execute = Callable[[Command], Result | Trained]
 R = TypeVar("R")
@@ -78,10 +77,10 @@ class RankGroup:
             await self._results(self._ask(OpenGroups()), StageGroup, deadline_seconds), key=lambda found: found.stage
         )
 
-    async def probe(self, *, deadline_seconds: float) -> Canary:
+    async def probe(self, *, deadline_seconds: float) -> Probed:
         """The log-probs that engines must compute under the current weights."""
         (found,) = await self._results(self._ask(ProbeWeights()), Probed, deadline_seconds)
-        return found.canary
+        return found
 
     async def send_weights(self, publication_id: str, world_size: int, *, deadline_seconds: float) -> dict[str, str]:
         """The checksums that engines must hold, once every stage has sent.

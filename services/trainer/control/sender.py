@@ -15,10 +15,11 @@ import torch
 
 from headrace.errors import HeadraceError, PublicationAborted
 from headrace.rpc.log import log
+from headrace.wire.tensor_spec import TensorSpec
 from services.trainer.control.messages import Probed, Sent, StageGroup, StageWeights
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.policy import Policy
-from services.trainer.weights.buckets import TensorSpec, cut
+from services.trainer.weights.buckets import cut
 from services.trainer.weights.engine_layout import EngineChecksums, flat_bytes
 from services.trainer.weights.weight_group import WeightGroup
 
@@ -52,8 +53,8 @@ class WeightSender:
 
     def probe(self) -> Probed | None:
         """Collective: what engines must compute; None except on the last stage's sender."""
-        canary = self._policy.canary()
-        return Probed(canary) if canary and self._is_sender else None
+        found = self._policy.probe()
+        return Probed(*found) if found and self._is_sender else None
 
     def open(self) -> StageGroup | None:
         """The address at which this stage's group listens; None on ranks that send nothing."""

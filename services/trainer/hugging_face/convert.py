@@ -15,6 +15,7 @@ from headrace.errors import ConfigError, InvalidArgument
 from headrace.models.architecture import Architecture
 from headrace.models.registry import table
 from headrace.models.rows import Replicated, Sharding
+from headrace.wire.tensor_spec import TensorSpec
 from services.trainer.hugging_face.hf_folder import HfFolder
 from services.trainer.hugging_face.model_shard import ModelShard
 from services.trainer.hugging_face.names import check_names
@@ -23,7 +24,6 @@ from services.trainer.hugging_face.shards import cut, merge
 from services.trainer.hugging_face.transformer_engine import fused_name
 from services.trainer.hugging_face.weights import weights_of
 from services.trainer.megatron.parallel import Layout
-from services.trainer.weights.buckets import TensorSpec
 
 
 class Converter:

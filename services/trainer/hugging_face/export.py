@@ -22,11 +22,12 @@ from torch import Tensor
 from headrace.errors import AlreadyExists, HeadraceError, InvalidArgument
 from headrace.models.exported import is_torn
 from headrace.rpc.log import log
+from headrace.wire.tensor_spec import TensorSpec
 from services.trainer.files.agreement import FileWork
 from services.trainer.files.durable import make_folder, put_in_place, remove, sync, sync_files
 from services.trainer.hugging_face.kept_layers import write_kept_layers
 from services.trainer.megatron.parallel import Layout
-from services.trainer.weights.buckets import TensorSpec, cut
+from services.trainer.weights.buckets import cut
 
 FILE_BYTES = 4 << 30
 _SINGLE = "model.safetensors"

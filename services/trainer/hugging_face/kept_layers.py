@@ -11,9 +11,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headrace.models.registry import read_architecture
+from headrace.wire.tensor_spec import TensorSpec
 from services.trainer.hugging_face.hf_folder import HfFolder
 from services.trainer.hugging_face.names import mtp_names
-from services.trainer.weights.buckets import TensorSpec, cut
+from services.trainer.weights.buckets import cut
 
 
 def write_kept_layers(hf_checkpoint: Path, draft: Path, dtype: str, file_bytes: int, part: Path) -> None:

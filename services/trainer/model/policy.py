@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from headrace.trajectory import Sample
+from headrace.wire.tensor_spec import TensorSpec
 from services.trainer.data.reading import FetchSamples, UnusableSample
 from services.trainer.hugging_face.convert import Converter
 from services.trainer.hugging_face.export import export
@@ -23,8 +24,7 @@ from services.trainer.model.pipeline import Pipeline
 from services.trainer.model.preparation import Preparation
 from services.trainer.model.saved import SavedParts
 from services.trainer.plan.batch import SampleFacts
-from services.trainer.weights.buckets import TensorSpec
-from services.trainer.weights.canary import Canary, canary_sample
+from services.trainer.weights.probe_sample import probe_sample
 
 
 class Policy:
@@ -81,11 +81,11 @@ class Policy:
         """
         return self._pipeline.response_log_probs(samples, temperature)
 
-    def canary(self) -> Canary | None:
+    def probe(self) -> tuple[list[int], list[float]] | None:
         """Collective: a short sequence and its log-probs under the current weights; None except on last-stage ranks."""
-        sample = canary_sample(self._vocab_size)
+        sample = probe_sample(self._vocab_size)
         found = self.log_probs([sample], temperature=1.0)
-        return Canary(sample.tokens.tolist(), found[0].tolist()) if found else None
+        return (sample.tokens.tolist(), found[0].tolist()) if found else None
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Collective: (Hugging Face name, whole tensor) on senders, nothing elsewhere."""

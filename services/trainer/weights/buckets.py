@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from headrace.wire.tensor_spec import TensorSpec
 from services.trainer.weights.engine_layout import travel_together
-
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """A tensor as it travels: its name in the Hugging Face checkpoint, shape and dtype."""
-
-    name: str
-    shape: Sequence[int]
-    dtype: str
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes on the wire."""
-        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
 
 def cut(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[list[TensorSpec]]:

@@ -233,9 +233,9 @@ class Templates:
         known = self._memory.values["publication_id"]
         request = rollout.CommitPublishRequest(publication_id=known[-1] if known else "p")
         if self._random.random() < 0.3:
-            request.canary.tokens.CopyFrom(_column("tokens", sample_pb2.DTYPE_INT32, bytes(8), 2))
-            request.canary.log_probs.CopyFrom(_column("log_probs", sample_pb2.DTYPE_FLOAT32, bytes(4), 1))
-            request.canary.max_mean_difference = 0.5
+            request.probe.tokens.CopyFrom(_column("tokens", sample_pb2.DTYPE_INT32, bytes(8), 2))
+            request.probe.log_probs.CopyFrom(_column("log_probs", sample_pb2.DTYPE_FLOAT32, bytes(4), 1))
+            request.probe.max_mean_difference = 0.5
         return request
 
     def _set_reward(self) -> Message:

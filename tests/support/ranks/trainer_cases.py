@@ -24,13 +24,13 @@ from tests.support.ranks.ranks import entries
 
 NUM_STEPS = 2
 LOG_PROB_BOUND = 1e-4
-"""By which trainer and engine may differ on the canary, in the mean."""
+"""By which trainer and engine may differ on the probe, in the mean."""
 _SIZES = {"rollout_batch_size": 4, "n_samples_per_prompt": 4}
 _PLAIN: Sections = {
     "rollout": {"num_rollout": NUM_STEPS, "rollout_temperature": 0.8, **_SIZES},
     "train": {"micro_batch_size": 3, "num_steps_per_rollout": 1},
     "megatron": {"lr": 1e-2, "adam_eps": 1e-3},
-    "publish": {"update_weight_canary_tolerance": LOG_PROB_BOUND, "update_weight_buffer_size": 100_000},
+    "publish": {"update_weight_probe_tolerance": LOG_PROB_BOUND, "update_weight_buffer_size": 100_000},
 }
 
 

@@ -65,7 +65,7 @@ def test_checksums_differ_by_value_by_absence_but_not_by_a_tied_head() -> None:
 def commit(tokens: object = (1, 2, 3), log_probs: object = (-1.0, -2.0), tolerance: float = 0.1) -> Any:
     return pb.CommitPublishRequest(
         publication_id="p",
-        canary=pb.Canary(
+        probe=pb.Probe(
             tokens=pack_column("tokens", np.asarray(tokens)),
             log_probs=pack_column("log_probs", np.asarray(log_probs)),
             max_mean_difference=tolerance,

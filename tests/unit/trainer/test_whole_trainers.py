@@ -1,7 +1,7 @@
 """The trainer as it is, rank by rank, under layouts and set-ups that meet nowhere else: two steps of each job.
 
 Only the samples are made without a model; weights go over the wire into an engine that computes with what it got, so
-every publication's checksums and canary say that it is the trainer's model. One launch of two ranks for all of it.
+every publication's checksums and probe say that it is the trainer's model. One launch of two ranks for all of it.
 """
 
 from __future__ import annotations

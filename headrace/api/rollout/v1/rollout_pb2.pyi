@@ -809,7 +809,7 @@ class PublishBucketResponse(_message.Message):
 Global___PublishBucketResponse: _TypeAlias = PublishBucketResponse  # noqa: Y015
 
 @_typing.final
-class Canary(_message.Message):
+class Probe(_message.Message):
     """A short sequence and its log-probs by the trainer, with the weights that it sent."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -840,7 +840,7 @@ class Canary(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Canary: _TypeAlias = Canary  # noqa: Y015
+Global___Probe: _TypeAlias = Probe  # noqa: Y015
 
 @_typing.final
 class CommitPublishRequest(_message.Message):
@@ -850,7 +850,7 @@ class CommitPublishRequest(_message.Message):
 
     PUBLICATION_ID_FIELD_NUMBER: _builtins.int
     ENGINE_CHECKSUMS_FIELD_NUMBER: _builtins.int
-    CANARY_FIELD_NUMBER: _builtins.int
+    PROBE_FIELD_NUMBER: _builtins.int
     publication_id: _builtins.str
     """The publication."""
     @_builtins.property
@@ -860,7 +860,7 @@ class CommitPublishRequest(_message.Message):
         """
 
     @_builtins.property
-    def canary(self) -> Global___Canary:
+    def probe(self) -> Global___Probe:
         """Asked of every engine before the fleet's version flips. Absent: not asked."""
 
     def __init__(
@@ -868,11 +868,11 @@ class CommitPublishRequest(_message.Message):
         *,
         publication_id: _builtins.str = ...,
         engine_checksums: _abc.Iterable[Global___EngineChecksum] | None = ...,
-        canary: Global___Canary | None = ...,
+        probe: Global___Probe | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["canary", b"canary"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["probe", b"probe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["canary", b"canary", "engine_checksums", b"engine_checksums", "publication_id", b"publication_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_checksums", b"engine_checksums", "probe", b"probe", "publication_id", b"publication_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,9 +9,10 @@ from typing import Any, cast
 import pytest
 
 from headrace.errors import ChecksumMismatch, FailedPrecondition, GroupGone, InvalidArgument
+from headrace.probe import Probe
 from services.rollout.publication.checksums import differences
 from services.rollout.publication.groups import WeightGroups
-from services.rollout.publication.probe import Probe
+from services.rollout.publication.probe import ask
 from services.rollout.publication.state import Phase, PublicationState
 from tests.unit.rollout.publication.test_receiver import PLAN
 
@@ -60,7 +61,7 @@ async def test_a_probe_that_is_not_a_number_disagrees() -> None:
             return [float("nan")]
 
     with pytest.raises(ChecksumMismatch):
-        await Probe([1, 2], [-0.5], 0.5).ask(cast(Any, Engine()), 3, seconds=1)
+        await ask(Probe([1, 2], [-0.5], 0.5), cast(Any, Engine()), 3, seconds=1)
 
 
 def test_a_probe_has_a_log_prob_for_every_token_but_the_first() -> None:

@@ -16,9 +16,9 @@ from headrace.errors import (
     NotFound,
     PublicationAborted,
 )
-from services.rollout.engine.api import TensorSpec
+from headrace.probe import Probe
+from headrace.wire.tensor_spec import TensorSpec
 from services.rollout.engine.fleet import EngineState
-from services.rollout.publication.probe import Probe
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan, Plan
 from tests.support.fakes.fake_engine import fake_checksum

@@ -9,12 +9,12 @@ import pytest
 from aiohttp import web
 
 from headrace.errors import PublicationAborted
+from headrace.probe import Probe
 from services.rollout.engine.answer import BadAnswer, NamedSpan
 from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.production.generator import Generator
-from services.rollout.publication.probe import Probe
 from services.rollout.publication.publication import Committed
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan

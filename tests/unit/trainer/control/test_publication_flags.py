@@ -16,6 +16,8 @@ from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.client.rollout import RolloutClient
 from headrace.errors import DeadlineExceeded
 from headrace.job.schema.job import Job
+from headrace.probe import Probe
+from headrace.wire.tensor_spec import TensorSpec
 from services.trainer.control.build import TrainerBuild
 from services.trainer.control.channel import Channel
 from services.trainer.control.messages import (
@@ -37,18 +39,16 @@ from services.trainer.megatron.parallel import Layout
 from services.trainer.megatron.rendezvous import listener
 from services.trainer.model.policy import Policy
 from services.trainer.state import TrainState
-from services.trainer.weights.buckets import TensorSpec
-from services.trainer.weights.canary import Canary
 
 STATE = TrainState(step=1, policy_version=0, epoch=1)
-CANARY = Canary(tokens=[1, 2], log_probs=[-0.5])
+PROBE = ([1, 2], [-0.5])
 
 
 class SmallPolicy:
     """Four tensors of 40 bytes."""
 
-    def canary(self) -> Canary:
-        return CANARY
+    def probe(self) -> tuple[list[int], list[float]]:
+        return PROBE
 
     def hf_tensor_specs(self) -> list[TensorSpec]:
         return [TensorSpec(f"t{number}", (10,), "float32") for number in range(4)]
@@ -74,7 +74,7 @@ class AskedRollout:
     async def publish_bucket(self, publication_id: str, bucket: int, *, deadline_seconds: float) -> None:
         pass
 
-    async def commit_publish(self, *_: object, canary: pb.Canary, deadline_seconds: float) -> pb.CommitPublishResponse:
+    async def commit_publish(self, *_: object, probe: Probe, deadline_seconds: float) -> pb.CommitPublishResponse:
         self.deadlines.append(deadline_seconds)
         return pb.CommitPublishResponse()
 
@@ -101,7 +101,7 @@ async def only_rank(
     def execute(command: Command) -> Result:
         match command:
             case ProbeWeights():
-                return Probed(CANARY)
+                return Probed(*PROBE)
             case DescribeWeights():
                 return sends
             case OpenGroups():
