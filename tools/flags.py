@@ -17,32 +17,32 @@ from functools import cache
 from itertools import groupby
 from pathlib import Path
 
-from headrace.job.leaf import ALIASES, Leaf, Shape, leaves
 from headrace.job.megatron.arguments import DESCRIBED
+from headrace.job.option import ALIASES, Arity, Option, options
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "flags.md"
 _HEADER = """# Flags
 
-Every leaf of a job: a key of its section in the job file, `HEADRACE_<NAME>` in the environment, and a flag. Written by
-`python -m tools.flags --write`; `make lint` refuses a flag whose test is not named in `tests/flags.toml`. Any other
+Every option of a job: a key of its section in the job file, `HEADRACE_<NAME>` in the environment, and a flag. Written
+by `python -m tools.flags --write`; `make lint` refuses a flag whose test is not named in `tests/flags.toml`. Any other
 field of Megatron-core's configs is a flag too ([megatron.md](megatron.md)), and any argument of SGLang's server with
 the prefix `--sglang-`.
 """
 
 
-def described() -> list[Leaf]:
+def described() -> list[Option]:
     """Those that headrace says something about; Megatron-core's other fields are its own."""
-    return [leaf for leaf in leaves().values() if leaf.section != "megatron" or leaf.name in DESCRIBED]
+    return [option for option in options().values() if option.section != "megatron" or option.name in DESCRIBED]
 
 
-def mistakes(flags: Sequence[Leaf], shown_by: Mapping[str, str], root: Path = ROOT) -> list[str]:
+def mistakes(flags: Sequence[Option], shown_by: Mapping[str, str], root: Path = ROOT) -> list[str]:
     """A sentence for each flag without a test, and for each test that is not there or does not name its flag."""
-    known = {leaf.name for leaf in flags}
+    known = {option.name for option in flags}
     found = [
-        f"{leaf.flag} has no test: name the one that shows what it does in tests/flags.toml"
-        for leaf in flags
-        if leaf.name not in shown_by
+        f"{option.flag} has no test: name the one that shows what it does in tests/flags.toml"
+        for option in flags
+        if option.name not in shown_by
     ]
     for name, test in shown_by.items():
         if name not in known:
@@ -52,37 +52,39 @@ def mistakes(flags: Sequence[Leaf], shown_by: Mapping[str, str], root: Path = RO
     return found
 
 
-def page(flags: Sequence[Leaf], shown_by: Mapping[str, str]) -> str:
+def page(flags: Sequence[Option], shown_by: Mapping[str, str]) -> str:
     """The text of docs/flags.md."""
-    aliases = {name: sorted(alias for alias, leaf in ALIASES.items() if leaf == name) for name in ALIASES.values()}
+    aliases = {name: sorted(alias for alias, option in ALIASES.items() if option == name) for name in ALIASES.values()}
     parts = [_HEADER]
-    for section, group in groupby(sorted(flags, key=lambda leaf: _order(flags, leaf)), key=lambda leaf: leaf.section):
+    for section, group in groupby(
+        sorted(flags, key=lambda option: _order(flags, option)), key=lambda option: option.section
+    ):
         parts.append(f"## {section}\n\n| flag | what it does | default | test |\n|---|---|---|---|")
-        parts += [_row(leaf, aliases.get(leaf.name, []), shown_by.get(leaf.name, "none")) for leaf in group]
+        parts += [_row(option, aliases.get(option.name, []), shown_by.get(option.name, "none")) for option in group]
         parts.append("")
     return "\n".join(parts)
 
 
-def _order(flags: Sequence[Leaf], leaf: Leaf) -> tuple[int, int]:
+def _order(flags: Sequence[Option], option: Option) -> tuple[int, int]:
     sections = [*dict.fromkeys(each.section for each in flags if each.section != "megatron"), "megatron"]
-    return sections.index(leaf.section), list(flags).index(leaf)
+    return sections.index(option.section), list(flags).index(option)
 
 
-def _row(leaf: Leaf, aliases: Sequence[str], test: str) -> str:
-    names = ", ".join(f"`--{name.replace('_', '-')}`" for name in (leaf.name, *aliases))
-    return f"| {names} | {_cell(leaf.description)} | {_default(leaf)} | {_cell(test)} |"
+def _row(option: Option, aliases: Sequence[str], test: str) -> str:
+    names = ", ".join(f"`--{name.replace('_', '-')}`" for name in (option.name, *aliases))
+    return f"| {names} | {_cell(option.description)} | {_default(option)} | {_cell(test)} |"
 
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def _default(leaf: Leaf) -> str:
-    if leaf.required:
+def _default(option: Option) -> str:
+    if option.required:
         return "required"
-    if leaf.shape is Shape.SWITCH and leaf.default is not None:
-        return "on" if leaf.default else "off"
-    return "" if leaf.default in (None, ()) else f"`{leaf.default}`"
+    if option.arity is Arity.SWITCH and option.default is not None:
+        return "on" if option.default else "off"
+    return "" if option.default in (None, ()) else f"`{option.default}`"
 
 
 def _wrong(name: str, test: str, root: Path) -> str | None:

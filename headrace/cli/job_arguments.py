@@ -9,9 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from headrace.job.leaf import Leaf, Shape, leaves
 from headrace.job.load.load import load
 from headrace.job.megatron.arguments import DESCRIBED
+from headrace.job.option import Arity, Option, options
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 
@@ -63,19 +63,25 @@ def wants_help(argv: Sequence[str]) -> bool:
 def flags_help(argv: Sequence[str]) -> str:
     """Describes the flags that people set first, with their defaults; with --help-all every flag by section."""
     if _ALL in argv:
-        described = [leaf for leaf in leaves().values() if leaf.section != "megatron" or leaf.name in DESCRIBED]
+        described = [
+            option for option in options().values() if option.section != "megatron" or option.name in DESCRIBED
+        ]
         return "\n".join([*_by_section(described), *_OTHERS])
-    return "\n".join([*_by_section([leaves()[name] for name in FIRST]), *_MORE])
+    return "\n".join([*_by_section([options()[name] for name in FIRST]), *_MORE])
 
 
-def _by_section(chosen: Sequence[Leaf]) -> list[str]:
+def _by_section(chosen: Sequence[Option]) -> list[str]:
     parts: list[str] = []
-    for section, group in groupby(chosen, key=lambda leaf: leaf.section):
-        parts += ["", f"[{section}]", *(_line(leaf) for leaf in group)]
+    for section, group in groupby(chosen, key=lambda option: option.section):
+        parts += ["", f"[{section}]", *(_line(option) for option in group)]
     return parts
 
 
-def _line(leaf: Leaf) -> str:
-    words = {Shape.SWITCH: "", Shape.ONE: " X", Shape.MANY: " X …", Shape.PAIRS: " NAME PATH …"}[leaf.shape]
-    default = "" if leaf.required or leaf.default in (None, ()) or leaf.shape is Shape.SWITCH else f" ({leaf.default})"
-    return f"  {leaf.flag + words:<42} {leaf.description}{default}"
+def _line(option: Option) -> str:
+    words = {Arity.SWITCH: "", Arity.ONE: " X", Arity.MANY: " X …", Arity.PAIRS: " NAME PATH …"}[option.arity]
+    default = (
+        ""
+        if option.required or option.default in (None, ()) or option.arity is Arity.SWITCH
+        else f" ({option.default})"
+    )
+    return f"  {option.flag + words:<42} {option.description}{default}"

@@ -16,10 +16,10 @@ from types import TracebackType
 from headrace.api.reward.v1 import reward_pb2 as pb
 from headrace.api.reward.v1.reward_pb2_grpc import RewardServiceStub
 from headrace.errors import DeadlineExceeded, HeadraceError, Internal, ResourceExhausted, Unavailable
-from headrace.judgement import Judgement, ScoreError, ScoreItem, unpack_result
 from headrace.rpc.call import call, call_once
 from headrace.rpc.channel import connect
 from headrace.rpc.retry import retry_until
+from headrace.score import ScoreError, ScoreItem, ScoreResult, unpack_result
 from headrace.wire.limits import MAX_SCORE_ITEMS_PER_CALL
 
 
@@ -39,21 +39,21 @@ class RewardClient:
 
     async def score(
         self, items: Sequence[ScoreItem], scorer: str | None = None, *, deadline_seconds: float
-    ) -> list[Judgement]:
-        """One judgement an item, in order; items with a retryable error are scored once more.
+    ) -> list[ScoreResult]:
+        """One result an item, in order; items with a retryable error are scored once more.
 
         Raises NotFound for an unknown `scorer`, and what `call` raises when the service does not answer in time.
         """
         end = time.monotonic() + deadline_seconds
 
-        async def ask(some: Sequence[ScoreItem], left_seconds: float) -> Sequence[Judgement]:
+        async def ask(some: Sequence[ScoreItem], left_seconds: float) -> Sequence[ScoreResult]:
             return await self.ask(some, scorer, deadline_seconds=left_seconds)
 
         return await score_until(end, items, ask, _may_help)
 
     async def ask(
         self, items: Sequence[ScoreItem], scorer: str | None, *, deadline_seconds: float
-    ) -> Sequence[Judgement]:
+    ) -> Sequence[ScoreResult]:
         """One call, made once, with at most `MAX_SCORE_ITEMS_PER_CALL` items. Raises what the service answers."""
         request = pb.ScoreRequest(items=[item.pack() for item in items], scorer=scorer or "")
         reply = await call_once(self._stub.Score, request, deadline_seconds=deadline_seconds, peer=self._peer)
@@ -83,14 +83,14 @@ class RewardClient:
 async def score_until(
     end: float,
     items: Sequence[ScoreItem],
-    ask: Callable[[Sequence[ScoreItem], float], Awaitable[Sequence[Judgement]]],
+    ask: Callable[[Sequence[ScoreItem], float], Awaitable[Sequence[ScoreResult]]],
     may_help: Callable[[HeadraceError], bool],
-) -> list[Judgement]:
-    """One judgement an item, in order, from `ask(some items, seconds left)`.
+) -> list[ScoreResult]:
+    """One result an item, in order, from `ask(some items, seconds left)`.
 
     Raises the last error when `time.monotonic()` reaches `end`, and at once one for which `may_help` is False.
     """
-    results: dict[int, Judgement] = {}
+    results: dict[int, ScoreResult] = {}
     waiting = deque(range(len(items)))
     while waiting:
         some = [waiting.popleft() for _ in range(min(len(waiting), MAX_SCORE_ITEMS_PER_CALL))]

@@ -1,4 +1,4 @@
-"""`args`, the first argument of every hook: all leaves of the job by their flags' names, read-only."""
+"""`args`, the first argument of every hook: all options of the job by their flags' names, read-only."""
 
 from __future__ import annotations
 
@@ -14,47 +14,49 @@ from headrace.suggest import nearest
 class HookArgs(Mapping[str, Any]):
     """A namespace: `args.rollout_temperature`. A wrong name raises AttributeError with the nearest right one."""
 
-    __slots__ = ("_leaves",)
+    __slots__ = ("_options",)
 
-    def __init__(self, leaves: Mapping[str, Any]) -> None:
-        object.__setattr__(self, "_leaves", dict(leaves))
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        object.__setattr__(self, "_options", dict(options))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # pickle and copy look for hooks of their own
             raise AttributeError(name)
-        if name not in self._leaves:
-            near = nearest(name, self._leaves)
+        if name not in self._options:
+            near = nearest(name, self._options)
             raise AttributeError(f"args has no {name!r}" + (f"; did you mean {near!r}?" if near else ""))
-        return self._leaves[name]
+        return self._options[name]
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"args is read-only: keep {name!r} on the sample's metadata or in your own module")
 
     def __reduce__(self) -> tuple[type[HookArgs], tuple[dict[str, Any]]]:
-        return HookArgs, (self._leaves,)
+        return HookArgs, (self._options,)
 
     def __getitem__(self, name: str) -> Any:
-        return self._leaves[name]
+        return self._options[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._leaves)
+        return iter(self._options)
 
     def __len__(self) -> int:
-        return len(self._leaves)
+        return len(self._options)
 
 
 def hook_args(job: Job) -> HookArgs:
-    """The job's leaves, Megatron's by their own names, SGLang's with `sglang_` in front.
+    """The job's options, Megatron's by their own names, SGLang's with `sglang_` in front.
 
     Paths are strings, as hooks pass them to `from_pretrained` and friends.
     """
-    leaves = dict(job.megatron) | {f"sglang_{name}": value for name, value in job.sglang.items()}
+    options = dict(job.megatron) | {f"sglang_{name}": value for name, value in job.sglang.items()}
     for section in job.__dict__.values():
         if isinstance(section, Section):
-            leaves.update(section_args(section))
-    return HookArgs(leaves)
+            options.update(section_args(section))
+    return HookArgs(options)
 
 
 def section_args(section: Section) -> HookArgs:
-    """The leaves of one section alone."""
-    return HookArgs({name: str(leaf) if isinstance(leaf, Path) else leaf for name, leaf in section.__dict__.items()})
+    """The options of one section alone."""
+    return HookArgs(
+        {name: str(option) if isinstance(option, Path) else option for name, option in section.__dict__.items()}
+    )

@@ -1,4 +1,4 @@
-"""Dynamic sampling filters: a user's function that keeps or drops a judged group, and the one that most people want."""
+"""Dynamic sampling filters: a user's function that keeps or drops a scored group, and the one that most people want."""
 
 from __future__ import annotations
 

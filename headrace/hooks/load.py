@@ -25,7 +25,7 @@ _SLIMES = (
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """A user's function or class. `version` is a digest of its file: it changes when its judgement may."""
+    """A user's function or class. `version` is a digest of its file: it changes when its results may."""
 
     path: str
     target: Callable[..., Any]

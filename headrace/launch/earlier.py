@@ -22,7 +22,7 @@ _OF_THE_LEDGER: Mapping[str, Any] = {
     ),
     "buffer": ("selection", "buffer_filter_path", "buffer_addresses"),
 }
-"""Leaves that the ledger's groups were made with: `StreamConfig` without its limits."""
+"""Options that the ledger's groups were made with: `StreamConfig` without its limits."""
 _UNTOLD = ("services", "run", "tracking", "placement")
 """Sections that change nothing of what is trained."""
 
@@ -110,9 +110,9 @@ class _Change:
 
 def _changes(old: Job, new: Job) -> Iterator[_Change]:
     before, after = old.model_dump(), new.model_dump()
-    for section, leaves in after.items():
-        for name in {**before[section], **leaves}:
-            was, now = before[section].get(name), leaves.get(name)
+    for section, options in after.items():
+        for name in {**before[section], **options}:
+            was, now = before[section].get(name), options.get(name)
             if was != now:
                 yield _Change(section, name, _said(was), _said(now))
 

@@ -58,12 +58,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--address", default="127.0.0.1:0", help="host:port to listen on")
     parser.add_argument("--metrics-address", help="host:port of /metrics")
     parser.add_argument("--insecure", action="store_true", help="allow an address that other machines can reach")
-    for name, leaf in RewardSection.model_fields.items():
+    for name, option in RewardSection.model_fields.items():
         flag = f"--{name.replace('_', '-')}"
-        if leaf.annotation is bool:
-            parser.add_argument(flag, action="store_true", default=None, help=leaf.description)
+        if option.annotation is bool:
+            parser.add_argument(flag, action="store_true", default=None, help=option.description)
         else:
-            parser.add_argument(flag, help=leaf.description)
+            parser.add_argument(flag, help=option.description)
     return parser
 
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.judgement import ScoreItem
+from headrace.score import ScoreItem
 from headrace.wire.limits import MAX_MATH_CPU_SECONDS, MAX_REGEX_SECONDS, MAX_SCORER_SECONDS
 from services.reward.cpu_limit import TooSlow, cpu_limit
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from headrace.errors import HeadraceError
 from headrace.hooks import RewardForm, RewardHook, hook_args
 from headrace.job.schema.job import Job
-from headrace.judgement import Judgement, Score, ScoreError, ScoreItem
 from headrace.preflight.hooks import hook_pool
 from headrace.preflight.process import CheckOptions, serve_check
 from headrace.preflight.report import PromptRow, Prompts, Report, Scorers
+from headrace.score import Score, ScoreError, ScoreItem, ScoreResult
 from headrace.wire.json_text import from_json
 from services.reward.evaluations import scorers_of
 from services.reward.metrics import RewardMetrics
@@ -116,7 +116,7 @@ def _one_of_each_scorer(prompts: Prompts) -> list[PromptRow]:
     return [*chosen, *(row for row in prompts.rows if row.where not in firsts)][: max(_TRIED_LABELS, len(chosen))]
 
 
-async def _scored(batch_scorer: BatchScorer, hook: RewardHook | None, row: PromptRow, form: str = "{}") -> Judgement:
+async def _scored(batch_scorer: BatchScorer, hook: RewardHook | None, row: PromptRow, form: str = "{}") -> ScoreResult:
     """Scores the label as the response; a group's function gets an empty response beside it."""
     prompt = row.prompt()
     messages = [{"role": turn.role, "content": turn.content} for turn in prompt.messages.messages]
@@ -137,7 +137,7 @@ async def _scored(batch_scorer: BatchScorer, hook: RewardHook | None, row: Promp
     return (await batch_scorer.score(items))[0]
 
 
-def _say(rows: Sequence[PromptRow], results: Sequence[Judgement], options: CheckOptions, report: Report) -> None:
+def _say(rows: Sequence[PromptRow], results: Sequence[ScoreResult], options: CheckOptions, report: Report) -> None:
     scored = [(row, result) for row, result in zip(rows, results, strict=True) if isinstance(result, Score)]
     failed = [(row, result) for row, result in zip(rows, results, strict=True) if isinstance(result, ScoreError)]
     for row, error in failed[:1]:
@@ -150,7 +150,7 @@ def _say(rows: Sequence[PromptRow], results: Sequence[Judgement], options: Check
 
 
 async def _other_forms(
-    batch_scorer: BatchScorer, rows: Sequence[PromptRow], results: Sequence[Judgement], report: Report
+    batch_scorer: BatchScorer, rows: Sequence[PromptRow], results: Sequence[ScoreResult], report: Report
 ) -> None:
     """Finds forms of the answer that score 1 where the label alone does not."""
     for row, result in zip(rows, results, strict=True):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.hooks import HookArgs, NoReward, Reward, RewardForm, Sample, run_reward
-from headrace.judgement import ScoreItem
+from headrace.score import ScoreItem
 
 
 async def run_custom(

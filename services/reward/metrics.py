@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from headrace.judgement import Judgement, ScoreError
 from headrace.process.workers import WorkerPool
+from headrace.score import ScoreError, ScoreResult
 
 
 class RewardMetrics:
@@ -29,7 +29,7 @@ class RewardMetrics:
         for metric in (self._items, self._seconds, self._waiting):
             registry.register(metric)
 
-    def count(self, scorer: str, result: Judgement) -> None:
+    def count(self, scorer: str, result: ScoreResult) -> None:
         self._items.labels(scorer, result.reason if isinstance(result, ScoreError) else "SCORED").inc()
 
     def observe(self, scorer: str, seconds: float) -> None:

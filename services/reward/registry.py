@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from headrace.errors import ConfigError, NotFound
 from headrace.hooks import RewardHook
-from headrace.judgement import ScoreError, ScoreItem
+from headrace.score import ScoreError, ScoreItem
 from headrace.suggest import nearest
 from headrace.wire.checks import shown
 from services.reward.builtin import BUILTINS, installed

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 from headrace.errors import HeadraceError, Internal, InvalidArgument, ResourceExhausted
 from headrace.hooks import HookArgs, NoReward, Reward, RewardForm, RewardHook
-from headrace.judgement import Judgement, Score, ScoreError, ScoreItem
 from headrace.process.workers import WorkerBroken, WorkerCrashed, WorkerError, WorkerPool, WorkerRaised, WorkerTimeout
 from headrace.process.workers.turns import Caller
 from headrace.rpc.log import log
 from headrace.sample_checks import check_reward
+from headrace.score import Score, ScoreError, ScoreItem, ScoreResult
 from headrace.wire.checks import shown
 from headrace.wire.limits import MAX_SCORE_ITEMS, MAX_SCORE_ITEMS_PER_CALLER
 from services.reward.builtin import run_builtin, run_builtin_within
@@ -77,7 +77,7 @@ class BatchScorer:
 
     async def score(
         self, items: Sequence[ScoreItem | ScoreError], requested: str | None = None, *, peer: str = ""
-    ) -> list[Judgement]:
+    ) -> list[ScoreResult]:
         """Returns one result an item, in order. Raises NotFound for `requested`, ResourceExhausted in a crowd."""
         scorer = self.registry.require(requested) if requested else None
         self._require_room(peer, len(items))
@@ -108,8 +108,8 @@ class BatchScorer:
                     reason="QUEUE_FULL",
                 )
 
-    async def _scored(self, choices: Sequence[Choice], caller: Caller) -> list[Judgement]:
-        results: dict[int, Judgement] = {i: c for i, c in enumerate(choices) if isinstance(c, ScoreError)}
+    async def _scored(self, choices: Sequence[Choice], caller: Caller) -> list[ScoreResult]:
+        results: dict[int, ScoreResult] = {i: c for i, c in enumerate(choices) if isinstance(c, ScoreError)}
         for error in results.values():
             self._metrics.count("none", error)
         async with asyncio.TaskGroup() as tasks:
@@ -117,7 +117,7 @@ class BatchScorer:
                 tasks.create_task(self._run(call, results, caller))
         return [results[i] for i in range(len(choices))]
 
-    async def _run(self, call: ScorerCall, results: dict[int, Judgement], caller: Caller) -> None:
+    async def _run(self, call: ScorerCall, results: dict[int, ScoreResult], caller: Caller) -> None:
         started = time.monotonic()
         batch = list(call.items.values())
         try:
@@ -184,7 +184,7 @@ class BatchScorer:
             return None
         return reward
 
-    def _result(self, scorer: Scorer, reward: Reward | NoReward) -> Judgement:
+    def _result(self, scorer: Scorer, reward: Reward | NoReward) -> ScoreResult:
         if isinstance(reward, str):
             return ScoreError("SCORER_NOT_FINITE", reward)
         parts = reward if isinstance(reward, dict) else {}

@@ -9,7 +9,7 @@ from typing import Any
 from headrace.api.reward.v1 import reward_pb2 as pb
 from headrace.api.reward.v1.reward_pb2_grpc import RewardServiceServicer
 from headrace.errors import InvalidArgument
-from headrace.judgement import ScoreError, ScoreItem, pack_result
+from headrace.score import ScoreError, ScoreItem, pack_result
 from headrace.trajectory import Status
 from headrace.wire.checks import require_json_object, shown
 from headrace.wire.limits import MAX_SCORE_ITEMS_PER_CALL

@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 
 from headrace.client.reward import RewardClient, score_until
 from headrace.errors import HeadraceError, InvalidArgument, NotFound, Unavailable
-from headrace.judgement import Judgement, Score, ScoreItem
 from headrace.rpc.log import log
+from headrace.score import Score, ScoreItem, ScoreResult
 from headrace.trajectory import Failure, Sample, Status
 
 # A call may wait that long for a service that is being replaced; SetReward takes effect between calls.
@@ -92,14 +92,14 @@ class SampleScorer:
             self.being_scored -= len(waiting)
         return [scored.get(sample.sample_id, sample) for sample in samples]
 
-    async def _results(self, items: Sequence[ScoreItem]) -> Sequence[Judgement]:
+    async def _results(self, items: Sequence[ScoreItem]) -> Sequence[ScoreResult]:
         """Raises Unavailable when there was no answer in time; other errors, which waiting cannot help, at once."""
         rounds = -(-len(items) // _SCORED_AT_ONCE)
         scoring_seconds = 2 * self._item_seconds * rounds
         deadline_seconds = self._patience_seconds + scoring_seconds
         call_seconds = max(self._call_seconds, scoring_seconds)
 
-        async def ask(some: Sequence[ScoreItem], left_seconds: float) -> Sequence[Judgement]:
+        async def ask(some: Sequence[ScoreItem], left_seconds: float) -> Sequence[ScoreResult]:
             scorer = self.target.scorer or None
             return await self._client.ask(some, scorer, deadline_seconds=min(left_seconds, call_seconds))
 
@@ -133,7 +133,7 @@ def _item(sample: Sample) -> ScoreItem:
     )
 
 
-def _with_score(sample: Sample, result: Judgement) -> Sample:
+def _with_score(sample: Sample, result: ScoreResult) -> Sample:
     if not isinstance(result, Score):
         return _failed(sample, Failure(result.reason, result.message))
     return replace(

@@ -24,11 +24,11 @@ async def check(options: CheckOptions, _: Prompts) -> Report:
     """Each in a worker, so that what it imports is not our concern."""
     report = Report()
     async with hook_pool(options, report) as pool:
-        for leaf, path in options.job.hooks:
+        for option, path in options.job.hooks:
             if path is None:
                 continue
             with refused_in(report, options):
-                kind, name = _KINDS[leaf], f"hook {path}"
+                kind, name = _KINDS[option], f"hook {path}"
                 await pool.run(load_trainer_hook, path, kind, timeout_seconds=LOAD_SECONDS, name=name)
                 report.facts.append((kind.replace("_", " "), path))
     return report

@@ -19,10 +19,10 @@ from headrace.client.reward import RewardClient
 from headrace.errors import ConfigError, DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from headrace.hooks import section_args
 from headrace.job.schema.job import RewardSection
-from headrace.judgement import Score, ScoreError, ScoreItem
 from headrace.rpc import interceptor
 from headrace.rpc.call import call
 from headrace.rpc.net import free_port
+from headrace.score import Score, ScoreError, ScoreItem
 from services.reward import builtin, scoring
 from services.reward.service import RewardServer
 

@@ -14,7 +14,7 @@ import pytest
 from headrace.client.reward import RewardClient
 from headrace.hooks import section_args
 from headrace.job.schema.job import RewardSection
-from headrace.judgement import Score, ScoreItem
+from headrace.score import Score, ScoreItem
 from services.reward import scoring
 from services.reward.service import RewardServer
 

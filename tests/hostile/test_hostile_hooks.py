@@ -18,10 +18,10 @@ from headrace.hooks.buffer_filter import run_buffer_filter
 from headrace.hooks.data_source import read_data_source
 from headrace.hooks.filter import run_filter
 from headrace.job.schema.job import RewardSection
-from headrace.judgement import ScoreItem
 from headrace.process.linux import descendants
 from headrace.process.workers import WorkerError, WorkerPool
 from headrace.rpc.call import call
+from headrace.score import ScoreItem
 from headrace.trajectory import Status
 from services.reward.service import RewardServer
 from tests.hostile import hostile_hooks as hooks

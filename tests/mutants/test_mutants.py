@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from headrace.job.leaf import leaves
+from headrace.job.option import options
 from tests.mutants import flags
 from tests.mutants.mutant import AREAS, ROOT, Mutant, mutants_of
 from tests.mutants.run import TreeUnderTest, explained, tree_under_test
@@ -55,5 +55,5 @@ def test_a_few_mutants_are_killed_and_the_tree_is_not_touched(tree: TreeUnderTes
 
 def test_a_flag_that_is_ignored_fails_its_own_test_and_no_other(tree: TreeUnderTest) -> None:
     test = "tests/unit/job/test_run_name.py::test_a_run_name_is_letters_digits_and_three_signs"
-    ignored = {name: flags.mutant(leaves()[name], test) for name in ("run_name", "num_rollout")}
+    ignored = {name: flags.mutant(options()[name], test) for name in ("run_name", "num_rollout")}
     assert [name for name, mutant in ignored.items() if tree.survives(mutant)] == ["num_rollout"]

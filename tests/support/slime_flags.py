@@ -1,6 +1,6 @@
 """The flags of slime's own scripts (scripts/models/*.sh, scripts/run-*.sh, examples/), with values that they give them.
 
-Facts of the command lines, as data: which leaf each one sets here, or why it is refused.
+Facts of the command lines, as data: which option each one sets here, or why it is refused.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ TAKEN: Sequence[tuple[str, str, object]] = (
     ("--sglang-speculative-algorithm EAGLE", "sglang.speculative_algorithm", "EAGLE"),
     ("--sglang-enable-deterministic-inference", "sglang.enable_deterministic_inference", True),
 )
-"""(flag and value, the leaf that it sets, to what)."""
+"""(flag and value, the option that it sets, to what)."""
 
 REFUSED: Sequence[tuple[str, str]] = (
     ("--rollout-function-path slime.rollout.sft_rollout.generate_rollout", "--custom-generate-function-path"),

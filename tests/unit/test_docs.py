@@ -14,7 +14,7 @@ import pytest
 
 from headrace.cli import main as command_line
 from headrace.cli.commands import buffer as buffer_command
-from headrace.job.leaf import ALIASES, Shape, leaves
+from headrace.job.option import ALIASES, Arity, options
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -92,8 +92,8 @@ def test_every_target_of_make_and_every_module_is_there(document: Path) -> None:
 
 def test_every_variable_is_read_somewhere(document: Path) -> None:
     for name in _VARIABLE.findall(document.read_text()):
-        of_a_leaf = name.removeprefix("HEADRACE_").lower() in leaves()
-        assert of_a_leaf or name == "HEADRACE_" or name in sources(), name
+        of_a_option = name.removeprefix("HEADRACE_").lower() in options()
+        assert of_a_option or name == "HEADRACE_" or name in sources(), name
 
 
 def test_the_tests_see_what_is_wrong(tmp_path: Path) -> None:
@@ -135,9 +135,9 @@ def headings(document: Path) -> set[str]:
 
 @cache
 def job_flags() -> frozenset[str]:
-    """Also the other names of leaves, and `--no-SWITCH`."""
-    flags = {leaf.flag for leaf in leaves().values()} | {f"--{each.replace('_', '-')}" for each in ALIASES}
-    switches = {leaf.flag for leaf in leaves().values() if leaf.shape is Shape.SWITCH}
+    """Also the other names of options, and `--no-SWITCH`."""
+    flags = {option.flag for option in options().values()} | {f"--{each.replace('_', '-')}" for each in ALIASES}
+    switches = {option.flag for option in options().values() if option.arity is Arity.SWITCH}
     return frozenset(flags | {flag.replace("--", "--no-", 1) for flag in switches})
 
 

@@ -16,9 +16,9 @@ from headrace.digest import digest_of
 from headrace.errors import InvalidArgument
 from headrace.hooks import Sample as HookSample
 from headrace.hooks import from_hook
-from headrace.judgement import ScoreError, unpack_result
 from headrace.policy_range import PolicyRange, check_ranges, gaps
 from headrace.sample_checks import ModelBounds, check_experts, check_loss_mask, check_row
+from headrace.score import ScoreError, unpack_result
 from headrace.trajectory import Failure, Sample, Status
 from headrace.wire.checks import require_json_object
 from headrace.wire.column import pack_column, unpack_column
@@ -313,6 +313,6 @@ def test_json_holds_no_number_that_is_not_finite(number: str) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e308, -1e7])
 def test_a_score_that_no_sample_may_have_is_an_error_and_no_reward(value: float) -> None:
     for score in (reward_pb2.Score(value=value), reward_pb2.Score(value=1.0, parts={"math": value})):
-        judgement = unpack_result(reward_pb2.ScoreResult(item_id="s", score=score))
-        assert isinstance(judgement, ScoreError)
-        assert judgement.reason == "SCORE_INVALID"
+        result = unpack_result(reward_pb2.ScoreResult(item_id="s", score=score))
+        assert isinstance(result, ScoreError)
+        assert result.reason == "SCORE_INVALID"

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from headrace.errors import ConfigError
-from headrace.job.leaf import ALIASES, OPPOSITES, Leaf, Setting, Shape
 from headrace.job.load import sglang
 from headrace.job.load.foreign import FOREIGN
+from headrace.job.option import ALIASES, OPPOSITES, Arity, Option, Setting
 from headrace.job.schema.literal import literal
 from headrace.suggest import did_you_mean
 from headrace.wire.checks import shown
@@ -18,7 +18,7 @@ _SHOWN = 80
 
 
 def parse_flags(
-    argv: Sequence[str], known: Mapping[str, Leaf], note: Callable[[str], None] = lambda _: None
+    argv: Sequence[str], known: Mapping[str, Option], note: Callable[[str], None] = lambda _: None
 ) -> list[Setting]:
     """One setting for each option.
 
@@ -40,20 +40,20 @@ def parse_flags(
     return list(settings.values())
 
 
-def shaped(leaf: Leaf, words: Sequence[str], origin: str) -> Any:
-    """Converts `words` to the value of `leaf`. It checks only their number; the job's types check the rest."""
-    if leaf.shape is Shape.PAIRS:
+def option_value(option: Option, words: Sequence[str], origin: str) -> Any:
+    """Converts `words` to the value of `option`. It checks only their number; the job's types check the rest."""
+    if option.arity is Arity.PAIRS:
         if not words or len(words) % 2:
-            raise ConfigError(f"{origin} takes NAME PATH pairs, got {_shown(words)}", field=leaf.name)
+            raise ConfigError(f"{origin} takes NAME PATH pairs, got {_shown(words)}", field=option.name)
         return list(zip(words[::2], words[1::2], strict=True))
-    if leaf.shape is Shape.MANY:
+    if option.arity is Arity.MANY:
         if not words:
-            raise ConfigError(f"{origin} takes one or more values, got none", field=leaf.name)
+            raise ConfigError(f"{origin} takes one or more values, got none", field=option.name)
         return list(words)
-    if leaf.shape is Shape.SWITCH and not words:
+    if option.arity is Arity.SWITCH and not words:
         return True
     if len(words) != 1:
-        raise ConfigError(f"{origin} takes one value, got {_shown(words)}", field=leaf.name)
+        raise ConfigError(f"{origin} takes one value, got {_shown(words)}", field=option.name)
     return words[0]
 
 
@@ -70,7 +70,7 @@ def _split(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
     return found
 
 
-def _setting(flag: str, words: list[str], known: Mapping[str, Leaf]) -> Setting:
+def _setting(flag: str, words: list[str], known: Mapping[str, Option]) -> Setting:
     foreign = FOREIGN.get(flag.removeprefix("--").replace("-", "_"))
     if foreign is not None:
         raise ConfigError(f"{flag} is not a flag of headrace: {foreign}", field=flag)
@@ -78,14 +78,14 @@ def _setting(flag: str, words: list[str], known: Mapping[str, Leaf]) -> Setting:
         return _sglang(flag, words)
     name = _name(flag.removeprefix("--"))
     if name in known:
-        leaf = known[name]
-        return Setting(leaf.section, leaf.name, shaped(leaf, words, flag), flag)
+        option = known[name]
+        return Setting(option.section, option.name, option_value(option, words, flag), flag)
     negated = OPPOSITES.get(name) or _name(flag.removeprefix("--no-"))
-    if negated in known and known[negated].shape is Shape.SWITCH:
+    if negated in known and known[negated].arity is Arity.SWITCH:
         if words:
             raise ConfigError(f"{flag} takes no value, got {_shown(words)}", field=negated)
         return Setting(known[negated].section, negated, False, flag)
-    names = [leaf.flag for leaf in known.values()] + [f"--{alias.replace('_', '-')}" for alias in ALIASES]
+    names = [option.flag for option in known.values()] + [f"--{alias.replace('_', '-')}" for alias in ALIASES]
     raise ConfigError(f"unknown flag {flag[:_SHOWN]}{did_you_mean(flag, names)}", field=flag)
 
 
@@ -96,8 +96,8 @@ def _sglang(flag: str, words: list[str]) -> Setting:
     return Setting("sglang", name, True if not values else values[0] if len(values) == 1 else values, flag)
 
 
-def _joined(first: Setting, second: Setting, known: Mapping[str, Leaf], note: Callable[[str], None]) -> Setting:
-    if first.section != "sglang" and known[first.name].shape in (Shape.MANY, Shape.PAIRS):
+def _joined(first: Setting, second: Setting, known: Mapping[str, Option], note: Callable[[str], None]) -> Setting:
+    if first.section != "sglang" and known[first.name].arity in (Arity.MANY, Arity.PAIRS):
         return Setting(first.section, first.name, [*first.value, *second.value], first.origin)
     if first.value != second.value:
         note(

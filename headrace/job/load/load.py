@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from headrace.errors import ConfigError
-from headrace.job.leaf import Leaf, Setting, leaves
 from headrace.job.load.flags import parse_flags
 from headrace.job.load.resolve import resolve
 from headrace.job.load.sources import read_environment, read_file
 from headrace.job.megatron.arguments import MegatronArgs
+from headrace.job.option import Option, Setting, options
 from headrace.job.rules.rules import check
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
@@ -47,7 +47,7 @@ def read(
     path: Path | None, argv: Sequence[str], environment: Mapping[str, str], note: Callable[[str], None] = _unheard
 ) -> Job:
     """The job as it was written: the types of its options are checked, nothing is derived."""
-    known = leaves()
+    known = options()
     given = read_file(path, known) if path else []
     given += [*read_environment(environment, known), *parse_flags(argv, known, note)]
     for setting in given:
@@ -76,7 +76,7 @@ def _validated(
     tree: Mapping[str, Any],
     prefix: tuple[str, ...],
     settings: Mapping[tuple[str, str], Setting],
-    known: Mapping[str, Leaf],
+    known: Mapping[str, Option],
 ) -> M:
     try:
         return model.model_validate(tree)
@@ -88,7 +88,7 @@ def _messages(
     error: ValidationError,
     prefix: tuple[str, ...],
     settings: Mapping[tuple[str, str], Setting],
-    known: Mapping[str, Leaf],
+    known: Mapping[str, Option],
 ) -> Iterable[str]:
     for each in error.errors():
         section, name = [*prefix, *(str(part) for part in each["loc"])][:2]

@@ -16,7 +16,7 @@ from headrace.models.presets import find
 
 
 def resolve(job: Job) -> Job:
-    """Completes what the job leaves open. Raises ConfigError.
+    """Completes what the job options open. Raises ConfigError.
 
     Paths are taken from the working directory, a hook's file is completed by its only function, parallel sizes come
     from the preset, and one of the four batch sizes is derived.

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError
-from headrace.job.leaf import ALIASES, Leaf, Setting, Shape
 from headrace.job.load import sglang
-from headrace.job.load.flags import shaped
+from headrace.job.load.flags import option_value
 from headrace.job.load.foreign import FOREIGN
+from headrace.job.option import ALIASES, Arity, Option, Setting
 from headrace.job.schema.job import Job
 from headrace.job.schema.literal import literal
 from headrace.suggest import did_you_mean
@@ -23,7 +23,7 @@ SGLANG_PREFIX = "HEADRACE_SGLANG_"
 _MAX_FILE_BYTES = 16 << 20
 
 
-def read_file(path: Path, known: Mapping[str, Leaf]) -> list[Setting]:
+def read_file(path: Path, known: Mapping[str, Option]) -> list[Setting]:
     """Settings of a job file. Raises ConfigError that names file, section and key."""
     tree = _parsed(path)
     settings: list[Setting] = []
@@ -36,7 +36,7 @@ def read_file(path: Path, known: Mapping[str, Leaf]) -> list[Setting]:
     return settings
 
 
-def read_environment(environment: Mapping[str, str], known: Mapping[str, Leaf]) -> list[Setting]:
+def read_environment(environment: Mapping[str, str], known: Mapping[str, Option]) -> list[Setting]:
     """Settings of HEADRACE_<OPTION> variables. Raises ConfigError for an unknown one."""
     return [
         _of_environment(variable, text, known)
@@ -74,7 +74,7 @@ def _text(path: Path) -> str:
         raise ConfigError(f"job file {path} is not text: {error}") from error
 
 
-def _of_file(path: Path, section: str, key: str, value: Any, known: Mapping[str, Leaf]) -> Setting:
+def _of_file(path: Path, section: str, key: str, value: Any, known: Mapping[str, Option]) -> Setting:
     origin = f"{path} [{section}] {key}"
     if section == "sglang":
         sglang.require_known(key, origin)
@@ -86,19 +86,19 @@ def _of_file(path: Path, section: str, key: str, value: Any, known: Mapping[str,
         raise ConfigError(f"{origin}: unknown key here: it belongs in [{known[name].section}]", field=key)
     if key in FOREIGN:
         raise ConfigError(f"{origin}: not a key of headrace: {FOREIGN[key]}", field=key)
-    names = [leaf.name for leaf in known.values() if leaf.section == section]
-    near = did_you_mean(key, names) or did_you_mean(key, [leaf.name for leaf in known.values()])
+    names = [option.name for option in known.values() if option.section == section]
+    near = did_you_mean(key, names) or did_you_mean(key, [option.name for option in known.values()])
     raise ConfigError(f"{origin}: unknown key{near}", field=key)
 
 
-def _unknown_top(key: str, known: Mapping[str, Leaf]) -> str:
+def _unknown_top(key: str, known: Mapping[str, Option]) -> str:
     name = ALIASES.get(key, key)
     if name in known:
         return f"{key} must stand in a section: put it under [{known[name].section}]"
     return f"unknown section [{key}]{did_you_mean(key, Job.model_fields)}"
 
 
-def _of_environment(variable: str, text: str, known: Mapping[str, Leaf]) -> Setting:
+def _of_environment(variable: str, text: str, known: Mapping[str, Option]) -> Setting:
     if variable.startswith(SGLANG_PREFIX):
         name = variable.removeprefix(SGLANG_PREFIX).lower()
         sglang.require_known(name, variable)
@@ -108,11 +108,11 @@ def _of_environment(variable: str, text: str, known: Mapping[str, Leaf]) -> Sett
     if name not in known:
         if name in FOREIGN:
             raise ConfigError(f"{variable} is not a variable of headrace: {FOREIGN[name]}", field=variable)
-        near = did_you_mean(variable, [leaf.variable for leaf in known.values()])
+        near = did_you_mean(variable, [option.variable for option in known.values()])
         raise ConfigError(f"unknown environment variable {variable}{near}", field=variable)
-    leaf = known[name]
+    option = known[name]
     try:
-        words = shlex.split(text) if leaf.shape in (Shape.MANY, Shape.PAIRS) else [text]
+        words = shlex.split(text) if option.arity in (Arity.MANY, Arity.PAIRS) else [text]
     except ValueError as error:
-        raise ConfigError(f"{variable}: {error}", field=leaf.name) from error
-    return Setting(leaf.section, leaf.name, shaped(leaf, words, variable), variable)
+        raise ConfigError(f"{variable}: {error}", field=option.name) from error
+    return Setting(option.section, option.name, option_value(option, words, variable), variable)

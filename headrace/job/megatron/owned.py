@@ -75,7 +75,7 @@ _REASONS: Mapping[str, Sequence[str]] = {
     "virtual stages take turns in rounds of one micro-batch for each pipeline rank": _names("""
         microbatch_group_size_per_vp_stage overlap_p2p_comm_warmup_flush
     """),
-    "it is a leaf of [train]": _names("""
+    "it is an option of [train]": _names("""
         calculate_per_token_loss
     """),
     "--use-routing-replay and --use-rollout-routing-replay do that": _names("""

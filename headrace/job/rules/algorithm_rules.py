@@ -58,7 +58,7 @@ ALGORITHM_NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "opd_teacher_url": ("use_opd", lambda job: job.distillation.use_opd),
     "opd_teacher_load": ("use_opd", lambda job: job.distillation.use_opd),
 }
-"""A leaf that has no effect without another one."""
+"""An option that has no effect without another one."""
 
 _READ_BY: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "kl_coef": (
@@ -104,7 +104,7 @@ _READ_BY: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "true_on_policy_mode": ("a policy loss", _policy),
     "custom_loss_function_path": ("loss_type custom_loss", lambda job: job.train.loss_type == "custom_loss"),
 }
-"""A leaf that only some choices read, and which."""
+"""An option that only some choices read, and which."""
 
 
 def check_algorithm(job: Job) -> None:

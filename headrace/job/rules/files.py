@@ -17,7 +17,7 @@ _LINES_LOOKED_AT = 1000
 
 
 def check_files(job: Job, scope: Scope) -> None:
-    """Raises ConfigError that names the leaf and the path."""
+    """Raises ConfigError that names the option and the path."""
     if "trainer" in scope.services or "rollout" in scope.services:
         _model("hf_checkpoint", job.model.hf_checkpoint, scope)
     if "buffer" in scope.services:
@@ -79,9 +79,9 @@ def _of_trainer(job: Job, scope: Scope) -> None:
         _hook(name, path, scope)
 
 
-def _model(leaf: str, folder: Path, scope: Scope) -> None:
+def _model(option: str, folder: Path, scope: Scope) -> None:
     if not folder.is_dir():
-        scope.missing(ConfigError(f"{leaf} {folder} is not a folder: name a Hugging Face model folder", field=leaf))
+        scope.missing(ConfigError(f"{option} {folder} is not a folder: name a Hugging Face model folder", field=option))
         return
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
     if not any((folder / name).is_file() for name in _TOKENIZERS):
@@ -90,14 +90,14 @@ def _model(leaf: str, folder: Path, scope: Scope) -> None:
         missing.append("weights (*.safetensors)")
     if missing:
         scope.missing(
-            ConfigError(f"{leaf} {folder} is not a complete model: it has no {', no '.join(missing)}", field=leaf)
+            ConfigError(f"{option} {folder} is not a complete model: it has no {', no '.join(missing)}", field=option)
         )
 
 
-def _prompts(leaf: str, part: PromptPath, job: Job, scope: Scope) -> None:
+def _prompts(option: str, part: PromptPath, job: Job, scope: Scope) -> None:
     path = part.path
     if not path.is_file():
-        scope.missing(ConfigError(f"{leaf} {path} does not exist", field=leaf), path)
+        scope.missing(ConfigError(f"{option} {path} does not exist", field=option), path)
         return
     if path.suffix == ".parquet":
         return  # the buffer, which has a reader for it, looks into it at its start
@@ -109,35 +109,35 @@ def _prompts(leaf: str, part: PromptPath, job: Job, scope: Scope) -> None:
             if line.strip():
                 empty = False
                 if not job.data.skip_bad_lines:
-                    _line(leaf, path, number, line, job)
+                    _line(option, path, number, line, job)
     if empty:
-        raise ConfigError(f"{leaf} {path} has no lines", field=leaf)
+        raise ConfigError(f"{option} {path} has no lines", field=option)
 
 
-def _line(leaf: str, path: Path, number: int, line: str, job: Job) -> None:
-    where = f"{leaf} {path}, line {number}"
+def _line(option: str, path: Path, number: int, line: str, job: Job) -> None:
+    where = f"{option} {path}, line {number}"
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}: not JSON ({error}): correct it, or pass --skip-bad-lines", field=leaf) from error
+        raise ConfigError(f"{where}: not JSON ({error}): correct it, or pass --skip-bad-lines", field=option) from error
     if not isinstance(row, dict):
-        raise ConfigError(f"{where}: the row is {type(row).__name__}, must be a JSON object", field=leaf)
+        raise ConfigError(f"{where}: the row is {type(row).__name__}, must be a JSON object", field=option)
     for name, key in (("input_key", job.data.input_key), ("label_key", job.data.label_key)):
         if key is not None and key not in row:
-            raise ConfigError(f"{where}: no key {key!r} ({name}); the keys are {', '.join(row)}", field=leaf)
+            raise ConfigError(f"{where}: no key {key!r} ({name}); the keys are {', '.join(row)}", field=option)
 
 
-def _hook(leaf: str, hook: str | None, scope: Scope) -> None:
+def _hook(option: str, hook: str | None, scope: Scope) -> None:
     """Looks into `file.py:fn`; the service that imports `pkg.mod.fn` checks it."""
     if hook is None:
         return
-    refuse_slimes(leaf, hook)
+    refuse_slimes(option, hook)
     file, _, function = hook.rpartition(":") if ".py:" in hook else (hook, "", "")
     if not file.endswith(".py"):
         return
     if not Path(file).is_file():
-        scope.missing(ConfigError(f"{leaf} {hook}: {file} does not exist", field=leaf), Path(file))
+        scope.missing(ConfigError(f"{option} {hook}: {file} does not exist", field=option), Path(file))
         return
-    if function not in (defined := [node.name for node in definitions(leaf, Path(file))]):
+    if function not in (defined := [node.name for node in definitions(option, Path(file))]):
         there = f": it defines {', '.join(defined)}" if defined else ""
-        raise ConfigError(f"{leaf} {hook}: {file} does not define {function}{there}", field=leaf)
+        raise ConfigError(f"{option} {hook}: {file} does not define {function}{there}", field=option)

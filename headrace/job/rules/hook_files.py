@@ -52,13 +52,13 @@ _FORMS: Mapping[str, HookForm] = {
     ),
 }
 HOOK_LEAVES: Sequence[str] = tuple(_FORMS)
-"""Leaves that name a user's function or class."""
+"""Options that name a user's function or class."""
 
 
-def fitting(leaf: str, file: Path, *, group_rm: bool = False) -> list[str]:
+def fitting(option: str, file: Path, *, group_rm: bool = False) -> list[str]:
     """Functions and classes of the file that the flag could mean, in the order of the file."""
-    form = _form(leaf, group_rm)
-    public = [node for node in definitions(leaf, file) if not node.name.startswith("_")]
+    form = _form(option, group_rm)
+    public = [node for node in definitions(option, file) if not node.name.startswith("_")]
     exact = [node.name for node in public if _fits(node, form, _has_names)]
     return exact or [node.name for node in public if _fits(node, form, _has_number)]
 
@@ -73,50 +73,52 @@ def hooks_of(file: Path) -> list[str]:
     return []
 
 
-def _form(leaf: str, group_rm: bool) -> HookForm:
-    return _GROUP_REWARD if group_rm and leaf == "custom_rm_path" else _FORMS[leaf]
+def _form(option: str, group_rm: bool) -> HookForm:
+    return _GROUP_REWARD if group_rm and option == "custom_rm_path" else _FORMS[option]
 
 
-def definitions(leaf: str, file: Path) -> list[Definition]:
+def definitions(option: str, file: Path) -> list[Definition]:
     """Functions and classes of the file. Raises ConfigError when it is not valid Python."""
     try:
         body = ast.parse(file.read_text()).body
     except (SyntaxError, ValueError, RecursionError) as error:
         where = f"{file}, line {error.lineno}" if isinstance(error, SyntaxError) else str(file)
         message = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise ConfigError(f"{leaf} {file}: {where}: {message}", field=leaf) from error
+        raise ConfigError(f"{option} {file}: {where}: {message}", field=option) from error
     return [node for node in body if isinstance(node, Definition)]
 
 
-def completed(leaf: str, path: str, *, group_rm: bool = False) -> str:
+def completed(option: str, path: str, *, group_rm: bool = False) -> str:
     """Completes `f.py` to `f.py:fn` when exactly one function fits; every other path stays as it is.
 
     Raises ConfigError when none or several fit. A file that does not exist here is left to the service that needs it.
     """
     if not path.endswith(".py") or not Path(path).is_file():
         return path
-    found = fitting(leaf, Path(path), group_rm=group_rm)
+    found = fitting(option, Path(path), group_rm=group_rm)
     if len(found) == 1:
         return f"{path}:{found[0]}"
     if not found:
-        there = ", ".join(node.name for node in definitions(leaf, Path(path))) or "nothing"
+        there = ", ".join(node.name for node in definitions(option, Path(path))) or "nothing"
         raise ConfigError(
-            f"{leaf} {path}: the file defines {there}, and none of them fits: the flag takes "
-            f"{_accepted(leaf, group_rm)}",
-            field=leaf,
+            f"{option} {path}: the file defines {there}, and none of them fits: the flag takes "
+            f"{_accepted(option, group_rm)}",
+            field=option,
         )
-    raise ConfigError(f"{leaf} {path}: {', '.join(found)} all fit: name one of them, as {path}:{found[0]}", field=leaf)
+    raise ConfigError(
+        f"{option} {path}: {', '.join(found)} all fit: name one of them, as {path}:{found[0]}", field=option
+    )
 
 
-def refuse_slimes(leaf: str, path: str) -> None:
+def refuse_slimes(option: str, path: str) -> None:
     """Raises ConfigError for a module of slime, which headrace does not have."""
     if not path.startswith(_SLIME):
         return
     way = next((way for module, way in _SLIMES.items() if path.startswith(module)), None)
     raise ConfigError(
-        f"{leaf} {path} is a module of slime, which headrace does not have: "
+        f"{option} {path} is a module of slime, which headrace does not have: "
         f"{way or 'leave it out where it is the default, or copy the function into a file of yours'}",
-        field=leaf,
+        field=option,
     )
 
 
@@ -140,8 +142,8 @@ def _has_number(given: Sequence[str], required: Sequence[str], names: tuple[str,
     return len(required) == len(names)
 
 
-def _accepted(leaf: str, group_rm: bool) -> str:
-    form = _form(leaf, group_rm)
+def _accepted(option: str, group_rm: bool) -> str:
+    form = _form(option, group_rm)
     ways = [f"f({', '.join(names)})" for names in form.arguments]
     ways += [f"a class with {form.method}"] if form.method else []
     return " or ".join(ways)

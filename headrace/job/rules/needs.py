@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from headrace.errors import ConfigError
-from headrace.job.leaf import leaves
+from headrace.job.option import options
 from headrace.job.rules.algorithm_rules import ALGORITHM_NEEDS, uses_reference
 from headrace.job.schema.job import Job
 
@@ -46,12 +46,12 @@ _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "skip_bad_lines": ("prompt_data", lambda job: bool(job.data.prompt_data)),
     "max_trainer_restarts": ("use_fault_tolerance", lambda job: job.placement.use_fault_tolerance),
 }
-"""A leaf that has no effect without another one."""
+"""An option that has no effect without another one."""
 
 
 def check_needs(job: Job) -> None:
     """Raises ConfigError for an option that is set and would be ignored."""
-    known = leaves()
+    known = options()
     for name, (needed, has_it) in _NEEDS.items():
         section = getattr(job, known[name].section)
         if getattr(section, name) != known[name].default and not has_it(job):

@@ -105,7 +105,7 @@ class RolloutSection(Section):
     rollout_stop: tuple[str, ...] = Field((), description="Stop strings.")
     rollout_stop_token_ids: tuple[NonNegative, ...] = Field((), description="Token ids that end a response.")
     dynamic_sampling_filter_path: str | None = Field(
-        None, description="pkg.mod.fn or file.py:fn that keeps or drops a judged group; dropped ones are replaced."
+        None, description="pkg.mod.fn or file.py:fn that keeps or drops a scored group; dropped ones are replaced."
     )
     partial_rollout: bool = Field(False, description="Keep the tokens of interrupted groups and continue from them.")
     mask_offpolicy_in_partial_rollout: bool = Field(False, description="Do not train those of older policies.")
@@ -134,7 +134,7 @@ class RewardSection(Section):
     group_rm: bool = Field(False, description="custom_rm_path takes a whole group and returns a list.")
     reward_model_path: Path | None = Field(None, description="Folder given to a custom_rm_path that is a class.")
     reward_key: str | None = Field(None, description="Which part of a dict reward is trained on.")
-    reward_timeout_seconds: Seconds = Field(30.0, description="Limit of one sample's judgement.")
+    reward_timeout_seconds: Seconds = Field(30.0, description="Limit of scoring one sample.")
     reward_workers: Annotated[Positive, Field(le=1024)] = Field(
         2, description="Worker processes of the reward service."
     )

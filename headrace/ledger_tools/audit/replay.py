@@ -145,7 +145,7 @@ class Replay:
             )
 
     def _check_fresh(self, event: pb.LedgerEvent) -> None:
-        """The limit of staleness may change, and events do not say to what: then this is not judged."""
+        """The limit of staleness may change, and events do not say to what: then this is not checked."""
         if not self.config.HasField("max_staleness"):
             return
         oldest = event.step - self.config.max_staleness

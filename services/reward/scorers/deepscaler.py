@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headrace.judgement import ScoreItem
+from headrace.score import ScoreItem
 from services.reward.scorers import math
 from services.reward.scorers.answers import boxed
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.errors import InvalidArgument
-from headrace.judgement import ScoreItem
+from headrace.score import ScoreItem
 from services.reward.scorers.answers import after_thinking
 
 

@@ -14,7 +14,7 @@ from math_verify import LatexExtractionConfig, parse, verify
 from sympy import FiniteSet, Interval, Tuple
 
 from headrace.errors import InvalidArgument
-from headrace.judgement import ScoreItem
+from headrace.score import ScoreItem
 from services.reward.scorers.answers import after_thinking
 from services.reward.scorers.math_number import is_same, number
 from services.reward.scorers.math_size import is_too_large

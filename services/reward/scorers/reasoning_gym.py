@@ -14,7 +14,7 @@ from typing import Any
 import reasoning_gym
 
 from headrace.errors import InvalidArgument
-from headrace.judgement import ScoreItem
+from headrace.score import ScoreItem
 from headrace.trajectory import from_json
 from services.reward.scorers.answers import after_thinking, boxed, last_line, tagged
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from headrace.errors import InvalidArgument
-from headrace.judgement import ScoreItem
+from headrace.score import ScoreItem
 
 
 def score(item: ScoreItem) -> float:

@@ -98,19 +98,19 @@ class Batch:
 
 def statistics(batch: Batch, step: int) -> dict[str, float]:
     """A batch's figures before it is trained: rewards, lengths, staleness in steps."""
-    judged = [s.reward for s in batch.samples if s.reward is not None]
+    scored = [s.reward for s in batch.samples if s.reward is not None]
     lengths = [s.response_length for s in batch.samples]
     staleness = [step - s.min_policy_version for s in batch.samples if s.min_policy_version is not None]
     found = {
         "samples/count": float(len(batch.samples)),
-        "samples/failed": float(len(batch.samples) - len(judged)),
+        "samples/failed": float(len(batch.samples) - len(scored)),
         "samples/set_aside": float(sum(s.set_aside is not None for s in batch.samples)),
         "response_length/mean": float(np.mean(lengths)),
         "response_length/max": float(max(lengths)),
         "truncated_ratio": sum(s.status == Status.TRUNCATED.value for s in batch.samples) / len(batch.samples),
     }
-    if judged:
-        found |= {"reward/mean": float(np.mean(judged)), "reward/std": float(np.std(judged))}
+    if scored:
+        found |= {"reward/mean": float(np.mean(scored)), "reward/std": float(np.std(scored))}
     if staleness:
         found |= {"staleness/mean": float(np.mean(staleness)), "staleness/max": float(max(staleness))}
         found |= {f"staleness/lag_{lag}": staleness.count(lag) / len(staleness) for lag in sorted(set(staleness))}

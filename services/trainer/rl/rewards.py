@@ -51,21 +51,21 @@ class RewardPostProcess:
         self, samples: Sequence[SampleFacts], fetch: Callable[[Sequence[str]], list[Sample]]
     ) -> dict[str, float]:
         """Collective: the reward of every sample by sample_id; 0 for those that failed or have none."""
-        judged = [s for s in samples if s.status != Status.FAILED.value and s.reward is not None]
-        values = torch.full((len(judged),), math.nan, dtype=torch.float64, device=self._layout.device)
+        scored = [s for s in samples if s.status != Status.FAILED.value and s.reward is not None]
+        values = torch.full((len(scored),), math.nan, dtype=torch.float64, device=self._layout.device)
         if self._layout.rank == 0:
-            values.copy_(torch.tensor(self._ask(judged, fetch), dtype=torch.float64))
+            values.copy_(torch.tensor(self._ask(scored, fetch), dtype=torch.float64))
         dist.broadcast(values, src=0)
         found = {sample.sample_id: 0.0 for sample in samples}
-        return found | dict(zip((s.sample_id for s in judged), values.tolist(), strict=True))
+        return found | dict(zip((s.sample_id for s in scored), values.tolist(), strict=True))
 
-    def _ask(self, judged: Sequence[SampleFacts], fetch: Callable[[Sequence[str]], list[Sample]]) -> list[float]:
-        numbers = {group_id: n for n, group_id in enumerate(dict.fromkeys(s.group_id for s in judged))}
-        whole = fetch([sample.sample_id for sample in judged])
+    def _ask(self, scored: Sequence[SampleFacts], fetch: Callable[[Sequence[str]], list[Sample]]) -> list[float]:
+        numbers = {group_id: n for n, group_id in enumerate(dict.fromkeys(s.group_id for s in scored))}
+        whole = fetch([sample.sample_id for sample in scored])
         answer = self._hook(self._args, [to_hook(sample, numbers[sample.group_id]) for sample in whole])
         rewards = answer[1] if isinstance(answer, tuple) and len(answer) == 2 else None
-        if rewards is None or len(rewards) != len(judged):
-            raise InvalidArgument(f"hook {self._path} must return (raw rewards, rewards), {len(judged)} numbers each")
+        if rewards is None or len(rewards) != len(scored):
+            raise InvalidArgument(f"hook {self._path} must return (raw rewards, rewards), {len(scored)} numbers each")
         found = [float(reward) for reward in rewards]
         if not all(math.isfinite(reward) for reward in found):
             raise InvalidArgument(f"hook {self._path} returned a reward that is not finite")

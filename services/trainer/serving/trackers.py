@@ -1,6 +1,6 @@
 """Trackers that get metrics beside the run's folder: TensorBoard, Weights & Biases.
 
-Keys never come near them: W&B reads its own from WANDB_API_KEY or ~/.netrc, a job has no leaf for one, and what is
+Keys never come near them: W&B reads its own from WANDB_API_KEY or ~/.netrc, a job has no option for one, and what is
 uploaded of the job has passed `without_secrets`.
 """
 

@@ -18,7 +18,7 @@ from headrace.cli.main import main
 from headrace.cli.runs import find_run
 from headrace.cli.view.run_view import RunView, sparkline
 from headrace.errors import FailedPrecondition, InvalidArgument
-from headrace.job.leaf import leaves
+from headrace.job.option import options
 from headrace.launch.launcher import Launcher
 from headrace.launch.specs import without_address
 from headrace.rpc.net import free_port
@@ -123,7 +123,7 @@ def test_help_shows_on_one_screen_what_a_first_run_sets(capsys: pytest.CaptureFi
 def test_help_all_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--help-all"]) == 0
     printed = capsys.readouterr().out
-    own = [leaf.flag for leaf in leaves().values() if leaf.section != "megatron"]
+    own = [option.flag for option in options().values() if option.section != "megatron"]
     for flag in (*own, "--swiglu", "--clip-grad", "--sglang-NAME"):
         assert f"{flag} " in printed
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from headrace.client.reward import score_until
 from headrace.errors import HeadraceError, Unavailable
-from headrace.judgement import Judgement, Score, ScoreError, ScoreItem
+from headrace.score import Score, ScoreError, ScoreItem, ScoreResult
 from headrace.wire.limits import MAX_SCORE_ITEMS_PER_CALL
 
 
@@ -23,7 +23,7 @@ def always(_: HeadraceError) -> bool:
 async def test_a_retryable_item_is_asked_for_once_more_and_keeps_its_second_answer() -> None:
     asked: Counter[str] = Counter()
 
-    async def ask(some: Sequence[ScoreItem], _: float) -> Sequence[Judgement]:
+    async def ask(some: Sequence[ScoreItem], _: float) -> Sequence[ScoreResult]:
         asked.update(item.item_id for item in some)
         timeout = ScoreError("SCORER_TIMEOUT", f"try {asked['1']}", retryable=True)
         return [
@@ -31,7 +31,7 @@ async def test_a_retryable_item_is_asked_for_once_more_and_keeps_its_second_answ
         ]
 
     scored = await score_until(time.monotonic() + 60, items(3), ask, always)
-    assert [str(type(judgement).__name__) for judgement in scored] == ["Score", "ScoreError", "ScoreError"]
+    assert [str(type(result).__name__) for result in scored] == ["Score", "ScoreError", "ScoreError"]
     assert asked == {"0": 1, "1": 2, "2": 1}
     assert scored[1] == ScoreError("SCORER_TIMEOUT", "try 2", retryable=True)
 
@@ -39,7 +39,7 @@ async def test_a_retryable_item_is_asked_for_once_more_and_keeps_its_second_answ
 async def test_a_call_that_fails_is_made_again_without_those_that_were_answered() -> None:
     sizes: list[int] = []
 
-    async def ask(some: Sequence[ScoreItem], _: float) -> Sequence[Judgement]:
+    async def ask(some: Sequence[ScoreItem], _: float) -> Sequence[ScoreResult]:
         sizes.append(len(some))
         if len(sizes) == 2:
             raise Unavailable("it restarts", retry_after_seconds=0.0)

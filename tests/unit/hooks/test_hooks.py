@@ -129,7 +129,7 @@ def test_a_wrong_signature_shows_the_right_ones(source: str) -> None:
         reward_hook(f"{source}:reward_func", group_rm=True)
 
 
-def test_args_hold_every_leaf_and_are_read_only(args) -> None:
+def test_args_hold_every_option_and_are_read_only(args) -> None:
     assert (args.rollout_temperature, args.hf_checkpoint, args.sglang_log_level) == (1.0, "model", "error")
     with pytest.raises(AttributeError, match="did you mean 'rollout_temperature'"):
         _ = args.rollout_temprature

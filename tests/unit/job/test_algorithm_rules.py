@@ -7,7 +7,7 @@ import re
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.job.leaf import ALIASES, leaves
+from headrace.job.option import ALIASES, options
 from headrace.job.rules.algorithm_warnings import algorithm_warnings
 
 KL_IN_REWARD = "--advantage-estimator ppo --kl-coef 0.01"
@@ -110,8 +110,8 @@ def test_what_belongs_together_is_taken(load_with, flags: str) -> None:
     given = {word: value for word, value in zip(words, [*words[1:], "--"], strict=True) if word.startswith("--")}
     job = load_with(*words)
     for flag, value in given.items():
-        leaf = leaves()[ALIASES.get(name := flag[2:].replace("-", "_"), name)]
-        found = getattr(getattr(job, leaf.section), leaf.name)
+        option = options()[ALIASES.get(name := flag[2:].replace("-", "_"), name)]
+        found = getattr(getattr(job, option.section), option.name)
         assert found is True if value.startswith("--") else found == type(found)(value)
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.job.leaf import leaves
+from headrace.job.option import options
 from tools.flags import described, main, mistakes
 
-LR = [leaves()["lr"]]
+LR = [options()["lr"]]
 
 
 def written(folder: Path, text: str) -> Path:
@@ -26,7 +26,7 @@ def test_a_flag_without_a_test_is_refused() -> None:
     assert mistakes(LR, {}) == ["--lr has no test: name the one that shows what it does in tests/flags.toml"]
 
 
-def test_a_new_leaf_without_a_test_fails_the_gate_as_make_lint_runs_it(
+def test_a_new_option_without_a_test_fails_the_gate_as_make_lint_runs_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = described()

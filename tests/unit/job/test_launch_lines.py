@@ -10,11 +10,11 @@ import pytest
 
 from headrace.cli.main import main
 from headrace.errors import ConfigError
-from headrace.job.leaf import ALIASES, OPPOSITES, leaves
 from headrace.job.load.foreign import FOREIGN
 from headrace.job.load.load import load, read
 from headrace.job.megatron.arguments import megatron
 from headrace.job.model.transformer_config import contradictions
+from headrace.job.option import ALIASES, OPPOSITES, options
 from headrace.job.rules.warnings import warnings
 from headrace.models.presets import PRESETS
 from headrace.models.registry import architecture
@@ -26,9 +26,9 @@ def read_line(line: str, notes: list[str] | None = None):
     return read(None, ["--hf-checkpoint", "model", *line.split()], {}, heard.append)
 
 
-@pytest.mark.parametrize(("line", "leaf", "value"), TAKEN)
-def test_a_flag_of_slimes_scripts_sets_its_leaf(line: str, leaf: str, value: object) -> None:
-    section, name = leaf.split(".")
+@pytest.mark.parametrize(("line", "option", "value"), TAKEN)
+def test_a_flag_of_slimes_scripts_sets_its_option(line: str, option: str, value: object) -> None:
+    section, name = option.split(".")
     given = getattr(read_line(line), section)
     assert (given[name] if isinstance(given, dict) else getattr(given, name)) == value
 
@@ -127,7 +127,7 @@ def test_a_pattern_of_layers_that_is_none_is_refused(pattern: str) -> None:
 
 
 def test_no_name_is_both_known_and_foreign() -> None:
-    assert not FOREIGN.keys() & (leaves().keys() | ALIASES.keys() | OPPOSITES.keys())
+    assert not FOREIGN.keys() & (options().keys() | ALIASES.keys() | OPPOSITES.keys())
 
 
 def test_all_unknown_flags_are_told_at_once_and_no_far_name_is_suggested() -> None:

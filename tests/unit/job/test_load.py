@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.job.leaf import leaves
 from headrace.job.load.load import load
 from headrace.job.load.toml import to_toml
+from headrace.job.option import options
 from headrace.job.schema.job import Job
 
 
@@ -20,13 +20,13 @@ def test_flags_override_variables_and_variables_override_the_file(load_with) -> 
     assert job.rollout.rollout_batch_size == 8
 
 
-def test_every_leaf_is_a_flag_of_its_name() -> None:
-    names = {name for _, section in Job.model_fields.items() for name in _leaf_names(section.annotation)}
-    assert names <= leaves().keys()
+def test_every_option_is_a_flag_of_its_name() -> None:
+    names = {name for _, section in Job.model_fields.items() for name in _option_names(section.annotation)}
+    assert names <= options().keys()
     assert len(names) > 60
 
 
-def _leaf_names(section: object) -> list[str]:
+def _option_names(section: object) -> list[str]:
     return list(getattr(section, "model_fields", {}))
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.job.leaf import leaves
 from headrace.job.megatron.arguments import MegatronArgs
 from headrace.job.megatron.fields import ONLY_IN, VERSIONS, MegatronFields
 from headrace.job.megatron.owned import ARCHITECTURAL, GPU_ONLY, OWNED
+from headrace.job.option import options
 from headrace.job.schema.job import Job
 from tools.megatron_fields import Row, both, rows, taken_as
 
@@ -47,8 +47,8 @@ def test_every_field_that_headrace_treats_by_name_is_one() -> None:
     assert not ARCHITECTURAL & OWNED.keys()
 
 
-def test_no_field_of_megatron_hides_a_leaf_of_the_job() -> None:
-    known = leaves()
+def test_no_field_of_megatron_hides_an_option_of_the_job() -> None:
+    known = options()
     for section in ("train", "rollout", "checkpoint", "publish", "placement"):
         for name in Job.model_fields[section].annotation.model_fields:  # type: ignore[union-attr]
             assert known[name].section == section

@@ -11,7 +11,7 @@ import pytest
 import reasoning_gym
 
 from headrace.errors import InvalidArgument
-from headrace.judgement import ScoreItem
+from headrace.score import ScoreItem
 from services.reward.cpu_limit import TooSlow, cpu_limit
 from services.reward.scorers import deepscaler, exact_match, math, regex
 from services.reward.scorers import reasoning_gym as gym_scorer

@@ -12,7 +12,7 @@ from services.trainer.plan.batch import SampleFacts
 
 @dataclass(frozen=True, slots=True)
 class GroupRewards:
-    """The judged samples of one group that did not fail.
+    """The scored samples of one group that did not fail.
 
     A rollout that fanned out into several samples counts once in the statistics: each of them weighs 1 / their number.
     """
@@ -55,7 +55,7 @@ class GroupRewards:
 
 
 def group_rewards(samples: Iterable[SampleFacts]) -> list[GroupRewards]:
-    """One entry for each group that has a judged sample; failed and unjudged samples are in none."""
+    """One entry for each group that has a scored sample; failed and unscored samples are in none."""
     groups: dict[str, list[tuple[SampleFacts, float]]] = {}
     for sample in samples:
         if sample.reward is not None and sample.status != Status.FAILED.value:
@@ -76,7 +76,7 @@ def _group(members: Sequence[tuple[SampleFacts, float]]) -> GroupRewards:
 
 
 def raw_rewards(samples: Iterable[SampleFacts]) -> dict[str, float]:
-    """R of every sample; 0 for failed and unjudged ones, which are not trained."""
+    """R of every sample; 0 for failed and unscored ones, which are not trained."""
     samples = list(samples)
     rewards = {sample.sample_id: 0.0 for sample in samples}
     for group in group_rewards(samples):

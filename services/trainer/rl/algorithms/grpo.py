@@ -15,7 +15,7 @@ def grpo_rewards(samples: Sequence[SampleFacts], *, divide_by_std: bool) -> dict
 
     A group is all samples of one group_id, whatever its size and order; std is unbiased. A sample of a rollout that
     fanned out weighs 1 / the rollout's samples in both. No result exceeds √n in a group of n samples: the whole group
-    is scaled down where one would. Failed and unjudged samples are outside the statistics and have 0. Without
+    is scaled down where one would. Failed and unscored samples are outside the statistics and have 0. Without
     `divide_by_std` it is R - mean_g: Dr.GRPO (Liu et al. 2025, arXiv:2503.20783) and the baseline of
     REINFORCE++-baseline (arXiv:2501.03262).
     """

@@ -12,7 +12,7 @@ from services.trainer.rl.algorithms.groups import group_rewards
 def rloo_rewards(samples: Sequence[SampleFacts]) -> dict[str, float]:
     """By sample_id: R - mean of the group's other rollouts; equal rewards, and a lone rollout, give exactly 0.
 
-    Failed and unjudged samples are outside the statistics and have 0.
+    Failed and unscored samples are outside the statistics and have 0.
     """
     found = {sample.sample_id: 0.0 for sample in samples}
     for group in group_rewards(samples):

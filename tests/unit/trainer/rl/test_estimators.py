@@ -62,9 +62,9 @@ def test_equal_rewards_give_exactly_zero(reward: float, size: int) -> None:
 
 def test_failed_and_unjudged_samples_are_outside_the_statistics_and_have_zero() -> None:
     healthy = group("g", [1.0, 2.0, 4.0])
-    strangers = [facts("failed", reward=50.0, status="failed"), facts("unjudged", reward=None)]
+    strangers = [facts("failed", reward=50.0, status="failed"), facts("unscored", reward=None)]
     mixed = [strangers[0], *healthy, strangers[1]]
-    zeros = {"failed": 0.0, "unjudged": 0.0}
+    zeros = {"failed": 0.0, "unscored": 0.0}
     assert grpo_rewards(mixed, divide_by_std=True) == grpo_rewards(healthy, divide_by_std=True) | zeros
     assert rloo_rewards(mixed) == rloo_rewards(healthy) | zeros
 

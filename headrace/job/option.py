@@ -30,13 +30,13 @@ ALIASES: Mapping[str, str] = {
     "freeze_params": "freeze_params_name_list",
     **MEGATRON_ALIASES,
 }
-"""Other names of leaves: slime's, Megatron's, and views."""
+"""Other names of options: slime's, Megatron's, and views."""
 
 OPPOSITES: Mapping[str, str] = {"grad_reduce_in_bf16": "grad_reduce_in_fp32"}
-"""Switches of Megatron's script that turn a leaf off."""
+"""Switches of Megatron's script that turn an option off."""
 
 
-class Shape(Enum):
+class Arity(Enum):
     """The number of words that a flag takes."""
 
     SWITCH = "switch"
@@ -46,10 +46,10 @@ class Shape(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class Option:
     section: str
     name: str
-    shape: Shape
+    arity: Arity
     description: str
     default: Any
     required: bool
@@ -77,28 +77,30 @@ class Setting:
 
 
 @cache
-def leaves() -> Mapping[str, Leaf]:
-    """Every leaf by name, Megatron's included; aliases are not in it."""
-    found: dict[str, Leaf] = {}
+def options() -> Mapping[str, Option]:
+    """Every option by name, Megatron's included; aliases are not in it."""
+    found: dict[str, Option] = {}
     for section, field in Job.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             found |= _of(section, field.annotation)
     return MappingProxyType(_of("megatron", MegatronArgs) | found)
 
 
-def _of(section: str, model: type[BaseModel]) -> dict[str, Leaf]:
+def _of(section: str, model: type[BaseModel]) -> dict[str, Option]:
     return {
-        name: Leaf(section, name, _shape(field.annotation), field.description or "", field.default, field.is_required())
+        name: Option(
+            section, name, _arity(field.annotation), field.description or "", field.default, field.is_required()
+        )
         for name, field in model.model_fields.items()
         if name not in ALIASES
     }
 
 
-def _shape(annotation: Any) -> Shape:
+def _arity(annotation: Any) -> Arity:
     if get_origin(annotation) is Annotated:
-        return _shape(get_args(annotation)[0])
+        return _arity(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
-        return _shape(next(part for part in get_args(annotation) if part is not type(None)))
+        return _arity(next(part for part in get_args(annotation) if part is not type(None)))
     if get_origin(annotation) is tuple:
-        return Shape.PAIRS if get_origin(get_args(annotation)[0]) is tuple else Shape.MANY
-    return Shape.SWITCH if annotation is bool else Shape.ONE
+        return Arity.PAIRS if get_origin(get_args(annotation)[0]) is tuple else Arity.MANY
+    return Arity.SWITCH if annotation is bool else Arity.ONE

@@ -1,4 +1,4 @@
-"""Every leaf of the job: what is shown is what services read, and what no run could use is refused with a sentence."""
+"""Every option of the job: what is shown is what services read, and what no run could use is refused in a sentence."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 
 from headrace.cli.main import main
 from headrace.errors import ConfigError
-from headrace.job.leaf import Leaf, Shape, leaves
 from headrace.job.load.load import read
 from headrace.job.load.toml import to_toml
+from headrace.job.option import Arity, Option, options
 from headrace.job.schema.job import Job
 
 LONG = bool(os.environ.get("HEADRACE_TEST_LONG"))
 _EVERY = 2
-"""Neighbouring leaves, which have like types, share the words; the long form gives all of them to each."""
-LEAVES = list(leaves().values())
+"""Neighbouring options, which have like types, share the words; the long form gives all of them to each."""
+OPTIONS = list(options().values())
 EXTREME = [
     *(
         "inf",
@@ -47,19 +47,19 @@ numbers = st.one_of(st.floats(), st.integers(-(2**65), 2**65), st.sampled_from([
 words = st.one_of(numbers.map(str), st.text(max_size=20), st.sampled_from(EXTREME), st.booleans().map(str))
 
 
-def given_to(leaf: Leaf, word: str) -> list[str]:
+def given_to(option: Option, word: str) -> list[str]:
     """The flag with the word in every place where one stands."""
-    return [leaf.flag, *([word, word] if leaf.shape is Shape.PAIRS else [word])]
+    return [option.flag, *([word, word] if option.arity is Arity.PAIRS else [word])]
 
 
-def read_flags(leaf: Leaf, word: str) -> Job | None:
+def read_flags(option: Option, word: str) -> Job | None:
     """The job, or None where the word is refused in one sentence of a reasonable length."""
-    checkpoint = [] if leaf.name == "hf_checkpoint" else ["--hf-checkpoint", "model"]
+    checkpoint = [] if option.name == "hf_checkpoint" else ["--hf-checkpoint", "model"]
     try:
-        return read(None, [*checkpoint, *given_to(leaf, word)], {})
+        return read(None, [*checkpoint, *given_to(option, word)], {})
     except ConfigError as error:
         refusal = error.message
-    assert leaf.flag in refusal or leaf.name in refusal or word.startswith("--")
+    assert option.flag in refusal or option.name in refusal or word.startswith("--")
     assert len(refusal) < 2_000
     return None
 
@@ -75,11 +75,11 @@ def numbers_of(value: Any) -> list[float]:
 
 
 @settings(max_examples=20_000 if LONG else 200, suppress_health_check=list(HealthCheck))
-@given(leaf=st.sampled_from(LEAVES), word=words)
+@given(option=st.sampled_from(OPTIONS), word=words)
 def test_what_is_read_from_a_flag_is_what_services_read(
-    leaf: Leaf, word: str, tmp_path_factory: pytest.TempPathFactory
+    option: Option, word: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    job = read_flags(leaf, word)
+    job = read_flags(option, word)
     if job is None:
         return
     assert plain(Job.model_validate_json(job.model_dump_json())) == plain(job)
@@ -88,8 +88,8 @@ def test_what_is_read_from_a_flag_is_what_services_read(
     for suffix, text in ((".toml", to_toml(job)), (".json", job.model_dump_json())):
         path.with_suffix(suffix).write_text(text)
         assert plain(read(path.with_suffix(suffix), [], {})) == plain(job)
-    if leaf.shape is Shape.ONE and not word.startswith("--"):
-        variables = {"HEADRACE_HF_CHECKPOINT": "model", leaf.variable: word}
+    if option.arity is Arity.ONE and not word.startswith("--"):
+        variables = {"HEADRACE_HF_CHECKPOINT": "model", option.variable: word}
         assert plain(read(None, [], variables)) == plain(job)
 
 
@@ -114,22 +114,25 @@ def test_whatever_a_job_holds_its_toml_reads_back_exactly(arguments: dict[str, A
     assert back["rollout"].get("rollout_stop", []) == stops
 
 
-def test_every_extreme_word_for_every_leaf_is_taken_whole_or_refused_in_a_sentence() -> None:
-    for number, leaf in enumerate(LEAVES):
+def test_every_extreme_word_for_every_option_is_taken_whole_or_refused_in_a_sentence() -> None:
+    for number, option in enumerate(OPTIONS):
         for word in EXTREME if LONG else EXTREME[number % _EVERY :: _EVERY]:
-            job = read_flags(leaf, word)
-            assert job is None or plain(Job.model_validate_json(job.model_dump_json())) == plain(job), (leaf, word[:80])
+            job = read_flags(option, word)
+            assert job is None or plain(Job.model_validate_json(job.model_dump_json())) == plain(job), (
+                option,
+                word[:80],
+            )
 
 
 @pytest.mark.parametrize("word", ["inf", "nan", "1e308", "1e-320"])
 def test_no_number_beyond_float32_reaches_a_leaf(word: str) -> None:
-    accepted = [leaf.name for leaf in LEAVES if (job := read_flags(leaf, word)) and _holds_number(job, leaf)]
+    accepted = [option.name for option in OPTIONS if (job := read_flags(option, word)) and _holds_number(job, option)]
     assert accepted == []
 
 
-def _holds_number(job: Job, leaf: Leaf) -> bool:
-    section = plain(job)[leaf.section]
-    return any(isinstance(n, float) or abs(n) > 1 for n in numbers_of(section[leaf.name]))
+def _holds_number(job: Job, option: Option) -> bool:
+    section = plain(job)[option.section]
+    return any(isinstance(n, float) or abs(n) > 1 for n in numbers_of(section[option.name]))
 
 
 @pytest.mark.parametrize(

@@ -71,11 +71,11 @@ class ScoreError:
     retryable: bool = False
 
 
-Judgement = Score | ScoreError
+ScoreResult = Score | ScoreError
 
 
-def pack_result(item_id: str, judgement: Judgement) -> pb.ScoreResult:
-    match judgement:
+def pack_result(item_id: str, result: ScoreResult) -> pb.ScoreResult:
+    match result:
         case Score(value, scorer, version, parts):
             score = pb.Score(value=value, scorer=scorer, scorer_version=version, parts=parts)
             return pb.ScoreResult(item_id=item_id, score=score)
@@ -84,7 +84,7 @@ def pack_result(item_id: str, judgement: Judgement) -> pb.ScoreResult:
             return pb.ScoreResult(item_id=item_id, error=error)
 
 
-def unpack_result(packed: pb.ScoreResult) -> Judgement:
+def unpack_result(packed: pb.ScoreResult) -> ScoreResult:
     """A score that no sample may have becomes an error. Raises Internal when the service sent neither."""
     if packed.HasField("score"):
         return _checked(packed.score)
@@ -93,7 +93,7 @@ def unpack_result(packed: pb.ScoreResult) -> Judgement:
     raise Internal(f"the reward service returned neither a score nor an error for item {packed.item_id}")
 
 
-def _checked(score: pb.Score) -> Judgement:
+def _checked(score: pb.Score) -> ScoreResult:
     try:
         check_reward("the score", score.value)
         for name, value in score.parts.items():
