@@ -28,11 +28,11 @@ class LedgerCollector(Collector):
             "prompts_read": _gauge("prompts_read", "Prompts read from the prompt files."),
             "bad_lines": _gauge("bad_lines", "Bad lines of the prompt files that were skipped."),
         }
-        for name, book in list(self._ledger.books.items()):
-            state = book.state
+        for name, stream in list(self._ledger.streams.items()):
+            state = stream.state
             for group_state in GroupState:
-                groups.add_metric([name, group_state.name], book.count(group_state))
-            numbers["payload_bytes"].add_metric([name], book.payload_bytes)
+                groups.add_metric([name, group_state.name], stream.count(group_state))
+            numbers["payload_bytes"].add_metric([name], stream.payload_bytes)
             numbers["step"].add_metric([name], state.step)
             numbers["committed_step"].add_metric([name], state.committed_step)
             numbers["policy_version"].add_metric([name], state.policy_version)

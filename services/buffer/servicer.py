@@ -43,8 +43,8 @@ from headrace.wire.limits import (
 from services.buffer.conversion import wire, wire_production, wire_stream
 from services.buffer.conversion.wire_bytes import RawPut, batch_group_bytes, sample_bytes
 from services.buffer.conversion.wire_checks import require_sha256
-from services.buffer.ledger.book import StreamBook
 from services.buffer.ledger.group import Group, GroupState
+from services.buffer.ledger.indexed_stream import IndexedStream
 from services.buffer.ledger.portions import cut, first_within
 from services.buffer.ledger.source import source_names
 from services.buffer.pace import paced
@@ -83,7 +83,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
 
     async def ListStreams(self, request: pb.ListStreamsRequest, context: Context) -> pb.ListStreamsResponse:
         await self._buffer.settled()
-        configs = [wire_stream.config_to_proto(book.state.config) async for book in paced(self._books(""))]
+        configs = [wire_stream.config_to_proto(stream.state.config) async for stream in paced(self._streams(""))]
         return pb.ListStreamsResponse(streams=configs)
 
     async def SubmitPrompts(self, request: pb.SubmitPromptsRequest, context: Context) -> pb.SubmitPromptsResponse:
@@ -189,7 +189,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         return pb.SetPolicyVersionResponse(num_expired=num_expired)
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.WatchResponse]:
-        self._books(request.stream)
+        self._streams(request.stream)
         async for page in self._buffer.watch(request.from_position):
             events = [wire.event_to_proto(e) for e in page if not request.stream or e.stream == request.stream]
             for some in cut(events, lambda event: event.ByteSize()):
@@ -215,7 +215,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
         await self._buffer.settled()
-        streams = [self._stats(book) async for book in paced(self._books(request.stream))]
+        streams = [self._stats(stream) async for stream in paced(self._streams(request.stream))]
         damage = self._buffer.damage()
         return pb.GetStatsResponse(
             streams=streams,
@@ -251,26 +251,26 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
                 yield pb.BackupResponse(chunk=pb.BackupChunk(file=part.file, offset=part.offset, data=part.data))
         yield pb.BackupResponse(summary=summary)
 
-    def _books(self, stream: str) -> list[StreamBook]:
+    def _streams(self, stream: str) -> list[IndexedStream]:
         ledger = self._buffer.ledger
-        return [ledger.book(stream)] if stream else [ledger.books[name] for name in sorted(ledger.books)]
+        return [ledger.stream(stream)] if stream else [ledger.streams[name] for name in sorted(ledger.streams)]
 
     def _groups(
         self, stream: str, group_ids: Sequence[str], states: Sequence[GroupState], before: int | None
     ) -> list[Group]:
-        known = self._buffer.ledger.book(stream).groups
+        known = self._buffer.ledger.stream(stream).groups
         found = [known[group_id] for group_id in dict.fromkeys(group_ids) if group_id in known]
         wanted = [group for group in found if not states or group.state in states]
         wanted = [group for group in wanted if before is None or group.position < before]
         return sorted(wanted, key=lambda group: -group.position)
 
-    def _stats(self, book: StreamBook) -> pb.StreamStats:
-        stats = _stats(book)
-        stats.trouble = self._buffer.trouble_of(book.state.name) or ""
+    def _stats(self, stream: IndexedStream) -> pb.StreamStats:
+        stats = _stats(stream)
+        stats.trouble = self._buffer.trouble_of(stream.state.name) or ""
         return stats
 
     def _n_samples(self, stream: str) -> int:
-        return self._buffer.ledger.book(stream).state.config.n_samples_per_prompt
+        return self._buffer.ledger.stream(stream).state.config.n_samples_per_prompt
 
 
 def _wait_seconds(asked: float, context: Context) -> float:
@@ -281,32 +281,32 @@ def _wait_seconds(asked: float, context: Context) -> float:
     return max(min(asked, MAX_WAIT_SECONDS, seconds - _ANSWER_MARGIN_SECONDS), 0.0)
 
 
-def _stats(book: StreamBook) -> pb.StreamStats:
-    state = book.state
+def _stats(stream: IndexedStream) -> pb.StreamStats:
+    state = stream.state
     return pb.StreamStats(
         stream=state.name,
-        groups={group_state.name: book.count(group_state) for group_state in GroupState},
-        payload_bytes=book.payload_bytes,
-        stored_bytes=book.stored_bytes,
+        groups={group_state.name: stream.count(group_state) for group_state in GroupState},
+        payload_bytes=stream.payload_bytes,
+        stored_bytes=stream.stored_bytes,
         epoch=state.epoch,
         step=state.step,
         committed_step=state.committed_step,
         policy_version=state.policy_version,
-        admissible_groups=book.places_left(),
+        admissible_groups=stream.places_left(),
         prompts_read=state.prompts_read,
         data_epoch=state.data_epoch,
         bad_lines=state.num_bad_lines,
         forgotten_step=state.forgotten_step,
-        sources=_sources(book) if len(state.config.files) > 1 else (),
-        production=wire_production.production_to_proto(book.production),
+        sources=_sources(stream) if len(state.config.files) > 1 else (),
+        production=wire_production.production_to_proto(stream.production),
     )
 
 
-def _sources(book: StreamBook) -> list[pb.SourceStats]:
-    state, found = book.state, []
+def _sources(stream: IndexedStream) -> list[pb.SourceStats]:
+    state, found = stream.state, []
     names = source_names(state.config.files)
     for i, (name, file, cursor) in enumerate(zip(names, state.config.files, state.cursors, strict=True)):
-        queued, leased, ready = book.lanes.counts(i)
+        queued, leased, ready = stream.queues.counts(i)
         found.append(
             pb.SourceStats(
                 name=name,

@@ -302,13 +302,13 @@ def goes_on(folder: Path) -> None:
     """Prompts are submitted and leased, and are there after another start, with what is damaged still named."""
     it = LedgerUnderTest(SqliteStore(folder, file_bytes=_FILE_BYTES))
     damaged = {damage.what for damage in it.store.damage()}
-    if "train" not in it.ledger.books:
+    if "train" not in it.ledger.streams:
         it.store.close()
         return
     submitted = it.submit("after the damage")
     it.store.close()
     it.store = SqliteStore(folder, file_bytes=_FILE_BYTES)
     it.restart()
-    assert it.ledger.book("train").groups.keys() >= set(submitted)
+    assert it.ledger.stream("train").groups.keys() >= set(submitted)
     assert {damage.what for damage in it.store.damage()} >= damaged
     it.store.close()

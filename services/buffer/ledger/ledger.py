@@ -17,7 +17,6 @@ from msgspec.structs import replace
 
 from headrace.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument, NotFound
 from headrace.wire.checks import shown
-from services.buffer.ledger.book import StreamBook
 from services.buffer.ledger.commands import producing, training
 from services.buffer.ledger.commands.dropping import Dropped, drop
 from services.buffer.ledger.commands.producing import GroupPut, NoLeaseReason, PutResult, Release
@@ -25,6 +24,7 @@ from services.buffer.ledger.commands.retrying import Retried, retry
 from services.buffer.ledger.commands.training import Batch
 from services.buffer.ledger.commands.work import MAX_CHANGES, Work
 from services.buffer.ledger.group import Group, GroupState, Prompt, SampleRecord
+from services.buffer.ledger.indexed_stream import IndexedStream
 from services.buffer.ledger.queues.leases import LeaseTable
 from services.buffer.ledger.source import Cursor
 from services.buffer.ledger.stream import StreamConfig, StreamState
@@ -45,8 +45,8 @@ class Ledger:
         self.oldest_position = 1
         """The history starts here; events below were deleted."""
         self._retain_events = retain_events
-        self.books: dict[str, StreamBook] = {}
-        self.deleted: dict[str, StreamBook] = {}
+        self.streams: dict[str, IndexedStream] = {}
+        self.deleted: dict[str, IndexedStream] = {}
         """Deleted streams; `forget_deleted` deletes their remaining groups."""
         self.lost_streams: frozenset[str] = frozenset()
         self._ledger_id = ledger_id
@@ -71,36 +71,36 @@ class Ledger:
         self.position = position
         self.oldest_position = oldest_position
         for state in streams:
-            (self.deleted if state.deleted else self.books)[state.name] = StreamBook(state)
+            (self.deleted if state.deleted else self.streams)[state.name] = IndexedStream(state)
         for group in sorted(groups, key=lambda g: g.position):
-            book = self.deleted.get(group.stream) or self.book(group.stream)
-            book.place(group)
-            if group.lease and not book.state.deleted:
-                self._leases.grant(group, now.monotonic + book.state.config.lease_seconds)
+            stream = self.deleted.get(group.stream) or self.stream(group.stream)
+            stream.place(group)
+            if group.lease and not stream.state.deleted:
+                self._leases.grant(group, now.monotonic + stream.state.config.lease_seconds)
         for group_id in lost_groups:
-            if lacking := self.books.get(group_id.rpartition("/")[0]):
+            if lacking := self.streams.get(group_id.rpartition("/")[0]):
                 lacking.note_lost(group_id)
 
-    def book(self, stream: str) -> StreamBook:
+    def stream(self, stream: str) -> IndexedStream:
         """Raises NotFound for a stream that was never created, DataLoss for one whose row is damaged."""
         self._require_whole(stream)
-        if stream not in self.books:
+        if stream not in self.streams:
             raise NotFound(
-                f"there is no stream {shown(stream)}: CreateStream makes one; there are {sorted(self.books)[:10]}"
+                f"there is no stream {shown(stream)}: CreateStream makes one; there are {sorted(self.streams)[:10]}"
             )
-        return self.books[stream]
+        return self.streams[stream]
 
     def vocab_size(self, group_id: str) -> int | None:
         """The vocabulary of the group's stream; None when it is unknown or the stream does not exist."""
-        book = self.books.get(group_id.rpartition("/")[0])
-        return None if book is None else book.state.config.vocab_size
+        stream = self.streams.get(group_id.rpartition("/")[0])
+        return None if stream is None else stream.state.config.vocab_size
 
     # Streams
 
     def create_stream(self, now: Instant, state: StreamState) -> Result[bool]:
         """Returns True for a new stream. Raises AlreadyExists when the stream exists with another config."""
         self._require_whole(state.name)
-        known = self.books.get(state.name)
+        known = self.streams.get(state.name)
         if known and known.state.config != state.config:
             raise AlreadyExists(
                 f"stream {state.name} exists with another config: {_differences(known.state.config, state.config)}; "
@@ -110,54 +110,54 @@ class Ledger:
         if known is None:
             if gone := self.deleted.pop(state.name, None):
                 state = replace(state, next_seq=gone.state.next_seq, epoch=gone.state.epoch + 1)
-            book = self.books[state.name] = StreamBook(state)
-            work.set_state(book, state)
-            work.announce(book, "stream_created")
+            stream = self.streams[state.name] = IndexedStream(state)
+            work.set_state(stream, state)
+            work.announce(stream, "stream_created")
         return self._done(work, known is None)
 
     def set_limits(self, now: Instant, limits: StreamConfig) -> Result[None]:
         """Replaces the limits of the stream of that name, and nothing else."""
         work = self._work(now)
-        book = self.book(limits.name)
-        config = book.state.config.with_limits_of(limits)
-        if config != book.state.config:
-            changes = _differences(book.state.config, config)
-            work.set_state(book, replace(book.state, config=config))
-            work.announce(book, "limits_changed", detail=changes)
+        stream = self.stream(limits.name)
+        config = stream.state.config.with_limits_of(limits)
+        if config != stream.state.config:
+            changes = _differences(stream.state.config, config)
+            work.set_state(stream, replace(stream.state, config=config))
+            work.announce(stream, "limits_changed", detail=changes)
         return self._done(work, None)
 
     def delete_stream(self, now: Instant, stream: str, *, force: bool) -> Result[bool]:
         """True when the stream existed. Its groups are deleted by `forget_deleted`. Raises FailedPrecondition."""
         work = self._work(now)
-        book = self.books.get(stream)
-        if book is None:
+        indexed = self.streams.get(stream)
+        if indexed is None:
             return self._done(work, False)
-        if book.num_groups and not force:
+        if indexed.num_groups and not force:
             raise FailedPrecondition(
-                f"stream {stream} has {book.num_groups} groups that are queued, leased, ready or consumed: "
+                f"stream {stream} has {indexed.num_groups} groups that are queued, leased, ready or consumed: "
                 "set force to delete them",
                 reason="NOT_EMPTY",
             )
-        self.deleted[stream] = self.books.pop(stream)
-        work.announce(book, "stream_deleted", detail=f"with {len(book.groups)} groups")
-        work.set_state(
-            book, StreamState(book.state.config, book.state.epoch, next_seq=book.state.next_seq, deleted=True)
-        )
+        self.deleted[stream] = self.streams.pop(stream)
+        work.announce(indexed, "stream_deleted", detail=f"with {len(indexed.groups)} groups")
+        state = indexed.state
+        emptied = StreamState(state.config, state.epoch, next_seq=state.next_seq, deleted=True)
+        work.set_state(indexed, emptied)
         return self._done(work, True)
 
     def forget_deleted(self, now: Instant, stream: str) -> Result[int]:
         """Deletes a chunk of a deleted stream's groups; returns how many."""
         work = self._work(now)
-        book = self.deleted.get(stream)
-        group_ids = list(islice(book.groups, MAX_CHANGES)) if book else []
+        indexed = self.deleted.get(stream)
+        group_ids = list(islice(indexed.groups, MAX_CHANGES)) if indexed else []
         for group_id in group_ids:
-            assert book is not None
-            group = book.groups[group_id]
+            assert indexed is not None
+            group = indexed.groups[group_id]
             if group.lease and self._leases.find(group.lease.lease_id):
                 self._leases.end(group.lease.lease_id)
             work.forget(group.records)
-            work.forget_group(book, group_id)
-            work.set_state(book, book.state)
+            work.forget_group(indexed, group_id)
+            work.set_state(indexed, indexed.state)
         return self._done(work, len(group_ids))
 
     # Producers
@@ -165,20 +165,20 @@ class Ledger:
     def submit(self, now: Instant, stream: str, prompts: Sequence[Prompt]) -> Result[list[str]]:
         """Returns the ids of the new groups, and of those that existed already."""
         work = self._work(now)
-        return self._done(work, producing.submit(work, self.book(stream), prompts))
+        return self._done(work, producing.submit(work, self.stream(stream), prompts))
 
     def check_submit(self, stream: str, prompts: Sequence[Prompt]) -> None:
         """Raises what `submit` raises, so that the prompts can be submitted in chunks afterwards."""
-        producing.check_submit(self.book(stream), prompts)
+        producing.check_submit(self.stream(stream), prompts)
 
     def prompts_wanted(self, stream: str, max_groups: int) -> Sequence[int]:
         """Returns how many prompts to read from each of the stream's sources so that `max_groups` may be leased."""
-        book = self.book(stream)
-        room = book.state.config.max_groups - book.num_groups
-        if not book.state.config.has_source or book.state.exhausted or room <= 0:
+        indexed = self.stream(stream)
+        room = indexed.state.config.max_groups - indexed.num_groups
+        if not indexed.state.config.has_source or indexed.state.exhausted or room <= 0:
             return ()
-        places = book.places_left()
-        return book.lanes.wanted(book.state, max_groups if places is None else min(max_groups, places), room)
+        places = indexed.places_left()
+        return indexed.queues.wanted(indexed.state, max_groups if places is None else min(max_groups, places), room)
 
     def read(
         self,
@@ -190,7 +190,7 @@ class Ledger:
     ) -> Result[None]:
         """Makes groups of prompts; the cursors move in the same transaction."""
         work = self._work(now)
-        producing.read(work, self.book(stream), prompts, cursors, ended)
+        producing.read(work, self.stream(stream), prompts, cursors, ended)
         return self._done(work, None)
 
     def lease(
@@ -198,12 +198,12 @@ class Ledger:
     ) -> Result[list[Group]]:
         """Returns LEASED groups, or none when `no_lease_reason` says why."""
         work = self._work(now)
-        book = self.book(stream)
-        return self._done(work, producing.lease(work, book, producer_id, request_id, max_groups, self._ledger_id))
+        indexed = self.stream(stream)
+        return self._done(work, producing.lease(work, indexed, producer_id, request_id, max_groups, self._ledger_id))
 
     def no_lease_reason(self, stream: str) -> NoLeaseReason | None:
         """Returns why no group may be leased now; None when one may."""
-        return producing.no_lease_reason(self.book(stream))
+        return producing.no_lease_reason(self.stream(stream))
 
     def lease_seconds_left(self, now: Instant, lease_id: str) -> float:
         """Returns the time until a live lease expires."""
@@ -218,7 +218,7 @@ class Ledger:
             if group is None:
                 lost.append(lease_id)
                 continue
-            seconds = self.books[group.stream].state.config.lease_seconds
+            seconds = self.streams[group.stream].state.config.lease_seconds
             self._leases.renew(lease_id, now.monotonic + seconds)
             renewed.append(lease_id)
         return renewed, lost
@@ -236,17 +236,17 @@ class Ledger:
             num_bytes = sum(p.record.stored_bytes for p in given.partials)
             adding[group.stream] = adding.get(group.stream, 0) + num_bytes
         for stream, num_bytes in adding.items():
-            producing.check_bytes(self.books[stream], num_bytes, self.books[stream].sample_bytes)
+            producing.check_bytes(self.streams[stream], num_bytes, self.streams[stream].sample_bytes)
         work = self._work(now)
         for group, given in live:
-            producing.release(work, self.books[group.stream], group, given)
+            producing.release(work, self.streams[group.stream], group, given)
         return self._done(work, None)
 
     def retry(self, now: Instant, stream: str, request_id: str, group_ids: Sequence[str]) -> Result[Retried]:
         """Queues FAILED groups again; without ids all of them, the latest first, up to the limit of one call."""
         _check_distinct("group_id", group_ids)
         work = self._work(now)
-        return self._done(work, retry(work, self.book(stream), request_id, group_ids))
+        return self._done(work, retry(work, self.stream(stream), request_id, group_ids))
 
     def drop(
         self, now: Instant, stream: str, request_id: str, group_ids: Sequence[str], reason: str
@@ -254,7 +254,7 @@ class Ledger:
         """Makes these groups DROPPED, all or none. Batches that contained one are dissolved."""
         _check_distinct("group_id", group_ids)
         work = self._work(now)
-        return self._done(work, drop(work, self.book(stream), request_id, group_ids, reason))
+        return self._done(work, drop(work, self.stream(stream), request_id, group_ids, reason))
 
     def put(self, now: Instant, puts: Sequence[GroupPut]) -> Result[list[PutResult]]:
         """Stores all puts or none. A put of an ended lease is refused in its own result."""
@@ -264,10 +264,10 @@ class Ledger:
         adding: dict[str, int] = {}
         for put in puts:
             stream = self._stream_of(put.group_id)
-            adding[stream] = adding.get(stream, 0) + producing.check_put(work, self.books[stream], put)
+            adding[stream] = adding.get(stream, 0) + producing.check_put(work, self.streams[stream], put)
         for stream, num_bytes in adding.items():
-            producing.check_bytes(self.books[stream], num_bytes, self.books[stream].sample_bytes)
-        results = [producing.put(work, self.books[self._stream_of(p.group_id)], p) for p in puts]
+            producing.check_bytes(self.streams[stream], num_bytes, self.streams[stream].sample_bytes)
+        results = [producing.put(work, self.streams[self._stream_of(p.group_id)], p) for p in puts]
         return self._done(work, results)
 
     def expire_leases(self, now: Instant) -> Result[int]:
@@ -275,8 +275,8 @@ class Ledger:
         work = self._work(now)
         due = self._leases.due(now.monotonic, MAX_CHANGES)
         for group in due:
-            if group.stream in self.books:
-                producing.lose(work, self.books[group.stream], group)
+            if group.stream in self.streams:
+                producing.lose(work, self.streams[group.stream], group)
             elif group.lease:
                 self._leases.end(group.lease.lease_id)
         return self._done(work, len(due))
@@ -290,57 +290,57 @@ class Ledger:
     def lease_batch(self, now: Instant, stream: str, epoch: int, step: int) -> Result[Batch | None]:
         """Returns the step's batch, or None while it is not full."""
         work = self._work(now)
-        return self._done(work, training.lease_batch(work, self.book(stream), epoch, step))
+        return self._done(work, training.lease_batch(work, self.stream(stream), epoch, step))
 
     def is_starved(self, stream: str) -> bool:
         """True when the next batch cannot be filled unless more prompts are submitted."""
-        return training.is_starved(self.book(stream))
+        return training.is_starved(self.stream(stream))
 
     def candidates(self, stream: str, step: int) -> list[Group]:
         """Returns the READY groups, by admission, from which the user's function chooses the batch now."""
-        return training.candidates(self.book(stream), step)
+        return training.candidates(self.stream(stream), step)
 
     def choose(
         self, now: Instant, stream: str, epoch: int, step: int, chosen: Sequence[str], dropped: Sequence[str]
     ) -> Result[Batch | None]:
         """Returns the step's batch, or None when the choice does not fill it."""
         work = self._work(now)
-        return self._done(work, training.choose(work, self.book(stream), epoch, step, chosen, dropped))
+        return self._done(work, training.choose(work, self.stream(stream), epoch, step, chosen, dropped))
 
     def consume(self, now: Instant, stream: str, epoch: int, step: int, digest: bytes) -> Result[int]:
         """Returns the next step."""
         work = self._work(now)
-        return self._done(work, training.consume(work, self.book(stream), epoch, step, digest))
+        return self._done(work, training.consume(work, self.stream(stream), epoch, step, digest))
 
     def commit(self, now: Instant, stream: str, epoch: int, step: int) -> Result[int]:
         """Returns the number of groups that became COMMITTED."""
         work = self._work(now)
-        return self._done(work, training.commit(work, self.book(stream), epoch, step))
+        return self._done(work, training.commit(work, self.stream(stream), epoch, step))
 
     def commit_steps(self, stream: str, epoch: int, step: int) -> list[int]:
         """Returns the steps to commit one after the other, so that no command is long; the last is `step`."""
-        return training.commit_steps(self.book(stream), epoch, step)
+        return training.commit_steps(self.stream(stream), epoch, step)
 
     def forget_ended(self, now: Instant, stream: str) -> Result[int]:
         """Deletes a chunk of the groups past retention; returns how many."""
         work = self._work(now)
-        return self._done(work, training.forget_ended(work, self.book(stream)))
+        return self._done(work, training.forget_ended(work, self.stream(stream)))
 
     def rewind(
         self, now: Instant, stream: str, step: int, request_id: str | None, least_epoch: int = 0, num_back: int = 0
     ) -> Result[tuple[int, int]]:
         """Returns (new epoch, groups that are READY again)."""
-        work, book = self._work(now), self.book(stream)
-        return self._done(work, training.rewind(work, book, step, request_id, least_epoch, num_back=num_back))
+        work, indexed = self._work(now), self.stream(stream)
+        return self._done(work, training.rewind(work, indexed, step, request_id, least_epoch, num_back=num_back))
 
     def rewind_steps(self, stream: str, step: int, request_id: str, least_epoch: int) -> list[int]:
         """Returns the steps to rewind to before `step`, so that no command is long."""
-        return training.rewind_steps(self.book(stream), step, request_id, least_epoch)
+        return training.rewind_steps(self.stream(stream), step, request_id, least_epoch)
 
     def set_policy_version(self, now: Instant, stream: str, epoch: int, policy_version: int) -> Result[int]:
         """Returns the number of groups that expired."""
         work = self._work(now)
-        return self._done(work, training.set_policy_version(work, self.book(stream), epoch, policy_version))
+        return self._done(work, training.set_policy_version(work, self.stream(stream), epoch, policy_version))
 
     # Readers
 
@@ -348,17 +348,17 @@ class Ledger:
         self, stream: str, sample_ids: Sequence[str], *, skip_unknown: bool = False
     ) -> list[SampleRecord]:
         """Returns the records in the order asked. Raises NotFound naming the ids that are deleted or unknown."""
-        book = self.book(stream)
+        indexed = self.stream(stream)
         found: list[SampleRecord] = []
         gone: list[str] = []
         of_group: dict[str, Mapping[str, SampleRecord]] = {}
         for sample_id in sample_ids:
-            group_id = book.samples.get(sample_id)
-            if group_id is None or book.groups[group_id].state is GroupState.COMMITTED:
+            group_id = indexed.samples.get(sample_id)
+            if group_id is None or indexed.groups[group_id].state is GroupState.COMMITTED:
                 gone.append(sample_id)
                 continue
             if group_id not in of_group:
-                of_group[group_id] = {record.sample_id: record for record in book.groups[group_id].samples}
+                of_group[group_id] = {record.sample_id: record for record in indexed.groups[group_id].samples}
             found.append(of_group[group_id][sample_id])
         if gone and not skip_unknown:
             some = f"{gone[:10]} and {len(gone) - 10} others" if len(gone) > 10 else f"{gone}"
@@ -369,15 +369,15 @@ class Ledger:
         self, stream: str, states: Sequence[GroupState], before: int | None, count: int
     ) -> tuple[list[Group], int | None]:
         """Newest change first, below position `before`; and where the next page starts, None on the last."""
-        recency = self.book(stream).recency
+        order = self.stream(stream).change_order
         end = self.position + 1 if before is None else before
-        page = list(islice(recency.before(end, states or tuple(GroupState)), count + 1))
+        page = list(islice(order.before(end, states or tuple(GroupState)), count + 1))
         return page[:count], page[count - 1].position if len(page) > count else None
 
     def _live(self, lease_id: str) -> Group | None:
         """Returns the group under a live lease; None when the lease ended or its stream is deleted."""
         group = self._leases.find(lease_id)
-        return group if group and group.stream in self.books else None
+        return group if group and group.stream in self.streams else None
 
     def _require_whole(self, stream: str) -> None:
         if stream in self.lost_streams:
@@ -404,7 +404,7 @@ class Ledger:
     def _stream_of(self, group_id: str) -> str:
         stream = group_id.rpartition("/")[0]
         self._require_whole(stream)
-        if stream not in self.books:
+        if stream not in self.streams:
             raise NotFound(f"there is no group {shown(group_id)}")
         return stream
 

@@ -135,7 +135,7 @@ class BufferApplication:
             min_free_disk_bytes=min_free_disk_bytes,
         )
         buffer._chooser = await user_code.chooser()
-        opening = [task for book in ledger.books.values() if (task := supply.resume(book.state))]
+        opening = [task for indexed in ledger.streams.values() if (task := supply.resume(indexed.state))]
         if opening:
             await asyncio.wait(opening, timeout=_OPENING_SECONDS)
         for stream in ledger.deleted:
@@ -163,11 +163,11 @@ class BufferApplication:
         check_limits(config)
         paths = [await self._supply.path_of_client(file.path) for file in config.files]
         files = tuple(replace(file, path=path) for file, path in zip(config.files, paths, strict=True))
-        known = config.name in self.ledger.books
-        names = {*self.ledger.books, *self.ledger.deleted, config.name}
-        if not known and (len(self.ledger.books) >= MAX_STREAMS or len(names) > MAX_STREAM_NAMES):
+        known = config.name in self.ledger.streams
+        names = {*self.ledger.streams, *self.ledger.deleted, config.name}
+        if not known and (len(self.ledger.streams) >= MAX_STREAMS or len(names) > MAX_STREAM_NAMES):
             raise ResourceExhausted(
-                f"there are {len(self.ledger.books)} streams, {MAX_STREAMS} is the most, and {len(names) - 1} names, "
+                f"there are {len(self.ledger.streams)} streams, {MAX_STREAMS} is the most, and {len(names) - 1} names, "
                 f"{MAX_STREAM_NAMES} is the most: delete streams, or use a name again"
             )
         return await self.create_stream(replace(config, files=files))
@@ -184,14 +184,14 @@ class BufferApplication:
         """Returns (config, True if new)."""
         check_limits(config)
         async with self._supply.locks[config.name]:
-            is_new = config.name not in self.ledger.books
+            is_new = config.name not in self.ledger.streams
             state = await self._supply.begin(config) if is_new else StreamState(config)
             return config, await self._changes.commit(self.ledger.create_stream(now(), state))
 
     async def set_limits(self, limits: StreamConfig) -> None:
         """Changes an existing stream's limits, for the operator, and nothing else."""
         check_limits(limits)
-        if limits.name in self.ledger.books:
+        if limits.name in self.ledger.streams:
             await self._changes.commit(self.ledger.set_limits(now(), limits))
 
     async def delete_stream(self, stream: str, *, force: bool) -> bool:
@@ -240,7 +240,7 @@ class BufferApplication:
                 self._timer.granted()
             return await self._changes.commit(result) or None
 
-        self.ledger.book(stream)
+        self.ledger.stream(stream)
         groups = await self._changes.wait(stream, attempt, wait_seconds) or []
         return groups, None if groups else self.ledger.no_lease_reason(stream)
 
@@ -248,7 +248,7 @@ class BufferApplication:
         """Reads until no prompt is wanted: while a file is read, other calls may change which source comes next."""
         async with self._supply.locks[stream]:
             while any(counts := self.ledger.prompts_wanted(stream, max_groups)):
-                reading = await self._supply.read(self.ledger.book(stream).state, counts)
+                reading = await self._supply.read(self.ledger.stream(stream).state, counts)
                 result = self.ledger.read(now(), stream, reading.prompts, reading.cursors, reading.ended)
                 # Not waited for: the lease that follows is behind it in the journal.
                 _ = self.journal.append(result[1])
@@ -286,24 +286,24 @@ class BufferApplication:
         async def attempt() -> Batch | None:
             batch = await self._changes.commit(self.ledger.lease_batch(now(), stream, epoch, step))
             if batch is None and self.ledger.is_starved(stream):
-                self._supply.require(self.ledger.book(stream).state)
+                self._supply.require(self.ledger.stream(stream).state)
             return await self._choose(stream, epoch, step) if batch is None and self._chooser else batch
 
-        self.ledger.book(stream)
+        self.ledger.stream(stream)
         batch = await self._changes.wait(stream, attempt, wait_seconds)
-        return batch, self.ledger.book(stream).counts[GroupState.READY]
+        return batch, self.ledger.stream(stream).counts[GroupState.READY]
 
     async def _choose(self, stream: str, epoch: int, step: int) -> Batch | None:
         assert self._chooser is not None
         async with self._choosing[stream]:
-            book = self.ledger.book(stream)
+            indexed = self.ledger.stream(stream)
             groups = self.ledger.candidates(stream, step)
             if not groups:
                 return None
             with self._chooser.folder() as folder:
                 packed = folder / "groups"
                 await self._payload_readers.run(pack_groups, packed, map(self._packed, groups))
-                chosen, dropped = await self._chooser.choose(step, packed, book.state.config.groups_per_step)
+                chosen, dropped = await self._chooser.choose(step, packed, indexed.state.config.groups_per_step)
             ids = [[groups[place].group_id for place in places] for places in (chosen, dropped)]
             return await self._changes.commit(self.ledger.choose(now(), stream, epoch, step, *ids))
 

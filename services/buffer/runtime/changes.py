@@ -108,6 +108,6 @@ class Changes:
             if event.kind == "expired" and event.state is GroupState.DROPPED and event.group_id:
                 dropped[event.stream].append(transaction.groups[event.group_id].prompt)
         for stream, prompts in dropped.items():
-            if stream not in self._ledger.books:
+            if stream not in self._ledger.streams:
                 continue  # deleted since
-            await self._supply.give_back(self._ledger.book(stream).state, prompts)
+            await self._supply.give_back(self._ledger.stream(stream).state, prompts)

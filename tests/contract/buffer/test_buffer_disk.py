@@ -166,7 +166,7 @@ async def test_on_a_full_disk_callers_hear_the_way_out_and_the_buffer_goes_on_wh
         await client.put_groups(puts[1:])
         held = {s.envelope.sample_id: s.envelope.digest for s in await client.fetch_samples("train", sample_ids(puts))}
         assert held == {s.envelope.sample_id: s.envelope.digest for put in puts for s in put.samples}
-        in_memory = {group.group_id: group for group in buffer.ledger.book("train").groups.values()}
+        in_memory = {group.group_id: group for group in buffer.ledger.stream("train").groups.values()}
         assert in_memory == whole(tmp_path)
     store = SqliteStore(tmp_path)
     assert {group.group_id: group for group in store.load().groups} == in_memory
@@ -196,7 +196,7 @@ def test_a_full_disk_that_stops_the_compaction_ends_nothing_and_what_is_live_sta
     disk = DiskUnderTest(tmp_path)
     it.store = disk.store
     it.restart()
-    held = [record for group in it.ledger.book("train").groups.values() for record in group.records]
+    held = [record for group in it.ledger.stream("train").groups.values() for record in group.records]
     payloads = [bytes(payload) for payload in disk.store.read_payloads(held)]
     disk.set_full("payloads", is_full=True)
     assert disk.store.compact() == 0

@@ -61,8 +61,16 @@ def busy_ledger(store: Store) -> LedgerUnderTest:
 
 
 def contents(ledger: Ledger) -> tuple[object, ...]:
-    book = ledger.book("train")
-    return book.state, book.groups, book.counts, book.payload_bytes, book.samples, book.prompts, ledger.position
+    stream = ledger.stream("train")
+    return (
+        stream.state,
+        stream.groups,
+        stream.counts,
+        stream.payload_bytes,
+        stream.samples,
+        stream.prompts,
+        ledger.position,
+    )
 
 
 def test_a_reopened_store_gives_the_ledger_back(store: Store, reopen: Reopen) -> None:
@@ -84,13 +92,13 @@ def test_a_reopened_store_knows_the_bytes_of_columns_out_of_line(store: Store, r
     it.do(it.ledger.put(it.now, [replace(put, samples=samples)]))
     partial = with_columns(sample(unfinished, 0, 0), 50)
     it.do(it.ledger.release(it.now, [Release(unfinished.lease.lease_id, (partial,), "stop")]))
-    held = it.ledger.book("train").stored_bytes
+    held = it.ledger.stream("train").stored_bytes
     it.store = reopen(store)
     it.restart()
-    groups = it.ledger.book("train").groups
+    groups = it.ledger.stream("train").groups
     assert [record.column_bytes for record in groups[whole.group_id].samples] == [1_000, 1_001]
     assert [record.column_bytes for record in groups[unfinished.group_id].partials] == [50]
-    assert it.ledger.book("train").stored_bytes == held > 2_051
+    assert it.ledger.stream("train").stored_bytes == held > 2_051
     it.store.close()
 
 
@@ -159,11 +167,11 @@ def test_shares_and_sources_of_a_mix_are_kept(store: Store, reopen: Reopen) -> N
         it.train_step(epoch, step)
     it.submit("outside")
     before = contents(it.ledger)
-    assert it.ledger.book("train").state.taken == (16, 6, 2)
+    assert it.ledger.stream("train").state.taken == (16, 6, 2)
     it.store = reopen(store)
     it.restart()
     assert contents(it.ledger) == before
-    assert {group.source for group in it.ledger.book("train").groups.values()} == {0, 1, 2, None}
+    assert {group.source for group in it.ledger.stream("train").groups.values()} == {0, 1, 2, None}
     it.store.close()
 
 
@@ -213,7 +221,7 @@ def test_old_events_are_deleted_and_the_ledger_goes_on_after_a_restart(store: St
 def test_payloads_are_those_that_were_put_until_they_are_committed(store: Store, reopen: Reopen) -> None:
     it = busy_ledger(store)
     store = reopen(store)
-    groups = it.ledger.book("train").groups.values()
+    groups = it.ledger.stream("train").groups.values()
     held = [r for g in groups for r in g.records]
     assert [len(p) for p in store.read_payloads(held)] == [r.payload_bytes for r in held]
     assert store.read_payloads(held[::-1]) == store.read_payloads(held)[::-1]
@@ -231,10 +239,10 @@ def test_forgotten_groups_are_gone_with_their_prompts(store: Store, reopen: Reop
     it.train_step(epoch, 0)
     it.commit(epoch, 1)
     it = LedgerUnderTest(reopen(store))
-    book = it.ledger.book("train")
-    assert list(book.groups) == ["train/2"]
+    stream = it.ledger.stream("train")
+    assert list(stream.groups) == ["train/2"]
     assert list(it.store.damage()) == []  # neither a group without its prompt nor a prompt without its group
-    assert book.state.forgotten == {"COMMITTED": 2}
+    assert stream.state.forgotten == {"COMMITTED": 2}
     assert it.submit("a") == ["train/3"]
 
 

@@ -68,7 +68,7 @@ def test_promise_9_a_damaged_group_is_set_aside_and_named_and_the_others_are_loa
     it.store.load()
     assert it.store.damage() == [Damage("the row groups/train/5 is damaged", "train/5")]
     it.restart()
-    assert len(it.ledger.book("train").groups) == 11
+    assert len(it.ledger.stream("train").groups) == 11
 
 
 def test_promise_9_a_batch_that_lost_a_group_is_data_loss_and_not_a_smaller_batch(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_damaged_page_of_the_history_keeps_no_command_from_being_durable(tmp_p
     it.store.close()
     it.store = SqliteStore(tmp_path)
     it.restart()
-    assert (it.ledger.position, it.ledger.book("train").state.policy_version) == (last, 419)
+    assert (it.ledger.position, it.ledger.stream("train").state.policy_version) == (last, 419)
     it.store.close()
 
 
@@ -177,7 +177,7 @@ def test_two_processes_cannot_have_one_data_dir(tmp_path: Path) -> None:
 
 def test_what_no_row_names_is_cut_off_and_deleted(tmp_path: Path) -> None:
     it = busy_ledger(SqliteStore(tmp_path))
-    records = [r for g in it.ledger.book("train").groups.values() for r in g.records]
+    records = [r for g in it.ledger.stream("train").groups.values() for r in g.records]
     it.store.close()
     (file,) = (tmp_path / "payloads").iterdir()
     whole = file.read_bytes()
@@ -231,7 +231,7 @@ def test_payload_files_without_their_database_are_not_taken_for_a_new_ledgers(tm
 
 def test_a_payload_that_is_not_the_one_that_was_put_is_data_loss(tmp_path: Path) -> None:
     it = busy_ledger(SqliteStore(tmp_path))
-    record = next(r for g in it.ledger.book("train").groups.values() for r in g.records)
+    record = next(r for g in it.ledger.stream("train").groups.values() for r in g.records)
     (payload,) = it.store.read_payloads([record])
     assert checked_payload(record, payload) == payload
     with pytest.raises(DataLoss, match="does not match the digest it was put with"):
@@ -244,7 +244,7 @@ def test_a_payload_that_is_not_the_one_that_was_put_is_data_loss(tmp_path: Path)
 
 def test_a_missing_payload_file_is_named_at_the_start_and_the_rest_is_served(tmp_path: Path) -> None:
     it = busy_ledger(SqliteStore(tmp_path, file_bytes=1))
-    records = [r for g in it.ledger.book("train").groups.values() for r in g.records]
+    records = [r for g in it.ledger.stream("train").groups.values() for r in g.records]
     it.store.close()
     lost, *_ = (tmp_path / "payloads").iterdir()
     data = lost.read_bytes()
@@ -270,7 +270,7 @@ def test_what_dies_while_its_file_is_compacted_is_not_brought_back(tmp_path: Pat
     it = busy_ledger(store)
     (file,) = (tmp_path / "payloads").iterdir()
     extents = store.extents_of(bytes.fromhex(file.stem))
-    group = next(g for g in it.ledger.book("train").groups.values() if g.step == 1)
+    group = next(g for g in it.ledger.stream("train").groups.values() if g.step == 1)
     dying = [r.key for r in group.samples]
     store.commit([Transaction(groups={}, deleted_payloads=dying)])
     assert store.move(extents) > 0
@@ -286,7 +286,7 @@ def test_what_died_of_an_extent_stays_dead_when_the_rest_of_it_is_moved(tmp_path
     store = SqliteStore(tmp_path)
     it = busy_ledger(store)
     (file,) = (tmp_path / "payloads").iterdir()
-    dead, alive = next(g for g in it.ledger.book("train").groups.values() if g.step == 1).samples
+    dead, alive = next(g for g in it.ledger.stream("train").groups.values() if g.step == 1).samples
     store.commit([Transaction(groups={}, deleted_payloads=[dead.key])])
     assert store.move(store.extents_of(bytes.fromhex(file.stem))) > 0
     assert [len(payload) for payload in store.read_payloads([alive])] == [alive.payload_bytes]
@@ -380,7 +380,7 @@ def test_the_file_that_is_written_to_is_left_to_itself_and_compacted_once_it_is_
     it = busy_ledger(store := SqliteStore(tmp_path, file_bytes=900))
     (file,) = (tmp_path / "payloads").iterdir()
     num_bytes = file.stat().st_size
-    kept, *dying = (r for g in it.ledger.book("train").groups.values() for r in g.records)
+    kept, *dying = (r for g in it.ledger.stream("train").groups.values() for r in g.records)
     it.store.commit([Transaction(groups={}, deleted_payloads=[record.key for record in dying])])
     assert (store.compact(), file.stat().st_size) == (0, num_bytes)
     it.put(it.lease(2))
@@ -417,7 +417,7 @@ def test_what_ends_the_compactor_is_raised_by_the_next_commit(tmp_path: Path) ->
     it.submit("begins a file")
     it.put(it.lease())
     (compactor,) = (thread for thread in set(threading.enumerate()) - others if thread.name == "compactor")
-    records = [r for g in it.ledger.book("train").groups.values() for r in g.records]
+    records = [r for g in it.ledger.stream("train").groups.values() for r in g.records]
     it.store.commit([Transaction(groups={}, deleted_payloads=[record.key for record in records[1:]])])
     compactor.join()
     with pytest.raises(OSError, match="the disk says nothing"):

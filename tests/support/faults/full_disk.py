@@ -27,7 +27,7 @@ def fill(folder: Path, left_bytes: int) -> None:
 
 def payloads(it: LedgerUnderTest) -> dict[str, bytes]:
     """All that are held."""
-    records = [record for group in it.ledger.book("train").groups.values() for record in group.records]
+    records = [record for group in it.ledger.stream("train").groups.values() for record in group.records]
     return {
         record.key: bytes(payload) for record, payload in zip(records, it.store.read_payloads(records), strict=True)
     }

@@ -55,11 +55,11 @@ class History:
     def step(self) -> None:
         """One command."""
         choice = self._chance.random()
-        groups = self.it.ledger.book("train").groups.values()
+        groups = self.it.ledger.stream("train").groups.values()
         leased = [g for g in groups if g.state is GroupState.LEASED]
-        step = self.it.ledger.book("train").state.step
+        step = self.it.ledger.stream("train").state.step
         if self._epoch == 0 or choice < 0.02:
-            self._epoch = self.it.rewind(max(self.it.ledger.book("train").state.committed_step, step - 2))
+            self._epoch = self.it.rewind(max(self.it.ledger.stream("train").state.committed_step, step - 2))
         elif choice < 0.25:
             self.it.submit(*(f"p{self.it.ledger.position}/{i}" for i in range(self._chance.randint(1, 3))))
         elif choice < 0.45:
@@ -86,8 +86,8 @@ class History:
             self.it.do(self.it.ledger.put(self.it.now, [without_samples(leased[0], PutOutcome.DROPPED)]))
 
     def _note(self) -> None:
-        book = self.it.ledger.book("train")
-        self.moments.append(Moment(book.state, dict(book.groups), self.it.ledger.position))
+        stream = self.it.ledger.stream("train")
+        self.moments.append(Moment(stream.state, dict(stream.groups), self.it.ledger.position))
         self.on_answer()
 
 

@@ -97,7 +97,7 @@ class LedgerUnderTest:
         return batch
 
     def states(self) -> dict[str, GroupState]:
-        return {group_id: group.state for group_id, group in self.ledger.book("train").groups.items()}
+        return {group_id: group.state for group_id, group in self.ledger.stream("train").groups.items()}
 
 
 def sample(

@@ -29,7 +29,7 @@ class Mixed(LedgerUnderTest):
 
     def lease(self, count: int = 100) -> list[Group]:
         while any(counts := self.ledger.prompts_wanted("train", count)):
-            state = self.ledger.book("train").state
+            state = self.ledger.stream("train").state
             prompts, cursors, ended = [], [], []
             for file, cursor, wanted in zip(state.config.files, state.cursors, counts, strict=True):
                 left = self.rows.get(file.path.removesuffix(".jsonl"), 1 << 30) - cursor.row

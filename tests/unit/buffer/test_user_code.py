@@ -117,7 +117,7 @@ async def test_a_users_function_chooses_the_batch_and_the_choice_is_durable(fold
         epoch, _ = await buffer.rewind("train", 0, "one", 0)
         batch, _ = await buffer.lease_batch("train", epoch, 0, 0.0)
         assert labels(batch) == ["dddd", "ccc"]
-        dropped = [g for g in buffer.ledger.book("train").groups.values() if g.state is GroupState.DROPPED]
+        dropped = [g for g in buffer.ledger.stream("train").groups.values() if g.state is GroupState.DROPPED]
         assert [(g.prompt.prompt_id, g.failure.reason) for g in dropped if g.failure] == [("never", "BUFFER_FILTER")]
     async with opened(store, folder, "pop_first") as buffer:
         assert labels((await buffer.lease_batch("train", epoch, 0, 0.0))[0]) == ["dddd", "ccc"]
@@ -158,7 +158,7 @@ async def test_a_function_that_fails_says_so_to_the_trainer_and_the_ledger_goes_
         with pytest.raises(FailedPrecondition, match=complaint) as refused:
             await buffer.lease_batch("train", epoch, 0, 0.0)
         assert refused.value.reason == "BUFFER_FILTER_FAILED"
-        assert buffer.ledger.book("train").counts[GroupState.READY] == 3
+        assert buffer.ledger.stream("train").counts[GroupState.READY] == 3
 
 
 async def test_a_function_with_other_arguments_is_refused_at_the_start(folder: Path) -> None:

@@ -18,9 +18,9 @@ from headrace.errors import AlreadyExists, InvalidArgument, NotFound, ResourceEx
 from headrace.trajectory import Failure
 from headrace.wire.limits import MAX_SAMPLES_PER_STEP
 from services.buffer.ledger.admission import oldest_trainable
-from services.buffer.ledger.book import StreamBook
 from services.buffer.ledger.commands.work import NewSample, Work
 from services.buffer.ledger.group import Group, GroupState, Lease, Prompt
+from services.buffer.ledger.indexed_stream import IndexedStream
 from services.buffer.ledger.portions import first_within
 from services.buffer.ledger.source import Cursor
 
@@ -81,130 +81,130 @@ class Release:
     reason: str = ""
 
 
-def submit(work: Work, book: StreamBook, prompts: Sequence[Prompt]) -> list[str]:
+def submit(work: Work, stream: IndexedStream, prompts: Sequence[Prompt]) -> list[str]:
     """Makes one group for each prompt; all of them or none."""
-    _add_groups(work, book, check_submit(book, prompts))
-    return [book.prompts[prompt.prompt_id] for prompt in prompts]
+    _add_groups(work, stream, check_submit(stream, prompts))
+    return [stream.prompts[prompt.prompt_id] for prompt in prompts]
 
 
-def check_submit(book: StreamBook, prompts: Sequence[Prompt]) -> list[Prompt]:
+def check_submit(stream: IndexedStream, prompts: Sequence[Prompt]) -> list[Prompt]:
     """Returns the prompts that are new. Raises unless all of them can be stored."""
     new: dict[str, Prompt] = {}
     for prompt in prompts:
-        known = book.groups[book.prompts[prompt.prompt_id]].prompt if prompt.prompt_id in book.prompts else None
+        known = stream.groups[stream.prompts[prompt.prompt_id]].prompt if prompt.prompt_id in stream.prompts else None
         earlier = known or new.setdefault(prompt.prompt_id, prompt)
         if earlier.body != prompt.body:
             raise AlreadyExists(
-                f"prompt {prompt.prompt_id} was submitted to {book.state.name} before with another content: "
+                f"prompt {prompt.prompt_id} was submitted to {stream.state.name} before with another content: "
                 "give it another prompt_id"
             )
-    check_room(book, len(new))
-    check_bytes(book, sum([len(prompt.body) for prompt in new.values()]), book.stored_bytes)
+    check_room(stream, len(new))
+    check_bytes(stream, sum([len(prompt.body) for prompt in new.values()]), stream.stored_bytes)
     return list(new.values())
 
 
-def check_room(book: StreamBook, num_groups: int) -> None:
+def check_room(stream: IndexedStream, num_groups: int) -> None:
     """Raises ResourceExhausted when `num_groups` more groups exceed one of the stream's limits."""
-    limit = book.state.config.max_queued_groups
-    if book.lanes.num_queued + num_groups > limit:
+    limit = stream.state.config.max_queued_groups
+    if stream.queues.num_queued + num_groups > limit:
         raise ResourceExhausted(
-            f"stream {book.state.name} has {book.lanes.num_queued} groups queued, {num_groups} more exceed "
+            f"stream {stream.state.name} has {stream.queues.num_queued} groups queued, {num_groups} more exceed "
             f"max_queued_groups {limit}: submit again when producers have taken some",
             retry_after_seconds=1.0,
         )
-    room = book.state.config.max_groups - book.num_groups
+    room = stream.state.config.max_groups - stream.num_groups
     if num_groups > room:
         raise ResourceExhausted(
-            f"stream {book.state.name} holds {book.num_groups} groups, {num_groups} more exceed max_groups "
-            f"{book.state.config.max_groups}: submit again when some were committed",
+            f"stream {stream.state.name} holds {stream.num_groups} groups, {num_groups} more exceed max_groups "
+            f"{stream.state.config.max_groups}: submit again when some were committed",
             retry_after_seconds=1.0,
         )
 
 
 def read(
     work: Work,
-    book: StreamBook,
+    stream: IndexedStream,
     prompts: Sequence[Sequence[Prompt]],
     cursors: Sequence[Cursor],
     ended: Sequence[bool],
 ) -> None:
     """Makes groups of the prompts read from each source, and moves the cursors with them."""
     for prompt in chain.from_iterable(prompts):
-        if prompt.prompt_id in book.prompts:
+        if prompt.prompt_id in stream.prompts:
             raise AlreadyExists(
-                f"prompt {prompt.prompt_id} of {book.state.name}'s source was submitted before: "
+                f"prompt {prompt.prompt_id} of {stream.state.name}'s source was submitted before: "
                 "submitted prompts need ids of their own"
             )
     for source, those in enumerate(prompts):
-        _add_groups(work, book, those, source)
-    state = replace(book.state, cursors=tuple(cursors), ended=tuple(ended), exhausted=all(ended))
-    work.set_state(book, state)
+        _add_groups(work, stream, those, source)
+    state = replace(stream.state, cursors=tuple(cursors), ended=tuple(ended), exhausted=all(ended))
+    work.set_state(stream, state)
 
 
-def _add_groups(work: Work, book: StreamBook, prompts: Sequence[Prompt], source: int | None = None) -> None:
+def _add_groups(work: Work, stream: IndexedStream, prompts: Sequence[Prompt], source: int | None = None) -> None:
     if not prompts:
         return
-    seq = book.state.next_seq
-    work.set_state(book, replace(book.state, next_seq=seq + len(prompts)))
-    config = book.state.config
+    seq = stream.state.next_seq
+    work.set_state(stream, replace(stream.state, next_seq=seq + len(prompts)))
+    config = stream.state.config
     for i, prompt in enumerate(prompts, seq):
         number = i * config.num_shards + config.shard
-        work.add(book, Group(f"{config.name}/{number}", config.name, i, prompt, source=source))
+        work.add(stream, Group(f"{config.name}/{number}", config.name, i, prompt, source=source))
 
 
 def lease(
-    work: Work, book: StreamBook, producer_id: str, request_id: str, max_groups: int, ledger_id: str
+    work: Work, stream: IndexedStream, producer_id: str, request_id: str, max_groups: int, ledger_id: str
 ) -> list[Group]:
     """Leases at most `max_groups` groups that fit one answer. A repeated request gets its live leases again."""
-    held = work.leases.of_request(book.state.name, request_id)
-    if held or no_lease_reason(book) is not None:
+    held = work.leases.of_request(stream.state.name, request_id)
+    if held or no_lease_reason(stream) is not None:
         return held
-    most = book.state.config.max_leases
-    room = most - book.counts[GroupState.LEASED]
+    most = stream.state.config.max_leases
+    room = most - stream.counts[GroupState.LEASED]
     if room <= 0:
         raise ResourceExhausted(
-            f"{most} leases of {book.state.name} are live, which is max_leases: put or release some first"
+            f"{most} leases of {stream.state.name} are live, which is max_leases: put or release some first"
         )
-    places = book.places_left()
+    places = stream.places_left()
     count = min(max_groups, room) if places is None else min(max_groups, room, places)
     return [
-        _grant(work, book, group, producer_id, request_id, ledger_id)
-        for group in _answerable(book, book.lanes.take_queued(book.state, count))
+        _grant(work, stream, group, producer_id, request_id, ledger_id)
+        for group in _answerable(stream, stream.queues.take_queued(stream.state, count))
     ]
 
 
-def _answerable(book: StreamBook, group_ids: Sequence[str]) -> list[Group]:
+def _answerable(stream: IndexedStream, group_ids: Sequence[str]) -> list[Group]:
     """Returns the first groups that fit one answer, and queues the others again where they were."""
-    groups = [book.groups[group_id] for group_id in group_ids]
+    groups = [stream.groups[group_id] for group_id in group_ids]
     fitting = first_within(groups, lambda group: group.lease_bytes)
     for group in groups[len(fitting) :]:
-        book.lanes.enqueue(group)
+        stream.queues.enqueue(group)
     return fitting
 
 
-def _grant(work: Work, book: StreamBook, group: Group, producer_id: str, request_id: str, ledger_id: str) -> Group:
+def _grant(work: Work, stream: IndexedStream, group: Group, producer_id: str, request_id: str, ledger_id: str) -> Group:
     number = group.num_leases + 1
-    lease = Lease(f"{group.group_id}#{number}.{ledger_id}", producer_id, request_id, book.state.policy_version)
+    lease = Lease(f"{group.group_id}#{number}.{ledger_id}", producer_id, request_id, stream.state.policy_version)
     leased = replace(group, state=GroupState.LEASED, lease=lease, num_leases=number, attempts=group.attempts + 1)
-    leased = work.change(book, leased, "leased", detail=f"lease {lease.lease_id} to {producer_id}")
-    work.leases.grant(leased, work.now.monotonic + book.state.config.lease_seconds)
+    leased = work.change(stream, leased, "leased", detail=f"lease {lease.lease_id} to {producer_id}")
+    work.leases.grant(leased, work.now.monotonic + stream.state.config.lease_seconds)
     return leased
 
 
-def no_lease_reason(book: StreamBook) -> NoLeaseReason | None:
+def no_lease_reason(stream: IndexedStream) -> NoLeaseReason | None:
     """Returns why no group may be leased now; None when one may."""
-    if book.admitted_left() == 0:
+    if stream.admitted_left() == 0:
         return NoLeaseReason.ADMISSION
-    if book.inserts_left() == 0:
+    if stream.inserts_left() == 0:
         return NoLeaseReason.LIMITER
-    if book.sample_bytes >= book.state.config.max_payload_bytes:
+    if stream.sample_bytes >= stream.state.config.max_payload_bytes:
         return NoLeaseReason.BYTES
-    if book.lanes.num_queued:
+    if stream.queues.num_queued:
         return None
-    return NoLeaseReason.EXHAUSTED if book.state.exhausted else NoLeaseReason.NO_PROMPTS
+    return NoLeaseReason.EXHAUSTED if stream.state.exhausted else NoLeaseReason.NO_PROMPTS
 
 
-def release(work: Work, book: StreamBook, group: Group, given: Release) -> None:
+def release(work: Work, stream: IndexedStream, group: Group, given: Release) -> None:
     """Queues the group again, at the front. The lease does not count as an attempt."""
     if given.partials:
         work.forget(group.partials)
@@ -216,118 +216,118 @@ def release(work: Work, book: StreamBook, group: Group, given: Release) -> None:
         attempts=group.attempts - 1,
         partials=partials,
     )
-    work.change(book, queued, "released", detail=given.reason)
-    book.production.returned(given.reason)
+    work.change(stream, queued, "released", detail=given.reason)
+    stream.production.returned(given.reason)
 
 
-def lose(work: Work, book: StreamBook, group: Group) -> None:
+def lose(work: Work, stream: IndexedStream, group: Group) -> None:
     """Ends a lease that has reached its deadline."""
     assert group.lease is not None
-    seconds = book.state.config.lease_seconds
+    seconds = stream.state.config.lease_seconds
     failure = Failure("LEASE_EXPIRED", f"producer {group.lease.producer_id} did not renew its lease for {seconds:g} s")
-    work.requeue_or_fail(book, work.end_lease(group), "lease_expired", failure)
-    book.production.returned(f"{failure.reason}: {failure.message}")
+    work.requeue_or_fail(stream, work.end_lease(group), "lease_expired", failure)
+    stream.production.returned(f"{failure.reason}: {failure.message}")
 
 
-def check_put(work: Work, book: StreamBook, put: GroupPut) -> int:
+def check_put(work: Work, stream: IndexedStream, put: GroupPut) -> int:
     """Raises unless the put can be answered. Returns the payload bytes that it adds."""
-    group = _find(book, put.group_id)
+    group = _find(stream, put.group_id)
     if group is None or _was_answered(group, put):
         return 0  # even where the group was expired since and generated again under the same sample ids
-    _check_samples(book, put)
-    _check_versions(book, put)
-    if _is_duplicate(book, group, put) or not _is_live(group, put):
+    _check_samples(stream, put)
+    _check_versions(stream, put)
+    if _is_duplicate(stream, group, put) or not _is_live(group, put):
         return 0
     return sum([s.record.stored_bytes for s in put.samples])
 
 
-def check_bytes(book: StreamBook, num_bytes: int, held_bytes: int) -> None:
+def check_bytes(stream: IndexedStream, num_bytes: int, held_bytes: int) -> None:
     """Raises ResourceExhausted when `num_bytes` more bytes exceed max_payload_bytes.
 
     Prompts count for submissions and not for puts: a full queue must not keep finished samples out.
     """
-    limit = book.state.config.max_payload_bytes
+    limit = stream.state.config.max_payload_bytes
     if num_bytes and held_bytes + num_bytes > limit:
         raise ResourceExhausted(
-            f"stream {book.state.name} holds {held_bytes} bytes, {num_bytes} more exceed "
+            f"stream {stream.state.name} holds {held_bytes} bytes, {num_bytes} more exceed "
             f"max_payload_bytes {limit}: raise it, or save checkpoints more often",
             retry_after_seconds=1.0,
         )
 
 
-def put(work: Work, book: StreamBook, put: GroupPut) -> PutResult:
+def put(work: Work, stream: IndexedStream, put: GroupPut) -> PutResult:
     """Ends the lease with a put that was checked."""
-    group = _find(book, put.group_id)
+    group = _find(stream, put.group_id)
     if group is None:
         gone = Failure("LEASE_LOST", f"lease {put.lease_id} has ended: its group is no longer leased")
         return PutResult(put.group_id, None, refused=gone)
-    if _is_duplicate(book, group, put):
+    if _is_duplicate(stream, group, put):
         return PutResult(group.group_id, group.state, duplicate=True)
     if not _is_live(group, put):
         refused = Failure("LEASE_LOST", f"lease {put.lease_id} has ended: another producer has its group now")
         return PutResult(group.group_id, group.state, refused=refused)
     assert group.lease is not None
     ended = work.end_lease(group, put.fingerprint)
-    num_samples = book.state.config.n_samples_per_prompt
+    num_samples = stream.state.config.n_samples_per_prompt
     failure = put.failure or Failure(put.outcome.value, "no reason was given")
     match put.outcome:
         case PutOutcome.COMPLETE:
-            done = _complete(work, book, ended, put, group.lease.policy_version)
-            book.production.completed(group.group_id, [(s.failure, s.record.reward) for s in put.samples])
+            done = _complete(work, stream, ended, put, group.lease.policy_version)
+            stream.production.completed(group.group_id, [(s.failure, s.record.reward) for s in put.samples])
         case PutOutcome.DROPPED:
-            done = work.drop(book, ended, failure)
-            book.production.dropped(group.group_id, failure, num_samples, put.rewards)
+            done = work.drop(stream, ended, failure)
+            stream.production.dropped(group.group_id, failure, num_samples, put.rewards)
         case PutOutcome.FAILED:
-            done = work.requeue_or_fail(book, ended, "failed", failure)
-            book.production.failed(group.group_id, failure, num_samples)
+            done = work.requeue_or_fail(stream, ended, "failed", failure)
+            stream.production.failed(group.group_id, failure, num_samples)
     return PutResult(done.group_id, done.state)
 
 
-def _complete(work: Work, book: StreamBook, group: Group, put: GroupPut, leased_version: int) -> Group:
+def _complete(work: Work, stream: IndexedStream, group: Group, put: GroupPut, leased_version: int) -> Group:
     records = tuple(s.record for s in put.samples)
     oldest = min((r.oldest_version for r in records if r.oldest_version is not None), default=leased_version)
     work.forget(group.partials)
     ready = replace(group, state=GroupState.READY, samples=records, partials=(), oldest_version=oldest)
-    limit = oldest_trainable(book.state, book.state.step)
-    ready = work.change(book, ready, "put", sample_ids=[r.sample_id for r in records])
+    limit = oldest_trainable(stream.state, stream.state.step)
+    ready = work.change(stream, ready, "put", sample_ids=[r.sample_id for r in records])
     if limit is not None and oldest < limit:
-        return work.expire(book, ready, book.state.step)
+        return work.expire(stream, ready, stream.state.step)
     work.keep(put.samples)
-    work.set_state(book, replace(book.state, num_inserted=book.state.num_inserted + 1))
+    work.set_state(stream, replace(stream.state, num_inserted=stream.state.num_inserted + 1))
     return ready
 
 
-def _find(book: StreamBook, group_id: str) -> Group | None:
+def _find(stream: IndexedStream, group_id: str) -> Group | None:
     """Returns None for a group that was deleted since: a repeated put may arrive that late."""
-    group = book.groups.get(group_id)
-    if group is None and not 0 <= book.seq_of(group_id) < book.state.next_seq:
-        raise NotFound(f"stream {book.state.name} never had a group {group_id}")
+    group = stream.groups.get(group_id)
+    if group is None and not 0 <= stream.seq_of(group_id) < stream.state.next_seq:
+        raise NotFound(f"stream {stream.state.name} never had a group {group_id}")
     return group
 
 
-def _check_samples(book: StreamBook, put: GroupPut) -> None:
+def _check_samples(stream: IndexedStream, put: GroupPut) -> None:
     if put.outcome is not PutOutcome.COMPLETE:
         return
-    wanted = book.state.config.n_samples_per_prompt
+    wanted = stream.state.config.n_samples_per_prompt
     if len(put.samples) < wanted:
         raise InvalidArgument(
             f"group {put.group_id} comes with {len(put.samples)} samples, n_samples_per_prompt is {wanted}: "
             "put it whole, failed samples included",
             field="groups.samples",
         )
-    most = MAX_SAMPLES_PER_STEP // book.state.config.groups_per_step
+    most = MAX_SAMPLES_PER_STEP // stream.state.config.groups_per_step
     if len(put.samples) > most:
         raise InvalidArgument(
-            f"group {put.group_id} comes with {len(put.samples)} samples, one of {book.state.config.groups_per_step} "
+            f"group {put.group_id} comes with {len(put.samples)} samples, one of {stream.state.config.groups_per_step} "
             f"groups of a step may have {most}: a batch has {MAX_SAMPLES_PER_STEP} at most",
             field="groups.samples",
         )
-    kept = {record.sample_id: record for record in book.groups[put.group_id].samples}
+    kept = {record.sample_id: record for record in stream.groups[put.group_id].samples}
     for sample in put.samples:
         record = sample.record
-        if record.sample_id not in book.samples:
+        if record.sample_id not in stream.samples:
             continue
-        group_id = book.samples[record.sample_id]
+        group_id = stream.samples[record.sample_id]
         if group_id != put.group_id or kept[record.sample_id].envelope != record.envelope:
             raise AlreadyExists(
                 f"sample {record.sample_id} was stored before, in group {group_id}, with another content "
@@ -335,13 +335,13 @@ def _check_samples(book: StreamBook, put: GroupPut) -> None:
             )
 
 
-def _check_versions(book: StreamBook, put: GroupPut) -> None:
+def _check_versions(stream: IndexedStream, put: GroupPut) -> None:
     """Refuses tokens of a policy version that the trainer has not announced: its publication may be refused.
 
     A producer may put its group a moment before the announcement; it repeats the put.
     """
     newest = max((s.newest_version for s in put.samples if s.newest_version is not None), default=0)
-    if newest > (served := book.state.policy_version):
+    if newest > (served := stream.state.policy_version):
         raise InvalidArgument(
             f"group {put.group_id} has tokens of policy version {newest}, version {served} is served",
             field="groups.samples.envelope.policy_ranges",
@@ -353,7 +353,7 @@ def _is_live(group: Group, put: GroupPut) -> bool:
     return group.lease is not None and group.lease.lease_id == put.lease_id
 
 
-def _is_duplicate(book: StreamBook, group: Group, put: GroupPut) -> bool:
+def _is_duplicate(stream: IndexedStream, group: Group, put: GroupPut) -> bool:
     if _is_live(group, put):
         return False
     if _was_answered(group, put):

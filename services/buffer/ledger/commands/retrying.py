@@ -10,10 +10,10 @@ from msgspec.structs import replace
 
 from headrace.errors import FailedPrecondition, NotFound
 from headrace.wire.limits import MAX_RETRIES_PER_CALL
-from services.buffer.ledger.book import StreamBook
 from services.buffer.ledger.commands import producing
 from services.buffer.ledger.commands.work import Work
 from services.buffer.ledger.group import Group, GroupState
+from services.buffer.ledger.indexed_stream import IndexedStream
 
 _MAX_REMEMBERED = 256
 
@@ -26,29 +26,29 @@ class Retried:
     num_failed: int
 
 
-def retry(work: Work, book: StreamBook, request_id: str, group_ids: Sequence[str]) -> Retried:
+def retry(work: Work, stream: IndexedStream, request_id: str, group_ids: Sequence[str]) -> Retried:
     """Queues FAILED groups again with no attempt counted, all or none. A repeated request gets the first answer."""
-    state = book.state
+    state = stream.state
     if request_id not in state.retries:
-        groups = [_failed(book, group_id) for group_id in group_ids] if group_ids else _latest(work, book)
-        producing.check_room(book, len(groups))
+        groups = [_failed(stream, group_id) for group_id in group_ids] if group_ids else _latest(work, stream)
+        producing.check_room(stream, len(groups))
         for group in groups:
             assert group.failure is not None
             queued = replace(group, state=GroupState.QUEUED, attempts=0, failure=None)
-            work.change(book, queued, "retried", detail=f"{group.failure.reason}: {group.failure.message}")
+            work.change(stream, queued, "retried", detail=f"{group.failure.reason}: {group.failure.message}")
         remembered = dict(list(state.retries.items())[1 - _MAX_REMEMBERED :])
-        work.set_state(book, replace(state, retries={**remembered, request_id: len(groups)}))
-    return Retried(book.state.retries[request_id], book.count(GroupState.FAILED))
+        work.set_state(stream, replace(state, retries={**remembered, request_id: len(groups)}))
+    return Retried(stream.state.retries[request_id], stream.count(GroupState.FAILED))
 
 
-def _latest(work: Work, book: StreamBook) -> list[Group]:
-    return list(islice(book.recency.before(work.position + 1, (GroupState.FAILED,)), MAX_RETRIES_PER_CALL))
+def _latest(work: Work, stream: IndexedStream) -> list[Group]:
+    return list(islice(stream.change_order.before(work.position + 1, (GroupState.FAILED,)), MAX_RETRIES_PER_CALL))
 
 
-def _failed(book: StreamBook, group_id: str) -> Group:
-    if group_id not in book.groups:
-        raise NotFound(f"stream {book.state.name} has no group {group_id}")
-    group = book.groups[group_id]
+def _failed(stream: IndexedStream, group_id: str) -> Group:
+    if group_id not in stream.groups:
+        raise NotFound(f"stream {stream.state.name} has no group {group_id}")
+    group = stream.groups[group_id]
     if group.state is not GroupState.FAILED:
         raise FailedPrecondition(
             f"group {group_id} is {group.state.value}, only FAILED ones are tried again: leave it out",

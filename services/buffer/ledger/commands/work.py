@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from headrace.trajectory import Failure
 from services.buffer.ledger.admission import oldest_trainable
-from services.buffer.ledger.book import StreamBook
 from services.buffer.ledger.group import EndedLease, Group, GroupState, SampleRecord
+from services.buffer.ledger.indexed_stream import IndexedStream
 from services.buffer.ledger.queues.leases import LeaseTable
 from services.buffer.ledger.stream import ExpiryAction, StreamState
 from services.buffer.ledger.transaction import Instant, LedgerEvent, Payload, Transaction
@@ -43,14 +43,14 @@ class Work:
         self.leases = leases
         self.transaction = Transaction()
 
-    def set_state(self, book: StreamBook, state: StreamState) -> None:
+    def set_state(self, stream: IndexedStream, state: StreamState) -> None:
         """Replaces the stream's state."""
-        book.state = state
+        stream.state = state
         self.transaction.streams[state.name] = state
 
     def change(
         self,
-        book: StreamBook,
+        stream: IndexedStream,
         group: Group,
         kind: str,
         *,
@@ -64,7 +64,7 @@ class Work:
         self.position += 1
         admitted_at = self.position if kind == "leased" else group.admitted_at
         group = replace(group, position=self.position, admitted_at=admitted_at)
-        book.place(group)
+        stream.place(group)
         self.transaction.groups[group.group_id] = group
         self.transaction.events.append(
             LedgerEvent(
@@ -74,7 +74,7 @@ class Work:
                 kind=kind,
                 group_id=group.group_id,
                 state=group.state,
-                epoch=book.state.epoch or None,
+                epoch=stream.state.epoch or None,
                 step=step,
                 policy_version=group.oldest_version,
                 sample_ids=tuple(sample_ids),
@@ -83,14 +83,14 @@ class Work:
         )
         return group
 
-    def add(self, book: StreamBook, group: Group) -> Group:
+    def add(self, stream: IndexedStream, group: Group) -> Group:
         """Adds a new group, QUEUED."""
         self.transaction.new_groups.append(group.group_id)
-        return self.change(book, group, "submitted", detail=f"prompt {group.prompt.prompt_id}")
+        return self.change(stream, group, "submitted", detail=f"prompt {group.prompt.prompt_id}")
 
-    def announce(self, book: StreamBook, kind: str, *, step: int | None = None, detail: str = "") -> None:
+    def announce(self, stream: IndexedStream, kind: str, *, step: int | None = None, detail: str = "") -> None:
         """Adds an event of the stream itself."""
-        state = book.state
+        state = stream.state
         self.position += 1
         self.transaction.events.append(
             LedgerEvent(
@@ -109,9 +109,9 @@ class Work:
         """Stores the samples' payloads."""
         self.transaction.payloads.update({s.record.key: s.payload for s in samples})
 
-    def forget_group(self, book: StreamBook, group_id: str) -> Group:
+    def forget_group(self, stream: IndexedStream, group_id: str) -> Group:
         """Deletes an ended group from memory and from the store."""
-        group = book.forget(group_id)
+        group = stream.forget(group_id)
         self.transaction.forgotten.append(group)
         return group
 
@@ -126,16 +126,16 @@ class Work:
         ended = (*group.ended, EndedLease(group.lease.lease_id, fingerprint)) if fingerprint else group.ended
         return replace(group, lease=None, ended=ended)
 
-    def requeue_or_fail(self, book: StreamBook, group: Group, kind: str, failure: Failure) -> Group:
+    def requeue_or_fail(self, stream: IndexedStream, group: Group, kind: str, failure: Failure) -> Group:
         """Ends an attempt: the group is queued at the front, or FAILED when this was its last attempt."""
-        if group.attempts < book.state.config.max_attempts:
+        if group.attempts < stream.state.config.max_attempts:
             queued = replace(group, state=GroupState.QUEUED)
-            return self.change(book, queued, kind, detail=f"{failure.reason}: {failure.message}")
+            return self.change(stream, queued, kind, detail=f"{failure.reason}: {failure.message}")
         self.forget(group.partials)
         failed = replace(group, state=GroupState.FAILED, failure=failure, partials=())
-        return self.change(book, failed, "failed", detail=f"{failure.reason}: {failure.message}")
+        return self.change(stream, failed, "failed", detail=f"{failure.reason}: {failure.message}")
 
-    def drop(self, book: StreamBook, group: Group, failure: Failure) -> Group:
+    def drop(self, stream: IndexedStream, group: Group, failure: Failure) -> Group:
         """Makes a group DROPPED and deletes its payloads."""
         self.forget((*group.samples, *group.partials))
         dropped = replace(
@@ -147,29 +147,29 @@ class Work:
             oldest_version=None,
             step=None,
             batch_index=None,
-            ended_step=book.state.step,
+            ended_step=stream.state.step,
         )
-        return self.change(book, dropped, "dropped", detail=f"{failure.reason}: {failure.message}")
+        return self.change(stream, dropped, "dropped", detail=f"{failure.reason}: {failure.message}")
 
-    def expire_stale(self, book: StreamBook, step: int) -> int:
+    def expire_stale(self, stream: IndexedStream, step: int) -> int:
         """Expires at most a chunk of the READY groups that are too stale for `step`."""
-        oldest = oldest_trainable(book.state, step)
-        stale = book.lanes.older_than(oldest, MAX_CHANGES) if oldest is not None else []
+        oldest = oldest_trainable(stream.state, step)
+        stale = stream.queues.older_than(oldest, MAX_CHANGES) if oldest is not None else []
         for group_id in stale:
-            self.expire(book, book.groups[group_id], step)
+            self.expire(stream, stream.groups[group_id], step)
         return len(stale)
 
-    def expire(self, book: StreamBook, group: Group, step: int) -> Group:
+    def expire(self, stream: IndexedStream, group: Group, step: int) -> Group:
         """Queues a group that is too stale again (without counting an attempt), or drops it."""
         message = (
             f"its oldest token is of policy version {group.oldest_version}, step {step} trains "
-            f"{oldest_trainable(book.state, step)} or newer (max_staleness {book.state.config.max_staleness})"
+            f"{oldest_trainable(stream.state, step)} or newer (max_staleness {stream.state.config.max_staleness})"
         )
         self.forget(group.samples)
         bare = replace(group, samples=(), oldest_version=None)
-        if book.state.config.expiry_action is ExpiryAction.DROP:
+        if stream.state.config.expiry_action is ExpiryAction.DROP:
             failure = Failure("EXPIRED", message)
-            dropped = replace(bare, state=GroupState.DROPPED, failure=failure, ended_step=book.state.step)
-            return self.change(book, dropped, "expired", detail=message)
+            dropped = replace(bare, state=GroupState.DROPPED, failure=failure, ended_step=stream.state.step)
+            return self.change(stream, dropped, "expired", detail=message)
         queued = replace(bare, state=GroupState.QUEUED, attempts=group.attempts - 1)
-        return self.change(book, queued, "expired", detail=message)
+        return self.change(stream, queued, "expired", detail=message)

@@ -21,7 +21,7 @@ _FEW = 64
 
 
 class ReadyPool:
-    """Ids only; the groups are in the book."""
+    """Ids only; `IndexedStream` has the groups."""
 
     def __init__(self, selection: Selection) -> None:
         self._selection = selection

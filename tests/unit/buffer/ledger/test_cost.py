@@ -46,7 +46,7 @@ def test_a_command_costs_the_same_with_fifty_times_the_groups(command: str) -> N
         """Of one command, as the mean of `count` / 4: indexes are tidied up now and then."""
         it, epoch = with_groups(count)
         groups = it.lease(count // 4)
-        steps = iter(range(it.ledger.book("train").state.step, count))
+        steps = iter(range(it.ledger.stream("train").state.step, count))
         commands: dict[str, Callable[[int], object]] = {
             "submit": lambda i: it.submit(f"new {i}"),
             "lease": lambda i: it.lease(1),

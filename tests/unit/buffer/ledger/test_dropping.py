@@ -45,14 +45,14 @@ def test_groups_of_every_unconsumed_state_are_dropped_with_the_reason_and_withou
     assert {group_id: it.states()[group_id] for group_id in named} == named
     assert drop(it, *named) == Dropped(4, 0)
     for group_id in named:
-        group = it.ledger.book("train").groups[group_id]
+        group = it.ledger.stream("train").groups[group_id]
         assert (group.state, group.samples, group.lease) == (GroupState.DROPPED, (), None)
         assert group.failure is not None
         assert (group.failure.reason, group.failure.message) == ("OPERATOR", "poison")
     assert it.put([leases[4]])[0].refused is not None
     with pytest.raises(NotFound):
         it.ledger.sample_records("train", [f"{leases[0].lease.lease_id}/0"])
-    held = {group_id for group_id, group in it.ledger.book("train").groups.items() if group.records}
+    held = {group_id for group_id, group in it.ledger.stream("train").groups.items() if group.records}
     assert held == set(ids(leases)[1:3])
     assert isinstance(it.store, MemoryStore)
     assert len(it.store._payloads) == 4
@@ -148,7 +148,7 @@ def test_a_limiter_counts_what_was_given_back() -> None:
     it.put(it.lease())
     first = ids(it.batch(epoch, 0).groups)
     drop(it, first[0])
-    assert it.ledger.book("train").state.num_taken == 0
+    assert it.ledger.stream("train").state.num_taken == 0
     it.put(it.lease())
     assert it.batch(epoch, 0) is not None
 
@@ -242,7 +242,7 @@ def test_a_lost_group_without_a_batch_is_dropped_and_names_of_nobody_are_not_the
     it, epoch, batch = lossy
     damage(it, "train/9")
     for name in ("train/10", "train/09", "train/x", "train/", "train", "other/1", "train/1/1"):
-        it.ledger.book("train").note_lost(name)
+        it.ledger.stream("train").note_lost(name)
         with pytest.raises(NotFound):
             drop(it, name)
     assert drop(it, "train/9") == Dropped(1, 0)

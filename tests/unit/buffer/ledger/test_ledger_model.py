@@ -351,7 +351,7 @@ class LedgerModel(RuleBasedStateMachine):
     # What both sides know
 
     def held(self, group_id: str) -> Group:
-        return self.it.ledger.book("train").groups[group_id]
+        return self.it.ledger.stream("train").groups[group_id]
 
     def draw_leased(self, data: st.DataObject) -> str | None:
         leased = self.model.of(GroupState.LEASED)
@@ -374,25 +374,25 @@ class LedgerModel(RuleBasedStateMachine):
 
     @invariant()
     def states_agree(self) -> None:
-        if self.it.ledger.books:
+        if self.it.ledger.streams:
             assert self.it.states() == {group_id: group.state for group_id, group in self.model.groups.items()}
 
     @invariant()
     def indexes_agree(self) -> None:
-        if not self.it.ledger.books:
+        if not self.it.ledger.streams:
             return
-        book, model = self.it.ledger.book("train"), self.model
-        assert {s: book.counts[s] for s in GroupState} == {s: len(model.of(s)) for s in GroupState}
-        assert sum(book.count(s) for s in GroupState) == len(model.groups) + model.forgotten
-        assert book.lanes.num_queued == len(model.of(GroupState.QUEUED))
-        assert book.lanes.num_ready == len(model.free())
-        assert book.payload_bytes == sum(g.payload_bytes for g in book.groups.values())
-        assert set(book.samples) == {r.sample_id for g in book.groups.values() for r in g.samples}
+        stream, model = self.it.ledger.stream("train"), self.model
+        assert {s: stream.counts[s] for s in GroupState} == {s: len(model.of(s)) for s in GroupState}
+        assert sum(stream.count(s) for s in GroupState) == len(model.groups) + model.forgotten
+        assert stream.queues.num_queued == len(model.of(GroupState.QUEUED))
+        assert stream.queues.num_ready == len(model.free())
+        assert stream.payload_bytes == sum(g.payload_bytes for g in stream.groups.values())
+        assert set(stream.samples) == {r.sample_id for g in stream.groups.values() for r in g.samples}
 
     @invariant()
     def payloads_are_there(self) -> None:
-        if self.it.ledger.books and self.it.ledger.position % 5 == 0:
-            self.it.store.read_payloads([r for g in self.it.ledger.book("train").groups.values() for r in g.records])
+        if self.it.ledger.streams and self.it.ledger.position % 5 == 0:
+            self.it.store.read_payloads([r for g in self.it.ledger.stream("train").groups.values() for r in g.records])
 
 
 def _case(store: str, max_examples: int) -> type:

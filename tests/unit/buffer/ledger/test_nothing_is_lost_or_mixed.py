@@ -132,5 +132,5 @@ async def test_a_rest_too_small_for_a_step_is_named_and_kept(tmp_path: Path) -> 
     with pytest.raises(FailedPrecondition, match="1 groups are left for step 1") as refused:
         await buffer.lease_batch("train", epoch, 1, 0.0)
     assert refused.value.reason == "EXHAUSTED"
-    assert buffer.ledger.book("train").counts[GroupState.READY] == 1
+    assert buffer.ledger.stream("train").counts[GroupState.READY] == 1
     await buffer.close()

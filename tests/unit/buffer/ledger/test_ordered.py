@@ -35,6 +35,6 @@ def test_a_pool_that_is_never_asked_for_old_groups_does_not_grow() -> None:
     pool = ReadyPool(Selection.FIFO)
     for group in it.lease(400):
         it.put([group])
-        pool.add(it.ledger.book("train").groups[group.group_id])
+        pool.add(it.ledger.stream("train").groups[group.group_id])
         assert pool.first(1) == [group.group_id]
         assert len(pool._chosen) + len(pool._oldest) < 100

@@ -92,7 +92,7 @@ def test_limiter_and_staleness_together_never_stop_everything(it: LedgerUnderTes
     epoch = it.rewind()
     for step in range(20):
         it.train_step(epoch, step)
-    assert it.ledger.book("train").state.step == 20
+    assert it.ledger.stream("train").state.step == 20
 
 
 @pytest.mark.parametrize(
@@ -151,20 +151,20 @@ def trained(it: LedgerUnderTest, steps: int, **config: object) -> int:
 
 def test_ended_groups_are_forgotten_after_their_steps_and_stay_counted(it: LedgerUnderTest) -> None:
     epoch = trained(it, 10, retain_steps=2)
-    book = it.ledger.book("train")
+    stream = it.ledger.stream("train")
     assert it.commit(epoch, 9) == 18
-    assert len(book.groups) == 3 * 10 - 3 * 7
-    assert (book.count(GroupState.COMMITTED), book.count(GroupState.DROPPED)) == (18, 10)
-    assert book.state.forgotten == {"COMMITTED": 14, "DROPPED": 7}
+    assert len(stream.groups) == 3 * 10 - 3 * 7
+    assert (stream.count(GroupState.COMMITTED), stream.count(GroupState.DROPPED)) == (18, 10)
+    assert stream.state.forgotten == {"COMMITTED": 14, "DROPPED": 7}
     (event,) = [e for e in it.store.read_events(1, 10_000) if e.kind == "forgotten"]
-    assert (event.step, book.state.forgotten_step) == (7, 7)
+    assert (event.step, stream.state.forgotten_step) == (7, 7)
     before = it.states()
     it.restart()
     assert it.states() == before
-    book = it.ledger.book("train")
-    assert (book.count(GroupState.COMMITTED), len(book.prompts), len(book.samples)) == (18, 9, 12)
+    stream = it.ledger.stream("train")
+    assert (stream.count(GroupState.COMMITTED), len(stream.prompts), len(stream.samples)) == (18, 9, 12)
     assert it.commit(epoch, 10) == 2
-    assert book.state.forgotten_step == 8
+    assert stream.state.forgotten_step == 8
 
 
 def test_without_retention_nothing_is_forgotten(it: LedgerUnderTest) -> None:
@@ -208,7 +208,7 @@ def test_a_put_for_a_group_of_another_shard_is_not_found(it: LedgerUnderTest) ->
 
 
 def held(it: LedgerUnderTest) -> list[Group]:
-    return list(it.ledger.book("train").groups.values())
+    return list(it.ledger.stream("train").groups.values())
 
 
 def test_groups_and_leases_have_limits_that_say_which(it: LedgerUnderTest) -> None:

@@ -6,10 +6,10 @@ import pytest
 from msgspec.structs import replace
 
 from headrace.errors import AlreadyExists, FailedPrecondition, Fenced, InvalidArgument, NotFound, ResourceExhausted
-from services.buffer.ledger.book import batch_digest
 from services.buffer.ledger.commands.producing import GroupPut, NoLeaseReason, PutOutcome, Release
 from services.buffer.ledger.commands.training import Batch
 from services.buffer.ledger.group import GroupState, Prompt
+from services.buffer.ledger.indexed_stream import batch_digest
 from services.buffer.ledger.stream import ExpiryAction, Selection
 from tests.support.ledgers.ledger_under_test import LedgerUnderTest, complete, rewarded, sample, without_samples
 
@@ -133,7 +133,7 @@ def test_promise_3_a_lost_group_goes_to_the_front_and_fails_after_its_last_attem
         if attempt < 3:
             assert leased[0].group_id == group.group_id
             (group,) = leased
-    failed = it.ledger.book("train").groups[group.group_id]
+    failed = it.ledger.stream("train").groups[group.group_id]
     assert (failed.state, failed.failure.reason) == (GroupState.FAILED, "LEASE_EXPIRED")
 
 
@@ -352,7 +352,7 @@ def test_promise_7_producers_are_held_to_max_staleness_plus_one_steps(max_stalen
     epoch = it.rewind()
     assert len(it.lease()) == 2 * (max_staleness + 1)
     assert it.ledger.no_lease_reason("train") is NoLeaseReason.ADMISSION
-    it.put([g for g in it.ledger.book("train").groups.values() if g.lease])
+    it.put([g for g in it.ledger.stream("train").groups.values() if g.lease])
     it.consume(epoch, 0)
     assert it.lease() == [], "the weights of step 1 are not served yet"
     it.serve(epoch, 1)
@@ -414,7 +414,7 @@ def test_promise_7_a_group_is_as_old_as_its_oldest_sample() -> None:
     }
     results = it.do(it.ledger.put(it.now, list(mixed.values())))
     assert [result.state for result in results] == [GroupState.QUEUED, GroupState.READY]
-    assert it.ledger.book("train").groups[second.group_id].oldest_version == 1
+    assert it.ledger.stream("train").groups[second.group_id].oldest_version == 1
 
 
 @pytest.mark.parametrize("action", list(ExpiryAction))
@@ -424,7 +424,7 @@ def test_promise_7_a_ready_group_expires_when_the_trainer_has_moved_on(action: E
     it.submit(*(f"p{i}" for i in range(12)))
     epoch = it.rewind()
     it.put(it.lease())
-    old = it.lease() or list(it.ledger.book("train").groups.values())[:2]
+    old = it.lease() or list(it.ledger.stream("train").groups.values())[:2]
     it.consume(epoch, 0)
     assert it.serve(epoch, 1) == 0
     it.put(it.lease())
@@ -516,7 +516,7 @@ def test_a_group_that_is_retried_has_all_its_attempts_and_only_failed_ones_are()
     with pytest.raises(FailedPrecondition, match="is LEASED, only FAILED ones are tried again"):
         it.ledger.retry(it.now, "train", "request", [failed.group_id, leased.group_id])
     it.do(it.ledger.retry(it.now, "train", "request", [failed.group_id]))
-    assert it.ledger.book("train").groups[failed.group_id].attempts == 0
+    assert it.ledger.stream("train").groups[failed.group_id].attempts == 0
     (again,) = it.lease()
     assert (again.group_id, again.attempts, again.failure) == (failed.group_id, 1, None)
 

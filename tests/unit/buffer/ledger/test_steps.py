@@ -36,7 +36,7 @@ def test_samples_without_a_version_are_as_old_as_their_lease() -> None:
     put = GroupPut(group.lease.lease_id, group.group_id, PutOutcome.COMPLETE, samples)
     (result,) = it.do(it.ledger.put(it.now, [put]))
     assert result.state is GroupState.READY
-    assert it.ledger.book("train").groups[group.group_id].oldest_version == 5
+    assert it.ledger.stream("train").groups[group.group_id].oldest_version == 5
 
 
 def test_without_staleness_nothing_expires_for_a_step_that_is_asked_for_ahead() -> None:
@@ -57,7 +57,7 @@ def test_a_batch_counts_for_the_sources_of_its_groups() -> None:
     it.do(it.ledger.read(it.now, "train", prompts, [Cursor(), Cursor()], [False, False]))
     it.put(it.lease())
     assert it.batch(it.rewind(), 0)
-    assert it.ledger.book("train").state.taken == (1, 1)
+    assert it.ledger.stream("train").state.taken == (1, 1)
 
 
 def test_committing_an_earlier_step_again_changes_nothing(it: LedgerUnderTest) -> None:
@@ -65,7 +65,7 @@ def test_committing_an_earlier_step_again_changes_nothing(it: LedgerUnderTest) -
     for step in (0, 1):
         it.consume(epoch, step)
     assert [it.commit(epoch, step) for step in (2, 1)] == [4, 0]
-    assert it.ledger.book("train").state.committed_step == 2
+    assert it.ledger.stream("train").state.committed_step == 2
 
 
 def test_a_rewind_opens_the_epoch_that_was_asked_for_and_counts_what_came_back_before(it: LedgerUnderTest) -> None:
@@ -98,10 +98,10 @@ def test_groups_past_retention_are_forgotten_in_parts(it: LedgerUnderTest, monke
         it.consume(epoch, step)
     monkeypatch.setattr(training, "MAX_CHANGES", 3)
     it.commit(epoch, 2)
-    state = it.ledger.book("train").state
+    state = it.ledger.stream("train").state
     assert (state.forgotten, state.forgotten_step) == ({"COMMITTED": 3}, 0)
     assert it.do(it.ledger.forget_ended(it.now, "train")) == 1
-    state = it.ledger.book("train").state
+    state = it.ledger.stream("train").state
     assert (state.forgotten, state.forgotten_step) == ({"COMMITTED": 4}, 2)
 
 
@@ -148,7 +148,7 @@ def test_the_samples_of_a_group_that_expires_are_deleted(action: ExpiryAction) -
     it.submit("a")
     (group,) = it.lease()
     it.put([group])
-    records = it.ledger.book("train").groups[group.group_id].samples
+    records = it.ledger.stream("train").groups[group.group_id].samples
     assert len(it.store.read_payloads(records)) == 2
     assert it.serve(it.rewind(2), 2) == 1
     for record in records:

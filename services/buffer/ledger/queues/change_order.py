@@ -11,7 +11,7 @@ from services.buffer.ledger.group import Group, GroupState
 _Entry = tuple[int, str]
 
 
-class Recency:
+class ChangeOrder:
     """A list of (position, group_id) for each state; entries of groups that changed are skipped, then compacted."""
 
     def __init__(self, groups: Mapping[str, Group]) -> None:

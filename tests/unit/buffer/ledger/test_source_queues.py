@@ -14,7 +14,7 @@ from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
 from services.buffer.ledger.commands.producing import PutOutcome
 from services.buffer.ledger.commands.training import Batch
-from services.buffer.ledger.queues.lanes import turns
+from services.buffer.ledger.queues.source_queues import fair_order
 from services.buffer.store.sqlite.store import SqliteStore
 from tests.support.ledgers.buffer_samples import complete_put
 from tests.support.ledgers.ledger_under_test import complete, without_samples
@@ -28,18 +28,18 @@ def shares(num_groups: int, weights: Mapping[str, float] = WEIGHTS) -> Counter[s
     return Counter({name: int(num_groups * weight / total) for name, weight in weights.items()})
 
 
-def test_turns_are_as_close_to_the_weights_as_whole_groups_allow_at_every_moment() -> None:
+def test_the_order_is_as_close_to_the_weights_as_whole_groups_allow_at_every_moment() -> None:
     weights = [3.0, 1.0, 2.5]
-    order = turns(weights, [0, 0, 0], [1000] * 3, 650)
+    order = fair_order(weights, [0, 0, 0], [1000] * 3, 650)
     for n in range(1, 651):
         for source, weight in enumerate(weights):
             assert abs(order[:n].count(source) - n * weight / 6.5) < 1.5
-    assert order[100:] == turns(weights, [order[:100].count(i) for i in range(3)], [1000] * 3, 550)
+    assert order[100:] == fair_order(weights, [order[:100].count(i) for i in range(3)], [1000] * 3, 550)
 
 
-def test_a_source_without_room_leaves_its_turns_to_the_others() -> None:
-    assert turns([3.0, 1.0], [0, 0], [2, 100], 6) == [0, 0, 1, 1, 1, 1]
-    assert turns([3.0, 1.0], [0, 0], [1, 1], 6) == [0, 1]
+def test_a_source_without_room_leaves_its_share_to_the_others() -> None:
+    assert fair_order([3.0, 1.0], [0, 0], [2, 100], 6) == [0, 0, 1, 1, 1, 1]
+    assert fair_order([3.0, 1.0], [0, 0], [1, 1], 6) == [0, 1]
 
 
 def test_batches_have_their_shares_although_a_filter_drops_most_of_one_source() -> None:
@@ -58,7 +58,7 @@ def test_batches_have_their_shares_although_a_filter_drops_most_of_one_source() 
         it.consume(epoch, step)
         it.serve(epoch, step + 1)
     assert made["math"] > 3 * 5 * 20
-    assert it.ledger.book("train").state.taken == (100, 40, 20)
+    assert it.ledger.stream("train").state.taken == (100, 40, 20)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -9,8 +9,8 @@ from headrace.errors import DataLoss
 from services.buffer.ledger.admission import places_left
 from services.buffer.ledger.group import Group, GroupState, SampleRecord
 from services.buffer.ledger.production import Production
-from services.buffer.ledger.queues.lanes import Lanes
-from services.buffer.ledger.queues.recency import Recency
+from services.buffer.ledger.queues.change_order import ChangeOrder
+from services.buffer.ledger.queues.source_queues import SourceQueues
 from services.buffer.ledger.stream import StreamState
 
 _WITH_SAMPLES = frozenset((GroupState.READY, GroupState.CONSUMED))
@@ -18,13 +18,13 @@ _MAX_NAMED = 10
 _UNENDED = frozenset((GroupState.QUEUED, GroupState.LEASED, GroupState.READY, GroupState.CONSUMED))
 
 
-class StreamBook:
+class IndexedStream:
     """`place` is the only way in: it moves a group from the indexes of its old state to those of its new one."""
 
     def __init__(self, state: StreamState) -> None:
         self.state = state
         self.groups: dict[str, Group] = {}
-        self.lanes = Lanes(state.config)
+        self.queues = SourceQueues(state.config)
         self.prompts: dict[str, str] = {}
         self.samples: dict[str, str] = {}
         """Sample id → the group that has it."""
@@ -36,7 +36,7 @@ class StreamBook:
         """Payloads, envelopes and columns of READY and CONSUMED groups, and all partial samples."""
         self.prompt_bytes = 0
         """The prompts of groups that may still be trained."""
-        self.recency = Recency(self.groups)
+        self.change_order = ChangeOrder(self.groups)
         self.production = Production()
         self._batches: defaultdict[int, dict[int, str]] = defaultdict(dict)
         self._digests: dict[int, bytes] = {}
@@ -59,7 +59,7 @@ class StreamBook:
                 self._hold(before.records, group.records)
         self._enter(group)
         if before:
-            self.recency.left(before.state)
+            self.change_order.left(before.state)
 
     def batch(self, step: int) -> list[Group] | None:
         """Returns a step's groups in training order, or None without a batch. Raises DataLoss when groups are lost.
@@ -116,7 +116,7 @@ class StreamBook:
         self._hold(group.records, ())
         self._know(group_id, group.samples, ())
         del self.prompts[group.prompt.prompt_id]
-        self.recency.left(group.state)
+        self.change_order.left(group.state)
         return group
 
     def batch_digest(self, step: int) -> bytes:
@@ -167,7 +167,7 @@ class StreamBook:
             num_inserted=self.state.num_inserted, num_taken=self.state.num_taken, num_leased=leased
         )
         needed = max(self.state.config.groups_per_step, limiter.min_size)
-        return None if left is None else max(left, needed - self.lanes.num_ready - leased)
+        return None if left is None else max(left, needed - self.queues.num_ready - leased)
 
     def places_left(self) -> int | None:
         """Counts the groups that may be leased now; None without admission control and limiter."""
@@ -176,28 +176,28 @@ class StreamBook:
 
     def may_take(self, count: int) -> bool:
         """True when `count` groups are READY for a batch and the limiter lets them go."""
-        if self.lanes.num_ready < count:
+        if self.queues.num_ready < count:
             return False
         limiter = self.state.config.limiter
         if limiter is None or (self.places_left() == 0 and not self.counts[GroupState.LEASED]):
             return True
         state = self.state
         return limiter.may_take(
-            count, num_inserted=state.num_inserted, num_taken=state.num_taken, num_ready=self.lanes.num_ready
+            count, num_inserted=state.num_inserted, num_taken=state.num_taken, num_ready=self.queues.num_ready
         )
 
     def _enter(self, group: Group) -> None:
         self.counts[group.state] += 1
         if group.state in _UNENDED:
             self.prompt_bytes += len(group.prompt.body)
-        self.recency.entered(group)
+        self.change_order.entered(group)
         if group.state is GroupState.QUEUED:
-            self.lanes.enqueue(group)
+            self.queues.enqueue(group)
         elif group.state is GroupState.LEASED:
-            self.lanes.lease(group)
+            self.queues.lease(group)
         elif group.state in _WITH_SAMPLES:
             if group.step is None or group.batch_index is None:
-                self.lanes.add_ready(group)
+                self.queues.add_ready(group)
             else:
                 self._batches[group.step][group.batch_index] = group.group_id
                 self._digests.pop(group.step, None)
@@ -209,11 +209,11 @@ class StreamBook:
         if group.state in _UNENDED:
             self.prompt_bytes -= len(group.prompt.body)
         if group.state is GroupState.LEASED:
-            self.lanes.unlease(group)
+            self.queues.unlease(group)
         if group.state not in _WITH_SAMPLES:
             return
         if group.step is None or group.batch_index is None:
-            self.lanes.discard_ready(group.group_id)
+            self.queues.discard_ready(group.group_id)
             return
         members = self._batches[group.step]
         del members[group.batch_index]

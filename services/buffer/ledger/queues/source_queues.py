@@ -1,13 +1,13 @@
-"""A stream's groups by the source that they came from, and whose turn it is.
+"""A stream's groups by prompt source, in the order of weighted fair queueing.
 
-Of several files every one has a lane of its own, with a queue, a ready pool and a cursor. A turn goes to the source
-whose share is furthest behind: the smallest (groups in hand + 1) / weight, the first of equals. Producers get the next
-groups, and a batch is made, by turns. In hand are, for a lease, the groups given to batches, READY and LEASED; for a
-batch those given to batches. A group that is dropped or fails is in hand no more, so the next lease is of its source,
-and what is in hand are always the next turns: a batch that waits for one source waits for groups that are leased.
+Of several files every one has a queue, a ready pool and a cursor. The next group is of the source whose share is
+furthest behind: the smallest (outstanding groups + 1) / weight, the first of equals. Producers get the next groups, and
+a batch is made, in this order. Outstanding are, for a lease, the groups given to batches, READY and LEASED; for a batch
+those given to batches. A group that is dropped or fails is no longer outstanding, so the next lease is of its source,
+and a batch that waits for one source waits for groups that are leased.
 
-A source at its end leaves its turns to the others. What was submitted comes before all turns and takes none; where
-there are not several files everything is in that lane.
+A source at its end leaves its share to the others. What was submitted comes before all sources and counts for none;
+where there are not several files everything is in that queue.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from services.buffer.ledger.stream import StreamConfig, StreamState
 _SUBMITTED = None
 
 
-class Lanes:
-    """QUEUED groups and READY ones without a batch; ids only, the groups are in the book."""
+class SourceQueues:
+    """QUEUED groups and READY ones without a batch; ids only, `IndexedStream` has the groups."""
 
     def __init__(self, config: StreamConfig) -> None:
         self._weights = [file.weight for file in config.files] if len(config.files) > 1 else []
@@ -50,23 +50,23 @@ class Lanes:
 
     def enqueue(self, group: Group) -> None:
         """Adds a QUEUED group."""
-        self._queues[self._lane(group)].add(group)
+        self._queues[self._source(group)].add(group)
 
     def discard_queued(self, group: Group) -> None:
         """Removes a QUEUED group that is dropped."""
-        self._queues[self._lane(group)].discard(group.group_id)
+        self._queues[self._source(group)].discard(group.group_id)
 
     def lease(self, group: Group) -> None:
         """Counts a group that became LEASED."""
-        self._leased[self._lane(group)] += 1
+        self._leased[self._source(group)] += 1
 
     def unlease(self, group: Group) -> None:
         """Counts a group that is no longer LEASED."""
-        self._leased[self._lane(group)] -= 1
+        self._leased[self._source(group)] -= 1
 
     def add_ready(self, group: Group) -> None:
         """Adds a READY group that is in no batch."""
-        self._pools[self._lane(group)].add(group)
+        self._pools[self._source(group)].add(group)
 
     def discard_ready(self, group_id: str) -> None:
         """Removes the group if it is in the pool."""
@@ -96,7 +96,7 @@ class Lanes:
         queued = [len(self._queues[i]) for i in range(len(self._weights))]
         seen: Counter[int] = Counter()
         missing: list[int] = []
-        for source in self._lease_turns(state, left):
+        for source in self._lease_order(state, left):
             seen[source] += 1
             if seen[source] > queued[source]:
                 missing.append(source)
@@ -106,7 +106,7 @@ class Lanes:
     def take_queued(self, state: StreamState, count: int) -> list[str]:
         """Removes and returns up to `count` queued ids; fewer when the next source's prompts were not read yet."""
         taken = self._queues[_SUBMITTED].take(count)
-        for source in self._lease_turns(state, count - len(taken)):
+        for source in self._lease_order(state, count - len(taken)):
             if not self._queues[source]:
                 break
             taken += self._queues[source].take(1)
@@ -115,38 +115,38 @@ class Lanes:
     def take_batch(self, state: StreamState, count: int) -> list[str]:
         """Removes and returns a batch's ids; none if the source that comes next lacks groups. `count` must be READY."""
         submitted = min(len(self._pools[_SUBMITTED]), count)
-        turns = self._batch_turns(state, count - submitted)
-        shares = Counter(turns)
-        if len(turns) < count - submitted or any(len(self._pools[i]) < share for i, share in shares.items()):
+        order = self._batch_order(state, count - submitted)
+        shares = Counter(order)
+        if len(order) < count - submitted or any(len(self._pools[i]) < share for i, share in shares.items()):
             return []
         chosen = {source: iter(self._pools[source].first(share)) for source, share in shares.items()}
-        return [*self._pools[_SUBMITTED].first(submitted), *(next(chosen[source]) for source in turns)]
+        return [*self._pools[_SUBMITTED].first(submitted), *(next(chosen[source]) for source in order)]
 
-    def _lane(self, group: Group) -> int | None:
+    def _source(self, group: Group) -> int | None:
         return group.source if self._weights else _SUBMITTED
 
-    def _lease_turns(self, state: StreamState, count: int) -> list[int]:
+    def _lease_order(self, state: StreamState, count: int) -> list[int]:
         sources = range(len(self._weights))
-        in_hand = [state.taken_of(i) + self._leased[i] + len(self._pools[i]) for i in sources]
+        outstanding = [state.taken_of(i) + self._leased[i] + len(self._pools[i]) for i in sources]
         room = [len(self._queues[i]) if state.has_ended(i) else count for i in sources]
-        return turns(self._weights, in_hand, room, count)
+        return fair_order(self._weights, outstanding, room, count)
 
-    def _batch_turns(self, state: StreamState, count: int) -> list[int]:
+    def _batch_order(self, state: StreamState, count: int) -> list[int]:
         sources = range(len(self._weights))
         room = [self._leased[i] + len(self._pools[i]) if state.has_ended(i) else count for i in sources]
-        return turns(self._weights, [state.taken_of(i) for i in sources], room, count)
+        return fair_order(self._weights, [state.taken_of(i) for i in sources], room, count)
 
 
-def turns(weights: Sequence[float], in_hand: Sequence[int], room: Sequence[int], count: int) -> list[int]:
+def fair_order(weights: Sequence[float], outstanding: Sequence[int], room: Sequence[int], count: int) -> list[int]:
     """Returns the sources of the next `count` groups. A source gets at most its `room`, so there may be fewer."""
-    heap = [((in_hand[i] + 1) / weight, i, 1) for i, weight in enumerate(weights) if room[i]]
+    heap = [((outstanding[i] + 1) / weight, i, 1) for i, weight in enumerate(weights) if room[i]]
     heapq.heapify(heap)
     found: list[int] = []
     while heap and len(found) < count:
         _, i, nth = heap[0]
         found.append(i)
         if nth < room[i]:
-            heapq.heapreplace(heap, ((in_hand[i] + nth + 1) / weights[i], i, nth + 1))
+            heapq.heapreplace(heap, ((outstanding[i] + nth + 1) / weights[i], i, nth + 1))
         else:
             heapq.heappop(heap)
     return found
