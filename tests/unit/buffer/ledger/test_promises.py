@@ -153,21 +153,6 @@ def test_promise_3_a_renewal_at_the_same_instant_ends_the_lease_once(it: LedgerU
     assert it.do(it.ledger.expire_leases(it.now)) == 1
 
 
-def test_a_release_keeps_its_tokens_and_does_not_count_as_an_attempt(it: LedgerUnderTest) -> None:
-    (group,) = it.lease(1)
-    partial = sample(group, 0, 0, text="so far")
-    give = [Release(group.lease.lease_id, (partial,), "shutting down")]
-    it.do(it.ledger.release(it.now, give))
-    it.do(it.ledger.release(it.now, give))
-    it.restart()
-    (again,) = it.lease(1)
-    assert (again.group_id, again.attempts) == (group.group_id, 1)
-    assert it.store.read_payloads(again.partials) == [partial.payload]
-    it.put([again])
-    with pytest.raises(NotFound):
-        it.store.read_payloads(again.partials)
-
-
 # 4. LeaseBatch answers the same batch.
 
 

@@ -1,0 +1,42 @@
+"""A lease that is given back: its tokens stay, and nothing is counted against the group."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.errors import NotFound
+from services.buffer.ledger.commands.producing import Release
+from tests.support.ledgers.ledger_under_test import LedgerUnderTest, sample
+
+
+@pytest.fixture
+def it() -> LedgerUnderTest:
+    ledger = LedgerUnderTest()
+    ledger.create()
+    ledger.submit(*(f"p{i}" for i in range(12)))
+    return ledger
+
+
+def test_a_release_keeps_its_tokens_and_does_not_count_as_an_attempt(it: LedgerUnderTest) -> None:
+    (group,) = it.lease(1)
+    partial = sample(group, 0, 0, text="so far")
+    give = [Release(group.lease.lease_id, (partial,), "shutting down")]
+    it.do(it.ledger.release(it.now, give))
+    it.do(it.ledger.release(it.now, give))
+    it.restart()
+    (again,) = it.lease(1)
+    assert (again.group_id, again.attempts) == (group.group_id, 1)
+    assert it.store.read_payloads(again.partials) == [partial.payload]
+    it.put([again])
+    with pytest.raises(NotFound):
+        it.store.read_payloads(again.partials)
+
+
+def test_a_release_without_tokens_leaves_those_of_an_earlier_one(it: LedgerUnderTest) -> None:
+    (group,) = it.lease(1)
+    partial = sample(group, 0, 0, text="so far")
+    it.do(it.ledger.release(it.now, [Release(group.lease.lease_id, (partial,), "shutting down")]))
+    (again,) = it.lease(1)
+    it.do(it.ledger.release(it.now, [Release(again.lease.lease_id, (), "shutting down before its first token")]))
+    (third,) = it.lease(1)
+    assert it.store.read_payloads(third.partials) == [partial.payload]
