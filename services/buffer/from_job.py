@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from headrace.errors import ConfigError
-from headrace.job.schema.job import BufferSection, DataSection, Job
+from headrace.job.schema.buffer import BufferSection
+from headrace.job.schema.job import Job
+from headrace.job.schema.production import DataSection
 from headrace.job.schema.prompt_path import PromptPath
 from headrace.models.registry import read_architecture
 from headrace.wire.shares import share_of_count

@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from headrace.errors import HeadraceError
 from headrace.hooks import HookArgs, hook_args, section_args
-from headrace.job.schema.job import Job, RewardSection
+from headrace.job.schema.job import Job
+from headrace.job.schema.production import RewardSection
 from headrace.process.exit_codes import exit_code
 from headrace.rpc.log import configure_logging
 from services.reward.service import RewardServer

@@ -10,7 +10,7 @@ from headrace.api.reward.v1 import reward_pb2
 from headrace.api.reward.v1.reward_pb2_grpc import add_RewardServiceServicer_to_server
 from headrace.errors import ConfigError
 from headrace.hooks import HookArgs, RewardForm, RewardHook, prepare_reward, reward_hook
-from headrace.job.schema.job import RewardSection
+from headrace.job.schema.production import RewardSection
 from headrace.process.workers import WorkerError, WorkerPool
 from headrace.rpc.request_limits import RequestLimits
 from headrace.rpc.server import RpcServer, Service

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
-from headrace.job.schema.job import RolloutSection
+from headrace.job.schema.production import RolloutSection
 from headrace.wire.checks import one_line
 from services.trainer.metrics.readings import grown_from
 

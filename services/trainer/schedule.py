@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.job.schema.job import EvalSection
+from headrace.job.schema.production import EvalSection
 from services.trainer.state import TrainState
 
 

@@ -26,7 +26,7 @@ from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.buffer import BufferClient
 from headrace.digest import digest_of
-from headrace.job.schema.job import BufferSection
+from headrace.job.schema.buffer import BufferSection
 from headrace.wire.column import pack_column
 from services.buffer.store.files import DiskFiles
 from tests.bench.cpu import cpu_seconds

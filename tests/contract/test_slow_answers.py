@@ -13,7 +13,7 @@ import pytest
 
 from headrace.client.reward import RewardClient
 from headrace.hooks import section_args
-from headrace.job.schema.job import RewardSection
+from headrace.job.schema.production import RewardSection
 from headrace.score import Score, ScoreItem
 from services.reward import scoring
 from services.reward.service import RewardServer

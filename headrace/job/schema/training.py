@@ -30,26 +30,30 @@ class TrainSection(Section):
     use_dynamic_batch_size: bool = Field(
         False, description="Micro-batches of max_tokens_per_gpu, however many samples."
     )
-    max_tokens_per_gpu: Positive | None = Field(None, description="Tokens in a forward pass at most.")
+    max_tokens_per_gpu: Positive | None = Field(None, description="Largest number of tokens in a forward pass.")
     balance_data: bool = Field(
-        True, description="Data-parallel ranks get equally much work; off: samples as they come."
+        True, description="Data-parallel ranks get equal work; off: samples in the order in which they come."
     )
-    balance_by: Literal["tokens", "flops"] = Field("tokens", description="What work is.")
+    balance_by: Literal["tokens", "flops"] = Field("tokens", description="The measure of work for balance_data.")
     packing: Literal["padded", "packed", "shared_prompts"] | None = Field(
-        None, description="Samples in a row: one, several, or several behind one prompt; absent: the fastest."
+        None,
+        description="Samples in a row of the model: one, several, or several behind one prompt; absent: the fastest.",
     )
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = Field(
-        "policy_loss", description="What is minimised."
+        "policy_loss", description="The loss that is minimised."
     )
     loss_mask_type: Literal["qwen", "qwen3", "llama3", "glm4", "distill_qwen", "deepseek", "kimi"] | None = Field(
-        None, description="Prompts are conversations, their assistants' turns are trained; whose chat marks they have."
+        None,
+        description="Prompts are conversations whose assistant turns are trained; names the chat template's marks.",
     )
     keep_earlier_thoughts: bool = Field(
-        False, description="Earlier turns of a conversation keep their thoughts; off: what the chat template keeps."
+        False, description="Earlier turns of a conversation keep their thoughts; off: the chat template decides."
     )
     advantage_estimator: Estimator = Field("grpo", description="How rewards become advantages.")
-    disable_grpo_std_normalization: bool = Field(False, description="Do not divide by the group's deviation.")
-    disable_rewards_normalization: bool = Field(False, description="Advantages are the rewards themselves.")
+    disable_grpo_std_normalization: bool = Field(
+        False, description="Do not divide advantages by the standard deviation of the group's rewards."
+    )
+    disable_rewards_normalization: bool = Field(False, description="Rewards are advantages as they are.")
     normalize_advantages: bool = Field(False, description="Whiten advantages over the whole rollout batch.")
     gamma: Share = Field(1.0, description="Discount of later tokens' rewards: ppo and reinforce_plus_plus.")
     lambd: Annotated[float, Field(ge=0, le=1)] = Field(1.0, description="Lambda of GAE: ppo.")
@@ -57,15 +61,17 @@ class TrainSection(Section):
         0.0, description="Weight of the KL in the reward: ppo, reinforce_plus_plus and its baseline variant."
     )
     kl_reward_type: KlType = Field(
-        "k1", description="Estimator of the KL in the reward; only k1 has the gradient of the KL there."
+        "k1", description="Estimator of the KL in the reward; only k1 has the KL's gradient there."
     )
-    eps_clip: Above = Field(0.2, description="Lower clip of the ratio: 1 - eps.")
-    eps_clip_high: Above | None = Field(None, description="Upper clip: 1 + eps; absent: eps_clip.")
+    eps_clip: Above = Field(0.2, description="Lower clip of the importance ratio: 1 - eps_clip.")
+    eps_clip_high: Above | None = Field(
+        None, description="Upper clip of the importance ratio: 1 + eps_clip_high; absent: eps_clip."
+    )
     eps_clip_c: Annotated[Above, Field(gt=1)] | None = Field(None, description="Dual clip for negative advantages.")
     use_kl_loss: bool = Field(False, description="Add kl_loss_coef times the KL to the reference policy.")
-    kl_loss_coef: Coefficient = Field(0.0, description="Weight of that KL.")
+    kl_loss_coef: Coefficient = Field(0.0, description="Weight of the KL in the loss.")
     kl_loss_type: KlType = Field("low_var_kl", description="Estimator of the KL in the loss.")
-    use_unbiased_kl: bool = Field(False, description="The KL of the loss times the importance ratio.")
+    use_unbiased_kl: bool = Field(False, description="Multiply the KL in the loss by the importance ratio.")
     entropy_coef: Coefficient = Field(0.0, description="Weight of the entropy bonus.")
     calculate_per_token_loss: bool = Field(False, description="Mean over tokens instead of over rollouts.")
     loss_constant_length: Above | None = Field(
@@ -73,32 +79,46 @@ class TrainSection(Section):
     )
     use_tis: bool = Field(False, description="Importance weights between trainer and engine.")
     tis_mode: Annotated[Literal["truncate", "clip", "mask"], BeforeValidator(_icepop)] = Field(
-        "truncate", description="Weights are cut at their bounds, or 0 beyond them (icepop)."
+        "truncate", description="Importance weights are cut at their bounds, or are 0 beyond them (icepop)."
     )
     tis_level: Level = Field(
-        "token", description="Whose ratio: a token's, or an answer's: its tokens' product, or their geometric mean."
+        "token",
+        description="The ratio of each token, or of a whole response: its tokens' product, or their geometric mean.",
     )
-    tis_clip: Above = Field(2.0, description="Their upper bound (alias: tis_threshold, tis_upper_bound).")
+    tis_clip: Above = Field(
+        2.0, description="Upper bound of the importance weights (alias: tis_threshold, tis_upper_bound)."
+    )
     tis_clip_low: Coefficient | None = Field(
         None,
-        description="Their lower bound; absent: 0 for truncate, else 1 / tis_clip (alias: tis_lower_bound).",
+        description="Lower bound of the importance weights; absent: 0 for truncate, else 1 / tis_clip (alias: "
+        "tis_lower_bound).",
     )
-    tis_batch_normalize: bool = Field(False, description="Divide the weights of an optimizer step by their mean.")
-    use_rs: bool = Field(False, description="Leave out tokens or answers whose ratio is beyond bounds of its own.")
-    rs_level: Level = Field("token", description="Whose ratio.")
-    rs_lower_bound: Above | None = Field(None, description="Lower bound; absent: that of the weights.")
-    rs_upper_bound: Above | None = Field(None, description="Upper bound; absent: tis_clip.")
+    tis_batch_normalize: bool = Field(
+        False, description="Divide the importance weights of an optimizer step by their mean."
+    )
+    use_rs: bool = Field(
+        False,
+        description="Rejection sampling: leave out tokens or responses whose ratio is outside rs_lower_bound and "
+        "rs_upper_bound.",
+    )
+    rs_level: Level = Field("token", description="The ratio that use_rs bounds: of a token, or of a whole response.")
+    rs_lower_bound: Above | None = Field(
+        None, description="Lower bound of use_rs; absent: that of the importance weights."
+    )
+    rs_upper_bound: Above | None = Field(None, description="Upper bound of use_rs; absent: tis_clip.")
     rs_veto_threshold: Share | None = Field(
-        None, description="Leave out an answer of which one token's ratio is below; absent: none."
+        None, description="Leave out a response when one token's ratio is below; absent: none."
     )
-    use_opsm: bool = Field(False, description="Leave out bad answers that the policy has moved away from.")
-    opsm_delta: Coefficient = Field(1e-4, description="Mean log-ratio from which it has.")
+    use_opsm: bool = Field(False, description="Leave out bad responses that the policy has moved away from.")
+    opsm_delta: Coefficient = Field(1e-4, description="Mean log-ratio from which use_opsm leaves a response out.")
     use_rollout_logprobs: bool = Field(False, description="The engine's log-probs are the old policy's.")
     true_on_policy_mode: bool = Field(
-        False, description="Refuse all that makes the ratio differ from 1; stop when trainer and engine disagree."
+        False,
+        description="Refuse settings that make the importance ratio differ from 1; stop when trainer and engine "
+        "disagree.",
     )
     true_on_policy_bound: Above = Field(
-        1e-3, description="Largest difference of their log-probs that is no disagreement."
+        1e-3, description="Largest difference of trainer's and engine's log-probs that true_on_policy_mode allows."
     )
     only_train_params_name_list: tuple[str, ...] = Field(
         (), description="Regular expressions: parameters whose names match are trained, the others frozen."
@@ -137,11 +157,15 @@ class TrainSection(Section):
 class CriticSection(Section):
     """The critic of advantage_estimator ppo."""
 
-    critic_load: Path | None = Field(None, description="Hugging Face folder it starts from; absent: hf_checkpoint.")
-    critic_lr: Rate = Field(1e-6, description="Its highest learning rate.")
-    critic_lr_warmup_iters: NonNegative = Field(0, description="Optimizer steps of its warm-up.")
-    num_critic_only_steps: NonNegative = Field(0, description="Rollout steps at the start that train the critic alone.")
-    value_clip: Above = Field(0.2, description="Largest change of a value that counts.")
+    critic_load: Path | None = Field(
+        None, description="Hugging Face folder that the critic starts from; absent: hf_checkpoint."
+    )
+    critic_lr: Rate = Field(1e-6, description="The critic's highest learning rate.")
+    critic_lr_warmup_iters: NonNegative = Field(0, description="Optimizer steps of the critic's warm-up.")
+    num_critic_only_steps: NonNegative = Field(
+        0, description="Rollout steps at the start in which only the critic is trained."
+    )
+    value_clip: Above = Field(0.2, description="Largest change of a value that the critic's loss counts.")
 
 
 class DistillationSection(Section):
@@ -151,8 +175,12 @@ class DistillationSection(Section):
     opd_type: Literal["sglang", "megatron"] = Field(
         "sglang", description="The teacher is served at opd_teacher_url, or held by the trainer's ranks."
     )
-    opd_kl_coef: Annotated[Coefficient, Field(gt=0)] = Field(1.0, description="Weight of the reverse KL.")
-    opd_teacher_url: str | None = Field(None, description="An SGLang server of the teacher, with our tokenizer.")
+    opd_kl_coef: Annotated[Coefficient, Field(gt=0)] = Field(
+        1.0, description="Weight of the reverse KL to the teacher."
+    )
+    opd_teacher_url: str | None = Field(
+        None, description="An SGLang server of the teacher, with the policy's tokenizer."
+    )
     opd_teacher_load: Path | None = Field(None, description="Hugging Face folder of the teacher; same architecture.")
 
 

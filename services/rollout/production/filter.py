@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from headrace.errors import ConfigError
 from headrace.hooks import HookArgs, to_hook
 from headrace.hooks.filter import load_filter, run_filter
-from headrace.job.schema.job import RolloutSection
+from headrace.job.schema.production import RolloutSection
 from headrace.process.workers import WorkerError, WorkerPool
 from headrace.trajectory import Failure, Sample
 

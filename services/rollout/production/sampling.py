@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from headrace.api.sample.v1 import sample_pb2 as pb
 from headrace.errors import HeadraceError, InvalidArgument
-from headrace.job.schema.job import RolloutSection
+from headrace.job.schema.production import RolloutSection
 from headrace.rpc.log import log
 from headrace.trajectory import ROUTED_EXPERTS, Failure, Sample, Status
 from headrace.wire.checks import require_at_most, require_between, require_finite

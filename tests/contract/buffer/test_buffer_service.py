@@ -24,7 +24,8 @@ from headrace.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from headrace.job.schema.job import BufferSection, RolloutSection
+from headrace.job.schema.buffer import BufferSection
+from headrace.job.schema.production import RolloutSection
 from headrace.ledger_tools.audit.ledger import read_ledger
 from headrace.rpc import call as rpc
 from headrace.trajectory import Sample
@@ -417,13 +418,8 @@ async def test_a_restart_may_change_the_limits_and_nothing_else(
     async with BufferClient(first.address) as client:
         await client.submit_prompts("train", text_prompts("a"))
     await first.kill()
-    batch_size = 4 if status == "serving" else 5
-    second = BufferProcess(
-        tmp_path,
-        None,
-        buffer=BufferSection(max_staleness=3, **section),
-        rollout=RolloutSection(rollout_batch_size=batch_size, n_samples_per_prompt=2),
-    )
+    rollout = RolloutSection(rollout_batch_size=4 if status == "serving" else 5, n_samples_per_prompt=2)
+    second = BufferProcess(tmp_path, None, buffer=BufferSection(max_staleness=3, **section), rollout=rollout)
     await second.start()
     if status == "refused":
         assert await second.wait() == 1

@@ -16,7 +16,7 @@ from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
 from headrace.client.columns import LargeColumn, taken_out
 from headrace.errors import DataLoss, FailedPrecondition, NotFound
-from headrace.job.schema.job import BufferSection
+from headrace.job.schema.buffer import BufferSection
 from headrace.ledger_tools.backup import restore_backup, write_backup
 from headrace.trajectory import Sample
 from services.buffer.store.sqlite.store import SqliteStore

@@ -11,7 +11,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from headrace.api.buffer.v1 import buffer_pb2
-from headrace.job.schema.job import BufferSection, DataSection, Job, ModelSection, RolloutSection
+from headrace.job.schema.buffer import BufferSection
+from headrace.job.schema.job import Job, ModelSection
+from headrace.job.schema.production import DataSection, RolloutSection
 from headrace.rpc.net import free_port
 from headrace.rpc.server import RpcServer, Service
 from services.buffer.conversion.wire_bytes import add_to_server

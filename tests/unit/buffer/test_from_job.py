@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.job.schema.job import BufferSection, DataSection, Job, ModelSection, RolloutSection
+from headrace.job.schema.buffer import BufferSection
+from headrace.job.schema.job import Job, ModelSection
+from headrace.job.schema.production import DataSection, RolloutSection
 from services.buffer.from_job import train_stream
 from services.buffer.ledger.limiter import Limiter
 from services.buffer.ledger.stream import ExpiryAction, Selection, StreamConfig

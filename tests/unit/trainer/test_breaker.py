@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
-from headrace.job.schema.job import RolloutSection
+from headrace.job.schema.production import RolloutSection
 from services.trainer.breaker import Breaker
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.job.schema.job import BufferSection, Job, PlacementSection
+from headrace.job.schema.buffer import BufferSection
+from headrace.job.schema.job import Job, PlacementSection
 from services.rollout.engine import arguments
 from services.rollout.engine.machine import Machine
 

@@ -16,7 +16,8 @@ from headrace.api.reward.v1 import reward_pb2
 from headrace.errors import DataLoss, InvalidArgument, Unavailable
 from headrace.hooks import HookArgs, hook_args
 from headrace.job.model.context_limit import ContextLimit
-from headrace.job.schema.job import Job, ModelSection, RolloutSection
+from headrace.job.schema.job import Job, ModelSection
+from headrace.job.schema.production import RolloutSection
 from headrace.rpc.net import free_port
 from headrace.sample_log import SampleLog
 from headrace.trajectory import Sample, Status
@@ -229,9 +230,8 @@ async def test_a_prompt_beyond_the_context_is_dropped_and_no_engine_is_asked(tok
 async def test_a_response_ends_where_rollout_max_context_len_ends(tokenizer_folder: Path) -> None:
     ledger = MemoryLedger([lease(0)])
     length = len(PromptEncoder(tokenizer_folder, apply_chat_template=False).encode_text("hello").tokens)
-    job = Job(
-        model=ModelSection(hf_checkpoint=tokenizer_folder), rollout=RolloutSection(rollout_max_context_len=length + 3)
-    )
+    rollout = RolloutSection(rollout_max_context_len=length + 3)
+    job = Job(model=ModelSection(hf_checkpoint=tokenizer_folder), rollout=rollout)
     architecture = SimpleNamespace(max_position_embeddings=4096)
     context = ContextLimit.of(job, architecture)  # type: ignore[arg-type]
     async with production(tokenizer_folder, ledger, score(1.0), context=context) as made:

@@ -1,0 +1,127 @@
+"""The sections of a job that say where samples come from: prompts, rollouts, rewards, evaluations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from headrace.job.schema.section import Above, NonNegative, Positive, Seconds, Section, Seed, Share, Temperature
+from headrace.wire.limits import MAX_FILE_WORKERS, MAX_SAMPLES_PER_GROUP
+
+
+def _several(value: Any) -> Any:
+    """Accepts one value where several are allowed."""
+    return (str(value),) if isinstance(value, str | Path) else value
+
+
+class DataSection(Section):
+    prompt_data: Annotated[tuple[str, ...], BeforeValidator(_several)] = Field(
+        (), description="JSONL or Parquet files of prompts, PATH or PATH@[a:b]; absent: SubmitPrompts brings them."
+    )
+    prompt_data_weights: tuple[Above, ...] = Field(
+        (), description="Each file's share of every trained batch, relative to the others; absent: equal shares."
+    )
+    streaming_data: bool = Field(False, description="Read prompt_data in blocks and keep none of it in memory.")
+    num_data_workers: Annotated[Positive, Field(le=MAX_FILE_WORKERS)] = Field(
+        1, description="Processes that parse a streamed file's blocks ahead."
+    )
+    data_source_path: str | None = Field(
+        None, description="pkg.mod.Class or file.py:Class with get_samples(n), in place of prompt_data."
+    )
+    input_key: str = Field("prompt", description="Key of the prompt: text, or an array of chat messages.")
+    label_key: str | None = Field(None, description="Key of the reference answer.")
+    metadata_key: str | None = Field("metadata", description="Key of an object for rewards and hooks.")
+    tool_key: str | None = Field(None, description="Key of an array of tool definitions.")
+    priority_key: str | None = Field(
+        None, description="Key of an integer; with selection priority a larger one goes first."
+    )
+    apply_chat_template: bool = Field(False, description="Text prompts become one user turn of the chat template.")
+    rollout_shuffle: bool = Field(False, description="Read every epoch in a new order.")
+    rollout_seed: Seed = Field(42, description="Seed of rollout_shuffle's order and of the engines' sampling.")
+    num_epoch: Positive | None = Field(None, description="Largest number of epochs of prompt_data; absent: no limit.")
+    skip_bad_lines: bool = Field(False, description="Count and skip lines that do not parse; off: refuse them.")
+
+
+class RolloutSection(Section):
+    num_rollout: Positive = Field(100, description="Rollout steps in the run.")
+    rollout_batch_size: Positive | None = Field(None, description="Prompts (groups) in a step; may be derived.")
+    n_samples_per_prompt: Annotated[Positive, Field(le=MAX_SAMPLES_PER_GROUP)] | None = Field(
+        None, description="Samples in a group; may be derived."
+    )
+    over_sampling_batch_size: Positive | None = Field(
+        None,
+        description="Groups in production for a step, so that it fills although some are dropped; absent: "
+        "rollout_batch_size.",
+    )
+    rollout_temperature: Temperature = Field(1.0, description="Temperature of sampling: logits are divided by it.")
+    rollout_top_p: Share = Field(1.0, description="Nucleus sampling: the share of probability to sample from.")
+    rollout_top_k: Positive | None = Field(None, description="Sample from the k most likely tokens; absent: from all.")
+    rollout_max_response_len: Positive = Field(1024, description="Largest number of response tokens.")
+    rollout_max_prompt_len: Positive | None = Field(None, description="Longer prompts are dropped, and counted.")
+    rollout_max_context_len: Positive | None = Field(
+        None, description="Largest number of prompt and response tokens together."
+    )
+    rollout_stop: tuple[str, ...] = Field((), description="Stop strings.")
+    rollout_stop_token_ids: tuple[NonNegative, ...] = Field((), description="Token ids that end a response.")
+    dynamic_sampling_filter_path: str | None = Field(
+        None, description="pkg.mod.fn or file.py:fn that keeps or drops a scored group; dropped ones are replaced."
+    )
+    partial_rollout: bool = Field(False, description="Keep the tokens of interrupted groups and continue from them.")
+    mask_offpolicy_in_partial_rollout: bool = Field(
+        False, description="Do not train a partial rollout's tokens of older policies."
+    )
+    custom_generate_function_path: str | None = Field(None, description="pkg.mod.fn or file.py:fn that generates.")
+    max_turns: Positive | None = Field(None, description="Largest number of turns; custom generate functions read it.")
+    generate_timeout_seconds: Seconds = Field(600.0, description="Limit of one sample's generation.")
+    max_groups_in_flight: Positive | None = Field(
+        None, description="Groups generated at once; absent: two steps' worth."
+    )
+    max_failed_share: Share = Field(
+        0.5,
+        description="The run ends, with the reasons, when a larger share of the latest samples failed, or none of ten "
+        "times as many could be used; 1: never.",
+    )
+    failure_window: Positive | None = Field(
+        None,
+        description="Number of latest samples of which max_failed_share is a share; absent: one step's, at least 32.",
+    )
+    router_policy: Literal["cache_aware", "round_robin", "random", "power_of_two"] = Field(
+        "cache_aware", description="How sglang-router picks an engine."
+    )
+
+
+class RewardSection(Section):
+    rm_type: str | None = Field(None, description="Scorer of samples whose metadata names none.")
+    custom_rm_path: str | None = Field(None, description="pkg.mod.fn or file.py:fn that scores samples.")
+    group_rm: bool = Field(False, description="custom_rm_path takes a whole group and returns a list.")
+    reward_model_path: Path | None = Field(None, description="Folder given to a custom_rm_path that is a class.")
+    reward_key: str | None = Field(None, description="The part of a dict reward that is trained on.")
+    reward_timeout_seconds: Seconds = Field(30.0, description="Limit of scoring one sample.")
+    reward_workers: Annotated[Positive, Field(le=1024)] = Field(
+        2, description="Worker processes of the reward service."
+    )
+
+
+class EvalSection(Section):
+    eval_prompt_data: tuple[tuple[str, Path], ...] = Field((), description="NAME PATH of an evaluation; repeatable.")
+    eval_interval: Positive | None = Field(
+        None, description="Rollout steps between evaluations; absent: first and last."
+    )
+    n_samples_per_eval_prompt: Positive = Field(1, description="Samples for each prompt of an evaluation.")
+    eval_temperature: Temperature | None = Field(
+        None,
+        description="Temperature of evaluations, 0 is greedy; absent: greedy, or rollout_temperature with several "
+        "samples a prompt or eval_top_p.",
+    )
+    eval_top_p: Share | None = Field(None, description="Nucleus sampling of evaluations; absent: rollout_top_p.")
+    eval_top_k: Positive | None = Field(
+        None, description="Evaluations sample from the k most likely tokens; absent: rollout_top_k."
+    )
+    skip_eval_before_train: bool = Field(
+        False, description="Evaluate for the first time after eval_interval steps, not before training."
+    )
+    eval_max_response_len: Positive | None = Field(
+        None, description="Largest number of response tokens in evaluations; absent: rollout_max_response_len."
+    )
