@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from headrace.errors import InvalidArgument
 from headrace.preflight.report import Scorers, count_scorer, scorer_name
+from headrace.prompt_row import parse_row
 from headrace.wire.limits import MAX_EVAL_FILE_BYTES
 
 
@@ -23,8 +24,8 @@ def scorers_of(path: Path, metadata_key: str | None) -> dict[str, Scorers]:
 
 def _named(line: bytes, metadata_key: str | None) -> str:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = parse_row(line)
+    except InvalidArgument:
         return ""
-    metadata = row.get(metadata_key) if isinstance(row, dict) and metadata_key else None
+    metadata = row.get(metadata_key) if metadata_key else None
     return scorer_name(metadata) if isinstance(metadata, dict) else ""

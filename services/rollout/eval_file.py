@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 from headrace.errors import InvalidArgument
 from headrace.label import label_text
+from headrace.prompt_row import content_of, ordered_json, parse_row
 from headrace.sample_checks import check_text
 from headrace.wire.checks import shown
 from headrace.wire.json_text import to_json
@@ -107,35 +107,14 @@ def _lines(path: Path, file: BinaryIO, max_prompts: int | None) -> Iterator[tupl
 
 def _row(where: str, line: bytes, keys: EvalKeys) -> EvalRow:
     try:
-        record = json.loads(line, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"{where}: not JSON: {error}", field=_FIELD) from error
-    if not isinstance(record, dict):
-        raise InvalidArgument(f"{where}: not a JSON object: {shown(line)}", field=_FIELD)
-    prompt = record.get(keys.prompt)
-    if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(map(_is_message, prompt)) and prompt):
-        raise InvalidArgument(
-            f"{where}: {keys.prompt!r} must be text or an array of messages; keys here: {shown(sorted(record))}",
-            field="datasets.input_key",
-        )
-    metadata = record.get(keys.metadata) if keys.metadata else None
-    try:
-        found = EvalRow(
-            where,
-            prompt,
-            label_text(record.get(keys.label)) if keys.label else None,
-            metadata if isinstance(metadata, dict) else {},
-        )
+        row = parse_row(line)
+        prompt = content_of(row, keys.prompt)
+        label = label_text(row.get(keys.label)) if keys.label else None
+        metadata = row.get(keys.metadata) if keys.metadata else None
+        found = EvalRow(where, prompt, label, metadata if isinstance(metadata, dict) else {})
         check_text("label", found.label or "")
         to_json(found.metadata)
+        ordered_json(prompt)
     except InvalidArgument as error:
         raise InvalidArgument(f"{where}: {error.message}", field=_FIELD) from error
     return found
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
-import json
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from headrace.cli.runs import add_run_argument, address_of
 from headrace.client.open import open_buffer
 from headrace.errors import InvalidArgument
 from headrace.label import label_text
+from headrace.prompt_row import chat_message, content_of, parse_row
 from headrace.trajectory import to_json
 
 _AT_ONCE = 500
@@ -83,37 +83,23 @@ def prompts_of(path: Path, chat: bool) -> Iterator[sample_pb2.Prompt]:
                 continue
             digest = hashlib.sha256(line.strip().encode()).hexdigest()[:16]
             try:
-                row = json.loads(line)
-                yield prompt_of(row, f"{path.name}:{number}:{digest}", chat)
-            except (json.JSONDecodeError, InvalidArgument) as error:
+                yield prompt_of(parse_row(line), f"{path.name}:{number}:{digest}", chat)
+            except InvalidArgument as error:
                 raise InvalidArgument(f"{path}, line {number}: {error}") from error
 
 
-def prompt_of(row: Any, prompt_id: str, chat: bool) -> sample_pb2.Prompt:
+def prompt_of(row: Mapping[str, Any], prompt_id: str, chat: bool) -> sample_pb2.Prompt:
     """Reads a JSON object with `prompt` and optional `label` and `metadata`."""
-    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list):
-        raise InvalidArgument('the row must be an object with "prompt", a text or a list of messages')
     label, metadata = row.get("label"), row.get("metadata", {})
     if not isinstance(metadata, dict):
         raise InvalidArgument(f'"metadata" is {type(metadata).__name__}, must be an object')
     prompt = sample_pb2.Prompt(prompt_id=prompt_id, metadata_json=to_json(metadata))
     if (text := label_text(label)) is not None:
         prompt.label = text
-    content = row["prompt"]
+    content = content_of(row, "prompt")
     if isinstance(content, str) and not chat:
         prompt.text = content
     else:
         turns = [{"role": "user", "content": content}] if isinstance(content, str) else content
-        prompt.messages.messages.extend(_turn(turn) for turn in turns)
+        prompt.messages.messages.extend(map(chat_message, turns))
     return prompt
-
-
-def _turn(turn: Any) -> sample_pb2.ChatMessage:
-    if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
-        raise InvalidArgument(f"a message must be an object with role and content, not {turn!r}")
-    extra = {key: value for key, value in turn.items() if key not in ("role", "content")}
-    content = turn.get("content")
-    if content is not None and not isinstance(content, str):
-        extra["content"] = content
-    text = content if isinstance(content, str) else ""
-    return sample_pb2.ChatMessage(role=turn["role"], content=text, extra_json=to_json(extra))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from itertools import islice
 from pathlib import Path
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, InvalidArgument
 from headrace.job.rules.hook_files import definitions, refuse_slimes
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 from headrace.job.schema.prompt_path import PromptPath
+from headrace.prompt_row import parse_row
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _LINES_LOOKED_AT = 1000
@@ -117,11 +117,9 @@ def _prompts(option: str, part: PromptPath, job: Job, scope: Scope) -> None:
 def _line(option: str, path: Path, number: int, line: str, job: Job) -> None:
     where = f"{option} {path}, line {number}"
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}: not JSON ({error}): correct it, or pass --skip-bad-lines", field=option) from error
-    if not isinstance(row, dict):
-        raise ConfigError(f"{where}: the row is {type(row).__name__}, must be a JSON object", field=option)
+        row = parse_row(line)
+    except InvalidArgument as error:
+        raise ConfigError(f"{where}: {error.message}: correct it, or pass --skip-bad-lines", field=option) from error
     for name, key in (("input_key", job.data.input_key), ("label_key", job.data.label_key)):
         if key is not None and key not in row:
             raise ConfigError(f"{where}: no key {key!r} ({name}); the keys are {', '.join(row)}", field=option)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
 from headrace.label import label_text
+from headrace.prompt_row import chat_message, content_of, ordered_json, parse_row, required
+from headrace.wire.checks import shown
 from headrace.wire.limits import MAX_PROMPT_BYTES
 from services.buffer.ledger.group import Prompt
 from services.buffer.ledger.source import FileSource
@@ -26,10 +27,8 @@ class RowReader:
     def from_line(self, line: bytes, number: int, epoch: int) -> Prompt:
         """A line of JSONL, counted from 1. Raises InvalidArgument naming path and line."""
         try:
-            row = json.loads(line)
-            if not isinstance(row, dict):
-                raise TypeError(f"must be a JSON object, is {_shown(row)}")
-        except (ValueError, TypeError, RecursionError) as error:
+            row = parse_row(line)
+        except InvalidArgument as error:
             raise self._bad(number, error) from error
         return self.from_row(row, number, epoch)
 
@@ -58,51 +57,23 @@ class RowReader:
 
 def _to_prompt(source: FileSource, row: dict[str, Any]) -> sample_pb2.Prompt:
     prompt = sample_pb2.Prompt()
-    content = _value(row, source.input_key)
+    content = content_of(row, source.input_key)
     if isinstance(content, str):
         prompt.text = content
-    elif isinstance(content, list) and content:
-        prompt.messages.messages.extend(_to_message(turn) for turn in content)
     else:
-        raise TypeError(f"{source.input_key!r} must be text or an array of chat messages, is {_shown(content)}")
+        prompt.messages.messages.extend(map(chat_message, content))
     if source.label_key:
-        prompt.label = label_text(_value(row, source.label_key)) or ""
+        prompt.label = label_text(required(row, source.label_key)) or ""
     if source.metadata_key and row.get(source.metadata_key) is not None:
-        prompt.metadata_json = _dump(_typed(row, source.metadata_key, dict))
+        prompt.metadata_json = ordered_json(_typed(row, source.metadata_key, dict))
     if source.tool_key and row.get(source.tool_key) is not None:
-        prompt.tools_json = _dump(_typed(row, source.tool_key, list))
+        prompt.tools_json = ordered_json(_typed(row, source.tool_key, list))
     if source.priority_key and row.get(source.priority_key) is not None:
         prompt.priority = _typed(row, source.priority_key, int)
     return prompt
 
 
-def _to_message(turn: Any) -> sample_pb2.ChatMessage:
-    if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
-        raise TypeError(f"a chat message must be an object with a role, is {_shown(turn)}")
-    content = turn.get("content")
-    extra = {k: v for k, v in turn.items() if k != "role" and not (k == "content" and isinstance(v, str | None))}
-    return sample_pb2.ChatMessage(
-        role=turn["role"],
-        content=content if isinstance(content, str) else "",
-        extra_json=_dump(extra) if extra else "",
-    )
-
-
-def _value(row: dict[str, Any], key: str) -> Any:
-    if row.get(key) is None:
-        raise TypeError(f"lacks {key!r}, has {sorted(row)}")
-    return row[key]
-
-
 def _typed(row: dict[str, Any], key: str, kind: type) -> Any:
     if not isinstance(row[key], kind):
-        raise TypeError(f"{key!r} must be {_KINDS[kind]}, is {_shown(row[key])}")
+        raise InvalidArgument(f"{key!r} must be {_KINDS[kind]}, is {shown(row[key])}")
     return row[key]
-
-
-def _dump(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=repr)[:80]

@@ -141,6 +141,7 @@ async def test_chat_prompts_keep_their_turns_and_what_else_they_carry(tmp_path: 
         ('{"prompt": []}', "must be text or an array of chat messages"),
         ('{"prompt": [{"content": "x"}]}', "an object with a role"),
         ('{"prompt": "x", "metadata": "y"}', "'metadata' must be an object"),
+        ('{"prompt": "x", "metadata": {"a": NaN}}', "cannot be written as JSON"),
         ('{"prompt": "\\ud800"}', "surrogates not allowed"),
         ("[" * 100_000, "recursion"),
     ],
@@ -169,7 +170,7 @@ async def test_a_bad_line_of_a_streamed_file_is_refused_when_its_block_is_met(tm
     path = write(tmp_path / "p.jsonl", *rows, "{oops")
     async with opened(source(path, streaming=True)) as mix:
         reading = await mix.read(mix.start(), [1000])
-        with pytest.raises(InvalidArgument, match=r"p.jsonl, line 2001: Expecting property name"):
+        with pytest.raises(InvalidArgument, match=r"p.jsonl, line 2001: not JSON: Expecting property name"):
             await mix.read(reading.cursors, [1000])
 
 

@@ -197,8 +197,8 @@ def test_a_model_folder_that_is_not_whole(load_with, model: Path, missing: str, 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"prompt": "b"', r"data.jsonl, line 2: not JSON .*or pass --skip-bad-lines"),
-        ('["b"]', "line 2: the row is list, must be a JSON object"),
+        ('{"prompt": "b"', r"data.jsonl, line 2: not JSON: .*or pass --skip-bad-lines"),
+        ('["b"]', r"line 2: must be a JSON object, is \['b'\]"),
         ('{"question": "b"}', r"line 2: no key 'prompt' \(input_key\); the keys are question"),
     ],
 )

@@ -44,7 +44,11 @@ async def test_progress_then_means_over_the_scored_samples_only(fakes: FakeFleet
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [("{", r"bad\.jsonl:2: not JSON"), ("[1]", r"bad\.jsonl:2: not a JSON object"), ('{"p": 1}', r"bad\.jsonl:2: 'q'")],
+    [
+        ("{", r"bad\.jsonl:2: not JSON"),
+        ("[1]", r"bad\.jsonl:2: must be a JSON object"),
+        ('{"p": 1}', r"bad\.jsonl:2: lacks 'q'"),
+    ],
 )
 async def test_a_bad_line_is_named_by_file_and_number(
     fakes: FakeFleet, tmp_path: Path, line: str, message: str
