@@ -10,8 +10,8 @@ from dataclasses import replace
 from headrace.client.buffer import BufferClient
 from headrace.errors import Unavailable
 from headrace.launch.process import ServiceProcess
-from headrace.launch.service_log import tail
 from headrace.launch.specs import spec
+from headrace.process.log_file import tail
 from headrace.rpc.net import free_port
 from headrace.run_folder import RunFolder
 

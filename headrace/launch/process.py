@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import signal
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace.errors import Internal
 from headrace.launch.grace import GRACE_SECONDS
-from headrace.launch.service_log import doing, last_error, last_words, tail
 from headrace.process.ending import Ending
-from headrace.process.linux import descendants
-
-_SWEEP_SECONDS = 10.0
+from headrace.process.guarded import GuardedProcess
+from headrace.process.log_file import doing, last_error, last_words, tail
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,52 +36,40 @@ class ServiceSpec:
 
 
 class ServiceProcess:
-    """A started service. `pid` is the service's own, not its guard's."""
+    """A started service."""
 
-    def __init__(self, spec: ServiceSpec, guard: asyncio.subprocess.Process, pid: int, log_start: int) -> None:
+    def __init__(self, spec: ServiceSpec, process: GuardedProcess) -> None:
         self.spec = spec
-        self.pid = pid
-        self._guard = guard
-        self._log_start = log_start
+        self._process = process
 
     @classmethod
     async def start(cls, spec: ServiceSpec) -> ServiceProcess:
         """Returns once the process exists; it is not healthy yet."""
-        spec.log_file.parent.mkdir(parents=True, exist_ok=True)
         if spec.ending is not None:
             spec.ending.unlink(missing_ok=True)
-        with spec.log_file.open("ab") as log:
-            log_start = log.tell()
-            guard = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "headrace.process.guard", str(os.getpid()), str(GRACE_SECONDS)),
-                *spec.command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                env={**os.environ, **spec.environment},
-                start_new_session=True,  # Ctrl-C reaches the launcher alone, which ends services in order
-            )
-        assert guard.stdout is not None  # asked for above
-        words = (await guard.stdout.readline()).decode().split()
-        if len(words) != 2:
-            raise Internal(f"{spec.name} could not be started:\n{tail(spec.log_file, start=log_start)}")
-        return cls(spec, guard, int(words[1]), log_start)
+        process = GuardedProcess(spec.command, spec.log_file, spec.environment, orphan_seconds=GRACE_SECONDS)
+        await process.start()
+        return cls(spec, process)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def exit_code(self) -> int | None:
         """None while it runs; 128 + n when signal n ended it."""
-        return self._guard.returncode
+        return self._process.exit_code
 
     @property
     def doing(self) -> str:
         """The last event that it logged; before that, the libraries that it loads."""
-        said = doing(self.spec.log_file, self._log_start)
+        said = doing(self.spec.log_file, self._process.log_start)
         return f", last: {said}" if said else f": loading {self.spec.loads}" if self.spec.loads else ""
 
     @property
     def why(self) -> str:
         """The reason why it ended: its last error, else the end of its log."""
-        file, start = self.spec.log_file, self._log_start
+        file, start = self.spec.log_file, self._process.log_start
         if not self.spec.keeps_exit_code and (ending := self._ending):
             return f"{ending.message}\n    (its log is {file})"
         error = self.last_error
@@ -97,18 +77,18 @@ class ServiceProcess:
 
     @property
     def last_error(self) -> str | None:
-        return last_error(self.spec.log_file, self._log_start)
+        return last_error(self.spec.log_file, self._process.log_start)
 
     @property
     def last_words(self) -> str:
         """Its last message to a person."""
         if ending := self._ending:
             return f"{self.spec.name}: {ending.message}"
-        return last_words(self.spec.name, self.spec.log_file, self._log_start)
+        return last_words(self.spec.name, self.spec.log_file, self._process.log_start)
 
     async def wait(self) -> int:
         """Returns its exit code when it and all its descendants have ended."""
-        code = await self._guard.wait()
+        code = await self._process.wait()
         ending = None if self.spec.keeps_exit_code else self._ending
         return ending.exit_code if code and ending else code
 
@@ -118,17 +98,7 @@ class ServiceProcess:
 
     async def stop(self, grace_seconds: float = GRACE_SECONDS) -> None:
         """Asks it to end, and kills it after the grace period. Idempotent."""
-        for patience in (grace_seconds, _SWEEP_SECONDS):  # asked again, the guard ends what is left
-            if self._guard.returncode is None:
-                with suppress(ProcessLookupError):
-                    self._guard.send_signal(signal.SIGTERM)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._guard.wait(), patience)
-                return
-        for pid in (*descendants(self._guard.pid), self._guard.pid):  # the guard itself is stopped
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        await self._guard.wait()
+        await self._process.stop(grace_seconds)
 
 
 def meaning(code: int) -> str:

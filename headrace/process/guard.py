@@ -2,6 +2,7 @@
 
 running → (SIGTERM, or the parent's death) → stopping: SIGTERM and SIGCONT to the command, and patience: until a second
     signal while the parent lives, GRACE_SECONDS without it → sweeping
+running → (SIGUSR1) → sweeping, without patience
 running → (the command ends) → sweeping: SIGTERM, a little patience and SIGKILL to every descendant that is left → exit
 Orphans of the command (engines, ranks) are adopted, so even `kill -9` of it leaves none. The exit code is its own;
 128 + n when signal n ended it.
@@ -14,12 +15,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 from headrace.process.linux import adopt_orphans, descendants, die_with_parent
 
 _SWEEP_SECONDS = 3.0
-_WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}
+SWEEP_NOW = signal.SIGUSR1
+"""Makes the guard kill the command and its descendants."""
+
+_WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, SWEEP_NOW}
+
+
+def guard_command(grace_seconds: float, command: Sequence[str]) -> list[str]:
+    """The command line that runs `command` under a guard of this process."""
+    return [sys.executable, "-m", __name__, str(os.getpid()), str(grace_seconds), *command]
 
 
 def main(argv: list[str]) -> int:
@@ -29,15 +39,15 @@ def main(argv: list[str]) -> int:
     die_with_parent(parent, signal.SIGTERM)
     adopt_orphans()
     guard = os.getpid()
-    child = subprocess.Popen(command, preexec_fn=lambda: _before_exec(guard))
+    child = subprocess.Popen(command, process_group=0, preexec_fn=lambda: _before_exec(guard))
     print(f"pid {child.pid}", flush=True)  # noqa: T201  # the parent reads it
     os.dup2(2, 1)  # nothing more goes to the parent
-    code = _wait(child.pid, deadline=None)
-    if code is None:
+    code, asked = _wait(child.pid, deadline=None)
+    if code is None and asked != SWEEP_NOW:
         for number in (signal.SIGTERM, signal.SIGCONT):  # one that was stopped has to go on to end
             os.kill(child.pid, number)  # not buried yet: the id is still its own
         is_alone = os.getppid() != parent
-        code = _wait(child.pid, deadline=time.monotonic() + grace_seconds if is_alone else None)
+        code, _ = _wait(child.pid, deadline=time.monotonic() + grace_seconds if is_alone else None)
     _sweep(guard, code)
     return 128 + signal.SIGKILL if code is None else code
 
@@ -48,17 +58,17 @@ def _before_exec(guard: int) -> None:
     die_with_parent(guard, signal.SIGTERM)
 
 
-def _wait(pid: int, deadline: float | None) -> int | None:
-    """The command's exit code; None when a signal asked to stop or the deadline passed."""
+def _wait(pid: int, deadline: float | None) -> tuple[int | None, int | None]:
+    """The command's exit code, or the signal that asked to stop; neither when the deadline passed."""
     while True:
         if (code := _reap(pid)) is not None:
-            return code
+            return code, None
         left = 3600.0 if deadline is None else deadline - time.monotonic()
         if left <= 0:
-            return None
+            return None, None
         received = signal.sigtimedwait(_WATCHED, left)
         if received and received.si_signo != signal.SIGCHLD:
-            return None
+            return None, received.si_signo
 
 
 def _reap(pid: int) -> int | None:

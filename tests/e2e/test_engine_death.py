@@ -69,6 +69,10 @@ async def until_all_serve(run: TrainingRun, rollout: RolloutClient) -> pb.GetFle
         await asyncio.sleep(0.1)  # another party's state
 
 
+def is_guard(process: psutil.Process) -> bool:
+    return "headrace.process.guard" in process.cmdline()
+
+
 def engine_pid(run: TrainingRun, engine: pb.Engine) -> int:
     """The server's own process, below the rollout service."""
     port = engine.address.rpartition(":")[2]
@@ -76,6 +80,6 @@ def engine_pid(run: TrainingRun, engine: pb.Engine) -> int:
     (found,) = (
         child.pid
         for child in service.children(recursive=True)
-        if "sglang.launch_server" in child.cmdline() and port in child.cmdline()
+        if "sglang.launch_server" in child.cmdline() and port in child.cmdline() and not is_guard(child)
     )
     return found

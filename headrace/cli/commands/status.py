@@ -24,8 +24,8 @@ from headrace.client.trainer import TrainerClient
 from headrace.errors import DataLoss, DeadlineExceeded, HeadraceError
 from headrace.launch.earlier import earlier_start, has_ended
 from headrace.launch.health import is_serving
-from headrace.launch.service_log import doing
 from headrace.process.ending import Ending
+from headrace.process.log_file import doing
 from headrace.run_folder import RunFolder
 from headrace.wire.checks import one_line
 

@@ -19,9 +19,9 @@ import uuid
 from pathlib import Path
 
 from headrace.launch.process import meaning
-from headrace.launch.service_log import tail
 from headrace.process.exit_codes import PEER_LOST
 from headrace.process.linux import die_with_parent
+from headrace.process.log_file import open_log, tail
 
 PEER_SECONDS = 20.0
 """Longer than ranks need to notice that one of them is gone."""
@@ -100,7 +100,7 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     environment = {name: str(value) for name, value in place.items()} | {"HEADRACE_RENDEZVOUS": str(rendezvous)}
-    output = None if log is None else log.open("ab")
+    output = None if log is None else open_log(log)
     starter = os.getpid()
     return subprocess.Popen(
         command,

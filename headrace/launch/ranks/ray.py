@@ -24,9 +24,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from headrace.launch.process import meaning
 from headrace.launch.ranks.local import PEER_SECONDS, new_rendezvous
-from headrace.launch.service_log import tail
 from headrace.process.exit_codes import PEER_LOST
-from headrace.process.linux import die_with_parent
+from headrace.process.guard import SWEEP_NOW, guard_command
+from headrace.process.log_file import open_log, tail
 
 _PLACE_SECONDS = 300.0
 _LAST_LINES = 8
@@ -47,15 +47,13 @@ class Rank:
 
     def run(self, command: Sequence[str], folder: str, environment: Mapping[str, str]) -> int:
         """Starts the process and waits for its end; 128 + n when signal n ended it."""
-        actor = os.getpid()
-        with Path(self._log).open("ab") as output:
+        with open_log(Path(self._log)) as output:
             self._process = subprocess.Popen(
-                command,
+                guard_command(0.0, command),
                 cwd=folder,
                 env=os.environ | environment,
                 stdout=output,
                 stderr=output,
-                preexec_fn=lambda: die_with_parent_of(actor),
             )
         code = self._process.wait()
         return 128 - code if code < 0 else code
@@ -63,12 +61,7 @@ class Rank:
     def signal(self, number: int) -> None:
         """Sends the signal to the process if it runs."""
         if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(number)
-
-
-def die_with_parent_of(actor: int) -> None:
-    """Runs between fork and exec."""
-    die_with_parent(actor, signal.SIGKILL)
+            self._process.send_signal(SWEEP_NOW if number == signal.SIGKILL else number)
 
 
 class RankActors:

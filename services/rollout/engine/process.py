@@ -12,10 +12,10 @@ from typing import Protocol
 
 from headrace.errors import HeadraceError, Unavailable
 from headrace.job.schema.job import Job
+from headrace.process.guarded import GuardedProcess
 from headrace.process.scratch import Scratch
 from headrace.rpc.net import free_port
 from services.rollout.engine import arguments
-from services.rollout.engine.child import ChildProcess
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.machine import Machine
 
@@ -53,7 +53,7 @@ class ServerProcess:
 
     def __init__(self, url: str, command: Sequence[str], log_path: Path, environment: Mapping[str, str]) -> None:
         self.url = url
-        self._child = ChildProcess(command, log_path, environment)
+        self._child = GuardedProcess(command, log_path, environment, asks_group=True)
 
     async def start(self, *, seconds: float) -> None:
         """Returns when it answers. Raises Unavailable with its last log lines when it does not."""
@@ -91,7 +91,7 @@ class ServerProcess:
 
     def _not_started(self, what: str) -> Unavailable:
         return Unavailable(
-            f"the engine {what} while starting; the end of {self._child.log_path}:\n{self.last_lines()}",
+            f"the engine {what} while starting; the end of {self._child.log_file}:\n{self.last_lines()}",
             reason="ENGINE_START_FAILED",
         )
 

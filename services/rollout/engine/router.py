@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import HeadraceError, Unavailable
+from headrace.process.guarded import GuardedProcess
 from headrace.rpc.net import free_port
 from services.rollout.engine.answer import BadAnswer
-from services.rollout.engine.child import ChildProcess
 from services.rollout.engine.http import Http
 
 _CALL_SECONDS = 10.0
@@ -42,7 +42,7 @@ class Router:
     def __init__(self, policy: str, log_path: Path, *, request_seconds: float) -> None:
         port, metrics_port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{port}"
-        self._child = ChildProcess(command(policy, port, metrics_port, request_seconds), log_path, {})
+        self._child = GuardedProcess(command(policy, port, metrics_port, request_seconds), log_path, {})
         self._http = Http(self.url)
 
     async def start(self) -> None:
@@ -51,7 +51,7 @@ class Router:
         end = time.monotonic() + _READY_SECONDS
         while not await self._answers():
             if self._child.exit_code is not None or time.monotonic() > end:
-                await self._child.stop()
+                await self._child.stop(grace_seconds=1.0)
                 raise Unavailable(f"sglang-router did not start:\n{self._child.last_lines()}")
             await asyncio.sleep(_POLL_SECONDS)
 

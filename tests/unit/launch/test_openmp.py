@@ -11,10 +11,10 @@ import pytest
 
 from headrace.job.schema.job import Job, ServicesSection
 from headrace.launch.specs import SERVICES, spec
+from headrace.process.guarded import GuardedProcess
 from headrace.process.openmp import openmp, threads_of_each
 from headrace.run_folder import RunFolder
 from services.rollout.engine import arguments
-from services.rollout.engine.child import ChildProcess
 from services.rollout.engine.machine import Machine
 
 NAMES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
@@ -42,7 +42,7 @@ def engine_sees(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         environment = arguments.environment(job(), Machine(has_accelerator=False, flags={}))
 
         async def run() -> None:
-            child = ChildProcess([sys.executable, "-c", SHOW], log, environment)
+            child = GuardedProcess([sys.executable, "-c", SHOW], log, environment)
             await child.start()
             assert await child.wait() == 0, child.last_lines()
 

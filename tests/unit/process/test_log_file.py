@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from headrace.launch.service_log import doing, last_error, tail
+from headrace.process.log_file import MAX_BYTES, doing, last_error, open_log, tail
 
 APEX = (
     "/x/megatron/core/optimizer/__init__.py:24: UserWarning: Transformer Engine and Apex are not installed.\n"
@@ -66,3 +66,15 @@ def test_the_end_of_an_engines_log_is_shown_as_lines(tmp_path: Path) -> None:
     with log.open("a") as file:
         file.write(event("rollout_failed", level="error", message=why))
     assert last_error(log, 0) == why
+
+
+def test_a_process_that_starts_for_ever_fills_no_disk(tmp_path: Path) -> None:
+    log = tmp_path / "engine-0.log"
+    for start in range(5):
+        with open_log(log) as file:
+            file.truncate(MAX_BYTES + 1)  # as long as if it had been written, without a disk's work
+            file.seek(0, 2)
+            file.write(f"\nstart {start}\n".encode())
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["engine-0.log", "engine-0.log.1"]
+    assert "start 4" in tail(log)
+    assert "start 3" in tail(tmp_path / "engine-0.log.1")

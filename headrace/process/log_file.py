@@ -1,18 +1,44 @@
-"""Reads a service's log for a person who waits for the service or asks why it ended."""
+"""The log file of a process: each start appends to it, and what one start wrote is read for a person.
+
+A person waits for the process or asks why it ended. At MAX_BYTES a start begins a new file, and the full one is kept as
+NAME.log.1, in the place of the one before: a process that starts for ever fills no disk.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+MAX_BYTES = 64 << 20
 _TAIL_BYTES = 65_536
 _NOISE = re.compile(r"\b(User|Future|Deprecation)Warning: |^\s*(warnings\.)?warn\($")
 """What packages say on import of others that are not installed: never why a service ended."""
 _SECONDHAND = "PEER_LOST"
+
+
+def open_log(file: Path) -> BinaryIO:
+    """Opens the log for one start of its process; `tell()` is where this start's part begins.
+
+    A line with the time separates it from the part of the start before.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.is_file() and file.stat().st_size > MAX_BYTES:
+        file.replace(file.with_name(f"{file.name}.1"))
+    log = file.open("ab")
+    if log.tell():
+        log.write(f"\n---- started again at {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC ----\n".encode())
+        log.flush()
+    return log
+
+
+def last_lines(file: Path, count: int, start: int = 0) -> list[str]:
+    """Returns the last lines of a log from byte `start` on, without warnings of imports."""
+    return _lines(file, start)[-count:] if file.is_file() else []
 
 
 def tail(file: Path, lines: int = 20, start: int = 0) -> str:
@@ -22,7 +48,7 @@ def tail(file: Path, lines: int = 20, start: int = 0) -> str:
     """
     if not file.is_file():
         return "    (no log)"
-    shown = [part for line in _lines(file, start)[-lines:] for part in _unfolded(line)]
+    shown = [part for line in last_lines(file, lines, start) for part in _unfolded(line)]
     return "\n".join(f"    {line}" for line in shown) or "    (empty log)"
 
 
