@@ -1,4 +1,8 @@
-"""Ends leases at their deadline. Unblocked by: the earliest deadline, a new lease."""
+"""Ends leases at their deadline. Unblocked by: the earliest deadline, a new lease, each second while there are leases.
+
+A buffer that did not run for some seconds (it was stopped, or its machine was) could not be told that a producer is
+alive: every lease starts its full time again.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,10 @@ from services.buffer.ledger.ledger import Ledger
 from services.buffer.runtime.changes import Changes
 from services.buffer.runtime.clock import now
 from services.buffer.runtime.signal import Signal, wait_for
+
+_PULSE_SECONDS = 1.0
+_STOPPED_SECONDS = 2.0
+"""A pulse that comes later than this was kept from coming."""
 
 
 class LeaseTimer:
@@ -48,4 +56,14 @@ class LeaseTimer:
             if deadline is None:
                 await ticket.wait()
             else:
-                await wait_for(ticket, max(deadline - time.monotonic(), 0.0))
+                await self._pulse(ticket, deadline)
+
+    async def _pulse(self, ticket: asyncio.Event, deadline: float) -> None:
+        """Waits for the deadline, a second at most. Renews all leases if it could not wake up in time."""
+        began = time.monotonic()
+        seconds = min(max(deadline - began, 0.0), _PULSE_SECONDS)
+        await wait_for(ticket, seconds)
+        late_seconds = time.monotonic() - began - seconds
+        if late_seconds > _STOPPED_SECONDS:
+            log.warning("buffer_was_stopped", seconds=round(late_seconds, 1))
+            self._ledger.renew_all(now())

@@ -69,16 +69,16 @@ class _Servicer(RolloutServicer):
 
 @asynccontextmanager
 async def certain_rollout(
-    build: EngineFactory = lambda _: GlooEngine(), num_engines: int = 1
+    build: EngineFactory = lambda _: GlooEngine(), num_engines: int = 1, address: str = "127.0.0.1:0"
 ) -> AsyncIterator[CertainRollout]:
-    """Serves on a free port; produce with `produce`."""
+    """Serves on a free port unless told another; produce with `produce`."""
     fleet = Fleet(num_engines, 1, build, RememberedRouting(), FleetTiming(start_seconds=120))
     await fleet.start()
     parts = _Parts(fleet, Receiver(fleet), RolloutMetrics(CollectorRegistry()))
     servicer = _Servicer(cast(RolloutParts, parts))
     name = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
     add = rollout_pb2_grpc.add_RolloutServiceServicer_to_server
-    server = RpcServer("rollout", "127.0.0.1:0", [Service(servicer, add, name)])
+    server = RpcServer("rollout", address, [Service(servicer, add, name)])
     await server.start()
     try:
         yield CertainRollout(server.address, fleet)

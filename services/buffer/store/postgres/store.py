@@ -67,7 +67,9 @@ class PostgresStore:
         streams = [codec.load_stream(body) for _, body in self._rows("streams", "name", damaged)]
         if damaged:
             raise DataLoss(
-                f"the records {damaged} are damaged, and the ledger cannot start without them: restore a backup"
+                f"the records {damaged} of the schema {self._sessions.schema} are damaged, and the ledger cannot start "
+                "without them: rename the schema and restore it from a backup of the database, or choose another "
+                "run_name"
             )
         prompts = {key: codec.load_prompt(body) for key, body in self._rows("prompts", "group_id", damaged)}
         records = {key: codec.load_sample(body) for key, body in self._rows("samples", "key", damaged)}
