@@ -48,9 +48,9 @@ def load_data_source(path: str) -> tuple[bool, bool]:
         raise ConfigError(f"hook {path} is no class: a data source is a class with get_samples(n)")
     names = {name for name, _ in inspect.getmembers(hook.target, inspect.isfunction)}
     if "get_samples" not in names:
-        raise ConfigError(f"hook {path} has no get_samples(n): a data source gives prompts by it")
+        raise ConfigError(f"hook {path} has no get_samples(n): a data source returns its prompts from it")
     if ("save" in names) != ("load" in names):
-        raise ConfigError(f"hook {path} has one of save(id) and load(id): both, or neither")
+        raise ConfigError(f"hook {path} has only one of save(id) and load(id): define both, or neither")
     return "save" in names, "add_samples" in names
 
 

@@ -91,7 +91,7 @@ def restore_backup(folder: Path, ledger: Path) -> Backup:
 def require_new(folder: Path) -> None:
     """Raises AlreadyExists for a folder with something in it."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise AlreadyExists(f"{folder} has something in it: name a new folder")
+        raise AlreadyExists(f"{folder} is not empty: name a new folder")
 
 
 def _write(folder: Path, chunk: pb.BackupChunk) -> None:
@@ -99,14 +99,16 @@ def _write(folder: Path, chunk: pb.BackupChunk) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         if file.tell() != chunk.offset:
-            raise DataLoss(f"{chunk.file} goes on at byte {chunk.offset}, {file.tell()} have come: begin again")
+            raise DataLoss(
+                f"{chunk.file} continues at byte {chunk.offset}, but {file.tell()} bytes arrived: start again"
+            )
         file.write(chunk.data)
 
 
 def _inside(folder: Path, name: str) -> Path:
     parts = PurePosixPath(name).parts
     if not parts or ".." in parts or PurePosixPath(name).is_absolute():
-        raise DataLoss(f"the backup names a file {name!r} outside of its folder: it is none of ours")
+        raise DataLoss(f"the backup names a file {name!r} outside of its folder: headrace did not write it")
     return folder.joinpath(*parts)
 
 

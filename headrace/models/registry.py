@@ -35,7 +35,7 @@ def read_architecture(folder: Path) -> Architecture:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}") from error
     except KeyError as error:
-        raise ConfigError(f"{path} says nothing of {error}: it is no whole config.json of its model_type") from error
+        raise ConfigError(f"{path} has no {error}: it is not a complete config.json of its model_type") from error
 
 
 def architecture(raw: Mapping[str, Any]) -> Architecture:

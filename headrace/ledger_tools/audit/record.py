@@ -61,7 +61,7 @@ def parse_record(lines: Iterable[bytes]) -> Record:
 def read_record(path: Path) -> Record:
     """`parse_record` of a file. Raises NotFound."""
     if not path.is_file():
-        raise NotFound(f"{path} is not there: the trainer writes it with its first step, nothing was trained here yet")
+        raise NotFound(f"{path} does not exist: the trainer writes it with its first step, nothing was trained yet")
     with path.open("rb") as lines:
         return parse_record(lines)
 

@@ -106,7 +106,7 @@ async def test_a_changed_byte_of_a_backup_is_found(
 ) -> None:
     assert await command("backup", served.address, str(tmp_path / "copy")) == 0
     assert await command("backup", served.address, str(tmp_path / "copy")) == 1
-    assert "has something in it" in capsys.readouterr().err
+    assert "is not empty: name a new folder" in capsys.readouterr().err
     file = max((tmp_path / "copy" / "files").rglob("*.s*"), key=lambda path: path.stat().st_size)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1

@@ -175,10 +175,10 @@ def test_prompts_of_a_file_keep_their_ids(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "more.jsonl, line 1: Expecting"),
-        ('{"text": "a"}', 'line 1: the row must be an object with "prompt"'),
+        ("{", "more.jsonl, line 1: not JSON: Expecting"),
+        ('{"text": "a"}', "line 1: lacks 'prompt', has \\['text'\\]"),
         ('{"prompt": "a", "metadata": 3}', '"metadata" is int'),
-        ('{"prompt": ["a"]}', "a message must be an object with role and content, not 'a'"),
+        ('{"prompt": ["a"]}', "'prompt' must be text or an array of chat messages, each an object with a role"),
     ],
 )
 def test_a_bad_prompt_is_named_by_its_line(tmp_path: Path, line: str, message: str) -> None:
