@@ -94,7 +94,7 @@ async def test_a_trainer_whose_buffer_or_rollout_service_is_away_waits_and_train
         tmp_path, make_tiny_qwen3(tmp_path / "model"),
         "--rollout-address", rollout_address, "--reward-address", "127.0.0.1:9",
         "--num-rollout", str(STEPS), "--actor-num-gpus-per-node", "1",
-        "--update-weight-canary-tolerance", "1e6",  # the engine has no model to compare with
+        "--update-weight-probe-tolerance", "1e6",  # the engine has no model to compare with
     )  # fmt: skip
     async with run.started():
         buffer_address = await run.address_of("buffer")
