@@ -11,9 +11,9 @@ from pathlib import Path
 import uvloop
 
 from headrace.api.buffer.v1 import buffer_pb2
-from headrace.errors import DataLoss, HeadraceError, Unavailable
+from headrace.errors import DataLoss, Unavailable
 from headrace.job.schema.job import Job
-from headrace.process.exit_codes import exit_code
+from headrace.process.service_main import run_service
 from headrace.rpc.log import configure_logging, log
 from headrace.rpc.server import RpcServer, Service
 from services.buffer.allocator import keep_large_blocks
@@ -38,17 +38,16 @@ def main(open_store: Callable[[Job, Path], Store] = store_of_job) -> int:
     arguments = _parser().parse_args()
     configure_logging("buffer")
     keep_large_blocks()
-    try:
+
+    def body() -> None:
         job = Job.model_validate_json(arguments.config.read_text())
         configure_logging("buffer", run=job.run.run_name)
         with long_lived():
             store = open_store(job, arguments.data_dir)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(job, arguments, store))
-    except (HeadraceError, OSError, ValueError) as error:
-        log.error("buffer_failed", message=str(error))
-        return exit_code(error, _DATABASES_ERRORS)
-    return 0
+
+    return run_service("buffer", body, peers_errors=_DATABASES_ERRORS)
 
 
 async def serve(job: Job, arguments: argparse.Namespace, store: Store) -> None:

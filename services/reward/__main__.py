@@ -9,13 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from headrace.errors import HeadraceError
 from headrace.hooks import HookArgs, hook_args, section_args
 from headrace.job.schema.job import Job
 from headrace.job.schema.production import RewardSection
-from headrace.process.exit_codes import exit_code
+from headrace.process.service_main import run_service
 from headrace.rpc.log import configure_logging
 from services.reward.service import RewardServer
 
@@ -24,12 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0 after a signal; otherwise one of `exit_codes`, with one line on stderr that says why."""
     options = vars(_parser().parse_args(arguments))
     configure_logging("reward")
-    try:
-        asyncio.run(_serve(options))
-    except (HeadraceError, ValidationError, OSError) as error:
-        print(f"headrace reward: {error}", file=sys.stderr)  # noqa: T201  # one line to a person
-        return exit_code(error)
-    return 0
+    return run_service("reward", lambda: asyncio.run(_serve(options)), alone=options["config"] is None)
 
 
 async def _serve(options: dict[str, Any]) -> None:

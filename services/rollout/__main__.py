@@ -11,10 +11,10 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from headrace.errors import HeadraceError, Unavailable
+from headrace.errors import Unavailable
 from headrace.job.schema.job import Job
-from headrace.process.exit_codes import exit_code
-from headrace.rpc.log import configure_logging, log
+from headrace.process.service_main import run_service
+from headrace.rpc.log import configure_logging
 from headrace.rpc.net import Address, require_free
 from headrace.rpc.server import RpcServer, Service
 from services.rollout.engine.machine import detect_machine
@@ -29,14 +29,13 @@ def main() -> int:
     """
     arguments = _parser().parse_args()
     configure_logging("rollout")
-    try:
+
+    def body() -> None:
         job = Job.model_validate_json(arguments.config.read_text())
         configure_logging("rollout", run=job.run.run_name)
         asyncio.run(_serve(job, arguments))
-    except (HeadraceError, OSError, ValueError) as error:
-        log.error("rollout_failed", message=str(error))
-        return exit_code(error)
-    return 0
+
+    return run_service("rollout", body)
 
 
 async def _serve(job: Job, arguments: argparse.Namespace) -> None:

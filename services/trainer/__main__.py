@@ -16,13 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from headrace.errors import DeadlineExceeded, DiskFull, HeadraceError, Unavailable
+from headrace.errors import DeadlineExceeded, DiskFull, Unavailable
 from headrace.job.schema.job import Job
 from headrace.job_buffer import buffer_of
 from headrace.process.ending import Ending
-from headrace.process.exit_codes import PEER_LOST, exit_code
+from headrace.process.exit_codes import PEER_LOST
+from headrace.process.service_main import run_service
 from headrace.rpc.log import configure_logging, log
 from headrace.run_folder import RunFolder
 from services.trainer.control.build import TrainerBuild
@@ -48,25 +47,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     name = f"trainer-{os.environ.get('RANK', '0')}"
     configure_logging(name)
-    try:
+
+    def body() -> None:
         job = Job.model_validate_json(args.config.read_text())
         configure_logging(name, run=job.run.run_name)
-        asyncio.run(run_rank(job, args))
-    except PeerLost as error:
-        log.error("trainer_failed", reason=error.reason, error=error.message)
-        os._exit(PEER_LOST)  # the compute thread may wait for the lost rank in a collective, for minutes
-    except ValidationError as error:
-        log.error("trainer_failed", reason="CONFIG_ERROR", error=str(error))
-        return exit_code(error)
-    except HeadraceError as error:
-        log.error("trainer_failed", reason=error.reason, error=error.message)
-        print(f"trainer: {error.message}", file=sys.stderr)  # noqa: T201  # one line to a person
-        code = exit_code(error, _PEERS_ERRORS)
+        try:
+            asyncio.run(run_rank(job, args))
+        except PeerLost as error:
+            log.error("trainer_failed", reason=error.reason, error=error.message)
+            os._exit(PEER_LOST)  # the compute thread may wait for the lost rank in a collective, for minutes
+
+    def ended(code: int, message: str) -> None:
         if os.environ.get("RANK", "0") == "0":
             with suppress(OSError):  # the disk may be why it ended
-                Ending(code, error.message).write(RunFolder(args.run_dir).ending)
-        return code
-    return 0
+                Ending(code, message).write(RunFolder(args.run_dir).ending)
+
+    return run_service("trainer", body, peers_errors=_PEERS_ERRORS, ended=ended)
 
 
 async def run_rank(job: Job, args: argparse.Namespace) -> None:

@@ -19,6 +19,8 @@ from headrace.errors import (
 )
 from headrace.job.schema.job import Job
 from headrace.process import exit_codes as codes
+from headrace.process.ending import Ending
+from headrace.run_folder import RunFolder
 from services.buffer import __main__ as buffer
 from services.reward import __main__ as reward
 from services.rollout import __main__ as rollout
@@ -29,7 +31,7 @@ SERVICES[trainer] = ("run_rank", "--run-dir")
 
 
 def ended_by(
-    service: ModuleType, error: HeadraceError, folder: Path, patch: pytest.MonkeyPatch, text: str | None = None
+    service: ModuleType, error: Exception, folder: Path, patch: pytest.MonkeyPatch, text: str | None = None
 ) -> int:
     async def serve(*_: object) -> None:
         raise error
@@ -83,3 +85,26 @@ def test_only_who_ends_for_want_of_another_one_says_so(
     service: ModuleType, error: HeadraceError, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert ended_by(service, error, tmp_path, monkeypatch) == code
+
+
+@pytest.mark.parametrize("service", SERVICES, ids=lambda service: service.__name__.split(".")[1])
+@pytest.mark.parametrize("error", [ConfigError("no such hook"), OSError(28, "No space left on device")], ids=type)
+def test_every_service_says_in_one_line_why_it_ended(
+    service: ModuleType,
+    error: Exception,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ended_by(service, error, tmp_path, monkeypatch)
+    name = service.__name__.split(".")[1]
+    assert [line for line in capsys.readouterr().err.splitlines() if line.startswith(name)] == [f"{name}: {error}"]
+
+
+def test_a_mistake_in_the_job_is_known_where_srun_keeps_no_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended_by(trainer, DataLoss("never raised"), tmp_path, monkeypatch, text="{}")
+    ending = Ending.read(RunFolder(tmp_path).ending)
+    assert ending is not None
+    assert ending.exit_code == 2
