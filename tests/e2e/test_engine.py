@@ -193,7 +193,8 @@ async def always_in_flight(stack: Stack, name: str) -> AsyncIterator[list[Genera
 
 
 async def test_an_engine_that_is_killed_comes_back_stale_and_gets_the_served_weights_alone(stack: Stack) -> None:
-    version = stack.fleet.policy_version
+    version = stack.fleet.policy_version + 1  # not hf_checkpoint's, with which it comes back
+    await publish(stack, a_group(), shifted(stack.model, 0.01), version=version)
     victim = stack.fleet.engines[1]
     assert isinstance(victim.process, SglangProcess)
     os.kill(victim.process.pid, signal.SIGKILL)
@@ -213,8 +214,7 @@ async def test_an_engine_that_is_killed_comes_back_stale_and_gets_the_served_wei
     assert (await publish(stack, alone, served, version=version, engine_ids=("engine-1",))).engine_ids == ("engine-1",)
     assert [e.state for e in stack.fleet.engines] == [EngineState.READY, EngineState.READY]
     assert len({e.weights_digest for e in stack.fleet.engines}) == 1
-    both = a_group()
-    committed = await publish(stack, both, shifted(stack.model, 0.01), version=version + 1)
+    committed = await publish(stack, a_group(), shifted(stack.model, 0.01), version=version + 1)
     assert committed.engine_ids == ("engine-0", "engine-1")
 
 
