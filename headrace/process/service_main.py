@@ -1,4 +1,4 @@
-"""The body of a service's `__main__`: an expected error becomes one line and one of `exit_codes`.
+"""The body of a service's `__main__`: an expected error becomes one line to a person and one of `exit_codes`.
 
 Any other exception is a defect: it ends the process with its traceback and exit code 1.
 """
@@ -23,10 +23,11 @@ def run_service(
     alone: bool = False,
     ended: Callable[[int, str], None] = lambda code, message: None,
 ) -> int:
-    """Runs the body. Returns 0 when it returns; otherwise the exit code, after one line that says why.
+    """Runs the body. Returns 0 when it returns; otherwise the exit code, after one line to a person that says why.
 
-    `peers_errors` mean that another service is away. `alone`: a person started it, and no launcher reads its log.
-    `ended` is told the exit code and the message.
+    `peers_errors` mean that another service is away. `alone`: a person started it; otherwise a launcher reads its log,
+    and an event NAME_failed with the reason and the error comes before that line. `ended` is told the exit code and
+    the message.
     """
     try:
         body()

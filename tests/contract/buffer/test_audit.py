@@ -103,7 +103,7 @@ async def test_two_empty_records_are_no_clean_run(tmp_path: Path, capsys: pytest
             assert "nothing to audit" in capsys.readouterr().err
         folder.training_record.unlink()
         assert await asyncio.to_thread(main, ["audit", str(tmp_path)]) == 1
-        assert "nothing was trained here yet" in capsys.readouterr().err
+        assert "nothing was trained yet" in capsys.readouterr().err
         assert await asyncio.to_thread(main, ["audit", str(tmp_path), "--stream", "other"]) == 1
         assert "there is no stream 'other' to audit" in capsys.readouterr().err
 

@@ -119,24 +119,25 @@ def test_an_engine_that_comes_late_to_a_broadcast_that_failed_is_told_so() -> No
     """It waited for the group's whole time limit, and was taken for a hung one: its sender kept the connection open."""
     group = WeightGroup("headrace-test-d", "127.0.0.1", "gloo", 120.0)
     spawn = multiprocessing.get_context("spawn")
-    reports: Queue[str] = spawn.Queue()
-    may_receive = {rank: spawn.Event() for rank in (1, 2)}
+    # A queue for each: one who is killed while it still holds a queue's lock would silence the other.
+    reports: dict[int, Queue[str]] = {rank: spawn.Queue() for rank in (1, 2)}
+    may_receive = {rank: spawn.Event() for rank in reports}
     survivor, victim = (
-        spawn.Process(target=live_or_die, args=(group.name, group.port, rank, may_receive[rank], reports))
-        for rank in may_receive
+        spawn.Process(target=live_or_die, args=(group.name, group.port, rank, may_receive[rank], reports[rank]))
+        for rank in reports
     )
     survivor.start()
     victim.start()
     group.join(3, lambda: not (survivor.is_alive() and victim.is_alive()))
     group.broadcast(torch.ones(3).view(torch.uint8), lambda: False)
-    assert [reports.get(timeout=120) for _ in may_receive] == ["has the first"] * 2
+    assert [report.get(timeout=120) for report in reports.values()] == ["has the first"] * 2
 
     may_receive[2].set()
     victim.join(60)
     with pytest.raises(RuntimeError):
         group.broadcast(torch.ones(3).view(torch.uint8), lambda: False)
     may_receive[1].set()
-    assert "by peer" in reports.get(timeout=60)
+    assert "by peer" in reports[1].get(timeout=60)
     survivor.join(60)
 
 
