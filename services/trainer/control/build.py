@@ -125,10 +125,11 @@ class TrainerBuild:
 
     def ranks(self, group: RankGroup, built: Built, rollout: RolloutClient, console: TrainerConsole) -> TrainerRanks:
         """All ranks as the loop sees them."""
-        backend = "nccl" if built.layout.device.type == "cuda" else "gloo"
+        backend, services = "nccl" if built.layout.device.type == "cuda" else "gloo", self._job.services
+        away_seconds = services.start_timeout_seconds + services.peer_wait_seconds  # its engines may be starting
         return TrainerRanks(
             group,
-            Publisher(group, rollout, self._job.publish, backend=backend),
+            Publisher(group, rollout, self._job.publish, backend=backend, away_seconds=away_seconds),
             console,
             self._run_dir,
             built.checkpoints,

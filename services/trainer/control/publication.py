@@ -7,6 +7,7 @@ fails leaves the engines' old version in charge and is tried again with new grou
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,6 +25,8 @@ from services.trainer.weights.lacking import EVERYBODY, NOBODY, Lacking
 
 _TRIES = 3
 _FLEET_SECONDS = 2.0
+_SILENCE_GAP_SECONDS = 60.0
+"""A fleet that was not asked for so long, because a batch was trained, may have answered meanwhile."""
 _TRANSPORTS = {"collective": pb.TRANSPORT_COLLECTIVE}
 _PAUSE_MODES = {
     "in_place": pb.PAUSE_MODE_IN_PLACE,
@@ -35,13 +38,18 @@ _PAUSE_MODES = {
 class Publisher:
     """Gives the current weights to all engines."""
 
-    def __init__(self, ranks: RankGroup, rollout: RolloutClient, config: PublishSection, *, backend: str) -> None:
+    def __init__(
+        self, ranks: RankGroup, rollout: RolloutClient, config: PublishSection, *, backend: str, away_seconds: float
+    ) -> None:
+        """A rollout service that is silent for more than `away_seconds` while a batch is awaited ends the wait."""
         self._ranks = ranks
         self._rollout = rollout
         self._config = config
         self._seconds = config.update_weight_timeout_seconds
         self._backend = backend
         self._made_plan: PublicationPlan | None = None
+        self._away_seconds = away_seconds
+        self._silent_from = self._silent_at = -_SILENCE_GAP_SECONDS
 
     async def publish(self, state: TrainState) -> dict[str, float]:
         """Returns once every engine in routing serves `state.step`. Raises the last try's error."""
@@ -66,11 +74,14 @@ class Publisher:
 
         None of a fleet that does not answer or is in a publication: other calls wait for it. Between two publications
         of an update interval the served weights are gone here: an engine without them waits for the next publication.
+        Raises Unavailable once the rollout service has been silent for too long.
         """
         try:
             fleet = await self._rollout.get_fleet(deadline_seconds=_FLEET_SECONDS)
-        except (DeadlineExceeded, Unavailable):
+        except (DeadlineExceeded, Unavailable) as error:
+            self._endure_silence(error)
             return NOBODY
+        self._silent_at = -_SILENCE_GAP_SECONDS
         if fleet.policy_version != state.policy_version:
             return EVERYBODY
         if fleet.publication_id or state.step != state.policy_version:
@@ -92,6 +103,17 @@ class Publisher:
         else:
             log.info("engines_rejoined", policy_version=state.step, engines=list(reply.engine_ids))
             await self._ranks.drop_groups()  # the group of a few engines serves once
+
+    def _endure_silence(self, error: HeadraceError) -> None:
+        now = time.monotonic()
+        if now - self._silent_at >= _SILENCE_GAP_SECONDS:
+            self._silent_from = now
+        self._silent_at = now
+        if now - self._silent_from > self._away_seconds:
+            raise Unavailable(
+                f"{error}; nor any call in {now - self._silent_from:.0f} s while a batch was awaited. See its log; "
+                "a fleet that takes longer to start needs a larger --start-timeout-seconds"
+            ) from error
 
     async def _attempt(self, state: TrainState, engine_ids: Sequence[str] = ()) -> pb.CommitPublishResponse:
         """Raises what ended it, once it is given up."""

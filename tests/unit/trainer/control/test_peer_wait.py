@@ -3,19 +3,44 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
 
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.client.port import Buffer
 from headrace.client.rollout import RolloutClient
-from headrace.errors import ConfigError
-from headrace.job.schema.job import Job, ServicesSection
+from headrace.errors import ConfigError, Unavailable
+from headrace.job.schema.job import Job, PublishSection, ServicesSection
 from headrace.job_buffer import buffer_of
 from headrace.process.exit_codes import PEER_AWAY
 from headrace.rpc.net import free_port
 from services.trainer import __main__ as trainer
-from services.trainer.control.build import TrainerBuild
+from services.trainer.control import publication
+from services.trainer.control.build import Built, TrainerBuild
+from services.trainer.control.publication import Publisher
+from services.trainer.control.rank_group import RankGroup
+from services.trainer.serving.console import TrainerConsole
+from services.trainer.state import TrainState
+from services.trainer.weights.lacking import NOBODY
+
+BUILT = {"layout": SimpleNamespace(device=torch.device("cpu")), "checkpoints": None, "restored_step": 0}
+
+
+class FleetThatAnswersEveryOtherTime:
+    """A rollout service, as far as a trainer asks it for its fleet."""
+
+    def __init__(self) -> None:
+        self.answers = True
+        self._calls = 0
+
+    async def get_fleet(self, *, deadline_seconds: float) -> rollout_pb2.GetFleetResponse:
+        self._calls += 1
+        if self.answers and self._calls % 2 == 0:
+            return rollout_pb2.GetFleetResponse(policy_version=0)
+        raise Unavailable(f"the rollout service gave no answer within {deadline_seconds} s")
 
 
 async def lead_that_asks_the_buffer(build: object, serving: object, buffer: Buffer, *_: object) -> None:
@@ -48,6 +73,44 @@ def test_a_trainer_whose_rollout_service_stays_away_ends_as_one_whose_peer_is_aw
     config.write_text(Job.model_validate({"model": {"hf_checkpoint": "m"}, "services": services}).model_dump_json())
     assert trainer.main(["--config", str(config), "--run-dir", str(tmp_path)]) == PEER_AWAY
     assert f"trainer: the rollout service at {address} gave no answer within 0.25 s" in capfd.readouterr().err
+
+
+async def lead_that_awaits_a_batch(build: TrainerBuild, *_: object) -> None:
+    async with RolloutClient(build.rollout_address) as rollout:
+        ranks = build.ranks(
+            cast(RankGroup, None), cast(Built, SimpleNamespace(**BUILT)), rollout, cast(TrainerConsole, None)
+        )
+        while True:
+            assert await ranks.lacking(TrainState(0, 0, 1)) == NOBODY
+
+
+def test_a_trainer_that_awaits_a_batch_gives_up_a_rollout_service_that_has_had_time_to_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(trainer, "lead", lead_that_awaits_a_batch)
+    monkeypatch.setattr(publication, "_FLEET_SECONDS", 0.1)
+    services = {"buffer_address": "127.0.0.1:9", "rollout_address": f"127.0.0.1:{free_port()}"}
+    services |= {"start_timeout_seconds": 0.4, "peer_wait_seconds": 0.2}
+    config = tmp_path / "job.json"
+    config.write_text(Job.model_validate({"model": {"hf_checkpoint": "m"}, "services": services}).model_dump_json())
+    assert trainer.main(["--config", str(config), "--run-dir", str(tmp_path)]) == PEER_AWAY
+    said = capfd.readouterr().err
+    assert f"trainer: the rollout service at {services['rollout_address']} gave no answer within 0.1 s" in said
+    assert "while a batch was awaited" in said
+
+
+async def test_a_rollout_service_that_answers_now_and_then_is_not_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publication, "_FLEET_SECONDS", 0.05)
+    asked = FleetThatAnswersEveryOtherTime()
+    publisher = Publisher(
+        cast(RankGroup, None), cast(RolloutClient, asked), PublishSection(), backend="gloo", away_seconds=0.0
+    )
+    for _ in range(6):
+        assert await publisher.lacking(TrainState(0, 0, 1)) == NOBODY
+    asked.answers = False
+    await publisher.lacking(TrainState(0, 0, 1))
+    with pytest.raises(Unavailable, match="nor any call"):
+        await publisher.lacking(TrainState(0, 0, 1))
 
 
 def test_a_job_without_a_buffers_address_is_told_the_flag() -> None:

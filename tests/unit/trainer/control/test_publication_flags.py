@@ -132,7 +132,8 @@ def sender_in(**publish: Any) -> WeightSender:
 
 
 def publisher_of(ranks: RankGroup, rollout: AskedRollout, **publish: Any) -> Publisher:
-    return Publisher(ranks, cast(RolloutClient, rollout), job_of(**publish).publish, backend="gloo")
+    config = job_of(**publish).publish
+    return Publisher(ranks, cast(RolloutClient, rollout), config, backend="gloo", away_seconds=60.0)
 
 
 @pytest.mark.parametrize(("update_weight_buffer_size", "sizes"), [(80, [2, 2]), (100_000, [4]), (1, [1, 1, 1, 1])])
