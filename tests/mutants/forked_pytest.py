@@ -1,5 +1,7 @@
 """`python forked_pytest.py FOLDER [LIBRARY …]`: reads lines of JSON, a list of pytest's arguments; answers its status.
 
+Tests that are all skipped have shown nothing: their status is that of tests that were not found.
+
 Libraries are imported once; every line runs in a fork that imports the folder's own modules as they are then.
 Started by its path and not as a module, so that nothing of headrace, services or tests is imported before the fork.
 """
@@ -13,6 +15,7 @@ import os
 import signal
 import sys
 import time
+from typing import Any
 
 SECONDS = 150
 _LIBRARIES = (
@@ -20,6 +23,16 @@ _LIBRARIES = (
     *("google.protobuf.json_format", "google.rpc.status_pb2", "grpc.aio", "grpc_health.v1.health_pb2_grpc"),
     *("blake3", "crc32c", "msgspec", "numpy", "prometheus_client", "pydantic", "structlog", "uvloop"),
 )
+
+
+class _Passed:
+    """A plugin that counts the tests that passed."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.count += report.when == "call" and report.passed
 
 
 def main() -> None:
@@ -56,7 +69,9 @@ def _in_child(arguments: list[str]) -> None:
         os.dup2(nowhere, descriptor)
     import pytest
 
-    os._exit(int(pytest.main(arguments)))
+    passed = _Passed()
+    status = int(pytest.main(arguments, plugins=[passed]))
+    os._exit(status or (0 if passed.count else int(pytest.ExitCode.NO_TESTS_COLLECTED)))
 
 
 if __name__ == "__main__":
