@@ -18,15 +18,13 @@ from headrace.rpc.log import configure_logging, log
 from headrace.rpc.server import RpcServer, Service
 from services.buffer.allocator import keep_large_blocks
 from services.buffer.conversion.wire_bytes import add_to_server
-from services.buffer.from_job import train_stream
+from services.buffer.from_job import store_of_job, train_stream, user_code_of
 from services.buffer.long_lived import long_lived
 from services.buffer.metrics import LedgerCollector
 from services.buffer.prompts.files import PromptFiles
 from services.buffer.runtime.application import BufferApplication
-from services.buffer.runtime.user_code import UserCode
 from services.buffer.servicer import REQUEST_LIMITS, BufferServicer
 from services.buffer.store.base import Store
-from services.buffer.store.kinds import store_of_job
 
 # After a disk failed: long enough for UNAVAILABLE to reach those who wait.
 _FAILED_GRACE_SECONDS = 0.5
@@ -57,7 +55,7 @@ async def serve(job: Job, arguments: argparse.Namespace, store: Store) -> None:
         buffer = await BufferApplication.open(
             store,
             columns_folder=arguments.data_dir / "columns",
-            user_code=UserCode.of(job, arguments.data_dir),
+            user_code=user_code_of(job, arguments.data_dir),
             prompt_files=PromptFiles(job.buffer.prompt_root, [file.path for file in train_stream(job).files]),
             max_column_bytes=job.buffer.max_payload_bytes,
             min_free_disk_bytes=reserve,

@@ -1,10 +1,11 @@
-"""The `train` stream of a job."""
+"""The `train` stream, the store and the user's code of a job. Beside `__main__`, only this module reads a whole job."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from headrace.errors import ConfigError
+from headrace.hooks import hook_args
 from headrace.job.schema.buffer import BufferSection
 from headrace.job.schema.job import Job
 from headrace.job.schema.production import DataSection
@@ -14,6 +15,9 @@ from headrace.wire.shares import share_of_count
 from services.buffer.ledger.limiter import Limiter
 from services.buffer.ledger.source import FileSource
 from services.buffer.ledger.stream import ExpiryAction, Selection, StreamConfig
+from services.buffer.runtime.user_code import UserCode
+from services.buffer.store.base import Store
+from services.buffer.store.kinds import open_store
 
 TRAIN_STREAM = "train"
 
@@ -52,6 +56,17 @@ def train_stream(job: Job) -> StreamConfig:
         num_shards=num_shards,
         vocab_size=_vocab_size(job.model.hf_checkpoint),
     )
+
+
+def store_of_job(job: Job, folder: Path) -> Store:
+    """Names the ledger in a database after the run and the shard's number."""
+    shard = job.buffer.buffer_shard
+    return open_store(job.buffer, folder, job.run.run_name + ("" if shard is None else f"/{shard}"))
+
+
+def user_code_of(job: Job, links: Path) -> UserCode:
+    """The Python that the job names for the buffer; `links` is the ledger's folder."""
+    return UserCode(hook_args(job), job.buffer.buffer_filter_path, job.buffer.buffer_hook_timeout_seconds, links)
 
 
 def _vocab_size(checkpoint: Path) -> int | None:

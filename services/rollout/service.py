@@ -18,11 +18,13 @@ from headrace.job.schema.job import Job
 from headrace.job_buffer import buffer_of
 from headrace.models.architecture import Architecture
 from headrace.models.registry import read_architecture
+from headrace.process.openmp import threads_of_each
 from headrace.process.scratch import delete_leftovers
 from headrace.rpc.log import log
 from headrace.sample_checks import ModelBounds
 from services.rollout.engine import arguments
 from services.rollout.engine.api import Generation, SamplingParams
+from services.rollout.engine.arguments import EngineOptions
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Fleet, FleetTiming
 from services.rollout.engine.machine import Machine
@@ -109,7 +111,7 @@ class RolloutService:
             metrics,
         )
         generator = Generator(
-            self._router_client, fleet.weights, fleet.suspect, context=ContextLimit.of_engines(job, architecture)
+            self._router_client, fleet.weights, fleet.suspect, context=ContextLimit.of_engines(job.sglang, architecture)
         )
         hook, args = job.rollout.custom_generate_function_path, hook_args(job)
         warnings: list[str] = []
@@ -204,7 +206,21 @@ def sglang_factory(job: Job, machine: Machine, log_dir: Path) -> EngineFactory:
     """Makes real engines. Raises ConfigError for --sglang-* flags that SGLang does not know."""
     arguments.check(job.sglang, machine)
     delete_leftovers(log_dir, "engine-*")
-    return lambda number: SglangProcess(job, machine, number, log_dir / f"engine-{number}.log")
+    options = engine_options(job)
+    return lambda number: SglangProcess(options, machine, number, log_dir / f"engine-{number}.log")
+
+
+def engine_options(job: Job) -> EngineOptions:
+    """On-policy, engines use all cores while the trainer waits; otherwise they leave half of them to it."""
+    share = 0.5 if job.buffer.max_staleness else 1.0
+    return EngineOptions(
+        hf_checkpoint=job.model.hf_checkpoint,
+        tensor_parallel_size=job.placement.rollout_num_gpus_per_engine,
+        seed=job.data.rollout_seed,
+        sglang=job.sglang,
+        threads=threads_of_each(job.placement.rollout_num_gpus, share=share),
+        returns_experts=job.train.use_rollout_routing_replay,
+    )
 
 
 def _eval_files(job: Job) -> EvalFiles:
@@ -226,7 +242,7 @@ def _context(job: Job, architecture: Architecture) -> ContextLimit | None:
     asks_engines = job.train.loss_mask_type is None and job.rollout.custom_generate_function_path is None
     if not asks_engines and job.rollout.rollout_max_context_len is None:
         return None
-    return ContextLimit.of(job, architecture)
+    return ContextLimit.of(job.rollout, job.sglang, architecture)
 
 
 def _groups_per_step(job: Job) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from headrace.job.schema.job import Job
+from headrace.job.schema.production import RolloutSection
 from headrace.models.architecture import Architecture
 
 
@@ -16,16 +18,16 @@ class ContextLimit:
     name: str
 
     @classmethod
-    def of(cls, job: Job, architecture: Architecture) -> ContextLimit:
+    def of(cls, rollout: RolloutSection, sglang: Mapping[str, Any], architecture: Architecture) -> ContextLimit:
         """The job's own limit if it has one, else that of its engines."""
-        if job.rollout.rollout_max_context_len is not None:
-            return cls(job.rollout.rollout_max_context_len, "rollout_max_context_len")
-        return cls.of_engines(job, architecture)
+        if rollout.rollout_max_context_len is not None:
+            return cls(rollout.rollout_max_context_len, "rollout_max_context_len")
+        return cls.of_engines(sglang, architecture)
 
     @classmethod
-    def of_engines(cls, job: Job, architecture: Architecture) -> ContextLimit:
+    def of_engines(cls, sglang: Mapping[str, Any], architecture: Architecture) -> ContextLimit:
         """The length beyond which engines refuse a request."""
-        given = job.sglang.get("context_length")
+        given = sglang.get("context_length")
         if given is not None:
             return cls(given, "--sglang-context-length")
         return cls(architecture.max_position_embeddings, "the model's max_position_embeddings")

@@ -50,7 +50,7 @@ def check_engines(job: Job) -> None:
 
 def check_lengths(job: Job, architecture: Architecture) -> None:
     """Raises ConfigError for a response or a context that is longer than what the engines can hold."""
-    engines = ContextLimit.of_engines(job, architecture)
+    engines = ContextLimit.of_engines(job.sglang, architecture)
     limit, whose = engines.tokens, engines.name
     for name, length in (
         ("rollout_max_response_len", job.rollout.rollout_max_response_len),

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.errors import ConfigError
-from headrace.hooks import HookArgs, hook_args
-from headrace.job.schema.job import Job
+from headrace.hooks import HookArgs
 from services.buffer.prompts.data_source import DataSourceWalk
 from services.buffer.runtime.chooser import GroupChooser
 
@@ -21,10 +20,6 @@ class UserCode:
     seconds: float = 60.0
     links: Path | None = None
     """The ledger's folder, with links to the temporary folders of choices."""
-
-    @classmethod
-    def of(cls, job: Job, links: Path) -> UserCode:
-        return cls(hook_args(job), job.buffer.buffer_filter_path, job.buffer.buffer_hook_timeout_seconds, links)
 
     async def chooser(self) -> GroupChooser | None:
         """Returns None without a buffer_filter. Raises ConfigError when the function cannot be loaded."""

@@ -6,17 +6,10 @@ from pathlib import Path
 
 from headrace.errors import ConfigError
 from headrace.job.schema.buffer import BufferSection
-from headrace.job.schema.job import Job
 from services.buffer.store.base import Store
 from services.buffer.store.memory import MemoryStore
 from services.buffer.store.sqlite.database import FILE
 from services.buffer.store.sqlite.store import SqliteStore
-
-
-def store_of_job(job: Job, folder: Path) -> Store:
-    """Names the ledger in a database after the run and the shard's number."""
-    shard = job.buffer.buffer_shard
-    return open_store(job.buffer, folder, job.run.run_name + ("" if shard is None else f"/{shard}"))
 
 
 def open_store(section: BufferSection, folder: Path, name: str) -> Store:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError
 from headrace.job.rules.engine_rules import OURS
-from headrace.job.schema.job import Job
-from headrace.process.openmp import openmp, threads_of_each
+from headrace.process.openmp import openmp
 from headrace.suggest import nearest
 from services.rollout.engine.machine import Machine
 from services.rollout.engine.weights import INITIAL_VERSION
@@ -34,6 +35,22 @@ _CPU_ENVIRONMENT: Mapping[str, str] = {"TORCH_COMPILE_DISABLE": "1"}
 _ENVIRONMENT: Mapping[str, str] = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 
 
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Says what a job wants of each of its engines."""
+
+    hf_checkpoint: Path
+    tensor_parallel_size: int
+    seed: int
+    """Engine k has this and k more."""
+    sglang: Mapping[str, Any]
+    """The job's own arguments, by the names that SGLang gives them."""
+    threads: int
+    """On a machine without an accelerator."""
+    returns_experts: bool = False
+    """Each token comes with the experts that it was routed to."""
+
+
 def check(sglang: Mapping[str, Any], machine: Machine) -> None:
     """Raises ConfigError for a name that SGLang does not know, or that headrace sets itself."""
     for name in sglang:
@@ -45,20 +62,19 @@ def check(sglang: Mapping[str, Any], machine: Machine) -> None:
             raise ConfigError(f"--sglang-{_dashed(name)} is no argument of SGLang's{hint}", field=f"sglang.{name}")
 
 
-def command(job: Job, machine: Machine, *, engine: int, port: int) -> list[str]:
+def command(options: EngineOptions, machine: Machine, *, engine: int, port: int) -> list[str]:
     """Returns the command that starts engine number `engine` on 127.0.0.1:`port`."""
-    tensor_parallel_size = job.placement.rollout_num_gpus_per_engine
     arguments: dict[str, Any] = {
         **(_GPU_RECIPE if machine.has_accelerator else _CPU_RECIPE),
-        **job.sglang,
-        "model_path": str(job.model.hf_checkpoint),
-        "tp_size": tensor_parallel_size,
+        **options.sglang,
+        "model_path": str(options.hf_checkpoint),
+        "tp_size": options.tensor_parallel_size,
         "host": "127.0.0.1",
         "port": port,
         "weight_version": str(INITIAL_VERSION),
-        "random_seed": job.data.rollout_seed + engine,
+        "random_seed": options.seed + engine,
     }
-    if job.train.use_rollout_routing_replay:
+    if options.returns_experts:
         if not machine.has_accelerator:
             raise ConfigError(
                 "use_rollout_routing_replay: SGLang keeps its experts' record in memory that it registers with CUDA, "
@@ -67,23 +83,18 @@ def command(job: Job, machine: Machine, *, engine: int, port: int) -> list[str]:
             )
         arguments["enable_return_routed_experts"] = True
     if machine.has_accelerator:
-        arguments["base_gpu_id"] = engine * tensor_parallel_size
+        arguments["base_gpu_id"] = engine * options.tensor_parallel_size
     words = [sys.executable, "-m", "sglang.launch_server"]
     for name, value in arguments.items():
         words += _words(*machine.flags[name], value)
     return words
 
 
-def environment(job: Job, machine: Machine) -> dict[str, str]:
+def environment(options: EngineOptions, machine: Machine) -> dict[str, str]:
     """Returns the variables to add to an engine's environment."""
     if machine.has_accelerator:
         return {**_ENVIRONMENT}
-    return {**_ENVIRONMENT, **_CPU_ENVIRONMENT, **openmp(_threads(job))}
-
-
-def _threads(job: Job) -> int:
-    """On-policy, engines use all cores while the trainer waits; otherwise they leave half of them to it."""
-    return threads_of_each(job.placement.rollout_num_gpus, share=0.5 if job.buffer.max_staleness else 1.0)
+    return {**_ENVIRONMENT, **_CPU_ENVIRONMENT, **openmp(options.threads)}
 
 
 def _words(flag: str, takes_value: bool, value: Any) -> list[str]:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Protocol
 
 from headrace.errors import HeadraceError, Unavailable
-from headrace.job.schema.job import Job
 from headrace.process.guarded import GuardedProcess
 from headrace.process.scratch import Scratch
 from headrace.rpc.net import free_port
 from services.rollout.engine import arguments
+from services.rollout.engine.arguments import EngineOptions
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.machine import Machine
 
@@ -99,11 +99,11 @@ class ServerProcess:
 class SglangProcess(ServerProcess):
     """A real engine. Its ranks meet by a file: SGLang's own store would listen on every interface."""
 
-    def __init__(self, job: Job, machine: Machine, engine: int, log_path: Path) -> None:
+    def __init__(self, options: EngineOptions, machine: Machine, engine: int, log_path: Path) -> None:
         port = free_port()
-        command = arguments.command(job, machine, engine=engine, port=port)
+        command = arguments.command(options, machine, engine=engine, port=port)
         self._scratch = Scratch(log_path.parent, f"engine-{engine}")
-        environment = arguments.environment(job, machine) | {
+        environment = arguments.environment(options, machine) | {
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{self._scratch.folder / 'ranks'}",
             "TMPDIR": str(self._scratch.folder),  # SGLang leaves the sockets that it makes there
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", _compiled()),

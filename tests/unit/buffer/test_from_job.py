@@ -10,12 +10,10 @@ from headrace.errors import ConfigError
 from headrace.job.schema.buffer import BufferSection
 from headrace.job.schema.job import Job, ModelSection
 from headrace.job.schema.production import DataSection, RolloutSection
-from services.buffer.from_job import train_stream
+from services.buffer.from_job import store_of_job, train_stream, user_code_of
 from services.buffer.ledger.limiter import Limiter
 from services.buffer.ledger.stream import ExpiryAction, Selection, StreamConfig
-from services.buffer.runtime.user_code import UserCode
 from services.buffer.store.base import Store
-from services.buffer.store.kinds import store_of_job
 from services.buffer.store.memory import MemoryStore
 from services.buffer.store.sqlite.store import SqliteStore
 
@@ -99,7 +97,7 @@ def test_user_code_chooses_the_batch_and_gives_the_prompts_within_its_time() -> 
     buffer = BufferSection(buffer_filter_path="a.choose", buffer_hook_timeout_seconds=5.0)
     config = stream_of(buffer=buffer, data=DataSection(data_source_path="a.Source"))
     assert (config.selection, config.data_source) == (Selection.HOOK, "a.Source")
-    code = UserCode.of(Job(model=ModelSection(hf_checkpoint=Path("/none")), buffer=buffer), Path("/ledger"))
+    code = user_code_of(Job(model=ModelSection(hf_checkpoint=Path("/none")), buffer=buffer), Path("/ledger"))
     assert (code.buffer_filter_path, code.seconds) == ("a.choose", 5.0)
 
 

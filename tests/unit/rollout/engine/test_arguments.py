@@ -10,6 +10,7 @@ from headrace.job.schema.buffer import BufferSection
 from headrace.job.schema.job import Job, PlacementSection
 from services.rollout.engine import arguments
 from services.rollout.engine.machine import Machine
+from services.rollout.service import engine_options
 
 FLAGS = {
     name: (
@@ -43,12 +44,14 @@ def test_an_argument_that_is_ours_is_refused_with_the_way_out() -> None:
 def test_rollout_num_gpus_per_engine_is_the_tensor_parallel_size_of_an_engine() -> None:
     placement = {"rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2}
     told = Job.model_validate({"model": {"hf_checkpoint": "m"}, "placement": placement})
-    words = arguments.command(told, CPU, engine=0, port=5)
+    words = arguments.command(engine_options(told), CPU, engine=0, port=5)
     assert words[words.index("--tp-size") + 1] == "2"
 
 
 def test_without_an_accelerator_the_cpu_recipe_is_chosen_and_the_job_may_change_it() -> None:
-    words = arguments.command(job(max_total_tokens=1024, disable_overlap_schedule=False), CPU, engine=1, port=5)
+    words = arguments.command(
+        engine_options(job(max_total_tokens=1024, disable_overlap_schedule=False)), CPU, engine=1, port=5
+    )
     assert words[words.index("--device") + 1] == "cpu"
     assert words[words.index("--max-total-tokens") + 1] == "1024"
     assert words[words.index("--random-seed") + 1] == "43"
@@ -57,10 +60,10 @@ def test_without_an_accelerator_the_cpu_recipe_is_chosen_and_the_job_may_change_
 
 
 def test_with_an_accelerator_engines_are_laid_out_over_it() -> None:
-    words = arguments.command(job(), GPU, engine=3, port=5)
+    words = arguments.command(engine_options(job()), GPU, engine=3, port=5)
     assert "--device" not in words
     assert words[words.index("--base-gpu-id") + 1] == "3"
-    assert "OMP_NUM_THREADS" not in arguments.environment(job(), GPU)
+    assert "OMP_NUM_THREADS" not in arguments.environment(engine_options(job()), GPU)
 
 
 @pytest.mark.parametrize(("engines", "max_staleness", "threads"), [(1, 0, "8"), (2, 0, "4"), (1, 1, "4"), (12, 1, "1")])
@@ -75,4 +78,4 @@ def test_engines_share_the_cores_and_leave_half_to_a_trainer_that_works_meanwhil
             "buffer": BufferSection(max_staleness=max_staleness),
         }
     )
-    assert arguments.environment(shared, CPU)["OMP_NUM_THREADS"] == threads
+    assert arguments.environment(engine_options(shared), CPU)["OMP_NUM_THREADS"] == threads

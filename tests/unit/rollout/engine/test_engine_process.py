@@ -16,6 +16,7 @@ from headrace.errors import Unavailable
 from headrace.job.schema.job import Job
 from headrace.process.scratch import Scratch, delete_leftovers
 from services.rollout.engine import arguments
+from services.rollout.engine.arguments import EngineOptions
 from services.rollout.engine.machine import Machine
 from services.rollout.engine.process import SglangProcess
 from services.rollout.service import sglang_factory
@@ -60,12 +61,12 @@ class Engines:
         return list(self._folder.glob(".engine-*"))
 
     def __call__(self, behaviour: str) -> SglangProcess:
-        def command(job: Job, machine: Machine, *, engine: int, port: int) -> list[str]:
+        def command(options: EngineOptions, machine: Machine, *, engine: int, port: int) -> list[str]:
             return [sys.executable, "-c", ENGINE, str(port), behaviour]
 
         self._monkeypatch.setattr(arguments, "command", command)
-        job: dict[str, Any] = {"model": {"hf_checkpoint": self._folder}}
-        return SglangProcess(Job.model_validate(job), Machine(False, {}), 0, self._folder / "engine.log")
+        options = EngineOptions(self._folder, 1, 0, {}, threads=1)
+        return SglangProcess(options, Machine(False, {}), 0, self._folder / "engine.log")
 
 
 @pytest.fixture

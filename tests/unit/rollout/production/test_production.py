@@ -231,9 +231,8 @@ async def test_a_response_ends_where_rollout_max_context_len_ends(tokenizer_fold
     ledger = MemoryLedger([lease(0)])
     length = len(PromptEncoder(tokenizer_folder, apply_chat_template=False).encode_text("hello").tokens)
     rollout = RolloutSection(rollout_max_context_len=length + 3)
-    job = Job(model=ModelSection(hf_checkpoint=tokenizer_folder), rollout=rollout)
     architecture = SimpleNamespace(max_position_embeddings=4096)
-    context = ContextLimit.of(job, architecture)  # type: ignore[arg-type]
+    context = ContextLimit.of(rollout, {}, architecture)  # type: ignore[arg-type]
     async with production(tokenizer_folder, ledger, score(1.0), context=context) as made:
         await made.fakes.until(lambda: len(ledger.puts) == 1)
     assert [s.envelope.response_tokens for s in ledger.puts[0].samples] == [3, 3, 3]

@@ -1,0 +1,63 @@
+"""A whole job is read where a service is built, checked or started; its parts take the values that they need."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tools.sizes import ROOT, sources
+
+READERS = {
+    "headrace/job/": "it is theirs",
+    "headrace/cli/": "commands load it and show it",
+    "headrace/launch/": "it says what to start, and where",
+    "headrace/preflight/": "each service checks its part of it",
+    "headrace/hooks/args.py": "a hook sees all options",
+    "headrace/hooks/check.py": "the args of a job with every default",
+    "headrace/run_folder.py": "job.json",
+    "services/buffer/__main__.py": "starts",
+    "services/buffer/from_job.py": "builds",
+    "services/reward/__main__.py": "starts",
+    "services/reward/check.py": "checks",
+    "services/rollout/__main__.py": "starts",
+    "services/rollout/check.py": "checks",
+    "services/rollout/service.py": "builds",
+    "services/trainer/__main__.py": "starts",
+    "services/trainer/control/build.py": "builds",
+    "services/trainer/export_checkpoint.py": "starts",
+    "services/trainer/model/build.py": "builds",
+    "services/trainer/rl/build.py": "builds",
+}
+"""A folder or a module, and why it reads a whole job."""
+
+
+def reads_a_job(source: str) -> bool:
+    """Whether the module imports the class, by whatever form of import."""
+    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return any(
+        alias.name in ("Job", "headrace.job.schema.job")
+        or (getattr(node, "module", None) == "headrace.job.schema" and alias.name == "job")
+        for node in imports
+        for alias in node.names
+    )
+
+
+def test_only_these_read_a_whole_job() -> None:
+    readers = [path.relative_to(ROOT).as_posix() for path in sources(ROOT) if reads_a_job(path.read_text())]
+    product = [name for name in readers if name.startswith(("headrace/", "services/"))]
+    assert [name for name in product if not name.startswith(tuple(READERS))] == []
+    assert [place for place in READERS if not any(name.startswith(place) for name in product)] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from headrace.job.schema.job import Job",
+        "import headrace.job.schema.job",
+        "from headrace.job.schema import job",
+    ],
+)
+def test_another_reader_is_seen(line: str) -> None:
+    assert reads_a_job(f"def late():\n    {line}\n")
+    assert not reads_a_job("from headrace.job.schema.job import PublishSection")
