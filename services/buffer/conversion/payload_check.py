@@ -31,7 +31,7 @@ from headrace.sample_checks import (
     check_token_ids,
 )
 from headrace.wire.column import DTYPES, check_shape
-from services.buffer.conversion.payload_columns import Column, columns_of
+from services.buffer.conversion.payload_columns import Row, columns_of, row_of
 from services.buffer.ledger.transaction import Payload
 
 _Envelope = sample_pb2.SampleEnvelope
@@ -106,22 +106,24 @@ def _check(envelope: _Envelope, payload: Payload, values: _Values) -> None:
         for name, value in envelope.reward_parts.items():
             check_reward(f"reward_parts[{name!r}]", value)
     num_covered = check_ranges("policy_ranges", envelope.policy_ranges, envelope.response_tokens)
-    mask = _check_columns(envelope, columns_of(envelope.sample_id, payload), values)
+    mask = _check_columns(envelope, payload, values)
     if num_covered < envelope.response_tokens and envelope.status in _SAMPLED:
         _check_versions(envelope, mask)
 
 
-def _check_columns(envelope: _Envelope, columns: Sequence[Column], values: _Values) -> Payload | None:
+def _check_columns(envelope: _Envelope, payload: Payload, values: _Values) -> Payload | None:
     """The loss mask, unless it lies out of line: of those columns the envelope and the header agree."""
     outside = {column.name: column.num_bytes for column in envelope.out_of_line} if envelope.out_of_line else {}
     prompt_tokens, response_tokens = envelope.prompt_tokens, envelope.response_tokens
     rows = _rows(prompt_tokens + response_tokens, response_tokens)
+    columns = columns_of(envelope.sample_id, payload, tuple(rows.values()))
     mask: Payload | None = None
     for name, dtype, shape, data in columns:
         if name in outside:
             _check_outside(name, dtype, shape, data, outside[name], rows)
             continue
-        if (dtype, shape, len(data)) != rows.get(name):
+        row = rows.get(name)
+        if row is None or dtype != row.dtype or shape != row.shape or len(data) != row.num_bytes:
             _check_other(name, dtype, shape, data, rows)
             continue
         values.add(name, data, envelope)
@@ -135,18 +137,16 @@ def _check_columns(envelope: _Envelope, columns: Sequence[Column], values: _Valu
     return mask
 
 
-_Rows = Mapping[str, tuple[int, tuple[int, ...], int]]
-"""(dtype, shape, bytes) by name."""
+_Rows = Mapping[str, Row]
 
 
 def _rows(num_tokens: int, response_tokens: int) -> _Rows:
-    """Returns what the columns with one entry per token must be."""
-    log_probs = (sample_pb2.DTYPE_FLOAT32, (response_tokens,), 4 * response_tokens)
+    """Returns what the columns with one entry per token must be, in the order in which producers write them."""
     return {
-        TOKENS: (sample_pb2.DTYPE_INT32, (num_tokens,), 4 * num_tokens),
-        LOSS_MASK: (sample_pb2.DTYPE_UINT8, (response_tokens,), response_tokens),
-        ROLLOUT_LOG_PROBS: log_probs,
-        TEACHER_LOG_PROBS: log_probs,
+        TOKENS: row_of(TOKENS, num_tokens),
+        LOSS_MASK: row_of(LOSS_MASK, response_tokens),
+        ROLLOUT_LOG_PROBS: row_of(ROLLOUT_LOG_PROBS, response_tokens),
+        TEACHER_LOG_PROBS: row_of(TEACHER_LOG_PROBS, response_tokens),
     }
 
 
@@ -165,9 +165,9 @@ def _check_other(name: str, number: int, shape: tuple[int, ...], data: Payload, 
     if name in COLUMN_DTYPES:
         values: NDArray[Any] = np.frombuffer(data, dtype).reshape(shape)
         if name == ROUTED_EXPERTS:
-            check_experts(name, values, rows[TOKENS][1][0])
+            check_experts(name, values, rows[TOKENS].shape[0])
         else:
-            check_row(name, values, rows[name][1][0])
+            check_row(name, values, rows[name].shape[0])
 
 
 def _check_outside(name: str, number: int, shape: tuple[int, ...], data: Payload, num_bytes: int, rows: _Rows) -> None:
@@ -178,7 +178,7 @@ def _check_outside(name: str, number: int, shape: tuple[int, ...], data: Payload
         raise InvalidArgument(f"column {name} is out of line, but has {len(data)} bytes in the payload, too")
     if name not in COLUMN_DTYPES:
         return
-    length = max(rows[TOKENS][1][0] - 1, 0) if name == ROUTED_EXPERTS else rows[name][1][0]
+    length = max(rows[TOKENS].shape[0] - 1, 0) if name == ROUTED_EXPERTS else rows[name].shape[0]
     rank = 3 if name == ROUTED_EXPERTS else 1
     if (dtype, len(shape)) != (COLUMN_DTYPES[name], rank) or shape[0] != length:
         raise InvalidArgument(

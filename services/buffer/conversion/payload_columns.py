@@ -1,24 +1,31 @@
 """The columns of a payload, without copies where it is large: they are slices of it.
 
-A large payload is walked by the headers of its fields. What is not encoded as every encoder writes it, and what is
-small, is parsed by the generated class.
+A payload is walked by the headers of its fields; those of `rows`, which a producer writes first, are compared with the
+bytes that they must be. What is not encoded as every encoder writes it is parsed by the generated class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import lru_cache
 
+import msgspec
+import numpy as np
+
+from headrace.sample_checks import COLUMN_DTYPES
 from headrace.trajectory import parsed_payload
+from headrace.wire.column import pack_column
 from headrace.wire.json_text import from_json
+from headrace.wire.put_request import varint
 from services.buffer.conversion.wire_bytes import read_varint
 from services.buffer.ledger.transaction import Payload
 
 Column = tuple[str, int, tuple[int, ...], Payload]
 """(name, dtype, shape, data)."""
 
-_PARSED_BYTES = 16 << 10
-"""Up to this size the class and its copies cost less than reading field by field."""
+_COPIED_BYTES = 16 << 10
+"""Up to this size a copy costs less than slices of a memoryview."""
 _JSON_TAGS = frozenset((4 << 3 | 2, 5 << 3 | 2, 7 << 3 | 2))
 _TEXT_TAGS = frozenset((1 << 3 | 2, 2 << 3 | 2, 3 << 3 | 2)) | _JSON_TAGS
 _COLUMN_TAG = 6 << 3 | 2
@@ -29,13 +36,38 @@ _ONE_BYTE = 127
 """The largest number in a byte of its own."""
 _HEADER_BYTES = 256
 """The part of a column before its data: a name of 128 bytes and 8 dimensions fit."""
+_ROWS_KEPT = 1 << 14
 
 
-def columns_of(sample_id: str, payload: Payload) -> list[Column]:
-    """Raises InvalidArgument for bytes that are no payload, and for text that is not the JSON object it should be."""
-    if len(payload) > _PARSED_BYTES:
-        with suppress(IndexError, ValueError):  # not protobuf, or not as every encoder writes it
-            return list(_walked(memoryview(payload)))
+class Row(msgspec.Struct, frozen=True, gc=False):
+    """What a column with one entry per token must be, and the bytes of a payload in front of its data."""
+
+    name: str
+    dtype: int
+    shape: tuple[int, ...]
+    num_bytes: int
+    header: bytes
+
+
+@lru_cache(_ROWS_KEPT)
+def row_of(name: str, length: int) -> Row:
+    """Returns the row of `length` entries, which nothing is allocated for."""
+    column = pack_column(name, np.empty(0, COLUMN_DTYPES[name]))
+    column.shape[:] = [length]
+    num_bytes = length * COLUMN_DTYPES[name].itemsize
+    header = column.SerializeToString() + (bytes([_DATA_TAG]) + varint(num_bytes) if num_bytes else b"")
+    header = bytes([_COLUMN_TAG]) + varint(len(header) + num_bytes) + header
+    return Row(name, column.dtype, (length,), num_bytes, header)
+
+
+def columns_of(sample_id: str, payload: Payload, rows: Sequence[Row] = ()) -> list[Column]:
+    """Raises InvalidArgument for bytes that are no payload, and for text that is not the JSON object it should be.
+
+    Columns that are `rows`, in their order, are found fastest.
+    """
+    data = bytes(payload) if len(payload) <= _COPIED_BYTES else memoryview(payload)
+    with suppress(IndexError, ValueError):  # not protobuf, or not as every encoder writes it
+        return list(_walked(data, rows))
     message = parsed_payload(sample_id, bytes(payload))
     for text in (message.metadata_json, message.sampling_params_json, message.train_metadata_json):
         if text:
@@ -43,12 +75,21 @@ def columns_of(sample_id: str, payload: Payload) -> list[Column]:
     return [(column.name, column.dtype, tuple(column.shape[:]), column.data) for column in message.columns]
 
 
-def _walked(view: memoryview) -> Iterator[Column]:
-    at = 0
-    while at < len(view):
-        tag = view[at]
-        length, at = read_varint(view, at + 1)
-        contents = view[at : at + length]
+def _walked(data: Payload, rows: Sequence[Row]) -> Iterator[Column]:
+    at = num_found = 0
+    while at < len(data):
+        tag = data[at]
+        if tag == _COLUMN_TAG and num_found < len(rows):
+            expected = rows[num_found]
+            start = at + len(expected.header)
+            end = start + expected.num_bytes
+            if data[at:start] == expected.header and end <= len(data):
+                yield expected.name, expected.dtype, expected.shape, data[start:end]
+                num_found += 1
+                at = end
+                continue
+        length, at = read_varint(data, at + 1)
+        contents = data[at : at + length]
         if len(contents) < length:
             raise ValueError("cut off")
         at += length
@@ -62,8 +103,8 @@ def _walked(view: memoryview) -> Iterator[Column]:
             raise ValueError(f"the field of the tag {tag}")
 
 
-def _column(view: memoryview) -> Column:
-    header = view[:_HEADER_BYTES].tobytes()
+def _column(view: Payload) -> Column:
+    header = bytes(view[:_HEADER_BYTES])
     dtype_at = 2 + header[1]
     shape_at = dtype_at + 4
     shape_end = shape_at + header[shape_at - 1]

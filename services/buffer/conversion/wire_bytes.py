@@ -150,6 +150,19 @@ def _put(data: bytes, start: int, end: int, most_samples: int, most_bytes: int) 
 
 
 def _sample(data: bytes, view: memoryview, start: int, end: int) -> RawSample:
+    """Most are an envelope and a payload, in this order; any other order of fields is read one by one."""
+    if start < end and data[start] == _ENVELOPE_TAG[0]:
+        length, envelope_at = read_varint(data, start + 1)
+        envelope_end = envelope_at + length
+        if envelope_end < end and data[envelope_end] == _PAYLOAD_TAG[0]:
+            length, payload_at = read_varint(data, envelope_end + 1)
+            if payload_at + length == end:
+                require_bytes(envelope_end - envelope_at, MAX_ENVELOPE_BYTES, "groups.samples.envelope")
+                return RawSample(data[envelope_at:envelope_end], view[payload_at:end])
+    return _sample_of_fields(data, view, start, end)
+
+
+def _sample_of_fields(data: bytes, view: memoryview, start: int, end: int) -> RawSample:
     envelope: bytes | None = None
     payload: Payload | None = None
     for count, (number, _, contents, stop) in enumerate(fields(data, start, end)):

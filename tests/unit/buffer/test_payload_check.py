@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -10,10 +11,11 @@ import pytest
 from headrace.api.sample.v1 import sample_pb2 as pb
 from headrace.digest import digest_of
 from headrace.errors import InvalidArgument
+from headrace.sample_checks import COLUMN_DTYPES
 from headrace.trajectory import PolicyRange, Sample, Status
 from headrace.wire.column import pack_column, unpack_column
 from services.buffer.conversion.payload_check import check_samples
-from services.buffer.conversion.payload_columns import columns_of
+from services.buffer.conversion.payload_columns import columns_of, row_of
 from tests.unit.test_sample_checks import BAD_ENVELOPES, BAD_PAYLOADS, packed
 
 
@@ -83,6 +85,26 @@ def test_a_payload_that_is_walked_has_the_columns_that_its_class_reads() -> None
     ]
     assert all(isinstance(part, memoryview) for *_, part in found)
     assert found[0][3].obj is data  # type: ignore[union-attr]  # a slice, not a copy
+
+
+@pytest.mark.parametrize("order", permutations(range(3)), ids=str)
+@pytest.mark.parametrize("length", [0, 1, 40, 9_000])
+def test_rows_that_are_expected_are_read_as_the_class_reads_them(order: Sequence[int], length: int) -> None:
+    rows = [row_of("tokens", length), row_of("loss_mask", length), row_of("rollout_log_probs", length)]
+    arrays = {row.name: np.arange(length).astype(COLUMN_DTYPES[row.name]) for row in rows}
+    columns = [pack_column(rows[i].name, arrays[rows[i].name]) for i in order]
+    data = pb.SamplePayload(prompt="ü", columns=columns).SerializeToString()
+    for near in (rows, [row_of(row.name, length + 1) for row in rows], [row_of(row.name, 0) for row in rows]):
+        found = columns_of("s", memoryview(data), near)
+        assert [(name, dtype, shape, bytes(part)) for name, dtype, shape, part in found] == [
+            (c.name, c.dtype, tuple(c.shape), c.data) for c in columns
+        ]
+    with pytest.raises(InvalidArgument, match="does not parse"):
+        columns_of("s", data[:-1], rows)
+
+
+def test_rows_of_an_envelope_that_says_billions_of_tokens_allocate_nothing() -> None:
+    assert row_of("tokens", 1 << 33).num_bytes == 1 << 35
 
 
 @pytest.mark.parametrize("change", BAD_PAYLOADS.values(), ids=BAD_PAYLOADS)
