@@ -31,7 +31,7 @@ from headrace.sample_checks import (
     check_token_ids,
 )
 from headrace.wire.column import DTYPES, check_shape
-from services.buffer.conversion.payload_columns import Row, columns_of, row_of
+from services.buffer.conversion.payload_columns import TokenRow, columns_of, row_of
 from services.buffer.ledger.transaction import Payload
 
 _Envelope = sample_pb2.SampleEnvelope
@@ -137,7 +137,7 @@ def _check_columns(envelope: _Envelope, payload: Payload, values: _Values) -> Pa
     return mask
 
 
-_Rows = Mapping[str, Row]
+_Rows = Mapping[str, TokenRow]
 
 
 def _rows(num_tokens: int, response_tokens: int) -> _Rows:

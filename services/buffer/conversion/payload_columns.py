@@ -39,7 +39,7 @@ _HEADER_BYTES = 256
 _ROWS_KEPT = 1 << 14
 
 
-class Row(msgspec.Struct, frozen=True, gc=False):
+class TokenRow(msgspec.Struct, frozen=True, gc=False):
     """What a column with one entry per token must be, and the bytes of a payload in front of its data."""
 
     name: str
@@ -50,17 +50,17 @@ class Row(msgspec.Struct, frozen=True, gc=False):
 
 
 @lru_cache(_ROWS_KEPT)
-def row_of(name: str, length: int) -> Row:
+def row_of(name: str, length: int) -> TokenRow:
     """Returns the row of `length` entries, which nothing is allocated for."""
     column = pack_column(name, np.empty(0, COLUMN_DTYPES[name]))
     column.shape[:] = [length]
     num_bytes = length * COLUMN_DTYPES[name].itemsize
     header = column.SerializeToString() + (bytes([_DATA_TAG]) + varint(num_bytes) if num_bytes else b"")
     header = bytes([_COLUMN_TAG]) + varint(len(header) + num_bytes) + header
-    return Row(name, column.dtype, (length,), num_bytes, header)
+    return TokenRow(name, column.dtype, (length,), num_bytes, header)
 
 
-def columns_of(sample_id: str, payload: Payload, rows: Sequence[Row] = ()) -> list[Column]:
+def columns_of(sample_id: str, payload: Payload, rows: Sequence[TokenRow] = ()) -> list[Column]:
     """Raises InvalidArgument for bytes that are no payload, and for text that is not the JSON object it should be.
 
     Columns that are `rows`, in their order, are found fastest.
@@ -75,7 +75,7 @@ def columns_of(sample_id: str, payload: Payload, rows: Sequence[Row] = ()) -> li
     return [(column.name, column.dtype, tuple(column.shape[:]), column.data) for column in message.columns]
 
 
-def _walked(data: Payload, rows: Sequence[Row]) -> Iterator[Column]:
+def _walked(data: Payload, rows: Sequence[TokenRow]) -> Iterator[Column]:
     at = num_found = 0
     while at < len(data):
         tag = data[at]

@@ -11,9 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-Buffer = bytes | memoryview
+from services.buffer.store.direct_io import Buffer, DirectIo, is_refusal, open_direct
+
+__all__ = ["Buffer", "DiskFiles", "Files", "sync_folder"]
 
 _IOV_MAX = 1024
+LARGE_BYTES = 128 << 10
+"""Payloads of this size or more are written and read past the page cache."""
 
 
 class Files(Protocol):
@@ -58,10 +62,14 @@ class _Open:
 
     def __init__(self, path: Path, flags: int) -> None:
         self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o644)
+        self._past_cache = self.direct = open_direct(path)
+        """`direct` is None where the file system cannot pass the page cache by."""
 
     def __del__(self) -> None:
         if hasattr(self, "descriptor"):
             os.close(self.descriptor)
+        if hasattr(self, "_past_cache") and self._past_cache is not None:
+            os.close(self._past_cache)
 
 
 class DiskFiles:
@@ -71,6 +79,7 @@ class DiskFiles:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._open: dict[str, _Open] = {}
+        self._direct_io = DirectIo()
 
     def names(self) -> list[str]:
         return sorted(path.name for path in self._folder.iterdir())
@@ -80,8 +89,16 @@ class DiskFiles:
 
     def write(self, name: str, offset: int, parts: Sequence[Buffer]) -> None:
         file = self._file(name)
+        if file.direct is not None and max(map(len, parts), default=0) >= LARGE_BYTES:
+            try:
+                return self._direct_io.write(file.descriptor, file.direct, offset, parts)
+            except OSError as error:
+                if not is_refusal(error):
+                    raise
+                file.direct = None
         for first in range(0, len(parts), _IOV_MAX):
             offset += _write_all(file.descriptor, offset, parts[first : first + _IOV_MAX])
+        return None
 
     def sync(self, name: str) -> None:
         os.fdatasync(self._file(name).descriptor)
@@ -91,6 +108,12 @@ class DiskFiles:
 
     def read(self, name: str, offset: int, num_bytes: int) -> bytes:
         file = self._file(name)
+        if file.direct is not None and num_bytes >= LARGE_BYTES:
+            try:
+                return self._direct_io.read(file.direct, offset, num_bytes)
+            except OSError as error:
+                if not is_refusal(error):
+                    raise
         return os.pread(file.descriptor, num_bytes, offset)
 
     def size(self, name: str) -> int:
