@@ -1,7 +1,11 @@
-"""`headrace COMMAND …`: finds the command, runs it, turns errors into one line."""
+"""`headrace COMMAND …`: finds the command, runs it, turns errors into one line.
+
+A command is imported when it is called, so that `headrace --help` loads none.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import tempfile
@@ -9,21 +13,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
-from rich.text import Text
-
-from headrace.cli.commands.audit import audit
-from headrace.cli.commands.buffer import buffer
-from headrace.cli.commands.check import check
-from headrace.cli.commands.evaluate import evaluate
-from headrace.cli.commands.export import export
-from headrace.cli.commands.generate import generate
-from headrace.cli.commands.models import models
-from headrace.cli.commands.samples import samples
-from headrace.cli.commands.status import status
-from headrace.cli.commands.submit import submit
-from headrace.cli.commands.train import train
-from headrace.cli.commands.up import up
 from headrace.errors import HeadraceError, InvalidArgument, NothingToLearn
 from headrace.process.exit_codes import NOTHING_TO_LEARN
 from headrace.suggest import did_you_mean
@@ -39,23 +28,45 @@ class Command:
     help: str
 
 
+def _imported(name: str) -> Callable[[Sequence[str]], int]:
+    """The function `name` of the module headrace.cli.commands.`name`, which is imported when it is called."""
+
+    def run(argv: Sequence[str]) -> int:
+        function: Callable[[Sequence[str]], int] = getattr(
+            importlib.import_module(f"headrace.cli.commands.{name}"), name
+        )
+        return function(argv)
+
+    return run
+
+
 _COMMANDS: Mapping[str, Command] = {
-    "train": Command(train, "train JOB.toml [flags]", "run a job to its end"),
-    "check": Command(check, "check JOB.toml [flags] | check hook PATH", "show the plan of a job, or try a hook"),
-    "models": Command(models, "models", "list the models that --model knows, with sizes and layouts"),
-    "up": Command(up, "up SERVICE --config JOB.toml [flags]", "run one service here: buffer, reward, rollout, trainer"),
-    "status": Command(status, "status [RUN]", "show the state of a run and its services"),
-    "samples": Command(samples, "samples [RUN] [-n 5]", "show what the policy generated: by step, group, reward, text"),
-    "audit": Command(audit, "audit [RUN]", "compare the ledger with what the trainer was fed: 0 0 0, or the ids"),
+    "train": Command(_imported("train"), "train JOB.toml [flags]", "run a job to its end"),
+    "check": Command(
+        _imported("check"), "check JOB.toml [flags] | check hook PATH", "show the plan of a job, or try a hook"
+    ),
+    "models": Command(_imported("models"), "models", "list the models that --model knows, with sizes and layouts"),
+    "up": Command(
+        _imported("up"),
+        "up SERVICE --config JOB.toml [flags]",
+        "run one service here: buffer, reward, rollout, trainer",
+    ),
+    "status": Command(_imported("status"), "status [RUN]", "show the state of a run and its services"),
+    "samples": Command(
+        _imported("samples"), "samples [RUN] [-n 5]", "show what the policy generated: by step, group, reward, text"
+    ),
+    "audit": Command(
+        _imported("audit"), "audit [RUN]", "compare the ledger with what the trainer was fed: 0 0 0, or the ids"
+    ),
     "buffer": Command(
-        buffer,
+        _imported("buffer"),
         "buffer backup | restore | export | retry | drop | delete-stream",
         "back up, restore or export a ledger; retry or drop groups; delete a stream",
     ),
-    "submit": Command(submit, "submit [RUN] --prompt TEXT | --file PATH", "submit prompts to a stream"),
-    "generate": Command(generate, "generate TEXT [RUN]", "ask the current policy"),
-    "eval": Command(evaluate, "eval [RUN] [--data NAME PATH]", "evaluate the current policy"),
-    "export": Command(export, "export FOLDER [RUN]", "write the current weights as a Hugging Face folder"),
+    "submit": Command(_imported("submit"), "submit [RUN] --prompt TEXT | --file PATH", "submit prompts to a stream"),
+    "generate": Command(_imported("generate"), "generate TEXT [RUN]", "ask the current policy"),
+    "eval": Command(_imported("evaluate"), "eval [RUN] [--data NAME PATH]", "evaluate the current policy"),
+    "export": Command(_imported("export"), "export FOLDER [RUN]", "write the current weights as a Hugging Face folder"),
 }
 
 
@@ -96,6 +107,9 @@ def _exit_code(error: HeadraceError) -> int:
 
 
 def _say(message: str) -> None:
+    from rich.console import Console  # the overview needs neither
+    from rich.text import Text
+
     printable = message[:_MAX_CHARACTERS].encode("utf-8", "backslashreplace").decode()
     said = Text.assemble(("headrace: ", "bold red"), printable)
     Console(stderr=True).print(said, highlight=False, soft_wrap=True)

@@ -1,4 +1,8 @@
-"""`python -m services.rollout --config job.json --address host:port [--metrics-address host:port] --log-dir folder`."""
+"""`python -m services.rollout --config job.json --address host:port [--metrics-address host:port] --log-dir folder`.
+
+The service needs transformers' tokenizers and no torch, which would be most of its start: users' functions, which may
+need torch, run in processes of their own.
+"""
 
 from __future__ import annotations
 
@@ -78,4 +82,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    sys.modules["torch"] = None  # type: ignore[assignment]  # transformers then loads its tokenizers alone
     sys.exit(main())

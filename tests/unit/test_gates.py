@@ -131,5 +131,20 @@ def test_a_client_loads_no_library_of_a_server() -> None:
     assert told.stdout.split() == []
 
 
+@pytest.mark.parametrize(
+    ("start", "heavy"),
+    [
+        ("from headrace.cli.main import main; main(['--help'])", ["grpc", "rich", "numpy", "asyncio"]),
+        ("import services.rollout.__main__", ["torch", "transformers", "sglang"]),
+        ("import services.rollout.engine.router_process", ["torch", "fastapi", "sglang"]),
+    ],
+)
+def test_a_start_loads_nothing_that_it_does_not_need(start: str, heavy: list[str]) -> None:
+    """Each of these costs every run, or every `--help`, up to five seconds of work."""
+    program = f"{start}\nimport sys; print('loaded:', *[name for name in {heavy!r} if name in sys.modules])"
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert told.stdout.splitlines()[-1].split() == ["loaded:"]
+
+
 def test_each_error_has_a_code() -> None:
     assert {code_of(cls("")).name for cls in error_classes()} == {cls.status for cls in error_classes()}

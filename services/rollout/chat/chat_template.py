@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from jinja2 import Environment, Template, nodes
-from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from headrace.errors import InvalidArgument
 
@@ -33,6 +32,8 @@ class TracedTemplate:
     """A tokenizer's chat template, for tools or without."""
 
     def __init__(self, tokenizer: Any, *, with_tools: bool) -> None:
+        from transformers.utils.chat_template_utils import _compile_jinja_template  # takes seconds
+
         source = tokenizer.get_chat_template(tools=[{}] if with_tools else None)
         # Transformers' own environment, so that the text is the one that engines see.
         environment: Environment = _compile_jinja_template(source).environment

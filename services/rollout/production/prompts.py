@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from transformers import AutoTokenizer
-
 from headrace.api.sample.v1 import sample_pb2 as pb
 from headrace.errors import ConfigError, InvalidArgument
 from headrace.sample_checks import check_text
@@ -39,6 +37,8 @@ class PromptEncoder:
     """The checkpoint's tokenizer and chat template."""
 
     def __init__(self, hf_checkpoint: Path, *, apply_chat_template: bool) -> None:
+        from transformers import AutoTokenizer  # takes seconds: only for those who encode
+
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(hf_checkpoint))
         except (OSError, ValueError) as error:
