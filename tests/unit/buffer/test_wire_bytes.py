@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
+from headrace.wire import put_request as put_request_module
 from headrace.wire.put_request import put_request
 from services.buffer.conversion.wire_bytes import RawPut, parse_puts, raw_put, sample_bytes
 from services.buffer.ledger.group import SampleRecord
@@ -26,6 +27,32 @@ puts = st.builds(
     ),
     st.text(max_size=8), st.text(max_size=200), st.lists(samples, max_size=3), st.integers(0, 3),
 )  # fmt: skip
+
+
+def put_of(samples: list[sample_pb2.Sample], failure: str | None, rewards: list[float]) -> pb.GroupPut:
+    return pb.GroupPut(
+        lease_id="lease",
+        samples=samples,
+        failure=sample_pb2.Failure(reason=failure) if failure else None,
+        rewards=rewards,
+    )
+
+
+@given(
+    st.lists(
+        st.builds(
+            put_of,
+            st.lists(samples | st.just(sample_pb2.Sample(payload=b"bare")) | st.just(sample_pb2.Sample()), max_size=3),
+            st.none() | st.text(max_size=8),
+            st.lists(st.floats(), max_size=2),
+        ),
+        max_size=3,
+    )
+)
+def test_a_request_with_large_payloads_has_the_bytes_that_its_generated_class_writes(groups: list[pb.GroupPut]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(put_request_module, "_LARGE_BYTES", 0)
+        assert put_request(groups) == pb.PutGroupsRequest(groups=groups).SerializeToString()
 
 
 def comparable(puts: list[RawPut]) -> list[tuple[bytes, list[tuple[bytes, bytes]]]]:
