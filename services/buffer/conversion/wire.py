@@ -35,6 +35,8 @@ _OUTCOMES = {
 _STATES = {pb.GroupState.Value(f"GROUP_STATE_{state.name}"): state for state in GroupState}
 _STATE_NUMBERS = {state: number for number, state in _STATES.items()}
 _TOKEN_DIGITS = len(str(MAX_COUNTER))
+_CONVERTED_AT_ONCE = 8
+"""Samples before other work runs: their envelopes have half a MiB at most."""
 _UNFINISHED = (sample_pb2.SAMPLE_STATUS_ABORTED, sample_pb2.SAMPLE_STATUS_PENDING)
 
 
@@ -64,7 +66,10 @@ async def put_from_proto(put: RawPut) -> GroupPut:
             f"the put of {group_id} is {outcome.value} without a failure: say why", field="groups.failure"
         )
     samples = put.samples if outcome is PutOutcome.COMPLETE else ()
-    new = [_to_finished(s, group_id, payload_key(message.lease_id, i)) async for i, s in paced(enumerate(samples))]
+    new: list[NewSample] = []
+    async for first in paced(range(0, len(samples), _CONVERTED_AT_ONCE)):
+        some = enumerate(samples[first : first + _CONVERTED_AT_ONCE], first)
+        new += [_to_finished(sample, group_id, payload_key(message.lease_id, i)) for i, sample in some]
     return GroupPut(
         lease_id=require_id(message.lease_id, "groups.lease_id"),
         group_id=group_id,
@@ -130,7 +135,7 @@ def _to_sample(sample: RawSample, envelope: sample_pb2.SampleEnvelope, group_id:
             f"sample {envelope.sample_id} says group {shown(envelope.group_id)} and comes with group {group_id!r}",
             field="samples.envelope.group_id",
         )
-    _check_status(envelope)
+    is_failed = _is_failed(envelope)
     oldest, newest = _versions(envelope)
     columns = envelope.out_of_line
     return NewSample(
@@ -142,14 +147,14 @@ def _to_sample(sample: RawSample, envelope: sample_pb2.SampleEnvelope, group_id:
             payload_bytes=envelope.payload_bytes,
             oldest_version=oldest,
             envelope=sample.envelope,
-            reward=envelope.reward if envelope.HasField("reward") and not envelope.HasField("failure") else None,
+            reward=envelope.reward if envelope.HasField("reward") and not is_failed else None,
             column_bytes=sum([column.num_bytes for column in columns]) if columns else 0,
         ),
         sample.payload,
         tuple([column.sha256 for column in columns]) if columns else (),
         newest,
         envelope.rollout_id or envelope.sample_id,
-        failure_from_proto(envelope.failure, "samples.envelope.failure") if envelope.HasField("failure") else None,
+        failure_from_proto(envelope.failure, "samples.envelope.failure") if is_failed else None,
     )
 
 
@@ -175,7 +180,8 @@ def _versions(envelope: sample_pb2.SampleEnvelope) -> tuple[int | None, int | No
     return oldest, newest
 
 
-def _check_status(envelope: sample_pb2.SampleEnvelope) -> None:
+def _is_failed(envelope: sample_pb2.SampleEnvelope) -> bool:
+    """True for a sample with a failure. Raises InvalidArgument unless its status says the same."""
     if envelope.status == sample_pb2.SAMPLE_STATUS_UNSPECIFIED:
         raise InvalidArgument(f"sample {envelope.sample_id} has no status", field="samples.envelope.status")
     is_failed = envelope.status == sample_pb2.SAMPLE_STATUS_FAILED
@@ -184,6 +190,7 @@ def _check_status(envelope: sample_pb2.SampleEnvelope) -> None:
             f"sample {envelope.sample_id} must have a failure exactly when its status is FAILED",
             field="samples.envelope.failure",
         )
+    return is_failed
 
 
 def put_result_to_proto(result: PutResult) -> pb.PutResult:

@@ -425,10 +425,10 @@ class BufferApplication:
         self._check(samples)
 
     def _check(self, samples: Sequence[tuple[str, NewSample]]) -> None:
-        for _, sample in samples:
-            record = sample.record
-            check_payload(record.sample_id, record.digest, record.payload_bytes, sample.payload)
-        for vocab_size, some in groupby(samples, lambda one: self.ledger.vocab_size(one[0])):
+        for record, payload in [(sample.record, sample.payload) for _, sample in samples]:
+            check_payload(record.sample_id, record.digest, record.payload_bytes, payload)
+        vocab_sizes = {group_id: self.ledger.vocab_size(group_id) for group_id in {one[0] for one in samples}}
+        for vocab_size, some in groupby(samples, lambda one: vocab_sizes[one[0]]):
             check_samples(((SampleEnvelope.FromString(s.record.envelope), s.payload) for _, s in some), vocab_size)
 
     def _require_disk(self) -> None:

@@ -57,8 +57,8 @@ class GroupPut(msgspec.Struct, frozen=True, gc=False):
     def fingerprint(self) -> bytes:
         """Two puts with equal envelopes (payload digests, rewards, versions, tags, …) have equal fingerprints."""
         digest = hashlib.sha256(self.outcome.value.encode())
-        for sample in self.samples:
-            digest.update(len(sample.record.envelope).to_bytes(8, "little") + sample.record.envelope)
+        envelopes = [sample.record.envelope for sample in self.samples]
+        digest.update(b"".join([part for body in envelopes for part in (len(body).to_bytes(8, "little"), body)]))
         return digest.digest()[:16]
 
 
