@@ -6,6 +6,7 @@ A message made of messages copies every payload into fresh memory three times, a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
@@ -27,6 +28,7 @@ def put_request(puts: Sequence[pb.GroupPut]) -> bytes:
     return b"".join(parts)
 
 
+@lru_cache(1 << 14)
 def varint(value: int) -> bytes:
     """A number as protobuf writes it, seven bits at a time."""
     out = bytearray()

@@ -40,6 +40,7 @@ _BATCH_GROUPS = 2  # of LeaseBatchResponse
 _SAMPLE_TAG = b"\x0a"  # FetchSamplesResponse.samples
 _ENVELOPE_TAG = b"\x0a"
 _PAYLOAD_TAG = b"\x12"
+_BATCH_SAMPLES_TAG = b"\x12"  # BatchGroup.samples
 
 
 class RawSample(msgspec.Struct, frozen=True, gc=False):
@@ -110,8 +111,8 @@ def group_bytes(group: pb.Group, prompt: bytes, envelopes: Iterable[bytes]) -> b
 
 def batch_group_bytes(group_id: str, envelopes: Iterable[bytes]) -> bytes:
     """A BatchGroup of a LeaseBatchResponse."""
-    samples = b"".join([length_delimited(2, envelope) for envelope in envelopes])
-    return length_delimited(_BATCH_GROUPS, length_delimited(1, group_id.encode()) + samples)
+    parts = [part for envelope in envelopes for part in (_BATCH_SAMPLES_TAG, varint(len(envelope)), envelope)]
+    return length_delimited(_BATCH_GROUPS, length_delimited(1, group_id.encode()) + b"".join(parts))
 
 
 def add_to_server(servicer: Any, server: Any) -> None:
