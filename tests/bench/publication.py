@@ -1,137 +1,286 @@
-"""`make bench`: a publication of weights against a raw broadcast of the same bytes, in one run, as ratios.
+"""`make bench`: publications of weights against a raw broadcast of the same bytes, in one run, as ratios.
 
-The baseline is gloo between two processes and nothing else. A publication is what the trainer does to one real SGLang
-engine: pause, bucket by bucket, load into the model, flush, checksums of every tensor on both sides, flip, continue.
+The baseline is gloo from one process to as many others as there are engines, and nothing else. A publication is what
+the trainer does to real SGLang engines: pause, bucket by bucket, load into the model, flush, continue, checksums of
+every tensor on both sides, flip. The standstill is its part from the pause to the last engine that goes on. Rounds of
+both take turns. `--all` adds 2 GB and four engines; `--calls` prints every call to an engine with its seconds.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import gc
+import hashlib
 import multiprocessing
 import statistics
 import tempfile
 import time
 import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.queues import Queue
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, _new_process_group_helper
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from headrace.job.schema.job import Job
 from headrace.wire.tensor_spec import TensorSpec
 from services.rollout.engine.fleet import Fleet, FleetTiming
+from services.rollout.engine.http import Http, Reply
 from services.rollout.engine.machine import detect_machine
 from services.rollout.engine.router import Router
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan, Plan
 from services.rollout.service import sglang_factory
-from services.trainer.weights.buckets import cut
-from services.trainer.weights.engine_layout import EngineChecksums, flat_bytes
+from services.trainer.control.sender import WeightSender
+from services.trainer.megatron.parallel import Layout
+from services.trainer.model.policy import Policy
+from services.trainer.weights.engine_layout import flat_bytes
 from services.trainer.weights.weight_group import WeightGroup
-from tests.support.models.tiny_model import make_tiny_qwen3
+from tests.support.models.tiny_model import make_tiny_qwen3, make_tiny_tokenizer
 
 ROUNDS = 7
-BUCKET_BYTES = 16 << 20
+RAW_BUCKET_BYTES = 64 << 20
+SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152}
+TWO_GB = {"hidden_size": 1152, "intermediate_size": 3072, "num_hidden_layers": 30, "vocab_size": 49152}
 
 
-def receive_raw(name: str, port: int, sizes: list[int], ready: Queue[int]) -> None:
-    """The other end of the baseline."""
-    store = dist.TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=60))
+class SameWeights:
+    """The part of a Policy that its sender needs: a checkpoint's weights, the same in every publication."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self._weights = weights
+
+    def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._weights.items()
+
+    def hf_tensor_specs(self) -> list[TensorSpec]:
+        return [
+            TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            for name, tensor in self._weights.items()
+        ]
+
+
+def receive_raw(name: str, port: int, world_size: int, rank: int, sizes: list[int], ready: Queue[int]) -> None:
+    """One of the other ends of the baseline."""
+    store = dist.TCPStore("127.0.0.1", port, world_size, False, timedelta(seconds=600))
     group, _ = _new_process_group_helper(
-        2, 1, [], Backend("gloo"), dist.PrefixStore(name, store), group_name=name, backend_options=None,
-        timeout=timedelta(seconds=60),
+        world_size, rank, [], Backend("gloo"), dist.PrefixStore(name, store), group_name=name, backend_options=None,
+        timeout=timedelta(seconds=600),
     )  # fmt: skip
+    received = [torch.empty(size, dtype=torch.uint8) for size in sizes]
     for _ in range(ROUNDS):
-        for size in sizes:
-            group.broadcast([torch.empty(size, dtype=torch.uint8)], dist.BroadcastOptions()).wait()
+        for buffer in received:
+            group.broadcast([buffer], dist.BroadcastOptions()).wait()
         ready.put(1)
 
 
-def raw_seconds(buckets: list[torch.Tensor]) -> list[float]:
-    """Each round: every bucket to one other process, which says when it has them."""
-    group = WeightGroup(f"raw-{uuid.uuid4().hex[:8]}", "127.0.0.1", "gloo", 60.0)
-    spawn = multiprocessing.get_context("spawn")
-    ready: Queue[int] = spawn.Queue()
-    peer = spawn.Process(target=receive_raw, args=(group.name, group.port, [b.numel() for b in buckets], ready))
-    peer.start()
-    group.join(2, lambda: False)
-    seconds = []
-    for _ in range(ROUNDS):
+class RawBroadcast:
+    """Every bucket to `num_receivers` processes, which say when they have them."""
+
+    def __init__(self, flat: torch.Tensor, num_receivers: int) -> None:
+        self._buckets = list(flat.split(RAW_BUCKET_BYTES))
+        self._group = WeightGroup(f"raw-{uuid.uuid4().hex[:8]}", "127.0.0.1", "gloo", 600.0)
+        spawn = multiprocessing.get_context("spawn")
+        self._ready: Queue[int] = spawn.Queue()
+        sizes, world_size = [bucket.numel() for bucket in self._buckets], 1 + num_receivers
+        self._receivers = [
+            spawn.Process(
+                target=receive_raw, args=(self._group.name, self._group.port, world_size, rank, sizes, self._ready)
+            )
+            for rank in range(1, world_size)
+        ]
+        for receiver in self._receivers:
+            receiver.start()
+        self._group.join(world_size, lambda: False)
+
+    def seconds(self) -> float:
         started = time.perf_counter()
-        for bucket in buckets:
-            group.broadcast(bucket, lambda: False)
-        ready.get(timeout=60)
-        seconds.append(time.perf_counter() - started)
-    peer.join(10)
-    group.drop()
-    return seconds
+        for bucket in self._buckets:
+            self._group.broadcast(bucket, lambda: False)
+        for _ in self._receivers:
+            self._ready.get(timeout=600)
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        for receiver in self._receivers:
+            receiver.join(10)
+        self._group.drop()
 
 
-async def published_seconds(receiver: Receiver, weights: dict[str, torch.Tensor]) -> list[float]:
-    """Each round: a whole transaction, checksums included, as the trainer's publisher runs it."""
-    specs = [TensorSpec(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in weights.items()]
-    cuts = cut(specs, BUCKET_BYTES)
-    group = WeightGroup(f"bench-{uuid.uuid4().hex[:8]}", "127.0.0.1", "gloo", 60.0)
-    seconds = []
-    for version in range(1, ROUNDS + 1):
+@dataclass(frozen=True)
+class Round:
+    """Seconds of one round."""
+
+    raw: float
+    hashing: float
+    whole: float
+    standstill: float
+
+
+class Publications:
+    """Whole transactions, checksums included, as the trainer's publisher runs them."""
+
+    def __init__(self, receiver: Receiver, weights: Mapping[str, torch.Tensor]) -> None:
+        layout = SimpleNamespace(device=torch.device("cpu"), pp_rank=0, tp_rank=0, dp_rank=0)
+        self._receiver = receiver
+        self._sender = WeightSender(
+            cast(Policy, SameWeights(weights)), cast(Layout, layout), lambda _: False,
+            host="127.0.0.1", bucket_bytes=Job.model_fields["publish"].get_default(call_default_factory=True)
+            .update_weight_buffer_size, timeout_seconds=600.0,
+        )  # fmt: skip
+        described = self._sender.describe()
+        assert described is not None
+        self.buckets = described.buckets
+        self._version = 0
+
+    async def seconds(self) -> tuple[float, float]:
+        """The whole, and its standstill."""
+        self._version += 1
         started = time.perf_counter()
+        group = self._sender.open()
+        assert group is not None
         plan = Plan(
-            publication_id=f"bench-{version}",
-            policy_version=version,
-            buckets=dict(enumerate(cuts)),
-            groups=(GroupPlan(group.name, "127.0.0.1", group.port, tuple(range(len(cuts))), joined=group.joined),),
+            publication_id=f"bench-{self._version}",
+            policy_version=self._version,
+            buckets=dict(enumerate(self.buckets)),
+            groups=(GroupPlan(group.name, group.host, group.port, tuple(range(len(self.buckets))), group.joined),),
             backend="gloo",
             pause_mode="in_place",
-            deadline_seconds=120.0,
+            deadline_seconds=600.0,
             epoch=1,
         )
-        begun = await receiver.begin(plan)
-        sums = EngineChecksums()
+        begun = await self._receiver.begin(plan)
+        sending = asyncio.create_task(asyncio.to_thread(self._sender.send, plan.publication_id, begun.world_size))
+        for number in range(len(self.buckets)):
+            await self._receiver.receive(plan.publication_id, number)
+        sent = await sending
+        assert sent is not None
+        assert sent.error is None, sent.error
+        committed = await self._receiver.commit(plan.publication_id, sent.checksums)
+        return time.perf_counter() - started, committed.paused_seconds
 
-        def send(world_size: int = begun.world_size, sums: EngineChecksums = sums) -> None:
-            if not group.joined:
-                group.join(world_size, lambda: False)
-            for bucket in cuts:
-                tensors = [(spec.name, weights[spec.name]) for spec in bucket]
-                sums.update(tensors)
-                group.broadcast(torch.cat([flat_bytes(t) for _, t in tensors]), lambda: False)
+    def close(self) -> None:
+        self._sender.drop()
 
-        sending = asyncio.create_task(asyncio.to_thread(send))
-        for number in range(len(cuts)):
-            await receiver.receive(plan.publication_id, number)
-        await sending
-        await receiver.commit(plan.publication_id, sums.result())
-        seconds.append(time.perf_counter() - started)
-    group.drop()
-    return seconds
+
+async def measured(receiver: Receiver, weights: Mapping[str, torch.Tensor], num_engines: int) -> list[Round]:
+    """The rounds but the first, in which groups are joined."""
+    flat = torch.cat([flat_bytes(tensor) for tensor in weights.values()])
+    raw = await asyncio.to_thread(RawBroadcast, flat, num_engines)
+    publications = Publications(receiver, weights)
+    rounds = []
+    gc.freeze()  # as the services do: else a collection over libraries and weights falls into a round
+    for number in range(ROUNDS):
+        raw_seconds = await asyncio.to_thread(raw.seconds)
+        started = time.perf_counter()
+        hashlib.sha256(flat.numpy().data).digest()
+        hashing = time.perf_counter() - started
+        if calls_are_shown():
+            print(f"round {number}", flush=True)
+        rounds.append(Round(raw_seconds, hashing, *await publications.seconds()))
+    publications.close()
+    raw.close()
+    return rounds[1:]
+
+
+def make_llama(folder: Path, shapes: Mapping[str, int]) -> Path:
+    """A random Llama of these shapes with the tiny tokenizer."""
+    LlamaForCausalLM(
+        LlamaConfig(
+            **shapes, num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=2048,
+            tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        )
+    ).to(torch.float32).save_pretrained(folder)  # fmt: skip
+    make_tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+async def bench(name: str, checkpoint: Path, num_engines: int, folder: Path) -> None:
+    """Prints one row."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    weights = {n: p.detach() for n, p in model.named_parameters() if n != "lm_head.weight"}
+    job = Job.model_validate({"model": {"hf_checkpoint": checkpoint}})
+    router = Router("cache_aware", folder / "router.log", request_seconds=60)
+    factory = sglang_factory(job, await detect_machine(), folder)
+    fleet = Fleet(num_engines, 1, factory, router, FleetTiming(start_seconds=900))
+    await asyncio.gather(router.start(), fleet.start())
+    try:
+        rounds = await measured(Receiver(fleet), weights, num_engines)
+    finally:
+        await asyncio.gather(fleet.stop(), router.stop())
+
+    def median(read: Any) -> float:
+        return statistics.median(map(read, rounds))
+
+    print(
+        f"{name:>8} {num_engines:>8} {median(lambda r: r.raw):>7.3f} s {median(lambda r: r.hashing):>7.3f} s "
+        f"{median(lambda r: r.standstill):>7.3f} s {median(lambda r: r.standstill / r.raw):>6.2f}× "
+        f"{median(lambda r: r.whole):>7.3f} s {median(lambda r: r.whole / r.raw):>6.2f}× "
+        f"{median(lambda r: r.whole / (r.raw + r.hashing)):>6.2f}×",
+        flush=True,
+    )
+
+
+def calls_are_shown() -> bool:
+    """True with `--calls`."""
+    return Http.request is not _request
+
+
+_request = Http.request
+
+
+async def _shown_request(self: Http, method: str, path: str, body: Any, **limits: Any) -> Reply:
+    started = time.perf_counter()
+    try:
+        return await _request(self, method, path, body, **limits)
+    finally:
+        if path not in ("/model_info", "/liveness"):
+            print(f"  {time.perf_counter() - started:.4f} s {path}", flush=True)
+
+
+def _shown_collection(phase: str, found: dict[str, int]) -> None:
+    if phase == "start":
+        _collections.append(time.perf_counter())
+    elif (seconds := time.perf_counter() - _collections.pop()) > 0.01:
+        print(f"  {seconds:.4f} s garbage collection in this process: {found}", flush=True)
+
+
+_collections: list[float] = []
 
 
 async def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint = make_tiny_qwen3(Path(folder) / "model", num_layers=48)
-        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-        weights = {n: p.detach() for n, p in model.named_parameters() if n != "lm_head.weight"}
-        job = Job.model_validate({"model": {"hf_checkpoint": checkpoint}})
-        router = Router("cache_aware", Path(folder) / "router.log", request_seconds=60)
-        fleet = Fleet(
-            1, 1, sglang_factory(job, await detect_machine(), Path(folder)), router, FleetTiming(start_seconds=600)
-        )
-        print("starting an engine …", flush=True)
-        await asyncio.gather(router.start(), fleet.start())
-        try:
-            published = await published_seconds(Receiver(fleet), weights)
-        finally:
-            await asyncio.gather(fleet.stop(), router.stop())
-        flat = torch.cat([flat_bytes(t) for t in weights.values()])
-        raw = raw_seconds(list(flat.split(BUCKET_BYTES)))
-    ours, baseline = statistics.median(published[1:]), statistics.median(raw[1:])
-    print(f"{len(weights)} tensors, {flat.numel() / 1e6:.0f} MB, one engine, median of {ROUNDS - 1}")
-    print(f"raw gloo broadcast  {baseline:8.3f} s   1.0×")
-    print(f"publication         {ours:8.3f} s   {ours / baseline:.1f}×")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", nargs="+", default=["7MB", "538MB"], choices=["7MB", "538MB", "2GB"])
+    parser.add_argument("--engines", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--all", action="store_true", help="2 GB and four engines, too")
+    parser.add_argument("--calls", action="store_true", help="print every call to an engine with its seconds")
+    given = parser.parse_args()
+    sizes = ["7MB", "538MB", "2GB"] if given.all else given.sizes
+    with tempfile.TemporaryDirectory() as name, ExitStack() as patched:
+        if given.calls:
+            patched.enter_context(patch.object(Http, "request", _shown_request))
+            gc.callbacks.append(_shown_collection)
+        print("  Seconds and ratios are medians: to the broadcast; last, to the broadcast and one pass of SHA-256.")
+        print(f"{'weights':>8} {'engines':>8} {'raw gloo':>9} {'SHA-256':>9} {'standstill':>17} {'whole':>25}")
+        for size in sizes:
+            folder = Path(name) / size
+            checkpoint = (
+                make_tiny_qwen3(folder, num_layers=48)
+                if size == "7MB"
+                else make_llama(folder, SMOLLM2 if size == "538MB" else TWO_GB)
+            )
+            for num_engines in [1, 2, 4] if given.all else given.engines:
+                await bench(size, checkpoint, num_engines, Path(name))
 
 
 if __name__ == "__main__":

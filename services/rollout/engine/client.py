@@ -185,9 +185,13 @@ class EngineClient:
             seconds,
         )
 
-    async def checksums(self, *, seconds: float = 120.0) -> list[dict[str, str]]:
-        """Returns name → checksum of every tensor, for each tensor-parallel rank."""
-        return read_checksums(await self._post("/weights_checker", {"action": "checksum"}, seconds))
+    async def checksums(self, *, skipped: Sequence[str] = (), seconds: float = 120.0) -> list[dict[str, str]]:
+        """Returns name → checksum for each tensor-parallel rank, but for names that contain one of `skipped`.
+
+        The engine generates nothing meanwhile.
+        """
+        body = {"action": "checksum", "skip_tensor_list": list(skipped)}
+        return read_checksums(await self._post("/weights_checker", body, seconds))
 
     async def name_weights(self, name: str) -> None:
         """Names the weights; requests in flight go on and carry both names."""

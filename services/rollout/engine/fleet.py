@@ -134,6 +134,7 @@ class Fleet:
         """Takes an engine out of routing until the next publication, because its weights are of no version."""
         engine.state = EngineState.STALE
         engine.weights_digest = ""
+        self.weights.refuse(engine.weights_name)
         await self._take_out(engine)
 
     async def give_up(self, engine: Engine, why: str) -> None:

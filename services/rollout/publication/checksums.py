@@ -1,12 +1,55 @@
-"""Compares the weights in engines with those that were sent."""
+"""Compares the weights in engines with those that were sent.
+
+An engine hashes in the thread that generates: it is asked for a slice at a time, and generates between two slices.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 
+from services.rollout.engine.client import EngineClient
+from services.rollout.publication.state import Plan
+
+_SLICE_BYTES = 64 << 20  # some 50 ms of one core
+_MOST_SLICES = 32
+_LAYER = re.compile(r".*?\.\d+\.")
 _TIED = frozenset({"lm_head.weight"})
 """With tied embeddings the sender may send it although the engine does not have it."""
+
+
+async def read(
+    plan: Plan, expected: Mapping[str, str], engine: EngineClient, *, seconds: float
+) -> list[dict[str, str]]:
+    """Returns name → checksum of every tensor, for each rank of an engine; `seconds` limit each slice."""
+    found: list[dict[str, str]] = []
+    for skipped in slices(plan) if expected else [[]]:
+        ranks = await engine.checksums(skipped=skipped, seconds=seconds)
+        found = [old | new for old, new in zip(found, ranks, strict=True)] if found else ranks
+    if all(expected.keys() - _TIED <= rank.keys() for rank in found):
+        return found
+    return await engine.checksums(seconds=seconds)  # a name that contains another slice's is in none
+
+
+def slices(plan: Plan) -> list[list[str]]:
+    """Returns what to leave out of each slice: layers, and names of tensors outside of them."""
+    num_bytes: dict[str, int] = {}
+    for tensors in plan.buckets.values():
+        for tensor in tensors:
+            layer = _LAYER.match(tensor.name)
+            part = layer[0] if layer else tensor.name
+            num_bytes[part] = num_bytes.get(part, 0) + tensor.num_bytes
+    most_bytes = max(_SLICE_BYTES, sum(num_bytes.values()) // _MOST_SLICES)
+    kept: list[set[str]] = [set()]
+    filled = 0
+    for part, size in num_bytes.items():
+        if kept[-1] and filled + size > most_bytes:
+            kept.append(set())
+            filled = 0
+        kept[-1].add(part)
+        filled += size
+    return [[part for part in num_bytes if part not in parts] for parts in kept]
 
 
 def digest(ranks: Sequence[Mapping[str, str]]) -> str:

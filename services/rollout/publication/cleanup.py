@@ -42,6 +42,8 @@ async def _settle(
         await groups.leave(engine, publication.plan.group_names)
         if engine.engine_id in publication.in_session:
             await engine.client.end_weight_update()
+        if engine.engine_id in publication.resumed:
+            await engine.client.pause(publication.plan.pause_mode)
         if publication.state.dirty or engine.engine_id not in publication.were_ready:
             await fleet.hold_back(engine)
         else:

@@ -40,7 +40,9 @@ class Publication:
         self.begun = begun
         self.deadline = time.monotonic() + plan.deadline_seconds
         self.paused_at: float | None = None
+        self.paused_seconds = 0.0
         self.in_session: set[str] = set()
+        self.resumed: set[str] = set()
         self.lock = asyncio.Lock()
         self.buckets: dict[int, asyncio.Task[tuple[str, ...]]] = {}
         self.preparing: asyncio.Task[None] | None = None

@@ -15,7 +15,7 @@ from headrace.errors import ChecksumMismatch, FailedPrecondition, HeadraceError,
 from headrace.probe import Probe
 from headrace.rpc.log import log
 from services.rollout.engine.fleet import Engine, EngineState, Fleet
-from services.rollout.publication.checksums import differences, digest
+from services.rollout.publication.checksums import differences, digest, read
 from services.rollout.publication.cleanup import clean_up
 from services.rollout.publication.groups import WeightGroups
 from services.rollout.publication.preparation import prepare
@@ -77,7 +77,7 @@ class Receiver:
         return await asyncio.shield(publication.buckets[bucket])
 
     async def commit(self, publication_id: str, checksums: Mapping[str, str], probe: Probe | None = None) -> Committed:
-        """Verifies the weights, serves them, resumes requests.
+        """Verifies the weights and serves them; requests go on since the last bucket, with what they give held back.
 
         Raises ChecksumMismatch, and aborts, if no engine passes.
         """
@@ -187,21 +187,34 @@ class Receiver:
                 lambda e: e.client.receive_bucket(group.name, tensors, seconds=publication.seconds_left())
             )
             state.received.add(bucket)
+            if state.is_complete:
+                await self._resume(publication)
         return tuple(sorted(state.lost))
+
+    async def _resume(self, publication: Publication) -> None:
+        """Ends the standstill. What engines generate from now on is held back: their weights' name is PENDING."""
+        participants, version = publication.participants, publication.plan.policy_version
+
+        async def resume(engine: Engine) -> None:
+            engine.weights_name = self._fleet.weights.new_name(version, engine.engine_id)
+            await asyncio.gather(
+                engine.client.end_weight_update(),
+                engine.client.name_weights(engine.weights_name),
+                engine.client.flush_cache(),
+            )
+            publication.in_session.discard(engine.engine_id)
+            publication.resumed.add(engine.engine_id)
+            await engine.client.resume()
+
+        await participants.each(resume)
+        assert publication.paused_at is not None
+        publication.paused_seconds = time.monotonic() - publication.paused_at
 
     async def _commit(self, publication: Publication, checksums: Mapping[str, str], probe: Probe | None) -> Committed:
         state, participants = publication.state, publication.participants
-        await participants.each(lambda engine: engine.client.end_weight_update())
-        publication.in_session.clear()
+        version, paused_seconds = state.plan.policy_version, publication.paused_seconds
         digests = await self._verify(publication, checksums)
         state.require_open()
-        version = state.plan.policy_version
-        for engine in participants.remaining:
-            engine.weights_name = self._fleet.weights.new_name(version, engine.engine_id)
-        await participants.each(lambda engine: engine.client.name_weights(engine.weights_name))
-        await participants.each(lambda engine: engine.client.flush_cache())
-        # A paused engine answers no probe. What it makes from here on is held back: its name is PENDING.
-        await participants.each(lambda engine: engine.client.resume())
         if probe:
             await participants.each(
                 lambda engine: ask(probe, engine.client, version, seconds=publication.seconds_left())
@@ -210,8 +223,6 @@ class Receiver:
             await self._leave_groups(publication)
         state.commit()
         publication.end_timer()
-        assert publication.paused_at is not None
-        paused_seconds = time.monotonic() - publication.paused_at
         self._fleet.weights.accept(engine.weights_name for engine in participants.remaining)
         await self._fleet.switch_to(version)
         for engine in participants.remaining:
@@ -227,7 +238,7 @@ class Receiver:
         wrong: dict[str, str] = {}
 
         async def check(engine: Engine) -> None:
-            ranks = await engine.client.checksums(seconds=publication.seconds_left())
+            ranks = await read(publication.plan, expected, engine.client, seconds=publication.seconds_left())
             digests[engine.engine_id] = digest(ranks)
             if difference := differences(expected, ranks) if expected else None:
                 wrong[engine.engine_id] = difference

@@ -1,6 +1,6 @@
 """The state of one publication, without engines, clock or wire.
 
-  OPEN ──(every bucket received)──► OPEN ──commit──► COMMITTED
+  OPEN ──(every bucket received: engines go on, unverified)──► OPEN ──commit──► COMMITTED
     └───────────── abort, deadline, no engine left ──► ABORTED
 Engines are dirty from the first bucket on: they hold neither the old weights nor, before the commit, the new ones.
 """
@@ -97,6 +97,11 @@ class PublicationState:
     def remaining(self) -> list[str]:
         """The engines that still take part."""
         return [engine_id for engine_id in self.engine_ids if engine_id not in self.lost]
+
+    @property
+    def is_complete(self) -> bool:
+        """True when every bucket was received."""
+        return self.received == self.plan.buckets.keys()
 
     def require_open(self) -> None:
         """Raises PublicationAborted or FailedPrecondition unless it is open."""

@@ -1,5 +1,6 @@
 """One rank's part in giving weights to the engines.
 
+While a bucket is on its way, the next one is gathered and laid flat, and those before it are hashed.
 The ranks with tensor rank 0 and data rank 0 are senders, one for each pipeline stage; all others take part in
 gathering the shards. If a publication is given up in the middle, senders stop broadcasting but gather to the end, so
 that no rank is left waiting in a collective.
@@ -8,7 +9,9 @@ that no rank is left waiting in a collective.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 
 import torch
@@ -19,9 +22,13 @@ from headrace.wire.tensor_spec import TensorSpec
 from services.trainer.control.messages import Probed, Sent, StageGroup, StageWeights
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.policy import Policy
-from services.trainer.weights.buckets import cut
-from services.trainer.weights.engine_layout import EngineChecksums, flat_bytes
+from services.trainer.weights.buckets import cut, filling_bytes
+from services.trainer.weights.engine_layout import EngineChecksums
+from services.trainer.weights.flat_buckets import FlatBuckets
 from services.trainer.weights.weight_group import WeightGroup
+
+Gathered = Sequence[tuple[str, torch.Tensor]]
+_HASHED_LATER = 4  # buckets that are sent before they are hashed: their tensors stay until then
 
 
 class WeightSender:
@@ -44,7 +51,10 @@ class WeightSender:
         self._stage = layout.pp_rank
         self._is_sender = layout.tp_rank == 0 and layout.dp_rank == 0
         self._timeout_seconds = timeout_seconds
-        self._buckets = cut(policy.hf_tensor_specs(), bucket_bytes)
+        specs = policy.hf_tensor_specs()
+        self._buckets = cut(specs, filling_bytes(specs, bucket_bytes))
+        self._flat_buckets = FlatBuckets(layout.device)
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="hashing")  # one: parts of a tensor come in order
         self._group: WeightGroup | None = None
 
     def describe(self) -> StageWeights | None:
@@ -71,9 +81,7 @@ class WeightSender:
         failure: HeadraceError | None = None
         tensors = self._policy.hf_tensors()
         try:
-            self._join(publication_id, world_size)
-            for bucket in self._buckets:
-                self._send_bucket(bucket, tensors, publication_id, checksums)
+            self._send_all(tensors, publication_id, world_size, checksums)
         except (HeadraceError, RuntimeError) as error:  # torch.distributed raises RuntimeErrors
             failure = error if isinstance(error, HeadraceError) else PublicationAborted(f"sending failed: {error}")
             log.warning("sending_failed", publication_id=publication_id, error=str(error))
@@ -89,26 +97,47 @@ class WeightSender:
             self._group.drop()
             self._group = None
 
-    def _join(self, publication_id: str, world_size: int) -> None:
-        if self._group is None or self._group.joined:
-            return
-        self._group.join(world_size, lambda: self._is_aborted(publication_id))
-
-    def _send_bucket(
+    def _send_all(
         self,
-        bucket: list[TensorSpec],
         tensors: Iterator[tuple[str, torch.Tensor]],
         publication_id: str,
+        world_size: int,
         checksums: EngineChecksums,
     ) -> None:
+        """Returns when every bucket is sent and hashed."""
+
+        def aborted() -> bool:
+            return self._is_aborted(publication_id)
+
+        sending: Future[None] | None = None
+        hashing: deque[Future[None]] = deque()
+        for bucket in self._buckets:
+            gathered = self._gather(bucket, tensors)
+            if self._group is None:
+                return
+            flat = self._flat_buckets.lay([tensor for _, tensor in gathered])
+            if sending is None:
+                self._join(self._group, world_size, aborted)
+            else:
+                self._group.finish(sending, aborted)
+            sending = self._group.start_broadcast(flat)
+            if self._backend == "gloo":
+                hashing.append(self._hashing.submit(checksums.update, gathered))
+            if len(hashing) > _HASHED_LATER:
+                hashing.popleft().result()
+        if self._group is not None and sending is not None:
+            self._group.finish(sending, aborted)
+        for hashed in hashing:
+            hashed.result()
+
+    def _join(self, group: WeightGroup, world_size: int, aborted: Callable[[], bool]) -> None:
+        if not group.joined:
+            group.join(world_size, aborted)
+
+    def _gather(self, bucket: Sequence[TensorSpec], tensors: Iterator[tuple[str, torch.Tensor]]) -> Gathered:
         gathered = list(islice(tensors, len(bucket)))
-        if self._group is None:
-            return
-        if [name for name, _ in gathered] != [spec.name for spec in bucket]:
+        if self._group is not None and [name for name, _ in gathered] != [spec.name for spec in bucket]:
             raise PublicationAborted(
                 f"tensor {gathered[0][0]} was gathered where {bucket[0].name} was announced: this is a bug of headrace"
             )
-        if self._backend == "gloo":
-            checksums.update(gathered)
-        flat = torch.cat([flat_bytes(tensor) for _, tensor in gathered])
-        self._group.broadcast(flat, lambda: self._is_aborted(publication_id))
+        return gathered

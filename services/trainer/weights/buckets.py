@@ -7,6 +7,17 @@ from collections.abc import Sequence
 from headrace.wire.tensor_spec import TensorSpec
 from services.trainer.weights.engine_layout import travel_together
 
+_FEWEST = 16
+_SMALLEST_BYTES = 64 << 20
+
+
+def filling_bytes(specs: Sequence[TensorSpec], limit_bytes: int) -> int:
+    """The size at which buckets keep gathering, sending and loading busy at once: many buckets, none of them small.
+
+    A bucket costs each engine a call; sending it takes some 0.1 s at the smallest size.
+    """
+    return min(limit_bytes, max(_SMALLEST_BYTES, sum(spec.num_bytes for spec in specs) // _FEWEST))
+
 
 def cut(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[list[TensorSpec]]:
     """Consecutive tensors, at most `bucket_bytes` to a bucket.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 import torch
@@ -59,14 +60,26 @@ class WeightGroup:
             _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}  # the helper leaves it out
             return group
 
-        self._group = self._until_done(build, aborted)
+        self._group = self._finished(self._started(build), aborted)
         self.joined = True
+
+    def start_broadcast(self, flat: torch.Tensor) -> Future[None]:
+        """Begins to send one bucket: uint8, shape [bytes], which must stay as it is until `finish` returns."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+
+        def send() -> None:
+            self._joined_group().broadcast([flat], options).wait(self._timeout)
+
+        return self._started(send)
+
+    def finish(self, sending: Future[None], aborted: Callable[[], bool]) -> None:
+        """Returns when a broadcast that was started is on its way to every engine."""
+        self._finished(sending, aborted)
 
     def broadcast(self, flat: torch.Tensor, aborted: Callable[[], bool]) -> None:
         """Sends one bucket: uint8, shape [bytes]. Returns when it is on its way to every engine."""
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        self._until_done(lambda: self._joined_group().broadcast([flat], options).wait(self._timeout), aborted)
+        self.finish(self.start_broadcast(flat), aborted)
 
     def drop(self) -> None:
         """Closes the connections; engines that still wait on them get an error instead of waiting on."""
@@ -80,24 +93,24 @@ class WeightGroup:
         assert self._group is not None, "join() comes first"
         return self._group
 
-    def _until_done(self, work: Callable[[], T], aborted: Callable[[], bool]) -> T:
+    def _started(self, work: Callable[[], T]) -> Future[T]:
         """Collectives cannot be cancelled from outside, so the work has a thread that may be left behind."""
-        outcome: list[T] = []
-        errors: list[BaseException] = []
+        done: Future[T] = Future()
 
         def run() -> None:
             try:
-                outcome.append(work())
+                done.set_result(work())
             except BaseException as error:  # noqa: BLE001  # handed to the waiting thread as it is
-                errors.append(error)
+                done.set_exception(error)
 
-        thread = threading.Thread(target=run, name=f"weights-{self.name}", daemon=True)
-        thread.start()
+        threading.Thread(target=run, name=f"weights-{self.name}", daemon=True).start()
+        return done
+
+    def _finished(self, running: Future[T], aborted: Callable[[], bool]) -> T:
         waited = 0.0
-        while thread.is_alive():
-            thread.join(_POLL_SECONDS)
+        while not wait((running,), timeout=_POLL_SECONDS).done:
             waited += _POLL_SECONDS
-            if thread.is_alive() and aborted():
+            if aborted():
                 self.drop()
                 raise PublicationAborted(f"group {self.name}: the publication was given up while sending")
             if waited > self._timeout_seconds:
@@ -106,10 +119,9 @@ class WeightGroup:
                     f"group {self.name}: engines did not answer within {self._timeout_seconds:g} s: see their logs, or "
                     "raise --update-weight-timeout-seconds"
                 )
-        if errors:
+        if running.exception() is not None:
             self.drop()
-            raise errors[0]
-        return outcome[0]
+        return running.result()
 
 
 def _close(last: list[dist.ProcessGroup]) -> None:

@@ -148,6 +148,12 @@ async def garbage_collection_can_be_told_to_leave_what_is_there(it: EngineUnderT
     await it.client.freeze_gc()
 
 
+async def checksums_are_of_all_tensors_but_the_skipped(it: EngineUnderTest) -> None:
+    whole = await it.client.checksums()
+    rest = await it.client.checksums(skipped=["layers.0."])
+    assert rest == [{name: sum_ for name, sum_ in rank.items() if "layers.0." not in name} for rank in whole]
+
+
 async def a_group_that_it_is_not_in_cannot_be_left(it: EngineUnderTest) -> None:
     with pytest.raises((FailedPrecondition, InvalidArgument)):
         await it.client.leave_group("nobody's")
@@ -164,6 +170,7 @@ CONTRACT: Mapping[str, Callable[[EngineUnderTest], Awaitable[None]]] = {
         scores_are_log_probs_of_all_tokens_but_the_first,
         garbage_collection_can_be_told_to_leave_what_is_there,
         prefixes_are_not_forgotten_beside_requests,
+        checksums_are_of_all_tensors_but_the_skipped,
         a_group_that_it_is_not_in_cannot_be_left,
     )
 }

@@ -147,7 +147,12 @@ class FakeEngine:
                     return _refusal("no session or no group")
                 self.weights.update({name: self._wire[name] for name in body["names"]})
             case "/weights_checker":
-                checksums = {name: fake_checksum(content) for name, content in self.weights.items()}
+                skipped = body.get("skip_tensor_list") or ()
+                checksums = {
+                    name: fake_checksum(content)
+                    for name, content in self.weights.items()
+                    if not any(part in name for part in skipped)
+                }
                 return web.json_response({"success": True, "ranks": [{"checksums": checksums}]})
             case "/update_weight_version":
                 self._version = body["new_version"]

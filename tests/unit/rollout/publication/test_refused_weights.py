@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from aiohttp import web
 
-from headrace.errors import PublicationAborted
+from headrace.errors import ChecksumMismatch, PublicationAborted
 from headrace.probe import Probe
 from services.rollout.engine.answer import BadAnswer, NamedSpan
 from services.rollout.engine.api import Generation, SamplingParams
@@ -25,6 +25,7 @@ from tests.unit.rollout.publication.test_receiver import CHECKSUMS, PLAN
 
 PROMPT = (5, 6, 7)
 PARAMS = SamplingParams(max_new_tokens=12)
+LONG = SamplingParams(max_new_tokens=200)
 TRUTH = Probe((5, 6, 7), [-(token % 7 + 1) / 10 for token in (6, 7)], max_mean_difference=0.2)
 
 
@@ -147,6 +148,42 @@ async def test_a_publication_that_ends_before_its_verdict_is_refused() -> None:
         with pytest.raises(PublicationAborted):
             await commit
         for generation in await asyncio.gather(*asked):
+            assert {r.policy_version for r in generation.policy_ranges} == {0}
+
+
+async def test_engines_that_went_on_are_paused_again_where_nobody_commits(fakes: FakeFleet) -> None:
+    receiver, weights = Receiver(fakes.fleet), fakes.fleet.weights
+    await receiver.begin(PLAN)
+    for bucket in (0, 1):
+        await receiver.receive("p1", bucket)
+    names = [engine.weights_name for engine in fakes.fleet.engines]
+    await receiver.abort("p1", "the trainer went away before its commit")
+    assert [await weights.version_of(name) for name in names] == [None, None]
+    assert fakes.routing.urls == set()
+    assert [(e.state, e.restarts) for e in fakes.fleet.engines] == [(EngineState.STALE, 0)] * 2
+    calls = fakes.fake(0).calls
+    assert calls[::-1].index("/pause_generation") < calls[::-1].index("/continue_generation")
+
+
+@pytest.mark.parametrize("pause_mode", ["in_place", "retract", "abort"])
+async def test_requests_in_flight_carry_no_token_of_a_bucket_that_arrived_wrong(pause_mode: str) -> None:
+    async with Attempts() as attempts:
+        asked = [
+            asyncio.create_task(attempts.generator.generate(PROMPT, LONG, request_id=f"long-{n}", seconds=60))
+            for n in range(4)
+        ]
+        await attempts.fakes.until(lambda: all(attempts.fakes.fake(n).num_tokens >= 4 for n in (0, 1)))
+        await attempts.receiver.begin(replace(PLAN, pause_mode=pause_mode))
+        for bucket in (0, 1):
+            await attempts.receiver.receive("p1", bucket)
+        for number in (0, 1):
+            attempts.fakes.fake(number).weights["a"] = "a flipped bit"
+        made = [attempts.fakes.fake(number).num_tokens for number in (0, 1)]
+        await attempts.fakes.until(lambda: sum(attempts.fakes.fake(n).num_tokens for n in (0, 1)) > sum(made) + 8)
+        with pytest.raises(ChecksumMismatch):
+            await attempts.receiver.commit("p1", CHECKSUMS)
+        for generation in await asyncio.gather(*asked):
+            assert list(generation.tokens) == response_to(PROMPT, LONG.max_new_tokens)
             assert {r.policy_version for r in generation.policy_ranges} == {0}
 
 

@@ -1,0 +1,98 @@
+"""Sending is a pipe: buckets are gathered while those before them are on their way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from headrace.wire.tensor_spec import TensorSpec
+from services.trainer.control.messages import StageGroup
+from services.trainer.control.sender import WeightSender
+from services.trainer.megatron.parallel import Layout
+from services.trainer.model.policy import Policy
+from services.trainer.weights.buckets import cut, filling_bytes
+from services.trainer.weights.flat_buckets import FlatBuckets
+from tests.support.fakes.engine_checksums import engine_checksums
+
+MEGABYTES = 48  # of a tensor: far more than sockets hold
+SECONDS = 60.0
+
+
+class WatchedPolicy:
+    """Three tensors; `gathered[n]` is set when a sender asks for tensor n."""
+
+    def __init__(self) -> None:
+        self.weights = {f"t{n}": torch.full((MEGABYTES << 18,), float(n)) for n in range(3)}
+        self.gathered = [threading.Event() for _ in self.weights]
+
+    def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for event, item in zip(self.gathered, self.weights.items(), strict=True):
+            event.set()
+            yield item
+
+    def hf_tensor_specs(self) -> list[TensorSpec]:
+        return [TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in self.weights.items()]
+
+
+def receive_late(opened: StageGroup, policy: WatchedPolicy) -> list[torch.Tensor]:
+    """As an engine, but each bucket only once the sender gathers the next one."""
+    store = dist.TCPStore(opened.host, opened.port, 2, False, timedelta(seconds=SECONDS))
+    prefixed = dist.PrefixStore("cpu/", dist.PrefixStore(f"{opened.name}/", dist.PrefixStore(opened.name, store)))
+    group = dist.ProcessGroupGloo(prefixed, 1, 2, timedelta(seconds=SECONDS))
+    received = []
+    for following in [*policy.gathered[1:], None]:
+        assert following is None or following.wait(SECONDS), "the sender waits for this bucket first"
+        received.append(torch.empty(MEGABYTES << 20, dtype=torch.uint8))
+        group.broadcast([received[-1]], dist.BroadcastOptions()).wait()  # type: ignore[attr-defined]  # torch leaves it out
+    return received
+
+
+def test_a_bucket_is_gathered_while_the_one_before_it_is_on_its_way() -> None:
+    policy = WatchedPolicy()
+    layout = SimpleNamespace(device=torch.device("cpu"), pp_rank=0, tp_rank=0, dp_rank=0)
+    sender = WeightSender(
+        cast(Policy, policy),
+        cast(Layout, layout),
+        lambda _: False,
+        host="127.0.0.1",
+        bucket_bytes=MEGABYTES << 20,
+        timeout_seconds=SECONDS,
+    )
+    opened = sender.open()
+    assert opened is not None
+    with ThreadPoolExecutor(1) as engine:
+        receiving = engine.submit(receive_late, opened, policy)
+        sent = sender.send("p", 2)
+        received = receiving.result()
+    sender.drop()
+    assert sent is not None
+    assert sent.error is None
+    assert sent.checksums == engine_checksums(policy.weights)
+    assert all(torch.equal(a.view(torch.float32), b) for a, b in zip(received, policy.weights.values(), strict=True))
+
+
+def test_what_is_laid_stays_until_the_next_but_one_and_one_tensor_is_not_copied() -> None:
+    buckets = FlatBuckets(torch.device("cpu"))
+    first, second = (buckets.lay([torch.full((4,), n), torch.full((2,), n)]) for n in (1.0, 2.0))
+    assert torch.equal(first.view(torch.float32), torch.ones(6))
+    assert torch.equal(second.view(torch.float32), torch.full((6,), 2.0))
+    assert (
+        buckets.lay([torch.ones(6), torch.ones(1)]).untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+    )
+    alone = torch.ones(4)
+    assert buckets.lay([alone]).data_ptr() == alone.data_ptr()
+
+
+def test_there_are_many_buckets_but_no_small_ones() -> None:
+    smollm2 = [TensorSpec(f"t{n}", (1 << 20,), "float32") for n in range(128)]
+    assert len(cut(smollm2, filling_bytes(smollm2, 512 << 20))) == 8
+    assert len(cut(smollm2, filling_bytes(smollm2, 16 << 20))) == 32, "never more bytes than the job allows"
+    large = [TensorSpec(f"t{n}", (1 << 26,), "float32") for n in range(128)]
+    assert len(cut(large, filling_bytes(large, 4 << 30))) == 16
