@@ -47,13 +47,14 @@ protos: $(PROTOS)/.stamp
 check-protos: $(PROTOS)/.stamp
 	@echo "── protos";       tools/check_protos.sh $(PROTOS)/bin
 
-bench: $(STAMPS)/headrace $(STAMPS)/dev $(REVERB)/.stamp
+bench: $(STAMPS)/headrace $(STAMPS)/dev $(REVERB)/.stamp $(MODEL)/model.safetensors $(DATA)/train.jsonl
 	@$(BIN)/python -m tests.bench.ledger_throughput $(REVERB)/bin/python
 	@$(BIN)/python -m tests.bench.publication
 	@$(BIN)/python -m tests.bench.ledger_state_machine
 	@$(BIN)/python -m tests.bench.training_step
 	@$(BIN)/python -m tests.bench.log_probs
 	@$(BIN)/python -m tests.bench.planning
+	@$(BIN)/python -m tests.bench.first_step $(MODEL)
 
 bench-learning: $(STAMPS)/headrace $(STAMPS)/dev
 	@OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore $(BIN)/python -m tests.bench.learning

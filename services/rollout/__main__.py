@@ -21,7 +21,7 @@ from headrace.process.service_main import run_service
 from headrace.rpc.log import configure_logging
 from headrace.rpc.net import Address, require_free
 from headrace.rpc.server import RpcServer, Service
-from services.rollout.engine.machine import detect_machine
+from services.rollout.engine.machine import has_accelerator
 from services.rollout.service import RolloutService, sglang_factory
 from services.rollout.servicer import REQUEST_LIMITS, RolloutServicer
 
@@ -45,7 +45,7 @@ def main() -> int:
 async def _serve(job: Job, arguments: argparse.Namespace) -> None:
     require_free(Address.parse(arguments.address))  # before the engines' half minute, not after it
     name = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
-    factory = sglang_factory(job, await detect_machine(), arguments.log_dir)
+    factory = sglang_factory(job, arguments.log_dir, has_accelerator=await has_accelerator())
     registry = CollectorRegistry()
     service = RolloutService(job, factory, arguments.log_dir, registry, arguments.samples_dir)
     server = RpcServer(

@@ -22,12 +22,10 @@ from headrace.process.openmp import threads_of_each
 from headrace.process.scratch import delete_leftovers
 from headrace.rpc.log import log
 from headrace.sample_checks import ModelBounds
-from services.rollout.engine import arguments
 from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.engine.arguments import EngineOptions
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Fleet, FleetTiming
-from services.rollout.engine.machine import Machine
 from services.rollout.engine.process import EngineFactory, SglangProcess
 from services.rollout.engine.router import Router
 from services.rollout.eval_file import EvalFiles
@@ -202,12 +200,13 @@ class RolloutService:
         await asyncio.gather(self._router_client.close(), self._buffer.close(), self.parts.scorer.close())
 
 
-def sglang_factory(job: Job, machine: Machine, log_dir: Path) -> EngineFactory:
-    """Makes real engines. Raises ConfigError for --sglang-* flags that SGLang does not know."""
-    arguments.check(job.sglang, machine)
+def sglang_factory(job: Job, log_dir: Path, *, has_accelerator: bool) -> EngineFactory:
+    """Makes real engines. Their start raises ConfigError for --sglang-* flags that SGLang does not know."""
     delete_leftovers(log_dir, "engine-*")
     options = engine_options(job)
-    return lambda number: SglangProcess(options, machine, number, log_dir / f"engine-{number}.log")
+    return lambda number: SglangProcess(
+        options, number, log_dir / f"engine-{number}.log", has_accelerator=has_accelerator
+    )
 
 
 def engine_options(job: Job) -> EngineOptions:

@@ -36,7 +36,7 @@ from headrace.job.schema.job import Job
 from headrace.wire.tensor_spec import TensorSpec
 from services.rollout.engine.fleet import Fleet, FleetTiming
 from services.rollout.engine.http import Http, Reply
-from services.rollout.engine.machine import detect_machine
+from services.rollout.engine.machine import has_accelerator
 from services.rollout.engine.router import Router
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan, Plan
@@ -211,7 +211,7 @@ async def bench(name: str, checkpoint: Path, num_engines: int, folder: Path) -> 
     weights = {n: p.detach() for n, p in model.named_parameters() if n != "lm_head.weight"}
     job = Job.model_validate({"model": {"hf_checkpoint": checkpoint}})
     router = Router("cache_aware", folder / "router.log", request_seconds=60)
-    factory = sglang_factory(job, await detect_machine(), folder)
+    factory = sglang_factory(job, folder, has_accelerator=await has_accelerator())
     fleet = Fleet(num_engines, 1, factory, router, FleetTiming(start_seconds=900))
     await asyncio.gather(router.start(), fleet.start())
     try:

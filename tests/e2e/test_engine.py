@@ -22,9 +22,10 @@ from headrace.probe import Probe
 from headrace.wire.tensor_spec import TensorSpec
 from services.rollout.engine.answer import BadAnswer, Finish
 from services.rollout.engine.api import Generation, SamplingParams
+from services.rollout.engine.arguments import EngineOptions
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Engine, EngineState, Fleet, FleetTiming
-from services.rollout.engine.machine import Machine, detect_machine
+from services.rollout.engine.machine import has_accelerator
 from services.rollout.engine.process import SglangProcess
 from services.rollout.engine.router import Router
 from services.rollout.production.generator import Generator
@@ -36,6 +37,7 @@ from services.trainer.weights.weight_group import WeightGroup
 from tests.support.fakes.engine_checksums import engine_checksums, flat_bytes
 from tests.support.fakes.engine_contract import CONTRACT, EngineUnderTest
 from tests.support.models.tiny_model import make_tiny_qwen3
+from tests.support.processes.forks import forks_below
 from tests.support.processes.listening import listening_of_tree, open_to_others
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
@@ -47,7 +49,6 @@ PROMPT = (1, 45, 67, 89, 2)
 class Stack:
     checkpoint: Path
     model: Qwen3ForCausalLM
-    machine: Machine
     fleet: Fleet
     receiver: Receiver
     generator: Generator
@@ -59,16 +60,13 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
     folder = tmp_path_factory.mktemp("engines")
     checkpoint = make_tiny_qwen3(folder / "model")
     job = Job.model_validate({"model": {"hf_checkpoint": checkpoint}})
-    machine = await detect_machine()
     router = Router("cache_aware", folder / "router.log", request_seconds=240)
     timing = FleetTiming(start_seconds=600, check_interval_seconds=0.5)
-    fleet = Fleet(2, 1, sglang_factory(job, machine, folder), router, timing)
+    fleet = Fleet(2, 1, sglang_factory(job, folder, has_accelerator=await has_accelerator()), router, timing)
     await asyncio.gather(router.start(), fleet.start())
     client = EngineClient(router.url)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    yield Stack(
-        checkpoint, model, machine, fleet, Receiver(fleet), Generator(client, fleet.weights, fleet.suspect), router.url
-    )
+    yield Stack(checkpoint, model, fleet, Receiver(fleet), Generator(client, fleet.weights, fleet.suspect), router.url)
     await client.close()
     await asyncio.gather(fleet.stop(), router.stop())
 
@@ -95,8 +93,12 @@ async def test_an_sglang_engine_keeps_the_contract(stack: Stack, promise: str) -
 
 async def test_engines_and_router_listen_on_loopback_alone(stack: Stack) -> None:
     listens = listening_of_tree(os.getpid())
-    assert sum("sglang.launch_server" in command for command in listens.values()) >= 2
+    assert sum("services.rollout.engine.launch" in command for command in listens.values()) >= 2
     assert open_to_others(listens) == [], listens
+
+
+def test_on_a_cpu_schedulers_and_detokenizers_are_forks_of_their_servers(stack: Stack) -> None:
+    assert forks_below(os.getpid()) == [*["sglang::detokenizer"] * 2, *["sglang::scheduler"] * 2]
 
 
 async def test_a_stop_token_ends_the_response_and_stays_in_it(stack: Stack) -> None:
@@ -266,10 +268,8 @@ async def test_weights_that_differ_from_the_senders_checksums_are_refused(stack:
 
 
 async def test_an_engine_that_will_not_start_shows_its_last_words(stack: Stack, tmp_path: Path) -> None:
-    job = Job.model_validate(
-        {"model": {"hf_checkpoint": stack.checkpoint}, "sglang": {"attention_backend": "no_such_backend"}}
-    )
-    engine = SglangProcess(job, stack.machine, 0, tmp_path / "engine-0.log")
+    options = EngineOptions(stack.checkpoint, 1, 0, {"attention_backend": "no_such_backend"}, threads=1)
+    engine = SglangProcess(options, 0, tmp_path / "engine-0.log", has_accelerator=await has_accelerator())
     with pytest.raises(Unavailable, match="no_such_backend") as caught:
         await engine.start(seconds=240)
     assert caught.value.reason == "ENGINE_START_FAILED"

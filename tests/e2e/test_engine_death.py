@@ -80,6 +80,6 @@ def engine_pid(run: TrainingRun, engine: pb.Engine) -> int:
     (found,) = (
         child.pid
         for child in service.children(recursive=True)
-        if "sglang.launch_server" in child.cmdline() and port in child.cmdline() and not is_guard(child)
+        if "services.rollout.engine.launch" in child.cmdline() and port in child.cmdline() and not is_guard(child)
     )
     return found

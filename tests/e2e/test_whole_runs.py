@@ -19,8 +19,9 @@ from headrace.cli.main import main
 from headrace.client.buffer import BufferClient
 from headrace.job.schema.job import Job
 from headrace.rpc.net import free_port
-from services.rollout.engine.machine import detect_machine
+from services.rollout.engine.machine import has_accelerator
 from services.rollout.engine.process import SglangProcess
+from services.rollout.service import engine_options
 from tests.support.models.tiny_families import make_tiny
 from tests.support.models.tiny_model import make_tiny_qwen3
 from tests.support.processes.training_run import STREAM, SUMS, TrainingRun
@@ -113,7 +114,7 @@ async def test_supervised_fine_tuning_on_conversations(tmp_path: Path) -> None:
 async def test_distillation_from_a_teacher_that_is_served(tmp_path: Path) -> None:
     student, teacher = (make_tiny(tmp_path / name, "qwen3", tied=True, seed=n) for n, name in enumerate(("s", "t")))
     served = Job.model_validate({"model": {"hf_checkpoint": teacher}})
-    engine = SglangProcess(served, await detect_machine(), 0, tmp_path / "teacher.log")
+    engine = SglangProcess(engine_options(served), 0, tmp_path / "teacher.log", has_accelerator=await has_accelerator())
     await engine.start(seconds=600)
     try:
         flags = ("--use-opd", "--opd-teacher-url", engine.url, "--opd-kl-coef", "1.0")

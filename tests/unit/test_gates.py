@@ -136,6 +136,7 @@ def test_a_client_loads_no_library_of_a_server() -> None:
     [
         ("from headrace.cli.main import main; main(['--help'])", ["grpc", "rich", "numpy", "asyncio"]),
         ("import services.rollout.__main__", ["torch", "transformers", "sglang"]),
+        ("import services.rollout.engine.launch", ["torch", "sglang"]),
         ("import services.rollout.engine.router_process", ["torch", "fastapi", "sglang"]),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,8 @@ _CPU_RECIPE: Mapping[str, Any] = {
     "dtype": "float32",
 }
 _GPU_RECIPE: Mapping[str, Any] = {"skip_server_warmup": True, "enable_metrics": True}
-_CPU_ENVIRONMENT: Mapping[str, str] = {"TORCH_COMPILE_DISABLE": "1"}
+# NumPy's threads begin with its import, and a process that has threads cannot be forked (`launch`).
+_CPU_ENVIRONMENT: Mapping[str, str] = {"TORCH_COMPILE_DISABLE": "1", "OPENBLAS_NUM_THREADS": "1"}
 # /health would run a generation, which waits while weights are updated.
 _ENVIRONMENT: Mapping[str, str] = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 
@@ -62,8 +62,8 @@ def check(sglang: Mapping[str, Any], machine: Machine) -> None:
             raise ConfigError(f"--sglang-{_dashed(name)} is no argument of SGLang's{hint}", field=f"sglang.{name}")
 
 
-def command(options: EngineOptions, machine: Machine, *, engine: int, port: int) -> list[str]:
-    """Returns the command that starts engine number `engine` on 127.0.0.1:`port`."""
+def words(options: EngineOptions, machine: Machine, *, engine: int, port: int) -> list[str]:
+    """Returns the arguments of the server of engine number `engine` on 127.0.0.1:`port`."""
     arguments: dict[str, Any] = {
         **(_GPU_RECIPE if machine.has_accelerator else _CPU_RECIPE),
         **options.sglang,
@@ -84,15 +84,12 @@ def command(options: EngineOptions, machine: Machine, *, engine: int, port: int)
         arguments["enable_return_routed_experts"] = True
     if machine.has_accelerator:
         arguments["base_gpu_id"] = engine * options.tensor_parallel_size
-    words = [sys.executable, "-m", "sglang.launch_server"]
-    for name, value in arguments.items():
-        words += _words(*machine.flags[name], value)
-    return words
+    return [word for name, value in arguments.items() for word in _words(*machine.flags[name], value)]
 
 
-def environment(options: EngineOptions, machine: Machine) -> dict[str, str]:
+def environment(options: EngineOptions, *, has_accelerator: bool) -> dict[str, str]:
     """Returns the variables to add to an engine's environment."""
-    if machine.has_accelerator:
+    if has_accelerator:
         return {**_ENVIRONMENT}
     return {**_ENVIRONMENT, **_CPU_ENVIRONMENT, **openmp(options.threads)}
 

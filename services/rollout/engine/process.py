@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from headrace.errors import HeadraceError, Unavailable
+from headrace.errors import ConfigError, HeadraceError, Unavailable
 from headrace.process.guarded import GuardedProcess
+from headrace.process.log_file import last_words
 from headrace.process.scratch import Scratch
 from headrace.rpc.net import free_port
-from services.rollout.engine import arguments
+from services.rollout.engine import arguments, launch
 from services.rollout.engine.arguments import EngineOptions
 from services.rollout.engine.client import EngineClient
-from services.rollout.engine.machine import Machine
 
 _POLL_SECONDS = 0.25
 
@@ -89,7 +89,10 @@ class ServerProcess:
         """Returns the end of the log."""
         return self._child.last_lines()
 
-    def _not_started(self, what: str) -> Unavailable:
+    def _not_started(self, what: str) -> HeadraceError:
+        if self._child.exit_code == launch.REFUSED:
+            said = last_words(launch.NAME, self._child.log_file, self._child.log_start)
+            return ConfigError(said.removeprefix(f"{launch.NAME}: "))
         return Unavailable(
             f"the engine {what} while starting; the end of {self._child.log_file}:\n{self.last_lines()}",
             reason="ENGINE_START_FAILED",
@@ -99,11 +102,11 @@ class ServerProcess:
 class SglangProcess(ServerProcess):
     """A real engine. Its ranks meet by a file: SGLang's own store would listen on every interface."""
 
-    def __init__(self, options: EngineOptions, machine: Machine, engine: int, log_path: Path) -> None:
+    def __init__(self, options: EngineOptions, engine: int, log_path: Path, *, has_accelerator: bool) -> None:
         port = free_port()
-        command = arguments.command(options, machine, engine=engine, port=port)
+        command = launch.command(options, engine=engine, port=port)
         self._scratch = Scratch(log_path.parent, f"engine-{engine}")
-        environment = arguments.environment(options, machine) | {
+        environment = arguments.environment(options, has_accelerator=has_accelerator) | {
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{self._scratch.folder / 'ranks'}",
             "TMPDIR": str(self._scratch.folder),  # SGLang leaves the sockets that it makes there
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", _compiled()),
@@ -116,7 +119,7 @@ class SglangProcess(ServerProcess):
         self._scratch.make()
         try:
             await super().start(seconds=seconds)
-        except Unavailable:
+        except HeadraceError:
             self._scratch.delete()
             raise
 

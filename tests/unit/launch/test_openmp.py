@@ -15,7 +15,6 @@ from headrace.process.guarded import GuardedProcess
 from headrace.process.openmp import openmp, threads_of_each
 from headrace.run_folder import RunFolder
 from services.rollout.engine import arguments
-from services.rollout.engine.machine import Machine
 from services.rollout.service import engine_options
 
 NAMES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
@@ -40,7 +39,7 @@ def engine_sees(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         for name, value in launched.items():
             service.setenv(name, value)
         log = folder / "engine.log"
-        environment = arguments.environment(engine_options(job()), Machine(has_accelerator=False, flags={}))
+        environment = arguments.environment(engine_options(job()), has_accelerator=False)
 
         async def run() -> None:
             child = GuardedProcess([sys.executable, "-c", SHOW], log, environment)

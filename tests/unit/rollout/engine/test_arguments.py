@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, Unavailable
 from headrace.job.schema.buffer import BufferSection
 from headrace.job.schema.job import Job, PlacementSection
-from services.rollout.engine import arguments
+from services.rollout.engine import arguments, machine
 from services.rollout.engine.machine import Machine
 from services.rollout.service import engine_options
 
@@ -44,12 +44,12 @@ def test_an_argument_that_is_ours_is_refused_with_the_way_out() -> None:
 def test_rollout_num_gpus_per_engine_is_the_tensor_parallel_size_of_an_engine() -> None:
     placement = {"rollout_num_gpus": 2, "rollout_num_gpus_per_engine": 2}
     told = Job.model_validate({"model": {"hf_checkpoint": "m"}, "placement": placement})
-    words = arguments.command(engine_options(told), CPU, engine=0, port=5)
+    words = arguments.words(engine_options(told), CPU, engine=0, port=5)
     assert words[words.index("--tp-size") + 1] == "2"
 
 
 def test_without_an_accelerator_the_cpu_recipe_is_chosen_and_the_job_may_change_it() -> None:
-    words = arguments.command(
+    words = arguments.words(
         engine_options(job(max_total_tokens=1024, disable_overlap_schedule=False)), CPU, engine=1, port=5
     )
     assert words[words.index("--device") + 1] == "cpu"
@@ -60,10 +60,10 @@ def test_without_an_accelerator_the_cpu_recipe_is_chosen_and_the_job_may_change_
 
 
 def test_with_an_accelerator_engines_are_laid_out_over_it() -> None:
-    words = arguments.command(engine_options(job()), GPU, engine=3, port=5)
+    words = arguments.words(engine_options(job()), GPU, engine=3, port=5)
     assert "--device" not in words
     assert words[words.index("--base-gpu-id") + 1] == "3"
-    assert "OMP_NUM_THREADS" not in arguments.environment(engine_options(job()), GPU)
+    assert "OMP_NUM_THREADS" not in arguments.environment(engine_options(job()), has_accelerator=True)
 
 
 @pytest.mark.parametrize(("engines", "max_staleness", "threads"), [(1, 0, "8"), (2, 0, "4"), (1, 1, "4"), (12, 1, "1")])
@@ -78,4 +78,19 @@ def test_engines_share_the_cores_and_leave_half_to_a_trainer_that_works_meanwhil
             "buffer": BufferSection(max_staleness=max_staleness),
         }
     )
-    assert arguments.environment(engine_options(shared), CPU)["OMP_NUM_THREADS"] == threads
+    assert arguments.environment(engine_options(shared), has_accelerator=False)["OMP_NUM_THREADS"] == threads
+
+
+async def test_a_torch_for_cpus_alone_has_no_accelerator_and_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "version", lambda _: "2.13.0+cpu")
+    monkeypatch.setattr(machine, "_ASK", "raise SystemExit('torch was asked')")
+    assert not await machine.has_accelerator()
+    monkeypatch.setattr(machine, "version", lambda _: "2.13.0+cu130")
+    with pytest.raises(Unavailable, match="torch was asked"):
+        await machine.has_accelerator()
+
+
+async def test_any_other_torch_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "version", lambda _: "2.13.0")
+    monkeypatch.setattr(machine, "_ASK", "print('a warning'); print(True)")
+    assert await machine.has_accelerator()

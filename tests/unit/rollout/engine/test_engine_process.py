@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from headrace.errors import Unavailable
+from headrace.errors import ConfigError, Unavailable
 from headrace.job.schema.job import Job
 from headrace.process.scratch import Scratch, delete_leftovers
-from services.rollout.engine import arguments
+from services.rollout.engine import launch
 from services.rollout.engine.arguments import EngineOptions
-from services.rollout.engine.machine import Machine
 from services.rollout.engine.process import SglangProcess
 from services.rollout.service import sglang_factory
 
@@ -30,6 +29,9 @@ Path(os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"].removeprefix("file://
 tempfile.NamedTemporaryFile(delete=False)  # as SGLang does for its sockets
 if sys.argv[2] == "fails":
     sys.exit(3)
+if sys.argv[2] == "refused":
+    print("engine: --sglang-statik is no argument of SGLang's", file=sys.stderr)
+    sys.exit(78)
 
 class Answers(BaseHTTPRequestHandler):
     def do_GET(self):
@@ -61,12 +63,12 @@ class Engines:
         return list(self._folder.glob(".engine-*"))
 
     def __call__(self, behaviour: str) -> SglangProcess:
-        def command(options: EngineOptions, machine: Machine, *, engine: int, port: int) -> list[str]:
+        def command(options: EngineOptions, *, engine: int, port: int) -> list[str]:
             return [sys.executable, "-c", ENGINE, str(port), behaviour]
 
-        self._monkeypatch.setattr(arguments, "command", command)
+        self._monkeypatch.setattr(launch, "command", command)
         options = EngineOptions(self._folder, 1, 0, {}, threads=1)
-        return SglangProcess(options, Machine(False, {}), 0, self._folder / "engine.log")
+        return SglangProcess(options, 0, self._folder / "engine.log", has_accelerator=False)
 
 
 @pytest.fixture
@@ -77,6 +79,12 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engines:
 async def test_nothing_is_left_of_an_engine_that_does_not_start(engines: Engines) -> None:
     with pytest.raises(Unavailable, match="exit code 3"):
         await engines("fails").start(seconds=50.0)
+    assert not [*engines.temporary.iterdir(), *engines.links]
+
+
+async def test_an_argument_that_the_launcher_refuses_is_a_mistake_in_the_job(engines: Engines) -> None:
+    with pytest.raises(ConfigError, match=r"^--sglang-statik is no argument of SGLang's$"):
+        await engines("refused").start(seconds=50.0)
     assert not [*engines.temporary.iterdir(), *engines.links]
 
 
@@ -148,5 +156,5 @@ def test_the_service_deletes_leftovers_before_its_engines(tmp_path: Path, monkey
     left = Scratch(tmp_path, "engine-3")
     left.make()
     job: dict[str, Any] = {"model": {"hf_checkpoint": tmp_path}}
-    sglang_factory(Job.model_validate(job), Machine(False, {}), tmp_path)
+    sglang_factory(Job.model_validate(job), tmp_path, has_accelerator=False)
     assert not left.folder.exists()

@@ -70,10 +70,10 @@ async def test_nobody_asks_for_them_otherwise(fakes: FakeFleet, tmp_path: Path) 
 def test_engines_are_started_so_that_they_know() -> None:
     machine = Machine(has_accelerator=True, flags=FLAGS | {"enable_return_routed_experts": ("--experts", False)})
     replaying = job().model_copy(update={"train": job().train.model_copy(update={"use_rollout_routing_replay": True})})
-    assert "--experts" in arguments.command(engine_options(replaying), machine, engine=0, port=5)
-    assert "--experts" not in arguments.command(engine_options(job()), machine, engine=0, port=5)
+    assert "--experts" in arguments.words(engine_options(replaying), machine, engine=0, port=5)
+    assert "--experts" not in arguments.words(engine_options(job()), machine, engine=0, port=5)
     with pytest.raises(ConfigError, match="registers with CUDA, and engines run on a CPU here"):
-        arguments.command(
+        arguments.words(
             engine_options(replaying), Machine(has_accelerator=False, flags=machine.flags), engine=0, port=5
         )
     with pytest.raises(ConfigError, match="set use_rollout_routing_replay instead"):
