@@ -131,13 +131,13 @@ def read_weights_name(reply: Mapping[str, Any]) -> str:
     return name
 
 
-def read_checksums(reply: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Returns name → checksum for each tensor-parallel rank, none of them empty. Raises BadAnswer."""
+def read_checksums(reply: Mapping[str, Any], *, may_be_empty: bool = False) -> list[dict[str, str]]:
+    """Returns name → checksum for each tensor-parallel rank, empty only where it may be. Raises BadAnswer."""
     ranks = reply.get("ranks")
     if not isinstance(ranks, list) or not ranks:
         raise BadAnswer("checksums", f"ranks are {_shown(ranks)}")
     found = [_mapping(_mapping(rank, "a rank").get("checksums"), "checksums") for rank in ranks]
-    if any(not rank or not all(isinstance(value, str) for value in rank.values()) for rank in found):
+    if any(not (rank or may_be_empty) or not all(isinstance(v, str) for v in rank.values()) for rank in found):
         raise BadAnswer("checksums", "a rank without checksums, or with one that is no text")
     return [dict(rank) for rank in found]
 

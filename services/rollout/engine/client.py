@@ -191,7 +191,7 @@ class EngineClient:
         The engine generates nothing meanwhile.
         """
         body = {"action": "checksum", "skip_tensor_list": list(skipped)}
-        return read_checksums(await self._post("/weights_checker", body, seconds))
+        return read_checksums(await self._post("/weights_checker", body, seconds), may_be_empty=bool(skipped))
 
     async def name_weights(self, name: str) -> None:
         """Names the weights; requests in flight go on and carry both names."""

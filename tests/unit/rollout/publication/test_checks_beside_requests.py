@@ -54,3 +54,15 @@ async def test_a_tensor_whose_name_contains_another_slices_is_checked_too(fakes:
     fakes.fake(0).weights[contained] = "a flipped bit"
     committed = await receiver.commit("p1", CHECKSUMS | {contained: fake_checksum("content")})
     assert committed.engine_ids == ("engine-1",)
+
+
+async def test_a_slice_of_which_an_engine_has_nothing_is_no_bad_answer(fakes: FakeFleet) -> None:
+    """With tied embeddings an engine has no lm_head, though it is sent."""
+    receiver = Receiver(fakes.fleet)
+    await receiver.begin(replace(PLAN, buckets={**PLAN.buckets, 1: BIG_C}))
+    for bucket in (0, 1):
+        await receiver.receive("p1", bucket)
+    for number in (0, 1):
+        del fakes.fake(number).weights["c"]
+    expected = {name: checksum for name, checksum in CHECKSUMS.items() if name != "c"}
+    assert (await receiver.commit("p1", expected)).lost_engine_ids == ()
