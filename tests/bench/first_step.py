@@ -14,6 +14,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,12 +61,11 @@ class Processes:
 
     def _look(self) -> None:
         for root in self.roots:
-            for process in (psutil.Process(root.pid), *psutil.Process(root.pid).children(recursive=True)):
-                try:
-                    times = process.cpu_times()
-                except psutil.NoSuchProcess:
-                    continue
-                self.used[process.pid] = times.user + times.system
+            with suppress(psutil.NoSuchProcess):  # it has ended
+                for process in (psutil.Process(root.pid), *psutil.Process(root.pid).children(recursive=True)):
+                    with suppress(psutil.NoSuchProcess):
+                        times = process.cpu_times()
+                        self.used[process.pid] = times.user + times.system
 
 
 def libraries(model: Path) -> tuple[float, float]:

@@ -40,7 +40,7 @@ _ROWS_KEPT = 1 << 14
 
 
 class TokenRow(msgspec.Struct, frozen=True, gc=False):
-    """What a column with one entry per token must be, and the bytes of a payload in front of its data."""
+    """The required form of a column with one entry per token, and the bytes of a payload in front of its data."""
 
     name: str
     dtype: int
