@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from headrace.errors import DataLoss, NotFound
+from headrace.job.load.resolved import read_job
 from headrace.job.load.toml import to_toml
 from headrace.job.schema.job import Job
 from headrace.whole_file import replacing
@@ -82,7 +83,7 @@ class RunFolder:
         if not self.job_file.is_file():
             raise NotFound(f"{self.path} has no job.json: it is not a run's folder")
         try:
-            return Job.model_validate_json(self.job_file.read_bytes())
+            return read_job(self.job_file)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from headrace.job.schema.job import Job
+from headrace.job.schema.run import ModelSection
 from headrace.job.schema.section import Section
 from headrace.suggest import nearest
 
@@ -53,6 +54,11 @@ def hook_args(job: Job) -> HookArgs:
         if isinstance(section, Section):
             options.update(section_args(section))
     return HookArgs(options)
+
+
+def default_args() -> HookArgs:
+    """The args of a job with every default."""
+    return hook_args(Job(model=ModelSection(hf_checkpoint=Path("model"))))
 
 
 def section_args(section: Section) -> HookArgs:

@@ -7,11 +7,10 @@ import inspect
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from headrace.errors import ConfigError, InvalidArgument
-from headrace.hooks.args import HookArgs, hook_args
+from headrace.hooks.args import HookArgs, default_args
 from headrace.hooks.attempt import (
     LEDGER_KINDS,
     LedgerKind,
@@ -29,7 +28,6 @@ from headrace.hooks.sample import Sample
 from headrace.hooks.signature import Signature
 from headrace.hooks.stand_in_engine import stand_in_engine
 from headrace.hooks.trainer import TRAINER_FORMS, TrainerKind, trainer_hook, trainer_kind
-from headrace.job.schema.job import Job, ModelSection
 from headrace.process.workers import WorkerError, WorkerPool
 
 Kind = Literal["reward", "group_reward", "generate"] | LedgerKind | TrainerKind
@@ -63,7 +61,7 @@ def check_hook(
     else with the job's, else with an empty folder. Of most of the trainer's hooks the signature alone is checked:
     calling them needs a model. A filter takes what a group's reward takes, so it has to be named.
     """
-    return asyncio.run(_check(path, kind, args or sample_args(), reward_model_path))
+    return asyncio.run(_check(path, kind, args or default_args(), reward_model_path))
 
 
 async def _check(path: str, kind: Kind | None, args: HookArgs, reward_model_path: str | None) -> CheckReport:
@@ -195,8 +193,3 @@ async def try_reward(path: str, kind: Kind, args: HookArgs) -> list[Reward]:
         if form is RewardForm.SAMPLE and args.reward_key is not None:
             sample.get_reward_value(args)
     return rewards
-
-
-def sample_args() -> HookArgs:
-    """The args of a job with every default."""
-    return hook_args(Job(model=ModelSection(hf_checkpoint=Path("model"))))

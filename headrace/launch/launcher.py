@@ -14,7 +14,7 @@ from headrace.errors import FailedPrecondition
 from headrace.job.schema.job import Job
 from headrace.launch.grace import grace_seconds
 from headrace.launch.process import ServiceSpec
-from headrace.launch.specs import SERVICES, address_in, addressed, spec
+from headrace.launch.specs import SERVICES, address_in, address_of, addressed, spec
 from headrace.launch.supervisor import RestartPolicy, Supervisor
 from headrace.process.linux import kill_descendants
 from headrace.run_folder import RunFolder, ServiceEntry
@@ -66,6 +66,10 @@ class Launcher:
     def grace_seconds(self) -> float:
         """Time in which services have to end, estimated from the last steps."""
         return grace_seconds(self.folder.metrics)
+
+    def address_of(self, service: str) -> str:
+        """Raises ConfigError when the job has no address of the service."""
+        return address_of(self.job, service)
 
     def _write_services(self, pids: dict[str, int]) -> None:
         entries = self.folder.running_services()

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.errors import ConfigError, Unavailable
-from headrace.job.rules.rules import ranks
 from headrace.job.rules.scope import services_here
 from headrace.job.schema.job import Job
 from headrace.launch.process import ServiceSpec
@@ -116,7 +115,7 @@ def _restarts(job: Job, service: str) -> dict[str, Any]:
 
 def _program(job: Job, service: str, folder: RunFolder) -> list[str]:
     program = [sys.executable, "-m", f"services.{service}"]
-    return program if service != "trainer" else [*starter(job, folder), *program]
+    return program if service != "trainer" else [*starter(job.placement, folder), *program]
 
 
 def _environment(job: Job, service: str) -> Mapping[str, str]:
@@ -124,4 +123,4 @@ def _environment(job: Job, service: str) -> Mapping[str, str]:
     unbuffered = {} if "PYTHONUNBUFFERED" in os.environ else {"PYTHONUNBUFFERED": "1"}
     if service == "rollout":
         return unbuffered
-    return {**unbuffered, **openmp(threads_of_each(ranks(job)) if service == "trainer" else 1)}
+    return {**unbuffered, **openmp(threads_of_each(job.placement.num_ranks) if service == "trainer" else 1)}

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import Internal
+from headrace.job.load.resolved import read_job
 from headrace.job.schema.job import Job
 from headrace.preflight.report import Prompts
 from headrace.process.openmp import openmp
@@ -48,7 +49,7 @@ def serve_check(check: Callable[[CheckOptions, Prompts], Coroutine[Any, Any, msg
     parser.add_argument("--read-seconds", type=float, default=READ_SECONDS)
     words = parser.parse_args()
     drop_logs()
-    job = Job.model_validate_json(words.config.read_bytes())
+    job = read_job(words.config)
     data = sys.stdin.buffer.read()
     prompts = msgspec.json.decode(data, type=Prompts) if data else Prompts()
     report = asyncio.run(check(CheckOptions(job, words.elsewhere, words.fast, words.read_seconds), prompts))

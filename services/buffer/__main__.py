@@ -12,13 +12,14 @@ import uvloop
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.errors import DataLoss, Unavailable
+from headrace.job.load.resolved import read_job
 from headrace.job.schema.job import Job
 from headrace.process.service_main import run_service
 from headrace.rpc.log import configure_logging, log
 from headrace.rpc.server import RpcServer, Service
 from services.buffer.allocator import keep_large_blocks
+from services.buffer.build import store_of_job, train_stream, user_code_of
 from services.buffer.conversion.wire_bytes import add_to_server
-from services.buffer.from_job import store_of_job, train_stream, user_code_of
 from services.buffer.long_lived import long_lived
 from services.buffer.metrics import LedgerCollector
 from services.buffer.prompts.files import PromptFiles
@@ -38,7 +39,7 @@ def main(open_store: Callable[[Job, Path], Store] = store_of_job) -> int:
     keep_large_blocks()
 
     def body() -> None:
-        job = Job.model_validate_json(arguments.config.read_text())
+        job = read_job(arguments.config)
         configure_logging("buffer", run=job.run.run_name)
         with long_lived():
             store = open_store(job, arguments.data_dir)

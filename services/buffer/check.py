@@ -16,7 +16,7 @@ from headrace.preflight.hooks import hook_pool
 from headrace.preflight.process import CheckOptions, serve_check, tell_progress
 from headrace.preflight.report import BufferReport, PromptRow, Prompts, Report, count_scorer, counted, scorer_name
 from headrace.wire.json_text import from_json, to_json
-from services.buffer.from_job import train_stream
+from services.buffer.build import train_stream
 from services.buffer.ledger.group import Prompt
 from services.buffer.ledger.source import FileSource, source_names
 from services.buffer.prompts.row import RowReader

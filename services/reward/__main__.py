@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.hooks import HookArgs, hook_args, section_args
-from headrace.job.schema.job import Job
+from headrace.job.load.resolved import read_job
 from headrace.job.schema.production import RewardSection
 from headrace.process.service_main import run_service
 from headrace.rpc.log import configure_logging
@@ -39,7 +39,7 @@ def _settings(options: dict[str, Any]) -> tuple[RewardSection, HookArgs]:
     if options["config"] is None:
         reward = RewardSection.model_validate(given)
         return reward, section_args(reward)
-    job = Job.model_validate_json(options["config"].read_bytes())
+    job = read_job(options["config"])
     configure_logging("reward", run=job.run.run_name)
     reward = RewardSection.model_validate(job.reward.model_dump() | given)
     return reward, hook_args(job.model_copy(update={"reward": reward}))

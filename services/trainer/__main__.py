@@ -17,8 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from headrace.errors import DeadlineExceeded, DiskFull, Unavailable
-from headrace.job.schema.job import Job
-from headrace.job_buffer import buffer_of
+from headrace.job.load.resolved import read_job
 from headrace.process.ending import Ending
 from headrace.process.exit_codes import PEER_LOST
 from headrace.process.service_main import run_service
@@ -49,10 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     configure_logging(name)
 
     def body() -> None:
-        job = Job.model_validate_json(args.config.read_text())
+        job = read_job(args.config)
         configure_logging(name, run=job.run.run_name)
         try:
-            asyncio.run(run_rank(job, args))
+            asyncio.run(run_rank(TrainerBuild(job, args.run_dir), args))
         except PeerLost as error:
             log.error("trainer_failed", reason=error.reason, error=error.message)
             os._exit(PEER_LOST)  # the compute thread may wait for the lost rank in a collective, for minutes
@@ -65,13 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_service("trainer", body, peers_errors=_PEERS_ERRORS, ended=ended)
 
 
-async def run_rank(job: Job, args: argparse.Namespace) -> None:
+async def run_rank(build: TrainerBuild, args: argparse.Namespace) -> None:
     """Builds this rank's share, then leads or follows."""
     compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
     loop = asyncio.get_running_loop()
-    buffer = buffer_of(job.services)
+    buffer = build.buffer()
     fetch = Fetch(buffer, STREAM, loop)
-    build = TrainerBuild(job, args.run_dir)
     if int(os.environ.get("RANK", "0")) == 0:
         serving = Serving(args.address, args.metrics_address, args.insecure)
         await lead(build, serving, buffer, fetch, compute)

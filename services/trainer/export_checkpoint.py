@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.errors import HeadraceError
+from headrace.job.load.resolved import read_job
 from headrace.job.megatron.arguments import megatron
 from headrace.job.schema.job import Job
 from headrace.models.registry import read_architecture
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     configure_logging("export")
     try:
-        export_checkpoint(Job.model_validate_json(args.config.read_text()), args.checkpoint, args.folder)
+        export_checkpoint(read_job(args.config), args.checkpoint, args.folder)
     except HeadraceError as error:
         print(error.message, file=sys.stderr)  # noqa: T201  # one line to a person
         return 1
@@ -49,7 +50,7 @@ def export_checkpoint(job: Job, checkpoint: Path, folder: Path) -> None:
     architecture = read_architecture(job.model.hf_checkpoint)
     reader = opened(checkpoint, layout)
     require_same_model(reader, architecture)
-    converter = RankModel.build(architecture, megatron(job), layout, job.train.packing).converter
+    converter = RankModel.build(architecture, megatron(job.megatron), layout, job.train.packing).converter
     ModelState(POLICY, converter.shards(), None).restore_weights(reader)
     export(converter.hf_tensors(), converter.hf_tensor_specs(), job.model.hf_checkpoint, folder, layout)
 

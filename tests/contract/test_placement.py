@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.job.schema.job import Job, ModelSection, PlacementSection
+from headrace.job.schema.job import Job
+from headrace.job.schema.run import ModelSection, PlacementSection
 from headrace.launch.ranks.placement import starter
 from headrace.launch.ranks.slurm import first_host
 from headrace.run_folder import RunFolder

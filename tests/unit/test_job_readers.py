@@ -9,23 +9,29 @@ import pytest
 from tools.sizes import ROOT, sources
 
 READERS = {
-    "headrace/job/": "it is theirs",
-    "headrace/cli/": "commands load it and show it",
-    "headrace/launch/": "it says what to start, and where",
-    "headrace/preflight/": "each service checks its part of it",
+    "headrace/job/load/": "it makes it",
+    "headrace/job/rules/": "rules over several sections",
+    "headrace/job/option.py": "all options",
+    "headrace/job/schema/batch.py": "it derives sizes of one section from those of another",
+    "headrace/cli/commands/check.py": "checks",
+    "headrace/cli/job_arguments.py": "a command's job",
+    "headrace/cli/view/memory.py": "shows it",
+    "headrace/cli/view/plan.py": "shows it",
     "headrace/hooks/args.py": "a hook sees all options",
-    "headrace/hooks/check.py": "the args of a job with every default",
+    "headrace/launch/earlier.py": "compares it with an earlier start's",
+    "headrace/launch/launcher.py": "starts",
+    "headrace/launch/specs.py": "it says what to start, and where",
+    "headrace/preflight/preflight.py": "each service checks its part of it",
+    "headrace/preflight/process.py": "each service checks its part of it",
     "headrace/run_folder.py": "job.json",
+    "services/buffer/build.py": "builds",
     "services/buffer/__main__.py": "starts",
-    "services/buffer/from_job.py": "builds",
-    "services/reward/__main__.py": "starts",
     "services/reward/check.py": "checks",
     "services/rollout/__main__.py": "starts",
-    "services/rollout/check.py": "checks",
     "services/rollout/service.py": "builds",
-    "services/trainer/__main__.py": "starts",
+    "services/rollout/check.py": "checks",
     "services/trainer/control/build.py": "builds",
-    "services/trainer/export_checkpoint.py": "starts",
+    "services/trainer/export_checkpoint.py": "builds",
     "services/trainer/model/build.py": "builds",
     "services/trainer/rl/build.py": "builds",
 }
@@ -60,4 +66,4 @@ def test_only_these_read_a_whole_job() -> None:
 )
 def test_another_reader_is_seen(line: str) -> None:
     assert reads_a_job(f"def late():\n    {line}\n")
-    assert not reads_a_job("from headrace.job.schema.job import PublishSection")
+    assert not reads_a_job("from headrace.job.schema.run import PublishSection")

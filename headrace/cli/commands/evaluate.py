@@ -36,7 +36,10 @@ def evaluate(argv: Sequence[str]) -> int:
     data = args.data or job.eval.eval_prompt_data
     if not data:
         raise InvalidArgument("the job has no eval_prompt_data: pass --data NAME PATH")
-    datasets = [eval_dataset(job, name, Path(path).absolute(), args.max_prompts) for name, path in data]
+    datasets = [
+        eval_dataset(job.eval, job.rollout, job.data, name, Path(path).absolute(), args.max_prompts)
+        for name, path in data
+    ]
     results = asyncio.run(_evaluate(address_of(args.run, "rollout"), datasets))
     for result in results:
         print(

@@ -13,7 +13,6 @@ from headrace.cli.view.live import show
 from headrace.cli.view.plan import in_short
 from headrace.cli.view.run_view import RunView
 from headrace.job.rules.scope import Scope
-from headrace.job.schema.job import Job
 from headrace.launch.earlier import earlier_start, is_finished, resumption, saved_step
 from headrace.launch.launcher import Launcher, until_signal
 from headrace.launch.specs import without_address
@@ -38,7 +37,7 @@ def train(argv: Sequence[str]) -> int:
         print(f"{run.path}: {resumption(earlier, job)}", flush=True)
     print(f"{run.path}: checking that the job can start", flush=True)
     found = require_startable(job, Scope.of_train(job))
-    view = RunView(job, resumed_step=earlier.saved_step if earlier else 0)
+    view = RunView(job.run, job.rollout.num_rollout, resumed_step=earlier.saved_step if earlier else 0)
     view.note(in_short(job))
     for warning in found.warnings:
         view.note(f"warning: {warning}")
@@ -53,17 +52,16 @@ def _finished(run: RunFolder, num_rollout: int) -> str:
     )
 
 
-def _interrupted(run: RunFolder, job: Job) -> str:
-    step = saved_step(run, job)
+def _interrupted(run: RunFolder, step: int, num_rollout: int) -> str:
     return f"{run.path}: interrupted; the same command continues " + (
-        f"after step {step} of {job.rollout.num_rollout}" if step else "from the beginning: nothing was saved yet"
+        f"after step {step} of {num_rollout}" if step else "from the beginning: nothing was saved yet"
     )
 
 
 async def _train(launcher: Launcher, view: RunView) -> int:
     console = Console()
     followers = [
-        asyncio.create_task(follow(launcher.job, view)),
+        asyncio.create_task(follow(launcher.address_of, view)),
         asyncio.create_task(show(view, console)),
     ]
     try:
@@ -74,7 +72,9 @@ async def _train(launcher: Launcher, view: RunView) -> int:
         await asyncio.gather(*followers, return_exceptions=True)
     folder = launcher.folder.path
     if not finished:
-        print(_interrupted(launcher.folder, launcher.job))
+        print(
+            _interrupted(launcher.folder, saved_step(launcher.folder, launcher.job), launcher.job.rollout.num_rollout)
+        )
         return _INTERRUPTED_EXIT_CODE
     for line in view.summary():
         console.print(line, highlight=False)

@@ -12,8 +12,6 @@ from headrace.client.open import open_buffer
 from headrace.client.rollout import RolloutClient
 from headrace.client.trainer import TrainerClient
 from headrace.errors import HeadraceError
-from headrace.job.schema.job import Job
-from headrace.launch.specs import address_of
 
 _PAUSE_SECONDS = 1.0
 _PATIENCE_SECONDS = 5.0
@@ -21,18 +19,18 @@ _PATIENCE_SECONDS = 5.0
 T = TypeVar("T")
 
 
-async def follow(job: Job, view: RunView) -> None:
-    """Feeds the view until it is cancelled."""
+async def follow(address_of: Callable[[str], str], view: RunView) -> None:
+    """Feeds the view until it is cancelled. `address_of` knows where a service is."""
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(_progress(job, view))
-        tasks.create_task(_status(job, view))
-        tasks.create_task(_fleet(job, view))
-        tasks.create_task(_stats(job, view))
+        tasks.create_task(_progress(address_of, view))
+        tasks.create_task(_status(address_of, view))
+        tasks.create_task(_fleet(address_of, view))
+        tasks.create_task(_stats(address_of, view))
 
 
-async def _progress(job: Job, view: RunView) -> None:
+async def _progress(address_of: Callable[[str], str], view: RunView) -> None:
     step = 0
-    async with TrainerClient(address_of(job, "trainer")) as trainer:
+    async with TrainerClient(address_of("trainer")) as trainer:
         while True:
             with suppress(HeadraceError):  # it starts or restarts: ask again
                 async for row in trainer.watch_progress(step):
@@ -41,18 +39,18 @@ async def _progress(job: Job, view: RunView) -> None:
             await asyncio.sleep(_PAUSE_SECONDS)
 
 
-async def _status(job: Job, view: RunView) -> None:
-    async with TrainerClient(address_of(job, "trainer"), deadline_seconds=_PATIENCE_SECONDS) as trainer:
+async def _status(address_of: Callable[[str], str], view: RunView) -> None:
+    async with TrainerClient(address_of("trainer"), deadline_seconds=_PATIENCE_SECONDS) as trainer:
         await _asked(view, "trainer", trainer.status, view.on_status)
 
 
-async def _stats(job: Job, view: RunView) -> None:
-    async with open_buffer(address_of(job, "buffer"), deadline_seconds=_PATIENCE_SECONDS) as buffer:
+async def _stats(address_of: Callable[[str], str], view: RunView) -> None:
+    async with open_buffer(address_of("buffer"), deadline_seconds=_PATIENCE_SECONDS) as buffer:
         await _asked(view, "buffer", lambda: buffer.stats("train"), view.on_stats)
 
 
-async def _fleet(job: Job, view: RunView) -> None:
-    async with RolloutClient(address_of(job, "rollout"), deadline_seconds=_PATIENCE_SECONDS) as rollout:
+async def _fleet(address_of: Callable[[str], str], view: RunView) -> None:
+    async with RolloutClient(address_of("rollout"), deadline_seconds=_PATIENCE_SECONDS) as rollout:
         await _asked(view, "rollout", rollout.get_fleet, view.on_fleet)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from headrace.job.megatron.arguments import megatron
 from headrace.job.rules.algorithm_rules import uses_critic, uses_reference
-from headrace.job.rules.rules import known_architecture, ranks
+from headrace.job.rules.rules import known_architecture
 from headrace.job.schema.job import Job
 from headrace.models.registry import table
 
@@ -36,10 +36,10 @@ def memory(job: Job) -> Memory | None:
     parameters = num_parameters(job)
     if parameters is None:
         return None
-    args = megatron(job)
+    args = megatron(job.megatron)
     weight = _BFLOAT16 if args.bf16 else _FLOAT32
     shared = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    data = ranks(job) // (shared * args.context_parallel_size)
+    data = job.placement.num_ranks // (shared * args.context_parallel_size)
     # Gradients in float32 and Adam's two moments; in bfloat16 a float32 master copy is stored beside them.
     states = (3 if args.bf16 else 2) * _FLOAT32 / (data if args.use_distributed_optimizer else 1)
     trained, frozen = parameters / shared * (weight + _FLOAT32 + states), parameters / shared * weight

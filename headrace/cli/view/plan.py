@@ -10,7 +10,6 @@ from headrace.cli.view.memory import memory, num_parameters
 from headrace.job.megatron.arguments import megatron
 from headrace.job.rules.algorithm_rules import uses_critic, uses_reference
 from headrace.job.rules.machine import num_gpus
-from headrace.job.rules.rules import ranks
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 from headrace.launch.specs import SERVICES, address_in
@@ -45,7 +44,8 @@ def in_short(job: Job) -> str:
     return (
         f"{job.model.hf_checkpoint.name}, {_parameters(job)}: {rollout.num_rollout} steps of "
         f"{rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt} samples, "
-        f"{_count(ranks(job), 'trainer rank')}, {_count(engines, 'engine')}, {_meaning(job.buffer.max_staleness)}"
+        f"{_count(job.placement.num_ranks, 'trainer rank')}, {_count(engines, 'engine')}, "
+        f"{_meaning(job.buffer.max_staleness)}"
     )
 
 
@@ -98,15 +98,15 @@ def _kl(job: Job) -> str:
 
 
 def _trainer(job: Job, scope: Scope | None) -> str:
-    args = megatron(job)
+    args = megatron(job.megatron)
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    data = ranks(job) // (tensor * pipeline * args.context_parallel_size)
+    data = job.placement.num_ranks // (tensor * pipeline * args.context_parallel_size)
     on_gpus = num_gpus() or (scope is not None and scope.elsewhere)
     where = f"{'GPUs' if on_gpus else 'CPU processes'}, placement {job.placement.placement}"
     layout = f"data {data} x tensor {tensor} x pipeline {pipeline}"
     layout += f" x context {args.context_parallel_size}" if args.context_parallel_size > 1 else ""
     layout += f", experts over {args.expert_model_parallel_size}" if args.expert_model_parallel_size > 1 else ""
-    return f"{_count(ranks(job), 'rank')} ({where}): {layout}; lr {args.lr:g} {args.lr_decay_style}"
+    return f"{_count(job.placement.num_ranks, 'rank')} ({where}): {layout}; lr {args.lr:g} {args.lr_decay_style}"
 
 
 def _engines(job: Job) -> str:

@@ -20,7 +20,7 @@ from headrace.cli.view.awaited import Patience, awaited, unanswered
 from headrace.cli.view.failures import FailureNotes, failures_line
 from headrace.cli.view.silence import Silence
 from headrace.cli.view.step_line import duration, evaluation_line, evaluations, step_line
-from headrace.job.schema.job import Job
+from headrace.job.schema.run import RunSection
 from headrace.wire.checks import one_line
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -35,8 +35,9 @@ _ENDED = (trainer_pb2.PHASE_FINISHED, trainer_pb2.PHASE_FAILED)
 class RunView:
     """Written by the follower and the launcher, read by the display. One event loop, so no locks."""
 
-    def __init__(self, job: Job, resumed_step: int = 0) -> None:
-        self._job = job
+    def __init__(self, run: RunSection, num_rollout: int, resumed_step: int = 0) -> None:
+        self._run_name = run.run_name
+        self._num_rollout = num_rollout
         self._resumed_step = resumed_step
         self._started = time.monotonic()
         self._started_at = time.time()
@@ -47,7 +48,7 @@ class RunView:
         self._stats: buffer_pb2.StreamStats | None = None
         self._silence = Silence()
         self._failure_notes = FailureNotes()
-        self._patience = Patience(job.run.first_batch_seconds)
+        self._patience = Patience(run.first_batch_seconds)
         self._tokens: deque[tuple[float, int]] = deque(maxlen=20)
         self._trained: set[int] = set()
         self._rewards: dict[str, dict[int, float]] = {name: {} for name in _REWARDS}
@@ -127,7 +128,7 @@ class RunView:
             return
         if shown := step_line(metrics):
             self._trained.add(row.step)
-            steps = self._job.rollout.num_rollout
+            steps = self._num_rollout
             self._unread.append(f"step {row.step}/{steps}: {shown}{self._left(row.step)}")
         if shown := evaluation_line(metrics):
             self._unread.append(f"evaluation after step {row.step}: {shown}")
@@ -156,7 +157,7 @@ class RunView:
 
     def __rich__(self) -> RenderableType:
         notes = Text("\n".join(list(self._notes)[-_NOTES_SHOWN:]))
-        return Panel(Group(self._table(), notes), title=f"headrace · {self._job.run.run_name}", title_align="left")
+        return Panel(Group(self._table(), notes), title=f"headrace · {self._run_name}", title_align="left")
 
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))
@@ -188,15 +189,15 @@ class RunView:
 
     def _position(self) -> tuple[int, int, str]:
         if self._status is None:
-            return 0, self._job.rollout.num_rollout, "starting"
+            return 0, self._num_rollout, "starting"
         phase = trainer_pb2.Phase.Name(self._status.phase).removeprefix("PHASE_").lower()
         if since := self._silence.since().get("trainer"):
             phase = f"trainer {unanswered(since)}"
-        return self._status.step, self._status.num_steps or self._job.rollout.num_rollout, phase
+        return self._status.step, self._status.num_steps or self._num_rollout, phase
 
     def _left(self, step: int) -> str:
         """Estimates the time to the last step; empty before there is an estimate, and at the end."""
-        steps_left = self._job.rollout.num_rollout - step
+        steps_left = self._num_rollout - step
         if len(self._step_seconds) < _STEPS_BEFORE_GUESSING or steps_left <= 0:
             return ""
         return f", about {duration(statistics.median(self._step_seconds) * steps_left)} left"

@@ -13,7 +13,6 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from headrace.job.megatron.fields import MegatronFields
 from headrace.job.megatron.layer_pattern import LayerPattern
 from headrace.job.megatron.owned import GPU_ONLY, OWNED
-from headrace.job.schema.job import Job
 from headrace.job.schema.section import NonNegative, Positive, Rate
 
 MEGATRON_ALIASES: Mapping[str, str] = {
@@ -165,5 +164,5 @@ DESCRIBED = frozenset(ArchitectureArgs.__annotations__) | frozenset(MegatronArgs
 """Arguments that headrace says something about; the others are Megatron-core's alone."""
 
 
-def megatron(job: Job) -> MegatronArgs:
-    return MegatronArgs.model_validate(job.megatron)
+def megatron(arguments: Mapping[str, Any]) -> MegatronArgs:
+    return MegatronArgs.model_validate(arguments)

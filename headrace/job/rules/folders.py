@@ -8,19 +8,19 @@ from pathlib import Path
 
 from headrace.errors import ConfigError
 from headrace.job.rules.scope import Scope
-from headrace.job.schema.job import Job
+from headrace.job.schema.run import CheckpointSection, RunSection
 
 
-def check_folders(job: Job, scope: Scope) -> None:
+def check_folders(run: RunSection, checkpoint: CheckpointSection, scope: Scope) -> None:
     """Raises ConfigError for a folder that cannot be made or written, with the reason that the system gives."""
-    folders = {"run_dir": job.run.run_dir / job.run.run_name}
+    folders = {"run_dir": run.run_dir / run.run_name}
     if "trainer" in scope.services:
         folders |= {
             name: folder
             for name, folder in (
-                ("save", job.checkpoint.save),
-                ("save_hf", job.checkpoint.save_hf),
-                ("export_root", job.checkpoint.export_root),
+                ("save", checkpoint.save),
+                ("save_hf", checkpoint.save_hf),
+                ("export_root", checkpoint.export_root),
             )
             if folder is not None
         }

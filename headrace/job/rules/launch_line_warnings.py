@@ -10,7 +10,7 @@ from headrace.job.schema.job import Job
 
 def sequence_parallel_alone(job: Job) -> Sequence[str]:
     """Warns that sequence parallelism needs more than one tensor rank."""
-    args = megatron(job)
+    args = megatron(job.megatron)
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
         return ["sequence_parallel has no effect with tensor_model_parallel_size 1 and is turned off"]
     return []

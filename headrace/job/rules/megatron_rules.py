@@ -14,7 +14,7 @@ from headrace.job.schema.job import Job
 
 def check_megatron(job: Job) -> None:
     """Raises ConfigError for the first rule that is broken."""
-    args = megatron(job)
+    args = megatron(job.megatron)
     _context_parallel(args, job)
     _installed(args)
     _recomputation(args)
@@ -24,7 +24,7 @@ def check_megatron(job: Job) -> None:
 
 def require_gpus(job: Job, scope: Scope) -> None:
     """Refuses flags that need a GPU when the trainer's machine has none."""
-    flags = megatron(job).needs_gpu()
+    flags = megatron(job.megatron).needs_gpu()
     if flags and not num_gpus():
         scope.missing(
             ConfigError(

@@ -29,7 +29,7 @@ def check_routing_replay(job: Job, architecture: Architecture) -> None:
 
 
 def _router(job: Job, flag: str) -> None:
-    args = megatron(job)
+    args = megatron(job.megatron)
     if args.moe_router_fusion:
         raise ConfigError(
             f"{flag} with moe_router_fusion: the fused router does not take experts from outside: leave one out",

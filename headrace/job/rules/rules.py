@@ -34,7 +34,7 @@ def check(job: Job, scope: Scope) -> None:
     for rule in _RULES:
         rule(job)
     check_files(job, scope)
-    check_folders(job, scope)
+    check_folders(job.run, job.checkpoint, scope)
     if "trainer" in scope.services:
         require_gpus(job, scope)
         _export_folder_is_new(job)
@@ -73,7 +73,7 @@ def _micro_batches(job: Job) -> None:
 
 
 def _ranks(job: Job) -> None:
-    args, world = megatron(job), ranks(job)
+    args, world = megatron(job.megatron), job.placement.num_ranks
     product = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     if world % product:
         raise ConfigError(
@@ -173,11 +173,11 @@ def _architecture(job: Job, scope: Scope) -> None:
     found = known_architecture(job)
     if found is None:
         return
-    wrong = contradictions(found, megatron(job))
+    wrong = contradictions(found, megatron(job.megatron))
     if wrong:
         raise ConfigError("; ".join(wrong))
-    check_layout(found, megatron(job))
-    virtual_stages(found, megatron(job))
+    check_layout(found, megatron(job.megatron))
+    virtual_stages(found, megatron(job.megatron))
     check_routing_replay(job, found)
     check_lengths(job, found)
     check_engine_ranks(job, found, scope)
@@ -211,8 +211,3 @@ _RULES: Sequence[Callable[[Job], None]] = (
     _several_machines,
     check_algorithm,
 )
-
-
-def ranks(job: Job) -> int:
-    """The number of the trainer's processes."""
-    return job.placement.actor_num_nodes * job.placement.actor_num_gpus_per_node

@@ -53,7 +53,7 @@ def services_here(job: Job) -> list[str]:
 
 def meant_for_gpus(job: Job) -> str | None:
     """The flag that shows that a job is for a machine with GPUs; None when a CPU would do."""
-    args = megatron(job)
+    args = megatron(job.megatron)
     if flags := args.needs_gpu():
         return flags[0]
     if args.bf16:

@@ -1,149 +1,32 @@
 """A job: all options of a run, typed and frozen. An option's name is its flag (`save_hf` is `--save-hf`).
 
 Names are unique over all sections, and every option has an effect. `headrace.job.load` reads TOML, environment and
-flags into a job; rules over several options are in `headrace.job.rules.rules`.
+flags into a job; rules over several options are in `headrace.job.rules.rules`. Parts take a section or values, not the
+job: `tests/unit/test_job_readers.py` has the list of those who may import it.
 """
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
 from headrace.job.schema.buffer import BufferSection
 from headrace.job.schema.production import DataSection, EvalSection, RewardSection, RolloutSection
-from headrace.job.schema.section import Above, Bytes, NonNegative, Positive, Seconds, Section, Seed
+from headrace.job.schema.run import (
+    CheckpointSection,
+    ModelSection,
+    PlacementSection,
+    PublishSection,
+    RunSection,
+    ServicesSection,
+    TrackingSection,
+)
+from headrace.job.schema.section import Section
 from headrace.job.schema.sound import plain
 from headrace.job.schema.training import CriticSection, DistillationSection, HooksSection, TrainSection
 
-
-def _one_folder(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
-        raise ValueError("a run's name is its folder's too: up to 100 letters, digits, '.', '_' and '-', not '.' first")
-    return name
-
-
 Arguments = Annotated[dict[str, Any], AfterValidator(plain)]
-
-
-class RunSection(Section):
-    run_name: Annotated[str, AfterValidator(_one_folder)] = Field("run", description="Names the run and its folder.")
-    run_dir: Path = Field(Path("runs"), description="Folder that holds the runs' folders.")
-    seed: Seed = Field(
-        1234, description="Seed of Python's, NumPy's and torch's random numbers, which trainer hooks may draw."
-    )
-    first_batch_seconds: Seconds = Field(
-        30.0,
-        description="How long the first batch should take. When it takes ten times as long (later ones: ten times the "
-        "usual wait), the console says what the trainer waits for, and on whom.",
-    )
-
-
-class ModelSection(Section):
-    model: str | None = Field(
-        None,
-        description="A name of `headrace models`: hf_checkpoint must be that model, and its parallel sizes are taken "
-        "where the job gives none.",
-    )
-    hf_checkpoint: Path = Field(description="Hugging Face folder: weights, config, tokenizer.")
-    ref_load: Path | None = Field(
-        None, description="Hugging Face folder of the reference policy; hf_checkpoint if absent."
-    )
-
-
-class PublishSection(Section):
-    update_weight_transport: Literal["collective"] = Field("collective", description="How weights reach the engines.")
-    update_weight_buffer_size: Annotated[Bytes, Field(gt=0)] = Field(
-        512 << 20, description="Largest number of bytes in a bucket of weights."
-    )
-    update_weight_pause_mode: Literal["in_place", "retract", "abort"] = Field(
-        "in_place", description="What happens to requests in flight during a publication."
-    )
-    update_weight_timeout_seconds: Seconds = Field(300.0, description="A publication that takes longer is aborted.")
-    update_weight_probe_tolerance: Above = Field(
-        0.5, description="Largest mean log-prob difference of the probe between trainer and engines."
-    )
-    update_weights_interval: Positive = Field(1, description="Rollout steps between publications.")
-
-
-class CheckpointSection(Section):
-    save: Path | None = Field(None, description="Folder of checkpoints; absent: checkpoints/ in the run's folder.")
-    load: Path | None = Field(None, description="Folder to resume from; absent: save's, if there is a checkpoint.")
-    save_interval: Positive | None = Field(
-        None, description="Rollout steps between checkpoints; absent: only the last."
-    )
-    async_save: bool = Field(False, description="Write checkpoints while the next step trains.")
-    keep_last: Positive = Field(2, description="Number of newest checkpoints that are kept.")
-    keep_best: NonNegative = Field(
-        0, description="Number of checkpoints that are kept for their step's keep_best_metric."
-    )
-    keep_best_metric: str = Field(
-        "reward/mean", description="Metric of keep_best, e.g. of an evaluation; more is better."
-    )
-    initial_megatron_checkpoint: Path | None = Field(
-        None, description="A step-… folder of another run, with whose weights this run starts."
-    )
-    save_hf: Path | None = Field(None, description="Export the final weights as a Hugging Face folder.")
-    export_root: Path | None = Field(
-        None, description="Folder in which a running trainer may be asked for exports; absent: the run's folder."
-    )
-
-
-class ServicesSection(Section):
-    buffer_address: str | None = Field(
-        None, description="host:port, or host:port|host:port of a server and its standby; absent: started here."
-    )
-    rollout_address: str | None = Field(None, description="host:port; absent: started here.")
-    reward_address: str | None = Field(None, description="host:port; absent: started here.")
-    trainer_address: str | None = Field(None, description="host:port to listen on; absent: a free port.")
-    start_timeout_seconds: Seconds = Field(
-        1800.0, description="A service or an engine that does not serve within this time is given up."
-    )
-    peer_wait_seconds: Seconds = Field(
-        300.0, description="The trainer waits this long for a service that does not answer, and rollout for a score."
-    )
-
-
-class PlacementSection(Section):
-    actor_num_nodes: Positive = Field(1, description="Machines for the trainer.")
-    actor_num_gpus_per_node: Positive = Field(
-        1, description="The trainer's ranks on each machine: GPUs, or processes on a machine without."
-    )
-    rollout_num_gpus: Positive = Field(
-        1, description="GPUs of all engines together, or processes on a machine without."
-    )
-    rollout_num_gpus_per_engine: Positive = Field(1, description="Tensor-parallel size of an engine.")
-    colocate: bool = Field(False, description="Trainer and engines share the GPUs.")
-    placement: Literal["local", "torchrun", "slurm", "ray"] = Field(
-        "local", description="Who starts the trainer's ranks: headrace, torchrun, srun in an allocation, or Ray actors."
-    )
-    use_fault_tolerance: bool = Field(
-        False, description="A trainer that dies starts again from its last checkpoint, and the ledger rewinds with it."
-    )
-    max_trainer_restarts: NonNegative = Field(
-        5, description="Restarts of the trainer within ten minutes before the run fails."
-    )
-
-
-class TrackingSection(Section):
-    use_tensorboard: bool = Field(True, description="Write TensorBoard events into the run's folder.")
-    use_wandb: bool = Field(False, description="Report to Weights & Biases; its key is in WANDB_API_KEY or ~/.netrc.")
-    wandb_project: str = Field("headrace", description="W&B's project.")
-    wandb_group: str | None = Field(None, description="W&B's group of runs.")
-    wandb_team: str | None = Field(None, description="W&B's entity; absent: the key's own.")
-    wandb_mode: Literal["online", "offline"] = Field(
-        "online", description="Offline: into the run's folder, for wandb sync."
-    )
-    sample_log_bytes: Bytes = Field(
-        1 << 30,
-        description="Most bytes of compressed text of trained and failed samples in the run's folder, for `headrace "
-        "samples`; the oldest steps go first, 0 writes none.",
-    )
-    peak_tflops: Above | None = Field(
-        None, description="Peak of one rank's device in TFLOP/s, for mfu; absent: a GPU's from a table."
-    )
 
 
 class Job(Section):

@@ -15,34 +15,33 @@ import sys
 from collections.abc import Callable, Mapping
 
 from headrace.errors import ConfigError
-from headrace.job.rules.rules import ranks
-from headrace.job.schema.job import Job
+from headrace.job.schema.run import PlacementSection
 from headrace.run_folder import RunFolder
 
 LOSING_EXIT_CODES = ("torchrun", "slurm")
 """torchrun ends with 1 whatever a rank's code was; srun with the highest of all ranks' codes."""
 
 
-def starter(job: Job, folder: RunFolder) -> list[str]:
+def starter(placement: PlacementSection, folder: RunFolder) -> list[str]:
     """The words before `python -m services.trainer …`.
 
     Raises ConfigError when this machine cannot start ranks this way.
     """
-    return _STARTERS[job.placement.placement](job, folder)
+    return _STARTERS[placement.placement](placement, folder)
 
 
-def _local(job: Job, folder: RunFolder) -> list[str]:
-    _one_machine(job)
-    return [sys.executable, "-m", "headrace.launch.ranks.local", str(ranks(job)), str(folder.logs)]
+def _local(placement: PlacementSection, folder: RunFolder) -> list[str]:
+    _one_machine(placement)
+    return [sys.executable, "-m", "headrace.launch.ranks.local", str(placement.num_ranks), str(folder.logs)]
 
 
-def _torchrun(job: Job, folder: RunFolder) -> list[str]:
-    _one_machine(job)
+def _torchrun(placement: PlacementSection, folder: RunFolder) -> list[str]:
+    _one_machine(placement)
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"]
-    return [*run, "--nproc-per-node", str(ranks(job)), "--no-python"]
+    return [*run, "--nproc-per-node", str(placement.num_ranks), "--no-python"]
 
 
-def _slurm(job: Job, folder: RunFolder) -> list[str]:
+def _slurm(placement: PlacementSection, folder: RunFolder) -> list[str]:
     if shutil.which("srun") is None:
         raise ConfigError("placement slurm needs srun, which this machine does not have", field="placement")
     if "SLURM_JOB_ID" not in os.environ:
@@ -51,35 +50,33 @@ def _slurm(job: Job, folder: RunFolder) -> list[str]:
             "deploy/slurm/train.sbatch",
             field="placement",
         )
-    place = job.placement
     return [
-        *("srun", f"--nodes={place.actor_num_nodes}", f"--ntasks-per-node={place.actor_num_gpus_per_node}"),
+        *("srun", f"--nodes={placement.actor_num_nodes}", f"--ntasks-per-node={placement.actor_num_gpus_per_node}"),
         *("--kill-on-bad-exit=1", "--overlap", f"--output={folder.logs}/trainer-rank-%t.log", "--open-mode=append"),
         *(sys.executable, "-m", "headrace.launch.ranks.slurm", str(folder.logs)),
     ]
 
 
-def _ray(job: Job, folder: RunFolder) -> list[str]:
+def _ray(placement: PlacementSection, folder: RunFolder) -> list[str]:
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("placement ray needs the package ray: pip install 'headrace[ray]'", field="placement")
-    place = job.placement
     return [
         *(sys.executable, "-m", "headrace.launch.ranks.ray"),
-        *(str(place.actor_num_nodes), str(place.actor_num_gpus_per_node), str(folder.logs)),
+        *(str(placement.actor_num_nodes), str(placement.actor_num_gpus_per_node), str(folder.logs)),
     ]
 
 
-def _one_machine(job: Job) -> None:
-    if job.placement.actor_num_nodes > 1:
+def _one_machine(placement: PlacementSection) -> None:
+    if placement.actor_num_nodes > 1:
         raise ConfigError(
-            f"actor_num_nodes {job.placement.actor_num_nodes}: placement {job.placement.placement} uses one machine. "
+            f"actor_num_nodes {placement.actor_num_nodes}: placement {placement.placement} uses one machine. "
             "Pass --placement slurm or --placement ray; or start the other services with headrace up, and "
             "torchrun … -m services.trainer on each of the trainer's machines",
             field="actor_num_nodes",
         )
 
 
-_STARTERS: Mapping[str, Callable[[Job, RunFolder], list[str]]] = {
+_STARTERS: Mapping[str, Callable[[PlacementSection, RunFolder], list[str]]] = {
     "local": _local,
     "torchrun": _torchrun,
     "slurm": _slurm,

@@ -23,7 +23,7 @@ next are.
 
 Nothing deadlocks while step - policy_version <= max_staleness: then LEASED + READY may always reach groups_per_step.
 A publication every k steps lets versions skip numbers and step - policy_version reach k - 1, so it needs
-max_staleness >= k - 1; `services.buffer.from_job` refuses a job that has less.
+max_staleness >= k - 1; `services.buffer.build` refuses a job that has less.
 """
 
 from __future__ import annotations

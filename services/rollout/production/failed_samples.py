@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.job.schema.job import TrackingSection
+from headrace.job.schema.run import TrackingSection
 from headrace.rpc.log import log
 from headrace.sample_log import Answer, SampleLog
 from headrace.trajectory import Sample, Status

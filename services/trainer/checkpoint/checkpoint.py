@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.errors import ConfigError, DataLoss, FailedPrecondition, Fenced, HeadraceError
-from headrace.job.schema.job import CheckpointSection
+from headrace.job.schema.run import CheckpointSection
 from headrace.rpc.log import log
 from services.trainer.checkpoint.manifest import FileFacts, Manifest, versions
 from services.trainer.checkpoint.ownership import FolderOwner

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.job.schema.job import CheckpointSection
+from headrace.job.schema.run import CheckpointSection
 
 
 @dataclass(frozen=True, slots=True)

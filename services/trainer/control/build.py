@@ -8,10 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.client.port import Buffer
 from headrace.client.rollout import RolloutClient
 from headrace.errors import ConfigError
 from headrace.job.eval_dataset import eval_dataset
 from headrace.job.schema.job import Job
+from headrace.job_buffer import buffer_of
 from headrace.rpc.log import log
 from headrace.rpc.net import Address
 from headrace.run_folder import RunFolder
@@ -62,6 +64,10 @@ class TrainerBuild:
                 "services.rollout_address is not set: start the service and pass --rollout-address host:port"
             )
         return address
+
+    def buffer(self) -> Buffer:
+        """A client of the job's buffer. Raises ConfigError when the job names none."""
+        return buffer_of(self._job.services)
 
     def join(self) -> Layout:
         """Joins the other ranks, or is alone. In the compute thread."""
@@ -162,7 +168,9 @@ def schedule_of(job: Job) -> JobSchedule:
 
 def evaluator_of(job: Job, rollout: RolloutClient, schedule: JobSchedule) -> JobEvaluator:
     """Evaluates on the data sets that the job names."""
-    datasets = [eval_dataset(job, name, path.resolve()) for name, path in job.eval.eval_prompt_data]
+    datasets = [
+        eval_dataset(job.eval, job.rollout, job.data, name, path.resolve()) for name, path in job.eval.eval_prompt_data
+    ]
     return JobEvaluator(datasets, rollout, schedule)
 
 

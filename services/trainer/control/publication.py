@@ -15,7 +15,7 @@ from contextlib import suppress
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.client.rollout import RolloutClient
 from headrace.errors import DeadlineExceeded, Fenced, GroupGone, HeadraceError, Unavailable
-from headrace.job.schema.job import PublishSection
+from headrace.job.schema.run import PublishSection
 from headrace.probe import Probe
 from headrace.rpc.log import log
 from services.trainer.control.publication_plan import PublicationPlan

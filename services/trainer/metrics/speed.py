@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from headrace.job.schema.job import TrackingSection
+from headrace.job.schema.run import TrackingSection
 from services.trainer.plan.batch import SampleFacts
 from services.trainer.plan.flops import ModelFlops
 

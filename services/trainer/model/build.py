@@ -57,12 +57,12 @@ from services.trainer.rl.build import (
 
 def join_ranks(job: Job) -> Layout:
     """Joins the job's other ranks, or is alone. In the thread that will compute."""
-    return initialize(megatron(job), read_architecture(job.model.hf_checkpoint), job.run.seed)
+    return initialize(megatron(job.megatron), read_architecture(job.model.hf_checkpoint), job.run.seed)
 
 
 def policy_of(job: Job, layout: Layout) -> Policy:
     """Loads job.model.hf_checkpoint into this rank's shard. Raises ConfigError when it does not fit."""
-    args, architecture = megatron(job), read_architecture(job.model.hf_checkpoint)
+    args, architecture = megatron(job.megatron), read_architecture(job.model.hf_checkpoint)
     if wrong := contradictions(architecture, args):
         raise ConfigError("; ".join(wrong))
     model = _model(job, architecture, args, layout)
@@ -110,7 +110,7 @@ def policy_of(job: Job, layout: Layout) -> Policy:
 
 def critic_of(job: Job, layout: Layout, stopwatch: Stopwatch) -> Critic:
     """The policy's architecture again, with the critic's weights and learning rate."""
-    args = megatron(job).model_copy(
+    args = megatron(job.megatron).model_copy(
         update={
             "lr": job.critic.critic_lr,
             "lr_warmup_iters": job.critic.critic_lr_warmup_iters,

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch.utils.tensorboard import SummaryWriter
 
 from headrace.errors import ConfigError
-from headrace.job.schema.job import TrackingSection
+from headrace.job.schema.run import TrackingSection
 from headrace.job.schema.secrets import without_secrets
 
 

@@ -18,7 +18,7 @@ from headrace.job.schema.job import Job
 from headrace.launch.health import is_serving
 from headrace.run_folder import RunFolder
 from headrace.trajectory import Sample
-from services.buffer.from_job import store_of_job
+from services.buffer.build import store_of_job
 from services.buffer.store.base import Store
 from tests.support.processes.buffer_server import served_buffer
 

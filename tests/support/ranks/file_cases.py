@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import HeadraceError
-from headrace.job.schema.job import CheckpointSection, Job
+from headrace.job.schema.job import Job
+from headrace.job.schema.run import CheckpointSection
 from tests.support.ranks.ranks import entries
 
 FULL_BYTES = 20_000

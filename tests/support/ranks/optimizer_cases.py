@@ -55,7 +55,7 @@ def run_case(case: OptimizerCase) -> None:
     case.out.mkdir(parents=True)
     join_ranks(case.job())
     try:
-        args = megatron(case.job())
+        args = megatron(case.job().megatron)
         network = torch.nn.Linear(4, 3, bias=False, dtype=torch.bfloat16 if args.bf16 else torch.float32)
         network.weight.data.copy_(torch.from_numpy(START))
         config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, use_cpu_initialization=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from headrace.api.trainer.v1 import trainer_pb2
-from headrace.cli.view.run_view import RunView
+from tests.support.run_views import view_of
 
 
 def test_the_console_shows_it_beside_the_batchs_own(load_with) -> None:
-    view = RunView(load_with())
+    view = view_of(load_with())
     for step in range(1, 7):
         metrics = {"reward/mean": 0.5, "reward/all/mean": step / 10}
         row = trainer_pb2.WatchProgressResponse(step=step, time=Timestamp(seconds=step), metrics=metrics)

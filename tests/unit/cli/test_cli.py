@@ -16,13 +16,14 @@ from headrace.api.trainer.v1 import trainer_pb2
 from headrace.cli.commands.submit import prompts_of
 from headrace.cli.main import main
 from headrace.cli.runs import find_run
-from headrace.cli.view.run_view import RunView, sparkline
+from headrace.cli.view.run_view import sparkline
 from headrace.errors import FailedPrecondition, InvalidArgument
 from headrace.job.option import options
 from headrace.launch.launcher import Launcher
 from headrace.launch.specs import without_address
 from headrace.rpc.net import free_port
 from headrace.run_folder import RunFolder, ServiceEntry
+from tests.support.run_views import view_of
 
 
 def test_check_prints_the_plan(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,7 +190,7 @@ def test_a_bad_prompt_is_named_by_its_line(tmp_path: Path, line: str, message: s
 
 
 def test_a_row_that_comes_again_is_one_row_and_a_step_that_is_trained_again_replaces_the_first(load_with) -> None:
-    view = RunView(load_with())
+    view = view_of(load_with())
     rewards = [0.1, 0.1, 0.9, 0.1, 0.4, 0.4, 0.4]
     for when, (step, reward) in enumerate(zip([1, 2, 3, 3, 4, 5, 6], rewards, strict=True)):
         for _ in range(2):
@@ -203,7 +204,7 @@ def test_a_row_that_comes_again_is_one_row_and_a_step_that_is_trained_again_repl
 
 
 def test_a_step_is_a_line_in_one_order_with_what_is_left(load_with) -> None:
-    view = RunView(load_with("--num-rollout", "10"))
+    view = view_of(load_with("--num-rollout", "10"))
     metrics = {"time/step_seconds": 40.0, "grad_norm": 0.25, "loss/policy": -0.0, "reward/mean": 0.5, "lr": 1.0}
     metrics |= {"entropy": 1.25, "tokens_per_second": 812.4, "loss/kl": 0.0123}
     shown = "reward 0.500, KL to the start 0.0123, entropy 1.250, gradient norm 0.25, tokens/s 812, seconds 40.0"
@@ -218,14 +219,14 @@ def test_a_step_is_a_line_in_one_order_with_what_is_left(load_with) -> None:
 
 
 def test_steps_without_a_reward_are_counted_too(load_with) -> None:
-    view = RunView(load_with())
+    view = view_of(load_with())
     for step in (1, 2):
         view.on_progress(_row(step, step, {"loss/sft": 4.0 / step, "time/step_seconds": 1.0}))
     assert [line.partition(" in ")[0] for line in view.summary()] == ["finished 2 steps"]
 
 
 def test_a_resumed_run_does_not_say_its_old_steps_again(load_with) -> None:
-    view = RunView(load_with("--num-rollout", "9"), resumed_step=2)
+    view = view_of(load_with("--num-rollout", "9"), resumed_step=2)
     now = int(time.time())
     for step, when in ((1, now - 900), (2, now - 800), (3, now + 60)):
         view.on_progress(_row(step, when, {"reward/mean": 0.5, "time/step_seconds": 100.0}))
@@ -284,9 +285,8 @@ def ended_run(load_with, folder: Path, saved: int) -> RunFolder:
 
 
 def test_the_view_renders_from_the_first_moment_on(load_with) -> None:
-
     console = Console(width=140, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    view = RunView(load_with())
+    view = view_of(load_with())
     console.print(view)
     waiting = trainer_pb2.PHASE_WAITING
     view.on_status(trainer_pb2.GetStatusResponse(phase=waiting, step=2, num_steps=9, groups_per_step=4))

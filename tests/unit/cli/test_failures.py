@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,11 @@ from headrace.cli.view.follow import follow
 from headrace.cli.view.overdue import overdue
 from headrace.cli.view.run_view import RunView
 from headrace.job.schema.job import Job
+from headrace.launch.specs import address_of
 from headrace.rpc.net import free_port
 from headrace.rpc.server import RpcServer, Service
 from headrace.run_folder import RunFolder, ServiceEntry
+from tests.support.run_views import view_of
 
 READY = rollout_pb2.Engine(state=rollout_pb2.ENGINE_STATE_READY)
 STATS = buffer_pb2.StreamStats(groups={"QUEUED": 1})
@@ -46,7 +49,7 @@ def waiting(seconds: float, step: int = 0) -> trainer_pb2.GetStatusResponse:
 
 
 def test_failures_are_told_as_they_come_in_the_users_words_and_again_when_they_have_doubled(load_with) -> None:
-    view = RunView(load_with())
+    view = view_of(load_with())
     for count in (4, 5, 7, 8, 9):
         view.on_stats(failing(count, 2 * count))
     assert view.unread() == [
@@ -57,7 +60,7 @@ def test_failures_are_told_as_they_come_in_the_users_words_and_again_when_they_h
 
 def test_the_live_table_shows_the_failures_of_the_moment_and_no_markup_or_escape_of_theirs(load_with) -> None:
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    view = RunView(load_with())
+    view = view_of(load_with())
     view.on_stats(failing(3, 9, "HOOK_INVALID", "[red]no\x1b[2J tokens"))
     console.print(view)
     text = console.export_text()
@@ -86,7 +89,7 @@ def test_a_line_of_failures_has_drops_three_reasons_and_what_came_back() -> None
 def test_a_first_batch_that_takes_ten_times_as_long_as_expected_is_told_and_again_when_that_has_doubled(
     load_with,
 ) -> None:
-    view = RunView(load_with("--first-batch-seconds", "6"))
+    view = view_of(load_with("--first-batch-seconds", "6"))
     for seconds in (1.0, 59.0, 60.0, 61.0, 119.0, 120.0):
         view.on_status(waiting(seconds))
     lines = view.unread()
@@ -130,7 +133,7 @@ def test_the_line_says_on_whom_it_waits(fleet, stats: buffer_pb2.StreamStats | N
 
 @pytest.mark.parametrize("service", ["rollout", "buffer"])
 def test_the_line_says_since_when_a_service_that_answered_before_is_away(load_with, service: str) -> None:
-    view = RunView(load_with("--first-batch-seconds", "6"))
+    view = view_of(load_with("--first-batch-seconds", "6"))
     view.on_stats(STATS)
     view.on_fleet(rollout_pb2.GetFleetResponse(engines=[READY], samples_in_flight=48))
     view.on_silence(service)
@@ -146,7 +149,7 @@ def test_the_line_says_since_when_a_service_that_answered_before_is_away(load_wi
 
 @pytest.mark.parametrize("service", ["rollout", "buffer", "trainer"])
 def test_the_live_table_says_since_when_a_service_is_away_until_the_run_has_ended(load_with, service: str) -> None:
-    view = RunView(load_with())
+    view = view_of(load_with())
     view.on_silence(service)
     assert "not answer" not in table_of(view)
     view.on_stats(STATS)
@@ -169,8 +172,8 @@ async def test_a_service_that_goes_away_is_told_to_the_view(load_with) -> None:
     await server.start()
     addresses = ("--trainer-address", server.address, *("--buffer-address", "127.0.0.1:1"))
     job = load_with(*addresses, "--rollout-address", "127.0.0.1:1")
-    view = RunView(job)
-    following = asyncio.create_task(follow(job, view))
+    view = view_of(job)
+    following = asyncio.create_task(follow(partial(address_of, job), view))
     try:
         while "waiting" not in table_of(view):
             await asyncio.sleep(0.01)
@@ -188,14 +191,14 @@ def table_of(view: RunView) -> str:
 
 
 def test_a_warning_of_a_step_is_a_line(load_with) -> None:
-    view = RunView(load_with())
+    view = view_of(load_with())
     warnings = ["the evaluation failed, INVALID_ARGUMENT: there is no file"]
     view.on_progress(trainer_pb2.WatchProgressResponse(step=2, time=Timestamp(seconds=1), warnings=warnings))
     assert view.unread() == ["after step 2: the evaluation failed, INVALID_ARGUMENT: there is no file"]
 
 
 def test_what_the_rollout_service_warns_of_is_a_line_once(load_with) -> None:
-    view = RunView(load_with())
+    view = view_of(load_with())
     for _ in range(3):
         view.on_fleet(rollout_pb2.GetFleetResponse(warnings=["hook a.py:f leaves weight_versions\x1b[2J empty"]))
     assert view.unread() == ["hook a.py:f leaves weight_versions [2J empty"]

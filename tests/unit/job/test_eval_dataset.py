@@ -36,13 +36,15 @@ TRAINED = {"rollout_temperature": 0.8, "rollout_top_p": 0.9, "rollout_top_k": 50
 )
 def test_an_evaluation_is_sampled_as_the_job_says(flags: dict[str, object], name: str, expected: float) -> None:
     job = job_of(TRAINED, **flags)
-    sampled = merged_params(eval_dataset(job, "aime", Path("aime.jsonl")).sampling, job_params(job.rollout))
+    sampled = merged_params(
+        eval_dataset(job.eval, job.rollout, job.data, "aime", Path("aime.jsonl")).sampling, job_params(job.rollout)
+    )
     assert getattr(sampled, name) == expected
 
 
 def test_an_evaluation_has_its_data_its_samples_and_the_stops_of_training() -> None:
     job = job_of({"rollout_stop": ["</answer>"], "rollout_stop_token_ids": [7]}, n_samples_per_eval_prompt=16)
-    asked = eval_dataset(job, "aime", Path("/data/aime.jsonl"), 3)
+    asked = eval_dataset(job.eval, job.rollout, job.data, "aime", Path("/data/aime.jsonl"), 3)
     assert (asked.name, asked.path, asked.n_samples_per_prompt, asked.max_prompts) == (
         "aime",
         "/data/aime.jsonl",

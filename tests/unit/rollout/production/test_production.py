@@ -16,8 +16,9 @@ from headrace.api.reward.v1 import reward_pb2
 from headrace.errors import DataLoss, InvalidArgument, Unavailable
 from headrace.hooks import HookArgs, hook_args
 from headrace.job.model.context_limit import ContextLimit
-from headrace.job.schema.job import Job, ModelSection
+from headrace.job.schema.job import Job
 from headrace.job.schema.production import RolloutSection
+from headrace.job.schema.run import ModelSection
 from headrace.rpc.net import free_port
 from headrace.sample_log import SampleLog
 from headrace.trajectory import Sample, Status
@@ -410,10 +411,8 @@ async def test_a_dynamic_filter_drops_groups_of_equal_rewards(
 ) -> None:
     given = iter(answers)
     ledger = MemoryLedger([lease(0)])
-    job = Job(
-        model=ModelSection(hf_checkpoint=tokenizer_folder),
-        rollout=RolloutSection(dynamic_sampling_filter_path="headrace.hooks.filter.check_reward_nonzero_std"),
-    )
+    rollout = RolloutSection(dynamic_sampling_filter_path="headrace.hooks.filter.check_reward_nonzero_std")
+    job = Job(model=ModelSection(hf_checkpoint=tokenizer_folder), rollout=rollout)
     group_filter = GroupFilter.of(job.rollout, hook_args(job))
     assert group_filter is not None
     await group_filter.start()

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.errors import ConfigError, DataLoss, FailedPrecondition, Fenced
-from headrace.job.schema.job import CheckpointSection
+from headrace.job.schema.run import CheckpointSection
 from services.trainer.checkpoint.checkpoint import Checkpoints, newest, step_name
 from services.trainer.checkpoint.manifest import Manifest, crc32
 from services.trainer.checkpoint.piece import Piece

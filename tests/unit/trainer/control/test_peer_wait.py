@@ -13,7 +13,8 @@ from headrace.api.rollout.v1 import rollout_pb2
 from headrace.client.port import Buffer
 from headrace.client.rollout import RolloutClient
 from headrace.errors import ConfigError, Unavailable
-from headrace.job.schema.job import Job, PublishSection, ServicesSection
+from headrace.job.schema.job import Job
+from headrace.job.schema.run import PublishSection, ServicesSection
 from headrace.job_buffer import buffer_of
 from headrace.process.exit_codes import PEER_AWAY
 from headrace.rpc.net import free_port

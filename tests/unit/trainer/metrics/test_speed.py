@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from headrace.api.sample.v1 import sample_pb2
-from headrace.job.schema.job import TrackingSection
+from headrace.job.schema.run import TrackingSection
 from headrace.models.registry import read_architecture
 from services.trainer.metrics.speed import Speed, peak_of, peak_tflops
 from services.trainer.metrics.stopwatch import Stopwatch

@@ -8,9 +8,10 @@ import pytest
 
 from headrace.errors import ConfigError
 from headrace.job.schema.buffer import BufferSection
-from headrace.job.schema.job import Job, ModelSection
+from headrace.job.schema.job import Job
 from headrace.job.schema.production import DataSection, RolloutSection
-from services.buffer.from_job import store_of_job, train_stream, user_code_of
+from headrace.job.schema.run import ModelSection
+from services.buffer.build import store_of_job, train_stream, user_code_of
 from services.buffer.ledger.limiter import Limiter
 from services.buffer.ledger.stream import ExpiryAction, Selection, StreamConfig
 from services.buffer.store.base import Store
