@@ -52,7 +52,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 def test_ranks_meet_and_end_together(folder: RunFolder, placement: str, nodes: int, per_node: int) -> None:
     program = [sys.executable, str(ROOT / "tests" / "support" / "ranks" / "rank_program.py"), str(folder.path)]
     ended = subprocess.run(
-        [*starter(job(placement, nodes, per_node), folder), *program],
+        [*starter(job(placement, nodes, per_node).placement, folder), *program],
         cwd=ROOT, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
 
@@ -76,14 +76,16 @@ def test_ranks_meet_and_end_together(folder: RunFolder, placement: str, nodes: i
 
 def test_ranks_that_end_well_end_well(folder: RunFolder) -> None:
     program = [sys.executable, "-c", "import os; print('rank', os.environ['RANK'])"]
-    ended = subprocess.run([*starter(job("local", 1, 3), folder), *program], cwd=ROOT, capture_output=True, text=True)
+    ended = subprocess.run(
+        [*starter(job("local", 1, 3).placement, folder), *program], cwd=ROOT, capture_output=True, text=True
+    )
     assert (ended.returncode, ended.stdout) == (0, "rank 0\n")
     assert (folder.logs / "trainer-rank-2.log").read_text() == "rank 2\n"
 
 
 def test_an_exit_code_is_passed_on_with_the_ranks_last_lines(folder: RunFolder) -> None:
     code = "import os, sys; print('no such model'); sys.exit(2 if os.environ['RANK'] == '1' else 76)"
-    command = [*starter(job("local", 1, 2), folder), sys.executable, "-c", code]
+    command = [*starter(job("local", 1, 2).placement, folder), sys.executable, "-c", code]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 2
     assert "rank 1 ended with exit code 2" in ended.stderr
@@ -93,16 +95,16 @@ def test_an_exit_code_is_passed_on_with_the_ranks_last_lines(folder: RunFolder) 
 @pytest.mark.parametrize("placement", ["local", "torchrun"])
 def test_several_machines_need_slurm_or_ray(folder: RunFolder, placement: str) -> None:
     with pytest.raises(ConfigError, match=f"actor_num_nodes 2: placement {placement} uses one machine"):
-        starter(job(placement, 2, 1), folder)
+        starter(job(placement, 2, 1).placement, folder)
 
 
 def test_slurm_outside_of_an_allocation_is_refused(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID")
     with pytest.raises(ConfigError, match="this process is not in one: see deploy/slurm/train.sbatch"):
-        starter(job("slurm", 1, 1), folder)
+        starter(job("slurm", 1, 1).placement, folder)
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match="needs srun, which this machine does not have"):
-        starter(job("slurm", 1, 1), folder)
+        starter(job("slurm", 1, 1).placement, folder)
 
 
 @pytest.mark.parametrize(
