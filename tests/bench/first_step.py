@@ -53,19 +53,31 @@ class Processes:
             seconds = time.monotonic() - self.started
             self._look()
         finally:
+            below = [process for root in self.roots for process in _descendants(root.pid)]
             for root in self.roots:
                 root.terminate()
             for root in self.roots:
                 root.wait()
+            for process in psutil.wait_procs(below, 10)[1]:  # a bare SGLang server leaves its own behind
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
         return seconds, sum(self.used.values())
 
     def _look(self) -> None:
         for root in self.roots:
-            with suppress(psutil.NoSuchProcess):  # it has ended
-                for process in (psutil.Process(root.pid), *psutil.Process(root.pid).children(recursive=True)):
-                    with suppress(psutil.NoSuchProcess):
-                        times = process.cpu_times()
-                        self.used[process.pid] = times.user + times.system
+            for process in _descendants(root.pid):
+                with suppress(psutil.NoSuchProcess):
+                    times = process.cpu_times()
+                    self.used[process.pid] = times.user + times.system
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    """The process and all below it; nothing when it has ended."""
+    try:
+        root = psutil.Process(pid)
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def libraries(model: Path) -> tuple[float, float]:
