@@ -97,10 +97,11 @@ def run_case(case: TrainerCase) -> None:
     from megatron.core import parallel_state
 
     from services.trainer.__main__ import run_rank
+    from services.trainer.control.build import TrainerBuild
 
     place = argparse.Namespace(address="127.0.0.1:0", metrics_address=None, run_dir=case.out, insecure=False)
     try:
-        asyncio.run(run_rank(case.job(), place))
+        asyncio.run(run_rank(TrainerBuild(case.job(), Path(case.out)), place))
     finally:
         parallel_state.destroy_model_parallel()
         if dist.is_initialized():
