@@ -200,11 +200,11 @@ def report(size: int, own: Rates, peer: Rates | None, disk: float, raw: tuple[fl
     wire, wire_cpu = raw
     print(f"{size / 1000:g} KB a sample, samples a second (median of {ROUNDS})")
     print(f"  put    headrace {own.put:8.0f}   {ratio(own.put, disk, 'append + fdatasync')}   "
-          f"{ratio(own.put, wire, 'gRPC bytes')}   {ratio(own.put, peer and peer.put, 'Reverb')}")  # fmt: skip
+          f"{ratio(own.put, wire, 'gRPC bytes')}   {ratio(own.put, peer.put if peer else None, 'Reverb')}")  # fmt: skip
     cpu = f"{own.put_cpu * 1e6:.0f} µs a sample; gRPC bytes {wire_cpu * 1e6:.0f}"
     print(f"         CPU of client and server {cpu}" + (f"; Reverb {peer.put_cpu * 1e6:.0f}" if peer else ""))
     print(f"  fetch  headrace {own.fetch:8.0f}   {ratio(own.fetch, wire, 'gRPC bytes')}   "
-          f"{ratio(own.fetch, peer and peer.fetch, 'Reverb')}", flush=True)  # fmt: skip
+          f"{ratio(own.fetch, peer.fetch if peer else None, 'Reverb')}", flush=True)  # fmt: skip
 
 
 def ratio(own: float, other: float | None, name: str) -> str:

@@ -29,7 +29,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Backend, _new_process_group_helper
+from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from headrace.job.schema.job import Job
@@ -74,8 +74,8 @@ def receive_raw(name: str, port: int, world_size: int, rank: int, sizes: list[in
     """One of the other ends of the baseline."""
     store = dist.TCPStore("127.0.0.1", port, world_size, False, timedelta(seconds=600))
     group, _ = _new_process_group_helper(
-        world_size, rank, [], Backend("gloo"), dist.PrefixStore(name, store), group_name=name, backend_options=None,
-        timeout=timedelta(seconds=600),
+        world_size, rank, [], Backend("gloo"), dist.PrefixStore(name, store), group_name=GroupName(name),
+        backend_options=None, timeout=timedelta(seconds=600),
     )  # fmt: skip
     received = [torch.empty(size, dtype=torch.uint8) for size in sizes]
     for _ in range(ROUNDS):

@@ -13,6 +13,7 @@ import sqlite3
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,7 +48,7 @@ class _Kept(sqlite3.Connection):
     commits: Commits
     mark: Path
 
-    def execute(self, sql: str, *parameters: object) -> sqlite3.Cursor:
+    def execute(self, sql: str, *parameters: Any) -> sqlite3.Cursor:
         cursor = super().execute(sql, *parameters)
         if sql == "COMMIT":
             self.commits.add(self, self.mark)

@@ -456,9 +456,9 @@ FILTERED = {
     "nothing": lambda: None,
     "text": lambda: "yes",
     "a_number": lambda: 1,
-    "an_output_of_text": lambda: DynamicFilterOutput("yes"),
+    "an_output_of_text": lambda: DynamicFilterOutput("yes"),  # type: ignore[arg-type]
     "a_reason_with_a_surrogate": lambda: DynamicFilterOutput(False, "\ud800"),
-    "a_reason_that_is_a_lock": lambda: DynamicFilterOutput(False, threading.Lock()),
+    "a_reason_that_is_a_lock": lambda: DynamicFilterOutput(False, threading.Lock()),  # type: ignore[arg-type]
     "an_exit": lambda: os._exit(4),
     "an_exception": lambda: 1 / 0,
 }
@@ -496,11 +496,11 @@ def source_of(function):
     return Source
 
 
-SourceGood = source_of(lambda n: [Sample(prompt="1 + 1?", label=2)])
+SourceGood = source_of(lambda n: [Sample(prompt="1 + 1?", label=2)])  # type: ignore[arg-type]
 SourceNothing = source_of(lambda n: None)
 SourceTooMany = source_of(lambda n: [Sample(prompt="x")] * (n + 1))
 SourceTexts = source_of(lambda n: ["x"])
-SourceLock = source_of(lambda n: [Sample(prompt=threading.Lock())])
+SourceLock = source_of(lambda n: [Sample(prompt=threading.Lock())])  # type: ignore[arg-type]
 SourceSurrogate = source_of(lambda n: [Sample(prompt="\ud800")])
 SourceExit = source_of(lambda n: os._exit(4))
 SourceRaises = source_of(lambda n: 1 / 0)

@@ -34,6 +34,7 @@ INVALID = grpc.StatusCode.INVALID_ARGUMENT
 FAILED = grpc.StatusCode.FAILED_PRECONDITION
 HUGE = 2**63 - 1
 LONG = "x" * 100_000
+Changes = tuple[dict[str, Any], ...]
 
 
 def stream(**changes: Any) -> pb.StreamConfig:
@@ -64,23 +65,22 @@ def column(num: int, **changes: Any) -> sample_pb2.OutOfLineColumn:
     return sample_pb2.OutOfLineColumn(**fields)
 
 
-CREATE = [
+CREATE: list[dict[str, Any]] = [
     {"name": name} for name in ("", "x" * 129, "a b", "a\0b", "a\n", "/", "a//b", "..", "a/../b", "/a", "a/", "é")
 ] + [
     {"n_samples_per_prompt": 2**32 - 1}, {"n_samples_per_prompt": 4_097}, {"groups_per_step": 2**32 - 1},
     {"groups_per_step": 4_096, "n_samples_per_prompt": 17}, {"max_staleness": 2**32 - 1}, {"lease_seconds": 1e300},
-    {"lease_seconds": float("inf")}, {"lease_seconds": 1e-320}, {"max_attempts": 2**32 - 1},
-    {"retain_steps": 2**32 - 1},
+    {"lease_seconds": float("inf")}, {"lease_seconds": 1e-320}, {"max_attempts": 2**32 - 1}, {"retain_steps": 2**32 - 1},
     {"max_payload_bytes": 2**64 - 1}, {"max_queued_groups": 2**64 - 1}, {"max_groups": 2**63}, {"max_leases": 2**63},
     {"over_sampling_groups": 2**32 - 1}, {"shard": 1, "num_shards": 2**32 - 1}, {"shard": 3, "num_shards": 2},
     {"limiter": pb.RateLimiter(min_size_to_sample=2**32 - 1)},
     {"limiter": pb.RateLimiter(samples_per_insert=1e-320, error_buffer=1e308)},
     {"limiter": pb.RateLimiter(samples_per_insert=float("nan"), error_buffer=1.0)},
-    *({"files": [pb.FileSource(**{"path": "p", "input_key": "k", **bad})]} for bad in (
+    *({"files": [pb.FileSource(**{"path": "p", "input_key": "k", **bad})]} for bad in Changes((
         {"path": LONG}, {"input_key": LONG}, {"input_key": "a\0"}, {"label_key": LONG}, {"weight": float("inf")},
         {"weight": 1e-320}, {"num_workers": 2**32 - 1}, {"first_row": 2**64 - 1}, {"end_row": 2**64 - 1},
         {"num_epochs": 2**32 - 1},
-    )),
+    ))),
     {"files": [pb.FileSource(path="p", input_key="k")] * 65},
 ]  # fmt: skip
 
@@ -133,18 +133,18 @@ REFUSED: list[tuple[str, Any]] = [
     ("FetchSamples", pb.FetchSamplesRequest(stream="train", sample_ids=["a"] * 65_537)),
     ("CommitStep", pb.CommitStepRequest(stream="train", epoch=1, step=-1)),
     ("CommitStep", pb.CommitStepRequest(stream="train", epoch=1, step=HUGE)),
-    *(("Rewind", pb.RewindRequest(stream="train", **{"request_id": "r", **bad})) for bad in (
+    *(("Rewind", pb.RewindRequest(stream="train", **{"request_id": "r", **bad})) for bad in Changes((
         {"step": -1}, {"step": HUGE}, {"least_epoch": HUGE}, {"least_epoch": -1}, {"request_id": ""},
         {"request_id": LONG}, {"request_id": "a\0"},
-    )),
+    ))),
     *(("SetPolicyVersion", pb.SetPolicyVersionRequest(stream="train", epoch=1, policy_version=n)) for n in (-1, HUGE)),
     *(("ListGroups", pb.ListGroupsRequest(stream="train", page_token=t)) for t in (LONG, "-1", "²", "٣", "9" * 5_000)),
     ("ListGroups", pb.ListGroupsRequest(stream="train", group_ids=["a"] * 1_001)),
     ("ListGroups", pb.ListGroupsRequest(stream="train", states=[pb.GROUP_STATE_QUEUED] * 100_000)),
-    *(("UploadColumn", pb.UploadColumnRequest(**{"sha256": b"\0" * 32, "num_bytes": 10, **bad})) for bad in (
+    *(("UploadColumn", pb.UploadColumnRequest(**{"sha256": b"\0" * 32, "num_bytes": 10, **bad})) for bad in Changes((
         {"sha256": b""}, {"sha256": b"x" * 33}, {"num_bytes": 2**64 - 1}, {"offset": 11}, {"offset": 2**64 - 1},
         {"num_bytes": 1 << 30, "data": b"x" * (9 << 20)},
-    )),
+    ))),
     ("FetchColumn", pb.FetchColumnRequest(sha256=b"x")),
     ("FetchColumn", pb.FetchColumnRequest(sha256=b"\0" * 32, offset=2**64 - 1)),
     ("DeleteStream", pb.DeleteStreamRequest(stream=LONG)),

@@ -50,7 +50,7 @@ async def test_clients_name_files_below_the_jobs_folder_and_no_others(tmp_path: 
         (root / "folder").mkdir()
         (root / "way-out").symlink_to(tmp_path)
         os.mkfifo(root / "pipe")
-        refused = [
+        refused: list[str | Path] = [
             secret, "../secret.jsonl", "../prompts/../secret.jsonl", "link.jsonl", "way-out/secret.jsonl", "folder",
             "", ".", "pipe", "pipe.parquet", "/dev/zero", "/dev/stdin", "/proc/self/environ", "/etc/passwd",
             "/nowhere/at/all", "a\0b", "x" * 5_000, root,

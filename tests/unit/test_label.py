@@ -15,6 +15,7 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.cli.commands.submit import prompt_of
 from headrace.errors import InvalidArgument
 from headrace.hooks import Sample
+from headrace.hooks.args import HookArgs
 from headrace.hooks.plain import plain
 from headrace.label import label_text
 from services.buffer.ledger.source import FileSource
@@ -40,7 +41,7 @@ def by_submit(label: Any) -> str:
 
 
 def by_data_source(label: Any) -> str:
-    walk = DataSourceWalk("source.py:S", None, seconds=1.0)
+    walk = DataSourceWalk("source.py:S", HookArgs({}), seconds=1.0)
     return message_of(walk._prompt(plain(Sample(prompt="p", label=label)), 1).body)
 
 
@@ -67,6 +68,7 @@ def test_every_door_gives_the_scorer_the_same_bytes(label: Any, tmp_path_factory
 @given(label=values)
 def test_a_label_that_is_no_text_can_be_read_back_and_its_keys_have_no_order(label: Any) -> None:
     text = label_text(label)
+    assert text is not None
     if isinstance(label, str):
         assert text == label
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 from headrace.errors import DataLoss
 from services.buffer.ledger.admission import places_left
@@ -236,7 +237,7 @@ class IndexedStream:
             self.samples[record.sample_id] = group_id
 
 
-def batch_digest(groups: list[Group]) -> bytes:
+def batch_digest(groups: Sequence[Group]) -> bytes:
     """SHA-256 over the group ids and sample digests in order."""
     digest = hashlib.sha256()
     for group in groups:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -245,14 +246,10 @@ async def test_samples_larger_than_a_message_come_in_several(client: BufferClien
     for put in puts:
         for i, packed in enumerate(put.samples):
             big = completed_sample(leases[puts.index(put)], i, 0)
-            packed.CopyFrom(Sample(**{**_fields(big), "response": "x" * (3 << 20)}).pack())
+            packed.CopyFrom(replace(big, response="x" * (3 << 20)).pack())
     await client.put_groups(puts)
     ids = [s.envelope.sample_id for p in puts for s in p.samples]
     assert [s.envelope.sample_id for s in await client.fetch_samples("train", ids)] == ids
-
-
-def _fields(sample: Sample) -> dict[str, object]:
-    return {name: getattr(sample, name) for name in Sample.__slots__}
 
 
 async def test_two_streams_may_use_the_same_sample_ids(client: BufferClient) -> None:

@@ -72,7 +72,7 @@ def test_a_bad_value_is_found_among_many_samples_and_its_sample_is_named(
 
 
 def test_a_payload_that_is_walked_has_the_columns_that_its_class_reads() -> None:
-    arrays = [np.zeros((3, 40_000), np.float64), np.zeros(0, np.int64), np.zeros((0, 3), np.uint8)]
+    arrays: list[np.ndarray] = [np.zeros((3, 40_000), np.float64), np.zeros(0, np.int64), np.zeros((0, 3), np.uint8)]
     columns = [pack_column(f"column {i}", array) for i, array in enumerate(arrays)]
     payload = pb.SamplePayload(
         prompt="ü" * 200, metadata_json="{}", columns=columns, label="", train_metadata_json="{}"

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -226,7 +227,12 @@ async def test_a_data_source_gives_every_prompt_once_across_restarts_of_the_buff
 async def test_groups_dropped_by_age_go_back_to_a_data_source_that_keeps_its_state(tmp_path: Path) -> None:
     (tmp_path / "sources.py").write_text(SOURCES)
     source = f"{tmp_path}/sources.py:Keeping"
-    config = {"data_source": source, "max_staleness": 0, "expiry_action": ExpiryAction.DROP, "over_sampling_groups": 1}
+    config: dict[str, Any] = {
+        "data_source": source,
+        "max_staleness": 0,
+        "expiry_action": ExpiryAction.DROP,
+        "over_sampling_groups": 1,
+    }
     async with opened(MemoryStore(), tmp_path, **config) as buffer:
         assert await put_all(buffer) == ["q0", "q1", "q2"]
         epoch, _ = await buffer.rewind("train", 0, "one", 0)

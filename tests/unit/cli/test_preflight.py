@@ -209,7 +209,7 @@ def test_a_label_that_is_paid_only_in_a_form_is_told(load_with, tmp_path: Path) 
 
 
 def test_each_rows_scorer_is_counted(load_with, tmp_path: Path) -> None:
-    rows = [*SUMS, {"prompt": "x", "label": "1", "metadata": {"rm_type": "exact_match"}}]
+    rows: list[dict[str, Any]] = [*SUMS, {"prompt": "x", "label": "1", "metadata": {"rm_type": "exact_match"}}]
     report = found(load_with, tmp_path, rows, "--label-key", "label", "--rm-type", "exact_match")
     assert ("metadata.rm_type", "none 2, exact_match 1") in report.facts
 

@@ -10,6 +10,7 @@ import pytest
 
 from headrace.errors import ConfigError, InvalidArgument
 from headrace.hooks import RewardForm, Sample, check_hook, from_hook, hook_args, load_hook, reward_hook, to_hook
+from headrace.hooks.check import Kind
 from headrace.hooks.generate import run_generate, takes_group
 from headrace.job.schema.job import Job
 from headrace.job.schema.run import ModelSection
@@ -189,7 +190,7 @@ def test_the_engines_answer_is_taken_over(args) -> None:
         ("generate", "generate"),
     ],
 )
-def test_check_recognises_and_tries_a_hook(source: str, name: str, kind: str) -> None:
+def test_check_recognises_and_tries_a_hook(source: str, name: str, kind: Kind) -> None:
     report = check_hook(f"{source}:{name}", kind)
     assert report.ok, report.failed
     assert report.kind == kind
@@ -211,7 +212,7 @@ def test_a_generate_function_that_makes_nothing_is_recognised_and_refused(source
         ("Sums", None, "gives 4 prompts when asked for 4"),
     ],
 )
-def test_check_tries_the_ledgers_hooks(source: str, name: str, kind: str | None, told: str) -> None:
+def test_check_tries_the_ledgers_hooks(source: str, name: str, kind: Kind | None, told: str) -> None:
     report = check_hook(f"{source}:{name}", kind)
     assert report.ok, report.failed
     assert told in report.passed[1]
@@ -231,7 +232,7 @@ def test_check_tries_the_ledgers_hooks(source: str, name: str, kind: str | None,
     ],
 )
 def test_check_finds_what_is_wrong_with_the_ledgers_hooks(
-    source: str, name: str, kind: str | None, message: str
+    source: str, name: str, kind: Kind | None, message: str
 ) -> None:
     report = check_hook(f"{source}:{name}", kind)
     assert not report.ok

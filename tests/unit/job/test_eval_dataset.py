@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,7 @@ from headrace.job.schema.job import Job
 from services.rollout.production.sampling import job_params, merged_params
 
 
-def job_of(rollout: dict[str, object], **evaluation: object) -> Job:
+def job_of(rollout: Mapping[str, object], **evaluation: object) -> Job:
     return Job.model_validate({"model": {"hf_checkpoint": "m"}, "rollout": rollout, "eval": evaluation})
 
 
@@ -34,7 +36,7 @@ TRAINED = {"rollout_temperature": 0.8, "rollout_top_p": 0.9, "rollout_top_k": 50
         ({}, "max_new_tokens", 64),
     ],
 )
-def test_an_evaluation_is_sampled_as_the_job_says(flags: dict[str, object], name: str, expected: float) -> None:
+def test_an_evaluation_is_sampled_as_the_job_says(flags: dict[str, Any], name: str, expected: float) -> None:
     job = job_of(TRAINED, **flags)
     sampled = merged_params(
         eval_dataset(job.eval, job.rollout, job.data, "aime", Path("aime.jsonl")).sampling, job_params(job.rollout)

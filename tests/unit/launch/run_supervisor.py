@@ -24,12 +24,10 @@ spec = ServiceSpec(
     log_file=folder / "fake.log",
     start_seconds=120.0,
 )
-asyncio.run(
-    Supervisor(
-        [spec],
-        None,
-        lambda line: print(line, flush=True),
-        RestartPolicy(),
-        lambda pids: (folder / "pids").write_text(json.dumps(pids)),
-    ).run()
-)
+
+
+def _write_pids(pids: dict[str, int]) -> None:
+    (folder / "pids").write_text(json.dumps(pids))
+
+
+asyncio.run(Supervisor([spec], None, lambda line: print(line, flush=True), RestartPolicy(), _write_pids).run())

@@ -28,10 +28,14 @@ spec = ServiceSpec(
 )
 
 
+def _write_pids(pids: dict[str, int]) -> None:
+    (folder / "pids").write_text(json.dumps(pids))
+
+
 async def main() -> int:
     supervisor = Supervisor(
         *([spec], None, lambda line: print(line, flush=True), RestartPolicy()),
-        lambda pids: (folder / "pids").write_text(json.dumps(pids)),
+        _write_pids,
         grace,
     )
     work = asyncio.create_task(supervisor.run())

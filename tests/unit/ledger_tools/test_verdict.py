@@ -13,6 +13,8 @@ from headrace.ledger_tools.audit.record import Record, parse_record
 from headrace.ledger_tools.audit.replay import Replay
 from headrace.ledger_tools.audit.verdict import AuditVerdict, judge
 
+NO_STATE = pb.GROUP_STATE_UNSPECIFIED
+
 
 class Shard:
     """One buffer's events, put down one by one."""
@@ -21,7 +23,7 @@ class Shard:
         config = pb.StreamConfig(name="train", n_samples_per_prompt=2, groups_per_step=groups_per_step)
         self.replay, self.epoch, self.position = Replay(config), 0, 0
 
-    def add(self, kind: str, group_id: str = "", state: State = 0, step: int | None = None, *ids: str) -> None:
+    def add(self, kind: str, group_id: str = "", state: State = NO_STATE, step: int | None = None, *ids: str) -> None:
         self.position += 1
         self.replay.add(
             pb.LedgerEvent(
@@ -39,7 +41,7 @@ class Shard:
         self.epoch += 1
         for group_id, of in back:
             self.add("rewound", group_id, READY, of)
-        self.add("rewound", "", 0, step)
+        self.add("rewound", "", NO_STATE, step)
 
     def put(self, group_id: str, step: int, *ids: str) -> None:
         for kind, state in (("submitted", QUEUED), ("leased", LEASED)):
@@ -109,7 +111,7 @@ def test_what_retention_has_forgotten_is_not_missed_and_what_it_has_not_is() -> 
     shard.add("committed", "g0", COMMITTED, 0)
     fed = record((0, ZERO, "ab"), (1, ONE, "cd"))
     assert judge([shard.ledger(without=("g0",))], fed).lost == ["a", "b"]
-    shard.add("forgotten", "", 0, 1)
+    shard.add("forgotten", "", NO_STATE, 1)
     assert judge([shard.ledger(without=("g0",))], fed).is_clean
 
 
@@ -132,7 +134,7 @@ def test_a_trainers_checkpoint_may_pass_a_step_that_it_did_not_consume() -> None
     shard.put("g0", 0, "a", "b")
     shard.epoch += 1
     shard.consume("g0", 0)
-    shard.add("rewound", "", 0, 1)
+    shard.add("rewound", "", NO_STATE, 1)
     assert judge([shard.ledger()], record((0, ZERO, "ab"))).is_clean
 
 

@@ -131,7 +131,9 @@ async def test_details_travel(servicer, stub) -> None:
     servicer.error = Fenced("epoch 1 is over")
     with pytest.raises(grpc.aio.AioRpcError) as raw:
         await stub.ListScorers(reward_pb2.ListScorersRequest(), timeout=60)
-    status = status_pb2.Status.FromString(dict(raw.value.trailing_metadata())["grpc-status-details-bin"])
+    status = status_pb2.Status.FromString(
+        next(value for key, value in raw.value.trailing_metadata() if key == "grpc-status-details-bin")
+    )
     info = error_details_pb2.ErrorInfo()
     assert status.details[0].Unpack(info)
     assert (info.reason, info.domain) == ("FENCED", "headrace")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ def ids(groups: Sequence[Group]) -> list[str]:
     return [group.group_id for group in groups]
 
 
-def busy(**config: object) -> tuple[LedgerUnderTest, int]:
+def busy(**config: Any) -> tuple[LedgerUnderTest, int]:
     """Ten prompts, none leased."""
     it = LedgerUnderTest()
     it.create(**{"max_staleness": 2, **config})

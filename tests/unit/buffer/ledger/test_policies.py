@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
@@ -137,7 +139,7 @@ def test_a_step_is_full_however_many_groups_are_dropped(it: LedgerUnderTest) -> 
         it.serve(epoch, step + 1)
 
 
-def trained(it: LedgerUnderTest, steps: int, **config: object) -> int:
+def trained(it: LedgerUnderTest, steps: int, **config: Any) -> int:
     """An epoch with so many steps of two groups consumed, of each a third was dropped."""
     it.create(max_staleness=0, **config)
     it.submit(*(f"p{i}" for i in range(3 * steps)))

@@ -61,7 +61,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cases += [_case(folder, f"float32@{a}@{b}", b, {}, restores=f"float32@{a}") for a, b in PAIRS]
     make_tiny(folder / "experts", "qwen3_moe", tied=False)
     make_tiny(folder / "virtual", "qwen3", tied=True, num_layers=4)
-    chains = (
+    chains: tuple[tuple[str, list[str], dict[str, object]], ...] = (
         ("bf16", BF16, {"bf16": True}),
         ("experts", EXPERTS, {}),
         ("virtual", VIRTUAL, {}),

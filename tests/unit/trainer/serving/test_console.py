@@ -57,11 +57,12 @@ class Desk:
     folder: Path
 
 
+async def no_evaluation(state: TrainState) -> None:
+    pass
+
+
 @pytest.fixture
 async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
-    async def no_evaluation(state: TrainState) -> dict[str, float]:
-        return {}
-
     everything = SteeredEverything(num_steps=4)
     report = RunReport(tmp_path)
     report.resume(0)
@@ -113,7 +114,7 @@ async def test_progress_is_told_step_by_step_and_ends_with_the_run(desk: Desk) -
 async def test_the_first_steps_seconds_are_without_the_start(tmp_path: Path) -> None:
     now = [0.0]
     report = RunReport(tmp_path)
-    console = TrainerConsole(report, None, run="r", num_steps=4, groups_per_step=2, clock=lambda: now[0])
+    console = TrainerConsole(report, no_evaluation, run="r", num_steps=4, groups_per_step=2, clock=lambda: now[0])
     console.open(SteeredEverything(num_steps=4), 1, step=6)
     assert console.status.step == 6  # a resumed run says so before its first step
     now[0] += 100.0

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.trainer.v1 import trainer_pb2
+from headrace.client.rollout import RolloutClient
 from headrace.errors import FailedPrecondition, Unavailable
 from services.trainer.control.build import evaluator_of, schedule_of
 from services.trainer.loop import train
 from services.trainer.serving.console import TrainerConsole
+from services.trainer.serving.export_folder import ExportFolders
 from services.trainer.serving.report import RunReport
 from services.trainer.serving.servicer import TrainerServicer
 from services.trainer.state import TrainState
@@ -47,12 +50,12 @@ async def rows_of_a_run(folder: Path, load_with, answer) -> tuple[list[dict], li
     data.write_text('{"prompt": "a", "label": "b"}\n')
     job = load_with("--eval-prompt-data", "sums", str(data), "--eval-interval", "1", "--num-rollout", "2")
     report, steps = RunReport(folder), Steps(num_steps=2)
-    evaluator = evaluator_of(job, Rollout(answer), schedule_of(job))
+    evaluator = evaluator_of(job, cast(RolloutClient, Rollout(answer)), schedule_of(job))
     console = TrainerConsole(report, evaluator, run="r", num_steps=2, groups_per_step=1)
     console.open(steps, 1)
     assert (await train(steps, steps, console, steps)).step == 2
     console.finished()
-    servicer = TrainerServicer(console, report, exports=None)
+    servicer = TrainerServicer(console, report, exports=ExportFolders(folder, []))
     watched = [row async for row in servicer.WatchProgress(trainer_pb2.WatchProgressRequest(), None)]
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], watched
 

@@ -14,7 +14,7 @@ from multiprocessing.synchronize import Event
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Backend, _new_process_group_helper
+from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_group_helper
 
 from headrace.errors import DeadlineExceeded, PublicationAborted
 from headrace.wire.tensor_spec import TensorSpec
@@ -74,7 +74,7 @@ def test_flat_bytes_are_the_bytes_in_c_order() -> None:
 def join_as_an_engine(name: str, port: int, num_bytes: int, received: Queue[bytes]) -> None:
     store = dist.TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=120))
     group, _ = _new_process_group_helper(
-        2, 1, [], Backend("gloo"), dist.PrefixStore(name, store), group_name=name,
+        2, 1, [], Backend("gloo"), dist.PrefixStore(name, store), group_name=GroupName(name),
         backend_options=None, timeout=timedelta(seconds=120),
     )  # fmt: skip
     buffer = torch.zeros(num_bytes, dtype=torch.uint8)
@@ -100,7 +100,7 @@ def live_or_die(name: str, port: int, rank: int, may_receive: Event, reports: Qu
     """After one broadcast rank 2 dies; rank 1 asks for more when the sender has given up, until it is told so."""
     store = dist.TCPStore("127.0.0.1", port, 3, False, timeout=timedelta(seconds=120))
     group, _ = _new_process_group_helper(
-        3, rank, [], Backend("gloo"), dist.PrefixStore(name, store), group_name=name,
+        3, rank, [], Backend("gloo"), dist.PrefixStore(name, store), group_name=GroupName(name),
         backend_options=None, timeout=timedelta(seconds=120),
     )  # fmt: skip
     group.broadcast([torch.zeros(3)], dist.BroadcastOptions()).wait()
