@@ -30,8 +30,7 @@ from tests.support.ledgers.ledger_under_test import LedgerUnderTest
 from tests.support.ledgers.ledger_under_test import sample as ledger_sample
 from tests.support.processes.buffer_server import served_buffer
 
-INVALID = grpc.StatusCode.INVALID_ARGUMENT
-FAILED = grpc.StatusCode.FAILED_PRECONDITION
+INVALID, FAILED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION
 HUGE = 2**63 - 1
 LONG = "x" * 100_000
 Changes = tuple[dict[str, Any], ...]
@@ -70,9 +69,10 @@ CREATE: list[dict[str, Any]] = [
 ] + [
     {"n_samples_per_prompt": 2**32 - 1}, {"n_samples_per_prompt": 4_097}, {"groups_per_step": 2**32 - 1},
     {"groups_per_step": 4_096, "n_samples_per_prompt": 17}, {"max_staleness": 2**32 - 1}, {"lease_seconds": 1e300},
-    {"lease_seconds": float("inf")}, {"lease_seconds": 1e-320}, {"max_attempts": 2**32 - 1}, {"retain_steps": 2**32 - 1},
+    {"lease_seconds": float("inf")}, {"lease_seconds": 1e-320}, {"max_attempts": 2**32 - 1},
+    {"retain_steps": 2**32 - 1}, {"over_sampling_groups": 2**32 - 1},
     {"max_payload_bytes": 2**64 - 1}, {"max_queued_groups": 2**64 - 1}, {"max_groups": 2**63}, {"max_leases": 2**63},
-    {"over_sampling_groups": 2**32 - 1}, {"shard": 1, "num_shards": 2**32 - 1}, {"shard": 3, "num_shards": 2},
+    {"shard": 1, "num_shards": 2**32 - 1}, {"shard": 3, "num_shards": 2},
     {"limiter": pb.RateLimiter(min_size_to_sample=2**32 - 1)},
     {"limiter": pb.RateLimiter(samples_per_insert=1e-320, error_buffer=1e308)},
     {"limiter": pb.RateLimiter(samples_per_insert=float("nan"), error_buffer=1.0)},
