@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -40,7 +41,11 @@ class CheckOptions:
     read_seconds: float = READ_SECONDS
 
 
-def serve_check(check: Callable[[CheckOptions, Prompts], Coroutine[Any, Any, msgspec.Struct]]) -> None:
+ReadPrompts = Callable[[], Prompts]
+"""Waits for what the buffer's check found: a check that loads first has loaded by then."""
+
+
+def serve_check(check: Callable[[CheckOptions, ReadPrompts], Coroutine[Any, Any, msgspec.Struct]]) -> None:
     """The whole of a check's `__main__`: reads, runs, and writes the report as JSON. Log lines are nobody's to read."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path, required=True)
@@ -50,10 +55,14 @@ def serve_check(check: Callable[[CheckOptions, Prompts], Coroutine[Any, Any, msg
     words = parser.parse_args()
     drop_logs()
     job = read_job(words.config)
+    options = CheckOptions(job, words.elsewhere, words.fast, words.read_seconds)
+    sys.stdout.buffer.write(msgspec.json.encode(asyncio.run(check(options, _read_prompts))))
+
+
+@functools.cache
+def _read_prompts() -> Prompts:
     data = sys.stdin.buffer.read()
-    prompts = msgspec.json.decode(data, type=Prompts) if data else Prompts()
-    report = asyncio.run(check(CheckOptions(job, words.elsewhere, words.fast, words.read_seconds), prompts))
-    sys.stdout.buffer.write(msgspec.json.encode(report))
+    return msgspec.json.decode(data, type=Prompts) if data else Prompts()
 
 
 def tell_progress(sentence: str) -> None:

@@ -13,7 +13,7 @@ from headrace.hooks import Sample, hook_args
 from headrace.hooks.buffer_filter import load_buffer_filter
 from headrace.hooks.data_source import try_data_source
 from headrace.preflight.hooks import hook_pool
-from headrace.preflight.process import CheckOptions, serve_check, tell_progress
+from headrace.preflight.process import CheckOptions, ReadPrompts, serve_check, tell_progress
 from headrace.preflight.report import BufferReport, PromptRow, Prompts, Report, count_scorer, counted, scorer_name
 from headrace.wire.json_text import from_json, to_json
 from services.buffer.build import train_stream
@@ -30,7 +30,7 @@ _PROGRESS_SECONDS = 2.0
 _TRIED_PROMPTS = 4
 
 
-async def check(options: CheckOptions, _: Prompts) -> BufferReport:
+async def check(options: CheckOptions, _: ReadPrompts) -> BufferReport:
     """Parses prompts as the buffer will, until the time is over, and counts the rest."""
     report, prompts, job = Report(), Prompts(), options.job
     clock = ReadingClock(options.read_seconds, tell_progress)

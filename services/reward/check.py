@@ -12,7 +12,7 @@ from headrace.errors import HeadraceError
 from headrace.hooks import RewardForm, RewardHook, hook_args
 from headrace.job.schema.job import Job
 from headrace.preflight.hooks import hook_pool
-from headrace.preflight.process import CheckOptions, serve_check
+from headrace.preflight.process import CheckOptions, ReadPrompts, serve_check
 from headrace.preflight.report import PromptRow, Prompts, Report, Scorers
 from headrace.score import Score, ScoreError, ScoreItem, ScoreResult
 from headrace.wire.json_text import from_json
@@ -29,7 +29,7 @@ _FORMS = ("\\boxed{{{}}}", "</think>\n\\boxed{{{}}}")
 """The forms of answers of models that reason."""
 
 
-async def check(options: CheckOptions, prompts: Prompts) -> Report:
+async def check(options: CheckOptions, read_prompts: ReadPrompts) -> Report:
     """Loads the job's reward as the service will, and scores labels with it."""
     report, job = Report(), options.job
     if job.train.loss_mask_type is not None:
@@ -42,6 +42,7 @@ async def check(options: CheckOptions, prompts: Prompts) -> Report:
         report.refuse(error, elsewhere=options.elsewhere and job.reward.custom_rm_path is not None)
         return report
     report.facts.append(("reward", _named(job, hook)))
+    prompts = read_prompts()
     if registry.default is None and not prompts.rm_types:
         report.warnings.append(f"no reward: only prompts that have a metadata.rm_type will be scored; else {_WAY}")
     _everyone_has_a_scorer(job, registry, prompts.rm_types, prompts.num_rows, report)

@@ -15,14 +15,16 @@ from headrace.hooks.filter import load_filter
 from headrace.job.model.context_limit import ContextLimit
 from headrace.job.schema.job import Job
 from headrace.preflight.hooks import LOAD_SECONDS, hook_pool
-from headrace.preflight.process import CheckOptions, serve_check
+from headrace.preflight.process import CheckOptions, ReadPrompts, serve_check
 from headrace.preflight.report import Prompts, Report
 from services.rollout.eval_file import EvalFiles, EvalKeys
+from services.rollout.production.prompts import PromptEncoder
+from services.rollout.production.supervised import supervised_parts
 
 _SHOWN = 400
 
 
-async def check(options: CheckOptions, prompts: Prompts) -> Report:
+async def check(options: CheckOptions, read_prompts: ReadPrompts) -> Report:
     """Checks everything that is known without an engine."""
     report = Report()
     await _hooks(options, report)
@@ -31,8 +33,8 @@ async def check(options: CheckOptions, prompts: Prompts) -> Report:
         report.unchecked.append("prompts as the model sees them, and their lengths: --fast leaves out the tokenizer")
     elif not any(options.job.model.hf_checkpoint.glob("tokenizer*")):
         report.unchecked.append("prompts as the model sees them, and their lengths: the tokenizer is not here")
-    elif prompts.rows:
-        _tokenize(options.job, prompts, report)
+    elif encoder := _encoder(options.job, report):  # loaded while the buffer's check reads
+        _tokenize(options.job, encoder, read_prompts(), report)
     return report
 
 
@@ -65,25 +67,22 @@ def _evaluations(job: Job, report: Report) -> None:
                 report.refusals.append(f"eval_prompt_data {name}: no row of {path} has a {job.data.label_key!r}")
 
 
-def _tokenize(job: Job, prompts: Prompts, report: Report) -> None:
-    from services.rollout.production.prompts import PromptEncoder
-    from services.rollout.production.supervised import supervised_parts
-
+def _encoder(job: Job, report: Report) -> PromptEncoder | None:
     try:
         supervised = supervised_parts(job.train, job.model.hf_checkpoint)
-        encoder = (
-            supervised.encoder
-            if supervised
-            else PromptEncoder(job.model.hf_checkpoint, apply_chat_template=job.data.apply_chat_template)
-        )
+        if supervised:
+            return supervised.encoder
+        return PromptEncoder(job.model.hf_checkpoint, apply_chat_template=job.data.apply_chat_template)
     except HeadraceError as error:
         report.refuse(error)
-        return
     except Exception as error:  # noqa: BLE001  # what lies in a model's folder may make its tokenizer raise anything
         report.refusals.append(
             f"hf_checkpoint {job.model.hf_checkpoint}: its tokenizer cannot be loaded: {type(error).__name__}: {error}"
         )
-        return
+    return None
+
+
+def _tokenize(job: Job, encoder: PromptEncoder, prompts: Prompts, report: Report) -> None:
     lengths: list[int] = []
     for row in prompts.rows:
         try:
@@ -98,10 +97,12 @@ def _tokenize(job: Job, prompts: Prompts, report: Report) -> None:
             report.facts.append(
                 ("first prompt", f"{row.where}, {len(encoded.tokens):,} tokens:\n{_shown(encoded.text)}")
             )
-            if supervised:
+            if encoded.trained:
                 trained = sum(len(stretch) for stretch in encoded.trained)
                 report.facts.append(("trained", f"{trained:,} of its tokens"))
         lengths.append(len(encoded.tokens))
+    if not lengths:
+        return
     report.facts.append(("prompt lengths", _spread(lengths)))
     _too_long(job, lengths, report)
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from headrace.hooks.trainer import TrainerKind, load_trainer_hook
 from headrace.preflight.hooks import LOAD_SECONDS, hook_pool, refused_in
-from headrace.preflight.process import CheckOptions, serve_check
-from headrace.preflight.report import Prompts, Report
+from headrace.preflight.process import CheckOptions, ReadPrompts, serve_check
+from headrace.preflight.report import Report
 
 _KINDS: Mapping[str, TrainerKind] = {
     "custom_reward_post_process_path": "reward_post_process",
@@ -20,7 +20,7 @@ _KINDS: Mapping[str, TrainerKind] = {
 }
 
 
-async def check(options: CheckOptions, _: Prompts) -> Report:
+async def check(options: CheckOptions, _: ReadPrompts) -> Report:
     """Each in a worker, so that what it imports is not our concern."""
     report = Report()
     async with hook_pool(options, report) as pool:

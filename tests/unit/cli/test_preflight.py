@@ -49,8 +49,8 @@ def found(load_with, tmp_path: Path, rows: Sequence[Mapping[str, Any]], *flags: 
     """Of buffer and reward, as they run beside each other."""
     job = load_with("--prompt-data", str(prompts_file(tmp_path, rows)), *flags)
     options = CheckOptions(job, elsewhere=False, fast=True)
-    buffer = asyncio.run(check_buffer(options, Prompts()))
-    report = asyncio.run(check_reward(options, buffer.prompts))
+    buffer = asyncio.run(check_buffer(options, Prompts))
+    report = asyncio.run(check_reward(options, lambda: buffer.prompts))
     buffer.report.join(report)
     return buffer.report
 
@@ -155,14 +155,14 @@ def test_a_row_behind_the_first_twenty_thousand_is_read(load_with, tmp_path: Pat
         pq.write_table(pa.Table.from_pylist([{"prompt": None, "question": None, **row} for row in rows]), path)
     job = load_with("--prompt-data", str(path))
     options = CheckOptions(job, elsewhere=False, fast=True, read_seconds=600.0)
-    report = asyncio.run(check_buffer(options, Prompts())).report
+    report = asyncio.run(check_buffer(options, Prompts)).report
     assert any("20101" in refusal.replace(",", "") for refusal in report.refusals), report
 
 
 def test_rows_that_there_was_no_time_for_are_counted_and_said_to_be_unread(load_with, tmp_path: Path) -> None:
     path = prompts_file(tmp_path, [{"prompt": "x", "label": "1"}] * 1_100 + [{"question": "x"}])
     options = CheckOptions(load_with("--prompt-data", str(path)), elsewhere=False, fast=True, read_seconds=0.0)
-    found = asyncio.run(check_buffer(options, Prompts()))
+    found = asyncio.run(check_buffer(options, Prompts))
     assert found.report.refusals == []
     assert found.report.unchecked == [f"589 of 1,101 rows of {path}: the first 512 were read when the time was over"]
     assert found.prompts.num_rows == 1_101
@@ -220,7 +220,7 @@ def test_prompts_that_would_all_be_dropped_are_refused_and_some_are_warned_of(
     for limit, refused in (("2", True), ("4", False)):
         job = load_with("--prompt-data", str(prompts_file(tmp_path, SUMS)), "--rollout-max-prompt-len", limit)
         options = CheckOptions(job, elsewhere=False, fast=False)
-        prompts = asyncio.run(check_buffer(options, Prompts())).prompts
-        report = asyncio.run(check_rollout(options, prompts))
+        prompts = asyncio.run(check_buffer(options, Prompts)).prompts
+        report = asyncio.run(check_rollout(options, lambda found=prompts: found))
         assert bool(report.refusals) is refused
         assert any("are longer than" in line for line in (*report.refusals, *report.warnings))
