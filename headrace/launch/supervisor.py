@@ -139,7 +139,8 @@ class Supervisor:
                 return True
             if time.monotonic() - started > process.spec.start_seconds:
                 raise ServiceFailed(
-                    f"{process.spec.name} does not serve after {process.spec.start_seconds:.0f} s; {process.why}"
+                    f"{process.spec.name} does not serve after {process.spec.start_seconds:.0f} s "
+                    f"(--start-timeout-seconds); {process.why}"
                 )
             if time.monotonic() - said > self._policy.progress_seconds:
                 said = time.monotonic()

@@ -258,7 +258,7 @@ async def test_a_service_that_hangs_at_the_start_says_what_it_does_and_is_given_
         start_seconds=2.0,
     )
     policy = replace(QUICK, progress_seconds=0.5)
-    with pytest.raises(ServiceFailed, match="slow does not serve after 2 s") as error:
+    with pytest.raises(ServiceFailed, match=r"slow does not serve after 2 s \(--start-timeout-seconds\)") as error:
         await Supervisor([spec], None, stage.hear, policy, stage.pids.update).run()
     assert any(line.startswith("slow is starting, 1 s so far, last: engine starting") for line in stage.told)
     assert "engine_starting" in error.value.message
