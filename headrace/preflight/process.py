@@ -6,9 +6,7 @@ import argparse
 import asyncio
 import functools
 import sys
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +17,13 @@ from headrace.errors import Internal
 from headrace.job.load.resolved import read_job
 from headrace.job.schema.job import Job
 from headrace.preflight.report import Prompts
+from headrace.process.one_shot import OneShot
 from headrace.process.openmp import openmp
 from headrace.rpc.log import drop_logs
 
 READ_SECONDS = 20.0
 _SECONDS = 180.0
 _PROGRESS = "progress: "
-_LAST_LINES = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,70 +72,36 @@ def tell_progress(sentence: str) -> None:
 class CheckProcess:
     """A check's process. It is started early, so that it loads while the buffer's check reads."""
 
-    def __init__(self, service: str, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, service: str, process: OneShot) -> None:
         self._service = service
         self._process = process
 
     @classmethod
     async def start(cls, service: str, config: Path, environment: dict[str, str], *flags: str) -> CheckProcess:
         """Starts the module `services.SERVICE.check` with the job in a file."""
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", f"services.{service}.check", "--config", str(config), *flags),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={**environment, **openmp(1)},
-        )
-        return cls(service, process)
+        command = [sys.executable, "-m", f"services.{service}.check", "--config", str(config), *flags]
+        return cls(service, await OneShot.start(command, {**environment, **openmp(1)}))
 
     async def result(self, data: bytes, tell: Callable[[str], None] = lambda _: None) -> bytes:
         """Sends `data` and returns the check's output. Raises Internal with the last lines of its log when it fails.
 
         `tell` gets its progress, a sentence at a time.
         """
+
+        def takes(line: str) -> bool:
+            is_progress = line.startswith(_PROGRESS)
+            if is_progress:
+                tell(line.removeprefix(_PROGRESS))
+            return is_progress
+
         try:
-            out, last, _ = await asyncio.wait_for(
-                asyncio.gather(self._written(), self._last_lines(tell), self._give(data)), _SECONDS
-            )
+            done = await self._process.result(data, seconds=_SECONDS, takes=takes)
         except TimeoutError as error:
             raise Internal(f"checking {self._service}'s part took longer than {_SECONDS:g} s") from error
-        if await self._process.wait():
-            raise Internal(f"checking {self._service}'s part failed:\n" + "\n".join(last))
-        return out
-
-    async def _written(self) -> bytes:
-        assert self._process.stdout is not None
-        return await self._process.stdout.read()
-
-    async def _last_lines(self, tell: Callable[[str], None]) -> Sequence[str]:
-        assert self._process.stderr is not None
-        last: deque[str] = deque(maxlen=_LAST_LINES)
-        async for line in _lines_of(self._process.stderr):
-            if line.startswith(_PROGRESS):
-                tell(line.removeprefix(_PROGRESS))
-            else:
-                last.append(line)
-        return last
-
-    async def _give(self, data: bytes) -> None:
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError, ConnectionResetError):  # it has ended: its last lines say why
-            self._process.stdin.write(data)
-            await self._process.stdin.drain()
-        self._process.stdin.close()
+        if done.exit_code:
+            raise Internal(f"checking {self._service}'s part failed:\n" + "\n".join(done.last_lines))
+        return done.out
 
     def kill(self) -> None:
         """Ends the process if it still runs."""
-        if self._process.returncode is None:
-            self._process.kill()
-
-
-async def _lines_of(stream: asyncio.StreamReader) -> AsyncIterator[str]:
-    """Lines of any length, without their ends."""
-    rest = b""
-    while piece := await stream.read(1 << 16):
-        *whole, rest = (rest + piece).split(b"\n")
-        for line in whole:
-            yield line.decode(errors="replace")
-    if rest:
-        yield rest.decode(errors="replace")
+        self._process.kill()

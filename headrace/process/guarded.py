@@ -17,9 +17,9 @@ from headrace.errors import Internal
 from headrace.process.guard import SWEEP_NOW, guard_command
 from headrace.process.linux import descendants
 from headrace.process.log_file import last_lines, open_log, tail
+from headrace.process.one_shot import pipe_of
 
 _SWEEP_SECONDS = 10.0
-_NO_PID = "start() comes first"
 
 
 class GuardedProcess:
@@ -60,8 +60,7 @@ class GuardedProcess:
                 env={**os.environ, **self._environment},
                 start_new_session=True,  # Ctrl-C reaches the starter alone, which ends its processes in order
             )
-        assert self._guard.stdout is not None  # asked for above
-        words = (await self._guard.stdout.readline()).decode().split()
+        words = (await pipe_of(self._guard.stdout).readline()).decode().split()
         if len(words) != 2:
             await self._guard.wait()
             raise Internal(f"{self._command[0]} could not be started:\n{tail(self.log_file, start=self.log_start)}")
@@ -70,19 +69,24 @@ class GuardedProcess:
     @property
     def pid(self) -> int:
         """The process's own id, not its guard's; also the id of its group."""
-        assert self._pid is not None, _NO_PID
+        if self._pid is None:
+            raise Internal(f"{self._command[0]} has no id: start() comes first")
         return self._pid
 
     @property
     def exit_code(self) -> int | None:
         """None while anything of it runs; 128 + n when signal n ended it."""
-        assert self._guard is not None, _NO_PID
-        return self._guard.returncode
+        return self._running.returncode
 
     async def wait(self) -> int:
         """Returns its exit code when it and all its descendants have ended."""
-        assert self._guard is not None, _NO_PID
-        return await self._guard.wait()
+        return await self._running.wait()
+
+    @property
+    def _running(self) -> asyncio.subprocess.Process:
+        if self._guard is None:
+            raise Internal(f"{self._command[0]} does not run: start() comes first")
+        return self._guard
 
     async def stop(self, grace_seconds: float) -> None:
         """Asks it to end, and kills it and all its descendants after the grace period. Idempotent."""

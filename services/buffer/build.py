@@ -24,8 +24,6 @@ TRAIN_STREAM = "train"
 
 def train_stream(job: Job) -> StreamConfig:
     """Raises ConfigError when staleness would refuse every group, or the job's sizes are not resolved."""
-    if job.rollout.rollout_batch_size is None or job.rollout.n_samples_per_prompt is None:
-        raise ConfigError("rollout_batch_size and n_samples_per_prompt are absent: the buffer takes the resolved job")
     interval = job.publish.update_weights_interval
     if job.buffer.max_staleness < interval - 1:
         raise ConfigError(
@@ -35,8 +33,8 @@ def train_stream(job: Job) -> StreamConfig:
     shard, num_shards = _shard(job.buffer)
     return StreamConfig(
         name=TRAIN_STREAM,
-        n_samples_per_prompt=job.rollout.n_samples_per_prompt,
-        groups_per_step=share_of_count(job.rollout.rollout_batch_size, shard, num_shards),
+        n_samples_per_prompt=job.rollout.samples_per_group,
+        groups_per_step=share_of_count(job.rollout.groups_per_step, shard, num_shards),
         max_staleness=job.buffer.max_staleness,
         lease_seconds=job.buffer.lease_seconds,
         max_attempts=job.buffer.max_attempts,
@@ -49,7 +47,7 @@ def train_stream(job: Job) -> StreamConfig:
         max_leases=job.buffer.max_leases,
         retain_steps=job.buffer.retain_steps,
         over_sampling_groups=share_of_count(
-            _surplus(job.rollout.over_sampling_batch_size, job.rollout.rollout_batch_size), shard, num_shards
+            _surplus(job.rollout.over_sampling_batch_size, job.rollout.groups_per_step), shard, num_shards
         ),
         limiter=_limiter(job.buffer),
         shard=shard,

@@ -105,10 +105,9 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         return pb.LeaseGroupsResponse(leases=leases, no_lease_reason=wire.no_lease_reason_to_proto(reason))
 
     async def _lease(self, group: Group) -> pb.GroupLease:
-        assert group.lease is not None
         payloads = await self._buffer.payloads(group.partials) if group.partials else []
         partials = [wire.sample_to_proto(r, p) for r, p in zip(group.partials, payloads, strict=True)]
-        seconds = self._buffer.lease_seconds_left(group.lease.lease_id)
+        seconds = self._buffer.lease_seconds_left(group.live_lease.lease_id)
         return wire.lease_to_proto(group, seconds, self._n_samples(group.stream), partials)
 
     async def RenewLeases(self, request: pb.RenewLeasesRequest, context: Context) -> pb.RenewLeasesResponse:

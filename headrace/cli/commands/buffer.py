@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import subprocess
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +22,7 @@ from headrace.errors import DataLoss, InvalidArgument
 from headrace.launch.buffer_of_run import buffer_of_run
 from headrace.ledger_tools.backup import Backup, require_new, restore_backup, write_backup
 from headrace.ledger_tools.export import export_parquet
+from headrace.process.one_shot import run_once
 from headrace.sample_log import SampleLog
 from headrace.suggest import did_you_mean
 
@@ -98,10 +99,10 @@ def _restored(backup: Path, ledger: Path) -> dict[str, Any]:
     """Restores the backup and returns what the new ledger holds. Raises DataLoss when it cannot be read whole."""
     store = restore_backup(backup, ledger).store
     command = [sys.executable, "-m", "services.buffer.verify", store, str(ledger)]
-    verified = subprocess.run(command, capture_output=True, text=True, check=False)
-    if not verified.stdout:
-        raise DataLoss(f"the backup {backup} cannot be opened as a ledger: {verified.stderr.strip()}")
-    there: dict[str, Any] = json.loads(verified.stdout.splitlines()[-1])
+    verified = asyncio.run(run_once(command, os.environ))
+    if not verified.out:
+        raise DataLoss(f"the backup {backup} cannot be opened as a ledger: {'; '.join(verified.last_lines)}")
+    there: dict[str, Any] = json.loads(verified.out.splitlines()[-1])
     if there["damaged"]:
         listed = "\n".join(there["damaged"][:_MAX_LISTED])
         raise DataLoss(

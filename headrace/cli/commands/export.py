@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from headrace.cli.words import count
 from headrace.client.trainer import TrainerClient
 from headrace.errors import FailedPrecondition, NotFound
 from headrace.launch.earlier import checkpoints_of, has_ended
+from headrace.process.one_shot import run_once
 from headrace.run_folder import RunFolder
 
 
@@ -57,18 +57,10 @@ def _of_checkpoint(run: RunFolder, step: int | None, folder: Path) -> int:
         raise NotFound(f"{run.path} has no checkpoint of step {wanted}; it has {', '.join(map(str, sorted(found)))}")
     with Console().status(f"exporting the checkpoint of step {wanted}"):
         program = [sys.executable, "-m", "services.trainer.export_checkpoint", "--config", str(run.job_file)]
-        done = subprocess.run(
-            [*program, str(found[wanted]), str(folder)],
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"},
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-    if done.returncode:
-        raise FailedPrecondition(
-            done.stderr.strip().splitlines()[-1]
-            if done.stderr.strip()
-            else "the export ended with an error and wrote no message"
-        )
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+        done = asyncio.run(run_once([*program, str(found[wanted]), str(folder)], environment))
+    if done.exit_code:
+        said = [line for line in done.last_lines if line.strip()]
+        raise FailedPrecondition(said[-1] if said else "the export ended with an error and wrote no message")
     print(f"{folder}: weights of step {wanted}, from {found[wanted]}")
     return 0

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from headrace.errors import ConfigError
 from headrace.job.schema.section import Above, NonNegative, Positive, Seconds, Section, Seed, Share, Temperature
 from headrace.wire.limits import MAX_FILE_WORKERS, MAX_SAMPLES_PER_GROUP
 
@@ -14,6 +15,12 @@ from headrace.wire.limits import MAX_FILE_WORKERS, MAX_SAMPLES_PER_GROUP
 def _several(value: Any) -> Any:
     """Accepts one value where several are allowed."""
     return (str(value),) if isinstance(value, str | Path) else value
+
+
+def _resolved(name: str, value: int | None) -> int:
+    if value is None:
+        raise ConfigError(f"{name} is absent: a service takes the resolved job, which has it")
+    return value
 
 
 class DataSection(Section):
@@ -90,6 +97,16 @@ class RolloutSection(Section):
     router_policy: Literal["cache_aware", "round_robin", "random", "power_of_two"] = Field(
         "cache_aware", description="How sglang-router picks an engine."
     )
+
+    @property
+    def groups_per_step(self) -> int:
+        """Raises ConfigError where the job is not resolved."""
+        return _resolved("rollout_batch_size", self.rollout_batch_size)
+
+    @property
+    def samples_per_group(self) -> int:
+        """Raises ConfigError where the job is not resolved."""
+        return _resolved("n_samples_per_prompt", self.n_samples_per_prompt)
 
 
 class RewardSection(Section):

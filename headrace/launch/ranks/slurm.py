@@ -38,9 +38,8 @@ def rank_environment(slurm: Mapping[str, str], log_dir: Path) -> dict[str, str]:
 
 def first_host(node_list: str) -> str:
     """The first host of Slurm's compressed list: `gpu[03-05,9],cpu1` begins with gpu03."""
-    match = re.match(r"([^,\[]*)(?:\[(\w+))?", node_list)
-    assert match is not None  # it matches everything
-    return match[1] + (match[2] or "")
+    prefix, _, numbers = node_list.split(",")[0].partition("[")
+    return prefix + re.split(r"[-\]]", numbers)[0]
 
 
 if __name__ == "__main__":

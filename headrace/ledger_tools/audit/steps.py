@@ -58,9 +58,9 @@ class Steps:
     def before(self, event: pb.LedgerEvent) -> None:
         """Whatever the event is: its epoch, and the end of the command before it."""
         if self._giving and (event.kind, event.step) != ("batched", self._giving[0]):
-            self._end_giving()
+            self._end_giving(*self._giving)
         if self._consuming and (event.kind, event.step) != ("consumed", self._consuming[0]):
-            self._end_consuming()
+            self._end_consuming(*self._consuming)
         if self._dissolving and event.kind not in ("dropped", "unbatched"):
             self._end_dissolving()
         if self._rewinding and event.kind not in ("consumed", "rewound"):
@@ -77,9 +77,9 @@ class Steps:
     def finish(self) -> None:
         """There are no more events."""
         if self._giving:
-            self._end_giving()
+            self._end_giving(*self._giving)
         if self._consuming:
-            self._end_consuming()
+            self._end_consuming(*self._consuming)
         self._end_dissolving()
 
     def batched(self, event: pb.LedgerEvent) -> None:
@@ -156,16 +156,14 @@ class Steps:
                 self.found("batch", event, f"took a group out of the batch of step {step} and left the groups {left}")
         self._dissolving.clear()
 
-    def _end_giving(self) -> None:
-        assert self._giving is not None
-        (step, event), self._giving = self._giving, None
+    def _end_giving(self, step: int, event: pb.LedgerEvent) -> None:
+        self._giving = None
         if len(self.batches[step]) != self.groups_per_step:
             number = len(self.batches[step])
             self.found("batch", event, f"left step {step} with {number} groups, a batch has {self.groups_per_step}")
 
-    def _end_consuming(self) -> None:
-        assert self._consuming is not None
-        (step, event), self._consuming = self._consuming, None
+    def _end_consuming(self, step: int, event: pb.LedgerEvent) -> None:
+        self._consuming = None
         batch, used = self.batches.get(step, []), self.used[step]
         if batch != used:
             self.found("batch", event, f"ended step {step} with the groups {used}, its batch has {batch}")

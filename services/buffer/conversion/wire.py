@@ -215,15 +215,15 @@ def record_to_proto(record: SampleRecord) -> sample_pb2.SampleEnvelope:
 def lease_to_proto(
     group: Group, seconds_left: float, n_samples: int, partials: Sequence[sample_pb2.Sample]
 ) -> pb.GroupLease:
-    assert group.lease is not None
+    lease = group.live_lease
     return pb.GroupLease(
-        lease_id=group.lease.lease_id,
+        lease_id=lease.lease_id,
         group_id=group.group_id,
         prompt=prompt_to_proto(group.prompt),
         n_samples=n_samples,
         attempt=group.attempts,
         lease_seconds=seconds_left,
-        policy_version=group.lease.policy_version,
+        policy_version=lease.policy_version,
         partial_samples=partials,
     )
 

@@ -13,6 +13,7 @@ from enum import StrEnum
 
 import msgspec
 
+from headrace.errors import Internal
 from headrace.trajectory import Failure
 
 _LEASE_BYTES = 512
@@ -116,6 +117,13 @@ class Group(msgspec.Struct, frozen=True, gc=False):
     """The position of its latest event."""
     source: int | None = None
     """Which of the stream's sources its prompt was read from; None: submitted."""
+
+    @property
+    def live_lease(self) -> Lease:
+        """The lease of a group that is LEASED."""
+        if self.lease is None:
+            raise Internal(f"group {self.group_id} is {self.state.value} and has no lease")
+        return self.lease
 
     @property
     def records(self) -> tuple[SampleRecord, ...]:

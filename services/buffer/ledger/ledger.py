@@ -148,17 +148,16 @@ class Ledger:
     def forget_deleted(self, now: Instant, stream: str) -> Result[int]:
         """Deletes a chunk of a deleted stream's groups; returns how many."""
         work = self._work(now)
-        indexed = self.deleted.get(stream)
-        group_ids = list(islice(indexed.groups, MAX_CHANGES)) if indexed else []
-        for group_id in group_ids:
-            assert indexed is not None
-            group = indexed.groups[group_id]
+        if (indexed := self.deleted.get(stream)) is None:
+            return self._done(work, 0)
+        groups = list(islice(indexed.groups.values(), MAX_CHANGES))
+        for group in groups:
             if group.lease and self._leases.find(group.lease.lease_id):
                 self._leases.end(group.lease.lease_id)
             work.forget(group.records)
-            work.forget_group(indexed, group_id)
+            work.forget_group(indexed, group.group_id)
             work.set_state(indexed, indexed.state)
-        return self._done(work, len(group_ids))
+        return self._done(work, len(groups))
 
     # Producers
 
@@ -225,7 +224,7 @@ class Ledger:
 
     def renew_all(self, now: Instant) -> None:
         """Starts the full time of every lease again, after nobody could renew it."""
-        self.renew(now, [group.lease.lease_id for group in self._leases.live() if group.lease])
+        self.renew(now, [group.live_lease.lease_id for group in self._leases.live()])
 
     def release(self, now: Instant, releases: Sequence[Release]) -> Result[None]:
         """Ends live leases; ended ones are ignored."""

@@ -287,23 +287,23 @@ class BufferApplication:
             batch = await self._changes.commit(self.ledger.lease_batch(now(), stream, epoch, step))
             if batch is None and self.ledger.is_starved(stream):
                 self._supply.require(self.ledger.stream(stream).state)
-            return await self._choose(stream, epoch, step) if batch is None and self._chooser else batch
+            if batch is None and self._chooser:
+                return await self._choose(self._chooser, stream, epoch, step)
+            return batch
 
         self.ledger.stream(stream)
         batch = await self._changes.wait(stream, attempt, wait_seconds)
         return batch, self.ledger.stream(stream).counts[GroupState.READY]
 
-    async def _choose(self, stream: str, epoch: int, step: int) -> Batch | None:
-        assert self._chooser is not None
+    async def _choose(self, chooser: GroupChooser, stream: str, epoch: int, step: int) -> Batch | None:
         async with self._choosing[stream]:
             indexed = self.ledger.stream(stream)
-            groups = self.ledger.candidates(stream, step)
-            if not groups:
+            if not (groups := self.ledger.candidates(stream, step)):
                 return None
-            with self._chooser.folder() as folder:
+            with chooser.folder() as folder:
                 packed = folder / "groups"
                 await self._payload_readers.run(pack_groups, packed, map(self._packed, groups))
-                chosen, dropped = await self._chooser.choose(step, packed, indexed.state.config.groups_per_step)
+                chosen, dropped = await chooser.choose(step, packed, indexed.state.config.groups_per_step)
             ids = [[groups[place].group_id for place in places] for places in (chosen, dropped)]
             return await self._changes.commit(self.ledger.choose(now(), stream, epoch, step, *ids))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
 from headrace.errors import Unavailable
+from headrace.process.one_shot import run_once
 
 _SECONDS = 120.0
 _ASK = "import torch; print(torch.accelerator.is_available())"
@@ -33,20 +33,13 @@ async def has_accelerator() -> bool:
             return False
     except PackageNotFoundError as error:
         raise _unusable(str(error)) from error
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", _ASK),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
     try:
-        out, err = await asyncio.wait_for(process.communicate(), _SECONDS)
+        asked = await run_once((sys.executable, "-c", _ASK), {**os.environ, "OMP_NUM_THREADS": "1"}, seconds=_SECONDS)
     except TimeoutError as error:
-        process.kill()
         raise Unavailable(f"importing torch took longer than {_SECONDS:g} s") from error
-    words = out.decode().split()
-    if process.returncode or not words:
-        raise _unusable("\n".join(err.decode(errors="replace").splitlines()[-8:]))
+    words = asked.out.decode().split()
+    if asked.exit_code or not words:
+        raise _unusable("\n".join(asked.last_lines))
     return words[-1] == "True"
 
 

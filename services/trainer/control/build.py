@@ -112,13 +112,12 @@ class TrainerBuild:
     def console(self, report: RunReport, rollout: RolloutClient, schedule: JobSchedule) -> TrainerConsole:
         """Shows the run to people and serves their requests."""
         job = self._job
-        assert job.rollout.rollout_batch_size is not None  # the rules derived it
         return TrainerConsole(
             report,
             evaluator_of(job, rollout, schedule),
             run=job.run.run_name,
             num_steps=schedule.num_steps,
-            groups_per_step=job.rollout.rollout_batch_size,
+            groups_per_step=job.rollout.groups_per_step,
         )
 
     def exports(self) -> ExportFolders:

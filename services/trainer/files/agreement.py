@@ -78,9 +78,10 @@ class FileWork:
 
     def do(self, work: Callable[[], T]) -> T:
         """Attempts the work and agrees on it."""
-        found = self.attempt(work)
+        found: list[T] = []
+        self.attempt(lambda: found.append(work()))
         self.agree()
-        return found  # type: ignore[return-value]  # `agree` raised if there is none
+        return found[0]
 
     def gather(self, text: str) -> list[str]:
         """Collective: every rank's text, on the first rank; [] on the others."""

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_group
 
 from headrace.errors import AlreadyExists, HeadraceError, InvalidArgument
 from headrace.models.exported import is_torn
@@ -52,9 +53,7 @@ def export(
     be written.
     """
     is_first = layout.rank == 0
-    everybody = dist.group.WORLD
-    assert everybody is not None  # the ranks have met
-    work = FileWork(everybody, layout.device, InvalidArgument)
+    work = FileWork(_get_default_group(), layout.device, InvalidArgument)
     draft = folder.parent / f".{folder.name}{_DRAFT}"
     work.do(lambda: _begin(folder, draft) if is_first else None)
     files = cut(specs, file_bytes)

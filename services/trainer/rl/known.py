@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from headrace.errors import Internal
+
 Known = Sequence[Tensor] | None
 """[B, S] for each micro-batch of a step; None where it is not needed, or not on this rank."""
 
@@ -17,5 +19,6 @@ def at(known: Known, number: int) -> Tensor | None:
 
 def needed(values: Tensor | None) -> Tensor:
     """The values, for a part of the job that is on only where they are computed: their absence is a bug of ours."""
-    assert values is not None
+    if values is None:
+        raise Internal("a value that this part of the job trains on was not computed before the step")
     return values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from headrace.cli.main import main
 from headrace.errors import Internal
 from headrace.preflight.process import CheckOptions, CheckProcess
 from headrace.preflight.report import Prompts, Report
+from headrace.process.one_shot import OneShot
 from services.buffer.check import ReadingClock
 from services.buffer.check import check as check_buffer
 from services.reward.check import check as check_reward
@@ -189,8 +191,7 @@ async def test_what_a_check_tells_meanwhile_comes_as_it_is_told_and_is_none_of_i
         "import sys; from headrace.preflight.process import tell_progress; tell_progress('half'); "
         f"print('oh no', file=sys.stderr); print(sys.stdin.read(), end=''); sys.exit({code})"
     )
-    pipe = asyncio.subprocess.PIPE
-    started = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdin=pipe, stdout=pipe, stderr=pipe)
+    started = await OneShot.start([sys.executable, "-c", program], os.environ)
     told = list[str]()
     data = b"x" * 1_000_000
     if fails:

@@ -222,9 +222,10 @@ def release(work: Work, stream: IndexedStream, group: Group, given: Release) -> 
 
 def lose(work: Work, stream: IndexedStream, group: Group) -> None:
     """Ends a lease that has reached its deadline."""
-    assert group.lease is not None
     seconds = stream.state.config.lease_seconds
-    failure = Failure("LEASE_EXPIRED", f"producer {group.lease.producer_id} did not renew its lease for {seconds:g} s")
+    failure = Failure(
+        "LEASE_EXPIRED", f"producer {group.live_lease.producer_id} did not renew its lease for {seconds:g} s"
+    )
     work.requeue_or_fail(stream, work.end_lease(group), "lease_expired", failure)
     stream.production.returned(f"{failure.reason}: {failure.message}")
 
@@ -266,13 +267,12 @@ def put(work: Work, stream: IndexedStream, put: GroupPut) -> PutResult:
     if not _is_live(group, put):
         refused = Failure("LEASE_LOST", f"lease {put.lease_id} has ended: another producer has its group now")
         return PutResult(group.group_id, group.state, refused=refused)
-    assert group.lease is not None
     ended = work.end_lease(group, put.fingerprint)
     num_samples = stream.state.config.n_samples_per_prompt
     failure = put.failure or Failure(put.outcome.value, "no reason was given")
     match put.outcome:
         case PutOutcome.COMPLETE:
-            done = _complete(work, stream, ended, put, group.lease.policy_version)
+            done = _complete(work, stream, ended, put, group.live_lease.policy_version)
             stream.production.completed(group.group_id, [(s.failure, s.record.reward) for s in put.samples])
         case PutOutcome.DROPPED:
             done = work.drop(stream, ended, failure)

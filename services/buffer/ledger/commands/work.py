@@ -121,9 +121,9 @@ class Work:
 
     def end_lease(self, group: Group, fingerprint: bytes | None = None) -> Group:
         """Returns the group without its lease. A fingerprint lets a repeated put be recognized."""
-        assert group.lease is not None
-        self.leases.end(group.lease.lease_id)
-        ended = (*group.ended, EndedLease(group.lease.lease_id, fingerprint)) if fingerprint else group.ended
+        lease_id = group.live_lease.lease_id
+        self.leases.end(lease_id)
+        ended = (*group.ended, EndedLease(lease_id, fingerprint)) if fingerprint else group.ended
         return replace(group, lease=None, ended=ended)
 
     def requeue_or_fail(self, stream: IndexedStream, group: Group, kind: str, failure: Failure) -> Group:

@@ -22,10 +22,10 @@ class LeaseTable:
 
     def grant(self, group: Group, deadline: float) -> None:
         """Adds the group's lease."""
-        assert group.lease is not None
-        self._groups[group.lease.lease_id] = group
-        self._requests[group.stream, group.lease.request_id][group.lease.lease_id] = None
-        self.renew(group.lease.lease_id, deadline)
+        lease = group.live_lease
+        self._groups[lease.lease_id] = group
+        self._requests[group.stream, lease.request_id][lease.lease_id] = None
+        self.renew(lease.lease_id, deadline)
 
     def renew(self, lease_id: str, deadline: float) -> None:
         """Moves the deadline of a live lease."""
@@ -42,8 +42,7 @@ class LeaseTable:
         """Removes a live lease."""
         group = self._groups.pop(lease_id)
         del self._deadlines[lease_id]
-        assert group.lease is not None
-        request = (group.stream, group.lease.request_id)
+        request = (group.stream, group.live_lease.request_id)
         del self._requests[request][lease_id]
         if not self._requests[request]:
             del self._requests[request]

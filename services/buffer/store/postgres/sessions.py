@@ -159,13 +159,11 @@ class Sessions:
             time.sleep(_CLAIM_SECONDS)
         self.writer = self._kept("writer")
         with answered(self.writer):
-            row = self.writer.execute(
+            ((self.epoch, self.ledger_id, self.num_commits),) = self.writer.execute(
                 "INSERT INTO owner VALUES (1, 1, %s) ON CONFLICT (id) DO UPDATE SET epoch = owner.epoch + 1 "
                 "RETURNING epoch, ledger_id, commits",
                 (secrets.token_hex(4),),
-            ).fetchone()
-        assert row is not None  # it returns what it wrote
-        self.epoch, self.ledger_id, self.num_commits = row
+            )
         log.info("ledger_owned", ledger=self.schema, owner_epoch=self.epoch)
 
     def _take_claim(self) -> bool:
@@ -200,9 +198,7 @@ class Sessions:
         return num_commits
 
     def _owned(self, lock: LiteralString) -> int:
-        row = self.writer.execute(sql.SQL("SELECT epoch, commits FROM owner " + lock)).fetchone()  # noqa: S608  # two constants
-        assert row is not None  # this owner wrote it
-        epoch, num_commits = row
+        ((epoch, num_commits),) = self.writer.execute(sql.SQL("SELECT epoch, commits FROM owner " + lock))  # noqa: S608  # two constants
         if epoch != self.epoch:
             raise self.fenced(epoch)
         return int(num_commits)

@@ -78,8 +78,8 @@ class PostgresStore:
             for group_id, body in self._rows("groups", "group_id", damaged)
             if (group := _group(group_id, body, prompts, records, damaged))
         ]
-        (oldest, position) = _one(
-            self._sessions.writer.execute("SELECT coalesce(min(position), 1), coalesce(max(position), 0) FROM events")
+        ((oldest, position),) = self._sessions.writer.execute(
+            "SELECT coalesce(min(position), 1), coalesce(max(position), 0) FROM events"
         )
         self._damage = tuple(map(Damage, damaged))
         lost = {name.partition("/")[2] for name in damaged if not name.startswith("samples/")}
@@ -143,7 +143,8 @@ class PostgresStore:
                 (self._sessions.epoch, self._num_commits),
             )
             if updated.rowcount != 1:
-                raise self._not_ours(*_one(writer.execute("SELECT epoch, commits FROM owner")))
+                ((epoch, num_commits),) = writer.execute("SELECT epoch, commits FROM owner")
+                raise self._not_ours(epoch, num_commits)
             with writer.cursor() as cursor:
                 for transaction in transactions:
                     _write(cursor.executemany, transaction)
@@ -260,9 +261,3 @@ def _row(key: str, body: bytes) -> tuple[str, bytes, int]:
 
 def _crc(key: str, body: Any) -> int:
     return zlib.crc32(body, zlib.crc32(key.encode()))
-
-
-def _one(cursor: psycopg.Cursor[Any]) -> Any:
-    row = cursor.fetchone()
-    assert row is not None  # the query always has a row
-    return row

@@ -69,11 +69,10 @@ class PayloadFiles:
             self._num_unnamed.subtract(extent.file_id for extent in extents)
 
     def _append(self, extents: Sequence[NewExtent]) -> list[Extent]:
-        is_new = self._active is None or self._end >= self._file_bytes
-        if is_new:
-            self._active, self._end = secrets.token_bytes(FILE_ID_BYTES), 0
-        assert self._active is not None
-        file_id, start = self._active, self._end
+        active = self._active if self._end < self._file_bytes else None
+        is_new = active is None
+        file_id, start = active or secrets.token_bytes(FILE_ID_BYTES), 0 if is_new else self._end
+        self._active, self._end = file_id, start
         parts: list[Buffer] = [file_header(file_id)] if is_new else []
         self._end += FILE_HEADER_BYTES if is_new else 0
         placed = [self._place(file_id, extent, parts) for extent in extents]

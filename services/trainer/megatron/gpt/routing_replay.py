@@ -68,12 +68,11 @@ class RouterOfLayer:
         self,
         scores: Tensor,
         topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: TopK | None = None,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: TopK,
     ) -> tuple[Tensor, Tensor]:
         """Scores and numbers of the experts, [tokens, topk] each, as Megatron-core's router wants them."""
-        assert default_compute_topk is not None
         best: tuple[Tensor, Tensor] = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         match self._replay.mode:
             case "free":

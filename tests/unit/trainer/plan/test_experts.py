@@ -119,4 +119,4 @@ def _with(sample: Sample, *, layer: int, value: int) -> Sample:
 
 
 def _choose(router: RouterOfLayer, scores: Tensor) -> tuple[Tensor, Tensor]:
-    return router.get_replay_topk(scores, 2, default_compute_topk=lambda s, k, **_: s.topk(k, dim=1))
+    return router.get_replay_topk(scores, 2, None, None, lambda s, k, **_: s.topk(k, dim=1))
