@@ -37,7 +37,7 @@ async def check(options: CheckOptions, read_prompts: ReadPrompts) -> Report:
         return report
     try:
         hook = await describe(job.reward)
-        registry = Registry.build(job.reward.rm_type, hook)
+        registry = Registry.of(job.reward.rm_type, hook)
     except HeadraceError as error:
         report.refuse(error, elsewhere=options.elsewhere and job.reward.custom_rm_path is not None)
         return report

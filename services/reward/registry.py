@@ -43,7 +43,7 @@ class Registry:
         self.default = default
 
     @classmethod
-    def build(cls, rm_type: str | None, custom: RewardHook | None) -> Registry:
+    def of(cls, rm_type: str | None, custom: RewardHook | None) -> Registry:
         """Takes the installed scorers and, as the default, the user's function."""
         versions = installed()
         scorers = [

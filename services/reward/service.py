@@ -47,7 +47,7 @@ class RewardServer:
     ) -> RewardServer:
         """Returns when it serves. Raises ConfigError for a wrong hook or rm_type, Unavailable for a port in use."""
         hook = await describe(reward)
-        registry = Registry.build(reward.rm_type, hook)
+        registry = Registry.of(reward.rm_type, hook)
         pool, slow_pool = worker_pool(reward, registry, hook), slow_worker_pool(reward, registry)
         metrics = RewardMetrics()
         batch_scorer = BatchScorer(

@@ -21,8 +21,8 @@ from headrace.process.service_main import run_service
 from headrace.rpc.log import configure_logging
 from headrace.rpc.net import Address, require_free
 from headrace.rpc.server import RpcServer, Service
+from services.rollout.build import rollout_service, sglang_factory
 from services.rollout.engine.machine import has_accelerator
-from services.rollout.service import RolloutService, sglang_factory
 from services.rollout.servicer import REQUEST_LIMITS, RolloutServicer
 
 
@@ -47,7 +47,7 @@ async def _serve(job: Job, arguments: argparse.Namespace) -> None:
     name = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
     factory = sglang_factory(job, arguments.log_dir, has_accelerator=await has_accelerator())
     registry = CollectorRegistry()
-    service = RolloutService(job, factory, arguments.log_dir, registry, arguments.samples_dir)
+    service = rollout_service(job, factory, arguments.log_dir, registry, arguments.samples_dir)
     server = RpcServer(
         "rollout",
         arguments.address,

@@ -1,4 +1,4 @@
-"""Builds the rollout service: engines, router, producers, evaluation, publication."""
+"""The running rollout service: it starts and stops engines, router, producers and the user's functions."""
 
 from __future__ import annotations
 
@@ -6,47 +6,26 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-from prometheus_client import CollectorRegistry
 
 from headrace.api.sample.v1 import sample_pb2
-from headrace.errors import ConfigError, HeadraceError
-from headrace.hooks import hook_args
-from headrace.job.model.context_limit import ContextLimit
-from headrace.job.schema.job import Job
-from headrace.job_buffer import buffer_of
-from headrace.models.architecture import Architecture
-from headrace.models.registry import read_architecture
-from headrace.process.openmp import threads_of_each
-from headrace.process.scratch import delete_leftovers
+from headrace.client.port import Buffer
+from headrace.errors import HeadraceError
 from headrace.rpc.log import log
-from headrace.sample_checks import ModelBounds
 from services.rollout.engine.api import Generation, SamplingParams
-from services.rollout.engine.arguments import EngineOptions
 from services.rollout.engine.client import EngineClient
-from services.rollout.engine.fleet import Fleet, FleetTiming
-from services.rollout.engine.process import EngineFactory, SglangProcess
+from services.rollout.engine.fleet import Fleet
 from services.rollout.engine.router import Router
-from services.rollout.eval_file import EvalFiles
 from services.rollout.evaluate import Evaluator
 from services.rollout.metrics import RolloutMetrics
-from services.rollout.production.custom import HookSampler, custom_args
-from services.rollout.production.failed_samples import FailedSamples
+from services.rollout.production.custom import HookSampler
 from services.rollout.production.filter import GroupFilter
 from services.rollout.production.generator import Generator
-from services.rollout.production.groups import GroupSampler
-from services.rollout.production.ledger import BufferLedger
-from services.rollout.production.partial import PartialRollout
 from services.rollout.production.producer import Producer
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
-from services.rollout.production.sampling import EngineSampler, Sampler, job_params, merged_params
-from services.rollout.production.supervised import supervised_parts
+from services.rollout.production.sampling import Sampler, merged_params
 from services.rollout.production.teacher import Teacher
 from services.rollout.publication.receiver import Receiver
 from services.rollout.scoring import SampleScorer
-
-_STREAM = "train"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,88 +62,22 @@ class RolloutService:
 
     def __init__(
         self,
-        job: Job,
-        factory: EngineFactory,
-        log_dir: Path,
-        registry: CollectorRegistry,
-        samples_dir: Path | None = None,
+        parts: RolloutParts,
+        router: Router,
+        router_client: EngineClient,
+        buffer: Buffer,
+        *,
+        custom: HookSampler | None,
+        group_filter: GroupFilter | None,
+        teacher: Teacher | None,
     ) -> None:
-        seconds = job.rollout.generate_timeout_seconds
-        params, seed = job_params(job.rollout), job.data.rollout_seed
-        encoder = PromptEncoder(job.model.hf_checkpoint, apply_chat_template=job.data.apply_chat_template)
-        metrics = RolloutMetrics(registry)
-        self._router = Router(job.rollout.router_policy, log_dir / "router.log", request_seconds=seconds)
-        asks_for_experts = job.train.use_rollout_routing_replay
-        architecture = read_architecture(job.model.hf_checkpoint)
-        self._router_client = EngineClient(
-            self._router.url, routed_experts=asks_for_experts, vocab_size=architecture.vocab_size
-        )
-        self._buffer = buffer_of(job.services)
-        fleet = Fleet(
-            job.placement.rollout_num_gpus // job.placement.rollout_num_gpus_per_engine,
-            job.placement.rollout_num_gpus_per_engine,
-            factory,
-            self._router,
-            FleetTiming(start_seconds=job.services.start_timeout_seconds),
-            metrics,
-        )
-        generator = Generator(
-            self._router_client, fleet.weights, fleet.suspect, context=ContextLimit.of_engines(job.sglang, architecture)
-        )
-        hook, args = job.rollout.custom_generate_function_path, hook_args(job)
-        warnings: list[str] = []
-        self._custom = (
-            HookSampler(hook, custom_args(args, self._router.url), fleet.weights, seconds=seconds, warn=warnings.append)
-            if hook
-            else None
-        )
-        num_layers = architecture.num_layers if asks_for_experts else None
-        sampler: Sampler = self._custom or EngineSampler(generator, encoder, seconds=seconds, num_layers=num_layers)
-        self._filter = GroupFilter.of(job.rollout, args)
-        self._teacher = Teacher.of(job.distillation, call_seconds=seconds)
-        scorer = SampleScorer(
-            _required(job.services.reward_address, "reward_address"),
-            item_seconds=job.reward.reward_timeout_seconds,
-            patience_seconds=job.services.peer_wait_seconds,
-        )
-        supervised = supervised_parts(job.train, job.model.hf_checkpoint)
-        groups = GroupSampler(
-            supervised.encoder if supervised else encoder,
-            supervised.sampler if supervised else sampler,
-            None if supervised else scorer,
-            params,
-            rollout_seed=seed,
-            max_prompt_tokens=job.rollout.rollout_max_prompt_len,
-            context=_context(job, architecture),
-            group_filter=self._filter,
-            partial_rollout=_partial_rollout(job),
-            teacher=self._teacher,
-            bounds=ModelBounds.of(architecture),
-            failed_samples=FailedSamples.of(job.tracking, samples_dir),
-        )
-        producer = Producer(
-            BufferLedger(self._buffer, _STREAM),
-            groups,
-            lambda: fleet.policy_version,
-            metrics,
-            max_groups_in_flight=job.rollout.max_groups_in_flight or 2 * _groups_per_step(job),
-            interrupt=fleet.interrupt,
-        )
-        self.parts = RolloutParts(
-            encoder=encoder,
-            generator=generator,
-            sampler=sampler,
-            scorer=scorer,
-            evaluator=Evaluator(encoder, sampler, scorer, params, seed=seed, files=_eval_files(job)),
-            fleet=fleet,
-            receiver=Receiver(fleet),
-            producer=producer,
-            metrics=metrics,
-            params=params,
-            generate_seconds=seconds,
-            router_url=self._router.url,
-            warnings=warnings,
-        )
+        self.parts = parts
+        self._router = router
+        self._router_client = router_client
+        self._buffer = buffer
+        self._custom = custom
+        self._filter = group_filter
+        self._teacher = teacher
 
     async def start(self) -> None:
         """Starts engines and router, then production. Raises Unavailable when one of them does not start."""
@@ -198,57 +111,3 @@ class RolloutService:
             await self._teacher.close()
         self.parts.encoder.close()
         await asyncio.gather(self._router_client.close(), self._buffer.close(), self.parts.scorer.close())
-
-
-def sglang_factory(job: Job, log_dir: Path, *, has_accelerator: bool) -> EngineFactory:
-    """Makes real engines. Their start raises ConfigError for --sglang-* flags that SGLang does not know."""
-    delete_leftovers(log_dir, "engine-*")
-    options = engine_options(job)
-    return lambda number: SglangProcess(
-        options, number, log_dir / f"engine-{number}.log", has_accelerator=has_accelerator
-    )
-
-
-def engine_options(job: Job) -> EngineOptions:
-    """On-policy, engines use all cores while the trainer waits; otherwise they leave half of them to it."""
-    share = 0.5 if job.buffer.max_staleness else 1.0
-    return EngineOptions(
-        hf_checkpoint=job.model.hf_checkpoint,
-        tensor_parallel_size=job.placement.rollout_num_gpus_per_engine,
-        seed=job.data.rollout_seed,
-        sglang=job.sglang,
-        threads=threads_of_each(job.placement.rollout_num_gpus, share=share),
-        returns_experts=job.train.use_rollout_routing_replay,
-    )
-
-
-def _eval_files(job: Job) -> EvalFiles:
-    return EvalFiles([path for _, path in job.eval.eval_prompt_data], job.buffer.prompt_root)
-
-
-def _partial_rollout(job: Job) -> PartialRollout | None:
-    if not job.rollout.partial_rollout:
-        return None
-    return PartialRollout(job.rollout.mask_offpolicy_in_partial_rollout, job.buffer.max_staleness)
-
-
-def _context(job: Job, architecture: Architecture) -> ContextLimit | None:
-    """The limit of a prompt and its response; None where only the job could set one, and it sets none.
-
-    So it is with conversations that are given, and with a user's function, which may ask about something shorter than
-    the prompt.
-    """
-    asks_engines = job.train.loss_mask_type is None and job.rollout.custom_generate_function_path is None
-    if not asks_engines and job.rollout.rollout_max_context_len is None:
-        return None
-    return ContextLimit.of(job.rollout, job.sglang, architecture)
-
-
-def _groups_per_step(job: Job) -> int:
-    return job.rollout.over_sampling_batch_size or job.rollout.rollout_batch_size or 1
-
-
-def _required(value: str | None, name: str) -> str:
-    if value is None:
-        raise ConfigError(f"services.{name} is not set: the rollout service needs it", field=f"services.{name}")
-    return value

@@ -50,7 +50,7 @@ def export_checkpoint(job: Job, checkpoint: Path, folder: Path) -> None:
     architecture = read_architecture(job.model.hf_checkpoint)
     reader = opened(checkpoint, layout)
     require_same_model(reader, architecture)
-    converter = RankModel.build(architecture, megatron(job.megatron), layout, job.train.packing).converter
+    converter = RankModel.of(architecture, megatron(job.megatron), layout, job.train.packing).converter
     ModelState(POLICY, converter.shards(), None).restore_weights(reader)
     export(converter.hf_tensors(), converter.hf_tensor_specs(), job.model.hf_checkpoint, folder, layout)
 

@@ -1,4 +1,4 @@
-"""The loop's `Ledger`: one stream of the buffer."""
+"""The loop's `TrainerLedger`: one stream of the buffer."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from services.trainer.state import TrainState
 from services.trainer.weights.lacking import Lacking
 
 
-class Ledger(Protocol):
+class TrainerLedger(Protocol):
     """The buffer, as the loop sees it."""
 
     async def rewind(self, step: int) -> int:
@@ -105,7 +105,7 @@ class Schedule(Protocol):
         """After this many steps a checkpoint is written."""
 
 
-async def train(ledger: Ledger, ranks: Ranks, console: Console, schedule: Schedule) -> TrainState:
+async def train(ledger: TrainerLedger, ranks: Ranks, console: Console, schedule: Schedule) -> TrainState:
     """Runs the job to its end, or to where the console stops it."""
     step = await ranks.restore()
     state = TrainState(step, policy_version=step, epoch=await ledger.rewind(step))
@@ -153,7 +153,7 @@ async def tried(saving: Awaitable[None]) -> None:
 
 
 async def next_batch(
-    ledger: Ledger, ranks: Ranks, console: Console, state: TrainState
+    ledger: TrainerLedger, ranks: Ranks, console: Console, state: TrainState
 ) -> tuple[TrainState, Batch | None]:
     """The step's batch, once it is full; None when the run is to end. Engines that start meanwhile get the weights."""
     while (batch := await ledger.lease_batch(state.epoch, state.step)) is None and not console.stopping:
@@ -165,13 +165,13 @@ async def next_batch(
     return state, batch
 
 
-async def look_ahead(ledger: Ledger, ranks: Ranks, state: TrainState) -> None:
+async def look_ahead(ledger: TrainerLedger, ranks: Ranks, state: TrainState) -> None:
     """In asynchronous training the next batch is often there: it is fetched while this one is trained and published."""
     if (upcoming := await ledger.batch_ahead(state.epoch, state.step + 1)) is not None:
         await ranks.prefetch(upcoming)
 
 
-async def commit(ledger: Ledger, ranks: Ranks, covered: TrainState) -> TrainState:
+async def commit(ledger: TrainerLedger, ranks: Ranks, covered: TrainState) -> TrainState:
     """Once a checkpoint is safe, the ledger lets go what it covers; returns the state of the newest safe one."""
     if (safe := ranks.take_safe()) is None:
         return covered
@@ -179,7 +179,7 @@ async def commit(ledger: Ledger, ranks: Ranks, covered: TrainState) -> TrainStat
     return safe
 
 
-async def publish(ledger: Ledger, ranks: Ranks, state: TrainState) -> tuple[TrainState, dict[str, float]]:
+async def publish(ledger: TrainerLedger, ranks: Ranks, state: TrainState) -> tuple[TrainState, dict[str, float]]:
     """The current weights to the engines, then to the ledger's knowledge."""
     figures = await ranks.publish(state)
     state = state.published()

@@ -34,13 +34,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from headrace.job.schema.job import Job
 from headrace.wire.tensor_spec import TensorSpec
+from services.rollout.build import sglang_factory
 from services.rollout.engine.fleet import Fleet, FleetTiming
 from services.rollout.engine.http import Http, Reply
 from services.rollout.engine.machine import has_accelerator
 from services.rollout.engine.router import Router
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan, Plan
-from services.rollout.service import sglang_factory
 from services.trainer.control.sender import WeightSender
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.policy import Policy

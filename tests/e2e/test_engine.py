@@ -20,6 +20,7 @@ from headrace.errors import ChecksumMismatch, InvalidArgument, PublicationAborte
 from headrace.job.schema.job import Job
 from headrace.probe import Probe
 from headrace.wire.tensor_spec import TensorSpec
+from services.rollout.build import sglang_factory
 from services.rollout.engine.answer import BadAnswer, Finish
 from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.engine.arguments import EngineOptions
@@ -32,7 +33,6 @@ from services.rollout.production.generator import Generator
 from services.rollout.publication.publication import Committed
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan, Plan
-from services.rollout.service import sglang_factory
 from services.trainer.weights.weight_group import WeightGroup
 from tests.support.fakes.engine_checksums import engine_checksums, flat_bytes
 from tests.support.fakes.engine_contract import CONTRACT, EngineUnderTest

@@ -28,7 +28,7 @@ READERS = {
     "services/buffer/__main__.py": "starts",
     "services/reward/check.py": "checks",
     "services/rollout/__main__.py": "starts",
-    "services/rollout/service.py": "builds",
+    "services/rollout/build.py": "builds",
     "services/rollout/check.py": "checks",
     "services/trainer/control/build.py": "builds",
     "services/trainer/export_checkpoint.py": "builds",

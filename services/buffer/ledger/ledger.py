@@ -21,7 +21,7 @@ from services.buffer.ledger.commands import producing, training
 from services.buffer.ledger.commands.dropping import Dropped, drop
 from services.buffer.ledger.commands.producing import GroupPut, NoLeaseReason, PutResult, Release
 from services.buffer.ledger.commands.retrying import Retried, retry
-from services.buffer.ledger.commands.training import Batch
+from services.buffer.ledger.commands.training import StepBatch
 from services.buffer.ledger.commands.work import MAX_CHANGES, Work
 from services.buffer.ledger.group import Group, GroupState, Prompt, SampleRecord
 from services.buffer.ledger.indexed_stream import IndexedStream
@@ -286,7 +286,7 @@ class Ledger:
 
     # The trainer
 
-    def lease_batch(self, now: Instant, stream: str, epoch: int, step: int) -> Result[Batch | None]:
+    def lease_batch(self, now: Instant, stream: str, epoch: int, step: int) -> Result[StepBatch | None]:
         """Returns the step's batch, or None while it is not full."""
         work = self._work(now)
         return self._done(work, training.lease_batch(work, self.stream(stream), epoch, step))
@@ -301,7 +301,7 @@ class Ledger:
 
     def choose(
         self, now: Instant, stream: str, epoch: int, step: int, chosen: Sequence[str], dropped: Sequence[str]
-    ) -> Result[Batch | None]:
+    ) -> Result[StepBatch | None]:
         """Returns the step's batch, or None when the choice does not fill it."""
         work = self._work(now)
         return self._done(work, training.choose(work, self.stream(stream), epoch, step, chosen, dropped))

@@ -24,7 +24,7 @@ from services.buffer.conversion.payload_check import check_samples
 from services.buffer.ledger.commands.dropping import Dropped
 from services.buffer.ledger.commands.producing import GroupPut, NoLeaseReason, PutResult, Release
 from services.buffer.ledger.commands.retrying import Retried
-from services.buffer.ledger.commands.training import Batch
+from services.buffer.ledger.commands.training import StepBatch
 from services.buffer.ledger.commands.work import MAX_CHANGES, NewSample
 from services.buffer.ledger.group import Group, GroupState, Prompt, SampleRecord
 from services.buffer.ledger.ledger import Ledger
@@ -224,8 +224,7 @@ class BufferApplication:
             self.ledger.check_submit(stream, prompts)
             for first in range(0, len(prompts), _SUBMITTED_AT_ONCE):
                 some = prompts[first : first + _SUBMITTED_AT_ONCE]
-                submitted = self._changes.commit(self.ledger.submit(now(), stream, some))
-                group_ids += await submitted
+                group_ids += await self._changes.commit(self.ledger.submit(now(), stream, some))
         return group_ids
 
     async def lease(
@@ -280,10 +279,12 @@ class BufferApplication:
     async def drop(self, stream: str, request_id: str, group_ids: Sequence[str], reason: str) -> Dropped:
         return await self._changes.commit(self.ledger.drop(now(), stream, request_id, group_ids, reason))
 
-    async def lease_batch(self, stream: str, epoch: int, step: int, wait_seconds: float) -> tuple[Batch | None, int]:
+    async def lease_batch(
+        self, stream: str, epoch: int, step: int, wait_seconds: float
+    ) -> tuple[StepBatch | None, int]:
         """Returns the batch (or None), and how many groups are READY."""
 
-        async def attempt() -> Batch | None:
+        async def attempt() -> StepBatch | None:
             batch = await self._changes.commit(self.ledger.lease_batch(now(), stream, epoch, step))
             if batch is None and self.ledger.is_starved(stream):
                 self._supply.require(self.ledger.stream(stream).state)
@@ -295,7 +296,7 @@ class BufferApplication:
         batch = await self._changes.wait(stream, attempt, wait_seconds)
         return batch, self.ledger.stream(stream).counts[GroupState.READY]
 
-    async def _choose(self, chooser: GroupChooser, stream: str, epoch: int, step: int) -> Batch | None:
+    async def _choose(self, chooser: GroupChooser, stream: str, epoch: int, step: int) -> StepBatch | None:
         async with self._choosing[stream]:
             indexed = self.ledger.stream(stream)
             if not (groups := self.ledger.candidates(stream, step)):
@@ -331,8 +332,7 @@ class BufferApplication:
         num_back = 0
         async with self._changing[stream]:
             for until in self.ledger.rewind_steps(stream, step, request_id, least_epoch):
-                part = self.ledger.rewind(now(), stream, until, None, 0, num_back)
-                num_back = (await self._changes.commit(part))[1]
+                _, num_back = await self._changes.commit(self.ledger.rewind(now(), stream, until, None, 0, num_back))
             return await self._changes.commit(
                 self.ledger.rewind(now(), stream, step, request_id, least_epoch, num_back)
             )

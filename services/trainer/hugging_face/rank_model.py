@@ -27,9 +27,7 @@ class RankModel:
     converter: Converter
 
     @classmethod
-    def build(
-        cls, architecture: Architecture, args: MegatronArgs, layout: Layout, packing: Packing | None
-    ) -> RankModel:
+    def of(cls, architecture: Architecture, args: MegatronArgs, layout: Layout, packing: Packing | None) -> RankModel:
         """Its weights are whatever torch gave them: load a folder or restore a checkpoint next."""
         config = transformer_config(architecture, args, layout)
         chosen = choose_packing(packing, config, layout)

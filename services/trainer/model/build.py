@@ -117,7 +117,7 @@ def critic_of(job: Job, layout: Layout, stopwatch: Stopwatch) -> Critic:
             "lr_warmup_fraction": None,
         }
     )
-    model = RankModel.build(read_architecture(job.model.hf_checkpoint), args, layout, job.train.packing)
+    model = RankModel.of(read_architecture(job.model.hf_checkpoint), args, layout, job.train.packing)
     model.converter.load(job.critic.critic_load or job.model.hf_checkpoint)
     return Critic(
         model,
@@ -131,7 +131,7 @@ def critic_of(job: Job, layout: Layout, stopwatch: Stopwatch) -> Critic:
 
 def _model(job: Job, architecture: Architecture, args: MegatronArgs, layout: Layout) -> RankModel:
     """The model with the weights that the run begins with; parameters that are not trained are frozen."""
-    model = RankModel.build(architecture, args, layout, job.train.packing)
+    model = RankModel.of(architecture, args, layout, job.train.packing)
     model.converter.load(job.model.hf_checkpoint)
     if (initial := job.checkpoint.initial_megatron_checkpoint) is not None:
         ModelState(POLICY, model.converter.shards(), None).restore_weights(opened(initial, layout))

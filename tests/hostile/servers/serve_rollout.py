@@ -17,7 +17,7 @@ from headrace.job.schema.production import DataSection, EvalSection, RolloutSect
 from headrace.job.schema.run import ModelSection, PlacementSection, ServicesSection
 from headrace.rpc.log import configure_logging
 from headrace.rpc.server import RpcServer, Service
-from services.rollout.service import RolloutService
+from services.rollout.build import rollout_service
 from services.rollout.servicer import RolloutServicer
 from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.fakes.fake_fleet import WIRE
@@ -51,7 +51,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         placement=PlacementSection(rollout_num_gpus=NUM_ENGINES),
     )
     registry = CollectorRegistry()
-    service = RolloutService(job, lambda number: FakeEngine(WIRE, token_seconds=TOKEN_SECONDS), folder, registry)
+    service = rollout_service(job, lambda number: FakeEngine(WIRE, token_seconds=TOKEN_SECONDS), folder, registry)
     name = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
     parts = RolloutServicer(service.parts)
     server = RpcServer(

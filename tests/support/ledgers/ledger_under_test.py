@@ -10,7 +10,7 @@ from typing import TypeVar
 from headrace.api.sample.v1 import sample_pb2
 from headrace.trajectory import Failure
 from services.buffer.ledger.commands.producing import GroupPut, PutOutcome, PutResult
-from services.buffer.ledger.commands.training import Batch
+from services.buffer.ledger.commands.training import StepBatch
 from services.buffer.ledger.commands.work import NewSample
 from services.buffer.ledger.group import Group, GroupState, Prompt, SampleRecord, payload_key
 from services.buffer.ledger.ledger import Ledger, Result
@@ -74,10 +74,10 @@ class LedgerUnderTest:
         self.requests += 1
         return self.do(self.ledger.rewind(self.now, "train", step, request_id or f"rewind-{self.requests}"))[0]
 
-    def batch(self, epoch: int, step: int) -> Batch | None:
+    def batch(self, epoch: int, step: int) -> StepBatch | None:
         return self.do(self.ledger.lease_batch(self.now, "train", epoch, step))
 
-    def consume(self, epoch: int, step: int) -> Batch:
+    def consume(self, epoch: int, step: int) -> StepBatch:
         batch = self.batch(epoch, step)
         assert batch is not None, f"step {step} has no batch"
         self.do(self.ledger.consume(self.now, "train", epoch, step, batch.digest))
@@ -89,7 +89,7 @@ class LedgerUnderTest:
     def serve(self, epoch: int, policy_version: int) -> int:
         return self.do(self.ledger.set_policy_version(self.now, "train", epoch, policy_version))
 
-    def train_step(self, epoch: int, step: int) -> Batch:
+    def train_step(self, epoch: int, step: int) -> StepBatch:
         """Produce what may be produced, consume it, publish."""
         self.put(self.lease())
         batch = self.consume(epoch, step)

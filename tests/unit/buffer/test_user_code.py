@@ -17,7 +17,7 @@ from headrace.hooks import HookArgs
 from services.buffer.conversion import wire
 from services.buffer.conversion.wire_bytes import raw_put
 from services.buffer.ledger.commands.producing import GroupPut, PutOutcome
-from services.buffer.ledger.commands.training import Batch
+from services.buffer.ledger.commands.training import StepBatch
 from services.buffer.ledger.group import GroupState, Prompt
 from services.buffer.ledger.source import Cursor
 from services.buffer.ledger.stream import ExpiryAction, Selection, StreamConfig
@@ -100,7 +100,7 @@ def labelled_put(lease: pb.GroupLease, policy_version: int) -> pb.GroupPut:
     )
 
 
-def labels(batch: Batch | None) -> list[str]:
+def labels(batch: StepBatch | None) -> list[str]:
     assert batch is not None
     return [group.prompt.prompt_id for group in batch.groups]
 

@@ -11,11 +11,11 @@ from prometheus_client import CollectorRegistry
 from headrace.hooks import hook_args
 from headrace.job.schema.job import Job
 from headrace.trajectory import Status
+from services.rollout.build import rollout_service
 from services.rollout.engine.router import command
 from services.rollout.production.custom import custom_args
 from services.rollout.production.prompts import EncodedPrompt
 from services.rollout.production.sampling import SampleRequest, job_params
-from services.rollout.service import RolloutService
 from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.fakes.fake_fleet import WIRE
 from tests.support.models.tiny_model import make_tiny_qwen3
@@ -73,7 +73,7 @@ async def test_custom_generate_function_path_makes_the_samples_of_the_service(tm
             "placement": {"rollout_num_gpus": 1},
         }
     )
-    service = RolloutService(job, lambda number: FakeEngine(WIRE), tmp_path, CollectorRegistry())
+    service = rollout_service(job, lambda number: FakeEngine(WIRE), tmp_path, CollectorRegistry())
     request = SampleRequest("g/1/0", "g", 0, EncodedPrompt("hello", (1, 2)), "7", {}, job_params(job.rollout))
     try:
         (sample,) = await service.parts.sampler.sample_all([request], evaluation=False)

@@ -13,7 +13,7 @@ from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
 from headrace.job.schema.job import Job
 from services.buffer.store.memory import MemoryStore
-from services.rollout.service import RolloutService
+from services.rollout.build import rollout_service
 from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.fakes.fake_fleet import WIRE
 from tests.support.ledgers.buffer_samples import text_prompts
@@ -35,7 +35,7 @@ async def producing(folder: Path, **rollout: int) -> AsyncIterator[BufferClient]
         addresses = {"buffer_address": server.address, "reward_address": "127.0.0.1:9"}
         sections = {"model": {"hf_checkpoint": folder}, "services": addresses, "rollout": rollout}
         job = Job.model_validate(sections)
-        service = RolloutService(job, lambda number: FakeEngine(WIRE), folder, CollectorRegistry())
+        service = rollout_service(job, lambda number: FakeEngine(WIRE), folder, CollectorRegistry())
         service.parts.producer.start()
         try:
             yield client

@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry
 from headrace.api.sample.v1 import sample_pb2
 from headrace.job.schema.job import Job
 from headrace.job.schema.training import TrainSection
+from services.rollout.build import rollout_service
 from services.rollout.production.supervised import supervised_parts
-from services.rollout.service import RolloutService
 from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.fakes.fake_fleet import WIRE
 from tests.support.models.chat_templates import make_chat_tokenizer
@@ -30,7 +30,7 @@ async def test_a_text_is_one_user_turn_where_apply_chat_template_says_so(tmp_pat
             "services": {"buffer_address": "127.0.0.1:1", "reward_address": "127.0.0.1:2"},
         }
     )
-    service = RolloutService(job, lambda number: FakeEngine(WIRE), tmp_path, CollectorRegistry())
+    service = rollout_service(job, lambda number: FakeEngine(WIRE), tmp_path, CollectorRegistry())
     try:
         text = service.parts.encoder.encode_text("hello").text
     finally:

@@ -24,14 +24,14 @@ _MAX_REMEMBERED_REWINDS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class StepBatch:
     """The groups of a step in training order, and their digest."""
 
     groups: tuple[Group, ...]
     digest: bytes
 
 
-def lease_batch(work: Work, stream: IndexedStream, epoch: int, step: int) -> Batch | None:
+def lease_batch(work: Work, stream: IndexedStream, epoch: int, step: int) -> StepBatch | None:
     """Returns the step's batch, or None if too few groups are ready. After the next step's, one more may be leased."""
     _check_epoch(stream, epoch)
     _check_leasable(stream, step)
@@ -39,8 +39,8 @@ def lease_batch(work: Work, stream: IndexedStream, epoch: int, step: int) -> Bat
     return _batch(stream, step, groups) if groups else None
 
 
-def _batch(stream: IndexedStream, step: int, groups: Sequence[Group]) -> Batch:
-    return Batch(tuple(groups), stream.batch_digest(step))
+def _batch(stream: IndexedStream, step: int, groups: Sequence[Group]) -> StepBatch:
+    return StepBatch(tuple(groups), stream.batch_digest(step))
 
 
 def _choose(work: Work, stream: IndexedStream, step: int) -> list[Group]:
@@ -74,7 +74,7 @@ def candidates(stream: IndexedStream, step: int) -> list[Group]:
 
 def choose(
     work: Work, stream: IndexedStream, epoch: int, step: int, chosen: Sequence[str], dropped: Sequence[str]
-) -> Batch | None:
+) -> StepBatch | None:
     """Gives the step the chosen groups if they fill a batch and are all READY; `dropped` ones are never trained."""
     _check_epoch(stream, epoch)
     _check_leasable(stream, step)

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from headrace.errors import AlreadyExists, FailedPrecondition, Fenced, InvalidArgument, NotFound, ResourceExhausted
 from services.buffer.ledger.commands.producing import GroupPut, NoLeaseReason, PutOutcome, Release
-from services.buffer.ledger.commands.training import Batch
+from services.buffer.ledger.commands.training import StepBatch
 from services.buffer.ledger.group import GroupState, Prompt
 from services.buffer.ledger.indexed_stream import batch_digest
 from services.buffer.ledger.stream import ExpiryAction, Selection
@@ -182,7 +182,7 @@ def test_promise_4_the_step_after_the_next_may_be_had_ahead_once_the_next_has_it
     leased = it.do(it.ledger.lease(it.now, "async", "producer", "all", 4))
     it.put(leased)
 
-    def batch(step: int) -> Batch:
+    def batch(step: int) -> StepBatch:
         return it.do(it.ledger.lease_batch(it.now, "async", epoch, step))  # type: ignore[return-value]
 
     with pytest.raises(FailedPrecondition, match="the next is 0"):

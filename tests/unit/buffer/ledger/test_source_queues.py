@@ -13,7 +13,7 @@ import pytest
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.buffer import BufferClient
 from services.buffer.ledger.commands.producing import PutOutcome
-from services.buffer.ledger.commands.training import Batch
+from services.buffer.ledger.commands.training import StepBatch
 from services.buffer.ledger.queues.source_queues import fair_order
 from services.buffer.store.sqlite.store import SqliteStore
 from tests.support.ledgers.buffer_samples import complete_put
@@ -94,7 +94,7 @@ def test_a_restart_changes_no_batch() -> None:
         it.create_mixed({"math": 2.0, "code": 1.0})
         epoch, found = it.rewind(), []
         for step in range(6):
-            batch: Batch = it.train_step(epoch, step)
+            batch: StepBatch = it.train_step(epoch, step)
             found.append([group.prompt.prompt_id for group in batch.groups])
             if restarts:
                 it.restart()

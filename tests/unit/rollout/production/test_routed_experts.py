@@ -9,6 +9,7 @@ import pytest
 
 from headrace.errors import ConfigError
 from headrace.trajectory import ROUTED_EXPERTS
+from services.rollout.build import engine_options
 from services.rollout.engine import arguments
 from services.rollout.engine.api import NOTHING_YET, SamplingParams
 from services.rollout.engine.client import EngineClient
@@ -17,7 +18,6 @@ from services.rollout.production.generator import Generator
 from services.rollout.production.partial import generation_of
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import EngineSampler, SampleRequest
-from services.rollout.service import engine_options
 from tests.support.fakes.fake_fleet import FakeFleet
 from tests.support.models.tiny_model import make_tiny_tokenizer
 from tests.unit.rollout.engine.test_arguments import FLAGS, job
