@@ -40,8 +40,9 @@ from headrace.wire.limits import (
     MAX_UPLOAD_BYTES,
     MAX_WAIT_SECONDS,
 )
+from headrace.wire.put_request import RawPut
 from services.buffer.conversion import wire, wire_production, wire_stream
-from services.buffer.conversion.wire_bytes import RawPut, batch_group_bytes, sample_bytes
+from services.buffer.conversion.wire_bytes import batch_group_bytes, sample_bytes
 from services.buffer.conversion.wire_checks import require_sha256
 from services.buffer.ledger.group import Group, GroupState
 from services.buffer.ledger.indexed_stream import IndexedStream
@@ -59,12 +60,10 @@ REQUEST_LIMITS = RequestLimits(
         "PutGroups": MAX_PUT_REQUEST_BYTES,
     }
 )
+MAX_DAMAGES_LISTED = 1_000
 _ANSWER_MARGIN_SECONDS = 0.25
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-
-MAX_DAMAGES_LISTED = 1_000
 
 
 class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):

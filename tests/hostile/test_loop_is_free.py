@@ -30,7 +30,7 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.hooks import HookArgs
 from headrace.rpc.server import OPTIONS
 from headrace.wire import limits
-from services.buffer.conversion.wire_bytes import length_delimited
+from headrace.wire.protobuf import length_delimited
 from services.buffer.ledger.stream import Selection, StreamConfig
 from services.buffer.runtime.application import BufferApplication
 from services.buffer.runtime.user_code import UserCode

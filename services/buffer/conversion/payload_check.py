@@ -31,8 +31,8 @@ from headrace.sample_checks import (
     check_token_ids,
 )
 from headrace.wire.column import DTYPES, check_shape
+from headrace.wire.protobuf import Payload
 from services.buffer.conversion.payload_columns import TokenRow, columns_of, row_of
-from services.buffer.ledger.transaction import Payload
 
 _Envelope = sample_pb2.SampleEnvelope
 _REQUIRED = frozenset((TOKENS, LOSS_MASK, ROLLOUT_LOG_PROBS))

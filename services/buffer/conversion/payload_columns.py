@@ -17,9 +17,7 @@ from headrace.sample_checks import COLUMN_DTYPES
 from headrace.trajectory import parsed_payload
 from headrace.wire.column import pack_column
 from headrace.wire.json_text import from_json
-from headrace.wire.put_request import varint
-from services.buffer.conversion.wire_bytes import read_varint
-from services.buffer.ledger.transaction import Payload
+from headrace.wire.protobuf import Payload, read_varint, varint
 
 Column = tuple[str, int, tuple[int, ...], Payload]
 """(name, dtype, shape, data)."""

@@ -12,7 +12,9 @@ from headrace.errors import InvalidArgument
 from headrace.trajectory import Failure
 from headrace.wire.checks import cut_text, require_at_most, require_bytes, require_id, require_some, shown
 from headrace.wire.limits import MAX_COUNTER, MAX_PARTIAL_BYTES, MAX_STATES
-from services.buffer.conversion.wire_bytes import RawPut, RawSample, group_bytes
+from headrace.wire.protobuf import Payload
+from headrace.wire.put_request import RawPut, RawSample
+from services.buffer.conversion.wire_bytes import group_bytes
 from services.buffer.conversion.wire_checks import (
     check_envelope,
     check_group,
@@ -23,7 +25,7 @@ from services.buffer.conversion.wire_checks import (
 from services.buffer.ledger.commands.producing import GroupPut, NoLeaseReason, PutOutcome, PutResult, Release
 from services.buffer.ledger.commands.work import NewSample
 from services.buffer.ledger.group import Group, GroupState, Prompt, SampleRecord, payload_key
-from services.buffer.ledger.transaction import LedgerEvent, Payload
+from services.buffer.ledger.transaction import LedgerEvent
 from services.buffer.pace import paced
 from services.buffer.store.base import Damage
 

@@ -6,11 +6,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from headrace.wire.protobuf import Payload
 from services.buffer.ledger.group import Group, GroupState
 from services.buffer.ledger.stream import StreamState
-
-Payload = bytes | memoryview
-"""A memoryview is a slice of the request it came in, or of the record it was read from."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from headrace.hooks.buffer_filter import pack_groups
 from headrace.rpc.log import log
 from headrace.trajectory import check_payload
 from headrace.wire.limits import MAX_COLUMN_BYTES, MAX_STREAM_NAMES, MAX_STREAMS
+from headrace.wire.protobuf import Payload
 from services.buffer.blocking import BlockingPool
 from services.buffer.conversion import wire
 from services.buffer.conversion.payload_check import check_samples
@@ -31,7 +32,7 @@ from services.buffer.ledger.ledger import Ledger
 from services.buffer.ledger.portions import cut, portions
 from services.buffer.ledger.stream import StreamConfig, StreamState
 from services.buffer.ledger.stream_limits import check_limits
-from services.buffer.ledger.transaction import LedgerEvent, Payload
+from services.buffer.ledger.transaction import LedgerEvent
 from services.buffer.pace import paced
 from services.buffer.prompts.files import PromptFiles
 from services.buffer.runtime.backup import Chunk, Digest, stream_copy
@@ -333,9 +334,8 @@ class BufferApplication:
         async with self._changing[stream]:
             for until in self.ledger.rewind_steps(stream, step, request_id, least_epoch):
                 _, num_back = await self._changes.commit(self.ledger.rewind(now(), stream, until, None, 0, num_back))
-            return await self._changes.commit(
-                self.ledger.rewind(now(), stream, step, request_id, least_epoch, num_back)
-            )
+            rewound = self.ledger.rewind(now(), stream, step, request_id, least_epoch, num_back)
+            return await self._changes.commit(rewound)
 
     async def set_policy_version(self, stream: str, epoch: int, policy_version: int) -> int:
         """Returns the number of groups that expired."""

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from headrace.errors import FailedPrecondition, RetryableError
+from headrace.wire.protobuf import Payload
 from services.buffer.ledger.group import Group, SampleRecord
 from services.buffer.ledger.stream import StreamState
-from services.buffer.ledger.transaction import LedgerEvent, Payload, Transaction
+from services.buffer.ledger.transaction import LedgerEvent, Transaction
 from services.buffer.store.base import Damage, Snapshot
 from services.buffer.store.copy import CopiedFile
 from services.buffer.store.payload import checked_payload

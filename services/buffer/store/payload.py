@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from headrace.digest import matches
 from headrace.errors import DataLoss, NotFound
+from headrace.wire.protobuf import Payload
 from services.buffer.ledger.group import SampleRecord
-from services.buffer.ledger.transaction import Payload
 
 
 def checked_payload(record: SampleRecord, payload: Payload | None) -> Payload:

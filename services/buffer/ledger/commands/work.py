@@ -8,12 +8,13 @@ import msgspec
 from msgspec.structs import replace
 
 from headrace.trajectory import Failure
+from headrace.wire.protobuf import Payload
 from services.buffer.ledger.admission import oldest_trainable
 from services.buffer.ledger.group import EndedLease, Group, GroupState, SampleRecord
 from services.buffer.ledger.indexed_stream import IndexedStream
 from services.buffer.ledger.queues.leases import LeaseTable
 from services.buffer.ledger.stream import ExpiryAction, StreamState
-from services.buffer.ledger.transaction import Instant, LedgerEvent, Payload, Transaction
+from services.buffer.ledger.transaction import Instant, LedgerEvent, Transaction
 
 MAX_CHANGES = 1_024
 """How many groups one command expires, commits, deletes or rewinds before other commands run."""

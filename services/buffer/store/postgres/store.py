@@ -20,8 +20,9 @@ from psycopg import sql
 
 from headrace.errors import DataLoss, FailedPrecondition, RetryableError, Unavailable
 from headrace.rpc.log import log
+from headrace.wire.protobuf import Payload
 from services.buffer.ledger.group import Group, Prompt, SampleRecord
-from services.buffer.ledger.transaction import LedgerEvent, Payload, Transaction
+from services.buffer.ledger.transaction import LedgerEvent, Transaction
 from services.buffer.store import rows as codec
 from services.buffer.store.base import Damage, Snapshot
 from services.buffer.store.copy import CopiedFile

@@ -18,8 +18,9 @@ from pathlib import Path
 
 from headrace.errors import DataLoss, RetryableError
 from headrace.rpc.log import log
+from headrace.wire.protobuf import Payload
 from services.buffer.ledger.group import SampleRecord
-from services.buffer.ledger.transaction import LedgerEvent, Payload, Transaction
+from services.buffer.ledger.transaction import LedgerEvent, Transaction
 from services.buffer.store import rows as codec
 from services.buffer.store.base import Damage, Snapshot
 from services.buffer.store.copy import CopiedFile, copy_folder, delete_leftovers, files_of
@@ -255,8 +256,7 @@ class SqliteStore:
     def _read_payload(self, record: SampleRecord) -> Payload:
         found = self._extents.find(record.key)
         while found is not None:
-            payload = self._payload_files.try_read(*found)
-            if payload is not None:
+            if (payload := self._payload_files.try_read(*found)) is not None:
                 return checked_payload(record, payload)
             moved = self._extents.find(record.key)
             if moved == found:
