@@ -190,18 +190,16 @@ class ShardedBuffer(Buffer):
         """Opens one epoch for all shards. When they differ, because a rewind was interrupted, it opens a higher one."""
         request, least, num_groups = request_id or uuid.uuid4().hex, 0, 0
         for attempt in range(_MAX_REWINDS):
-            name = f"{request}/{attempt}"
-            replies = await self._all(
-                lambda _, shard, name=name, least=least: shard.rewind(  # type: ignore[misc]  # lambda's defaults
-                    stream, step, request_id=name, least_epoch=least
-                )
-            )
+            replies = await self._rewind(stream, step, f"{request}/{attempt}", least)
             epochs = [reply.epoch for reply in replies]
             num_groups += sum(reply.num_groups for reply in replies)
             if len(set(epochs)) == 1:
                 return pb.RewindResponse(epoch=epochs[0], num_groups=num_groups)
             least = max(epochs) + 1
         raise Unavailable(f"other trainers rewind {stream} at the same time: start one trainer only")
+
+    async def _rewind(self, stream: str, step: int, request_id: str, least: int) -> Sequence[pb.RewindResponse]:
+        return await self._all(lambda _, shard: shard.rewind(stream, step, request_id=request_id, least_epoch=least))
 
     async def try_lease_batch(
         self, stream: str, epoch: int, step: int, *, wait_seconds: float = 0.0

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
 
 from headrace.errors import DeadlineExceeded, HeadraceError, Unavailable
 from headrace.rpc.retry import retry_until
-from headrace.rpc.status import DETAILS_KEY, from_rpc_error
+from headrace.rpc.status import details_of, from_rpc_error
 
 
 async def call(method: Callable[..., Any], request: Any, *, deadline_seconds: float, peer: str = "the server") -> Any:
@@ -50,14 +50,8 @@ def _mapped(error: grpc.aio.AioRpcError, deadline_seconds: float | None, peer: s
     mapped = from_rpc_error(error)
     if isinstance(mapped, DeadlineExceeded) and deadline_seconds is not None:
         return DeadlineExceeded(f"{peer} gave no answer within {round(deadline_seconds, 2):g} s: {mapped.message}")
-    if isinstance(mapped, Unavailable) and _is_of_the_connection(error):
+    if isinstance(mapped, Unavailable) and details_of(error) is None:
         return Unavailable(f"{peer} cannot be reached: {mapped.message}", retry_after_seconds=0.0)
     if error.code() is grpc.StatusCode.CANCELLED:  # not by us, which is no error of gRPC's: the server is ending
         return Unavailable(f"{peer} ended before it had answered: try again when it is back", retry_after_seconds=0.0)
     return mapped
-
-
-def _is_of_the_connection(error: grpc.aio.AioRpcError) -> bool:
-    """Said by gRPC on this side: a server of ours says why in the details."""
-    trailer: Iterable[tuple[str, str | bytes]] = error.trailing_metadata() or ()  # type: ignore[assignment]  # stubs
-    return all(key != DETAILS_KEY for key, _ in trailer)

@@ -103,15 +103,17 @@ def _class_for(code: grpc.StatusCode, reason: str | None) -> type[HeadraceError]
     return candidates[0] if candidates else HeadraceError
 
 
-def _status_of(error: grpc.aio.AioRpcError) -> status_pb2.Status:
+def details_of(error: grpc.aio.AioRpcError) -> bytes | None:
+    """The status that a server of ours put into its trailer; None for an error that gRPC on this side says."""
     trailer: Iterable[tuple[str, str | bytes]] = error.trailing_metadata() or ()  # type: ignore[assignment]  # stubs
-    for key, value in trailer:
-        if key == DETAILS_KEY and isinstance(value, bytes):
-            try:
-                return status_pb2.Status.FromString(value)
-            except DecodeError:
-                break  # a stranger's trailer: the plain code and message still stand
-    return status_pb2.Status()
+    return next((value for key, value in trailer if key == DETAILS_KEY and isinstance(value, bytes)), None)
+
+
+def _status_of(error: grpc.aio.AioRpcError) -> status_pb2.Status:
+    try:
+        return status_pb2.Status.FromString(details_of(error) or b"")
+    except DecodeError:
+        return status_pb2.Status()  # a stranger's trailer: the plain code and message still stand
 
 
 def _pack(message: Message) -> Any:

@@ -17,7 +17,7 @@ def activate() -> str | None:
     return f"{__name__}.PlainCpuPlatform"
 
 
-class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # SGLang has no stubs
+class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
     """Uses torch's own kernels only: SGLang's `cpu` platform would load the AMX kernels of sgl_kernel."""
 
     _enum = PlatformEnum.OOT

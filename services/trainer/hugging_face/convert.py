@@ -23,6 +23,7 @@ from services.trainer.hugging_face.placement import Placed, placed_rows
 from services.trainer.hugging_face.shards import cut, merge
 from services.trainer.hugging_face.transformer_engine import fused_name
 from services.trainer.hugging_face.weights import weights_of
+from services.trainer.megatron.marks import mark_tensor_parallel
 from services.trainer.megatron.parallel import Layout
 
 
@@ -107,9 +108,9 @@ class Converter:
         for placed in self._placed:
             weight = self._weights[placed.name]
             if isinstance(weight, nn.Parameter):
-                weight.tensor_model_parallel = not isinstance(self._sharding(placed), Replicated)  # type: ignore[attr-defined]
+                mark_tensor_parallel(weight, not isinstance(self._sharding(placed), Replicated))
         if self._has_tied_copy:
-            self._weights[self._tied_copy].tensor_model_parallel = True  # type: ignore[attr-defined]
+            mark_tensor_parallel(self._weights[self._tied_copy], True)
 
     def _sharding(self, placed: Placed) -> Sharding:
         """The table's, or Replicated for what this build keeps whole: Transformer Engine's latent projections."""

@@ -40,7 +40,7 @@ class _Stream:
     def synchronize(self) -> None: ...
 
 
-class _RngTracker(megatron_random.CudaRNGStatesTracker):  # type: ignore[misc]  # untyped base
+class _RngTracker(megatron_random.CudaRNGStatesTracker):
     """Weights come from a checkpoint and dropout is off, so no rank needs random numbers of its own."""
 
     @contextlib.contextmanager
@@ -90,6 +90,7 @@ def _maybe_as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = F
 def install() -> None:
     """Adapts Megatron for the calling thread, for good. Harmless when called again."""
     cuda: Any = torch.cuda
+    module: Any = torch.nn.Module
     if cuda.Stream is not _Stream:
         cuda.current_device = lambda: _CPU
         cuda.Stream = _Stream
@@ -97,7 +98,7 @@ def install() -> None:
         cuda.stream = lambda *_: contextlib.nullcontext()
         cuda.synchronize = lambda *_: None
         cuda.empty_cache = lambda: None
-        torch.nn.Module.cuda = lambda self, *_: self  # type: ignore[method-assign]
+        module.cuda = lambda self, *_: self
         # Recomputation saves and restores it around its second forward pass.
         megatron_random._get_cuda_rng_state = lambda *_, **__: torch.empty(0)
         megatron_random._set_cuda_rng_state = lambda *_, **__: None
@@ -108,5 +109,5 @@ def install() -> None:
         multi_latent_attention.HAVE_TE = False
         megatron_random._CUDA_RNG_STATE_TRACKER = _RngTracker()
         megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
-    if not any(isinstance(mode, _CudaMeansCpu) for mode in _get_current_function_mode_stack()):  # type: ignore[no-untyped-call]
-        _CudaMeansCpu().__enter__()  # type: ignore[no-untyped-call]
+    if not any(isinstance(mode, _CudaMeansCpu) for mode in _get_current_function_mode_stack()):
+        _CudaMeansCpu().__enter__()  # type: ignore[no-untyped-call]  # of torch, without annotations

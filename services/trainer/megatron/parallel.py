@@ -192,8 +192,8 @@ def _contexts(
     data_parallel = sorted({tuple(ranks.tolist()) for ranks in every})
     contexts = [ranks[i : i + size] for ranks in data_parallel for i in range(0, len(ranks), size)]
     others = [ranks[i::size] for ranks in data_parallel for i in range(size)]
-    context, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in contexts])  # type: ignore[no-untyped-call]
-    data, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in others])  # type: ignore[no-untyped-call]
+    context, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in contexts])
+    data, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in others])
     multiple = args.tensor_model_parallel_size if args.sequence_parallel else 1
     return Context(dist.get_rank(context), size, context, multiple), data
 

@@ -51,5 +51,5 @@ class Stopwatch:
 
 
 def _event() -> torch.cuda.Event:
-    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)
     return event

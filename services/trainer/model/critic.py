@@ -20,6 +20,7 @@ from services.trainer.checkpoint.model_state import ModelState
 from services.trainer.hugging_face.model_shard import ModelShard
 from services.trainer.hugging_face.rank_model import RankModel
 from services.trainer.hugging_face.weights import weights_of
+from services.trainer.megatron.marks import mark_sequence_parallel
 from services.trainer.megatron.optimizer import Optimizer, wrap_for_data_parallel
 from services.trainer.megatron.parallel import Layout
 from services.trainer.metrics.stopwatch import Stopwatch
@@ -41,7 +42,7 @@ class ValueHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
         self.bias = torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype))
         for parameter in (self.weight, self.bias):
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # Megatron's mark
+            mark_sequence_parallel(parameter, config.sequence_parallel)
 
     def forward(self, hidden: Tensor, **_: object) -> tuple[Tensor, None]:
         """Float32 [S, B, 1], in the place of Megatron's output layer, whose arguments speak of a vocabulary."""

@@ -45,8 +45,9 @@ class TokenHead:
         if self._model.config.sequence_parallel:
             whole = gather_from_sequence_parallel_region(hidden.transpose(0, 1), tensor_parallel_output_grad=True)
             rows = whole.transpose(0, 1)[:, : micro.rows.tokens.shape[1]]
-            return rows.flatten(0, 1)[micro.sources]  # type: ignore[no-any-return]
-        wanted: Tensor = copy_to_tensor_model_parallel_region(hidden.flatten(0, 1)[micro.sources])
+            wanted: Tensor = rows.flatten(0, 1)[micro.sources]
+        else:
+            wanted = copy_to_tensor_model_parallel_region(hidden.flatten(0, 1)[micro.sources])
         return wanted
 
 

@@ -21,7 +21,7 @@ class LatentNorm(MarkedNorm):
         return MarkedNorm(config, hidden_size, _EPSILON)
 
 
-class PlainQueries(MLASelfAttention):  # type: ignore[misc]  # untyped base
+class PlainQueries(MLASelfAttention):
     """Queries without a latent have no norm, which Megatron-core 0.19 would fuse into their projection."""
 
     def _resolve_qk_norm_config(self, submodules: Any) -> Any:

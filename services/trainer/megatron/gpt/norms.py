@@ -13,6 +13,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from services.trainer.megatron.gpt.spec_parts import with_parts
+from services.trainer.megatron.marks import mark_sequence_parallel
 
 
 class MarkedNorm:
@@ -22,7 +23,7 @@ class MarkedNorm:
         kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
         norm = kind(hidden_size, eps=eps)
         for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # Megatron's mark
+            mark_sequence_parallel(parameter, config.sequence_parallel)
         return norm
 
 

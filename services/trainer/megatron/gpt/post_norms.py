@@ -17,23 +17,25 @@ class _PostNorm:
     """A base before a Megatron module: its output goes through `post_norm`, and no bias comes behind that."""
 
     norm: ClassVar[Any]
+    config: Any
+    """Every Megatron module has one."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        config = self.config  # type: ignore[attr-defined]  # every Megatron module has one
+        config = self.config
         self.post_norm = type(self).norm(config, config.hidden_size, eps=config.layernorm_epsilon)
 
     def forward(self, *args: Any, **kwargs: Any) -> Output:
         """The wrapped module's output, normalized."""
-        output, bias = super().forward(*args, **kwargs)  # type: ignore[misc]
+        output, bias = super().forward(*args, **kwargs)  # type: ignore[misc]  # the Megatron module has it
         return self.post_norm(output), bias
 
 
-class NormedSelfAttention(_PostNorm, SelfAttention):  # type: ignore[misc]  # untyped base
+class NormedSelfAttention(_PostNorm, SelfAttention):
     """Self-attention, then the norm."""
 
 
-class NormedMLP(_PostNorm, MLP):  # type: ignore[misc]  # untyped base
+class NormedMLP(_PostNorm, MLP):
     """MLP, then the norm."""
 
 
@@ -43,10 +45,10 @@ def with_post_norms(layer: ModuleSpec, norm: type) -> ModuleSpec:
     attention, mlp = submodules.self_attention, submodules.mlp
     normed = type("NormedSelfAttention", (NormedSelfAttention,), {"norm": norm})
     submodules.self_attention = ModuleSpec(normed, attention.params, attention.submodules)
-    normed = type("NormedMLP", (NormedMLP,), {"norm": norm})
+    normed_mlp: Any = type("NormedMLP", (NormedMLP,), {"norm": norm})
     # Megatron-core 0.19 builds an MLP through a classmethod, 0.16 from a spec.
     if isinstance(mlp, partial):
-        submodules.mlp = partial(normed.as_mlp_submodule, **mlp.keywords)  # type: ignore[attr-defined]
+        submodules.mlp = partial(normed_mlp.as_mlp_submodule, **mlp.keywords)
     else:
-        submodules.mlp = ModuleSpec(normed, mlp.params, mlp.submodules)
+        submodules.mlp = ModuleSpec(normed_mlp, mlp.params, mlp.submodules)
     return layer

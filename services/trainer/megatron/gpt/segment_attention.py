@@ -25,7 +25,7 @@ from services.trainer.plan.rows import Rows, RowSegment, Share
 
 
 @dataclass
-class SegmentedRow(PackedSeqParams):  # type: ignore[misc]  # untyped base
+class SegmentedRow(PackedSeqParams):
     """Passes through Megatron as one packed sequence of T tokens whose rotary angles are chosen by `positions`."""
 
     segments: Sequence[RowSegment] = ()
@@ -59,7 +59,7 @@ def transformer_engine_row(rows: Rows, segments: Sequence[RowSegment]) -> Packed
     )
 
 
-class SegmentAttention(MegatronModule):  # type: ignore[misc]  # untyped base
+class SegmentAttention(MegatronModule):
     """`core_attention` of a layer's spec. Causal, without dropout."""
 
     def __init__(

@@ -31,7 +31,7 @@ def log_probs_and_entropy(
     rank order (no group: all of it); `target` int64 [N] holds ids of the whole vocabulary. Results and sums are
     float32, or float64 for float64. The gradient of `hidden` is this rank's part: add it up over the ranks.
     """
-    found: tuple[Tensor, Tensor] = _LogProbsAndEntropy.apply(hidden, weight, target, temperature, group)  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, Tensor] = _LogProbsAndEntropy.apply(hidden, weight, target, temperature, group)  # type: ignore[no-untyped-call]  # torch's
     return found
 
 
