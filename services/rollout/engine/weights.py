@@ -45,6 +45,9 @@ class ServedWeights:
     def __init__(self) -> None:
         self.policy_version = INITIAL_VERSION
         self.refusals = 0
+        self.cache_key = f"v{INITIAL_VERSION}"
+        """Keeps prefixes of different weights apart, also of weights that are not accepted yet."""
+        self._cached_version = INITIAL_VERSION
         self._named: dict[str, _Named] = {}
         self._pending: set[str] = set()
         self._verdict_given = asyncio.Event()
@@ -57,6 +60,10 @@ class ServedWeights:
         while len(self._named) > _REMEMBERED and (oldest := next(iter(self._named))) not in self._pending:
             del self._named[oldest]
         return name
+
+    def cache_apart(self, policy_version: int) -> None:
+        """Engines go on with other weights: what they cached with any before is not used again."""
+        self.cache_key, self._cached_version = f"v{policy_version}.{secrets.token_hex(4)}", policy_version
 
     def accept(self, names: Iterable[str]) -> None:
         """Makes tokens with these names count as the names' policy version."""
@@ -72,6 +79,8 @@ class ServedWeights:
     def switch_to(self, policy_version: int) -> None:
         """Serves this version from now on. Higher versions are refused: their trainer restarted before them."""
         self.policy_version = policy_version
+        if policy_version != self._cached_version:
+            self.cache_key, self._cached_version = f"v{policy_version}", policy_version
         for named in self._named.values():
             if named.policy_version > policy_version and named.verdict is Verdict.ACCEPTED:
                 named.verdict = Verdict.REFUSED

@@ -139,7 +139,7 @@ class Generator:
         self, tokens: list[int], params: SamplingParams, request_id: str, seconds: float, streaming: bool
     ) -> AsyncGenerator[Generation, None]:
         end = time.monotonic() + seconds
-        cache_key = f"v{self._weights.policy_version}"
+        cache_key = self._weights.cache_key
         if not streaming:
             answer = await self._router.generate(
                 tokens, params, request_id=request_id, cache_key=cache_key, seconds=seconds

@@ -1,7 +1,8 @@
 """Cleanup after an aborted publication.
 
 clean ──► as before: engines in routing return to it, STALE ones stay STALE
-dirty ──► STALE: they hold a mixture, stay paused with their requests, and wait for the next publication
+dirty ──► STALE: they hold a mixture, stay paused with their requests, and wait for the next publication; where they
+          generated with it already, their requests end and go on elsewhere
 gone, hung, or at odds with what was sent ──► DOWN, and started again
 """
 
@@ -43,7 +44,7 @@ async def _settle(
         if engine.engine_id in publication.in_session:
             await engine.client.end_weight_update()
         if engine.engine_id in publication.resumed:
-            await engine.client.pause(publication.plan.pause_mode)
+            await engine.client.pause("abort")  # what it made with these weights is made again elsewhere
         if publication.state.dirty or engine.engine_id not in publication.were_ready:
             await fleet.hold_back(engine)
         else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from headrace.errors import FailedPrecondition, HeadraceError, InvalidArgument
+from headrace.errors import FailedPrecondition, HeadraceError, InvalidArgument, Unavailable
 from services.rollout.engine.fleet import Engine, EngineState, Fleet
 from services.rollout.publication.state import PublicationState
 
@@ -79,7 +79,7 @@ class Participants:
         return {engine_id for engine_id, call in self._latest.items() if not call.done() or _is_gone(call)}
 
     def _ask(self, act: Act) -> dict[asyncio.Task[object], Engine]:
-        calls = {asyncio.create_task(_done(act(engine))): engine for engine in self.remaining}
+        calls = {asyncio.create_task(_done(act, engine)): engine for engine in self.remaining}
         self._latest |= {engine.engine_id: call for call, engine in calls.items()}
         return calls
 
@@ -94,8 +94,11 @@ class Participants:
         self._state.require_open()
 
 
-async def _done(work: Awaitable[object]) -> object:
-    return await work
+async def _done(act: Act, engine: Engine) -> object:
+    """Raises Unavailable where the engine ended: another process in its place holds none of these weights."""
+    if engine.state is not EngineState.UPDATING:
+        raise Unavailable("the engine ended during the publication", reason="ENGINE_UNREACHABLE")
+    return await act(engine)
 
 
 def _failure(call: asyncio.Task[object]) -> str | None:

@@ -194,6 +194,8 @@ class Receiver:
     async def _resume(self, publication: Publication) -> None:
         """Ends the standstill. What engines generate from now on is held back: their weights' name is PENDING."""
         participants, version = publication.participants, publication.plan.policy_version
+        if not publication.plan.engine_ids:
+            self._fleet.weights.cache_apart(version)
 
         async def resume(engine: Engine) -> None:
             engine.weights_name = self._fleet.weights.new_name(version, engine.engine_id)
@@ -221,13 +223,15 @@ class Receiver:
             )
         if state.plan.engine_ids:
             await self._leave_groups(publication)
+        await participants.each(_still_there)
         state.commit()
         publication.end_timer()
         self._fleet.weights.accept(engine.weights_name for engine in participants.remaining)
         await self._fleet.switch_to(version)
         for engine in participants.remaining:
-            engine.weights_digest = digests[engine.engine_id]
-            await self._fleet.serve(engine, version)
+            if engine.state is EngineState.UPDATING:
+                engine.weights_digest = digests[engine.engine_id]
+                await self._fleet.serve(engine, version)
         log.info("published", policy_version=version, paused_seconds=round(paused_seconds, 3), lost=state.lost)
         served = tuple(state.remaining)
         return Committed(served, digests[served[0]], tuple(sorted(state.lost)), paused_seconds)
@@ -258,6 +262,10 @@ class Receiver:
         await asyncio.sleep(plan.deadline_seconds)
         if publication.state.abort(f"not committed within {plan.deadline_seconds:g} s"):
             self._settle(publication)
+
+
+async def _still_there(engine: Engine) -> None:
+    """Asked of all at once, it takes out those that are gone (`Participants`)."""
 
 
 def _retrieved(task: asyncio.Task[Any]) -> None:

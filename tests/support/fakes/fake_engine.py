@@ -49,7 +49,7 @@ class FakeEngine:
         self._in_session = False
         self._aborting = False
         self._num_aborts = 0
-        self._num_in_flight = 0
+        self.num_in_flight = 0
         self._running = asyncio.Event()
         self._running.set()
         self._runner: web.AppRunner | None = None
@@ -109,11 +109,11 @@ class FakeEngine:
             return _refusal("told to")
         body = await request.json() if request.can_read_body else {}
         if path == "/generate":
-            self._num_in_flight += 1
+            self.num_in_flight += 1
             try:
                 return await self._generate(request, body)
             finally:
-                self._num_in_flight -= 1
+                self.num_in_flight -= 1
         return self._control(path, body)
 
     def _control(self, path: str, body: dict[str, Any]) -> web.Response:  # noqa: C901  # one branch an endpoint
@@ -128,7 +128,7 @@ class FakeEngine:
                 self._running.set()
             case "/abort_request":
                 self._num_aborts += 1
-            case "/flush_cache" if self._num_in_flight:
+            case "/flush_cache" if self.num_in_flight:
                 return web.Response(status=400, text="Flush cache failed.")
             case "/flush_cache" | "/freeze_gc" | "/health":
                 pass
@@ -163,6 +163,9 @@ class FakeEngine:
     def _score(self, tokens: Sequence[int]) -> list[tuple[float, int, None]]:
         return [(-(token % 7 + 1) / 10 + self.log_prob_error, token, None) for token in tokens]
 
+    def _next_token(self, context: Sequence[int]) -> int:
+        return next_token(context)
+
     async def _generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         self.cache_keys += [body["extra_key"]] if "extra_key" in body else []
         made: list[int] = []
@@ -178,7 +181,7 @@ class FakeEngine:
                 finish = "abort"
             else:
                 await self._running.wait()
-                made.append(next_token([*body["input_ids"], *made]))
+                made.append(self._next_token([*body["input_ids"], *made]))
                 self.num_tokens += 1
                 versions.append(self._version)
                 finish = "stop" if made[-1] in stops else "length" if len(made) == params["max_new_tokens"] else None

@@ -10,10 +10,8 @@ from aiohttp import web
 
 from headrace.errors import ChecksumMismatch, PublicationAborted
 from headrace.probe import Probe
-from services.rollout.engine.answer import BadAnswer, NamedSpan
 from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
-from services.rollout.engine.weights import ServedWeights
 from services.rollout.production.generator import Generator
 from services.rollout.publication.publication import Committed
 from services.rollout.publication.receiver import Receiver
@@ -165,6 +163,67 @@ async def test_engines_that_went_on_are_paused_again_where_nobody_commits(fakes:
     assert calls[::-1].index("/pause_generation") < calls[::-1].index("/continue_generation")
 
 
+async def test_requests_that_refused_weights_worked_on_end_there_and_go_on_with_others() -> None:
+    """What such weights left of a request in the engine's memory is not used again."""
+    async with Attempts() as attempts:
+        await attempts.receiver.begin(PLAN)
+        for bucket in (0, 1):
+            await attempts.receiver.receive("p1", bucket)
+        asked = [
+            asyncio.create_task(attempts.generator.generate(PROMPT, LONG, request_id=f"long-{n}", seconds=60))
+            for n in range(4)
+        ]
+        await attempts.fakes.until(lambda: all(attempts.fakes.fake(n).num_in_flight for n in (0, 1)))
+        await attempts.receiver.abort("p1", "the trainer went away before its commit")
+        await attempts.fakes.until(lambda: not any(attempts.fakes.fake(n).num_in_flight for n in (0, 1)))
+        commit = await attempts.begin("p2")
+        attempts.may_answer.set()
+        await commit
+        for generation in await asyncio.gather(*asked):
+            assert list(generation.tokens) == response_to(PROMPT, LONG.max_new_tokens)
+            assert {r.policy_version for r in generation.policy_ranges} == {3}
+
+
+async def test_prefixes_of_weights_that_are_not_accepted_yet_are_kept_apart() -> None:
+    async with Attempts() as attempts:
+        fakes = [attempts.fakes.fake(number) for number in (0, 1)]
+
+        def keys() -> set[str]:
+            return {key for fake in fakes for key in fake.cache_keys if not key.startswith("probe")}
+
+        await asyncio.gather(*await attempts.requests())
+        assert keys() == {"v0"}
+        await attempts.receiver.begin(PLAN)
+        for bucket in (0, 1):
+            await attempts.receiver.receive("p1", bucket)
+        asked = await attempts.requests()
+        (first,) = keys() - {"v0"}
+        await attempts.receiver.abort("p1", "the trainer went away before its commit")
+        attempts.may_answer.set()
+        for name in ("p2", "p3"):
+            await (await attempts.begin(name))
+            await asyncio.gather(*asked, *await attempts.requests())
+        assert len(keys() - {"v0", first}) == 2, "and of each attempt at the same version"
+
+
+async def test_an_engine_that_starts_again_after_its_checks_is_not_taken_for_one_that_passed_them() -> None:
+    async with Attempts() as attempts:
+        passed = attempts.fakes.fake(0)
+        assert isinstance(passed, SlowToAnswerProbes)
+        passed.may_answer = asyncio.Event()
+        passed.may_answer.set()
+        commit = await attempts.begin("p1")
+        await attempts.fakes.until(lambda: not passed.num_in_flight)
+        passed.die()
+        again, other = attempts.fleet.engines
+        await attempts.fakes.until(lambda: again.restarts == 1 and again.state is EngineState.READY)
+        attempts.may_answer.set()
+        committed = await commit
+        assert (committed.engine_ids, committed.lost_engine_ids) == ((other.engine_id,), (again.engine_id,))
+        assert (again.state, again.policy_version) == (EngineState.STALE, 0)
+        assert attempts.routing.urls == {other.url}
+
+
 @pytest.mark.parametrize("pause_mode", ["in_place", "retract", "abort"])
 async def test_requests_in_flight_carry_no_token_of_a_bucket_that_arrived_wrong(pause_mode: str) -> None:
     async with Attempts() as attempts:
@@ -215,47 +274,3 @@ async def test_initial_weights_are_not_served_after_a_trainer_published_its_own_
         lambda: fakes.fleet.engines[0].restarts == 1 and fakes.fleet.engines[0].state is EngineState.STALE
     )
     assert fakes.routing.urls == {fakes.fleet.engines[1].url}
-
-
-async def test_names_decide_and_versions_do_not_decrease() -> None:
-    weights = ServedWeights()
-    old, new = weights.new_name(1, "engine-0"), weights.new_name(2, "engine-0")
-    weights.accept([old, new])
-    spans = (NamedSpan(old, 0, 4), NamedSpan(new, 4, 9))
-    assert [(r.policy_version, r.start, r.end) for r in await weights.ranges_of(spans)] == [(1, 0, 4), (2, 4, 9)]
-    with pytest.raises(BadAnswer, match="version 1 after 2") as caught:
-        await weights.ranges_of((NamedSpan(new, 0, 4), NamedSpan(old, 4, 9)))
-    assert caught.value.kind == "version_order"
-    with pytest.raises(BadAnswer, match="never published"):
-        await weights.ranges_of((NamedSpan("2", 0, 4),))
-
-
-async def test_what_follows_refused_tokens_is_refused_with_them() -> None:
-    weights = ServedWeights()
-    good, bad, later = (weights.new_name(version, "engine-0") for version in (1, 2, 3))
-    weights.accept([good, later])
-    weights.refuse(bad)
-    spans = (NamedSpan(good, 0, 4), NamedSpan(bad, 4, 6), NamedSpan(later, 6, 9))
-    assert [(r.policy_version, r.start, r.end) for r in await weights.ranges_of(spans)] == [(1, 0, 4)]
-
-
-async def test_weights_of_a_trainer_that_started_again_before_them_are_refused() -> None:
-    weights = ServedWeights()
-    lost, kept = weights.new_name(5, "engine-0"), weights.new_name(3, "engine-0")
-    weights.accept([lost])
-    weights.switch_to(5)
-    weights.accept([kept])
-    weights.switch_to(3)
-    assert await weights.version_of(lost) is None
-    assert await weights.version_of(kept) == 3
-
-
-async def test_names_are_forgotten_in_the_end_but_never_before_their_verdict() -> None:
-    weights = ServedWeights()
-    first = weights.new_name(1, "engine-0")
-    for version in range(20_000):
-        weights.accept([weights.new_name(version, "engine-1")])
-    assert weights.engine_of(first) == "engine-0"
-    weights.refuse(first)
-    weights.accept([weights.new_name(9, "engine-1")])
-    assert weights.engine_of(first) is None
