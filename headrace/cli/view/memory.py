@@ -24,6 +24,8 @@ class Memory:
     beside: dict[str, float]
     engine: float
     """Weights of each of its processes, before its KV cache."""
+    kept: float
+    """Host memory of each pipeline stage's sender, for a copy of the served weights."""
 
     @property
     def rank(self) -> float:
@@ -50,7 +52,9 @@ def memory(job: Job) -> Memory | None:
         "old actor": frozen if job.train.keep_old_actor else 0.0,
     }
     engine = parameters * weight / job.placement.rollout_num_gpus_per_engine
-    return Memory(trained, {name: size for name, size in beside.items() if size}, engine)
+    keeps = job.publish.update_weight_rollback == "host"
+    kept = parameters / args.pipeline_model_parallel_size * weight if keeps else 0.0
+    return Memory(trained, {name: size for name, size in beside.items() if size}, engine, kept)
 
 
 def num_parameters(job: Job) -> int | None:

@@ -161,9 +161,13 @@ def _memory(job: Job) -> str:
     if found is None:
         return "unknown: the model is not on this machine; pass --model NAME to have it computed"
     beside = "".join(f", {name} {_gigabytes(size)}" for name, size in found.beside.items())
+    kept = (
+        f"; {_gigabytes(found.kept)} of host memory for each stage's copy of the served weights" if found.kept else ""
+    )
     return (
         f"about {_gigabytes(found.rank)} for each trainer rank (policy {_gigabytes(found.policy)}{beside}) and "
         f"{_gigabytes(found.engine)} of weights for each of an engine's processes, before activations and KV cache"
+        f"{kept}"
     )
 
 

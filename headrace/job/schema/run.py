@@ -54,6 +54,11 @@ class PublishSection(Section):
     update_weight_probe_tolerance: Above = Field(
         0.5, description="Largest mean log-prob difference of the probe between trainer and engines."
     )
+    update_weight_rollback: Literal["none", "host"] = Field(
+        "none",
+        description="What engines are given when new weights cannot be had: nothing, or the weights that were served "
+        "before, of which each sender keeps a copy in host memory.",
+    )
     update_weights_interval: Positive = Field(1, description="Rollout steps between publications.")
 
 

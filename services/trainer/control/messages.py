@@ -45,10 +45,15 @@ class ProbeWeights(_Message, frozen=True):
 
 
 class SendWeights(_Message, frozen=True):
-    """Senders join their groups and broadcast their buckets."""
+    """Senders join their groups and broadcast their buckets, of the current weights or of those that they kept."""
 
     publication_id: str
     world_size: int
+    kept: bool = False
+
+
+class KeepWeights(_Message, frozen=True):
+    """Each sender copies the current weights into host memory: they are served now."""
 
 
 class DropGroups(_Message, frozen=True):
@@ -74,7 +79,17 @@ class Leave(_Message, frozen=True):
 
 
 Command = (
-    Train | Prefetch | DescribeWeights | OpenGroups | ProbeWeights | SendWeights | DropGroups | Save | Export | Leave
+    Train
+    | Prefetch
+    | DescribeWeights
+    | OpenGroups
+    | ProbeWeights
+    | SendWeights
+    | KeepWeights
+    | DropGroups
+    | Save
+    | Export
+    | Leave
 )
 
 

@@ -1,7 +1,8 @@
 """The sending half of a publication: the coordinator of the transaction that the rollout service takes part in.
 
 begin → (senders join; for each bucket: engines receive while senders broadcast) → commit, or abort. A publication that
-fails leaves the engines' old version in charge and is tried again with new groups.
+fails leaves the engines' old version in charge and is tried again with new groups. When all tries failed, engines may
+hold a mixture: they are given the version that was served before, if the job has it kept, and the error ends the run.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.client.rollout import RolloutClient
@@ -18,6 +20,7 @@ from headrace.errors import DeadlineExceeded, Fenced, GroupGone, HeadraceError, 
 from headrace.job.schema.run import PublishSection
 from headrace.probe import Probe
 from headrace.rpc.log import log
+from services.trainer.control.messages import Probed
 from services.trainer.control.publication_plan import PublicationPlan
 from services.trainer.control.rank_group import RankGroup
 from services.trainer.state import TrainState
@@ -35,6 +38,14 @@ _PAUSE_MODES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The served version whose weights the senders keep, and what engines compute with them."""
+
+    policy_version: int
+    probe: Probed
+
+
 class Publisher:
     """Gives the current weights to all engines."""
 
@@ -49,19 +60,29 @@ class Publisher:
         self._backend = backend
         self._made_plan: PublicationPlan | None = None
         self._away_seconds = away_seconds
+        self._keeps = config.update_weight_rollback == "host"
+        self._kept: Kept | None = None
         self._silent_from = self._silent_at = -_SILENCE_GAP_SECONDS
 
     async def publish(self, state: TrainState) -> dict[str, float]:
-        """Returns once every engine in routing serves `state.step`. Raises the last try's error."""
+        """Returns once every engine in routing serves `state.step`.
+
+        Raises the last try's error, once engines serve the kept version again.
+        """
         for tries_left in reversed(range(_TRIES)):
             try:
                 reply = await self._attempt(state)
             except HeadraceError as error:
-                if not tries_left or isinstance(error, Fenced):
+                if isinstance(error, Fenced):
+                    raise
+                if not tries_left:
+                    await self._roll_back(state)
                     raise
                 log.warning("publication_failed", policy_version=state.step, reason=error.reason, error=str(error))
             else:
                 log.info("published", policy_version=state.step, engines=len(reply.engine_ids))
+                if self._keeps:
+                    await self._keep(state)
                 return {
                     "publish/paused_seconds": reply.paused_seconds,
                     "publish/engines": float(len(reply.engine_ids)),
@@ -115,25 +136,43 @@ class Publisher:
                 "a fleet that takes longer to start needs a larger --start-timeout-seconds"
             ) from error
 
-    async def _attempt(self, state: TrainState, engine_ids: Sequence[str] = ()) -> pb.CommitPublishResponse:
+    async def _keep(self, state: TrainState) -> None:
+        await self._ranks.keep_weights()
+        self._kept = Kept(state.step, await self._ranks.probe(deadline_seconds=self._seconds))
+
+    async def _roll_back(self, state: TrainState) -> None:
+        """Gives engines the kept version; what keeps them from it is logged: the error that led here says more."""
+        if self._kept is None:
+            return
+        version = self._kept.policy_version
+        try:
+            await self._attempt(replace(state, step=version), kept=self._kept)
+        except HeadraceError as error:
+            log.error("rollback_failed", policy_version=version, reason=error.reason, error=str(error))
+        else:
+            log.warning("rolled_back", policy_version=version, instead_of=state.step)
+
+    async def _attempt(
+        self, state: TrainState, engine_ids: Sequence[str] = (), *, kept: Kept | None = None
+    ) -> pb.CommitPublishResponse:
         """Raises what ended it, once it is given up."""
         publication_id = f"v{state.step}-{uuid.uuid4().hex[:8]}"
         try:
-            return await self._exchange(publication_id, state, engine_ids)
+            return await self._exchange(publication_id, state, engine_ids, kept)
         except GroupGone as error:
             log.info("groups_renewed", why=str(error))
             await self._ranks.drop_groups()
         except HeadraceError as error:
             await self._give_up(publication_id, str(error))
             raise
-        return await self._attempt(state, engine_ids)  # with new groups, which cannot be gone
+        return await self._attempt(state, engine_ids, kept=kept)  # with new groups, which cannot be gone
 
     async def _exchange(
-        self, publication_id: str, state: TrainState, engine_ids: Sequence[str]
+        self, publication_id: str, state: TrainState, engine_ids: Sequence[str], kept: Kept | None
     ) -> pb.CommitPublishResponse:
         plan = await self._plan()
         groups = plan.groups(await self._ranks.open_groups(deadline_seconds=self._seconds))
-        probe = await self._ranks.probe(deadline_seconds=self._seconds)
+        probe = kept.probe if kept else await self._ranks.probe(deadline_seconds=self._seconds)
         begun = await self._rollout.begin_publish(
             pb.BeginPublishRequest(
                 publication_id=publication_id,
@@ -150,7 +189,9 @@ class Publisher:
             deadline_seconds=self._seconds,
         )
         sending = asyncio.create_task(
-            self._ranks.send_weights(publication_id, begun.world_size, deadline_seconds=self._seconds)
+            self._ranks.send_weights(
+                publication_id, begun.world_size, kept=kept is not None, deadline_seconds=self._seconds
+            )
         )
         offering = asyncio.create_task(self._offer(publication_id, plan.num_buckets))
         try:

@@ -17,6 +17,7 @@ from services.trainer.control.messages import (
     DescribeWeights,
     DropGroups,
     Export,
+    KeepWeights,
     Leave,
     OpenGroups,
     Prefetch,
@@ -82,8 +83,14 @@ class RankGroup:
         (found,) = await self._results(self._ask(ProbeWeights()), Probed, deadline_seconds)
         return found
 
-    async def send_weights(self, publication_id: str, world_size: int, *, deadline_seconds: float) -> dict[str, str]:
-        """The checksums that engines must hold, once every stage has sent.
+    async def keep_weights(self) -> None:
+        """The current weights are served: senders keep a copy, which `send_weights` may send later."""
+        await self._order(KeepWeights())
+
+    async def send_weights(
+        self, publication_id: str, world_size: int, *, kept: bool = False, deadline_seconds: float
+    ) -> dict[str, str]:
+        """The checksums that engines must hold, once every stage has sent what it has, or what it `kept`.
 
         Raises PublicationAborted when a stage could not send, or not in time: the first failure stops all.
         """
@@ -102,7 +109,7 @@ class RankGroup:
         deadline = asyncio.get_running_loop().call_later(
             deadline_seconds, fail, f"weights were not sent within {deadline_seconds:g} s"
         )
-        answers = self._ask(SendWeights(publication_id, world_size))
+        answers = self._ask(SendWeights(publication_id, world_size, kept))
         for answer in answers:
             answer.add_done_callback(hear)
         try:

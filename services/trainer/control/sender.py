@@ -25,6 +25,7 @@ from services.trainer.model.policy import Policy
 from services.trainer.weights.buckets import cut, filling_bytes
 from services.trainer.weights.engine_layout import EngineChecksums
 from services.trainer.weights.flat_buckets import FlatBuckets
+from services.trainer.weights.kept_weights import KeptWeights
 from services.trainer.weights.weight_group import WeightGroup
 
 Gathered = Sequence[tuple[str, torch.Tensor]]
@@ -54,6 +55,7 @@ class WeightSender:
         specs = policy.hf_tensor_specs()
         self._buckets = cut(specs, filling_bytes(specs, bucket_bytes))
         self._flat_buckets = FlatBuckets(layout.device)
+        self._kept = KeptWeights(layout.device)
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="hashing")  # one: parts of a tensor come in order
         self._group: WeightGroup | None = None
 
@@ -75,11 +77,22 @@ class WeightSender:
             self._group = WeightGroup(name, self._host, self._backend, self._timeout_seconds)
         return StageGroup(self._stage, self._group.name, self._host, self._group.port, self._group.joined)
 
-    def send(self, publication_id: str, world_size: int) -> Sent | None:
-        """Joins if need be and broadcasts every bucket. An error is in the answer; None on ranks that send nothing."""
+    def keep(self) -> None:
+        """Collective: copies the current weights into this sender's host memory."""
+        tensors = self._policy.hf_tensors()
+        if self._is_sender:
+            self._kept.keep(tensors)
+        for _ in tensors:
+            pass
+
+    def send(self, publication_id: str, world_size: int, *, kept: bool = False) -> Sent | None:
+        """Joins if need be and broadcasts every bucket, of the current weights or of those that it `kept`.
+
+        An error is in the answer; None on ranks that send nothing.
+        """
         checksums = EngineChecksums()
         failure: HeadraceError | None = None
-        tensors = self._policy.hf_tensors()
+        tensors = self._kept.tensors() if kept else self._policy.hf_tensors()
         try:
             self._send_all(tensors, publication_id, world_size, checksums)
         except (HeadraceError, RuntimeError) as error:  # torch.distributed raises RuntimeErrors

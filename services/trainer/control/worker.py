@@ -11,6 +11,7 @@ from services.trainer.control.messages import (
     DescribeWeights,
     DropGroups,
     Export,
+    KeepWeights,
     Leave,
     OpenGroups,
     Prefetch,
@@ -63,8 +64,10 @@ class RankWorker:
                 return self._sender.open()
             case ProbeWeights():
                 return self._sender.probe()
-            case SendWeights(publication_id, world_size):
-                return self._sender.send(publication_id, world_size)
+            case SendWeights(publication_id, world_size, kept):
+                return self._sender.send(publication_id, world_size, kept=kept)
+            case KeepWeights():
+                self._sender.keep()
             case DropGroups():
                 self._sender.drop()
             case Save(step, policy_version, epoch):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
+from headrace.cli.main import main
 from headrace.client.rollout import RolloutClient
 from headrace.errors import DeadlineExceeded
 from headrace.job.schema.job import Job
@@ -180,3 +181,10 @@ async def test_the_rollout_service_is_told_the_transport_and_update_weight_timeo
     (begun,) = rollout.begun
     assert (begun.transport, begun.deadline_seconds) == (pb.TRANSPORT_COLLECTIVE, 7.0)
     assert rollout.deadlines == [7.0, 7.0]
+
+
+def test_check_says_what_a_copy_of_the_served_weights_costs(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for update_weight_rollback, is_said in (("none", False), ("host", True)):
+        assert main(["check", str(job_file), "--update-weight-rollback", update_weight_rollback]) == 0
+        printed = " ".join(capsys.readouterr().out.split())
+        assert ("GB of host memory for each stage's copy of the served weights" in printed) is is_said

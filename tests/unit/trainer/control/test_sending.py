@@ -54,10 +54,9 @@ def receive_late(opened: StageGroup, policy: WatchedPolicy) -> list[torch.Tensor
     return received
 
 
-def test_a_bucket_is_gathered_while_the_one_before_it_is_on_its_way() -> None:
-    policy = WatchedPolicy()
+def sender_of(policy: WatchedPolicy) -> WeightSender:
     layout = SimpleNamespace(device=torch.device("cpu"), pp_rank=0, tp_rank=0, dp_rank=0)
-    sender = WeightSender(
+    return WeightSender(
         cast(Policy, policy),
         cast(Layout, layout),
         lambda _: False,
@@ -65,6 +64,31 @@ def test_a_bucket_is_gathered_while_the_one_before_it_is_on_its_way() -> None:
         bucket_bytes=MEGABYTES << 20,
         timeout_seconds=SECONDS,
     )
+
+
+def test_weights_that_were_kept_are_sent_as_they_were_after_the_model_has_others() -> None:
+    policy = WatchedPolicy()
+    sender = sender_of(policy)
+    for _ in range(2):
+        sender.keep()
+        kept = {name: tensor.clone() for name, tensor in policy.weights.items()}
+        for tensor in policy.weights.values():
+            tensor += 1.0
+    opened = sender.open()
+    assert opened is not None
+    with ThreadPoolExecutor(1) as engine:
+        receiving = engine.submit(receive_late, opened, policy)
+        sent = sender.send("p", 2, kept=True)
+        received = receiving.result()
+    sender.drop()
+    assert sent is not None
+    assert sent.checksums == engine_checksums(kept)
+    assert all(torch.equal(a.view(torch.float32), b) for a, b in zip(received, kept.values(), strict=True))
+
+
+def test_a_bucket_is_gathered_while_the_one_before_it_is_on_its_way() -> None:
+    policy = WatchedPolicy()
+    sender = sender_of(policy)
     opened = sender.open()
     assert opened is not None
     with ThreadPoolExecutor(1) as engine:

@@ -1,0 +1,280 @@
+"""Publications that fail, at every point: engines serve a whole version again, the old one if the new cannot be had.
+
+A real publisher and a real receiver, over engines that fail at one call. What is on the wire says its version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import pytest
+from aiohttp import web
+
+from headrace.api.rollout.v1 import rollout_pb2 as pb
+from headrace.client.rollout import RolloutClient
+from headrace.errors import HeadraceError, Unavailable
+from headrace.job.schema.job import Job
+from headrace.probe import Probe
+from headrace.wire.tensor_spec import TensorSpec
+from services.rollout.engine.api import SamplingParams
+from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
+from services.rollout.production.generator import Generator
+from services.rollout.publication.plan import plan_from_proto
+from services.rollout.publication.receiver import Receiver
+from services.trainer.control.channel import Channel
+from services.trainer.control.messages import (
+    Command,
+    DescribeWeights,
+    KeepWeights,
+    OpenGroups,
+    Probed,
+    ProbeWeights,
+    Result,
+    SendWeights,
+    Sent,
+    StageGroup,
+    StageWeights,
+)
+from services.trainer.control.publication import Publisher
+from services.trainer.control.rank_group import RankGroup
+from services.trainer.state import TrainState
+from tests.support.fakes.fake_engine import FakeEngine, fake_checksum
+from tests.support.fakes.fake_fleet import FakeFleet, RememberedRouting
+from tests.support.fakes.hostile_engine import TakingTurns
+
+CALLS = (
+    "/init_weights_update_group",
+    "/pause_generation",
+    "/begin_weight_update",
+    "/update_weights_from_distributed",
+    "/end_weight_update",
+    "/update_weight_version",
+    "/flush_cache",
+    "/continue_generation",
+    "/weights_checker",
+    "/generate",
+)
+When = Literal["refuses", "before", "during", "after"]
+NAMES = ("a", "b", "c")
+
+
+def weights_of(version: int) -> dict[str, str]:
+    return {name: f"{name} of {version}" for name in NAMES}
+
+
+@dataclass
+class Model:
+    """What the trainer has, what it keeps, and what is on the wire."""
+
+    version: int = 0
+    kept: int = 0
+    is_sending: bool = False
+    wire: dict[str, str] = field(default_factory=lambda: weights_of(0))
+    num_groups: int = 0
+
+    def execute(self, command: Command) -> Result:
+        match command:
+            case ProbeWeights():
+                return Probed([5, 6, 7], [-0.7 - self.version, -0.1 - self.version])
+            case DescribeWeights():
+                return StageWeights(0, [[TensorSpec(name, (1,), "float32")] for name in NAMES])
+            case OpenGroups():
+                self.is_sending = False
+                self.num_groups += 1
+                return StageGroup(0, f"g{self.num_groups}", "127.0.0.1", 1, joined=False)
+            case SendWeights(kept=kept):
+                self.wire.update(weights_of(self.kept if kept else self.version))
+                self.is_sending = True
+                return Sent(0, {name: fake_checksum(content) for name, content in self.wire.items()})
+            case KeepWeights():
+                self.kept = self.version
+        return None
+
+
+@dataclass
+class Strike:
+    """Which engines fail, where, and with which version."""
+
+    call: str
+    when: When
+    engines: frozenset[int] = frozenset()
+    policy_version: int | None = None
+    published: int | None = None
+    """The version that is being published."""
+
+    def falls_on(self, engine: int, path: str) -> bool:
+        return path == self.call and engine in self.engines and self.policy_version == self.published
+
+
+class StruckEngine(FakeEngine):
+    """Remembers names under which it said tokens with other weights than the name's version."""
+
+    mixtures: set[str]
+
+    def __init__(self, number: int, strike: Strike, wire: Mapping[str, str], mixtures: set[str]) -> None:
+        super().__init__(wire, token_seconds=0.001)
+        self.mixtures = mixtures
+        self._number = number
+        self._strike = strike
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/generate":  # its probes alone are a call of the publication
+            return await super()._answer(request)
+        return await self._struck(request.path, lambda: super(StruckEngine, self)._answer(request))
+
+    async def _generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if "logprob_start_len" not in body:
+            return await super()._generate(request, body)
+        return await self._struck("/generate", lambda: super(StruckEngine, self)._generate(request, body))
+
+    async def _struck(self, path: str, act: Callable[[], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
+        is_start = path == "/update_weight_version" and not self.groups  # its initial weights are named, too
+        if is_start or not self._strike.falls_on(self._number, path):
+            return await act()
+        if self._strike.when == "refuses":
+            return web.json_response({"success": False, "message": "told to"}, status=400)
+        if self._strike.when == "before":
+            self.die()
+            return web.Response(status=503)
+        answer = await act()
+        if self._strike.when == "during":
+            self.die()
+        else:
+            asyncio.get_running_loop().call_later(0.005, self.die)
+        return answer
+
+    def _score(self, tokens: Sequence[int]) -> list[tuple[float, int, None]]:
+        version = int(self.weights["a"].split()[-1]) if self.weights else 0
+        return [(log_prob - version, token, None) for log_prob, token, _ in super()._score(tokens)]
+
+    def _next_token(self, context: Sequence[int]) -> int:
+        version = int(self._version.split(".")[0])
+        if self.weights != (weights_of(version) if version or self.weights else {}):
+            self.mixtures.add(self._version)
+        return super()._next_token(context)
+
+
+class DirectRollout:
+    """A rollout service without a wire; `begin_publish` waits for an engine, as a client does."""
+
+    def __init__(self, fakes: FakeFleet, model: Model, strike: Strike) -> None:
+        self.receiver = Receiver(fakes.fleet)
+        self._fakes = fakes
+        self._model = model
+        self._strike = strike
+
+    async def begin_publish(self, request: pb.BeginPublishRequest, **_: float) -> pb.BeginPublishResponse:
+        self._strike.published = request.policy_version
+        while True:
+            await self._fakes.until(lambda: bool(self._fakes.fleet.alive()))
+            try:
+                begun = await self.receiver.begin(plan_from_proto(request))
+            except Unavailable:
+                continue
+            return pb.BeginPublishResponse(world_size=begun.world_size, engine_ids=begun.engine_ids)
+
+    async def publish_bucket(self, publication_id: str, bucket: int, **_: float) -> None:
+        await self._fakes.until(lambda: self._model.is_sending)
+        await self.receiver.receive(publication_id, bucket)
+
+    async def commit_publish(
+        self, publication_id: str, checksums: Mapping[str, str], *, probe: Probe, **_: float
+    ) -> pb.CommitPublishResponse:
+        committed = await self.receiver.commit(publication_id, checksums, probe)
+        return pb.CommitPublishResponse(engine_ids=committed.engine_ids, lost_engine_ids=committed.lost_engine_ids)
+
+    async def abort_publish(self, publication_id: str, reason: str) -> None:
+        await self.receiver.abort(publication_id, reason)
+
+
+class Run:
+    """Two engines, a trainer, and requests that never stop."""
+
+    def __init__(self, call: str, when: When, rollback: str) -> None:
+        self.strike, self.model = Strike(call, when), Model()
+        self.mixtures: set[str] = set()
+        self.routing = RememberedRouting()
+        self.fleet = Fleet(
+            2,
+            1,
+            lambda number: StruckEngine(number, self.strike, self.model.wire, self.mixtures),
+            self.routing,
+            FleetTiming(start_seconds=60, check_interval_seconds=0.01, check_timeout_seconds=1.0),
+        )
+        self.fakes = FakeFleet(self.fleet, self.routing)
+        self.router = TakingTurns(self.routing)
+        publish = {"update_weight_rollback": rollback}
+        services = {"rollout_address": "127.0.0.1:1"}
+        job = Job.model_validate({"model": {"hf_checkpoint": "m"}, "services": services, "publish": publish})
+        rollout = cast(RolloutClient, DirectRollout(self.fakes, self.model, self.strike))
+        self.channel = Channel(0, 1, b"")
+        ranks = RankGroup(self.channel, self.model.execute, ThreadPoolExecutor(1))
+        self.publisher = Publisher(ranks, rollout, job.publish, backend="gloo", away_seconds=60.0)
+
+    async def __aenter__(self) -> Run:
+        await self.fleet.start()
+        self._asking = [asyncio.create_task(self._ask(number)) for number in range(2)]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for asking in self._asking:
+            asking.cancel()
+        await asyncio.gather(*self._asking, return_exceptions=True)
+        await self.router.close()
+        await self.fleet.stop()
+        await self.channel.close()
+
+    async def _ask(self, number: int) -> None:
+        generator, asked = Generator(self.router, self.fleet.weights), 0
+        while True:
+            asked += 1
+            await generator.generate(
+                (5, 6, 7), SamplingParams(max_new_tokens=30), request_id=f"{number}-{asked}", seconds=60
+            )
+
+    async def publish(self, version: int, *, failing: frozenset[int]) -> bool:
+        """False where the version could not be had."""
+        self.model.version = version
+        self.strike.engines, self.strike.policy_version = failing, version
+        try:
+            await self.publisher.publish(TrainState(step=version, policy_version=0, epoch=1))
+        except HeadraceError:
+            return False
+        return True
+
+    async def serves(self, version: int) -> None:
+        """Returns when an engine serves all of the version; one that died after its last call gets it again."""
+        self.strike.engines = frozenset()
+        await self.fakes.until(
+            lambda: all(e.state in (EngineState.READY, EngineState.STALE) for e in self.fleet.engines)
+        )
+        ready = [engine for engine in self.fleet.engines if engine.state is EngineState.READY]
+        if not ready and self.model.version == version:
+            stale = [engine.engine_id for engine in self.fleet.engines]
+            await self.publisher.rejoin(TrainState(step=version, policy_version=version, epoch=1), stale)
+            ready = [engine for engine in self.fleet.engines if engine.state is EngineState.READY]
+        assert self.fleet.policy_version == version
+        assert ready, "nobody serves"
+        for engine in ready:
+            assert self.fakes.fake(engine.number).weights == weights_of(version)
+        assert self.routing.urls == {engine.url for engine in ready}
+
+
+@pytest.mark.parametrize("when", ["refuses", "before", "during", "after"])
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.strip("/"))
+async def test_engines_serve_a_whole_version_again_wherever_a_publication_failed(call: str, when: When) -> None:
+    async with Run(call, when, "host") as run:
+        assert await run.publish(1, failing=frozenset())
+        await run.serves(1)
+        served = 1
+        for version, failing in ((2, {0}), (3, {1}), (4, {0, 1})):
+            if await run.publish(version, failing=frozenset(failing)):
+                served = version
+            await run.serves(served)
+        assert await run.publish(5, failing=frozenset())
+        await run.serves(5)
+        assert [await run.fleet.weights.version_of(name) for name in run.mixtures] == [None] * len(run.mixtures)
