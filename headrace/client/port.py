@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
-from types import TracebackType
-from typing import Self
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
+from headrace.client.closing import Closing
 from headrace.errors import DeadlineExceeded
 
 DEFAULT_DEADLINE_SECONDS = 60.0
 PROGRESS_SECONDS = 2.0
 
 
-class Buffer(ABC):
+class Buffer(Closing):
     """`BufferClient` says what each method does; both implementations keep the same contract tests.
 
     Close it, or use it as a context.
     """
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    @abstractmethod
-    async def close(self) -> None: ...
 
     @abstractmethod
     async def create_stream(self, config: pb.StreamConfig) -> pb.CreateStreamResponse: ...

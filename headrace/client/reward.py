@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 
 from headrace.api.reward.v1 import reward_pb2 as pb
 from headrace.api.reward.v1.reward_pb2_grpc import RewardServiceStub
+from headrace.client.closing import Closing
 from headrace.errors import DeadlineExceeded, HeadraceError, Internal, ResourceExhausted, Unavailable
 from headrace.rpc.call import call, call_once
 from headrace.rpc.channel import connect
@@ -31,7 +31,7 @@ class ScorerInfo:
     is_default: bool
 
 
-class RewardClient:
+class RewardClient(Closing):
     def __init__(self, address: str) -> None:
         self._channel = connect(address)
         self._peer = f"the reward service at {address}"
@@ -70,14 +70,6 @@ class RewardClient:
 
     async def close(self) -> None:
         await self._channel.close(None)
-
-    async def __aenter__(self) -> RewardClient:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
 
 async def score_until(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from google.protobuf.message import Message
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.api.rollout.v1 import rollout_pb2_grpc
+from headrace.client.closing import Closing
 from headrace.errors import Unavailable
 from headrace.probe import Probe
 from headrace.rpc.call import call, stream
@@ -18,7 +18,7 @@ from headrace.rpc.channel import connect
 DEFAULT_DEADLINE_SECONDS = 60.0
 
 
-class RolloutClient:
+class RolloutClient(Closing):
     """Speaks to one rollout service. Close it, or use it as a context."""
 
     def __init__(self, address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> None:
@@ -26,14 +26,6 @@ class RolloutClient:
         self._peer = f"the rollout service at {address}"
         self._stub = rollout_pb2_grpc.RolloutServiceStub(self._channel)
         self._deadline_seconds = deadline_seconds
-
-    async def __aenter__(self) -> RolloutClient:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     async def close(self) -> None:
         await self._channel.close(None)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from google.protobuf.message import Message
 
 from headrace.api.trainer.v1 import trainer_pb2 as pb
 from headrace.api.trainer.v1 import trainer_pb2_grpc
+from headrace.client.closing import Closing
 from headrace.rpc.call import call, stream
 from headrace.rpc.channel import connect
 
@@ -20,7 +20,7 @@ DEFAULT_DEADLINE_SECONDS = 60.0
 _LONG_DEADLINE_SECONDS = 3600.0
 
 
-class TrainerClient:
+class TrainerClient(Closing):
     """Speaks to rank 0 of one trainer. Close it, or use it as a context."""
 
     def __init__(self, address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> None:
@@ -28,14 +28,6 @@ class TrainerClient:
         self._peer = f"the trainer at {address}"
         self._stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
         self._deadline_seconds = deadline_seconds
-
-    async def __aenter__(self) -> TrainerClient:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     async def close(self) -> None:
         await self._channel.close(None)
