@@ -33,8 +33,13 @@ async def check(options: CheckOptions, read_prompts: ReadPrompts) -> Report:
         report.unchecked.append("prompts as the model sees them, and their lengths: --fast leaves out the tokenizer")
     elif not any(options.job.model.hf_checkpoint.glob("tokenizer*")):
         report.unchecked.append("prompts as the model sees them, and their lengths: the tokenizer is not here")
-    elif encoder := _encoder(options.job, report):  # loaded while the buffer's check reads
-        _tokenize(options.job, encoder, read_prompts(), report)
+    else:
+        loading = Report()
+        encoder = _encoder(options.job, loading)  # while the buffer's check reads
+        if (prompts := read_prompts()).rows and encoder:
+            _tokenize(options.job, encoder, prompts, report)
+        elif prompts.rows:
+            report.join(loading)
     return report
 
 
