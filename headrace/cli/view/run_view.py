@@ -18,6 +18,7 @@ from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.trainer.v1 import trainer_pb2
 from headrace.cli.view.awaited import Patience, awaited, unanswered
 from headrace.cli.view.failures import FailureNotes, failures_line
+from headrace.cli.view.long_phase import LongPhase
 from headrace.cli.view.silence import Silence
 from headrace.cli.view.step_line import duration, evaluation_line, evaluations, step_line
 from headrace.job.schema.run import RunSection
@@ -49,6 +50,7 @@ class RunView:
         self._silence = Silence()
         self._failure_notes = FailureNotes()
         self._patience = Patience(run.first_batch_seconds)
+        self._long_phase = LongPhase()
         self._tokens: deque[tuple[float, int]] = deque(maxlen=20)
         self._trained: set[int] = set()
         self._rewards: dict[str, dict[int, float]] = {name: {} for name in _REWARDS}
@@ -75,11 +77,13 @@ class RunView:
         return lines
 
     def on_status(self, status: trainer_pb2.GetStatusResponse) -> None:
-        """The trainer's answer. A batch that is long overdue is a note."""
+        """The trainer's answer. A batch that is long overdue is a note, and so is a publication without an end."""
         self._status = status
         self._silence.answered("trainer")
         if status.phase == trainer_pb2.PHASE_WAITING and self._patience.is_over(status.step, status.waiting_seconds):
             self.note(awaited(status, self._fleet, self._stats, self._silence.since()))
+        if line := self._long_phase.line(status, self._silence.since()):
+            self.note(line)
 
     def on_stats(self, stats: buffer_pb2.StreamStats) -> None:
         """The buffer's answer. Samples that fail are notes, as they come."""
@@ -119,6 +123,7 @@ class RunView:
         if "time/step_seconds" in metrics and not is_old:
             self._step_seconds.append(metrics["time/step_seconds"])
             self._patience.waited(metrics.get("time/wait_seconds", 0.0))
+            self._long_phase.took(metrics)
         for warning in row.warnings:
             self.note(f"after step {row.step}: {warning}")
         for name in evaluations(metrics):

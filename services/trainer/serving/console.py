@@ -149,7 +149,8 @@ class TrainerConsole:
         self._status.groups_ready = count
 
     def produced(self, metrics: Mapping[str, float]) -> None:
-        """Takes the production since the batch before; it is reported with the step."""
+        """The batch is here: takes the production since the one before, which is reported with the step."""
+        self._status.phase = pb.PHASE_TRAINING
         self._produced = metrics
 
     async def before_step(self, state: TrainState) -> bool:

@@ -128,6 +128,16 @@ async def test_the_first_steps_seconds_are_without_the_start(tmp_path: Path) -> 
     assert report.rows[0].metrics["time/publish_seconds"] == 0.0
 
 
+async def test_a_trainer_that_has_its_batch_waits_no_more(tmp_path: Path) -> None:
+    console = TrainerConsole(RunReport(tmp_path), no_evaluation, run="r", num_steps=4, groups_per_step=2)
+    assert await console.before_step(TrainState(0, policy_version=0, epoch=1))
+    assert console.status.phase == pb.PHASE_WAITING
+    console.produced({})
+    with console.phase(pb.PHASE_PUBLISHING):
+        assert console.status.waiting_seconds == 0.0
+    assert console.status.phase == pb.PHASE_TRAINING
+
+
 async def test_a_paused_run_holds_saves_on_request_and_goes_on(desk: Desk) -> None:
     await desk.client.pause()
     let(desk, 4)
