@@ -15,7 +15,7 @@ from headrace.errors import FailedPrecondition, InvalidArgument
 from services.rollout.engine.answer import EngineResponse, Finish
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
-from services.rollout.engine.fleet import Engine
+from services.rollout.engine.fleet import Engine, EngineState
 from services.rollout.engine.weights import ServedWeights
 
 PROMPT = (1, 45, 67, 89, 2)
@@ -37,9 +37,11 @@ class EngineUnderTest:
     async def rename(self) -> str:
         """The same weights under a new name, as the fleet would be told of it."""
         name = self.weights.new_name(self.weights.policy_version, self.engine.engine_id)
+        before, self.engine.state = self.engine.state, EngineState.UPDATING  # the fleet would miss the name it knows
         self.engine.weights_name = name
         self.weights.accept([name])
         await self.client.name_weights(name)
+        self.engine.state = before
         return name
 
     async def ask(self, request_id: str, params: SamplingParams = _NO_STOP) -> EngineResponse:

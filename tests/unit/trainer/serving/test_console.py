@@ -130,6 +130,7 @@ async def test_the_first_steps_seconds_are_without_the_start(tmp_path: Path) -> 
 
 async def test_a_trainer_that_has_its_batch_waits_no_more(tmp_path: Path) -> None:
     console = TrainerConsole(RunReport(tmp_path), no_evaluation, run="r", num_steps=4, groups_per_step=2)
+    console.open(SteeredEverything(num_steps=4), 1)
     assert await console.before_step(TrainState(0, policy_version=0, epoch=1))
     assert console.status.phase == pb.PHASE_WAITING
     console.produced({})
