@@ -16,6 +16,8 @@ from headrace.errors import Internal
 
 Stream = TypeVar("Stream", asyncio.StreamReader, asyncio.StreamWriter)
 
+_LAST_LINES = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Finished:
@@ -86,9 +88,6 @@ def pipe_of(stream: Stream | None) -> Stream:
     if stream is None:
         raise Internal("the process was started without a pipe for this stream")
     return stream
-
-
-_LAST_LINES = 8
 
 
 async def _lines_of(stream: asyncio.StreamReader) -> AsyncIterator[str]:

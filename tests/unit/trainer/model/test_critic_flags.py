@@ -38,7 +38,7 @@ class Seen:
         model = SimpleNamespace(
             config=None, packing=None, stages=[SimpleNamespace()], converter=SimpleNamespace(load=self.loaded.append)
         )
-        monkeypatch.setattr(RankModel, "build", lambda *_: model)
+        monkeypatch.setattr(RankModel, "of", lambda *_: model)
         monkeypatch.setattr(critic, "wrap_for_data_parallel", lambda *_: [])
         monkeypatch.setattr(critic, "_shards", lambda *_: [])
         monkeypatch.setattr(critic, "ModelState", lambda *_: None)
