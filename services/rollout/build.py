@@ -65,12 +65,23 @@ def rollout_service(
         metrics,
     )
     generator = Generator(
-        router_client, fleet.weights, fleet.suspect, context=ContextLimit.of_engines(job.sglang, architecture)
+        router_client,
+        fleet.weights,
+        fleet.suspect,
+        context=ContextLimit.of_engines(job.sglang, architecture),
+        activity=fleet.activity,
     )
     hook, args = job.rollout.custom_generate_function_path, hook_args(job)
     warnings: list[str] = []
     custom = (
-        HookSampler(hook, custom_args(args, router.url), fleet.weights, seconds=seconds, warn=warnings.append)
+        HookSampler(
+            hook,
+            custom_args(args, router.url),
+            fleet.weights,
+            seconds=seconds,
+            activity=fleet.activity,
+            warn=warnings.append,
+        )
         if hook
         else None
     )

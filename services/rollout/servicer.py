@@ -94,6 +94,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             weights_digest=committed.weights_digest,
             lost_engine_ids=committed.lost_engine_ids,
             paused_seconds=committed.paused_seconds,
+            busy_share=committed.busy_share,
         )
 
     async def AbortPublish(self, request: pb.AbortPublishRequest, context: Context) -> pb.AbortPublishResponse:

@@ -17,6 +17,7 @@ from typing import Protocol
 from headrace.background import kept_running
 from headrace.errors import HeadraceError
 from headrace.rpc.log import log
+from services.rollout.engine.activity import Activity
 from services.rollout.engine.answer import BadAnswer
 from services.rollout.engine.engine import Engine, EngineState
 from services.rollout.engine.process import EngineFactory, EngineProcess
@@ -52,6 +53,7 @@ class Fleet:
     ) -> None:
         self.engines: Sequence[Engine] = [Engine(number, tensor_parallel_size) for number in range(count)]
         self.weights = ServedWeights()
+        self.activity = Activity(count)
         self._observer = observer or FleetObserver()
         self._factory = factory
         self._routing = routing
@@ -121,6 +123,7 @@ class Fleet:
             await self.give_up(engine, error.message)
         else:
             engine.state = EngineState.READY
+            self.activity.go_on()
 
     async def switch_to(self, policy_version: int) -> None:
         """Serves this version from now on; engines in routing with another one become STALE."""

@@ -20,6 +20,7 @@ from headrace.process.workers import WorkerError, WorkerPool
 from headrace.rpc.log import log
 from headrace.trajectory import Failure, Sample, Status
 from headrace.wire.limits import MAX_ID_CHARACTERS
+from services.rollout.engine.activity import Activity
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.production.sampling import SampleRequest, failed_sample
 
@@ -39,12 +40,14 @@ class HookSampler:
         weights: ServedWeights,
         *,
         seconds: float,
+        activity: Activity | None = None,
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._path = path
         self._warn = warn
         self._warned = False
         self._weights = weights
+        self._activity = activity or Activity(0)
         self._places = asyncio.Semaphore(_WORKERS * _CALLS_PER_WORKER)
         self._args = args
         self._seconds = seconds
@@ -83,9 +86,10 @@ class HookSampler:
         try:
             async with self._places:
                 oldest, refusals = self._weights.policy_version, self._weights.refusals
-                results = await self._pool.run(
-                    run_generate, *work, timeout_seconds=self._seconds, name=f"hook {self._path}"
-                )
+                with self._activity.requests(len(requests)):
+                    results = await self._pool.run(
+                        run_generate, *work, timeout_seconds=self._seconds, name=f"hook {self._path}"
+                    )
             await self._weights.settled()
             self._require_no_refusal(refusals)
             oldest = min(oldest, self._weights.policy_version)

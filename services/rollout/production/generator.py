@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from headrace.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
 from headrace.job.model.context_limit import ContextLimit
+from services.rollout.engine.activity import Activity
 from services.rollout.engine.answer import BadAnswer, EngineResponse, Finish
 from services.rollout.engine.api import NOTHING_YET, Generation, SamplingParams
 from services.rollout.engine.client import EngineClient
@@ -33,11 +34,13 @@ class Generator:
         suspect: Callable[[BadAnswer], None] = lambda _: None,
         *,
         context: ContextLimit | None = None,
+        activity: Activity | None = None,
     ) -> None:
         self._router = router
         self._weights = weights
         self._suspect = suspect
         self._context = context
+        self._activity = activity or Activity(0)
 
     async def generate(
         self,
@@ -141,18 +144,20 @@ class Generator:
         end = time.monotonic() + seconds
         cache_key = self._weights.cache_key
         if not streaming:
-            answer = await self._router.generate(
-                tokens, params, request_id=request_id, cache_key=cache_key, seconds=seconds
-            )
+            with self._activity.requests():
+                answer = await self._router.generate(
+                    tokens, params, request_id=request_id, cache_key=cache_key, seconds=seconds
+                )
             yield await self._accepted(answer, len(tokens), end)
             return
         answers = self._router.stream(tokens, params, request_id=request_id, cache_key=cache_key, seconds=seconds)
         async with contextlib.aclosing(answers):
-            async for answer in answers:
-                generation = await self._accepted(answer, len(tokens), end)
-                yield generation
-                if len(generation.tokens) < len(answer.tokens):
-                    return  # what follows was made after tokens of refused weights
+            with self._activity.requests():
+                async for answer in answers:
+                    generation = await self._accepted(answer, len(tokens), end)
+                    yield generation
+                    if len(generation.tokens) < len(answer.tokens):
+                        return  # what follows was made after tokens of refused weights
 
     async def _accepted(self, answer: EngineResponse, num_prompt_tokens: int, end: float) -> Generation:
         """Returns the part of the response from accepted weights, once every verdict on its weights exists."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from services.rollout.engine.activity import Activity
 from services.rollout.engine.api import GroupJoin
 from services.rollout.engine.fleet import Engine
 from services.rollout.publication.groups import WeightGroups
@@ -11,7 +12,7 @@ from services.rollout.publication.publication import Publication
 from services.rollout.publication.state import GroupPlan
 
 
-async def prepare(publication: Publication, groups: WeightGroups) -> None:
+async def prepare(publication: Publication, groups: WeightGroups, activity: Activity) -> None:
     """Every engine that still takes part is in every group, paused, and in an update session."""
     plan, participants = publication.plan, publication.participants
     if not plan.engine_ids:
@@ -20,6 +21,8 @@ async def prepare(publication: Publication, groups: WeightGroups) -> None:
         if not group.joined:
             await _join(publication, group, groups)
     publication.paused_at = time.monotonic()
+    if not plan.engine_ids:
+        activity.stand_still()
     await participants.each(lambda engine: engine.client.pause(plan.pause_mode))
 
     async def open_session(engine: Engine) -> None:

@@ -28,6 +28,8 @@ class Committed:
     weights_digest: str
     lost_engine_ids: tuple[str, ...]
     paused_seconds: float
+    busy_share: float | None
+    """Of the engines' time since the last commit to all of them; None for the first, and for a few engines alone."""
 
 
 class Publication:

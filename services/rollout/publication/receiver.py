@@ -60,7 +60,7 @@ class Receiver:
         self._remember(publication)
         for engine in engines:
             engine.state = EngineState.UPDATING
-        publication.preparing = self._start(publication, prepare(publication, self._groups))
+        publication.preparing = self._start(publication, prepare(publication, self._groups, self._fleet.activity))
         publication.timer = asyncio.create_task(self._expire(publication))
         log.info("publication_begun", publication_id=plan.publication_id, engines=begun.engine_ids)
         return begun
@@ -207,6 +207,7 @@ class Receiver:
             publication.in_session.discard(engine.engine_id)
             publication.resumed.add(engine.engine_id)
             await engine.client.resume()
+            self._fleet.activity.go_on()
 
         await participants.each(resume)
         assert publication.paused_at is not None
@@ -234,7 +235,8 @@ class Receiver:
                 await self._fleet.serve(engine, version)
         log.info("published", policy_version=version, paused_seconds=round(paused_seconds, 3), lost=state.lost)
         served = tuple(state.remaining)
-        return Committed(served, digests[served[0]], tuple(sorted(state.lost)), paused_seconds)
+        busy_share = None if state.plan.engine_ids else self._fleet.activity.lap()
+        return Committed(served, digests[served[0]], tuple(sorted(state.lost)), paused_seconds, busy_share)
 
     async def _verify(self, publication: Publication, expected: Mapping[str, str]) -> dict[str, str]:
         """Returns digests by engine id; engines that hold something else are taken out."""

@@ -83,11 +83,7 @@ class Publisher:
                 log.info("published", policy_version=state.step, engines=len(reply.engine_ids))
                 if self._keeps:
                     await self._keep(state)
-                return {
-                    "publish/paused_seconds": reply.paused_seconds,
-                    "publish/engines": float(len(reply.engine_ids)),
-                    "publish/engines_lost": float(len(reply.lost_engine_ids)),
-                }
+                return _figures(reply)
         raise AssertionError("unreachable: the last try returns or raises")
 
     async def lacking(self, state: TrainState) -> Lacking:
@@ -230,3 +226,12 @@ class Publisher:
             await self._rollout.abort_publish(publication_id, reason)
         except HeadraceError as error:
             log.warning("abort_failed", publication_id=publication_id, error=str(error))  # its own deadline ends it
+
+
+def _figures(reply: pb.CommitPublishResponse) -> dict[str, float]:
+    figures = {
+        "publish/paused_seconds": reply.paused_seconds,
+        "publish/engines": float(len(reply.engine_ids)),
+        "publish/engines_lost": float(len(reply.lost_engine_ids)),
+    }
+    return figures | ({"busy/engines": reply.busy_share} if reply.HasField("busy_share") else {})

@@ -247,7 +247,10 @@ class TrainerConsole:
         assert self._reported_at is not None  # before_step came first
         now = self._clock()
         found = {name: self._seconds[phase] for phase, name in _TIMES.items()}
-        found["time/step_seconds"], self._reported_at = now - self._reported_at, now
+        found["time/step_seconds"] = step_seconds = now - self._reported_at
+        if step_seconds > 0:
+            found["busy/trainer"] = found["time/train_seconds"] / step_seconds
+        self._reported_at = now
         self._seconds.clear()
         return found
 

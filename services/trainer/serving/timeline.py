@@ -1,10 +1,11 @@
-"""The picture of where the time went: each step's seconds, one part on the other."""
+"""The picture of where the time went: each step's seconds, one part on the other, and who worked meanwhile."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -27,29 +28,52 @@ PARTS: Mapping[str, str] = {
 """What follows each other in a step, and its colour."""
 
 _REST = "time/other_seconds"
+_BUSY = {"busy/engines": "#33a02c", "busy/trainer": "#1f78b4"}
 
 
 def draw_timeline(rows: Sequence[MetricsRow], path: Path) -> None:
-    """Writes a PNG with a bar a step; what is not one of PARTS is `other`."""
+    """Writes a PNG: a bar a step, in which what is not one of PARTS is `other`, and below it the busy shares."""
     steps = [row for row in rows if "time/step_seconds" in row.metrics]
     if not steps:
         return
+    figure = Figure(figsize=(12, 6.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    _draw_parts(above, steps)
+    _draw_shares(below, steps)
+    with replacing(path) as draft:
+        figure.savefig(draft, dpi=110)
+
+
+def _draw_parts(axes: Axes, steps: Sequence[MetricsRow]) -> None:
     parts = {name: [row.metrics.get(name, 0.0) for row in steps] for name in PARTS}
     whole = [row.metrics["time/step_seconds"] for row in steps]
     known = [sum(values) for values in zip(*parts.values(), strict=True)]
     parts[_REST] = [max(all_ - some, 0.0) for all_, some in zip(whole, known, strict=True)]
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
     places, bottom = [row.step for row in steps], [0.0] * len(steps)
     for name, seconds in parts.items():
         if any(seconds):
             label = f"{name.removeprefix('time/').removesuffix('_seconds')}: {sum(seconds) / sum(whole):.0%}"
             axes.bar(places, seconds, width=1.0, bottom=bottom, label=label, color=PARTS.get(name, "#eeeeee"))
             bottom = [below + more for below, more in zip(bottom, seconds, strict=True)]
-    axes.set_xlabel("step")
     axes.set_ylabel("seconds")
+    _explain(axes, reverse=True)
+
+
+def _draw_shares(axes: Axes, steps: Sequence[MetricsRow]) -> None:
+    for name, colour in _BUSY.items():
+        known = [(row.step, row.metrics[name]) for row in steps if name in row.metrics]
+        if known:
+            places, shares = zip(*known, strict=True)
+            label = f"{name.removeprefix('busy/')}: {sum(shares) / len(shares):.0%}"
+            axes.plot(places, shares, marker=".", label=label, color=colour)
+    axes.set_ylim(0, 1.05)
+    axes.set_ylabel("busy")
+    axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(fontsize="small", frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True)
-    with replacing(path) as draft:
-        figure.savefig(draft, dpi=110)
+    if axes.get_legend_handles_labels()[0]:
+        _explain(axes)
+
+
+def _explain(axes: Axes, *, reverse: bool = False) -> None:
+    axes.legend(fontsize="small", frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=reverse)

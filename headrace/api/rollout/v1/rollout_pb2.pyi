@@ -888,10 +888,15 @@ class CommitPublishResponse(_message.Message):
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     LOST_ENGINE_IDS_FIELD_NUMBER: _builtins.int
     PAUSED_SECONDS_FIELD_NUMBER: _builtins.int
+    BUSY_SHARE_FIELD_NUMBER: _builtins.int
     weights_digest: _builtins.str
     """Their common digest, hexadecimal."""
     paused_seconds: _builtins.float
     """How long requests stood still, in seconds."""
+    busy_share: _builtins.float
+    """Share of the engines' time since the last commit to all of them in which they had requests and did not stand
+    still. Not set for the first commit, nor for a few engines alone.
+    """
     @_builtins.property
     def engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Engines that serve it."""
@@ -907,12 +912,15 @@ class CommitPublishResponse(_message.Message):
         weights_digest: _builtins.str = ...,
         lost_engine_ids: _abc.Iterable[_builtins.str] | None = ...,
         paused_seconds: _builtins.float = ...,
+        busy_share: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share", "busy_share", b"busy_share"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_ids", b"engine_ids", "lost_engine_ids", b"lost_engine_ids", "paused_seconds", b"paused_seconds", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share", "busy_share", b"busy_share", "engine_ids", b"engine_ids", "lost_engine_ids", b"lost_engine_ids", "paused_seconds", b"paused_seconds", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__busy_share: _TypeAlias = _typing.Literal["busy_share"]  # noqa: Y015
+    _WhichOneofArgType__busy_share: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__busy_share) -> _WhichOneofReturnType__busy_share | None: ...
 
 Global___CommitPublishResponse: _TypeAlias = CommitPublishResponse  # noqa: Y015
 

@@ -64,6 +64,7 @@ class AskedRollout:
     def __init__(self) -> None:
         self.begun: list[pb.BeginPublishRequest] = []
         self.deadlines: list[float] = []
+        self.busy_share: float | None = None
 
     async def begin_publish(
         self, request: pb.BeginPublishRequest, *, deadline_seconds: float
@@ -77,7 +78,7 @@ class AskedRollout:
 
     async def commit_publish(self, *_: object, probe: Probe, deadline_seconds: float) -> pb.CommitPublishResponse:
         self.deadlines.append(deadline_seconds)
-        return pb.CommitPublishResponse()
+        return pb.CommitPublishResponse(busy_share=self.busy_share)
 
     async def abort_publish(self, publication_id: str, reason: str) -> None:
         pass
@@ -188,3 +189,12 @@ def test_check_says_what_a_copy_of_the_served_weights_costs(job_file: Path, caps
         main(["check", str(job_file), "--update-weight-rollback", update_weight_rollback])
         printed = " ".join(capsys.readouterr().out.split())
         assert ("GB of host memory for each stage's copy of the served weights" in printed) is is_said
+
+
+async def test_a_publication_reports_the_engines_busy_share_where_it_is_known() -> None:
+    rollout = AskedRollout()
+    async with only_rank() as ranks:
+        publisher = publisher_of(ranks, rollout)
+        assert "busy/engines" not in await publisher.publish(STATE)
+        rollout.busy_share = 0.0
+        assert (await publisher.publish(STATE))["busy/engines"] == 0.0

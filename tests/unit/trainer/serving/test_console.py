@@ -122,10 +122,13 @@ async def test_the_first_steps_seconds_are_without_the_start(tmp_path: Path) -> 
         now[0] += 50.0
     state = TrainState(0, policy_version=0, epoch=1)
     assert await console.before_step(state)
-    now[0] += 7.0
+    now[0] += 5.0
+    with console.phase(pb.PHASE_TRAINING):
+        now[0] += 2.0
     console.report(state.trained(), {})
     assert report.rows[0].metrics["time/step_seconds"] == 7.0
     assert report.rows[0].metrics["time/publish_seconds"] == 0.0
+    assert report.rows[0].metrics["busy/trainer"] == 2.0 / 7.0
 
 
 async def test_a_trainer_that_has_its_batch_waits_no_more(tmp_path: Path) -> None:
