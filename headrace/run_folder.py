@@ -15,10 +15,31 @@ from headrace.job.load.toml import to_toml
 from headrace.job.schema.job import Job
 from headrace.whole_file import replacing
 
+BUFFER = "buffer"
+
+
+def shard_name(shard: int) -> str:
+    """The name of a shard's process, in services.json, in logs/ and to a person."""
+    return f"{BUFFER}-{shard}"
+
+
+def shard_of(process: str) -> int | None:
+    """The number of the shard that the process is; None for one that is a whole service."""
+    service, _, shard = process.partition("-")
+    return int(shard) if service == BUFFER and shard.isdecimal() else None
+
+
+def service_of(process: str) -> str:
+    """The service that a process is, or is a shard of."""
+    return process if shard_of(process) is None else BUFFER
+
 
 @dataclass(frozen=True, slots=True)
 class ServiceEntry:
-    """A service's addresses; `pid` is absent for one that this run did not start."""
+    """A service's addresses; `pid` is absent for one that this run did not start.
+
+    A buffer of several shards has an entry `buffer` with all addresses, separated by commas, and one for each shard.
+    """
 
     address: str
     metrics_address: str | None
@@ -43,8 +64,12 @@ class RunFolder:
 
     @property
     def ledger(self) -> Path:
-        """Holds the buffer's data."""
+        """Holds the buffer's data, or a folder for each of its shards."""
         return self.path / "ledger"
+
+    def ledger_of(self, shard: int | None) -> Path:
+        """Holds the data of one of several shards, or of the only buffer."""
+        return self.ledger if shard is None else self.ledger / f"shard-{shard}"
 
     @property
     def metrics(self) -> Path:
@@ -110,6 +135,11 @@ class RunFolder:
             return {}
         services = self.services().items()
         return {name: entry for name, entry in services if entry.pid and Path(f"/proc/{entry.pid}").exists()}
+
+    def running_addresses(self) -> dict[str, str]:
+        """Maps services that run to their addresses; a buffer's are those of all shards, also of one that restarts."""
+        running = {service_of(name) for name in self.running_services()}
+        return {name: self.services()[name].address for name in running}
 
 
 def living_runs(run_dir: Path) -> list[RunFolder]:

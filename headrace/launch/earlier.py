@@ -20,7 +20,7 @@ _OF_THE_LEDGER: Mapping[str, Any] = {
         *("label_key", "metadata_key", "tool_key", "priority_key", "rollout_shuffle", "rollout_seed", "num_epoch"),
         "skip_bad_lines",
     ),
-    "buffer": ("selection", "buffer_filter_path", "buffer_addresses"),
+    "buffer": ("selection", "buffer_filter_path", "buffer_shards", "buffer_addresses"),
 }
 """Options that the ledger's groups were made with: `StreamConfig` without its limits."""
 _UNTOLD = ("services", "run", "tracking", "placement")

@@ -14,10 +14,11 @@ from headrace.errors import FailedPrecondition
 from headrace.job.schema.job import Job
 from headrace.launch.grace import grace_seconds
 from headrace.launch.process import ServiceSpec
-from headrace.launch.specs import SERVICES, address_in, address_of, addressed, spec
+from headrace.launch.shards import require_shards
+from headrace.launch.specs import SERVICES, address_in, address_of, addressed, specs
 from headrace.launch.supervisor import RestartPolicy, Supervisor
 from headrace.process.linux import kill_descendants
-from headrace.run_folder import RunFolder, ServiceEntry
+from headrace.run_folder import BUFFER, RunFolder, ServiceEntry, service_of, shard_of
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -38,9 +39,14 @@ class Launcher:
         policy: RestartPolicy = RestartPolicy(),  # noqa: B008  # frozen
     ) -> None:
         self.folder = RunFolder(job.run.run_dir / job.run.run_name)
+        self._services = [name for name in SERVICES if name in services]
         with _usable(self.folder.path):
+            if BUFFER in services:
+                require_shards(self.folder.ledger, job.buffer)
             self.job = addressed(job, services, self.folder)
-        self._specs: list[ServiceSpec] = [spec(self.job, name, self.folder) for name in SERVICES if name in services]
+        self._specs: list[ServiceSpec] = [
+            each for name in self._services for each in specs(self.job, name, self.folder)
+        ]
         self._tell = tell
         self._policy = policy
 
@@ -49,16 +55,19 @@ class Launcher:
 
         All services have ended when it returns.
         """
-        names = [each.name for each in self._specs]
+        names = ", ".join(each.name for each in self._specs)
         with ExitStack() as held:
             with _usable(self.folder.path):
                 self.folder.path.mkdir(parents=True, exist_ok=True)
-                for name in names:
+                for name in self._services:
                     held.enter_context(_lock(self.folder.path, name))
                 self.folder.create(self.job)
+                for each in self._specs:  # all of them at once: their number is the ledger's number of shards
+                    if (shard := shard_of(each.name)) is not None:
+                        self.folder.ledger_of(shard).mkdir(exist_ok=True)
                 self._write_services({})
-            self._tell(f"run {self.folder.path}: starting {', '.join(names)}; their output is in its logs/")
-            until = "trainer" if "trainer" in names else None
+            self._tell(f"run {self.folder.path}: starting {names}; their output is in its logs/")
+            until = "trainer" if "trainer" in self._services else None
             await Supervisor(
                 self._specs, until, self._tell, self._policy, self._write_services, self.grace_seconds
             ).run()
@@ -79,7 +88,14 @@ class Launcher:
                 entries[name] = ServiceEntry(address, None, None)
         for each in self._specs:
             entries[each.name] = ServiceEntry(each.address, each.metrics_address, pids.get(each.name))
-        self.folder.write_services(entries)
+        in_order = sorted(entries.items(), key=lambda entry: _rank(entry[0]))
+        self.folder.write_services(dict(in_order))
+
+
+def _rank(process: str) -> tuple[int, int]:
+    """Services in the order of starting, each before its shards."""
+    shard = shard_of(process)
+    return SERVICES.index(service_of(process)), -1 if shard is None else shard
 
 
 @contextmanager

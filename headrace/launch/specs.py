@@ -14,7 +14,7 @@ from headrace.launch.process import ServiceSpec
 from headrace.launch.ranks.placement import LOSING_EXIT_CODES, starter
 from headrace.process.openmp import openmp, threads_of_each
 from headrace.rpc.net import Address, free_port, require_free
-from headrace.run_folder import RunFolder, ServiceEntry
+from headrace.run_folder import BUFFER, RunFolder, ServiceEntry, service_of, shard_name, shard_of
 
 SERVICES = ("buffer", "reward", "rollout", "trainer")
 """In the order of starting; they are ended the other way round."""
@@ -39,13 +39,21 @@ def addressed(job: Job, services: Sequence[str], folder: RunFolder) -> Job:
 
     A service that was started in this folder before gets its address again, so that the others still find it.
     """
-    found = {name: entry.address for name, entry in folder.running_services().items()}
+    found = folder.running_addresses()
     before = folder.services() if folder.services_file.is_file() else {}
     for name in services:
-        found[name] = _earlier(before.get(name)) or f"127.0.0.1:{free_port()}"
+        entries = [before.get(each) for each in processes(job, name)]
+        found[name] = ",".join(_earlier(entry) or f"127.0.0.1:{free_port()}" for entry in entries)
     found |= {name: address for name in SERVICES if (address := address_in(job, name))}
     addresses = {f"{name}_address": address for name, address in found.items()}
     return job.model_copy(update={"services": job.services.model_copy(update=addresses)})
+
+
+def processes(job: Job, service: str) -> Sequence[str]:
+    """The names of the processes that a service is: one, or one for each shard of the buffer."""
+    if service != BUFFER or job.buffer.buffer_shards == 1 or job.buffer.buffer_shard is not None:
+        return [service]
+    return [shard_name(shard) for shard in range(job.buffer.buffer_shards)]
 
 
 def _earlier(entry: ServiceEntry | None) -> str | None:
@@ -75,24 +83,32 @@ def address_of(job: Job, service: str) -> str:
     return address
 
 
-def spec(job: Job, service: str, folder: RunFolder) -> ServiceSpec:
-    """Describes how to start one service of an addressed job."""
+def specs(job: Job, service: str, folder: RunFolder) -> list[ServiceSpec]:
+    """Describes how to start the processes of one service of an addressed job."""
+    return [spec(job, process, folder) for process in processes(job, service)]
+
+
+def spec(job: Job, process: str, folder: RunFolder) -> ServiceSpec:
+    """Describes how to start one of `processes` of an addressed job."""
+    service, shard = service_of(process), shard_of(process)
     for needed in _NEEDED[service]:
         address_of(job, needed)
     address, metrics_address = address_of(job, service), f"127.0.0.1:{free_port()}"
+    if shard is not None:
+        address = address.split(",")[shard]
     arguments = ["--config", str(folder.job_file), "--address", address, "--metrics-address", metrics_address]
     extra = {
-        "buffer": ["--data-dir", str(folder.ledger)],
+        "buffer": ["--data-dir", str(folder.ledger_of(shard)), *([] if shard is None else ["--shard", str(shard)])],
         "reward": [],
         "rollout": ["--log-dir", str(folder.logs), "--samples-dir", str(folder.samples)],
         "trainer": ["--run-dir", str(folder.path)],
     }
     return ServiceSpec(
-        name=service,
+        name=process,
         command=[*_program(job, service, folder), *arguments, *extra[service]],
         address=address,
         metrics_address=metrics_address,
-        log_file=folder.logs / f"{service}.log",
+        log_file=folder.logs / f"{process}.log",
         environment=_environment(job, service),
         loads=_LOADS.get(service),
         ending=folder.ending if service == "trainer" else None,

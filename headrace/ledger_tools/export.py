@@ -15,7 +15,8 @@ from typing import Any
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
-from headrace.client.buffer import BufferClient
+from headrace.client.open import open_buffer
+from headrace.client.port import Buffer
 from headrace.errors import FailedPrecondition, NotFound
 from headrace.sample_log import Answer, SampleLog
 from headrace.trajectory import Sample, Status, to_json
@@ -43,7 +44,7 @@ async def export_parquet(address: str, stream: str, file: Path, log: SampleLog |
     from pyarrow.parquet import ParquetWriter
 
     logged = _Logged(log if log and stream == _LOGGED_STREAM else None)
-    async with BufferClient(address) as buffer:
+    async with open_buffer(address) as buffer:
         await buffer.stats(stream)
         with ParquetWriter(file, schema, compression="zstd") as writer:
             async for groups in _pages(buffer, stream):
@@ -93,7 +94,7 @@ class _Logged:
         return self._steps[step]
 
 
-async def _pages(buffer: BufferClient, stream: str) -> AsyncIterator[Sequence[pb.Group]]:
+async def _pages(buffer: Buffer, stream: str) -> AsyncIterator[Sequence[pb.Group]]:
     """Every group once: one that changes meanwhile moves to the front, behind what is read already."""
     token, seen = "", set[str]()
     while True:
@@ -106,7 +107,7 @@ async def _pages(buffer: BufferClient, stream: str) -> AsyncIterator[Sequence[pb
 
 
 async def _rows(
-    buffer: BufferClient, stream: str, groups: Sequence[pb.Group], logged: _Logged
+    buffer: Buffer, stream: str, groups: Sequence[pb.Group], logged: _Logged
 ) -> AsyncIterator[dict[str, Any]]:
     """Yields rows in the order of the page."""
     owners = {sample.sample_id: group for group in groups for sample in group.samples}
@@ -120,7 +121,7 @@ async def _rows(
             logged.exported(envelope.sample_id)
 
 
-async def _fetch(buffer: BufferClient, stream: str, sample_ids: Sequence[str]) -> list[Sample]:
+async def _fetch(buffer: Buffer, stream: str, sample_ids: Sequence[str]) -> list[Sample]:
     """Those that are still there: a step may be committed while its samples are read."""
     if not sample_ids:
         return []

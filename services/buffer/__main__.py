@@ -18,7 +18,7 @@ from headrace.process.service_main import run_service
 from headrace.rpc.log import configure_logging, log
 from headrace.rpc.server import RpcServer, Service
 from services.buffer.allocator import keep_large_blocks
-from services.buffer.build import store_of_job, train_stream, user_code_of
+from services.buffer.build import of_shard, store_of_job, train_stream, user_code_of
 from services.buffer.conversion.wire_bytes import add_to_server
 from services.buffer.long_lived import long_lived
 from services.buffer.metrics import LedgerCollector
@@ -40,6 +40,8 @@ def main(open_store: Callable[[Job, Path], Store] = store_of_job) -> int:
 
     def body() -> None:
         job = read_job(arguments.config)
+        if arguments.shard is not None:
+            job = of_shard(job, arguments.shard)
         configure_logging("buffer", run=job.run.run_name)
         with long_lived():
             store = open_store(job, arguments.data_dir)
@@ -104,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", type=Path, required=True, help="the resolved job, as JSON")
     parser.add_argument("--address", required=True, help="host:port to listen on")
     parser.add_argument("--data-dir", type=Path, required=True, help="folder of the ledger")
+    parser.add_argument("--shard", type=int, help="which of the job's buffer_shards this is, from 0")
     parser.add_argument("--metrics-address", help="host:port of Prometheus' /metrics")
     parser.add_argument("--insecure", action="store_true", help="listen where other machines can reach, unencrypted")
     return parser

@@ -31,6 +31,10 @@ def train_stream(job: Job) -> StreamConfig:
             f"max_staleness is {job.buffer.max_staleness}: set it to {interval - 1} or more, or publish more often"
         )
     shard, num_shards = _shard(job.buffer)
+
+    def share(total: int) -> int:
+        return -(-total // num_shards)
+
     return StreamConfig(
         name=TRAIN_STREAM,
         n_samples_per_prompt=job.rollout.samples_per_group,
@@ -42,18 +46,23 @@ def train_stream(job: Job) -> StreamConfig:
         selection=_selection(job.buffer),
         files=_files(job.data),
         data_source=job.data.data_source_path,
-        max_payload_bytes=job.buffer.max_payload_bytes,
-        max_groups=job.buffer.max_groups,
-        max_leases=job.buffer.max_leases,
+        max_payload_bytes=share(job.buffer.max_payload_bytes),
+        max_groups=share(job.buffer.max_groups),
+        max_leases=share(job.buffer.max_leases),
         retain_steps=job.buffer.retain_steps,
         over_sampling_groups=share_of_count(
             _surplus(job.rollout.over_sampling_batch_size, job.rollout.groups_per_step), shard, num_shards
         ),
-        limiter=_limiter(job.buffer),
+        limiter=_limiter(job.buffer, shard, num_shards),
         shard=shard,
         num_shards=num_shards,
         vocab_size=_vocab_size(job.model.hf_checkpoint),
     )
+
+
+def of_shard(job: Job, shard: int) -> Job:
+    """The job of the buffer that is this shard, counted from 0."""
+    return job.model_copy(update={"buffer": job.buffer.model_copy(update={"buffer_shard": shard})})
 
 
 def store_of_job(job: Job, folder: Path) -> Store:
@@ -74,13 +83,13 @@ def _vocab_size(checkpoint: Path) -> int | None:
 
 def _shard(buffer: BufferSection) -> tuple[int, int]:
     """Returns (number of this shard, number of shards)."""
-    if not buffer.buffer_addresses:
+    if buffer.num_shards == 1:
         return 0, 1
     if buffer.buffer_shard is None:
         raise ConfigError(
-            f"this buffer is one of {len(buffer.buffer_addresses)} shards and was not told which: pass --buffer-shard"
+            f"this buffer is one of {buffer.num_shards} shards and was not told which: pass --buffer-shard"
         )
-    return buffer.buffer_shard, len(buffer.buffer_addresses)
+    return buffer.buffer_shard, buffer.num_shards
 
 
 def _surplus(over_sampling_batch_size: int | None, groups_per_step: int) -> int:
@@ -91,10 +100,11 @@ def _selection(buffer: BufferSection) -> Selection:
     return Selection.HOOK if buffer.buffer_filter_path else Selection(buffer.selection.upper())
 
 
-def _limiter(buffer: BufferSection) -> Limiter | None:
+def _limiter(buffer: BufferSection, shard: int, num_shards: int) -> Limiter | None:
     if buffer.min_size_to_sample is None:
         return None
-    return Limiter(buffer.min_size_to_sample, buffer.samples_per_insert, buffer.samples_per_insert_error_buffer)
+    min_size = max(share_of_count(buffer.min_size_to_sample, shard, num_shards), 1)
+    return Limiter(min_size, buffer.samples_per_insert, buffer.samples_per_insert_error_buffer)
 
 
 def _files(data: DataSection) -> tuple[FileSource, ...]:

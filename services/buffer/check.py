@@ -16,7 +16,7 @@ from headrace.preflight.hooks import hook_pool
 from headrace.preflight.process import CheckOptions, ReadPrompts, serve_check, tell_progress
 from headrace.preflight.report import BufferReport, PromptRow, Prompts, Report, count_scorer, counted, scorer_name
 from headrace.wire.json_text import from_json, to_json
-from services.buffer.build import train_stream
+from services.buffer.build import of_shard, train_stream
 from services.buffer.ledger.group import Prompt
 from services.buffer.ledger.source import FileSource, source_names
 from services.buffer.prompts.row import RowReader
@@ -35,7 +35,8 @@ async def check(options: CheckOptions, _: ReadPrompts) -> BufferReport:
     report, prompts, job = Report(), Prompts(), options.job
     clock = ReadingClock(options.read_seconds, tell_progress)
     try:
-        stream = train_stream(job)
+        is_one_of_several = job.buffer.buffer_shards > 1 and job.buffer.buffer_shard is None
+        stream = train_stream(of_shard(job, 0) if is_one_of_several else job)  # shards have the same files
         for source, name in zip(stream.files, source_names(stream.files), strict=True):
             if Path(source.path).is_file():  # else the job's own rules have said so
                 _File(RowReader(source, name), report, prompts, clock).read()

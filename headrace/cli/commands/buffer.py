@@ -70,6 +70,11 @@ def _delete_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _backup(args: argparse.Namespace) -> int:
     require_new(args.folder)
+    if "," in args.address:
+        raise InvalidArgument(
+            f"{args.address} are the shards of one ledger, and a backup is of one of them: call it for each address, "
+            "with a folder for each"
+        )
     backup = asyncio.run(_copy(args.address, args.folder))
     with tempfile.TemporaryDirectory(dir=args.folder.parent, prefix=f"{args.folder.name}-verified-") as scratch:
         there = _restored(args.folder, Path(scratch) / "ledger")

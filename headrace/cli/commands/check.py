@@ -11,10 +11,14 @@ from headrace.cli.commands.check_hook import check_hook
 from headrace.cli.job_arguments import flags_help, load_job, wants_help
 from headrace.cli.view.check_view import print_report
 from headrace.cli.view.plan import plan
+from headrace.errors import ConfigError
 from headrace.job.rules.scope import Scope, scope_of_check
 from headrace.job.schema.job import Job
+from headrace.launch.shards import require_shards
 from headrace.preflight.preflight import preflight
 from headrace.preflight.process import READ_SECONDS
+from headrace.preflight.report import Report
+from headrace.run_folder import RunFolder
 
 _USAGE = """usage: headrace check [JOB.toml] [--fast] [--elsewhere] [flags]
        headrace check hook PATH [--kind KIND] [--job JOB.toml]
@@ -43,8 +47,18 @@ def check(argv: Sequence[str]) -> int:
 
     job = load_job([word for word in argv if word not in ("--fast", "--elsewhere")], scope_of)
     report = preflight(job, scopes[0], fast=fast, read_seconds=_FAST_READ_SECONDS if fast else READ_SECONDS, tell=_tell)
+    if "buffer" in scopes[0].services:
+        _check_ledger(job, report, scopes[0])
     print_report(Console(soft_wrap=False), plan(job, scopes[0]), report, scopes[0])
     return _REFUSED_EXIT_CODE if report.refusals else 0
+
+
+def _check_ledger(job: Job, report: Report, scope: Scope) -> None:
+    """Compares the job with the ledger that the run's folder has already."""
+    try:
+        require_shards(RunFolder(job.run.run_dir / job.run.run_name).ledger, job.buffer)
+    except ConfigError as error:
+        report.refuse(error, elsewhere=scope.elsewhere is not None)
 
 
 def _tell(sentence: str) -> None:

@@ -8,7 +8,7 @@ import heapq
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import islice, zip_longest
 
 from rich.console import Console
 from rich.markup import escape
@@ -108,19 +108,25 @@ async def _of_ledger(address: str, args: argparse.Namespace) -> list[Answer]:
     """Reads the groups that changed last, and stops when they are enough for the question."""
     await require_answer(address, "buffer")
     narrow = args.best or args.worst or args.search or args.step is not None or args.failed
+    found: list[Answer] = []
     async with open_buffer(address) as buffer:
-        page = await buffer.list_groups(
-            args.stream,
-            _WITH_PAYLOAD,
-            page_size=_MAX_LEDGER_GROUPS if narrow else min(args.n, _MAX_LEDGER_GROUPS),
-            group_ids=[args.group] if args.group else (),
-        )
-        found: list[Answer] = []
-        for group in page.groups:
+        for group in await _newest(address, args, _MAX_LEDGER_GROUPS if narrow else min(args.n, _MAX_LEDGER_GROUPS)):
             found += await _of_group(buffer, args.stream, group)
             if not narrow and len(found) >= args.n:
                 break
     return found
+
+
+async def _newest(address: str, args: argparse.Namespace, num_groups: int) -> list[buffer_pb2.Group]:
+    """The newest groups of every shard, one of each in turn: shards have no common order of changes."""
+    if args.group:
+        async with open_buffer(address) as buffer:
+            return list((await buffer.list_groups(args.stream, _WITH_PAYLOAD, group_ids=[args.group])).groups)
+    pages = []
+    for shard in address.split(","):
+        async with open_buffer(shard) as buffer:
+            pages.append((await buffer.list_groups(args.stream, _WITH_PAYLOAD, page_size=num_groups)).groups)
+    return [group for turn in zip_longest(*pages) for group in turn if group is not None][:num_groups]
 
 
 async def _of_group(buffer: Buffer, stream: str, group: buffer_pb2.Group) -> list[Answer]:

@@ -26,7 +26,7 @@ from headrace.launch.earlier import earlier_start, has_ended
 from headrace.launch.health import is_serving
 from headrace.process.ending import Ending
 from headrace.process.log_file import doing
-from headrace.run_folder import RunFolder
+from headrace.run_folder import BUFFER, RunFolder, ServiceEntry, service_of, shard_of
 from headrace.wire.checks import one_line
 
 _PATIENCE_SECONDS = 3.0
@@ -67,14 +67,22 @@ async def _status(folder: RunFolder) -> int:
     table = Table("service", "address", "process", "state", title=str(folder.path), title_justify="left", box=None)
     services = folder.services()
     said = await asyncio.gather(*(_said(name, entry.address) for name, entry in services.items()))
-    for (name, entry), (_, detail) in zip(services.items(), said, strict=True):
+    for name, (_, detail) in zip(services, said, strict=True):
         if detail == _SILENT and name in folder.running_services():
             detail = _not_ready(folder, name)
-        table.add_row(name, entry.address, str(entry.pid or "elsewhere"), Text(detail))
+        table.add_row(name, *_where(name, services), Text(detail))
     Console().print(table)
     if sentence := await overdue(folder, _PATIENCE_SECONDS):
         print(sentence)
     return 0 if all(serving for serving, _ in said) else 1
+
+
+def _where(name: str, services: Mapping[str, ServiceEntry]) -> tuple[str, str]:
+    """(address, process); those of a buffer of several shards are in the rows of its shards."""
+    shards = [each for each in services if shard_of(each) is not None]
+    if name == BUFFER and shards:
+        return f"{len(shards)} shards", "–"
+    return services[name].address, str(services[name].pid or "elsewhere")
 
 
 def _not_ready(folder: RunFolder, name: str) -> str:
@@ -84,10 +92,10 @@ def _not_ready(folder: RunFolder, name: str) -> str:
 
 async def _said(name: str, address: str) -> tuple[bool, str]:
     """(serves, its state in words): a service that waits for its database does not serve and says so."""
-    serving = await is_serving(address)
+    serving = all(await asyncio.gather(*map(is_serving, address.split(","))))
     try:
-        if name in _DETAILS:
-            return serving, await _DETAILS[name](address)
+        if service_of(name) in _DETAILS:
+            return serving, await _DETAILS[service_of(name)](address)
     except DeadlineExceeded:
         return serving, _SILENT
     except HeadraceError as error:

@@ -13,6 +13,7 @@ from headrace.job.rules.machine import num_gpus
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 from headrace.launch.specs import SERVICES, address_in
+from headrace.wire.shares import share_of_count
 
 _PACKAGES = ("headrace", "torch", "megatron-core", "transformers", "sglang", "sglang-router", "grpcio")
 
@@ -23,6 +24,7 @@ def plan(job: Job, scope: Scope | None = None) -> list[tuple[str, str]]:
         ("run", f"{job.run.run_dir / job.run.run_name}, seed {job.run.seed}"),
         ("model", f"{job.model.hf_checkpoint}, {_parameters(job)}"),
         ("services", "; ".join(f"{name} {address_in(job, name) or 'started here'}" for name in SERVICES)),
+        *_shards(job),
         ("algorithm", _algorithm(job)),
         ("loss", _loss(job)),
         ("trainer", _trainer(job, scope)),
@@ -37,14 +39,25 @@ def plan(job: Job, scope: Scope | None = None) -> list[tuple[str, str]]:
     ]
 
 
+def _shards(job: Job) -> list[tuple[str, str]]:
+    """Nothing for one buffer."""
+    num_shards, groups = job.buffer.num_shards, job.rollout.groups_per_step
+    if num_shards == 1:
+        return []
+    most, least = (share_of_count(groups, shard, num_shards) for shard in (0, num_shards - 1))
+    share = f"{most}" if most == least else f"{most} or {least}"
+    return [("buffer shards", f"{num_shards}, each with {share} of the {groups} groups of a step")]
+
+
 def in_short(job: Job) -> str:
     """The plan in one line."""
     rollout = job.rollout
     engines = job.placement.rollout_num_gpus // job.placement.rollout_num_gpus_per_engine
+    shards = f"{job.buffer.num_shards} buffer shards, " if job.buffer.num_shards > 1 else ""
     return (
         f"{job.model.hf_checkpoint.name}, {_parameters(job)}: {rollout.num_rollout} steps of "
         f"{rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt} samples, "
-        f"{_count(job.placement.num_ranks, 'trainer rank')}, {_count(engines, 'engine')}, "
+        f"{_count(job.placement.num_ranks, 'trainer rank')}, {_count(engines, 'engine')}, {shards}"
         f"{_meaning(job.buffer.max_staleness)}"
     )
 

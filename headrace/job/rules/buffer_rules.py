@@ -22,7 +22,8 @@ def _postgres_has_a_database(job: Job) -> None:
         )
 
 
-def _shards_add_up(job: Job) -> None:
+def _shards_have_addresses(job: Job) -> None:
+    """The addresses of shards that are started elsewhere, or by hand."""
     buffer, num_shards = job.buffer, len(job.buffer.buffer_addresses)
     if not num_shards:
         return
@@ -42,11 +43,28 @@ def _shards_add_up(job: Job) -> None:
             f"counted from 0",
             field="buffer_shard",
         )
-    if (job.rollout.rollout_batch_size or num_shards) < num_shards:
+
+
+def _shards_add_up(job: Job) -> None:
+    """`buffer_shards` is the number of shards wherever an address says how many there are."""
+    buffer, address = job.buffer, job.services.buffer_address
+    named = {
+        "buffer_addresses": len(buffer.buffer_addresses),
+        "buffer_address": len(address.split(",")) if address else 0,
+    }
+    for name, count in named.items():
+        if count not in (0, buffer.buffer_shards) and buffer.buffer_shards > 1:
+            raise ConfigError(
+                f"buffer_shards {buffer.buffer_shards} contradicts {name}, which names {count} buffer"
+                f"{'s' if count > 1 else ''}: leave --buffer-shards out where buffers are started elsewhere, or leave "
+                f"the address out to have them started here",
+                field="buffer_shards",
+            )
+    if (job.rollout.rollout_batch_size or buffer.num_shards) < buffer.num_shards:
         raise ConfigError(
-            f"rollout_batch_size {job.rollout.rollout_batch_size} is less than the {num_shards} shards: "
+            f"rollout_batch_size {job.rollout.rollout_batch_size} is less than the {buffer.num_shards} shards: "
             "every shard needs a group in every step",
-            field="buffer_addresses",
+            field="buffer_addresses" if buffer.buffer_addresses else "buffer_shards",
         )
 
 
@@ -119,6 +137,7 @@ def _partial_rollout(job: Job) -> None:
 
 _RULES: Sequence[Callable[[Job], None]] = (
     _postgres_has_a_database,
+    _shards_have_addresses,
     _shards_add_up,
     _interval_within_staleness,
     _mixed_prompts,

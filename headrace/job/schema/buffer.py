@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from headrace.job.schema.section import Above, Bytes, NonNegative, Positive, Seconds, Section, Share
-from headrace.wire.limits import MAX_ATTEMPTS, MAX_STALENESS
+from headrace.wire.limits import MAX_ATTEMPTS, MAX_SHARDS, MAX_STALENESS
 
 
 def _no_segments(value: Any) -> Any:
@@ -35,7 +35,11 @@ class BufferSection(Section):
     buffer_postgres_wait_seconds: Seconds = Field(
         120.0, description="A database that is away for longer (a failover) ends the buffer; until then it waits."
     )
-    buffer_addresses: tuple[str, ...] = Field(
+    buffer_shards: Annotated[Positive, Field(le=MAX_SHARDS)] = Field(
+        1,
+        description="Buffers that share one ledger and are started here; a ledger keeps its number of shards.",
+    )
+    buffer_addresses: Annotated[tuple[str, ...], Field(max_length=MAX_SHARDS)] = Field(
         (),
         description="host:port of every shard of the ledger, in an order that never changes; in place of "
         "buffer_address.",
@@ -82,3 +86,8 @@ class BufferSection(Section):
         description="Groups by which either side may be ahead of samples_per_insert; at least one and half a step's "
         "batch.",
     )
+
+    @property
+    def num_shards(self) -> int:
+        """The number of buffers that share the ledger, wherever they are started."""
+        return len(self.buffer_addresses) or self.buffer_shards

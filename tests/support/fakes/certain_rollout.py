@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.api.rollout.v1 import rollout_pb2_grpc
-from headrace.client.buffer import BufferClient
+from headrace.client.open import open_buffer
 from headrace.errors import HeadraceError
 from headrace.rpc.server import RpcServer, Service
 from headrace.trajectory import PolicyRange, Sample, Status
@@ -98,7 +98,7 @@ async def produce(
     buffer_address: str, supply: asyncio.Semaphore | None = None, change: Change = lambda put: put
 ) -> None:
     """Leases, makes, changes and puts one group at a time, until cancelled; as many as the supply allows."""
-    async with BufferClient(buffer_address) as client:
+    async with open_buffer(buffer_address) as client:
         while True:
             if supply:
                 await supply.acquire()

@@ -11,7 +11,7 @@ from headrace.job.schema.buffer import BufferSection
 from headrace.job.schema.job import Job
 from headrace.job.schema.production import DataSection, RolloutSection
 from headrace.job.schema.run import ModelSection
-from services.buffer.build import store_of_job, train_stream, user_code_of
+from services.buffer.build import of_shard, store_of_job, train_stream, user_code_of
 from services.buffer.ledger.limiter import Limiter
 from services.buffer.ledger.stream import ExpiryAction, Selection, StreamConfig
 from services.buffer.store.base import Store
@@ -19,13 +19,17 @@ from services.buffer.store.memory import MemoryStore
 from services.buffer.store.sqlite.store import SqliteStore
 
 
-def stream_of(**sections: object) -> StreamConfig:
+def job_of(**sections: object) -> Job:
     fields: dict[str, object] = {
         "model": ModelSection(hf_checkpoint=Path("/none")),
         "rollout": RolloutSection(rollout_batch_size=4, n_samples_per_prompt=2),
         **sections,
     }
-    return train_stream(Job(**fields))  # type: ignore[arg-type]
+    return Job(**fields)  # type: ignore[arg-type]
+
+
+def stream_of(**sections: object) -> StreamConfig:
+    return train_stream(job_of(**sections))
 
 
 def test_files_with_weights_slices_and_workers() -> None:
@@ -47,6 +51,17 @@ def test_shards_share_a_step() -> None:
     assert [(s.groups_per_step, s.shard, s.num_shards) for s in shards] == [(2, 0, 3), (1, 1, 3), (1, 2, 3)]
     with pytest.raises(ConfigError, match="one of 3 shards and was not told which: pass --buffer-shard"):
         stream_of(buffer=BufferSection(buffer_addresses=addresses))
+
+
+def test_a_job_with_buffer_shards_starts_each_with_its_share_of_a_step_and_of_the_limits() -> None:
+    limits = {"max_payload_bytes": 1001, "max_groups": 100, "max_leases": 7, "min_size_to_sample": 3}
+    job = job_of(buffer=BufferSection(buffer_shards=2, **limits))
+    first, second = (train_stream(of_shard(job, shard)) for shard in range(2))
+    assert [(s.groups_per_step, s.shard, s.num_shards) for s in (first, second)] == [(2, 0, 2), (2, 1, 2)]
+    assert (first.max_payload_bytes, first.max_groups, first.max_leases) == (501, 50, 4)
+    assert [s.limiter and s.limiter.min_size for s in (first, second)] == [2, 1]
+    with pytest.raises(ConfigError, match="one of 2 shards and was not told which"):
+        train_stream(job)
 
 
 def test_policies_of_the_buffer() -> None:

@@ -235,6 +235,18 @@ def test_an_export_folder_with_something_in_it_is_refused_before_the_run(load_wi
         (("--buffer-addresses", "a:1", "b:1", "--buffer-address", "c:1"), "leave one of them out"),
         (("--buffer-addresses", "a:1", "b:1", "c:1", "d:1", "e:1"), "is less than the 5 shards"),
         (("--buffer-shard", "0"), "buffer_shard has no effect without buffer_addresses"),
+        (
+            ("--buffer-shards", "2", "--buffer-address", "a:1"),
+            "2 contradicts buffer_address, which names 1 buffer: leave",
+        ),
+        (
+            ("--buffer-shards", "2", "--buffer-addresses", "a:1", "b:1", "c:1"),
+            "contradicts buffer_addresses, .* 3 buffers",
+        ),
+        (("--buffer-shards", "5"), "rollout_batch_size 4 is less than the 5 shards"),
+        (("--buffer-shards", "1025"), "--buffer-shards: should be less than or equal to 1024"),
+        (("--buffer-shards", "0"), "--buffer-shards: should be greater than 0"),
+        (("--buffer-addresses", *(f"a:{port}" for port in range(1, 1026))), "at most 1024 items"),
     ],
 )
 def test_shards_that_do_not_add_up(load_with, flags: tuple[str, ...], message: str) -> None:
