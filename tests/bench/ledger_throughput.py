@@ -51,8 +51,8 @@ class Rates:
     """Seconds of client and server for one sample."""
 
 
-async def together(count: int, act: Callable[[int], Awaitable[object]]) -> float:
-    """Seconds for `count` calls, IN_FLIGHT at a time."""
+async def together(count: int, act: Callable[[int], Awaitable[object]], in_flight: int = IN_FLIGHT) -> float:
+    """Seconds for `count` calls, `in_flight` at a time."""
     numbers = iter(range(count))
 
     async def one() -> None:
@@ -60,7 +60,7 @@ async def together(count: int, act: Callable[[int], Awaitable[object]]) -> float
             await act(number)
 
     started = time.perf_counter()
-    await asyncio.gather(*(one() for _ in range(IN_FLIGHT)))
+    await asyncio.gather(*(one() for _ in range(in_flight)))
     return time.perf_counter() - started
 
 
