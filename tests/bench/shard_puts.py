@@ -2,7 +2,7 @@
 
 `python -m tests.bench.shard_puts`: calls of 4 groups of 8 samples, so many in flight that no buffer waits for puts; a
 process for every buffer and every writer. Samples a second show what shards bring on this machine, where buffers and
-writers share the cores. Samples in a second of the busiest buffer's CPU time show what they take where there are enough.
+writers share the cores. Samples in a second of the busiest buffer's CPU time show what they take where it has enough.
 """
 
 from __future__ import annotations
