@@ -13,7 +13,9 @@ can get. Therefore a group is handed out only while
     admitted = step * groups_per_step + LEASED + READY.
 
 plus over_sampling_groups, which are in production so that a step fills in spite of groups that are dropped: those left
-over are trained later while they are fresh enough, and expire otherwise.
+over are trained later while they are fresh enough, and expire otherwise. What begins now can be trained up to step
+max_staleness + min(step, policy_version): once that step has its batch, none are begun beyond the rule, since they could
+only expire.
 
 Dropped, failed, released and expired groups are in neither state: they give their place back. policy_version is
 behind `step` between the end of a step and the publication of its weights: what began there would be a version older
@@ -28,17 +30,22 @@ max_staleness >= k - 1; `services.buffer.build` refuses a job that has less.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from services.buffer.ledger.stream import StreamState
 
 
-def places_left(state: StreamState, num_leased: int, num_ready: int) -> int | None:
+def places_left(state: StreamState, num_leased: int, num_ready: int, has_batch: Callable[[int], bool]) -> int | None:
     """Counts the groups that may be leased now; None without admission control."""
     config = state.config
     if config.max_staleness is None:
         return None
     admitted = state.step * config.groups_per_step + num_leased + num_ready
-    limit = (config.max_staleness + min(state.step, state.policy_version) + 1) * config.groups_per_step
-    return max(limit + config.over_sampling_groups - admitted, 0)
+    last_step = config.max_staleness + min(state.step, state.policy_version)
+    limit = (last_step + 1) * config.groups_per_step
+    if state.step <= last_step and not has_batch(last_step):
+        limit += config.over_sampling_groups
+    return max(limit - admitted, 0)
 
 
 def oldest_trainable(state: StreamState, step: int) -> int | None:

@@ -156,7 +156,8 @@ class IndexedStream:
 
     def admitted_left(self) -> int | None:
         """Counts the groups that staleness lets producers lease now; None without admission control."""
-        return places_left(self.state, self.counts[GroupState.LEASED], self.counts[GroupState.READY])
+        leased, ready = self.counts[GroupState.LEASED], self.counts[GroupState.READY]
+        return places_left(self.state, leased, ready, self._batches.__contains__)
 
     def inserts_left(self) -> int | None:
         """Counts the groups that the limiter lets producers lease now; None without a limit."""

@@ -124,6 +124,37 @@ def test_over_sampling_fills_a_step_in_spite_of_drops_and_the_surplus_is_made_an
     assert [g.prompt.prompt_id for g in it.lease()] == ["d", "e", "f"]
 
 
+def test_no_surplus_is_begun_once_the_last_step_that_it_could_be_trained_at_has_its_batch(it: LedgerUnderTest) -> None:
+    """It would only expire, while it holds up engines and, on a machine that they share, the trainer."""
+    it.create(max_staleness=0, groups_per_step=2, over_sampling_groups=2)
+    it.submit(*"abcdefgh")
+    epoch = it.rewind()
+    groups = it.lease()
+    it.put(groups[:2])
+    assert it.batch(epoch, 0)
+    it.do(it.ledger.put(it.now, [without_samples(group, PutOutcome.DROPPED, "FILTERED") for group in groups[2:]]))
+    assert it.lease() == []
+    it.consume(epoch, 0)
+    assert it.lease() == []  # these weights are a step too old by now
+    it.serve(epoch, 1)
+    assert len(it.lease()) == 4
+
+
+def test_a_surplus_is_begun_while_a_step_that_it_could_be_trained_at_has_no_batch(it: LedgerUnderTest) -> None:
+    it.create(max_staleness=1, groups_per_step=2, over_sampling_groups=2)
+    it.submit(*"abcdefghij")
+    epoch = it.rewind()
+    groups = it.lease()
+    assert len(groups) == 6
+    it.put(groups[:4])
+    assert it.batch(epoch, 0)
+    it.do(it.ledger.put(it.now, [without_samples(groups[4], PutOutcome.DROPPED, "FILTERED")]))
+    (replaced,) = it.lease()  # it may be trained at step 1
+    assert it.batch(epoch, 1)
+    it.do(it.ledger.put(it.now, [without_samples(replaced, PutOutcome.DROPPED, "FILTERED")]))
+    assert it.lease() == []
+
+
 def test_a_step_is_full_however_many_groups_are_dropped(it: LedgerUnderTest) -> None:
     it.create(max_staleness=0, groups_per_step=3)
     it.submit(*(f"p{i}" for i in range(40)))
