@@ -80,27 +80,27 @@ class BufferClient(Buffer):
         *,
         wait_seconds: float = 0.0,
         request_id: str | None = None,
+        oldest_version: int | None = None,
     ) -> pb.LeaseGroupsResponse:
-        """Groups to generate, or none and why. Retries of the call itself never lease twice."""
+        """Groups, or none and why, at once when `oldest_version` has grown. Retries of the call never lease twice."""
         request = pb.LeaseGroupsRequest(
             stream=stream,
             producer_id=producer_id,
             request_id=request_id or uuid.uuid4().hex,
             max_groups=max_groups,
             wait_seconds=wait_seconds,
+            oldest_version=oldest_version,
         )
         reply: pb.LeaseGroupsResponse = await self._call(self._stub.LeaseGroups, request, wait_seconds)
-        for lease in reply.leases:
-            for sample in lease.partial_samples:
-                if sample.envelope.out_of_line:
-                    sample.CopyFrom(await self._whole(sample, self._deadline_seconds))
+        for sample in (sample for lease in reply.leases for sample in lease.partial_samples):
+            if sample.envelope.out_of_line:
+                sample.CopyFrom(await self._whole(sample, self._deadline_seconds))
         return reply
 
     async def renew_leases(self, lease_ids: Sequence[str]) -> pb.RenewLeasesResponse:
         """The response lists the leases that were renewed and those that are lost."""
-        reply: pb.RenewLeasesResponse = await self._call(
-            self._stub.RenewLeases, pb.RenewLeasesRequest(lease_ids=lease_ids)
-        )
+        request = pb.RenewLeasesRequest(lease_ids=lease_ids)
+        reply: pb.RenewLeasesResponse = await self._call(self._stub.RenewLeases, request)
         return reply
 
     async def release_leases(self, releases: Sequence[pb.LeaseRelease]) -> None:

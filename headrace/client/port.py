@@ -42,6 +42,7 @@ class Buffer(Closing):
         *,
         wait_seconds: float = 0.0,
         request_id: str | None = None,
+        oldest_version: int | None = None,
     ) -> pb.LeaseGroupsResponse: ...
 
     @abstractmethod

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.client.shard_routing import soonest_reason
 from headrace.errors import InvalidArgument
 from headrace.wire.shares import share_of_count
 
@@ -43,6 +44,16 @@ def merged_config(shares: Sequence[pb.StreamConfig]) -> pb.StreamConfig:
     for name in _SHARED:
         setattr(whole, name, sum(getattr(share, name) for share in shares))
     return whole
+
+
+def merged_leases(parts: Sequence[pb.LeaseGroupsResponse], num_shards: int) -> pb.LeaseGroupsResponse:
+    """The leases of the shards that answered; `oldest_version` is what holds for the leases of all shards."""
+    leases = [lease for part in parts for lease in part.leases]
+    return pb.LeaseGroupsResponse(
+        leases=leases,
+        no_lease_reason=soonest_reason([part.no_lease_reason for part in parts if not leases]),
+        oldest_version=min(part.oldest_version for part in parts) if len(parts) == num_shards else 0,
+    )
 
 
 def batch_digest(parts: Sequence[pb.LeaseBatchResponse]) -> bytes:

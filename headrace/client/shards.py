@@ -18,15 +18,15 @@ from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.buffer import BufferClient
 from headrace.client.port import DEFAULT_DEADLINE_SECONDS, Buffer
-from headrace.client.shard_answers import batch_digest, merged_batch, merged_config, merged_stats, share_of
-from headrace.client.shard_routing import (
-    answers_that_came,
-    group_of_lease,
-    grouped,
-    shard_of_group,
-    shard_of_prompt,
-    soonest_reason,
+from headrace.client.shard_answers import (
+    batch_digest,
+    merged_batch,
+    merged_config,
+    merged_leases,
+    merged_stats,
+    share_of,
 )
+from headrace.client.shard_routing import answers_that_came, group_of_lease, grouped, shard_of_group, shard_of_prompt
 from headrace.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 
 _Answer = TypeVar("_Answer")
@@ -89,23 +89,21 @@ class ShardedBuffer(Buffer):
         *,
         wait_seconds: float = 0.0,
         request_id: str | None = None,
+        oldest_version: int | None = None,
     ) -> pb.LeaseGroupsResponse:
         """Leases from all shards as evenly as they have groups, and skips a shard that does not answer."""
         end = asyncio.get_running_loop().time() + wait_seconds
         for attempt in count():
-            request = request_id or uuid.uuid4().hex
-            replies = await self._lease_once(stream, producer_id, max_groups, request)
-            leases = [lease for reply in replies for lease in reply.leases]
+            merged = await self._lease_once(stream, producer_id, max_groups, request_id or uuid.uuid4().hex)
             left = end - asyncio.get_running_loop().time()
-            if leases or left <= 0:
-                reasons = [reply.no_lease_reason for reply in replies if not leases]
-                return pb.LeaseGroupsResponse(leases=leases, no_lease_reason=soonest_reason(reasons))
+            if left <= 0 or merged.leases or (oldest_version is not None and merged.oldest_version > oldest_version):
+                return merged
             await asyncio.sleep(min(left, _POLL_SECONDS * min(attempt + 1, 4)))
         raise AssertionError  # count() does not end
 
     async def _lease_once(
         self, stream: str, producer_id: str, max_groups: int, request_id: str
-    ) -> list[pb.LeaseGroupsResponse]:
+    ) -> pb.LeaseGroupsResponse:
         """Asks every shard for its even share; a different shard gets the remainder each time."""
         num_shards, self._turn = len(self.shards), self._turn + 1
 
@@ -116,7 +114,7 @@ class ShardedBuffer(Buffer):
             return await self._lease_from(k, stream, producer_id, share, f"{request_id}/{k}")
 
         found = await asyncio.gather(*(lease(k) for k in range(num_shards)), return_exceptions=True)
-        return answers_that_came(found, least=1)
+        return merged_leases(answers_that_came(found, least=1), num_shards)
 
     async def _lease_from(
         self, k: int, stream: str, producer_id: str, share: int, request_id: str

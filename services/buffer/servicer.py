@@ -23,6 +23,7 @@ from headrace.wire.checks import (
 from headrace.wire.limits import (
     MAX_BATCH_ANSWER_BYTES,
     MAX_COLUMN_BYTES,
+    MAX_COUNTER,
     MAX_DROPS_PER_CALL,
     MAX_GROUPS_PER_LEASE,
     MAX_ID_CHARACTERS,
@@ -41,13 +42,12 @@ from headrace.wire.limits import (
     MAX_WAIT_SECONDS,
 )
 from headrace.wire.put_request import RawPut
-from services.buffer.conversion import wire, wire_production, wire_stream
+from services.buffer.conversion import wire, wire_stats, wire_stream
 from services.buffer.conversion.wire_bytes import batch_group_bytes, sample_bytes
 from services.buffer.conversion.wire_checks import require_sha256
 from services.buffer.ledger.group import Group, GroupState
 from services.buffer.ledger.indexed_stream import IndexedStream
 from services.buffer.ledger.portions import cut, first_within
-from services.buffer.ledger.source import source_names
 from services.buffer.pace import paced
 from services.buffer.runtime.application import BufferApplication
 from services.buffer.runtime.backup import Digest
@@ -99,9 +99,10 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
             require_id(request.request_id, "request_id"),
             min(request.max_groups, MAX_GROUPS_PER_LEASE),
             _wait_seconds(request.wait_seconds, context),
+            request.oldest_version if request.HasField("oldest_version") else MAX_COUNTER,
         )
         leases = [await self._lease(group) async for group in paced(groups)]
-        return pb.LeaseGroupsResponse(leases=leases, no_lease_reason=wire.no_lease_reason_to_proto(reason))
+        return wire.leases_to_proto(leases, reason, self._buffer.ledger.stream(request.stream).oldest_wanted())
 
     async def _lease(self, group: Group) -> pb.GroupLease:
         payloads = await self._buffer.payloads(group.partials) if group.partials else []
@@ -263,7 +264,7 @@ class BufferServicer(buffer_pb2_grpc.BufferServiceServicer):
         return sorted(wanted, key=lambda group: -group.position)
 
     def _stats(self, stream: IndexedStream) -> pb.StreamStats:
-        stats = _stats(stream)
+        stats = wire_stats.stats_to_proto(stream)
         stats.trouble = self._buffer.trouble_of(stream.state.name) or ""
         return stats
 
@@ -277,45 +278,3 @@ def _wait_seconds(asked: float, context: Context) -> float:
     remaining = context.time_remaining()
     seconds = DEFAULT_DEADLINE_SECONDS if remaining is None else min(remaining, DEFAULT_DEADLINE_SECONDS)
     return max(min(asked, MAX_WAIT_SECONDS, seconds - _ANSWER_MARGIN_SECONDS), 0.0)
-
-
-def _stats(stream: IndexedStream) -> pb.StreamStats:
-    state = stream.state
-    return pb.StreamStats(
-        stream=state.name,
-        groups={group_state.name: stream.count(group_state) for group_state in GroupState},
-        payload_bytes=stream.payload_bytes,
-        stored_bytes=stream.stored_bytes,
-        epoch=state.epoch,
-        step=state.step,
-        committed_step=state.committed_step,
-        policy_version=state.policy_version,
-        admissible_groups=stream.places_left(),
-        prompts_read=state.prompts_read,
-        data_epoch=state.data_epoch,
-        bad_lines=state.num_bad_lines,
-        forgotten_step=state.forgotten_step,
-        sources=_sources(stream) if len(state.config.files) > 1 else (),
-        production=wire_production.production_to_proto(stream.production),
-    )
-
-
-def _sources(stream: IndexedStream) -> list[pb.SourceStats]:
-    state, found = stream.state, []
-    names = source_names(state.config.files)
-    for i, (name, file, cursor) in enumerate(zip(names, state.config.files, state.cursors, strict=True)):
-        queued, leased, ready = stream.queues.counts(i)
-        found.append(
-            pb.SourceStats(
-                name=name,
-                weight=file.weight,
-                prompts_read=cursor.prompts_read,
-                data_epoch=cursor.epoch,
-                ended=state.has_ended(i),
-                queued=queued,
-                leased=leased,
-                ready=ready,
-                batched=state.taken_of(i),
-            )
-        )
-    return found

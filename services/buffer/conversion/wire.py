@@ -230,6 +230,15 @@ def lease_to_proto(
     )
 
 
+def leases_to_proto(
+    leases: Sequence[pb.GroupLease], reason: NoLeaseReason | None, oldest_version: int
+) -> pb.LeaseGroupsResponse:
+    name = f"NO_LEASE_REASON_{reason.name if reason else 'UNSPECIFIED'}"
+    return pb.LeaseGroupsResponse(
+        leases=leases, no_lease_reason=pb.NoLeaseReason.Value(name), oldest_version=oldest_version
+    )
+
+
 def group_to_proto(group: Group) -> bytes:
     """Returns the group, serialized, as ListGroups answers it."""
     message = pb.Group(
@@ -275,13 +284,6 @@ def states_from_proto(numbers: Sequence[pb.GroupState.ValueType]) -> list[GroupS
     if unknown:
         raise InvalidArgument(f"states {unknown} are unknown", field="states")
     return [_STATES[n] for n in numbers]
-
-
-def no_lease_reason_to_proto(reason: NoLeaseReason | None) -> pb.NoLeaseReason.ValueType:
-    """Maps None to UNSPECIFIED."""
-    if reason is None:
-        return pb.NO_LEASE_REASON_UNSPECIFIED
-    return pb.NoLeaseReason.Value(f"NO_LEASE_REASON_{reason.name}")
 
 
 def page_token_from_proto(token: str) -> int | None:

@@ -14,8 +14,8 @@ can get. Therefore a group is handed out only while
 
 plus over_sampling_groups, which are in production so that a step fills in spite of groups that are dropped: those left
 over are trained later while they are fresh enough, and expire otherwise. What begins now can be trained up to step
-max_staleness + min(step, policy_version): once that step has its batch, none are begun beyond the rule, since they could
-only expire.
+max_staleness + min(step, policy_version): once that step has its batch, none are begun beyond the rule, as they could
+only expire, and producers are told of those that are out.
 
 Dropped, failed, released and expired groups are in neither state: they give their place back. policy_version is
 behind `step` between the end of a step and the publication of its weights: what began there would be a version older
@@ -46,6 +46,16 @@ def places_left(state: StreamState, num_leased: int, num_ready: int, has_batch: 
     if state.step <= last_step and not has_batch(last_step):
         limit += config.over_sampling_groups
     return max(limit - admitted, 0)
+
+
+def oldest_wanted(state: StreamState, has_batch: Callable[[int], bool]) -> int:
+    """Returns the oldest version that some step without a batch may train; 0 when all may be trained."""
+    if state.config.max_staleness is None:
+        return 0
+    step = state.step
+    while has_batch(step):
+        step += 1
+    return max(step - state.config.max_staleness, 0)
 
 
 def oldest_trainable(state: StreamState, step: int) -> int | None:

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from headrace.errors import DataLoss
-from services.buffer.ledger.admission import places_left
+from services.buffer.ledger.admission import oldest_wanted, places_left
 from services.buffer.ledger.group import Group, GroupState, SampleRecord
 from services.buffer.ledger.production import Production
 from services.buffer.ledger.queues.change_order import ChangeOrder
@@ -158,6 +158,10 @@ class IndexedStream:
         """Counts the groups that staleness lets producers lease now; None without admission control."""
         leased, ready = self.counts[GroupState.LEASED], self.counts[GroupState.READY]
         return places_left(self.state, leased, ready, self._batches.__contains__)
+
+    def oldest_wanted(self) -> int:
+        """Returns the oldest version that some step without a batch may train; 0 when all may be trained."""
+        return oldest_wanted(self.state, self._batches.__contains__)
 
     def inserts_left(self) -> int | None:
         """Counts the groups that the limiter lets producers lease now; None without a limit."""

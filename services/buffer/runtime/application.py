@@ -229,18 +229,18 @@ class BufferApplication:
         return group_ids
 
     async def lease(
-        self, stream: str, producer_id: str, request_id: str, max_groups: int, wait_seconds: float
+        self, stream: str, producer_id: str, request_id: str, max_groups: int, wait_seconds: float, known_version: int
     ) -> tuple[list[Group], NoLeaseReason | None]:
-        """Returns leased groups, or why there are none."""
+        """Returns leased groups, or why there are none; at once when the oldest wanted version is above the known."""
 
         async def attempt() -> list[Group] | None:
             await self._read_prompts(stream, max_groups)
             result = self.ledger.lease(now(), stream, producer_id, request_id, max_groups)
             if result[0]:
                 self._timer.granted()
-            return await self._changes.commit(result) or None
+            return await self._changes.commit(result) or ([] if indexed.oldest_wanted() > known_version else None)
 
-        self.ledger.stream(stream)
+        indexed = self.ledger.stream(stream)
         groups = await self._changes.wait(stream, attempt, wait_seconds) or []
         return groups, None if groups else self.ledger.no_lease_reason(stream)
 
@@ -339,12 +339,11 @@ class BufferApplication:
 
     async def set_policy_version(self, stream: str, epoch: int, policy_version: int) -> int:
         """Returns the number of groups that expired."""
-        num_expired = 0
-        while True:
+        num_expired, some = 0, MAX_CHANGES
+        while some == MAX_CHANGES:
             some = await self._changes.commit(self.ledger.set_policy_version(now(), stream, epoch, policy_version))
             num_expired += some
-            if some < MAX_CHANGES:
-                return num_expired
+        return num_expired
 
     async def payloads(self, records: Sequence[SampleRecord]) -> Sequence[Payload]:
         """Reads payloads and checks them against their digests."""

@@ -15,7 +15,7 @@ _WAIT_SECONDS = 5.0
 class ProducerLedger(Protocol):
     """The buffer as producers use it."""
 
-    async def lease(self, max_groups: int) -> Sequence[buffer_pb2.GroupLease]:
+    async def lease(self, max_groups: int) -> buffer_pb2.LeaseGroupsResponse:
         """Waits some seconds for the first group; may return none."""
 
     async def renew(self, lease_ids: Sequence[str]) -> Sequence[str]:
@@ -35,11 +35,17 @@ class BufferLedger:
         self._buffer = buffer
         self._stream = stream
         self._producer_id = f"rollout-{uuid.uuid4().hex[:8]}"
+        self._oldest_version = 0
 
-    async def lease(self, max_groups: int) -> Sequence[buffer_pb2.GroupLease]:
+    async def lease(self, max_groups: int) -> buffer_pb2.LeaseGroupsResponse:
         """Waits some seconds for the first group; may return none."""
-        reply = await self._buffer.lease_groups(self._stream, self._producer_id, max_groups, wait_seconds=_WAIT_SECONDS)
-        return reply.leases
+        answer = await self._buffer.lease_groups(
+            *(self._stream, self._producer_id, max_groups),
+            wait_seconds=_WAIT_SECONDS,
+            oldest_version=self._oldest_version,
+        )
+        self._oldest_version = answer.oldest_version
+        return answer
 
     async def renew(self, lease_ids: Sequence[str]) -> Sequence[str]:
         """Returns the ids of leases that have ended."""

@@ -2,7 +2,8 @@
 
 Consumes leases; waits for admission, a free slot, engines with the ledger's version, and `resume`; produces puts.
 States: running ⇄ paused → drained. Leases are renewed while a group is generated; an expired lease ends the work on its
-group. All other work on a group ends in a put or in a release, with one line in the log.
+group. Work that no step can train any more ends in a release, as every step that it is fresh enough for has its batch.
+All other work on a group ends in a put or in a release, with one line in the log.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.sample.v1 import sample_pb2
@@ -36,6 +38,16 @@ _RENEWALS_PER_LEASE = 3
 _INTERRUPT_SECONDS = 10.0
 _LEDGER_BEHIND_SECONDS = 30.0
 """Engines serve a version a moment before the ledger knows it; for this long a put of its tokens may be refused."""
+_USELESS = "begun beyond what the steps needed that could train it"
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupInFlight:
+    """`interruption` ends its generation where it is."""
+
+    lease: buffer_pb2.GroupLease
+    interruption: asyncio.Event
+    work: asyncio.Task[None]
 
 
 class Producer:
@@ -52,7 +64,6 @@ class Producer:
         interrupt: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._interrupt = interrupt
-        self._interruptions: dict[str, asyncio.Event] = {}  # lease id → ends its generation where it is
         self._ledger = ledger
         self._sampler = sampler
         self._served_version = served_version
@@ -60,7 +71,8 @@ class Producer:
         self._max_groups_in_flight = max_groups_in_flight
         self._may_lease = asyncio.Event()
         self._may_lease.set()
-        self._groups: dict[str, asyncio.Task[None]] = {}  # lease id → the work on it
+        self._groups: dict[str, _GroupInFlight] = {}
+        """By lease id."""
         self._something_ended = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -88,7 +100,7 @@ class Producer:
             task.cancel()
         if self._groups and self._interrupt and self._sampler.returns_partials:
             await self._interrupt_groups(self._interrupt)
-        lease_ids, works = list(self._groups), list(self._groups.values())
+        lease_ids, works = list(self._groups), [group.work for group in self._groups.values()]
         for work in works:
             work.cancel()
         await asyncio.gather(*self._tasks, *works, return_exceptions=True)
@@ -96,10 +108,10 @@ class Producer:
             await self._release([_release(lease_id, "the rollout service stops") for lease_id in lease_ids])
 
     async def _interrupt_groups(self, interrupt: Callable[[], Awaitable[None]]) -> None:
-        for event in self._interruptions.values():
-            event.set()
+        for group in self._groups.values():
+            group.interruption.set()
         await interrupt()
-        await asyncio.wait(list(self._groups.values()), timeout=_INTERRUPT_SECONDS)
+        await asyncio.wait([group.work for group in self._groups.values()], timeout=_INTERRUPT_SECONDS)
 
     async def _release(self, releases: list[buffer_pb2.LeaseRelease]) -> None:
         try:
@@ -121,17 +133,34 @@ class Producer:
             await self._may_lease.wait()
             free = await self._free_places()
             try:
-                leases = await self._ledger.lease(free)
+                answer = await self._ledger.lease(free)
             except HeadraceError as error:
                 log.warning("lease_failed", error=error.message)
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
-            behind = [lease for lease in leases if lease.policy_version > self._served_version()]
-            for lease in leases:
+            await self._end_useless(answer.oldest_version)
+            behind = [lease for lease in answer.leases if lease.policy_version > self._served_version()]
+            for lease in answer.leases:
                 if lease not in behind:
-                    self._groups[lease.lease_id] = asyncio.create_task(self._work(lease))
+                    self._begin(lease)
             if behind:
                 await self._hand_back(behind)
+
+    def _begin(self, lease: buffer_pb2.GroupLease) -> None:
+        interruption = asyncio.Event()
+        work = asyncio.create_task(self._work(lease, interruption))
+        self._groups[lease.lease_id] = _GroupInFlight(lease, interruption, work)
+
+    async def _end_useless(self, oldest_version: int) -> None:
+        """Ends groups that were begun with older versions, if their tokens so far are of no use to a later lease."""
+        useless = [group for group in self._groups.values() if group.lease.policy_version < oldest_version]
+        if not useless or self._sampler.returns_partials:
+            return
+        for group in useless:
+            group.work.cancel()
+        await asyncio.gather(*(group.work for group in useless), return_exceptions=True)
+        log.info("groups_ended", groups=len(useless), why=_USELESS)
+        await self._release([_release(group.lease.lease_id, _USELESS) for group in useless])
 
     async def _free_places(self) -> int:
         while len(self._groups) >= self._max_groups_in_flight:
@@ -146,21 +175,20 @@ class Producer:
         await self._release([_release(lease.lease_id, why) for lease in leases])
         await asyncio.sleep(_RETRY_SECONDS)
 
-    async def _work(self, lease: buffer_pb2.GroupLease) -> None:
+    async def _work(self, lease: buffer_pb2.GroupLease, interruption: asyncio.Event) -> None:
         """Ends in a put or in a release, whatever happens, unless the lease has ended."""
         keeper = asyncio.create_task(
             kept_running("renew a lease", lambda: self._keep(lease), self._metrics.background_work_ended)
         )
-        return_partial = self._interruptions[lease.lease_id] = asyncio.Event()
         try:
-            result = await self._sampled(lease, return_partial if self._sampler.returns_partials else None)
+            result = await self._sampled(lease, interruption if self._sampler.returns_partials else None)
             release = await self._put(lease, result) if isinstance(result, buffer_pb2.GroupPut) else result
             if release is not None:
                 log.info("group_released", group_id=lease.group_id, why=release.reason)
                 await self._release([release])
         finally:
             keeper.cancel()
-            del self._groups[lease.lease_id], self._interruptions[lease.lease_id]
+            del self._groups[lease.lease_id]
             self._something_ended.set()
 
     async def _sampled(self, lease: buffer_pb2.GroupLease, return_partial: asyncio.Event | None) -> GroupResult:
@@ -185,7 +213,7 @@ class Producer:
         )
 
     async def _keep(self, lease: buffer_pb2.GroupLease) -> None:
-        work = self._groups[lease.lease_id]
+        work = self._groups[lease.lease_id].work
         while True:
             await asyncio.sleep(lease.lease_seconds / _RENEWALS_PER_LEASE)
             try:

@@ -62,7 +62,7 @@ class FakeEngine:
             raise Unavailable("the engine ended: told to", reason="ENGINE_START_FAILED")
         app = web.Application()
         app.add_routes([web.route("*", "/{path}", self._answer)])
-        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
 

@@ -19,12 +19,13 @@ class MemoryLedger:
         self.releases: list[buffer_pb2.LeaseRelease] = []
         self.renewed: list[str] = []
         self.lost: set[str] = set()
+        self.oldest_version = 0
 
-    async def lease(self, max_groups: int) -> Sequence[buffer_pb2.GroupLease]:
+    async def lease(self, max_groups: int) -> buffer_pb2.LeaseGroupsResponse:
         taken, self.queued = self.queued[:max_groups], self.queued[max_groups:]
         if not taken:
             await asyncio.sleep(0.01)  # the real one waits for admission
-        return taken
+        return buffer_pb2.LeaseGroupsResponse(leases=taken, oldest_version=self.oldest_version)
 
     async def renew(self, lease_ids: Sequence[str]) -> Sequence[str]:
         self.renewed += lease_ids

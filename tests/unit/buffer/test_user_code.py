@@ -84,7 +84,7 @@ async def ready(buffer: BufferApplication, *labels: str, policy_version: int = 0
 
 async def put_all(buffer: BufferApplication, policy_version: int = 0) -> list[str]:
     """Leases and puts what there is; the prompts' texts."""
-    groups, _ = await buffer.lease("train", "me", f"request-{buffer.ledger.position}", 100, 0.0)
+    groups, _ = await buffer.lease("train", "me", f"request-{buffer.ledger.position}", 100, 0.0, 0)
     leases = [wire.lease_to_proto(group, 1.0, 1, []) for group in groups]
     await buffer.put([await wire.put_from_proto(raw_put(labelled_put(lease, policy_version))) for lease in leases])
     return [lease.prompt.text for lease in leases]
@@ -215,7 +215,7 @@ async def test_a_data_source_gives_every_prompt_once_across_restarts_of_the_buff
     for _ in range(2):
         source = f"{tmp_path}/sources.py:{kind}"
         async with opened(store, tmp_path, data_source=source, max_leases=5) as buffer:
-            groups, _ = await buffer.lease("train", "me", f"request-{len(texts)}", 5, 0.0)
+            groups, _ = await buffer.lease("train", "me", f"request-{len(texts)}", 5, 0.0, 0)
             prompts = [wire.prompt_to_proto(group.prompt) for group in groups]
             texts += [prompt.text for prompt in prompts]
             failures = [GroupPut(g.lease.lease_id, g.group_id, PutOutcome.DROPPED) for g in groups if g.lease]

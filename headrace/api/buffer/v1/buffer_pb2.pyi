@@ -660,6 +660,7 @@ class LeaseGroupsRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     MAX_GROUPS_FIELD_NUMBER: _builtins.int
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
+    OLDEST_VERSION_FIELD_NUMBER: _builtins.int
     stream: _builtins.str
     """The stream."""
     producer_id: _builtins.str
@@ -670,6 +671,8 @@ class LeaseGroupsRequest(_message.Message):
     """Groups at most, at least 1. An answer holds fewer where their prompts and partial samples are large."""
     wait_seconds: _builtins.float
     """Seconds to wait for the first group; 0 answers at once. Cut to the call's deadline."""
+    oldest_version: _builtins.int
+    """The last answer's oldest_version: this call is answered at once when that has grown. Not set: it does not matter."""
     def __init__(
         self,
         *,
@@ -678,12 +681,15 @@ class LeaseGroupsRequest(_message.Message):
         request_id: _builtins.str = ...,
         max_groups: _builtins.int = ...,
         wait_seconds: _builtins.float = ...,
+        oldest_version: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_oldest_version", b"_oldest_version", "oldest_version", b"oldest_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_groups", b"max_groups", "producer_id", b"producer_id", "request_id", b"request_id", "stream", b"stream", "wait_seconds", b"wait_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_oldest_version", b"_oldest_version", "max_groups", b"max_groups", "oldest_version", b"oldest_version", "producer_id", b"producer_id", "request_id", b"request_id", "stream", b"stream", "wait_seconds", b"wait_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__oldest_version: _TypeAlias = _typing.Literal["oldest_version"]  # noqa: Y015
+    _WhichOneofArgType__oldest_version: _TypeAlias = _typing.Literal["_oldest_version", b"_oldest_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__oldest_version) -> _WhichOneofReturnType__oldest_version | None: ...
 
 Global___LeaseGroupsRequest: _TypeAlias = LeaseGroupsRequest  # noqa: Y015
 
@@ -749,8 +755,13 @@ class LeaseGroupsResponse(_message.Message):
 
     LEASES_FIELD_NUMBER: _builtins.int
     NO_LEASE_REASON_FIELD_NUMBER: _builtins.int
+    OLDEST_VERSION_FIELD_NUMBER: _builtins.int
     no_lease_reason: Global___NoLeaseReason.ValueType
     """Why it is empty."""
+    oldest_version: _builtins.int
+    """A leased group that was begun with an older version can no longer be trained, because every step that it is fresh
+    enough for has its batch: work on it may end, and its lease be released. 0 without admission control.
+    """
     @_builtins.property
     def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupLease]:
         """Empty when nothing may be handed out yet; ask again."""
@@ -760,10 +771,11 @@ class LeaseGroupsResponse(_message.Message):
         *,
         leases: _abc.Iterable[Global___GroupLease] | None = ...,
         no_lease_reason: Global___NoLeaseReason.ValueType = ...,
+        oldest_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leases", b"leases", "no_lease_reason", b"no_lease_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leases", b"leases", "no_lease_reason", b"no_lease_reason", "oldest_version", b"oldest_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -143,12 +143,10 @@ class LedgerModel(RuleBasedStateMachine):
         if self.max_staleness is None:
             return None
         model = self.model
-        held = len(model.of(GroupState.LEASED)) + len(model.of(GroupState.READY))
-        admitted = model.step * GROUPS_PER_STEP + held
+        admitted = model.step * GROUPS_PER_STEP + len(model.of(GroupState.LEASED)) + len(model.of(GroupState.READY))
         last_step = self.max_staleness + min(model.step, model.version)
-        open_steps = [step for step in range(model.step, last_step + 1) if step not in model.batches]
-        surplus = self.over_sampling if open_steps else 0
-        return max((last_step + 1) * GROUPS_PER_STEP + surplus - admitted, 0)
+        has_use = any(step not in model.batches for step in range(model.step, last_step + 1))
+        return max((last_step + 1) * GROUPS_PER_STEP + has_use * self.over_sampling - admitted, 0)
 
     @rule(data=st.data(), outcome=st.sampled_from(["complete", "old", "dropped", "failed"]))
     def put_one(self, data: st.DataObject, outcome: str) -> None:

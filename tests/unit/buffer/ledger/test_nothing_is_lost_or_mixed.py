@@ -72,7 +72,7 @@ async def test_a_resumed_run_skips_no_prompt_and_repeats_none(tmp_path: Path, st
     for portion in (3, 1, 7, 9):
         buffer = await BufferApplication.open(SqliteStore(tmp_path / "ledger"))
         await buffer.create_stream(config)
-        groups, _ = await buffer.lease("train", "me", f"request-{len(seen)}", portion, 0.0)
+        groups, _ = await buffer.lease("train", "me", f"request-{len(seen)}", portion, 0.0, 0)
         await buffer.close()
         seen += [wire.prompt_to_proto(group.prompt).text for group in groups]
     assert sorted(seen) == sorted(f"q{i}" for i in range(20))
@@ -122,7 +122,7 @@ async def test_a_rest_too_small_for_a_step_is_named_and_kept(tmp_path: Path) -> 
         StreamConfig("train", 2, 2, max_staleness=None, files=(FileSource(str(path), "prompt", num_epochs=1),))
     )
     epoch, _ = await buffer.rewind("train", 0, "one", 0)
-    groups, _ = await buffer.lease("train", "me", "all", 10, 0.0)
+    groups, _ = await buffer.lease("train", "me", "all", 10, 0.0, 0)
     await buffer.put(
         [await wire.put_from_proto(raw_put(complete_put(wire.lease_to_proto(group, 1.0, 2, [])))) for group in groups]
     )

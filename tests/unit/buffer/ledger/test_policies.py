@@ -136,6 +136,8 @@ def test_no_surplus_is_begun_once_the_last_step_that_it_could_be_trained_at_has_
     assert it.lease() == []
     it.consume(epoch, 0)
     assert it.lease() == []  # these weights are a step too old by now
+    it.commit(epoch, 1)
+    assert it.lease() == []
     it.serve(epoch, 1)
     assert len(it.lease()) == 4
 
@@ -153,6 +155,25 @@ def test_a_surplus_is_begun_while_a_step_that_it_could_be_trained_at_has_no_batc
     assert it.batch(epoch, 1)
     it.do(it.ledger.put(it.now, [without_samples(replaced, PutOutcome.DROPPED, "FILTERED")]))
     assert it.lease() == []
+
+
+def test_versions_that_only_steps_with_a_batch_could_train_are_not_wanted(it: LedgerUnderTest) -> None:
+    it.create(max_staleness=1, groups_per_step=2, over_sampling_groups=2)
+    it.submit(*"abcdefghij")
+    epoch = it.rewind()
+    wanted = it.ledger.stream("train").oldest_wanted
+    it.put(it.lease())
+    assert wanted() == 0
+    assert it.batch(epoch, 0)
+    assert wanted() == 0  # step 1 may be trained with version 0
+    assert it.batch(epoch, 1)
+    assert wanted() == 1
+    it.consume(epoch, 0)
+    assert wanted() == 1
+    it.serve(epoch, 1)
+    it.put(it.lease())
+    assert it.batch(epoch, 2)
+    assert wanted() == 2
 
 
 def test_a_step_is_full_however_many_groups_are_dropped(it: LedgerUnderTest) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -554,7 +554,7 @@ async def test_a_lease_loop_that_raises_begins_again_and_is_counted(tokenizer_fo
     class Stumbling(MemoryLedger):
         stumbles = 2
 
-        async def lease(self, max_groups: int) -> Sequence[buffer_pb2.GroupLease]:
+        async def lease(self, max_groups: int) -> buffer_pb2.LeaseGroupsResponse:
             if self.stumbles:
                 self.stumbles -= 1
                 raise TypeError("a bug")
