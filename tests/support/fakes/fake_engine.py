@@ -123,6 +123,7 @@ class FakeEngine:
             case "/pause_generation":
                 self._running.clear()
                 self._aborting = body["mode"] == "abort"
+                self._num_aborts += self._aborting  # however soon it goes on
             case "/continue_generation":
                 self._aborting = False
                 self._running.set()

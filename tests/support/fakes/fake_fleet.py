@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from services.rollout.engine.fleet import Fleet, FleetTiming
+from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from tests.support.fakes.fake_engine import FakeEngine
 
 WIRE = {"a": "new a", "b": "new b", "c": "new c"}
@@ -44,7 +44,9 @@ class FakeFleet:
         engine, weights = self.fleet.engines[number], self.fleet.weights
         engine.weights_name = weights.new_name(policy_version, engine.engine_id)
         weights.accept([engine.weights_name])
+        before, engine.state = engine.state, EngineState.UPDATING  # the fleet would miss the name it knows
         await engine.client.name_weights(engine.weights_name)
+        engine.state = before
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(60):
