@@ -16,6 +16,7 @@ from headrace.job.schema.job import Job
 from headrace.whole_file import replacing
 
 BUFFER = "buffer"
+_SHARD_DIGITS = 4
 
 
 def shard_name(shard: int) -> str:
@@ -26,7 +27,7 @@ def shard_name(shard: int) -> str:
 def shard_of(process: str) -> int | None:
     """The number of the shard that the process is; None for one that is a whole service."""
     service, _, shard = process.partition("-")
-    return int(shard) if service == BUFFER and shard.isdecimal() else None
+    return int(shard) if service == BUFFER and shard.isdecimal() and len(shard) <= _SHARD_DIGITS else None
 
 
 def service_of(process: str) -> str:
@@ -139,7 +140,8 @@ class RunFolder:
     def running_addresses(self) -> dict[str, str]:
         """Maps services that run to their addresses; a buffer's are those of all shards, also of one that restarts."""
         running = {service_of(name) for name in self.running_services()}
-        return {name: self.services()[name].address for name in running}
+        services = self.services() if running else {}
+        return {name: entry.address for name, entry in services.items() if name in running}
 
 
 def living_runs(run_dir: Path) -> list[RunFolder]:

@@ -44,8 +44,13 @@ def earlier_start(run: RunFolder) -> EarlierStart | None:
         job = run.job()
     except (NotFound, DataLoss):
         return None
-    has_ledger = job.buffer.buffer_store == "postgres" or (run.ledger.is_dir() and any(run.ledger.iterdir()))
+    has_ledger = job.buffer.buffer_store == "postgres" or has_files(run.ledger)
     return EarlierStart(job, saved_step(run, job), has_ledger)
+
+
+def has_files(folder: Path) -> bool:
+    """False for a folder that is not there, or has only folders without a file."""
+    return any(path.is_file() for path in folder.rglob("*"))
 
 
 def saved_step(run: RunFolder, job: Job) -> int:

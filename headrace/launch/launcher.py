@@ -42,7 +42,7 @@ class Launcher:
         self._services = [name for name in SERVICES if name in services]
         with _usable(self.folder.path):
             if BUFFER in services:
-                require_shards(self.folder.ledger, job.buffer)
+                require_shards(self.folder, job.buffer)
             self.job = addressed(job, services, self.folder)
         self._specs: list[ServiceSpec] = [
             each for name in self._services for each in specs(self.job, name, self.folder)
@@ -93,9 +93,9 @@ class Launcher:
 
 
 def _rank(process: str) -> tuple[int, int]:
-    """Services in the order of starting, each before its shards."""
-    shard = shard_of(process)
-    return SERVICES.index(service_of(process)), -1 if shard is None else shard
+    """Services in the order of starting, each before its shards; what this version does not know comes last."""
+    service, shard = service_of(process), shard_of(process)
+    return SERVICES.index(service) if service in SERVICES else len(SERVICES), -1 if shard is None else shard
 
 
 @contextmanager

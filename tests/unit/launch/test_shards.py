@@ -30,6 +30,11 @@ def processes_of(launcher: Launcher) -> dict[str, list[str]]:
     return {each.name: list(each.command) for each in launcher._specs}
 
 
+def touch(file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch()
+
+
 def after(command: list[str], word: str) -> str:
     return command[command.index(word) + 1]
 
@@ -117,8 +122,12 @@ def test_the_resolved_job_of_a_run_can_be_used_again(load_with, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("there", "flags", "message"),
     [
-        (("shard-0", "shard-1"), ("--buffer-shards", "3"), "made with 2 shards, .* is 3: .*pass --buffer-shards 2 to"),
-        (("shard-0", "shard-1"), (), "made with 2 shards, and buffer_shards is 1"),
+        (
+            ("shard-0/lock", "shard-1/lock"),
+            ("--buffer-shards", "3"),
+            "made with 2 shards, .* is 3: .*pass --buffer-shards 2 to",
+        ),
+        (("shard-0/lock", "shard-1/lock"), (), "made with 2 shards, and buffer_shards is 1"),
         (("state.sqlite",), ("--buffer-shards", "2"), "made with one buffer, .* pass --buffer-shards 1 to continue it"),
     ],
 )
@@ -127,17 +136,49 @@ def test_another_number_of_shards_than_the_ledger_has_is_refused(
 ) -> None:
     job = load_with("--run-dir", str(tmp_path), *flags)
     for name in there:
-        (RunFolder(tmp_path / job.run.run_name).ledger / name).mkdir(parents=True)
+        touch(RunFolder(tmp_path / job.run.run_name).ledger / name)
     with pytest.raises(ConfigError, match=message):
         Launcher(job, ["buffer"], print)
     assert Launcher(job, ["reward"], print).job.services.reward_address is not None
+
+
+def test_a_start_that_never_had_a_ledger_binds_nobody(load_with, tmp_path: Path) -> None:
+    run = Launcher(two_shards(load_with, tmp_path), ["buffer"], print).folder
+    for shard in range(2):
+        run.ledger_of(shard).mkdir(parents=True)
+    run.create(two_shards(load_with, tmp_path))
+    earlier = earlier_start(run)
+    assert earlier is not None
+    assert not earlier.has_ledger
+    assert processes_of(
+        Launcher(two_shards(load_with, tmp_path, "--buffer-shards", "1"), ["buffer"], print)
+    ).keys() == {"buffer"}
+
+
+def test_a_ledger_in_a_database_keeps_the_number_that_its_run_began_with(load_with, tmp_path: Path) -> None:
+    database = ("--buffer-store", "postgres", "--buffer-postgres", "postgresql://u@h/d")
+    job = two_shards(load_with, tmp_path, *database)
+    Launcher(job, ["buffer"], print).folder.create(job)
+    with pytest.raises(ConfigError, match="made with 2 shards, and buffer_shards is 1"):
+        Launcher(two_shards(load_with, tmp_path, *database, "--buffer-shards", "1"), ["buffer"], print)
+
+
+def test_a_services_json_of_another_version_keeps_nobody_from_starting(load_with, tmp_path: Path) -> None:
+    launcher = Launcher(two_shards(load_with, tmp_path), ["buffer"], print)
+    launcher.folder.create(launcher.job)
+    launcher.folder.write_services(
+        {"buffer-0": ServiceEntry("h:1", None, os.getpid()), "judge": ServiceEntry("h:2", None, os.getpid())}
+    )
+    assert launcher.folder.running_addresses() == {"judge": "h:2"}
+    launcher._write_services({})
+    assert list(launcher.folder.services())[-1] == "judge"
 
 
 def test_a_resumed_run_keeps_its_number_of_shards(load_with, tmp_path: Path) -> None:
     job = two_shards(load_with, tmp_path)
     run = RunFolder(tmp_path / "runs" / "one")
     run.create(job)
-    run.ledger_of(0).mkdir()
+    touch(run.ledger_of(0) / "lock")
     earlier = earlier_start(run)
     assert earlier is not None
     assert resumption(earlier, two_shards(load_with, tmp_path)) == "starting again: no checkpoint yet"
@@ -154,7 +195,7 @@ def test_check_shows_the_shards_and_refuses_another_number(
     assert "buffer shards 3, each with 2 or 1 of the 4 groups of a step" in printed
     assert "was not told which" not in printed
     for shard in range(2):
-        RunFolder(tmp_path / "runs" / "one").ledger_of(shard).mkdir(parents=True)
+        touch(RunFolder(tmp_path / "runs" / "one").ledger_of(shard) / "lock")
     assert main([*words, "--buffer-shards", "3"]) == 2
     refused = " ".join(capsys.readouterr().out.split())
     assert "a ledger keeps its number of shards; pass --buffer-shards 2 to continue it" in refused
@@ -172,6 +213,7 @@ def test_the_plan_of_one_buffer_says_nothing_of_shards(load_with, tmp_path: Path
         ("buffer-10", "buffer", 10),
         ("trainer", "trainer", None),
         ("buffer-x", "buffer-x", None),
+        ("buffer-99999", "buffer-99999", None),
     ],
 )
 def test_a_process_is_named_after_its_service(process: str, service: str, shard: int | None) -> None:
