@@ -41,6 +41,9 @@ async def test_groups_whose_tokens_a_later_lease_goes_on_with_are_left_alone(
     ledger = MemoryLedger([lease(0)])
     ledger.oldest_version = 1
     partial = PartialRollout(mask_offpolicy, max_staleness=0)
-    async with production(tokenizer_folder, ledger, score(1.0), partial_rollout=partial) as made:
-        await made.fakes.until(lambda: len(ledger.puts) == 1)
+    params = SamplingParams(max_new_tokens=30)
+    async with production(
+        tokenizer_folder, ledger, score(1.0), token_seconds=0.01, params=params, partial_rollout=partial
+    ) as made:
+        await made.fakes.until(lambda: bool(ledger.puts or ledger.released))
     assert ledger.released == []
