@@ -13,6 +13,7 @@ from headrace.errors import DataLoss, NotFound
 from headrace.job.load.resolved import read_job
 from headrace.job.load.toml import to_toml
 from headrace.job.schema.job import Job
+from headrace.job.schema.run import PublishSection
 from headrace.whole_file import replacing
 
 BUFFER = "buffer"
@@ -86,6 +87,10 @@ class RunFolder:
     def samples(self) -> Path:
         """Holds the generated samples, step by step."""
         return self.path / "samples"
+
+    def weights_of(self, publish: PublishSection) -> Path:
+        """Holds the policy versions that travel to the engines through files."""
+        return (publish.update_weight_disk_path or self.path / "weights").absolute()
 
     @property
     def ending(self) -> Path:

@@ -15,6 +15,7 @@ from headrace.models.architecture import Architecture
 from headrace.models.registry import read_architecture
 from headrace.process.openmp import threads_of_each
 from headrace.process.scratch import delete_leftovers
+from headrace.run_folder import RunFolder
 from headrace.sample_checks import ModelBounds
 from services.rollout.engine.arguments import EngineOptions
 from services.rollout.engine.client import EngineClient
@@ -124,7 +125,7 @@ def rollout_service(
         scorer=scorer,
         evaluator=Evaluator(encoder, sampler, scorer, params, seed=seed, files=_eval_files(job)),
         fleet=fleet,
-        receiver=Receiver(fleet),
+        receiver=Receiver(fleet, RunFolder(job.run.run_dir / job.run.run_name).weights_of(job.publish)),
         producer=producer,
         metrics=metrics,
         params=params,

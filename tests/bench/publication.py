@@ -3,7 +3,8 @@
 The baseline is gloo from one process to as many others as there are engines, and nothing else. A publication is what
 the trainer does to real SGLang engines: pause, bucket by bucket, load into the model, flush, continue, checksums of
 every tensor on both sides, flip. The standstill is its part from the pause to the last engine that goes on. Rounds of
-both take turns. `--all` adds 2 GB and four engines; `--calls` prints every call to an engine with its seconds.
+both take turns, and so do publications through files, whose line has the bytes written. `--all` adds 2 GB and four
+engines; `--calls` prints every call to an engine with its seconds.
 """
 
 from __future__ import annotations
@@ -17,14 +18,13 @@ import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.queues import Queue
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -33,41 +33,22 @@ from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from headrace.job.schema.job import Job
-from headrace.wire.tensor_spec import TensorSpec
 from services.rollout.build import sglang_factory
 from services.rollout.engine.fleet import Fleet, FleetTiming
 from services.rollout.engine.http import Http, Reply
 from services.rollout.engine.machine import has_accelerator
 from services.rollout.engine.router import Router
 from services.rollout.publication.receiver import Receiver
-from services.rollout.publication.state import GroupPlan, Plan
-from services.trainer.control.sender import WeightSender
-from services.trainer.megatron.parallel import Layout
-from services.trainer.model.policy import Policy
 from services.trainer.weights.engine_layout import flat_bytes
 from services.trainer.weights.weight_group import WeightGroup
+from tests.bench.publications import DiskPublications, Publications
+from tests.support.fakes.same_weights import SameWeights, all_ranks
 from tests.support.models.tiny_model import make_tiny_qwen3, make_tiny_tokenizer
 
 ROUNDS = 7
 RAW_BUCKET_BYTES = 64 << 20
 SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152}
 TWO_GB = {"hidden_size": 1152, "intermediate_size": 3072, "num_hidden_layers": 30, "vocab_size": 49152}
-
-
-class SameWeights:
-    """The part of a Policy that its sender needs: a checkpoint's weights, the same in every publication."""
-
-    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
-        self._weights = weights
-
-    def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._weights.items()
-
-    def hf_tensor_specs(self) -> list[TensorSpec]:
-        return [
-            TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            for name, tensor in self._weights.items()
-        ]
 
 
 def receive_raw(name: str, port: int, world_size: int, rank: int, sizes: list[int], ready: Queue[int]) -> None:
@@ -125,59 +106,17 @@ class Round:
     hashing: float
     whole: float
     standstill: float
+    disk_whole: float
+    disk_standstill: float
+    disk_bytes: int
 
 
-class Publications:
-    """Whole transactions, checksums included, as the trainer's publisher runs them."""
-
-    def __init__(self, receiver: Receiver, weights: Mapping[str, torch.Tensor]) -> None:
-        layout = SimpleNamespace(device=torch.device("cpu"), pp_rank=0, tp_rank=0, dp_rank=0)
-        self._receiver = receiver
-        self._sender = WeightSender(
-            cast(Policy, SameWeights(weights)), cast(Layout, layout), lambda _: False,
-            host="127.0.0.1", bucket_bytes=Job.model_fields["publish"].get_default(call_default_factory=True)
-            .update_weight_buffer_size, timeout_seconds=600.0,
-        )  # fmt: skip
-        described = self._sender.describe()
-        assert described is not None
-        self.buckets = described.buckets
-        self._version = 0
-
-    async def seconds(self) -> tuple[float, float]:
-        """The whole, and its standstill."""
-        self._version += 1
-        started = time.perf_counter()
-        group = self._sender.open()
-        assert group is not None
-        plan = Plan(
-            publication_id=f"bench-{self._version}",
-            policy_version=self._version,
-            buckets=dict(enumerate(self.buckets)),
-            groups=(GroupPlan(group.name, group.host, group.port, tuple(range(len(self.buckets))), group.joined),),
-            backend="gloo",
-            pause_mode="in_place",
-            deadline_seconds=600.0,
-            epoch=1,
-        )
-        begun = await self._receiver.begin(plan)
-        sending = asyncio.create_task(asyncio.to_thread(self._sender.send, plan.publication_id, begun.world_size))
-        for number in range(len(self.buckets)):
-            await self._receiver.receive(plan.publication_id, number)
-        sent = await sending
-        assert sent is not None
-        assert sent.error is None, sent.error
-        committed = await self._receiver.commit(plan.publication_id, sent.checksums)
-        return time.perf_counter() - started, committed.paused_seconds
-
-    def close(self) -> None:
-        self._sender.drop()
-
-
-async def measured(receiver: Receiver, weights: Mapping[str, torch.Tensor], num_engines: int) -> list[Round]:
+async def measured(receiver: Receiver, policy: SameWeights, num_engines: int, root: Path) -> list[Round]:
     """The rounds but the first, in which groups are joined."""
+    weights = dict(policy.hf_tensors())
     flat = torch.cat([flat_bytes(tensor) for tensor in weights.values()])
     raw = await asyncio.to_thread(RawBroadcast, flat, num_engines)
-    publications = Publications(receiver, weights)
+    publications, through_files = Publications(receiver, policy), DiskPublications(receiver, policy, root)
     rounds = []
     gc.freeze()  # as the services do: else a collection over libraries and weights falls into a round
     for number in range(ROUNDS):
@@ -187,7 +126,9 @@ async def measured(receiver: Receiver, weights: Mapping[str, torch.Tensor], num_
         hashing = time.perf_counter() - started
         if calls_are_shown():
             print(f"round {number}", flush=True)
-        rounds.append(Round(raw_seconds, hashing, *await publications.seconds()))
+        broadcast = await publications.seconds(2 * number + 1)
+        whole, standstill, num_bytes = await through_files.seconds(2 * number + 2)
+        rounds.append(Round(raw_seconds, hashing, *broadcast, whole, standstill, num_bytes))
     publications.close()
     raw.close()
     return rounds[1:]
@@ -215,7 +156,9 @@ async def bench(name: str, checkpoint: Path, num_engines: int, folder: Path) -> 
     fleet = Fleet(num_engines, 1, factory, router, FleetTiming(start_seconds=900))
     await asyncio.gather(router.start(), fleet.start())
     try:
-        rounds = await measured(Receiver(fleet), weights, num_engines)
+        with all_ranks():
+            policy, root = SameWeights(weights, checkpoint), folder / "weights"
+            rounds = await measured(Receiver(fleet, root), policy, num_engines, root)
     finally:
         await asyncio.gather(fleet.stop(), router.stop())
 
@@ -227,6 +170,13 @@ async def bench(name: str, checkpoint: Path, num_engines: int, folder: Path) -> 
         f"{median(lambda r: r.standstill):>7.3f} s {median(lambda r: r.standstill / r.raw):>6.2f}× "
         f"{median(lambda r: r.whole):>7.3f} s {median(lambda r: r.whole / r.raw):>6.2f}× "
         f"{median(lambda r: r.whole / (r.raw + r.hashing)):>6.2f}×",
+        flush=True,
+    )
+    print(
+        f"{'by disk':>8} {num_engines:>8} {median(lambda r: r.disk_bytes) / 1e6:>7.1f} MB written; standstill "
+        f"{median(lambda r: r.disk_standstill):.3f} s, {median(lambda r: r.disk_standstill / r.standstill):.2f}× the "
+        f"collective's; whole {median(lambda r: r.disk_whole):.3f} s, "
+        f"{median(lambda r: r.disk_whole / r.whole):.2f}×",
         flush=True,
     )
 

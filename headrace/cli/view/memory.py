@@ -57,6 +57,12 @@ def memory(job: Job) -> Memory | None:
     return Memory(trained, {name: size for name, size in beside.items() if size}, engine, kept)
 
 
+def version_bytes(job: Job) -> int | None:
+    """Bytes of all weights as they are published; None when this machine knows nothing of the model."""
+    parameters = num_parameters(job)
+    return None if parameters is None else parameters * (_BFLOAT16 if megatron(job.megatron).bf16 else _FLOAT32)
+
+
 def num_parameters(job: Job) -> int | None:
     """Elements of all tensors: from the headers of the safetensors files, else from the architecture."""
     folder = job.model.hf_checkpoint

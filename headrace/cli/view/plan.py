@@ -6,13 +6,14 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 
-from headrace.cli.view.memory import memory, num_parameters
+from headrace.cli.view.memory import memory, num_parameters, version_bytes
 from headrace.job.megatron.arguments import megatron
 from headrace.job.rules.algorithm_rules import uses_critic, uses_reference
 from headrace.job.rules.machine import num_gpus
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 from headrace.launch.specs import SERVICES, address_in
+from headrace.run_folder import RunFolder
 from headrace.wire.shares import share_of_count
 
 _PACKAGES = ("headrace", "torch", "megatron-core", "transformers", "sglang", "sglang-router", "grpcio")
@@ -29,6 +30,7 @@ def plan(job: Job, scope: Scope | None = None) -> list[tuple[str, str]]:
         ("loss", _loss(job)),
         ("trainer", _trainer(job, scope)),
         ("engines", _engines(job)),
+        ("weights", _weights(job)),
         ("batch", _batch(job)),
         ("staleness", _staleness(job)),
         ("prompts", _prompts(job)),
@@ -126,6 +128,19 @@ def _engines(job: Job) -> str:
     each = job.placement.rollout_num_gpus_per_engine
     count = job.placement.rollout_num_gpus // each
     return f"{count} behind the router ({job.rollout.router_policy}), {each} tensor-parallel processes in each"
+
+
+def _weights(job: Job) -> str:
+    publish = job.publish
+    if publish.update_weight_transport == "collective":
+        return "broadcast to the engines"
+    folder = RunFolder(job.run.run_dir / job.run.run_name).weights_of(publish)
+    size = version_bytes(job)
+    each = "a version's size is unknown here" if size is None else f"{_gigabytes(size)} a version"
+    return (
+        f"through files in {folder}, which trainer and engines must see: {each}, and two versions lie there during a "
+        "publication"
+    )
 
 
 def _batch(job: Job) -> str:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from headrace.errors import ConfigError
 from headrace.job.rules.scope import Scope
-from headrace.job.schema.run import CheckpointSection, RunSection
+from headrace.job.schema.job import Job
 
 
-def check_folders(run: RunSection, checkpoint: CheckpointSection, scope: Scope) -> None:
+def check_folders(job: Job, scope: Scope) -> None:
     """Raises ConfigError for a folder that cannot be made or written, with the reason that the system gives."""
-    folders = {"run_dir": run.run_dir / run.run_name}
+    checkpoint = job.checkpoint
+    folders = {"run_dir": job.run.run_dir / job.run.run_name}
     if "trainer" in scope.services:
         folders |= {
             name: folder
@@ -21,6 +22,7 @@ def check_folders(run: RunSection, checkpoint: CheckpointSection, scope: Scope) 
                 ("save", checkpoint.save),
                 ("save_hf", checkpoint.save_hf),
                 ("export_root", checkpoint.export_root),
+                ("update_weight_disk_path", job.publish.update_weight_disk_path),
             )
             if folder is not None
         }

@@ -16,6 +16,10 @@ _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "buffer_postgres": ("buffer_store", lambda job: job.buffer.buffer_store == "postgres"),
     "buffer_postgres_wait_seconds": ("buffer_store", lambda job: job.buffer.buffer_store == "postgres"),
     "buffer_shard": ("buffer_addresses", lambda job: bool(job.buffer.buffer_addresses)),
+    "update_weight_disk_path": (
+        "update_weight_transport",
+        lambda job: job.publish.update_weight_transport == "disk",
+    ),
     "ref_update_interval": ("use_kl_loss", uses_reference),
     "keep_best_metric": ("keep_best", lambda job: job.checkpoint.keep_best > 0),
     "group_rm": ("custom_rm_path", lambda job: job.reward.custom_rm_path is not None),

@@ -34,7 +34,7 @@ def check(job: Job, scope: Scope) -> None:
     for rule in _RULES:
         rule(job)
     check_files(job, scope)
-    check_folders(job.run, job.checkpoint, scope)
+    check_folders(job, scope)
     if "trainer" in scope.services:
         require_gpus(job, scope)
         _export_folder_is_new(job)
@@ -158,6 +158,27 @@ def _several_machines(job: Job) -> None:
             )
 
 
+def _disk_is_shared(job: Job) -> None:
+    publish = job.publish
+    if publish.update_weight_transport != "disk":
+        return
+    if publish.update_weight_rollback == "host":
+        raise ConfigError(
+            "update_weight_rollback host keeps a copy in memory of what lies in the folder of update_weight_transport "
+            "disk, from which engines load it again: leave --update-weight-rollback out",
+            field="update_weight_rollback",
+        )
+    address = job.services.rollout_address
+    is_here = address is None or Address.parse(address).is_loopback
+    if publish.update_weight_disk_path is None and not (is_here and job.placement.actor_num_nodes == 1):
+        where = f"rollout at {address}" if not is_here else f"{job.placement.actor_num_nodes} machines"
+        raise ConfigError(
+            f"update_weight_transport disk with {where}: the run's folder may be this machine's alone. Name a folder "
+            "that all machines see at the same path with --update-weight-disk-path",
+            field="update_weight_disk_path",
+        )
+
+
 def _export_folder_is_new(job: Job) -> None:
     folder = job.checkpoint.save_hf
     if folder is None or not folder.exists() or (folder.is_dir() and is_torn(folder)):
@@ -209,5 +230,6 @@ _RULES: Sequence[Callable[[Job], None]] = (
     _context_length,
     _no_passwords,
     _several_machines,
+    _disk_is_shared,
     check_algorithm,
 )

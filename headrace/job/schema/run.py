@@ -43,9 +43,19 @@ class ModelSection(Section):
 
 
 class PublishSection(Section):
-    update_weight_transport: Literal["collective"] = Field("collective", description="How weights reach the engines.")
+    update_weight_transport: Literal["collective", "disk"] = Field(
+        "collective",
+        description="How weights reach the engines: broadcast in a collective group, or through files in "
+        "update_weight_disk_path.",
+    )
+    update_weight_disk_path: Path | None = Field(
+        None,
+        description="With transport disk: folder of the versions, for this run alone. Trainer, rollout service and "
+        "engines must see it at this path on their machines; absent: weights/ in the run's folder. It holds two "
+        "versions during a publication, and then the one that is served.",
+    )
     update_weight_buffer_size: Annotated[Bytes, Field(gt=0)] = Field(
-        512 << 20, description="Largest number of bytes in a bucket of weights."
+        512 << 20, description="Largest number of bytes in a bucket of weights, or in a file of them."
     )
     update_weight_pause_mode: Literal["in_place", "retract", "abort"] = Field(
         "in_place", description="What happens to requests in flight during a publication."
@@ -57,7 +67,8 @@ class PublishSection(Section):
     update_weight_rollback: Literal["none", "host"] = Field(
         "none",
         description="What engines are given when new weights cannot be had: nothing, or the weights that were served "
-        "before, of which each sender keeps a copy in host memory.",
+        "before, of which each sender keeps a copy in host memory. With transport disk they load those from their "
+        "folder in any case.",
     )
     update_weights_interval: Positive = Field(1, description="Rollout steps between publications.")
 

@@ -185,6 +185,14 @@ class EngineClient:
             seconds,
         )
 
+    async def load_folder(self, folder: str, *, seconds: float) -> None:
+        """Loads a Hugging Face folder on the engine's machine in place of all its weights. It must be paused.
+
+        Raises InvalidArgument when the engine finds no weights there: it then has those that it had.
+        """
+        body = {"model_path": folder, "load_format": "safetensors", "flush_cache": False}
+        await self._post("/update_weights_from_disk", body, seconds)
+
     async def checksums(self, *, skipped: Sequence[str] = (), seconds: float = 120.0) -> list[dict[str, str]]:
         """Returns name → checksum for each tensor-parallel rank, but for names that contain one of `skipped`.
 

@@ -12,37 +12,34 @@ import asyncio
 
 from headrace.rpc.log import log
 from services.rollout.engine.fleet import Engine, EngineState, Fleet
-from services.rollout.publication.groups import WeightGroups
 from services.rollout.publication.publication import Publication
+from services.rollout.publication.transport import Inbound
 
 
-async def clean_up(publication: Publication, fleet: Fleet, groups: WeightGroups) -> None:
+async def clean_up(publication: Publication, fleet: Fleet, transport: Inbound) -> None:
     """Returns once every engine is in one of those states."""
     state = publication.state
     log.warning("publication_aborted", publication_id=publication.plan.publication_id, why=state.why_aborted)
     publication.end_timer()
     if publication.preparing is not None:
         publication.preparing.cancel()
-    groups.forget(publication.plan.group_names)
+    transport.forget(publication.plan)
     unwell = await publication.participants.unwell()
     if publication.committing is not None:  # the weights are there, and are not what was sent
         unwell |= publication.participants.engines.keys()
     engines = [e for e in publication.participants.engines.values() if e.state is EngineState.UPDATING]
     await asyncio.gather(
-        *(_settle(publication, engine, fleet, groups, engine.engine_id in unwell) for engine in engines)
+        *(_settle(publication, engine, fleet, transport, engine.engine_id in unwell) for engine in engines)
     )
 
 
-async def _settle(
-    publication: Publication, engine: Engine, fleet: Fleet, groups: WeightGroups, is_unwell: bool
-) -> None:
+async def _settle(publication: Publication, engine: Engine, fleet: Fleet, transport: Inbound, is_unwell: bool) -> None:
     if is_unwell:
         await fleet.give_up(engine, f"publication aborted: {publication.state.why_aborted}")
         return
     try:
-        await groups.leave(engine, publication.plan.group_names)
-        if engine.engine_id in publication.in_session:
-            await engine.client.end_weight_update()
+        await transport.leave(publication.plan, engine)
+        await transport.close(publication, engine)
         if engine.engine_id in publication.resumed:
             await engine.client.pause("abort")  # what it made with these weights is made again elsewhere
         if publication.state.dirty or engine.engine_id not in publication.were_ready:

@@ -61,6 +61,18 @@ class Participants:
             self._break_off(f"every engine refused: {next(_failure(call) for call in calls)}")
         await self._lose_failed(calls)
 
+    async def apart(self, act: Act) -> None:
+        """Takes out those that fail, each by its own limit. They do not depend on each other, however slow one is.
+
+        Raises PublicationAborted when every engine refuses: that is the sender's fault, and restarts none of them.
+        """
+        calls = self._ask(act)
+        await asyncio.wait(calls)
+        self._state.require_open()
+        if all(_failure(call) and not _is_gone(call) for call in calls):
+            self._break_off(f"every engine refused: {next(_failure(call) for call in calls)}")
+        await self._lose_failed(calls)
+
     async def lose(self, engine_id: str, why: str) -> None:
         """Takes an engine out and restarts it. Raises PublicationAborted when it was the last one."""
         engine = self.engines[engine_id]

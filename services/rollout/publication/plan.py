@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from pathlib import Path
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.errors import InvalidArgument
@@ -14,6 +15,7 @@ from headrace.wire.checks import (
     require_finite,
     require_id,
     require_name,
+    require_path,
     shown,
 )
 from headrace.wire.limits import (
@@ -34,20 +36,21 @@ _PAUSE_MODES: Mapping[int, str] = {
     pb.PAUSE_MODE_RETRACT: "retract",
     pb.PAUSE_MODE_ABORT: "abort",
 }
-_COLLECTIVE = (pb.TRANSPORT_UNSPECIFIED, pb.TRANSPORT_COLLECTIVE)
+_TRANSPORTS = (pb.TRANSPORT_UNSPECIFIED, pb.TRANSPORT_COLLECTIVE, pb.TRANSPORT_DISK)
 _BACKENDS = ("gloo", "nccl")
 
 
 def plan_from_proto(request: pb.BeginPublishRequest) -> Plan:
     """Raises InvalidArgument for a request that is not supported or contradicts itself."""
-    if request.transport not in _COLLECTIVE:
+    if request.transport not in _TRANSPORTS:
         names = {number: name for name, number in pb.Transport.items()}
         name = names.get(request.transport, f"transport {request.transport}")
-        raise InvalidArgument(f"{name} is not built yet: use TRANSPORT_COLLECTIVE", field="transport")
+        raise InvalidArgument(f"{name} is not built yet: use TRANSPORT_COLLECTIVE or TRANSPORT_DISK", field="transport")
     if request.backend not in _BACKENDS:
         raise InvalidArgument(f"backend {shown(request.backend)} is not one of {', '.join(_BACKENDS)}", field="backend")
     if request.pause_mode not in _PAUSE_MODES:
         raise InvalidArgument(f"pause_mode {request.pause_mode} is not known", field="pause_mode")
+    folder = _folder(request)
     require_counter(request.manifest.total_bytes, "manifest.total_bytes")
     require_at_most(len(request.engine_ids), MAX_ENGINES, "engine_ids")
     return Plan(
@@ -57,13 +60,26 @@ def plan_from_proto(request: pb.BeginPublishRequest) -> Plan:
         pause_mode=_PAUSE_MODES[request.pause_mode],
         backend=request.backend,
         deadline_seconds=require_finite(request.deadline_seconds, "deadline_seconds", most=MAX_PUBLISH_SECONDS),
-        buckets=_buckets(request.manifest.tensors),
+        buckets=_buckets(request.manifest.tensors, MAX_COLUMN_BYTES if folder is None else None),
         groups=_groups(request.groups),
         engine_ids=_distinct([require_name(i, "engine_ids") for i in request.engine_ids], "engine_ids"),
+        folder=folder,
     )
 
 
-def _buckets(tensors: Sequence[pb.TensorSpec]) -> dict[int, list[TensorSpec]]:
+def _folder(request: pb.BeginPublishRequest) -> Path | None:
+    if request.transport != pb.TRANSPORT_DISK:
+        if request.disk_path:
+            raise InvalidArgument("disk_path is for TRANSPORT_DISK only", field="disk_path")
+        return None
+    folder = Path(require_path(request.disk_path, "disk_path"))
+    if not folder.is_absolute():
+        raise InvalidArgument(f"disk_path {shown(request.disk_path)} is not absolute", field="disk_path")
+    return folder
+
+
+def _buckets(tensors: Sequence[pb.TensorSpec], most_bytes: int | None) -> dict[int, list[TensorSpec]]:
+    """`most_bytes` of a bucket are what one broadcast may hold; None: nothing is broadcast."""
     field = "manifest.tensors"
     require_at_most(len(tensors), MAX_TENSORS, field)
     _distinct([require_id(tensor.name, f"{field}.name") for tensor in tensors], f"{field}.name")
@@ -74,8 +90,8 @@ def _buckets(tensors: Sequence[pb.TensorSpec]) -> dict[int, list[TensorSpec]]:
         if tensor.bucket < latest:
             raise InvalidArgument(f"{tensor.name}: bucket {tensor.bucket} after {latest}", field=field)
         sent_bytes = _bytes_of(tensor) + (sent_bytes if tensor.bucket == latest else 0)
-        if sent_bytes > MAX_COLUMN_BYTES:
-            raise InvalidArgument(f"bucket {tensor.bucket} has more than {MAX_COLUMN_BYTES} bytes", field=field)
+        if most_bytes is not None and sent_bytes > most_bytes:
+            raise InvalidArgument(f"bucket {tensor.bucket} has more than {most_bytes} bytes", field=field)
         latest = tensor.bucket
         buckets.setdefault(latest, []).append(TensorSpec(tensor.name, tuple(tensor.shape), tensor.dtype))
     return buckets

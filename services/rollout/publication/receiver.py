@@ -1,4 +1,4 @@
-"""Takes the engines through one publication after another: joins groups, receives buckets, verifies, flips the version.
+"""Takes the engines through one publication after another: prepares, receives buckets, verifies, flips the version.
 
 Consumes: begin, bucket, commit and abort from the trainer. Waits for: engines, each time with a limit. Unblocked by:
 the publication's deadline, which aborts it from inside. Produces: engines that serve the new version, all at once.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.errors import ChecksumMismatch, FailedPrecondition, HeadraceError, NotFound, Unavailable
@@ -17,24 +18,27 @@ from headrace.rpc.log import log
 from services.rollout.engine.fleet import Engine, EngineState, Fleet
 from services.rollout.publication.checksums import differences, digest, read
 from services.rollout.publication.cleanup import clean_up
-from services.rollout.publication.groups import WeightGroups
+from services.rollout.publication.collective import CollectiveInbound
+from services.rollout.publication.disk import DiskInbound
 from services.rollout.publication.preparation import prepare
 from services.rollout.publication.probe import ask
 from services.rollout.publication.publication import Begun, Committed, Publication
 from services.rollout.publication.state import Fence, Phase, Plan
+from services.rollout.publication.transport import Inbound
 
 _REMEMBERED = 8
 T = TypeVar("T")
 
 
 class Receiver:
-    """Runs at most one publication at a time."""
+    """Runs at most one publication at a time. Weights that come through files lie below `weights_root`."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, weights_root: Path | None = None) -> None:
         self._fleet = fleet
         self._fence = Fence()
         self._publications: dict[str, Publication] = {}
-        self._groups = WeightGroups()
+        self._collective = CollectiveInbound()
+        self._disk = DiskInbound(weights_root)
 
     @property
     def open_id(self) -> str:
@@ -42,7 +46,7 @@ class Receiver:
         return next((i for i, p in self._publications.items() if p.state.phase is Phase.OPEN), "")
 
     async def begin(self, plan: Plan) -> Begun:
-        """Returns at once, or when the engines of an aborted publication are cleaned up; engines then join the groups.
+        """Returns at once, or when the engines of an aborted publication are cleaned up; engines then prepare.
 
         Raises FailedPrecondition while another one is open, and GroupGone for a joined group of other engines.
         """
@@ -51,7 +55,8 @@ class Receiver:
         if plan.publication_id in self._publications:
             return self._publications[plan.publication_id].begun
         engines = self._engines_for(plan)
-        self._groups.require_whole(plan.groups, engines)
+        transport = self._transport(plan)
+        transport.require_usable(plan, engines)
         begun = Begun(
             world_size=1 + sum(engine.tensor_parallel_size for engine in engines),
             engine_ids=tuple(engine.engine_id for engine in engines),
@@ -60,7 +65,7 @@ class Receiver:
         self._remember(publication)
         for engine in engines:
             engine.state = EngineState.UPDATING
-        publication.preparing = self._start(publication, prepare(publication, self._groups, self._fleet.activity))
+        publication.preparing = self._start(publication, prepare(publication, transport, self._fleet.activity))
         publication.timer = asyncio.create_task(self._expire(publication))
         log.info("publication_begun", publication_id=plan.publication_id, engines=begun.engine_ids)
         return begun
@@ -71,7 +76,7 @@ class Receiver:
         It goes on when the caller goes away: a broadcast cannot be taken back, and the caller may ask again.
         """
         publication = self._find(publication_id)
-        publication.plan.group_of(bucket)
+        publication.plan.require_bucket(bucket)
         if bucket not in publication.buckets:
             publication.buckets[bucket] = self._start(publication, self._receive(publication, bucket))
         return await asyncio.shield(publication.buckets[bucket])
@@ -97,6 +102,9 @@ class Receiver:
         """Aborts an open publication."""
         if self.open_id:
             await self.abort(self.open_id, "the rollout service stops")
+
+    def _transport(self, plan: Plan) -> Inbound:
+        return self._collective if plan.folder is None else self._disk
 
     def _engines_for(self, plan: Plan) -> list[Engine]:
         """Returns all engines that are alive, or those of the plan that came back without the served weights."""
@@ -154,19 +162,13 @@ class Receiver:
 
     def _settle(self, publication: Publication) -> asyncio.Task[None]:
         if publication.settling is None:
-            publication.settling = asyncio.create_task(clean_up(publication, self._fleet, self._groups))
+            transport = self._transport(publication.plan)
+            publication.settling = asyncio.create_task(clean_up(publication, self._fleet, transport))
         return publication.settling
 
     async def _settled(self, publication: Publication) -> None:
         if publication.state.phase is Phase.ABORTED:
             await asyncio.shield(self._settle(publication))
-
-    async def _leave_groups(self, publication: Publication) -> None:
-        """Leaves the groups of a publication for a few engines: the next publication is for all of them again."""
-        names = publication.plan.group_names
-        self._groups.forget(names)
-        for engine in publication.participants.remaining:
-            await self._groups.leave(engine, names)
 
     async def _prepared(self, publication: Publication) -> None:
         assert publication.preparing is not None
@@ -182,10 +184,7 @@ class Receiver:
         async with publication.lock:
             await self._prepared(publication)
             state.mark_dirty(bucket)
-            group, tensors = state.plan.group_of(bucket), state.plan.buckets[bucket]
-            await publication.participants.together(
-                lambda e: e.client.receive_bucket(group.name, tensors, seconds=publication.seconds_left())
-            )
+            await self._transport(state.plan).receive(publication, bucket)
             state.received.add(bucket)
             if state.is_complete:
                 await self._resume(publication)
@@ -194,17 +193,17 @@ class Receiver:
     async def _resume(self, publication: Publication) -> None:
         """Ends the standstill. What engines generate from now on is held back: their weights' name is PENDING."""
         participants, version = publication.participants, publication.plan.policy_version
+        transport = self._transport(publication.plan)
         if not publication.plan.engine_ids:
             self._fleet.weights.cache_apart(version)
 
         async def resume(engine: Engine) -> None:
             engine.weights_name = self._fleet.weights.new_name(version, engine.engine_id)
             await asyncio.gather(
-                engine.client.end_weight_update(),
+                transport.close(publication, engine),
                 engine.client.name_weights(engine.weights_name),
                 engine.client.flush_cache(),
             )
-            publication.in_session.discard(engine.engine_id)
             publication.resumed.add(engine.engine_id)
             await engine.client.resume()
             self._fleet.activity.go_on()
@@ -222,8 +221,7 @@ class Receiver:
             await participants.each(
                 lambda engine: ask(probe, engine.client, version, seconds=publication.seconds_left())
             )
-        if state.plan.engine_ids:
-            await self._leave_groups(publication)
+        await self._transport(state.plan).finish(publication)
         await participants.each(_still_there)
         state.commit()
         publication.end_timer()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
 from headrace.errors import FailedPrecondition, Fenced, InvalidArgument, PublicationAborted
 from headrace.wire.tensor_spec import TensorSpec
@@ -41,6 +42,8 @@ class Plan:
     groups: Sequence[GroupPlan]
     engine_ids: Sequence[str] = ()
     """The engines that came back without the served weights; empty: all engines."""
+    folder: Path | None = None
+    """The folder from which bucket 0, the only one, is loaded; None: buckets are broadcast in groups."""
 
     def __post_init__(self) -> None:
         if not self.publication_id:
@@ -50,7 +53,14 @@ class Plan:
                 f"deadline_seconds is {self.deadline_seconds:g}, must be above 0", field="deadline_seconds"
             )
         sent = sorted(bucket for group in self.groups for bucket in group.buckets)
-        if not self.buckets or sent != sorted(self.buckets):
+        if self.folder is not None:
+            if self.groups or list(self.buckets) != [0]:
+                raise InvalidArgument(
+                    f"a folder holds one bucket, 0, and belongs to no group, not buckets {_some(self.buckets)} and "
+                    f"{len(self.groups)} groups",
+                    field="disk_path",
+                )
+        elif not self.buckets or sent != sorted(self.buckets):
             raise InvalidArgument(
                 f"groups send buckets {_some(sent)}, the manifest has {_some(self.buckets)}: each one exactly once",
                 field="groups",
@@ -60,12 +70,14 @@ class Plan:
     def group_names(self) -> list[str]:
         return [group.name for group in self.groups]
 
+    def require_bucket(self, bucket: int) -> None:
+        """Raises InvalidArgument for a bucket that the manifest does not have."""
+        if bucket not in self.buckets:
+            raise InvalidArgument(f"bucket {bucket} is not one of {_some(self.buckets)}", field="bucket")
+
     def group_of(self, bucket: int) -> GroupPlan:
         """Returns the group in which the bucket is sent."""
-        for group in self.groups:
-            if bucket in group.buckets:
-                return group
-        raise InvalidArgument(f"bucket {bucket} is not one of {_some(self.buckets)}", field="bucket")
+        return next(group for group in self.groups if bucket in group.buckets)
 
 
 def _some(buckets: Iterable[int]) -> str:
@@ -113,7 +125,7 @@ class PublicationState:
     def mark_dirty(self, bucket: int) -> None:
         """Call it before a bucket is received: from then on engines hold a mixture."""
         self.require_open()
-        self.plan.group_of(bucket)
+        self.plan.require_bucket(bucket)
         self.dirty = True
 
     def lose(self, engine_id: str, why: str) -> None:

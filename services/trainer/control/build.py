@@ -25,7 +25,10 @@ from services.trainer.control.rank import Met
 from services.trainer.control.rank_group import RankGroup
 from services.trainer.control.ranks import TrainerRanks
 from services.trainer.control.sender import WeightSender
+from services.trainer.control.transport.choice import transport_of
+from services.trainer.control.transport.port import Sender
 from services.trainer.control.worker import RankWorker
+from services.trainer.control.writer import WeightWriter
 from services.trainer.data.fetch import Fetch
 from services.trainer.data.sample_log import TrainedSamples
 from services.trainer.megatron.parallel import Layout
@@ -86,9 +89,17 @@ class TrainerBuild:
         worker = RankWorker(policy, sender, fetch, checkpoints, self._trained_samples(layout))
         return Built(layout, worker, checkpoints, restored_step)
 
-    def sender(self, policy: Policy, layout: Layout, is_aborted: Callable[[str], bool]) -> WeightSender:
+    @property
+    def weights_root(self) -> Path:
+        """Holds the versions that travel through files."""
+        return RunFolder(self._run_dir).weights_of(self._job.publish)
+
+    def sender(self, policy: Policy, layout: Layout, is_aborted: Callable[[str], bool]) -> Sender:
         """This rank's part in publications."""
         publish = self._job.publish
+        if publish.update_weight_transport == "disk":
+            file_bytes = publish.update_weight_buffer_size
+            return WeightWriter(policy, layout, is_aborted, root=self.weights_root, file_bytes=file_bytes)
         return WeightSender(
             policy,
             layout,
@@ -125,16 +136,18 @@ class TrainerBuild:
         run, checkpoint = RunFolder(self._run_dir), self._job.checkpoint
         return ExportFolders(
             checkpoint.export_root or self._run_dir,
-            [checkpoint_folder(checkpoint, self._run_dir), run.ledger, run.logs, run.samples],
+            [checkpoint_folder(checkpoint, self._run_dir), run.ledger, run.logs, run.samples, self.weights_root],
         )
 
     def ranks(self, group: RankGroup, built: Built, rollout: RolloutClient, console: TrainerConsole) -> TrainerRanks:
         """All ranks as the loop sees them."""
         backend, services = "nccl" if built.layout.device.type == "cuda" else "gloo", self._job.services
         away_seconds = services.start_timeout_seconds + services.peer_wait_seconds  # its engines may be starting
+        publish = self._job.publish
+        transport = transport_of(publish, group, rollout, self.weights_root)
         return TrainerRanks(
             group,
-            Publisher(group, rollout, self._job.publish, backend=backend, away_seconds=away_seconds),
+            Publisher(group, rollout, transport, publish, backend=backend, away_seconds=away_seconds),
             console,
             self._run_dir,
             built.checkpoints,

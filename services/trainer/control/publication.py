@@ -1,18 +1,15 @@
 """The sending half of a publication: the coordinator of the transaction that the rollout service takes part in.
 
-begin → (senders join; for each bucket: engines receive while senders broadcast) → commit, or abort. A publication that
-fails leaves the engines' old version in charge and is tried again with new groups. When all tries failed, engines may
-hold a mixture: they are given the version that was served before, if the job has it kept, and the error ends the run.
+begin → (the transport brings the weights to the engines) → commit, or abort. A publication that fails leaves the
+engines' old version in charge and is tried again from the start. When all tries failed, engines may hold a mixture:
+they are given the version that was served before, if the transport still has it, and the error ends the run.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
-import uuid
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.client.rollout import RolloutClient
@@ -21,8 +18,8 @@ from headrace.job.schema.run import PublishSection
 from headrace.probe import Probe
 from headrace.rpc.log import log
 from services.trainer.control.messages import Probed
-from services.trainer.control.publication_plan import PublicationPlan
 from services.trainer.control.rank_group import RankGroup
+from services.trainer.control.transport.port import Attempt, Source, Transport
 from services.trainer.state import TrainState
 from services.trainer.weights.lacking import EVERYBODY, NOBODY, Lacking
 
@@ -30,7 +27,6 @@ _TRIES = 3
 _FLEET_SECONDS = 2.0
 _SILENCE_GAP_SECONDS = 60.0
 """A fleet that was not asked for so long, because a batch was trained, may have answered meanwhile."""
-_TRANSPORTS = {"collective": pb.TRANSPORT_COLLECTIVE}
 _PAUSE_MODES = {
     "in_place": pb.PAUSE_MODE_IN_PLACE,
     "retract": pb.PAUSE_MODE_RETRACT,
@@ -39,8 +35,8 @@ _PAUSE_MODES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """The served version whose weights the senders keep, and what engines compute with them."""
+class Version:
+    """Weights by the number of their step, and what engines compute with them."""
 
     policy_version: int
     probe: Probed
@@ -50,28 +46,35 @@ class Publisher:
     """Gives the current weights to all engines."""
 
     def __init__(
-        self, ranks: RankGroup, rollout: RolloutClient, config: PublishSection, *, backend: str, away_seconds: float
+        self,
+        ranks: RankGroup,
+        rollout: RolloutClient,
+        transport: Transport,
+        config: PublishSection,
+        *,
+        backend: str,
+        away_seconds: float,
     ) -> None:
         """A rollout service that is silent for more than `away_seconds` while a batch is awaited ends the wait."""
         self._ranks = ranks
         self._rollout = rollout
+        self._transport = transport
         self._config = config
         self._seconds = config.update_weight_timeout_seconds
         self._backend = backend
-        self._made_plan: PublicationPlan | None = None
         self._away_seconds = away_seconds
-        self._keeps = config.update_weight_rollback == "host"
-        self._kept: Kept | None = None
+        self._before: Version | None = None
         self._silent_from = self._silent_at = -_SILENCE_GAP_SECONDS
 
     async def publish(self, state: TrainState) -> dict[str, float]:
         """Returns once every engine in routing serves `state.step`.
 
-        Raises the last try's error, once engines serve the kept version again.
+        Raises the last try's error, once engines serve the version before it again.
         """
         for tries_left in reversed(range(_TRIES)):
             try:
-                reply = await self._attempt(state)
+                version = await self._current(state)
+                attempt, reply = await self._attempt(version, state.epoch, Source.NEW)
             except HeadraceError as error:
                 if isinstance(error, Fenced):
                     raise
@@ -81,8 +84,8 @@ class Publisher:
                 log.warning("publication_failed", policy_version=state.step, reason=error.reason, error=str(error))
             else:
                 log.info("published", policy_version=state.step, engines=len(reply.engine_ids))
-                if self._keeps:
-                    await self._keep(state)
+                if await self._transport.accept(attempt):
+                    self._before = version
                 return _figures(reply)
         raise AssertionError("unreachable: the last try returns or raises")
 
@@ -112,14 +115,14 @@ class Publisher:
         One that fails again is left to the next time, or to the next publication.
         """
         try:
-            reply = await self._attempt(state, engine_ids)
+            _, reply = await self._attempt(await self._current(state), state.epoch, Source.SERVED, engine_ids)
         except Fenced:
             raise
         except HeadraceError as error:
             log.warning("rejoin_failed", engines=list(engine_ids), reason=error.reason, error=str(error))
         else:
             log.info("engines_rejoined", policy_version=state.step, engines=list(reply.engine_ids))
-            await self._ranks.drop_groups()  # the group of a few engines serves once
+            await self._transport.rejoined()
 
     def _endure_silence(self, error: HeadraceError) -> None:
         now = time.monotonic()
@@ -132,96 +135,68 @@ class Publisher:
                 "a fleet that takes longer to start needs a larger --start-timeout-seconds"
             ) from error
 
-    async def _keep(self, state: TrainState) -> None:
-        await self._ranks.keep_weights()
-        self._kept = Kept(state.step, await self._ranks.probe(deadline_seconds=self._seconds))
-
     async def _roll_back(self, state: TrainState) -> None:
-        """Gives engines the kept version; what keeps them from it is logged: the error that led here says more."""
-        if self._kept is None:
+        """Gives engines the version before; what keeps them from it is logged: the error that led here says more."""
+        if self._before is None:
             return
-        version = self._kept.policy_version
         try:
-            await self._attempt(replace(state, step=version), kept=self._kept)
+            await self._attempt(self._before, state.epoch, Source.BEFORE)
         except HeadraceError as error:
-            log.error("rollback_failed", policy_version=version, reason=error.reason, error=str(error))
+            log.error(
+                "rollback_failed",
+                policy_version=self._before.policy_version,
+                reason=error.reason,
+                error=str(error),
+            )
         else:
-            log.warning("rolled_back", policy_version=version, instead_of=state.step)
+            log.warning("rolled_back", policy_version=self._before.policy_version, instead_of=state.step)
 
     async def _attempt(
-        self, state: TrainState, engine_ids: Sequence[str] = (), *, kept: Kept | None = None
-    ) -> pb.CommitPublishResponse:
+        self, version: Version, epoch: int, source: Source, engine_ids: Sequence[str] = ()
+    ) -> tuple[Attempt, pb.CommitPublishResponse]:
         """Raises what ended it, once it is given up."""
-        publication_id = f"v{state.step}-{uuid.uuid4().hex[:8]}"
+        attempt = Attempt.of(version.policy_version, epoch, source)
         try:
-            return await self._exchange(publication_id, state, engine_ids, kept)
+            return attempt, await self._exchange(attempt, version.probe, engine_ids)
         except GroupGone as error:
             log.info("groups_renewed", why=str(error))
-            await self._ranks.drop_groups()
+            await self._transport.drop()
         except HeadraceError as error:
-            await self._give_up(publication_id, str(error))
+            await self._give_up(attempt.publication_id, str(error))
             raise
-        return await self._attempt(state, engine_ids, kept=kept)  # with new groups, which cannot be gone
+        return await self._attempt(version, epoch, source, engine_ids)  # with new groups, which cannot be gone
 
-    async def _exchange(
-        self, publication_id: str, state: TrainState, engine_ids: Sequence[str], kept: Kept | None
-    ) -> pb.CommitPublishResponse:
-        plan = await self._plan()
-        groups = plan.groups(await self._ranks.open_groups(deadline_seconds=self._seconds))
-        probe = kept.probe if kept else await self._ranks.probe(deadline_seconds=self._seconds)
+    async def _exchange(self, attempt: Attempt, probe: Probed, engine_ids: Sequence[str]) -> pb.CommitPublishResponse:
+        offer = await self._transport.prepare(attempt)
         begun = await self._rollout.begin_publish(
             pb.BeginPublishRequest(
-                publication_id=publication_id,
-                policy_version=state.step,
-                manifest=plan.manifest,
-                groups=groups,
+                publication_id=attempt.publication_id,
+                policy_version=attempt.policy_version,
+                manifest=offer.manifest,
+                groups=offer.groups,
                 backend=self._backend,
                 pause_mode=_PAUSE_MODES[self._config.update_weight_pause_mode],
-                transport=_TRANSPORTS[self._config.update_weight_transport],
+                transport=offer.transport,
                 deadline_seconds=self._seconds,
-                epoch=state.epoch,
+                disk_path=offer.disk_path,
+                epoch=attempt.epoch,
                 engine_ids=engine_ids,
             ),
             deadline_seconds=self._seconds,
         )
-        sending = asyncio.create_task(
-            self._ranks.send_weights(
-                publication_id, begun.world_size, kept=kept is not None, deadline_seconds=self._seconds
-            )
-        )
-        offering = asyncio.create_task(self._offer(publication_id, plan.num_buckets))
-        try:
-            # Either side may fail while the other waits for it: the first failure ends both.
-            done, _ = await asyncio.wait({offering, sending}, return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
-                task.result()
-        except HeadraceError:
-            self._ranks.abort(publication_id)
-            raise
-        finally:
-            offering.cancel()
-            with suppress(HeadraceError):  # raised above, or what the abort brought
-                checksums = await sending
+        checksums = await self._transport.deliver(attempt, begun)
         return await self._rollout.commit_publish(
-            publication_id,
+            attempt.publication_id,
             checksums,
             probe=Probe(probe.tokens, probe.log_probs, self._config.update_weight_probe_tolerance),
             deadline_seconds=self._seconds,
         )
 
-    async def _offer(self, publication_id: str, num_buckets: int) -> None:
-        """Asks the engines to receive one bucket after the other."""
-        for bucket in range(num_buckets):
-            await self._rollout.publish_bucket(publication_id, bucket, deadline_seconds=self._seconds)
-
-    async def _plan(self) -> PublicationPlan:
-        """Made for the first publication: a large model has tens of thousands of tensors."""
-        if self._made_plan is None:
-            self._made_plan = PublicationPlan.of(await self._ranks.describe_weights(deadline_seconds=self._seconds))
-        return self._made_plan
+    async def _current(self, state: TrainState) -> Version:
+        return Version(state.step, await self._ranks.probe(deadline_seconds=self._seconds))
 
     async def _give_up(self, publication_id: str, reason: str) -> None:
-        await self._ranks.drop_groups()
+        await self._transport.drop()
         try:
             await self._rollout.abort_publish(publication_id, reason)
         except HeadraceError as error:

@@ -29,6 +29,11 @@ class PublicationPlan:
                 tensors += [spec.pack(number) for spec in bucket]
         return cls(pb.Manifest(tensors=tensors), buckets_of_stages)
 
+    @staticmethod
+    def in_one_bucket(stages: Sequence[StageWeights]) -> pb.Manifest:
+        """The tensors of all stages in bucket 0, as engines get them that load them from one folder."""
+        return pb.Manifest(tensors=[spec.pack(0) for stage in stages for bucket in stage.buckets for spec in bucket])
+
     @property
     def num_buckets(self) -> int:
         """The number of buckets of all stages together."""

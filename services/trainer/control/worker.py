@@ -22,7 +22,7 @@ from services.trainer.control.messages import (
     Train,
     Trained,
 )
-from services.trainer.control.sender import WeightSender
+from services.trainer.control.transport.port import Sender
 from services.trainer.data.fetch import Fetch
 from services.trainer.data.sample_log import SamplesRead, TrainedSamples
 from services.trainer.model.policy import Policy
@@ -35,7 +35,7 @@ class RankWorker:
     def __init__(
         self,
         policy: Policy,
-        sender: WeightSender,
+        sender: Sender,
         fetch: Fetch,
         checkpoints: Checkpoints,
         trained_samples: TrainedSamples | None,

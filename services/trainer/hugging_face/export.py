@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -31,6 +31,8 @@ from services.trainer.megatron.parallel import Layout
 from services.trainer.weights.buckets import cut
 
 FILE_BYTES = 4 << 30
+Look = Callable[[Mapping[str, Tensor]], None]
+"""Is shown the content of a file, by name."""
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
@@ -46,9 +48,11 @@ def export(
     folder: Path,
     layout: Layout,
     file_bytes: int = FILE_BYTES,
+    look: Look = lambda content: None,
 ) -> None:
     """Writes the model to the folder. Collective over all ranks; `tensors` yields this stage's `specs`, on its sender.
 
+    `look` is called on each sender with the content of a file before it is written; what it raises ends the export.
     Raises AlreadyExists unless the folder is absent, empty, or an export that was torn; InvalidArgument when it cannot
     be written.
     """
@@ -59,7 +63,7 @@ def export(
     files = cut(specs, file_bytes)
     names = _file_names(len(files), layout)
     if layout.tp_rank == 0 and layout.dp_rank == 0:
-        _write_stage(work, tensors, files, names, draft, layout.pp_rank)
+        _write_stage(work, tensors, files, names, draft, layout.pp_rank, look)
     for _ in tensors:  # the other tensor ranks only take part in the gathering
         pass
     try:
@@ -126,10 +130,12 @@ def _write_stage(
     names: Sequence[str],
     draft: Path,
     stage: int,
+    look: Look,
 ) -> None:
     weight_map: dict[str, str] = {}
     for name, specs in zip(names, files, strict=True):
         content = {key: tensor.cpu().clone() for key, tensor in islice(tensors, len(specs))}
+        work.attempt(partial(look, content))
         work.attempt(partial(_write_file, draft / name, content))
         weight_map |= dict.fromkeys(content, name)
     num_bytes = sum(spec.num_bytes for specs in files for spec in specs)

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -69,12 +70,15 @@ class _Servicer(RolloutServicer):
 
 @asynccontextmanager
 async def certain_rollout(
-    build: EngineFactory = lambda _: GlooEngine(), num_engines: int = 1, address: str = "127.0.0.1:0"
+    build: EngineFactory = lambda _: GlooEngine(),
+    num_engines: int = 1,
+    address: str = "127.0.0.1:0",
+    weights_root: Path | None = None,
 ) -> AsyncIterator[CertainRollout]:
     """Serves on a free port unless told another; produce with `produce`."""
     fleet = Fleet(num_engines, 1, build, RememberedRouting(), FleetTiming(start_seconds=120))
     await fleet.start()
-    parts = _Parts(fleet, Receiver(fleet), RolloutMetrics(CollectorRegistry()))
+    parts = _Parts(fleet, Receiver(fleet, weights_root), RolloutMetrics(CollectorRegistry()))
     servicer = _Servicer(cast(RolloutParts, parts))
     name = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
     add = rollout_pb2_grpc.add_RolloutServiceServicer_to_server

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -160,6 +161,13 @@ async def checksums_are_of_all_tensors_but_the_skipped(it: EngineUnderTest) -> N
     assert rest == [{name: sum_ for name, sum_ in rank.items() if "layers.0." not in name} for rank in whole]
 
 
+async def a_folder_without_weights_is_refused_and_changes_nothing(it: EngineUnderTest) -> None:
+    before = await it.client.checksums()
+    with tempfile.TemporaryDirectory() as folder, pytest.raises((FailedPrecondition, InvalidArgument)):
+        await it.client.load_folder(folder, seconds=SECONDS)
+    assert await it.client.checksums() == before
+
+
 async def a_group_that_it_is_not_in_cannot_be_left(it: EngineUnderTest) -> None:
     with pytest.raises((FailedPrecondition, InvalidArgument)):
         await it.client.leave_group("nobody's")
@@ -177,6 +185,7 @@ CONTRACT: Mapping[str, Callable[[EngineUnderTest], Awaitable[None]]] = {
         garbage_collection_can_be_told_to_leave_what_is_there,
         prefixes_are_not_forgotten_beside_requests,
         checksums_are_of_all_tensors_but_the_skipped,
+        a_folder_without_weights_is_refused_and_changes_nothing,
         a_group_that_it_is_not_in_cannot_be_left,
     )
 }

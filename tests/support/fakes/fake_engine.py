@@ -11,9 +11,12 @@ import hashlib
 import json
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from aiohttp import web
+from safetensors.numpy import load_file, save_file
 
 from headrace.errors import Unavailable
 from headrace.rpc.net import free_port
@@ -147,6 +150,10 @@ class FakeEngine:
                 if not self._in_session or body["group_name"] not in self.groups:
                     return _refusal("no session or no group")
                 self.weights.update({name: self._wire[name] for name in body["names"]})
+            case "/update_weights_from_disk":
+                if not (loaded := self._load(Path(body["model_path"]))):
+                    return _refusal("Cannot find any model weights")
+                self.weights = loaded
             case "/weights_checker":
                 skipped = body.get("skip_tensor_list") or ()
                 checksums = {
@@ -160,6 +167,11 @@ class FakeEngine:
             case _:
                 return web.Response(status=404)
         return web.json_response({"success": True})
+
+    def _load(self, folder: Path) -> dict[str, str]:
+        """Contents as `write_version` puts them there; {} where there are none."""
+        files = folder.glob("*.safetensors")
+        return {name: bytes(content).decode() for file in files for name, content in load_file(file).items()}
 
     def _score(self, tokens: Sequence[int]) -> list[tuple[float, int, None]]:
         return [(-(token % 7 + 1) / 10 + self.log_prob_error, token, None) for token in tokens]
@@ -209,6 +221,14 @@ def response_to(prompt: Sequence[int], length: int) -> list[int]:
     for _ in range(length):
         made.append(next_token([*prompt, *made]))
     return made
+
+
+def write_version(folder: Path, weights: Mapping[str, str]) -> None:
+    """A folder of weights as the fake loads it, with the files that a real one has."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    contents = {name: np.frombuffer(content.encode(), np.uint8) for name, content in weights.items()}
+    save_file(contents, folder / "model.safetensors")
 
 
 def fake_checksum(content: str) -> str:

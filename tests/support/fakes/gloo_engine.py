@@ -11,11 +11,13 @@ import asyncio
 import datetime
 import math
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from aiohttp import web
+from safetensors.torch import load_file
 from torch.distributed.distributed_c10d import Backend, _new_process_group_helper
 
 from tests.support.fakes.engine_checksums import engine_checksums
@@ -40,6 +42,7 @@ class GlooEngine(FakeEngine):
         work = {
             "/init_weights_update_group": self._join,
             "/update_weights_from_distributed": self._receive,
+            "/update_weights_from_disk": self._load_tensors,
             "/weights_checker": self._checksums,
         }.get(request.path)
         if work is None:
@@ -82,6 +85,11 @@ class GlooEngine(FakeEngine):
         for name, part, dtype, shape in zip(body["names"], flat.split(sizes), dtypes, body["shapes"], strict=True):
             self.tensors[name] = part.clone().view(dtype).view(shape)
         return {"success": True}
+
+    def _load_tensors(self, body: dict[str, Any]) -> dict[str, Any]:
+        files = sorted(Path(body["model_path"]).glob("*.safetensors"))
+        self.tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        return {"success": bool(files)}
 
     def _checksums(self, body: dict[str, Any]) -> dict[str, Any]:
         return {"success": True, "ranks": [{"checksums": engine_checksums(self.tensors)}]}

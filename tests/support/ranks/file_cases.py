@@ -13,13 +13,17 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.errors import HeadraceError
 from headrace.job.schema.job import Job
 from headrace.job.schema.run import CheckpointSection
 from tests.support.ranks.ranks import entries
+
+if TYPE_CHECKING:
+    from services.trainer.control.writer import WeightWriter
 
 FULL_BYTES = 20_000
 
@@ -40,6 +44,7 @@ def run_case(case: FilesCase) -> None:  # noqa: PLR0915  # one case, told in ord
     import torch.distributed as dist
 
     from services.trainer.checkpoint.checkpoint import Checkpoints
+    from services.trainer.control.writer import WeightWriter
     from services.trainer.model.build import join_ranks, policy_of
 
     run, rank = Path(case.folder), int(os.environ["RANK"])
@@ -62,12 +67,16 @@ def run_case(case: FilesCase) -> None:  # noqa: PLR0915  # one case, told in ord
         checkpoints.save(policy.saved, step=number, policy_version=number, epoch=epoch)
         checkpoints.flush()
 
+    writer = WeightWriter(policy, layout, lambda _: False, root=run / "weights", file_bytes=1 << 20)
+
     step(lambda: save(1))
     for ill in (0, 1):
         with full_disk(ill == rank):
             step(lambda: save(2))
         with full_disk(ill == rank):
             step(lambda: policy.export(run / "exports" / "full"))
+        with full_disk(ill == rank):
+            step(partial(_send, writer, f"e1-v{ill}-0a1b2c3d", rank, run))
     if rank == 0:
         (run / "taken").write_text("no folder")
         (run / "used").mkdir()
@@ -96,6 +105,12 @@ def run_case(case: FilesCase) -> None:  # noqa: PLR0915  # one case, told in ord
     step(lambda: print(checkpoints.restore_latest(other.saved)))
     initial = CheckpointSection(initial_megatron_checkpoint=run / "checkpoints" / "step-00000001")
     step(lambda: print(policy_of(smaller.model_copy(update={"checkpoint": initial}), layout)))
+
+
+def _send(writer: WeightWriter, publication_id: str, rank: int, run: Path) -> None:
+    """Leaves the error of this rank's answer in a file: a publication raises none."""
+    sent = writer.send(publication_id, 0)
+    (run / f"sent-{publication_id}-{rank}.txt").write_text(str(sent and sent.error))
 
 
 @contextmanager

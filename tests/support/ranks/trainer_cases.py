@@ -77,7 +77,7 @@ async def served(
         name="train", n_samples_per_prompt=_SIZES["n_samples_per_prompt"], groups_per_step=_SIZES["rollout_batch_size"]
     )
     async with (
-        certain_rollout(lambda _: PolicyEngine(checkpoint)) as rollout,
+        certain_rollout(lambda _: PolicyEngine(checkpoint), weights_root=folder / name) as rollout,
         served_buffer(store or MemoryStore()) as (_, server),
         BufferClient(server.address) as client,
     ):

@@ -107,7 +107,7 @@ def test_an_architecture_flag_that_says_something_else_is_refused_by_name(name: 
         "--position-embedding-type learned_absolute",
         "--tokenizer-type Llama2Tokenizer",
         "--train-backend fsdp",
-        "--update-weight-transport disk",
+        "--update-weight-transport carrier-pigeon",
     ],
 )
 def test_a_choice_with_one_answer_refuses_another(line: str) -> None:

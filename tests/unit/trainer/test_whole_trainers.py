@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from torch import Tensor
 
+from headrace.models.exported import is_whole
 from tests.support.models.tiny_families import make_tiny
 from tests.support.ranks.algorithm_cases import Sections
 from tests.support.ranks.rank_results import weights
@@ -32,6 +34,7 @@ CP2 = {"context_parallel_size": 2}
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "dp2": {},
     "dp2-distributed": {"use_distributed_optimizer": True},
+    "tp2": {"tensor_model_parallel_size": 2},
     "pp2": PP2,
     "vpp2": VPP2,
     "ep2": EP2,
@@ -55,11 +58,13 @@ SET_UPS: Mapping[str, tuple[str, Sections]] = {
         },
     ),
     "moonlight": ("moonlight", {}),
+    "disk": ("qwen3", {"publish": {"update_weight_transport": "disk"}}),
     "kimi_k2": ("kimi_k2", {}),
 }
 RUNS = [
     *("reference@dp2", "reference@vpp2", "critic@dp2", "critic@vpp2", "critic@cp2"),
     *("moonlight@dp2-distributed", "moonlight@ep2", "moonlight@vpp2", "kimi_k2@dp2", "kimi_k2@pp2", "kimi_k2@cp2-ep2"),
+    *("disk@dp2", "disk@vpp2", "disk@tp2"),
 ]
 BASELINES = {set_up: next(run for run in RUNS if run.startswith(f"{set_up}@")) for set_up in SET_UPS}
 MOVED = [run for run in RUNS if run not in BASELINES.values()]
@@ -116,6 +121,19 @@ def test_a_run_trains_every_step_and_the_engines_have_its_final_weights(runs: Ru
     assert exported.keys() == before.keys()
     unmoved = [name for name in exported if exported[name].equal(before[name])]
     assert all(name.endswith("e_score_correction_bias") for name in unmoved)
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if run.startswith("disk@")])
+def test_through_files_the_served_version_lies_there_once_and_whole(runs: Runs, run: str) -> None:
+    (version,) = (runs.folder / run / "weights").iterdir()
+    assert version.name.startswith(f"e1-v{NUM_STEPS}-")
+    assert is_whole(version)
+    files = sorted(version.glob("*.safetensors"))
+    assert len(files) > 2, "of update_weight_buffer_size each, from every stage"
+    names = [name for file in files for name in load_file(file)]
+    assert sorted(names) == sorted(runs.exported(run)), "each tensor once"
+    lying = weights(version)
+    assert [name for name, tensor in runs.exported(run).items() if not tensor.equal(lying[name])] == []
 
 
 @pytest.mark.parametrize("run", MOVED)

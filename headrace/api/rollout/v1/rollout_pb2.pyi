@@ -690,7 +690,9 @@ class BeginPublishRequest(_message.Message):
     deadline_seconds: _builtins.float
     """Seconds from now by which it must be committed."""
     disk_path: _builtins.str
-    """With DISK: the folder."""
+    """With DISK: the folder, absolute, whole, and below the one that the rollout service's job names. groups is empty, and
+    every tensor is in bucket 0, whose PublishBucket loads the folder.
+    """
     epoch: _builtins.int
     """The trainer's epoch; an older one than seen before is ABORTED with reason FENCED."""
     @_builtins.property

@@ -43,8 +43,10 @@ def test_what_one_ranks_disk_refuses_is_the_same_error_on_all_and_all_go_on(runs
         ("save", "ok"),
         ("save, rank 0 has a full disk", "ResourceExhausted: rank 0: the disk is full: .*File too large"),
         ("export, rank 0 has a full disk", "ResourceExhausted: rank 0: the disk is full: .*File too large"),
+        ("publication, rank 0 has a full disk: the error is in its answer", "ok"),
         ("save, rank 1 has a full disk", "ResourceExhausted: rank 1: the disk is full: .*File too large"),
         ("export, rank 1 has a full disk and nothing to write", "ok"),
+        ("publication, rank 1 has a full disk and nothing to write", "ok"),
         ("export below a file", "InvalidArgument: rank 0: the disk refuses: .*taken"),
         ("export to a folder that got files", "AlreadyExists: rank 0: .*used exists already and is not empty"),
         ("save where a file is", "FailedPrecondition: rank 0: the disk refuses: .*File exists: .*checkpoints"),
@@ -61,6 +63,16 @@ def test_what_one_ranks_disk_refuses_is_the_same_error_on_all_and_all_go_on(runs
     ]
     for (what, line), found in zip(expected, log.splitlines(), strict=True):
         assert re.match(line, found), f"{what}: {found}"
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_version_that_a_disk_refuses_leaves_nothing_and_all_ranks_go_on(runs: Path, run: str) -> None:
+    said = [[(runs / run / f"sent-e1-v{ill}-0a1b2c3d-{rank}.txt").read_text() for rank in (0, 1)] for ill in (0, 1)]
+    assert re.match("rank 0: the disk is full: .*: free some space, or name a folder on another disk", said[0][0])
+    assert said[0][1] == said[1][0] == said[1][1] == "None"
+    (version,) = (runs / run / "weights").iterdir()
+    assert version.name == "e1-v1-0a1b2c3d"
+    assert is_whole(version)
 
 
 def test_a_checkpoint_of_two_tensor_ranks_is_exported_without_the_run(runs: Path, tmp_path: Path) -> None:

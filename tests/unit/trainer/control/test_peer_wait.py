@@ -23,6 +23,7 @@ from services.trainer.control import publication
 from services.trainer.control.build import Built, TrainerBuild
 from services.trainer.control.publication import Publisher
 from services.trainer.control.rank_group import RankGroup
+from services.trainer.control.transport.port import Transport
 from services.trainer.serving.console import TrainerConsole
 from services.trainer.state import TrainState
 from services.trainer.weights.lacking import NOBODY
@@ -103,9 +104,8 @@ def test_a_trainer_that_awaits_a_batch_gives_up_a_rollout_service_that_has_had_t
 async def test_a_rollout_service_that_answers_now_and_then_is_not_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publication, "_FLEET_SECONDS", 0.05)
     asked = FleetThatAnswersEveryOtherTime()
-    publisher = Publisher(
-        cast(RankGroup, None), cast(RolloutClient, asked), PublishSection(), backend="gloo", away_seconds=0.0
-    )
+    ranks, rollout, transport = cast(RankGroup, None), cast(RolloutClient, asked), cast(Transport, None)
+    publisher = Publisher(ranks, rollout, transport, PublishSection(), backend="gloo", away_seconds=0.0)
     for _ in range(6):
         assert await publisher.lacking(TrainState(0, 0, 1)) == NOBODY
     asked.answers = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -18,6 +19,7 @@ from headrace.client.rollout import RolloutClient
 from headrace.errors import DeadlineExceeded
 from headrace.job.schema.job import Job
 from headrace.probe import Probe
+from headrace.run_folder import RunFolder
 from headrace.wire.tensor_spec import TensorSpec
 from services.trainer.control.build import TrainerBuild
 from services.trainer.control.channel import Channel
@@ -35,7 +37,8 @@ from services.trainer.control.messages import (
 )
 from services.trainer.control.publication import Publisher
 from services.trainer.control.rank_group import RankGroup
-from services.trainer.control.sender import WeightSender
+from services.trainer.control.transport.choice import transport_of
+from services.trainer.control.transport.port import Sender
 from services.trainer.megatron.parallel import Layout
 from services.trainer.megatron.rendezvous import listener
 from services.trainer.model.policy import Policy
@@ -126,7 +129,7 @@ def job_of(**publish: Any) -> Job:
     return Job.model_validate({"model": {"hf_checkpoint": "m"}, "services": services, "publish": publish})
 
 
-def sender_in(**publish: Any) -> WeightSender:
+def sender_in(**publish: Any) -> Sender:
     layout = SimpleNamespace(device=torch.device("cpu"), pp_rank=0, tp_rank=0, dp_rank=0)
     return TrainerBuild(job_of(**publish), Path("run")).sender(
         cast(Policy, SmallPolicy()), cast(Layout, layout), lambda _: False
@@ -134,8 +137,10 @@ def sender_in(**publish: Any) -> WeightSender:
 
 
 def publisher_of(ranks: RankGroup, rollout: AskedRollout, **publish: Any) -> Publisher:
-    config = job_of(**publish).publish
-    return Publisher(ranks, cast(RolloutClient, rollout), config, backend="gloo", away_seconds=60.0)
+    config, client = job_of(**publish).publish, cast(RolloutClient, rollout)
+    root = RunFolder(Path("run")).weights_of(config)
+    transport = transport_of(config, ranks, client, root)
+    return Publisher(ranks, client, transport, config, backend="gloo", away_seconds=60.0)
 
 
 @pytest.mark.parametrize(("update_weight_buffer_size", "sizes"), [(80, [2, 2]), (100_000, [4]), (1, [1, 1, 1, 1])])
@@ -182,6 +187,53 @@ async def test_the_rollout_service_is_told_the_transport_and_update_weight_timeo
     (begun,) = rollout.begun
     assert (begun.transport, begun.deadline_seconds) == (pb.TRANSPORT_COLLECTIVE, 7.0)
     assert rollout.deadlines == [7.0, 7.0]
+
+
+@pytest.mark.parametrize("update_weight_disk_path", [None, Path("/shared/weights")])
+def test_update_weight_disk_path_is_where_versions_lie_for_trainer_and_rollout_service(
+    update_weight_disk_path: Path | None, tmp_path: Path
+) -> None:
+    job = job_of(update_weight_transport="disk", update_weight_disk_path=update_weight_disk_path)
+    expected = update_weight_disk_path or tmp_path / "weights"
+    assert TrainerBuild(job, tmp_path).weights_root == RunFolder(tmp_path).weights_of(job.publish) == expected
+
+
+async def test_the_rollout_service_is_told_the_folder_of_a_version(tmp_path: Path) -> None:
+    rollout = AskedRollout()
+    async with only_rank(sends=StageWeights(0, [[TensorSpec("t", (10,), "float32")], []])) as ranks:
+        publish = {"update_weight_transport": "disk", "update_weight_disk_path": tmp_path}
+        await publisher_of(ranks, rollout, **publish).publish(STATE)
+    (begun,) = rollout.begun
+    assert begun.transport == pb.TRANSPORT_DISK
+    assert Path(begun.disk_path) == tmp_path / begun.publication_id
+    assert [(tensor.name, tensor.bucket) for tensor in begun.manifest.tensors] == [("t", 0)]
+    assert list(begun.groups) == []
+
+
+def test_check_says_where_versions_lie_and_what_they_take(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(job_file), "--update-weight-transport", "disk"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert re.search(
+        r"through files in /\S*/weights, which .* must see: [\d.]+ GB a version, and two versions", printed
+    )
+    for flags, said in (
+        (["--update-weight-disk-path", "w"], "update_weight_disk_path has no effect without update_weight_transport"),
+        (
+            ["--update-weight-transport", "disk", "--update-weight-rollback", "host"],
+            "update_weight_rollback host keeps a copy in memory of what lies in the folder",
+        ),
+        (
+            ["--update-weight-transport", "disk", "--rollout-address", "10.0.0.7:7000"],
+            "Name a folder that all machines see at the same path with --update-weight-disk-path",
+        ),
+        (
+            ["--update-weight-transport", "disk", "--update-weight-disk-path", f"{job_file}/below"],
+            "update_weight_disk_path .* cannot be written: Not a directory",
+        ),
+    ):
+        assert main(["check", str(job_file), *flags]) == 2
+        captured = capsys.readouterr()
+        assert re.search(said, " ".join((captured.out + captured.err).split())), captured
 
 
 def test_check_says_what_a_copy_of_the_served_weights_costs(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import pytest
@@ -41,23 +42,31 @@ from services.trainer.control.messages import (
 )
 from services.trainer.control.publication import Publisher
 from services.trainer.control.rank_group import RankGroup
+from services.trainer.control.transport.choice import transport_of
 from services.trainer.state import TrainState
-from tests.support.fakes.fake_engine import FakeEngine, fake_checksum
+from tests.support.fakes.fake_engine import FakeEngine, fake_checksum, write_version
 from tests.support.fakes.fake_fleet import FakeFleet, RememberedRouting
 from tests.support.fakes.hostile_engine import TakingTurns
 
-CALLS = (
-    "/init_weights_update_group",
+OF_BOTH = (
     "/pause_generation",
-    "/begin_weight_update",
-    "/update_weights_from_distributed",
-    "/end_weight_update",
     "/update_weight_version",
     "/flush_cache",
     "/continue_generation",
     "/weights_checker",
     "/generate",
 )
+CALLS = {
+    "collective": (
+        "/init_weights_update_group",
+        "/begin_weight_update",
+        "/update_weights_from_distributed",
+        "/end_weight_update",
+        *OF_BOTH,
+    ),
+    "disk": ("/update_weights_from_disk", *OF_BOTH),
+}
+ROLLBACK = {"collective": {"update_weight_rollback": "host"}, "disk": {}}
 When = Literal["refuses", "before", "during", "after"]
 NAMES = ("a", "b", "c")
 
@@ -68,13 +77,15 @@ def weights_of(version: int) -> dict[str, str]:
 
 @dataclass
 class Model:
-    """What the trainer has, what it keeps, and what is on the wire."""
+    """What the trainer has, what it keeps, and what is on the wire, or in a folder below `root`."""
 
+    root: Path | None = None
     version: int = 0
     kept: int = 0
     is_sending: bool = False
     wire: dict[str, str] = field(default_factory=lambda: weights_of(0))
     num_groups: int = 0
+    num_sent: int = 0
 
     def execute(self, command: Command) -> Result:
         match command:
@@ -86,9 +97,12 @@ class Model:
                 self.is_sending = False
                 self.num_groups += 1
                 return StageGroup(0, f"g{self.num_groups}", "127.0.0.1", 1, joined=False)
-            case SendWeights(kept=kept):
+            case SendWeights(publication_id, kept=kept):
+                self.num_sent += 1
                 self.wire.update(weights_of(self.kept if kept else self.version))
                 self.is_sending = True
+                if self.root is not None:
+                    write_version(self.root / publication_id, self.wire)
                 return Sent(0, {name: fake_checksum(content) for name, content in self.wire.items()})
             case KeepWeights():
                 self.kept = self.version
@@ -132,7 +146,7 @@ class StruckEngine(FakeEngine):
         return await self._struck("/generate", lambda: super(StruckEngine, self)._generate(request, body))
 
     async def _struck(self, path: str, act: Callable[[], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
-        is_start = path == "/update_weight_version" and not self.groups  # its initial weights are named, too
+        is_start = path == "/update_weight_version" and not self.weights  # its initial weights are named, too
         if is_start or not self._strike.falls_on(self._number, path):
             return await act()
         if self._strike.when == "refuses":
@@ -162,7 +176,7 @@ class DirectRollout:
     """A rollout service without a wire; `begin_publish` waits for an engine, as a client does."""
 
     def __init__(self, fakes: FakeFleet, model: Model, strike: Strike) -> None:
-        self.receiver = Receiver(fakes.fleet)
+        self.receiver = Receiver(fakes.fleet, model.root)
         self._fakes = fakes
         self._model = model
         self._strike = strike
@@ -194,8 +208,8 @@ class DirectRollout:
 class Run:
     """Two engines, a trainer, and requests that never stop."""
 
-    def __init__(self, call: str, when: When, rollback: str) -> None:
-        self.strike, self.model = Strike(call, when), Model()
+    def __init__(self, call: str, when: When, transport: str, root: Path) -> None:
+        self.strike, self.model = Strike(call, when), Model(root=root if transport == "disk" else None)
         self.mixtures: set[str] = set()
         self.routing = RememberedRouting()
         self.fleet = Fleet(
@@ -207,13 +221,15 @@ class Run:
         )
         self.fakes = FakeFleet(self.fleet, self.routing)
         self.router = TakingTurns(self.routing)
-        publish = {"update_weight_rollback": rollback}
+        publish = {"update_weight_transport": transport, **ROLLBACK[transport]}
         services = {"rollout_address": "127.0.0.1:1"}
         job = Job.model_validate({"model": {"hf_checkpoint": "m"}, "services": services, "publish": publish})
         rollout = cast(RolloutClient, DirectRollout(self.fakes, self.model, self.strike))
         self.channel = Channel(0, 1, b"")
-        ranks = RankGroup(self.channel, self.model.execute, ThreadPoolExecutor(1))
-        self.publisher = Publisher(ranks, rollout, job.publish, backend="gloo", away_seconds=60.0)
+        self.execute = self.model.execute
+        ranks = RankGroup(self.channel, lambda command: self.execute(command), ThreadPoolExecutor(1))
+        way = transport_of(job.publish, ranks, rollout, root)
+        self.publisher = Publisher(ranks, rollout, way, job.publish, backend="gloo", away_seconds=60.0)
 
     async def __aenter__(self) -> Run:
         await self.fleet.start()
@@ -265,9 +281,11 @@ class Run:
 
 
 @pytest.mark.parametrize("when", ["refuses", "before", "during", "after"])
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.strip("/"))
-async def test_engines_serve_a_whole_version_again_wherever_a_publication_failed(call: str, when: When) -> None:
-    async with Run(call, when, "host") as run:
+@pytest.mark.parametrize(("transport", "call"), [(name, call) for name, calls in CALLS.items() for call in calls])
+async def test_engines_serve_a_whole_version_again_wherever_a_publication_failed(
+    transport: str, call: str, when: When, tmp_path: Path
+) -> None:
+    async with Run(call, when, transport, tmp_path) as run:
         assert await run.publish(1, failing=frozenset())
         await run.serves(1)
         served = 1

@@ -1,0 +1,23 @@
+"""The transport that a job names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headrace.client.rollout import RolloutClient
+from headrace.job.schema.run import PublishSection
+from services.trainer.control.rank_group import RankGroup
+from services.trainer.control.transport.collective import CollectiveTransport
+from services.trainer.control.transport.disk import DiskTransport
+from services.trainer.control.transport.port import Transport
+
+
+def transport_of(config: PublishSection, ranks: RankGroup, rollout: RolloutClient, root: Path) -> Transport:
+    """`root` is where versions lie that travel through files."""
+    seconds = config.update_weight_timeout_seconds
+    match config.update_weight_transport:
+        case "collective":
+            keeps = config.update_weight_rollback == "host"
+            return CollectiveTransport(ranks, rollout, seconds=seconds, keeps=keeps)
+        case "disk":
+            return DiskTransport(ranks, rollout, root, seconds=seconds)

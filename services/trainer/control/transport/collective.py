@@ -1,0 +1,77 @@
+"""Weights that are broadcast: a bucket is offered to the engines while its sender is at it, in one group a stage."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from headrace.api.rollout.v1 import rollout_pb2 as pb
+from headrace.client.rollout import RolloutClient
+from headrace.errors import HeadraceError
+from services.trainer.control.publication_plan import PublicationPlan
+from services.trainer.control.rank_group import RankGroup
+from services.trainer.control.transport.port import Attempt, Offer, Source
+
+
+class CollectiveTransport:
+    """With `keeps`, senders copy what is served into host memory, from where it can be sent again."""
+
+    def __init__(self, ranks: RankGroup, rollout: RolloutClient, *, seconds: float, keeps: bool) -> None:
+        self._ranks = ranks
+        self._rollout = rollout
+        self._seconds = seconds
+        self._keeps = keeps
+        self._made_plan: PublicationPlan | None = None
+
+    async def prepare(self, attempt: Attempt) -> Offer:
+        """The senders listen."""
+        plan = await self._plan()
+        groups = plan.groups(await self._ranks.open_groups(deadline_seconds=self._seconds))
+        return Offer(pb.TRANSPORT_COLLECTIVE, plan.manifest, groups)
+
+    async def deliver(self, attempt: Attempt, begun: pb.BeginPublishResponse) -> dict[str, str]:
+        """Senders join their groups and broadcast, while engines are asked to receive."""
+        sending = asyncio.create_task(
+            self._ranks.send_weights(
+                attempt.publication_id,
+                begun.world_size,
+                kept=attempt.source is Source.BEFORE,
+                deadline_seconds=self._seconds,
+            )
+        )
+        offering = asyncio.create_task(self._offer(attempt.publication_id, (await self._plan()).num_buckets))
+        try:
+            # Either side may fail while the other waits for it: the first failure ends both.
+            done, _ = await asyncio.wait({offering, sending}, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        except HeadraceError:
+            self._ranks.abort(attempt.publication_id)
+            raise
+        finally:
+            offering.cancel()
+            with suppress(HeadraceError):  # raised above, or what the abort brought
+                checksums = await sending
+        return checksums
+
+    async def accept(self, attempt: Attempt) -> bool:
+        if self._keeps:
+            await self._ranks.keep_weights()
+        return self._keeps
+
+    async def rejoined(self) -> None:
+        await self._ranks.drop_groups()  # the group of a few engines serves once
+
+    async def drop(self) -> None:
+        await self._ranks.drop_groups()
+
+    async def _offer(self, publication_id: str, num_buckets: int) -> None:
+        """Asks the engines to receive one bucket after the other."""
+        for bucket in range(num_buckets):
+            await self._rollout.publish_bucket(publication_id, bucket, deadline_seconds=self._seconds)
+
+    async def _plan(self) -> PublicationPlan:
+        """Made for the first publication: a large model has tens of thousands of tensors."""
+        if self._made_plan is None:
+            self._made_plan = PublicationPlan.of(await self._ranks.describe_weights(deadline_seconds=self._seconds))
+        return self._made_plan

@@ -1,0 +1,123 @@
+"""Weights that lie in a folder, from which every engine loads them when it is told to.
+
+A version is written before engines know of it, so they stand still only while they load. The folder of the version that
+is served stays: engines that come back load it, and so do all of them when a later version fails. A folder has its name
+from its publication, and has it only once it is whole; what is neither served nor being published is deleted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from headrace.api.rollout.v1 import rollout_pb2 as pb
+from headrace.client.rollout import RolloutClient
+from headrace.errors import DeadlineExceeded
+from headrace.rpc.log import log
+from services.trainer.control.publication_plan import PublicationPlan
+from services.trainer.control.rank_group import RankGroup
+from services.trainer.control.transport.port import Attempt, Offer, Source
+from services.trainer.files.durable import remove
+
+_OWN = re.compile(r"\.?e(\d+)-v\d+-[0-9a-f]{8}(\.draft)?")
+"""A version's folder, and what a trainer that died has left of one: the epoch is in its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A version in its folder."""
+
+    folder: Path
+    policy_version: int
+    checksums: Mapping[str, str]
+
+
+class DiskTransport:
+    """Folders below `root`, at most two of them whole at a time: the served one and the one that is published."""
+
+    def __init__(self, ranks: RankGroup, rollout: RolloutClient, root: Path, *, seconds: float) -> None:
+        self._ranks = ranks
+        self._rollout = rollout
+        self._root = root
+        self._seconds = seconds
+        self._deleting = ThreadPoolExecutor(1, thread_name_prefix="old-weights")
+        self._manifest: pb.Manifest | None = None
+        self._served: Written | None = None
+        self._offered: Written | None = None
+        self._is_doubted = False
+        self._epoch = 0
+
+    async def prepare(self, attempt: Attempt) -> Offer:
+        """The version lies in its folder, whole and durable."""
+        if self._manifest is None:
+            stages = await self._ranks.describe_weights(deadline_seconds=self._seconds)
+            self._manifest = PublicationPlan.in_one_bucket(stages)
+        self._epoch = attempt.epoch
+        self._offered = self._lies_there(attempt) or await self._write(attempt)
+        return Offer(pb.TRANSPORT_DISK, self._manifest, disk_path=str(self._offered.folder))
+
+    async def deliver(self, attempt: Attempt, begun: pb.BeginPublishResponse) -> Mapping[str, str]:
+        assert self._offered is not None, "prepare comes first"
+        await self._rollout.publish_bucket(attempt.publication_id, 0, deadline_seconds=self._seconds)
+        return self._offered.checksums
+
+    async def accept(self, attempt: Attempt) -> bool:
+        """From now on this folder is the served one."""
+        await self._serve_offered()
+        return True
+
+    async def rejoined(self) -> None:
+        await self._serve_offered()
+
+    async def drop(self) -> None:
+        """A served folder that could not be loaded is written again for the engines that come back next."""
+        if self._offered is not None and self._offered is self._served:
+            self._is_doubted = True
+        self._offered = None
+        await self._sweep()
+
+    def _lies_there(self, attempt: Attempt) -> Written | None:
+        if attempt.source is Source.NEW or self._served is None:
+            return None
+        if attempt.source is Source.SERVED and self._is_doubted:
+            return None
+        return self._served if self._served.policy_version == attempt.policy_version else None
+
+    async def _write(self, attempt: Attempt) -> Written:
+        assert attempt.source is not Source.BEFORE, "the model has newer weights than those"
+        await self._sweep()  # what a trainer that died has left may be what fills the disk
+        writing = self._ranks.send_weights(attempt.publication_id, 0, deadline_seconds=self._seconds)
+        try:
+            checksums = await asyncio.wait_for(writing, 2 * self._seconds)  # only a disk that hangs takes so long
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"weights were not written below {self._root} within {2 * self._seconds:g} s, and its disk does not "
+                "answer: name a folder on another disk with --update-weight-disk-path"
+            ) from error
+        return Written(self._root / attempt.publication_id, attempt.policy_version, checksums)
+
+    async def _serve_offered(self) -> None:
+        self._served, self._offered, self._is_doubted = self._offered, None, False
+        await self._sweep()
+
+    async def _sweep(self) -> None:
+        """Deletes what no engine needs. What cannot be deleted in time stays, with a warning."""
+        needed = {written.folder.name for written in (self._served, self._offered) if written is not None}
+        try:
+            work = partial(sweep, self._root, needed, self._epoch)
+            await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(self._deleting, work), self._seconds)
+        except (TimeoutError, OSError) as error:
+            log.warning("old_weights_kept", folder=str(self._root), error=str(error) or "the disk does not answer")
+
+
+def sweep(root: Path, needed: Collection[str], epoch: int) -> None:
+    """Deletes versions that are not `needed`, of this epoch and of older ones: a newer trainer has its own."""
+    for path in sorted(root.iterdir()) if root.is_dir() else []:
+        found = _OWN.fullmatch(path.name)
+        if found and path.name not in needed and int(found[1]) <= epoch:
+            remove(path)

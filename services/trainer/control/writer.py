@@ -1,0 +1,75 @@
+"""One rank's part in giving weights to the engines through files.
+
+A publication's folder is a whole Hugging Face folder, written as an export is: every stage's sender writes its own
+files at the same time, a failure on one rank is every rank's, and the folder gets its name once it is durable.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from headrace.errors import HeadraceError, PublicationAborted
+from headrace.rpc.log import log
+from services.trainer.control.messages import Probed, Sent, StageWeights
+from services.trainer.megatron.parallel import Layout
+from services.trainer.model.policy import Policy
+from services.trainer.weights.engine_layout import EngineChecksums
+
+
+class WeightWriter:
+    """Writes below `root`, at most `file_bytes` to a file."""
+
+    def __init__(
+        self, policy: Policy, layout: Layout, is_aborted: Callable[[str], bool], *, root: Path, file_bytes: int
+    ) -> None:
+        self._policy = policy
+        self._is_aborted = is_aborted
+        self._root = root
+        self._file_bytes = file_bytes
+        self._stage = layout.pp_rank
+        self._is_sender = layout.tp_rank == 0 and layout.dp_rank == 0
+        self._knows_checksums = layout.device.type == "cpu"  # a GPU engine prints its own kernel's
+
+    def describe(self) -> StageWeights | None:
+        return StageWeights(self._stage, [self._policy.hf_tensor_specs()]) if self._is_sender else None
+
+    def probe(self) -> Probed | None:
+        found = self._policy.probe()
+        return Probed(*found) if found and self._is_sender else None
+
+    def open(self) -> None:
+        """Nobody meets anybody."""
+
+    def keep(self) -> None:
+        """The served version's folder stays by itself."""
+
+    def send(self, publication_id: str, world_size: int, *, kept: bool = False) -> Sent | None:
+        """Writes the current weights into the publication's folder; `kept` ones lie in theirs already."""
+        assert not kept, "a version that was served lies in its folder"
+        checksums, started, num_bytes = EngineChecksums(), time.monotonic(), 0
+
+        def look(content: Mapping[str, torch.Tensor]) -> None:
+            nonlocal num_bytes
+            if self._is_aborted(publication_id):
+                raise PublicationAborted(f"{publication_id} was given up while it was written")
+            num_bytes += sum(tensor.nbytes for tensor in content.values())
+            if self._knows_checksums:
+                checksums.update(content.items())
+
+        try:
+            self._policy.export(self._root / publication_id, self._file_bytes, look)
+        except HeadraceError as error:
+            log.warning("writing_weights_failed", publication_id=publication_id, error=error.message)
+            return Sent(self._stage, {}, error.message) if self._is_sender else None
+        if not self._is_sender:
+            return None
+        seconds = round(time.monotonic() - started, 3)
+        log.info("weights_written", publication_id=publication_id, num_bytes=num_bytes, seconds=seconds)
+        return Sent(self._stage, checksums.result())
+
+    def drop(self) -> None:
+        """Rank 0 deletes what is not needed any more."""

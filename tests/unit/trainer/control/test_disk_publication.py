@@ -1,0 +1,178 @@
+"""Publications through files: which folders are there when, who loads them, and what becomes of bad ones.
+
+A real publisher and a real receiver; ranks and engines are fakes that share a folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from headrace.errors import HeadraceError
+from services.rollout.engine.fleet import EngineState
+from services.trainer.control.messages import Command, Result, SendWeights, Sent
+from services.trainer.control.transport.disk import sweep
+from services.trainer.state import TrainState
+from tests.unit.trainer.control.test_rollback import Run, weights_of
+
+NOBODY: frozenset[int] = frozenset()
+
+
+def a_run(root: Path) -> Run:
+    return Run("nothing", "refuses", "disk", root)
+
+
+def folders(root: Path) -> list[str]:
+    """The versions that lie there."""
+    return sorted(path.name.split("-")[1] for path in root.iterdir())
+
+
+def spoiled(run: Run, spoil: Callable[[Path], None]) -> Callable[[], None]:
+    """From now on what the ranks write is spoiled; call what it returns to end that."""
+    execute = run.model.execute
+
+    def written(command: Command) -> Result:
+        result = execute(command)
+        if isinstance(command, SendWeights):
+            assert run.model.root is not None
+            spoil(run.model.root / command.publication_id)
+        return result
+
+    run.execute = written
+
+    def mend() -> None:
+        run.execute = execute
+
+    return mend
+
+
+def flip_a_byte(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(bytes(content))
+
+
+def cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-2])
+
+
+async def test_only_the_served_version_stays(tmp_path: Path) -> None:
+    async with a_run(tmp_path) as run:
+        for version in (1, 2, 3):
+            assert await run.publish(version, failing=NOBODY)
+            assert folders(tmp_path) == [f"v{version}"]
+            await run.serves(version)
+
+
+async def test_a_wrong_byte_in_a_file_is_not_served_and_engines_load_the_version_before(tmp_path: Path) -> None:
+    for spoil in (flip_a_byte, cut):
+        root = tmp_path / spoil.__name__
+        root.mkdir()
+        async with a_run(root) as run:
+            assert await run.publish(1, failing=NOBODY)
+            mend = spoiled(run, spoil)
+            assert not await run.publish(2, failing=NOBODY)
+            await run.serves(1)
+            assert folders(root) == ["v1"], "what failed fills no disk"
+            mend()
+            assert await run.publish(3, failing=NOBODY)
+            await run.serves(3)
+            assert [await run.fleet.weights.version_of(name) for name in run.mixtures] == [None] * len(run.mixtures)
+
+
+async def test_an_engine_that_came_back_loads_the_served_folder_and_nothing_is_written(tmp_path: Path) -> None:
+    async with a_run(tmp_path) as run:
+        assert await run.publish(1, failing=NOBODY)
+        await lost(run, 1)
+        await rejoin(run)
+        assert run.model.num_sent == 1
+        assert run.fakes.fake(1).weights == weights_of(1)
+        assert [engine.state for engine in run.fleet.engines] == [EngineState.READY] * 2
+
+
+async def test_a_served_folder_that_went_bad_is_written_again(tmp_path: Path) -> None:
+    async with a_run(tmp_path) as run:
+        assert await run.publish(1, failing=NOBODY)
+        flip_a_byte(next(tmp_path.iterdir()))
+        await lost(run, 1)
+        await rejoin(run)
+        assert run.model.num_sent == 1
+        assert run.fleet.engines[1].state is not EngineState.READY
+        await run.fakes.until(lambda: run.fleet.engines[1].state is EngineState.STALE)
+        await rejoin(run)
+        assert run.model.num_sent == 2
+        assert run.fleet.engines[1].state is EngineState.READY
+        assert folders(tmp_path) == ["v1"]
+        await rejoin_all_from(run, tmp_path)
+
+
+async def lost(run: Run, number: int) -> None:
+    run.fakes.fake(number).die()
+    await run.fakes.until(lambda: run.fleet.engines[number].state is EngineState.STALE)
+
+
+async def rejoin(run: Run) -> None:
+    await run.publisher.rejoin(TrainState(step=1, policy_version=1, epoch=1), ["engine-1"])
+
+
+async def rejoin_all_from(run: Run, root: Path) -> None:
+    """What was written again is the served folder now."""
+    await lost(run, 1)
+    await rejoin(run)
+    assert run.model.num_sent == 2
+    assert run.fleet.engines[1].state is EngineState.READY
+
+
+async def test_a_disk_that_is_full_leaves_the_old_version_in_charge(tmp_path: Path) -> None:
+    async with a_run(tmp_path) as run:
+        assert await run.publish(1, failing=NOBODY)
+        execute = run.model.execute
+
+        def full(command: Command) -> Result:
+            if isinstance(command, SendWeights):
+                return Sent(0, {}, "the disk is full: free some space, or name a folder on another disk")
+            return execute(command)
+
+        run.execute = full
+        run.model.version = 2
+        error: HeadraceError | None = None
+        calls = list(run.fakes.fake(0).calls)
+        try:
+            await run.publisher.publish(TrainState(step=2, policy_version=1, epoch=1))
+        except HeadraceError as caught:
+            error = caught
+        assert error is not None
+        assert "stage 0: the disk is full" in error.message
+        assert run.fakes.fake(0).calls.count("/pause_generation") == calls.count("/pause_generation") + 1, (
+            "to roll back"
+        )
+        run.model.version = 1
+        await run.serves(1)
+
+
+def test_what_older_trainers_left_is_deleted_and_nothing_else(tmp_path: Path) -> None:
+    names = ["e1-v3-0a1b2c3d", ".e1-v4-0a1b2c3d.draft", "e2-v1-0a1b2c3d", "e2-v2-0a1b2c3d", "e3-v1-0a1b2c3d"]
+    for name in (*names, "mine", "e1-v3-notmine!"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(json.dumps(name))
+    sweep(tmp_path, {"e2-v2-0a1b2c3d"}, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "e1-v3-notmine!",
+        "e2-v2-0a1b2c3d",
+        "e3-v1-0a1b2c3d",
+        "mine",
+    ]
+    sweep(tmp_path / "not there yet", set(), 2)
+
+
+async def test_a_trainer_makes_room_before_it_writes(tmp_path: Path) -> None:
+    (tmp_path / "e0-v9-0a1b2c3d").mkdir()
+    (tmp_path / ".e0-v9-1a1b2c3d.draft").mkdir()
+    seen: list[list[str]] = []
+    async with a_run(tmp_path) as run:
+        spoiled(run, lambda folder: seen.append(sorted(path.name for path in tmp_path.iterdir())))
+        assert await run.publish(1, failing=NOBODY)
+    assert [len(names) for names in seen] == [1]
