@@ -11,10 +11,10 @@ from services.rollout.publication.transport import Inbound
 
 async def prepare(publication: Publication, transport: Inbound, activity: Activity) -> None:
     """Every engine that still takes part is paused and open for weights."""
-    participants = publication.participants
+    plan, participants = publication.plan, publication.participants
     await transport.ready(publication)
     publication.paused_at = time.monotonic()
-    if not publication.plan.engine_ids:
+    if not plan.engine_ids:
         activity.stand_still()
-    await participants.each(lambda engine: engine.client.pause(publication.plan.pause_mode))
+    await participants.each(lambda engine: engine.client.pause(plan.pause_mode))
     await participants.each(lambda engine: transport.open(publication, engine))
