@@ -38,7 +38,7 @@ _RENEWALS_PER_LEASE = 3
 _INTERRUPT_SECONDS = 10.0
 _LEDGER_BEHIND_SECONDS = 30.0
 """Engines serve a version a moment before the ledger knows it; for this long a put of its tokens may be refused."""
-_USELESS = "begun beyond what the steps needed that could train it"
+_USELESS = "every step that could train it has its batch"
 
 
 @dataclass(frozen=True, slots=True)

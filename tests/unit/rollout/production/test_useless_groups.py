@@ -30,7 +30,7 @@ async def test_work_on_groups_that_are_too_old_for_every_open_step_ends_at_once(
         assert (ledger.released, list(made.producer._groups)) == (["lease-0"], ["lease-1"])
         ledger.queued.append(lease(2, policy_version=3))  # and its place is another's
         await made.fakes.until(lambda: "lease-2" in made.producer._groups)
-    assert "beyond what the steps needed" in ledger.releases[0].reason
+    assert "every step that could train it has its batch" in ledger.releases[0].reason
     assert ledger.puts == []
 
 
