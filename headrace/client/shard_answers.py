@@ -70,8 +70,29 @@ def merged_batch(parts: Sequence[pb.LeaseBatchResponse]) -> pb.LeaseBatchRespons
     return pb.LeaseBatchResponse(ready=True, groups=groups, digest=batch_digest(parts), groups_ready=groups_ready)
 
 
-def merged_stats(parts: Sequence[pb.StreamStats]) -> pb.StreamStats:
-    """Adds the counts; the trainer's position is the lowest of all shards."""
+class StatsMerger:
+    """Joins the counts of a stream's shards.
+
+    What producers put is counted since a buffer's start. A shard that starts again would take its counts back, which
+    no reader could tell from what the others add: its earlier ones stay in the sum, as far as they were read here.
+    """
+
+    def __init__(self) -> None:
+        self._read: dict[str, list[pb.Production]] = {}
+        self._before_restarts: dict[str, pb.Production] = {}
+
+    def merged(self, parts: Sequence[pb.StreamStats]) -> pb.StreamStats:
+        """Adds the counts; the trainer's position is the lowest of all shards."""
+        stream, now = parts[0].stream, [part.production for part in parts]
+        for before, after in zip(self._read.get(stream, now), now, strict=True):
+            if after.num_samples < before.num_samples:
+                earlier = self._before_restarts.get(stream, pb.Production())
+                self._before_restarts[stream] = _merged_production([before, earlier])
+        self._read[stream] = now
+        return _merged_stats(parts, [*now, self._before_restarts.get(stream, pb.Production())])
+
+
+def _merged_stats(parts: Sequence[pb.StreamStats], productions: Sequence[pb.Production]) -> pb.StreamStats:
     merged = pb.StreamStats(
         stream=parts[0].stream,
         payload_bytes=sum(part.payload_bytes for part in parts),
@@ -82,7 +103,7 @@ def merged_stats(parts: Sequence[pb.StreamStats]) -> pb.StreamStats:
         prompts_read=sum(part.prompts_read for part in parts),
         data_epoch=min(part.data_epoch for part in parts),
         bad_lines=max(part.bad_lines for part in parts),
-        production=_merged_production([part.production for part in parts]),
+        production=_merged_production(productions),
     )
     for part in parts:
         for state, number in part.groups.items():

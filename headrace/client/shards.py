@@ -19,18 +19,17 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.client.buffer import BufferClient
 from headrace.client.port import DEFAULT_DEADLINE_SECONDS, Buffer
 from headrace.client.shard_answers import (
+    StatsMerger,
     batch_digest,
     merged_batch,
     merged_config,
     merged_leases,
-    merged_stats,
     share_of,
 )
 from headrace.client.shard_routing import answers_that_came, group_of_lease, grouped, shard_of_group, shard_of_prompt
 from headrace.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 
 _Answer = TypeVar("_Answer")
-
 _LEASE_DEADLINE_SECONDS = 2.0
 _POLL_SECONDS = 0.25
 _MAX_REWINDS = 8
@@ -47,6 +46,7 @@ class ShardedBuffer(Buffer):
         self._unanswered: dict[tuple[str, int], str] = {}
         """(stream, shard) → the request that may have been granted without our hearing of it."""
         self._turn = 0
+        self._stats = StatsMerger()
 
     async def close(self) -> None:
         await asyncio.gather(*(client.close() for client in (*self.shards, *self._leasing)))
@@ -302,7 +302,7 @@ class ShardedBuffer(Buffer):
 
     async def stats(self, stream: str) -> pb.StreamStats:
         """Adds the counts; positions are the lowest of all shards."""
-        return merged_stats(await self._all(lambda _, shard: shard.stats(stream)))
+        return self._stats.merged(await self._all(lambda _, shard: shard.stats(stream)))
 
     async def damage(self) -> Sequence[pb.Damage]:
         """The damage of all shards."""
