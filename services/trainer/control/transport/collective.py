@@ -14,7 +14,7 @@ from services.trainer.control.transport.port import Attempt, Offer, Source
 
 
 class CollectiveTransport:
-    """With `keeps`, senders copy what is served into host memory, from where it can be sent again."""
+    """Senders broadcast to the engines. With `keeps` they copy what is served into host memory, to send it again."""
 
     def __init__(self, ranks: RankGroup, rollout: RolloutClient, *, seconds: float, keeps: bool) -> None:
         self._ranks = ranks

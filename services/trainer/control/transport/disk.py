@@ -67,7 +67,7 @@ class DiskTransport:
         return self._offered.checksums
 
     async def accept(self, attempt: Attempt) -> bool:
-        """From now on this folder is the served one."""
+        """Makes the folder of this attempt the served one."""
         await self._serve_offered()
         return True
 
