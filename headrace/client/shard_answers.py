@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Sequence
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.shard_routing import soonest_reason
 from headrace.errors import InvalidArgument
-from headrace.wire.shares import share_of_count
+from headrace.wire.shares import share_of_count, share_of_limit
 
 _SHARED = ("max_payload_bytes", "max_queued_groups")
 
@@ -30,7 +31,7 @@ def share_of(config: pb.StreamConfig, shard: int, num_shards: int) -> pb.StreamC
     share.groups_per_step = share_of_count(config.groups_per_step, shard, num_shards)
     for name in _SHARED:
         if total := getattr(config, name):
-            setattr(share, name, -(-total // num_shards))
+            setattr(share, name, share_of_limit(total, num_shards))
     return share
 
 
@@ -79,17 +80,16 @@ class StatsMerger:
 
     def __init__(self) -> None:
         self._read: dict[str, list[pb.Production]] = {}
-        self._before_restarts: dict[str, pb.Production] = {}
+        self._before_restarts: defaultdict[str, pb.Production] = defaultdict(pb.Production)
 
     def merged(self, parts: Sequence[pb.StreamStats]) -> pb.StreamStats:
         """Adds the counts; the trainer's position is the lowest of all shards."""
         stream, now = parts[0].stream, [part.production for part in parts]
         for before, after in zip(self._read.get(stream, now), now, strict=True):
             if after.num_samples < before.num_samples:
-                earlier = self._before_restarts.get(stream, pb.Production())
-                self._before_restarts[stream] = _merged_production([before, earlier])
+                self._before_restarts[stream] = _merged_production([before, self._before_restarts[stream]])
         self._read[stream] = now
-        return _merged_stats(parts, [*now, self._before_restarts.get(stream, pb.Production())])
+        return _merged_stats(parts, [*now, self._before_restarts[stream]])
 
 
 def _merged_stats(parts: Sequence[pb.StreamStats], productions: Sequence[pb.Production]) -> pb.StreamStats:

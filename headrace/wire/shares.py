@@ -6,3 +6,8 @@ from __future__ import annotations
 def share_of_count(total: int, shard: int, num_shards: int) -> int:
     """The first shards have one more where it does not come out even."""
     return total // num_shards + (shard < total % num_shards)
+
+
+def share_of_limit(total: int, num_shards: int) -> int:
+    """The same for every shard, rounded up: together they may hold a little more than `total`."""
+    return -(-total // num_shards)

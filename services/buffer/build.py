@@ -11,7 +11,7 @@ from headrace.job.schema.job import Job
 from headrace.job.schema.production import DataSection
 from headrace.job.schema.prompt_path import PromptPath
 from headrace.models.registry import read_architecture
-from headrace.wire.shares import share_of_count
+from headrace.wire.shares import share_of_count, share_of_limit
 from services.buffer.ledger.limiter import Limiter
 from services.buffer.ledger.source import FileSource
 from services.buffer.ledger.stream import ExpiryAction, Selection, StreamConfig
@@ -31,10 +31,6 @@ def train_stream(job: Job) -> StreamConfig:
             f"max_staleness is {job.buffer.max_staleness}: set it to {interval - 1} or more, or publish more often"
         )
     shard, num_shards = _shard(job.buffer)
-
-    def share(total: int) -> int:
-        return -(-total // num_shards)
-
     return StreamConfig(
         name=TRAIN_STREAM,
         n_samples_per_prompt=job.rollout.samples_per_group,
@@ -46,9 +42,9 @@ def train_stream(job: Job) -> StreamConfig:
         selection=_selection(job.buffer),
         files=_files(job.data),
         data_source=job.data.data_source_path,
-        max_payload_bytes=share(job.buffer.max_payload_bytes),
-        max_groups=share(job.buffer.max_groups),
-        max_leases=share(job.buffer.max_leases),
+        max_payload_bytes=share_of_limit(job.buffer.max_payload_bytes, num_shards),
+        max_groups=share_of_limit(job.buffer.max_groups, num_shards),
+        max_leases=share_of_limit(job.buffer.max_leases, num_shards),
         retain_steps=job.buffer.retain_steps,
         over_sampling_groups=share_of_count(
             _surplus(job.rollout.over_sampling_batch_size, job.rollout.groups_per_step), shard, num_shards

@@ -110,22 +110,25 @@ async def _of_ledger(address: str, args: argparse.Namespace) -> list[Answer]:
     narrow = args.best or args.worst or args.search or args.step is not None or args.failed
     found: list[Answer] = []
     async with open_buffer(address) as buffer:
-        for group in await _newest(address, args, _MAX_LEDGER_GROUPS if narrow else min(args.n, _MAX_LEDGER_GROUPS)):
+        groups: Sequence[buffer_pb2.Group]
+        if args.group:
+            groups = (await buffer.list_groups(args.stream, _WITH_PAYLOAD, group_ids=[args.group])).groups
+        else:
+            num_groups = _MAX_LEDGER_GROUPS if narrow else min(args.n, _MAX_LEDGER_GROUPS)
+            groups = await _newest(address, args.stream, num_groups)
+        for group in groups:
             found += await _of_group(buffer, args.stream, group)
             if not narrow and len(found) >= args.n:
                 break
     return found
 
 
-async def _newest(address: str, args: argparse.Namespace, num_groups: int) -> list[buffer_pb2.Group]:
+async def _newest(address: str, stream: str, num_groups: int) -> Sequence[buffer_pb2.Group]:
     """The newest groups of every shard, one of each in turn: shards have no common order of changes."""
-    if args.group:
-        async with open_buffer(address) as buffer:
-            return list((await buffer.list_groups(args.stream, _WITH_PAYLOAD, group_ids=[args.group])).groups)
     pages = []
     for shard in address.split(","):
         async with open_buffer(shard) as buffer:
-            pages.append((await buffer.list_groups(args.stream, _WITH_PAYLOAD, page_size=num_groups)).groups)
+            pages.append((await buffer.list_groups(stream, _WITH_PAYLOAD, page_size=num_groups)).groups)
     return [group for turn in zip_longest(*pages) for group in turn if group is not None][:num_groups]
 
 

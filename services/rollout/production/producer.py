@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.api.buffer.v1 import buffer_pb2
@@ -100,12 +100,8 @@ class Producer:
             task.cancel()
         if self._groups and self._interrupt and self._sampler.returns_partials:
             await self._interrupt_groups(self._interrupt)
-        lease_ids, works = list(self._groups), [group.work for group in self._groups.values()]
-        for work in works:
-            work.cancel()
-        await asyncio.gather(*self._tasks, *works, return_exceptions=True)
-        if lease_ids:
-            await self._release([_release(lease_id, "the rollout service stops") for lease_id in lease_ids])
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._give_back(list(self._groups.values()), "the rollout service stops")
 
     async def _interrupt_groups(self, interrupt: Callable[[], Awaitable[None]]) -> None:
         for group in self._groups.values():
@@ -156,11 +152,16 @@ class Producer:
         useless = [group for group in self._groups.values() if group.lease.policy_version < oldest_version]
         if not useless or self._sampler.returns_partials:
             return
-        for group in useless:
-            group.work.cancel()
-        await asyncio.gather(*(group.work for group in useless), return_exceptions=True)
         log.info("groups_ended", groups=len(useless), why=_USELESS)
-        await self._release([_release(group.lease.lease_id, _USELESS) for group in useless])
+        await self._give_back(useless, _USELESS)
+
+    async def _give_back(self, groups: Sequence[_GroupInFlight], why: str) -> None:
+        """Ends the work on groups and releases their leases."""
+        for group in groups:
+            group.work.cancel()
+        await asyncio.gather(*(group.work for group in groups), return_exceptions=True)
+        if groups:
+            await self._release([_release(group.lease.lease_id, why) for group in groups])
 
     async def _free_places(self) -> int:
         while len(self._groups) >= self._max_groups_in_flight:
