@@ -134,7 +134,11 @@ def rollout_service(
         warnings=warnings,
     )
     return RolloutService(
-        parts, router, router_client, buffer, custom=custom, group_filter=group_filter, teacher=teacher
+        *(parts, router, router_client, buffer),
+        custom=custom,
+        group_filter=group_filter,
+        teacher=teacher,
+        conversations=supervised.encoder if supervised else None,
     )
 
 

@@ -74,10 +74,9 @@ def _evaluations(job: Job, report: Report) -> None:
 
 def _encoder(job: Job, report: Report) -> PromptEncoder | None:
     try:
-        supervised = supervised_parts(job.train, job.model.hf_checkpoint)
-        if supervised:
-            return supervised.encoder
-        return PromptEncoder(job.model.hf_checkpoint, apply_chat_template=job.data.apply_chat_template)
+        encoder = _made(job)
+        encoder.load()
+        return encoder
     except HeadraceError as error:
         report.refuse(error)
     except Exception as error:  # noqa: BLE001  # what lies in a model's folder may make its tokenizer raise anything
@@ -85,6 +84,13 @@ def _encoder(job: Job, report: Report) -> PromptEncoder | None:
             f"hf_checkpoint {job.model.hf_checkpoint}: its tokenizer cannot be loaded: {type(error).__name__}: {error}"
         )
     return None
+
+
+def _made(job: Job) -> PromptEncoder:
+    supervised = supervised_parts(job.train, job.model.hf_checkpoint)
+    if supervised:
+        return supervised.encoder
+    return PromptEncoder(job.model.hf_checkpoint, apply_chat_template=job.data.apply_chat_template)
 
 
 def _tokenize(job: Job, encoder: PromptEncoder, prompts: Prompts, report: Report) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.port import Buffer
@@ -70,8 +71,10 @@ class RolloutService:
         custom: HookSampler | None,
         group_filter: GroupFilter | None,
         teacher: Teacher | None,
+        conversations: PromptEncoder | None = None,
     ) -> None:
         self.parts = parts
+        self._encoders = [parts.encoder, *([conversations] if conversations else [])]
         self._router = router
         self._router_client = router_client
         self._buffer = buffer
@@ -80,19 +83,35 @@ class RolloutService:
         self._teacher = teacher
 
     async def start(self) -> None:
-        """Starts engines and router, then production. Raises Unavailable when one of them does not start."""
+        """Starts engines and router, then production.
+
+        Raises Unavailable when one of them does not start, ConfigError when there is no tokenizer. The tokenizer and
+        the user's functions are loaded while the engines start, which takes longer.
+        """
+        starts = [
+            asyncio.create_task(each) for each in (self._start_engines(), self._load_tokenizers(), *self._hooks())
+        ]
         try:
-            if self._custom:
-                await self._custom.start()
-            if self._filter:
-                await self._filter.start()
-            log.info("router_starting")
-            await self._router.start()
-            await self.parts.fleet.start()
+            await asyncio.gather(*starts)
         except HeadraceError:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
             await self.stop()
             raise
         self.parts.producer.start()
+
+    async def _start_engines(self) -> None:
+        log.info("router_starting")
+        await self._router.start()
+        await self.parts.fleet.start()
+
+    async def _load_tokenizers(self) -> None:
+        for encoder in self._encoders:
+            await encoder.off_loop(encoder.load)
+
+    def _hooks(self) -> list[Coroutine[Any, Any, None]]:
+        return [hook.start() for hook in (self._custom, self._filter) if hook]
 
     async def router_ended(self) -> None:
         """Returns when the router has ended, which ends this service."""
@@ -109,5 +128,6 @@ class RolloutService:
             await self._filter.close()
         if self._teacher:
             await self._teacher.close()
-        self.parts.encoder.close()
+        for encoder in self._encoders:
+            encoder.close()
         await asyncio.gather(self._router_client.close(), self._buffer.close(), self.parts.scorer.close())

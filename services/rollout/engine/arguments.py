@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,8 @@ _GPU_RECIPE: Mapping[str, Any] = {"skip_server_warmup": True, "enable_metrics": 
 _CPU_ENVIRONMENT: Mapping[str, str] = {"TORCH_COMPILE_DISABLE": "1", "OPENBLAS_NUM_THREADS": "1"}
 # /health would run a generation, which waits while weights are updated.
 _ENVIRONMENT: Mapping[str, str] = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+# Before an engine ends in any way, SGLang would wait for 5 s and write dumps for its developers.
+_DUMPS: Mapping[str, str] = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +91,11 @@ def words(options: EngineOptions, machine: Machine, *, engine: int, port: int) -
 
 
 def environment(options: EngineOptions, *, has_accelerator: bool) -> dict[str, str]:
-    """Returns the variables to add to an engine's environment."""
+    """Returns the variables to add to an engine's environment. Those of SGLang's dumps are a person's to set."""
+    ours = {**_ENVIRONMENT, **{name: value for name, value in _DUMPS.items() if name not in os.environ}}
     if has_accelerator:
-        return {**_ENVIRONMENT}
-    return {**_ENVIRONMENT, **_CPU_ENVIRONMENT, **openmp(options.threads)}
+        return ours
+    return {**ours, **_CPU_ENVIRONMENT, **openmp(options.threads)}
 
 
 def _words(flag: str, takes_value: bool, value: Any) -> list[str]:

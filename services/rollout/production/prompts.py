@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,22 +38,26 @@ class PromptEncoder:
     """The checkpoint's tokenizer and chat template."""
 
     def __init__(self, hf_checkpoint: Path, *, apply_chat_template: bool) -> None:
-        from transformers import AutoTokenizer  # takes seconds: only for those who encode
-
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(hf_checkpoint))
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"no tokenizer in {hf_checkpoint}: {str(error).splitlines()[0]}: give a Hugging Face folder",
-                field="model.hf_checkpoint",
-            ) from error
+        self._hf_checkpoint = hf_checkpoint
         self._threads = ThreadPoolExecutor(_THREADS, "tokenize")
         self._apply_chat_template = apply_chat_template
 
-    @property
+    def load(self) -> None:
+        """Loads the tokenizer, which takes seconds, so that no prompt has to. Raises ConfigError when there is none."""
+        _ = self.tokenizer
+
+    @cached_property
     def tokenizer(self) -> Any:
-        """Transformers' tokenizer, for hooks."""
-        return self._tokenizer
+        """Transformers' tokenizer, also for hooks. Raises ConfigError when the checkpoint has none."""
+        from transformers import AutoTokenizer  # takes seconds: only for those who encode
+
+        try:
+            return AutoTokenizer.from_pretrained(str(self._hf_checkpoint))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"no tokenizer in {self._hf_checkpoint}: {str(error).splitlines()[0]}: give a Hugging Face folder",
+                field="model.hf_checkpoint",
+            ) from error
 
     async def off_loop(self, work: Callable[..., T], *args: Any) -> T:
         """Runs `work(*args)` in one of the encoder's threads."""
@@ -65,7 +70,7 @@ class PromptEncoder:
     @property
     def vocab_size(self) -> int:
         """The number of token ids that the tokenizer knows."""
-        return len(self._tokenizer)
+        return len(self.tokenizer)
 
     def encode(self, prompt: pb.Prompt) -> EncodedPrompt:
         """Raises InvalidArgument for a prompt without content or one that the chat template refuses."""
@@ -88,14 +93,12 @@ class PromptEncoder:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Leaves out special tokens: the text is for people and scorers."""
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def encode_messages(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> EncodedPrompt:
         """Encodes a conversation in OpenAI's format. Raises InvalidArgument when the chat template refuses it."""
         try:
-            text = self._tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=True
-            )
+            text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template is code of the checkpoint's author: it may raise anything
             raise InvalidArgument(f"the chat template refused it: {error}", field="prompt.messages") from error
         return EncodedPrompt(text, self._tokens(text, add_special_tokens=False))
@@ -115,10 +118,10 @@ class PromptEncoder:
     def _tokens(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         check_text("prompt", text)
         require_bytes(len(text.encode()), MAX_PROMPT_BYTES, "prompt")
-        if self._tokenizer.is_fast:  # only the ids: all else that transformers makes of them holds the interpreter
-            backend = self._tokenizer.backend_tokenizer
+        if self.tokenizer.is_fast:  # only the ids: all else that transformers makes of them holds the interpreter
+            backend = self.tokenizer.backend_tokenizer
             return tuple(backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
-        return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 
 def messages_of(prompt: pb.Prompt) -> tuple[list[dict[str, Any]], list[Any] | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -36,11 +37,20 @@ def supervised_parts(config: TrainSection, hf_checkpoint: Path) -> SupervisedPar
 
 
 class ConversationEncoder(PromptEncoder):
-    """Encodes whole conversations. Raises ConfigError when the tokenizer is not of the family."""
+    """Encodes whole conversations; `load` raises ConfigError when the tokenizer is not of the family."""
 
     def __init__(self, hf_checkpoint: Path, family: str, *, keep_earlier_thoughts: bool = False) -> None:
         super().__init__(hf_checkpoint, apply_chat_template=False)
-        self._mask = ChatMask(self.tokenizer, family, keep_earlier_thoughts=keep_earlier_thoughts)
+        self._family = family
+        self._keep_earlier_thoughts = keep_earlier_thoughts
+
+    def load(self) -> None:
+        super().load()
+        _ = self._mask
+
+    @cached_property
+    def _mask(self) -> ChatMask:
+        return ChatMask(self.tokenizer, self._family, keep_earlier_thoughts=self._keep_earlier_thoughts)
 
     def encode(self, prompt: pb.Prompt) -> EncodedPrompt:
         """Raises InvalidArgument for a prompt that is no conversation, or has nothing to train."""

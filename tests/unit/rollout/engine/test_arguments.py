@@ -95,3 +95,15 @@ async def test_any_other_torch_is_asked(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(machine, "version", lambda _: "2.13.0")
     monkeypatch.setattr(machine, "_ASK", "print('a warning'); print(True)")
     assert await machine.has_accelerator()
+
+
+def test_an_engine_ends_without_dumps_unless_a_person_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    dumps = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
+    for name in dumps:
+        monkeypatch.delenv(name, raising=False)
+    told = engine_options(job())
+    for has_accelerator in (True, False):
+        given = arguments.environment(told, has_accelerator=has_accelerator)
+        assert dumps.items() <= given.items()
+    monkeypatch.setenv("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "1")
+    assert "SGLANG_PYSPY_DUMP_BEFORE_CRASH" not in arguments.environment(told, has_accelerator=True)

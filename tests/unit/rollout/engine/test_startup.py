@@ -1,0 +1,62 @@
+"""What an engine's start on a CPU leaves out, and does once, with SGLang itself in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.rollout.engine.models.served import served_models
+from tests.support.models.tiny_model import make_tiny_qwen3
+
+_STARTS = """
+import json, sys
+from pathlib import Path
+from services.rollout.engine import startup
+
+checkpoint = sys.argv[1]
+startup.leave_out(Path(checkpoint))
+from sglang.srt.plugins import load_plugins
+startup.fork_processes()
+load_plugins()
+
+from sglang.srt.managers import detokenizer_manager, scheduler, tp_worker
+from sglang.srt.debug_utils.dumper import _MegatronPlugin
+from sglang.srt.models.registry import ModelRegistry
+
+users = [user.get_tokenizer(checkpoint, tokenizer_mode="auto") for user in (scheduler, tp_worker, detokenizer_manager)]
+other = scheduler.get_tokenizer(checkpoint, tokenizer_mode="slow")
+before = sorted(ModelRegistry.models)
+print(json.dumps({
+    "tokenizers": len({id(each) for each in users}),
+    "with other arguments": other is not users[0],
+    "megatron": _MegatronPlugin._available,
+    "models": before,
+    "found when it is asked for": ModelRegistry.is_arch_supported("LlamaForCausalLM"),
+}))
+"""
+
+
+@pytest.mark.engine
+def test_one_tokenizer_and_one_model_and_no_megatron(tmp_path: Path) -> None:
+    checkpoint = make_tiny_qwen3(tmp_path / "model")
+    done = subprocess.run([sys.executable, "-c", _STARTS, str(checkpoint)], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        "tokenizers": 1,
+        "with other arguments": True,
+        "megatron": False,
+        "models": ["Qwen3ForCausalLM"],
+        "found when it is asked for": True,
+    }
+
+
+@pytest.mark.parametrize("config", [None, {}, {"architectures": None}, {"architectures": ["NobodyForCausalLM"]}])
+def test_an_architecture_that_is_not_found_is_left_to_sglang(tmp_path: Path, config: dict[str, Any] | None) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    assert served_models(tmp_path) == []
