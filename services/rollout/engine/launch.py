@@ -14,8 +14,9 @@ from pathlib import Path
 import msgspec
 
 from headrace.errors import ConfigError
-from services.rollout.engine import arguments, startup
+from services.rollout.engine import arguments
 from services.rollout.engine.arguments import EngineOptions
+from services.rollout.engine.cpu import startup
 from services.rollout.engine.machine import Machine
 
 REFUSED = 78

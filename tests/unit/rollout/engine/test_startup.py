@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engine.models.served import served_models
+from services.rollout.engine.cpu.models.served import served_models
 from tests.support.models.tiny_model import make_tiny_qwen3
 
 _STARTS = """
 import json, sys
 from pathlib import Path
-from services.rollout.engine import startup
+from services.rollout.engine import launch
+from services.rollout.engine.cpu import startup
 
 checkpoint = sys.argv[1]
-startup.leave_out(Path(checkpoint))
+assert not launch._machine(Path(checkpoint)).has_accelerator
 from sglang.srt.plugins import load_plugins
 startup.fork_processes()
 load_plugins()

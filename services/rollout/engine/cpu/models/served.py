@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from services.rollout.engine.models import CHECKPOINT
+from services.rollout.engine.cpu.models import CHECKPOINT
 
 _PACKAGE = "sglang.srt.models"
 _ENTRIES = re.compile(r"^EntryClass\s*=\s*(\[[^\]]*\]|\w+)", re.MULTILINE)

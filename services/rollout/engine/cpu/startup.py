@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from services.rollout.engine import models
+from services.rollout.engine.cpu import models
 
 _ENGINE = "sglang.srt.entrypoints.engine.Engine"
 _GET_TOKENIZER = "sglang.srt.utils.hf_transformers.tokenizer.get_tokenizer"

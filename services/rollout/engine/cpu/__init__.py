@@ -1,0 +1,1 @@
+"""What engines on a CPU need beside SGLang."""
