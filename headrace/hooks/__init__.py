@@ -5,7 +5,6 @@ the trainer's run in its ranks, which hold the tensors that they see.
 """
 
 from headrace.hooks.args import HookArgs, hook_args, section_args
-from headrace.hooks.check import CheckReport, check_hook
 from headrace.hooks.convert import from_hook, to_hook
 from headrace.hooks.filter import DynamicFilterOutput
 from headrace.hooks.generate import run_generate
@@ -14,7 +13,6 @@ from headrace.hooks.reward import NoReward, Reward, RewardForm, RewardHook, prep
 from headrace.hooks.sample import Sample
 
 __all__ = [
-    "CheckReport",
     "DynamicFilterOutput",
     "Hook",
     "HookArgs",
@@ -23,7 +21,6 @@ __all__ = [
     "RewardForm",
     "RewardHook",
     "Sample",
-    "check_hook",
     "from_hook",
     "hook_args",
     "load_hook",

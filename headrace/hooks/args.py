@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from headrace.job.schema.job import Job
-from headrace.job.schema.run import ModelSection
-from headrace.job.schema.section import Section
 from headrace.suggest import nearest
+
+if TYPE_CHECKING:  # the processes of user code do without: a job's schema is most of what they would import
+    from headrace.job.schema.job import Job
+    from headrace.job.schema.section import Section
 
 
 class HookArgs(Mapping[str, Any]):
@@ -49,6 +50,8 @@ def hook_args(job: Job) -> HookArgs:
 
     Paths are strings, as hooks pass them to `from_pretrained` and friends.
     """
+    from headrace.job.schema.section import Section
+
     options = dict(job.megatron) | {f"sglang_{name}": value for name, value in job.sglang.items()}
     for section in job.__dict__.values():
         if isinstance(section, Section):
@@ -58,6 +61,9 @@ def hook_args(job: Job) -> HookArgs:
 
 def default_args() -> HookArgs:
     """The args of a job with every default."""
+    from headrace.job.schema.job import Job
+    from headrace.job.schema.run import ModelSection
+
     return hook_args(Job(model=ModelSection(hf_checkpoint=Path("model"))))
 
 

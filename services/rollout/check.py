@@ -5,6 +5,7 @@ Only the tokenizer is loaded, and without torch, which would take longer than al
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import sys
 from collections.abc import Sequence
@@ -25,9 +26,14 @@ _SHOWN = 400
 
 
 async def check(options: CheckOptions, read_prompts: ReadPrompts) -> Report:
-    """Checks everything that is known without an engine."""
+    """Checks everything that is known without an engine. Hooks load in processes of their own, beside the tokenizer."""
+    hooks, report = await asyncio.gather(_hooks(options), asyncio.to_thread(_data, options, read_prompts))
+    hooks.join(report)
+    return hooks
+
+
+def _data(options: CheckOptions, read_prompts: ReadPrompts) -> Report:
     report = Report()
-    await _hooks(options, report)
     _evaluations(options.job, report)
     if options.fast:
         report.unchecked.append("prompts as the model sees them, and their lengths: --fast leaves out the tokenizer")
@@ -43,10 +49,10 @@ async def check(options: CheckOptions, read_prompts: ReadPrompts) -> Report:
     return report
 
 
-async def _hooks(options: CheckOptions, report: Report) -> None:
+async def _hooks(options: CheckOptions) -> Report:
     from headrace.hooks.generate import generate_form
 
-    rollout = options.job.rollout
+    report, rollout = Report(), options.job.rollout
     async with hook_pool(options, report) as pool:
         if path := rollout.custom_generate_function_path:
             form = await pool.run(generate_form, path, timeout_seconds=LOAD_SECONDS, name=f"hook {path}")
@@ -54,6 +60,7 @@ async def _hooks(options: CheckOptions, report: Report) -> None:
         if path := rollout.dynamic_sampling_filter_path:
             await pool.run(load_filter, path, timeout_seconds=LOAD_SECONDS, name=f"hook {path}")
             report.facts.append(("filter", f"{path} keeps or drops each group"))
+    return report
 
 
 def _evaluations(job: Job, report: Report) -> None:

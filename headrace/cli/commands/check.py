@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from headrace.cli.commands.check_hook import check_hook
 from headrace.cli.job_arguments import flags_help, load_job, wants_help
 from headrace.cli.view.check_view import print_report
 from headrace.cli.view.plan import plan
@@ -34,6 +33,8 @@ _FAST_READ_SECONDS = 2.0
 def check(argv: Sequence[str]) -> int:
     """Prints the plan and what every service found. Returns 2 when a service refuses the job, with its sentence."""
     if argv and argv[0] == "hook":
+        from headrace.cli.commands.check_hook import check_hook  # only here are hooks' kinds needed
+
         return check_hook(argv[1:])
     if not argv or wants_help(argv):
         print(_USAGE, flags_help(argv))

@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.errors import ResourceExhausted
 from headrace.process.workers.errors import WorkerError, WorkerRaised
 from headrace.process.workers.process import Innocent, Worker
 from headrace.process.workers.spawner import Spawner
 from headrace.process.workers.turns import Caller, Turns
-from headrace.rpc.log import log
+
+if TYPE_CHECKING:
+    from structlog.stdlib import BoundLogger
 
 _NOBODY: Caller = ("", 0)
 
@@ -96,7 +98,7 @@ class WorkerPool:
                     worker = await slot.ready()
                     return await worker.call(function, args, timeout_seconds=timeout_seconds, name=name)
                 except Innocent:
-                    log.info("worker_call_runs_again", function=name)
+                    _log().info("worker_call_runs_again", function=name)
                     return await self._run_alone(function, args, timeout_seconds, name)
         finally:
             self._turns.give(caller, slot)
@@ -154,14 +156,20 @@ class _Slot:
             return self.worker
 
 
+def _log() -> BoundLogger:
+    from headrace.rpc.log import log  # the spawner imports this package, and has no use for gRPC and structlog
+
+    return log
+
+
 @contextmanager
 def _failures_logged(name: str) -> Iterator[None]:
     try:
         yield
     except WorkerRaised as error:
         if not error.is_ours:  # ours say what is wrong in their message
-            log.warning("worker_call_raised", function=name, traceback=error.traceback)
+            _log().warning("worker_call_raised", function=name, traceback=error.traceback)
         raise
     except WorkerError as error:
-        log.warning("worker_call_ended", function=name, message=error.message)
+        _log().warning("worker_call_ended", function=name, message=error.message)
         raise

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from headrace.errors import ConfigError, InvalidArgument
-from headrace.hooks import RewardForm, Sample, check_hook, from_hook, hook_args, load_hook, reward_hook, to_hook
-from headrace.hooks.check import Kind
+from headrace.hooks import RewardForm, Sample, from_hook, hook_args, load_hook, reward_hook, to_hook
+from headrace.hooks.check import Kind, check_hook
 from headrace.hooks.generate import run_generate, takes_group
 from headrace.job.schema.job import Job
 from headrace.job.schema.run import ModelSection

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.cli.commands.check import check
 from headrace.errors import ConfigError
-from headrace.hooks import check_hook
+from headrace.hooks.check import check_hook
 from headrace.hooks.trainer import TRAINER_FORMS, TrainerKind, trainer_hook
 
 SOURCE = """
