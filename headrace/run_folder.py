@@ -14,6 +14,7 @@ from headrace.job.load.resolved import read_job
 from headrace.job.load.toml import to_toml
 from headrace.job.schema.job import Job
 from headrace.job.schema.run import PublishSection
+from headrace.process.shared_memory import memory_folder
 from headrace.whole_file import replacing
 
 BUFFER = "buffer"
@@ -89,7 +90,9 @@ class RunFolder:
         return self.path / "samples"
 
     def weights_of(self, publish: PublishSection) -> Path:
-        """Holds the policy versions that travel to the engines through files."""
+        """Holds the policy versions that travel to the engines through files, on a disk or in shared memory."""
+        if publish.update_weight_transport == "ipc":
+            return memory_folder(self.path)
         return (publish.update_weight_disk_path or self.path / "weights").absolute()
 
     @property

@@ -3,8 +3,8 @@
 The baseline is gloo from one process to as many others as there are engines, and nothing else. A publication is what
 the trainer does to real SGLang engines: pause, bucket by bucket, load into the model, flush, continue, checksums of
 every tensor on both sides, flip. The standstill is its part from the pause to the last engine that goes on. Rounds of
-both take turns, and so do publications through files, whose line has the bytes written. `--all` adds 2 GB and four
-engines; `--calls` prints every call to an engine with its seconds.
+both take turns, and so do publications through files, on the disk and in shared memory (ipc), whose lines have the
+bytes written. `--all` adds 2 GB and four engines; `--calls` prints every call to an engine with its seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,15 +33,17 @@ from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from headrace.job.schema.job import Job
+from headrace.process.shared_memory import memory_folder
 from services.rollout.build import sglang_factory
 from services.rollout.engine.fleet import Fleet, FleetTiming
 from services.rollout.engine.http import Http, Reply
 from services.rollout.engine.machine import has_accelerator
 from services.rollout.engine.router import Router
 from services.rollout.publication.receiver import Receiver
+from services.trainer.files.durable import remove
 from services.trainer.weights.engine_layout import flat_bytes
 from services.trainer.weights.weight_group import WeightGroup
-from tests.bench.publications import DiskPublications, Publications
+from tests.bench.publications import FilePublications, Publications
 from tests.support.fakes.same_weights import SameWeights, all_ranks
 from tests.support.models.tiny_model import make_tiny_qwen3, make_tiny_tokenizer
 
@@ -106,17 +108,20 @@ class Round:
     hashing: float
     whole: float
     standstill: float
-    disk_whole: float
-    disk_standstill: float
-    disk_bytes: int
+    through_files: Mapping[str, tuple[float, float, int]]
+    """By transport: the whole, its standstill, and the bytes written."""
 
 
-async def measured(receiver: Receiver, policy: SameWeights, num_engines: int, root: Path) -> list[Round]:
-    """The rounds but the first, in which groups are joined."""
+async def measured(fleet: Fleet, policy: SameWeights, num_engines: int, roots: Mapping[str, Path]) -> list[Round]:
+    """The rounds but the first two, in which groups are joined and memory is allocated."""
     weights = dict(policy.hf_tensors())
     flat = torch.cat([flat_bytes(tensor) for tensor in weights.values()])
     raw = await asyncio.to_thread(RawBroadcast, flat, num_engines)
-    publications, through_files = Publications(receiver, policy), DiskPublications(receiver, policy, root)
+    publications = Publications(Receiver(fleet), policy)
+    through_files = {
+        name: FilePublications(Receiver(fleet, root), policy, root, in_memory=name == "ipc")
+        for name, root in roots.items()
+    }
     rounds = []
     gc.freeze()  # as the services do: else a collection over libraries and weights falls into a round
     for number in range(ROUNDS):
@@ -126,12 +131,14 @@ async def measured(receiver: Receiver, policy: SameWeights, num_engines: int, ro
         hashing = time.perf_counter() - started
         if calls_are_shown():
             print(f"round {number}", flush=True)
-        broadcast = await publications.seconds(2 * number + 1)
-        whole, standstill, num_bytes = await through_files.seconds(2 * number + 2)
-        rounds.append(Round(raw_seconds, hashing, *broadcast, whole, standstill, num_bytes))
+        broadcast = await publications.seconds(3 * number + 1)
+        written = {}
+        for place, (name, publication) in enumerate(through_files.items()):
+            written[name] = await publication.seconds(3 * number + 2 + place)
+        rounds.append(Round(raw_seconds, hashing, *broadcast, written))
     publications.close()
     raw.close()
-    return rounds[1:]
+    return rounds[2:]
 
 
 def make_llama(folder: Path, shapes: Mapping[str, int]) -> Path:
@@ -157,10 +164,12 @@ async def bench(name: str, checkpoint: Path, num_engines: int, folder: Path) -> 
     await asyncio.gather(router.start(), fleet.start())
     try:
         with all_ranks():
-            policy, root = SameWeights(weights, checkpoint), folder / "weights"
-            rounds = await measured(Receiver(fleet, root), policy, num_engines, root)
+            policy = SameWeights(weights, checkpoint)
+            roots = {"disk": folder / "weights", "ipc": memory_folder(folder)}
+            rounds = await measured(fleet, policy, num_engines, roots)
     finally:
         await asyncio.gather(fleet.stop(), router.stop())
+        remove(memory_folder(folder))
 
     def median(read: Any) -> float:
         return statistics.median(map(read, rounds))
@@ -172,11 +181,21 @@ async def bench(name: str, checkpoint: Path, num_engines: int, folder: Path) -> 
         f"{median(lambda r: r.whole / (r.raw + r.hashing)):>6.2f}×",
         flush=True,
     )
+    for way in roots:
+        print_files_row(way, num_engines, rounds)
+
+
+def print_files_row(way: str, num_engines: int, rounds: Sequence[Round]) -> None:
+    """Of publications through files."""
+
+    def median(read: Callable[[Round, tuple[float, float, int]], float]) -> float:
+        return statistics.median(read(each, each.through_files[way]) for each in rounds)
+
     print(
-        f"{'by disk':>8} {num_engines:>8} {median(lambda r: r.disk_bytes) / 1e6:>7.1f} MB written; standstill "
-        f"{median(lambda r: r.disk_standstill):.3f} s, {median(lambda r: r.disk_standstill / r.standstill):.2f}× the "
-        f"collective's; whole {median(lambda r: r.disk_whole):.3f} s, "
-        f"{median(lambda r: r.disk_whole / r.whole):.2f}×",
+        f"{'by ' + way:>8} {num_engines:>8} {median(lambda _, found: found[2]) / 1e6:>7.1f} MB {'written':>8} "
+        f"{median(lambda _, found: found[1]):>7.3f} s {median(lambda r, found: found[1] / r.raw):>6.2f}× "
+        f"{median(lambda _, found: found[0]):>7.3f} s {median(lambda r, found: found[0] / r.raw):>6.2f}× "
+        f"{median(lambda r, found: found[0] / (r.raw + r.hashing)):>6.2f}×",
         flush=True,
     )
 

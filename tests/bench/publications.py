@@ -14,6 +14,7 @@ from services.trainer.control.sender import WeightSender
 from services.trainer.control.transport.disk import sweep
 from services.trainer.control.writer import WeightWriter
 from services.trainer.model.policy import Policy
+from services.trainer.weights.memory_files import MemoryFiles
 from tests.support.fakes.same_weights import ALONE, SameWeights
 
 
@@ -62,14 +63,25 @@ class Publications:
         self._sender.drop()
 
 
-class DiskPublications:
-    """The same through files: written and synced, loaded, verified; the version before is deleted after that."""
+class FilePublications:
+    """The same through files: written, loaded, verified; the version before is deleted after that.
 
-    def __init__(self, receiver: Receiver, policy: SameWeights, root: Path) -> None:
+    With `in_memory` they lie in shared memory, else they are synced to the disk.
+    """
+
+    def __init__(self, receiver: Receiver, policy: SameWeights, root: Path, *, in_memory: bool) -> None:
         self._receiver = receiver
         self._specs = policy.hf_tensor_specs()
         self._root = root
-        self._writer = WeightWriter(cast(Policy, policy), ALONE, lambda _: False, root=root, file_bytes=512 << 20)
+        self._in_memory = in_memory
+        self._writer = WeightWriter(
+            cast(Policy, policy),
+            ALONE,
+            lambda _: False,
+            root=root,
+            file_bytes=512 << 20,
+            memory=MemoryFiles() if in_memory else None,
+        )
 
     async def seconds(self, version: int) -> tuple[float, float, int]:
         """The whole, its standstill, and the bytes in the folder."""
@@ -90,6 +102,9 @@ class DiskPublications:
         )
         await self._receiver.begin(plan)
         await self._receiver.receive(name, 0)
+        if self._in_memory:
+            sent = await asyncio.to_thread(self._writer.send, name, 0, kept=True)
+            assert sent is not None
         committed = await self._receiver.commit(name, sent.checksums)
         seconds = time.perf_counter() - started
         num_bytes = sum(file.stat().st_size for file in (self._root / name).iterdir())

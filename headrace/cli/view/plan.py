@@ -137,6 +137,8 @@ def _weights(job: Job) -> str:
     folder = RunFolder(job.run.run_dir / job.run.run_name).weights_of(publish)
     size = version_bytes(job)
     each = "a version's size is unknown here" if size is None else f"{_gigabytes(size)} a version"
+    if publish.update_weight_transport == "ipc":
+        return f"through shared memory in {folder}: {each}, and two versions lie there"
     return (
         f"through files in {folder}, which trainer and engines must see: {each}, and two versions lie there during a "
         "publication"

@@ -158,20 +158,29 @@ def _several_machines(job: Job) -> None:
             )
 
 
-def _disk_is_shared(job: Job) -> None:
+def _weights_are_shared(job: Job) -> None:
     publish = job.publish
-    if publish.update_weight_transport != "disk":
+    transport = publish.update_weight_transport
+    if transport == "collective":
         return
     if publish.update_weight_rollback == "host":
         raise ConfigError(
-            "update_weight_rollback host keeps a copy in memory of what lies in the folder of update_weight_transport "
-            "disk, from which engines load it again: leave --update-weight-rollback out",
+            f"update_weight_rollback host keeps a copy in memory of what lies in the folder of update_weight_transport "
+            f"{transport}, from which engines load it again: leave --update-weight-rollback out",
             field="update_weight_rollback",
         )
     address = job.services.rollout_address
     is_here = address is None or Address.parse(address).is_loopback
-    if publish.update_weight_disk_path is None and not (is_here and job.placement.actor_num_nodes == 1):
-        where = f"rollout at {address}" if not is_here else f"{job.placement.actor_num_nodes} machines"
+    if is_here and job.placement.actor_num_nodes == 1:
+        return
+    where = f"rollout at {address}" if not is_here else f"{job.placement.actor_num_nodes} machines"
+    if transport == "ipc":
+        raise ConfigError(
+            f"update_weight_transport ipc with {where}: trainer and engines share no memory. Use "
+            "--update-weight-transport collective or disk",
+            field="update_weight_transport",
+        )
+    if publish.update_weight_disk_path is None:
         raise ConfigError(
             f"update_weight_transport disk with {where}: the run's folder may be this machine's alone. Name a folder "
             "that all machines see at the same path with --update-weight-disk-path",
@@ -230,6 +239,6 @@ _RULES: Sequence[Callable[[Job], None]] = (
     _context_length,
     _no_passwords,
     _several_machines,
-    _disk_is_shared,
+    _weights_are_shared,
     check_algorithm,
 )

@@ -43,10 +43,10 @@ class ModelSection(Section):
 
 
 class PublishSection(Section):
-    update_weight_transport: Literal["collective", "disk"] = Field(
+    update_weight_transport: Literal["collective", "disk", "ipc"] = Field(
         "collective",
-        description="How weights reach the engines: broadcast in a collective group, or through files in "
-        "update_weight_disk_path.",
+        description="How weights reach the engines: broadcast in a collective group, through files in "
+        "update_weight_disk_path, or, on one machine, through its shared memory (ipc). That holds two versions.",
     )
     update_weight_disk_path: Path | None = Field(
         None,
@@ -67,8 +67,8 @@ class PublishSection(Section):
     update_weight_rollback: Literal["none", "host"] = Field(
         "none",
         description="What engines are given when new weights cannot be had: nothing, or the weights that were served "
-        "before, of which each sender keeps a copy in host memory. With transport disk they load those from their "
-        "folder in any case.",
+        "before, of which each sender keeps a copy in host memory. With transports disk and ipc they load those from "
+        "their folder in any case.",
     )
     update_weights_interval: Positive = Field(1, description="Rollout steps between publications.")
 

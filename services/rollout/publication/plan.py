@@ -36,16 +36,17 @@ _PAUSE_MODES: Mapping[int, str] = {
     pb.PAUSE_MODE_RETRACT: "retract",
     pb.PAUSE_MODE_ABORT: "abort",
 }
-_TRANSPORTS = (pb.TRANSPORT_UNSPECIFIED, pb.TRANSPORT_COLLECTIVE, pb.TRANSPORT_DISK)
+_TRANSPORTS = tuple(pb.Transport.values())
+_THROUGH_FILES = (pb.TRANSPORT_DISK, pb.TRANSPORT_IPC)
 _BACKENDS = ("gloo", "nccl")
 
 
 def plan_from_proto(request: pb.BeginPublishRequest) -> Plan:
     """Raises InvalidArgument for a request that is not supported or contradicts itself."""
     if request.transport not in _TRANSPORTS:
-        names = {number: name for name, number in pb.Transport.items()}
-        name = names.get(request.transport, f"transport {request.transport}")
-        raise InvalidArgument(f"{name} is not built yet: use TRANSPORT_COLLECTIVE or TRANSPORT_DISK", field="transport")
+        raise InvalidArgument(
+            f"transport {request.transport} is not one of {', '.join(pb.Transport.keys())}", field="transport"
+        )
     if request.backend not in _BACKENDS:
         raise InvalidArgument(f"backend {shown(request.backend)} is not one of {', '.join(_BACKENDS)}", field="backend")
     if request.pause_mode not in _PAUSE_MODES:
@@ -68,9 +69,9 @@ def plan_from_proto(request: pb.BeginPublishRequest) -> Plan:
 
 
 def _folder(request: pb.BeginPublishRequest) -> Path | None:
-    if request.transport != pb.TRANSPORT_DISK:
+    if request.transport not in _THROUGH_FILES:
         if request.disk_path:
-            raise InvalidArgument("disk_path is for TRANSPORT_DISK only", field="disk_path")
+            raise InvalidArgument("disk_path is for TRANSPORT_DISK and TRANSPORT_IPC only", field="disk_path")
         return None
     folder = Path(require_path(request.disk_path, "disk_path"))
     if not folder.is_absolute():

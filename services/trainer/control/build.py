@@ -31,6 +31,7 @@ from services.trainer.control.worker import RankWorker
 from services.trainer.control.writer import WeightWriter
 from services.trainer.data.fetch import Fetch
 from services.trainer.data.sample_log import TrainedSamples
+from services.trainer.files.durable import remove
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.build import join_ranks, policy_of
 from services.trainer.model.policy import Policy
@@ -40,6 +41,7 @@ from services.trainer.serving.evaluation import JobEvaluator
 from services.trainer.serving.export_folder import ExportFolders
 from services.trainer.serving.report import RunReport
 from services.trainer.serving.trackers import trackers
+from services.trainer.weights.memory_files import MemoryFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +96,23 @@ class TrainerBuild:
         """Holds the versions that travel through files."""
         return RunFolder(self._run_dir).weights_of(self._job.publish)
 
+    def clear_memory(self) -> None:
+        """Deletes what lies in shared memory: nobody loads it without this trainer."""
+        if self._job.publish.update_weight_transport == "ipc":
+            remove(self.weights_root)
+
     def sender(self, policy: Policy, layout: Layout, is_aborted: Callable[[str], bool]) -> Sender:
         """This rank's part in publications."""
         publish = self._job.publish
-        if publish.update_weight_transport == "disk":
-            file_bytes = publish.update_weight_buffer_size
-            return WeightWriter(policy, layout, is_aborted, root=self.weights_root, file_bytes=file_bytes)
+        if publish.update_weight_transport != "collective":
+            return WeightWriter(
+                policy,
+                layout,
+                is_aborted,
+                root=self.weights_root,
+                file_bytes=publish.update_weight_buffer_size,
+                memory=MemoryFiles() if publish.update_weight_transport == "ipc" else None,
+            )
         return WeightSender(
             policy,
             layout,

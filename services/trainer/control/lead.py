@@ -66,6 +66,7 @@ async def lead(
     finally:
         await server.stop()
         await rollout.close()
+        await asyncio.to_thread(build.clear_memory)
 
 
 def _server(serving: Serving, desk: TrainerServicer) -> RpcServer:

@@ -9,7 +9,6 @@ that no rank is left waiting in a collective.
 from __future__ import annotations
 
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
@@ -23,13 +22,12 @@ from services.trainer.control.messages import Probed, Sent, StageGroup, StageWei
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.policy import Policy
 from services.trainer.weights.buckets import cut, filling_bytes
-from services.trainer.weights.engine_layout import EngineChecksums
 from services.trainer.weights.flat_buckets import FlatBuckets
+from services.trainer.weights.hashing import Hashing
 from services.trainer.weights.kept_weights import KeptWeights
 from services.trainer.weights.weight_group import WeightGroup
 
 Gathered = Sequence[tuple[str, torch.Tensor]]
-_HASHED_LATER = 4  # buckets that are sent before they are hashed: their tensors stay until then
 
 
 class WeightSender:
@@ -56,7 +54,7 @@ class WeightSender:
         self._buckets = cut(specs, filling_bytes(specs, bucket_bytes))
         self._flat_buckets = FlatBuckets(layout.device)
         self._kept = KeptWeights(layout.device)
-        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="hashing")  # one: parts of a tensor come in order
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hashing")
         self._group: WeightGroup | None = None
 
     def describe(self) -> StageWeights | None:
@@ -90,11 +88,11 @@ class WeightSender:
 
         An error is in the answer; None on ranks that send nothing.
         """
-        checksums = EngineChecksums()
+        hashing = Hashing(self._thread)
         failure: HeadraceError | None = None
         tensors = self._kept.tensors() if kept else self._policy.hf_tensors()
         try:
-            self._send_all(tensors, publication_id, world_size, checksums)
+            self._send_all(tensors, publication_id, world_size, hashing)
         except (HeadraceError, RuntimeError) as error:  # torch.distributed raises RuntimeErrors
             failure = error if isinstance(error, HeadraceError) else PublicationAborted(f"sending failed: {error}")
             log.warning("sending_failed", publication_id=publication_id, error=str(error))
@@ -102,7 +100,7 @@ class WeightSender:
             pass
         if not self._is_sender:
             return None
-        return Sent(self._stage, {}, failure.message) if failure else Sent(self._stage, checksums.result())
+        return Sent(self._stage, {}, failure.message) if failure else Sent(self._stage, hashing.result())
 
     def drop(self) -> None:
         """Tears this stage's group down; the next publication opens another."""
@@ -115,15 +113,14 @@ class WeightSender:
         tensors: Iterator[tuple[str, torch.Tensor]],
         publication_id: str,
         world_size: int,
-        checksums: EngineChecksums,
+        hashing: Hashing,
     ) -> None:
-        """Returns when every bucket is sent and hashed."""
+        """Returns when every bucket is sent."""
 
         def aborted() -> bool:
             return self._is_aborted(publication_id)
 
         sending: Future[None] | None = None
-        hashing: deque[Future[None]] = deque()
         for bucket in self._buckets:
             gathered = self._gather(bucket, tensors)
             if self._group is None:
@@ -135,13 +132,9 @@ class WeightSender:
                 self._group.finish(sending, aborted)
             sending = self._group.start_broadcast(flat)
             if self._backend == "gloo":
-                hashing.append(self._hashing.submit(checksums.update, gathered))
-            if len(hashing) > _HASHED_LATER:
-                hashing.popleft().result()
+                hashing.add(gathered)
         if self._group is not None and sending is not None:
             self._group.finish(sending, aborted)
-        for hashed in hashing:
-            hashed.result()
 
     def _join(self, group: WeightGroup, world_size: int, aborted: Callable[[], bool]) -> None:
         if not group.joined:

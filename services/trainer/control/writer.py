@@ -1,4 +1,4 @@
-"""One rank's part in giving weights to the engines through files.
+"""One rank's part in giving weights to the engines through files, on a disk or in the machine's shared memory.
 
 A publication's folder is a whole Hugging Face folder, written as an export is: every stage's sender writes its own
 files at the same time, a failure on one rank is every rank's, and the folder gets its name once it is durable.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -17,22 +18,37 @@ from headrace.rpc.log import log
 from services.trainer.control.messages import Probed, Sent, StageWeights
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.policy import Policy
-from services.trainer.weights.engine_layout import EngineChecksums
+from services.trainer.weights.hashing import Hashing
+from services.trainer.weights.memory_files import MemoryFiles, make_private
 
 
 class WeightWriter:
-    """Writes below `root`, at most `file_bytes` to a file."""
+    """Writes below `root`, at most `file_bytes` to a file.
+
+    With `memory` it lays files there and says their checksums when it is asked for them: engines load meanwhile.
+    """
 
     def __init__(
-        self, policy: Policy, layout: Layout, is_aborted: Callable[[str], bool], *, root: Path, file_bytes: int
+        self,
+        policy: Policy,
+        layout: Layout,
+        is_aborted: Callable[[str], bool],
+        *,
+        root: Path,
+        file_bytes: int,
+        memory: MemoryFiles | None = None,
     ) -> None:
         self._policy = policy
         self._is_aborted = is_aborted
         self._root = root
         self._file_bytes = file_bytes
+        self._memory = memory
         self._stage = layout.pp_rank
         self._is_sender = layout.tp_rank == 0 and layout.dp_rank == 0
         self._knows_checksums = layout.device.type == "cpu"  # a GPU engine prints its own kernel's
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hashing")
+        self._hashing = Hashing(self._thread)
+        self._written_id: str | None = None
 
     def describe(self) -> StageWeights | None:
         return StageWeights(self._stage, [self._policy.hf_tensor_specs()]) if self._is_sender else None
@@ -48,20 +64,13 @@ class WeightWriter:
         """The served version's folder stays by itself."""
 
     def send(self, publication_id: str, world_size: int, *, kept: bool = False) -> Sent | None:
-        """Writes the current weights into the publication's folder; `kept` ones lie in theirs already."""
-        assert not kept, "a version that was served lies in its folder"
-        checksums, started, num_bytes = EngineChecksums(), time.monotonic(), 0
-
-        def look(content: Mapping[str, torch.Tensor]) -> None:
-            nonlocal num_bytes
-            if self._is_aborted(publication_id):
-                raise PublicationAborted(f"{publication_id} was given up while it was written")
-            num_bytes += sum(tensor.nbytes for tensor in content.values())
-            if self._knows_checksums:
-                checksums.update(content.items())
-
+        """Writes the current weights into the publication's folder; with `kept` says the checksums of those there."""
+        if kept:
+            assert publication_id == self._written_id, "only what was written last is hashed"
+            return Sent(self._stage, self._hashing.result()) if self._is_sender else None
+        started = time.monotonic()
         try:
-            self._policy.export(self._root / publication_id, self._file_bytes, look)
+            num_bytes = self._write(publication_id)
         except HeadraceError as error:
             log.warning("writing_weights_failed", publication_id=publication_id, error=error.message)
             return Sent(self._stage, {}, error.message) if self._is_sender else None
@@ -69,7 +78,26 @@ class WeightWriter:
             return None
         seconds = round(time.monotonic() - started, 3)
         log.info("weights_written", publication_id=publication_id, num_bytes=num_bytes, seconds=seconds)
-        return Sent(self._stage, checksums.result())
+        return Sent(self._stage, {} if self._memory else self._hashing.result())
 
     def drop(self) -> None:
         """Rank 0 deletes what is not needed any more."""
+
+    def _write(self, publication_id: str) -> int:
+        """Returns this sender's bytes, once its folder is whole; their hashing may go on."""
+        num_bytes, hashing = 0, Hashing(self._thread)
+        self._hashing, self._written_id = hashing, publication_id
+
+        def look(content: Mapping[str, torch.Tensor]) -> None:
+            nonlocal num_bytes
+            if self._is_aborted(publication_id):
+                raise PublicationAborted(f"{publication_id} was given up while it was written")
+            num_bytes += sum(tensor.nbytes for tensor in content.values())
+            if self._knows_checksums:
+                hashing.add(list(content.items()))
+
+        if self._memory:
+            make_private(self._root)  # with the same outcome on all ranks: they are on one machine
+        write = self._memory.write if self._memory else None
+        self._policy.export(self._root / publication_id, self._file_bytes, look, write)
+        return num_bytes

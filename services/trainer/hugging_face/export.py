@@ -33,6 +33,8 @@ from services.trainer.weights.buckets import cut
 FILE_BYTES = 4 << 30
 Look = Callable[[Mapping[str, Tensor]], None]
 """Is shown the content of a file, by name."""
+Write = Callable[[Path, Mapping[str, Tensor]], None]
+"""Writes a safetensors file. The tensors may be the model's own, on its device."""
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
@@ -49,6 +51,7 @@ def export(
     layout: Layout,
     file_bytes: int = FILE_BYTES,
     look: Look = lambda content: None,
+    write: Write | None = None,
 ) -> None:
     """Writes the model to the folder. Collective over all ranks; `tensors` yields this stage's `specs`, on its sender.
 
@@ -63,7 +66,7 @@ def export(
     files = cut(specs, file_bytes)
     names = _file_names(len(files), layout)
     if layout.tp_rank == 0 and layout.dp_rank == 0:
-        _write_stage(work, tensors, files, names, draft, layout.pp_rank, look)
+        _write_stage(work, tensors, files, names, draft, layout.pp_rank, look, write or _write_file)
     for _ in tensors:  # the other tensor ranks only take part in the gathering
         pass
     try:
@@ -131,20 +134,22 @@ def _write_stage(
     draft: Path,
     stage: int,
     look: Look,
+    write: Write,
 ) -> None:
     weight_map: dict[str, str] = {}
     for name, specs in zip(names, files, strict=True):
-        content = {key: tensor.cpu().clone() for key, tensor in islice(tensors, len(specs))}
+        content = dict(islice(tensors, len(specs)))
         work.attempt(partial(look, content))
-        work.attempt(partial(_write_file, draft / name, content))
+        work.attempt(partial(write, draft / name, content))
         weight_map |= dict.fromkeys(content, name)
     num_bytes = sum(spec.num_bytes for specs in files for spec in specs)
     part = json.dumps({"weight_map": weight_map, "num_bytes": num_bytes})
     work.attempt(lambda: (draft / f"{stage}{_PART}").write_text(part))
 
 
-def _write_file(path: Path, content: dict[str, Tensor]) -> None:
-    save_file(content, str(path), metadata={"format": "pt"})
+def _write_file(path: Path, content: Mapping[str, Tensor]) -> None:
+    copies = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in content.items()}
+    save_file(copies, str(path), metadata={"format": "pt"})
     sync(path)
 
 

@@ -14,7 +14,7 @@ from headrace.trajectory import Sample
 from headrace.wire.tensor_spec import TensorSpec
 from services.trainer.data.reading import FetchSamples, UnusableSample
 from services.trainer.hugging_face.convert import Converter
-from services.trainer.hugging_face.export import FILE_BYTES, Look, export
+from services.trainer.hugging_face.export import FILE_BYTES, Look, Write, export
 from services.trainer.megatron.parallel import Layout
 from services.trainer.metrics.speed import Speed
 from services.trainer.metrics.stopwatch import Stopwatch
@@ -96,7 +96,13 @@ class Policy:
         """The tensors that this stage's sender yields, in order."""
         return self._converter.hf_tensor_specs()
 
-    def export(self, folder: Path, file_bytes: int = FILE_BYTES, look: Look = lambda content: None) -> None:
+    def export(
+        self,
+        folder: Path,
+        file_bytes: int = FILE_BYTES,
+        look: Look = lambda content: None,
+        write: Write | None = None,
+    ) -> None:
         """Collective: a complete Hugging Face folder of the current weights; `look` sees each file's content first."""
         specs = self.hf_tensor_specs()
-        export(self.hf_tensors(), specs, self._hf_checkpoint, folder, self._layout, file_bytes, look)
+        export(self.hf_tensors(), specs, self._hf_checkpoint, folder, self._layout, file_bytes, look, write)

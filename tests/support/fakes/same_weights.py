@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.wire.tensor_spec import TensorSpec
-from services.trainer.hugging_face.export import Look, export
+from services.trainer.hugging_face.export import Look, Write, export
 from services.trainer.megatron.parallel import Layout
 
 ALONE = cast(Layout, SimpleNamespace(device=torch.device("cpu"), rank=0, pp_rank=0, pp_size=1, tp_rank=0, dp_rank=0))
@@ -34,9 +34,9 @@ class SameWeights:
             for name, tensor in self._weights.items()
         ]
 
-    def export(self, folder: Path, file_bytes: int, look: Look) -> None:
+    def export(self, folder: Path, file_bytes: int, look: Look, write: Write | None = None) -> None:
         """As a Policy does; inside `all_ranks`."""
-        export(self.hf_tensors(), self.hf_tensor_specs(), self._checkpoint, folder, ALONE, file_bytes, look)
+        export(self.hf_tensors(), self.hf_tensor_specs(), self._checkpoint, folder, ALONE, file_bytes, look, write)
 
 
 @contextmanager

@@ -16,6 +16,8 @@ from pathlib import Path
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.client.buffer import BufferClient
 from headrace.job.schema.job import Job
+from headrace.job.schema.run import PublishSection
+from headrace.run_folder import RunFolder
 from services.buffer.store.base import Store
 from tests.support.fakes.certain_rollout import CertainRollout, Change, certain_rollout, produce
 from tests.support.fakes.policy_engine import PolicyEngine
@@ -73,11 +75,12 @@ async def served(
     from tests.support.ledgers.buffer_samples import text_prompts
     from tests.support.processes.buffer_server import served_buffer
 
+    weights_root = RunFolder(folder / name).weights_of(PublishSection(**sections.get("publish", {})))
     stream = buffer_pb2.StreamConfig(
         name="train", n_samples_per_prompt=_SIZES["n_samples_per_prompt"], groups_per_step=_SIZES["rollout_batch_size"]
     )
     async with (
-        certain_rollout(lambda _: PolicyEngine(checkpoint), weights_root=folder / name) as rollout,
+        certain_rollout(lambda _: PolicyEngine(checkpoint), weights_root=weights_root) as rollout,
         served_buffer(store or MemoryStore()) as (_, server),
         BufferClient(server.address) as client,
     ):

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from headrace.models.exported import is_whole
+from headrace.process.shared_memory import memory_folder
 from tests.support.models.tiny_families import make_tiny
 from tests.support.ranks.algorithm_cases import Sections
 from tests.support.ranks.rank_results import weights
@@ -59,12 +60,13 @@ SET_UPS: Mapping[str, tuple[str, Sections]] = {
     ),
     "moonlight": ("moonlight", {}),
     "disk": ("qwen3", {"publish": {"update_weight_transport": "disk"}}),
+    "ipc": ("qwen3", {"publish": {"update_weight_transport": "ipc"}}),
     "kimi_k2": ("kimi_k2", {}),
 }
 RUNS = [
     *("reference@dp2", "reference@vpp2", "critic@dp2", "critic@vpp2", "critic@cp2"),
     *("moonlight@dp2-distributed", "moonlight@ep2", "moonlight@vpp2", "kimi_k2@dp2", "kimi_k2@pp2", "kimi_k2@cp2-ep2"),
-    *("disk@dp2", "disk@vpp2", "disk@tp2"),
+    *("disk@dp2", "disk@vpp2", "disk@tp2", "ipc@dp2", "ipc@vpp2"),
 ]
 BASELINES = {set_up: next(run for run in RUNS if run.startswith(f"{set_up}@")) for set_up in SET_UPS}
 MOVED = [run for run in RUNS if run not in BASELINES.values()]
@@ -134,6 +136,11 @@ def test_through_files_the_served_version_lies_there_once_and_whole(runs: Runs, 
     assert sorted(names) == sorted(runs.exported(run)), "each tensor once"
     lying = weights(version)
     assert [name for name, tensor in runs.exported(run).items() if not tensor.equal(lying[name])] == []
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if run.startswith("ipc@")])
+def test_a_run_that_is_over_leaves_no_shared_memory(runs: Runs, run: str) -> None:
+    assert not memory_folder(runs.folder / run).exists()
 
 
 @pytest.mark.parametrize("run", MOVED)

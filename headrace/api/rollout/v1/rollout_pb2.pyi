@@ -108,7 +108,7 @@ class _TransportEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Transport.V
     TRANSPORT_COLLECTIVE: _Transport.ValueType  # 1
     """Broadcast over a collective group (nccl or gloo)."""
     TRANSPORT_IPC: _Transport.ValueType  # 2
-    """CUDA IPC handles between processes of one machine."""
+    """A folder of safetensors in the shared memory of the machine of both sides."""
     TRANSPORT_DISK: _Transport.ValueType  # 3
     """A folder of safetensors both sides see."""
 
@@ -120,7 +120,7 @@ TRANSPORT_UNSPECIFIED: Transport.ValueType  # 0
 TRANSPORT_COLLECTIVE: Transport.ValueType  # 1
 """Broadcast over a collective group (nccl or gloo)."""
 TRANSPORT_IPC: Transport.ValueType  # 2
-"""CUDA IPC handles between processes of one machine."""
+"""A folder of safetensors in the shared memory of the machine of both sides."""
 TRANSPORT_DISK: Transport.ValueType  # 3
 """A folder of safetensors both sides see."""
 Global___Transport: _TypeAlias = Transport  # noqa: Y015
@@ -690,7 +690,7 @@ class BeginPublishRequest(_message.Message):
     deadline_seconds: _builtins.float
     """Seconds from now by which it must be committed."""
     disk_path: _builtins.str
-    """With DISK: the folder, absolute, whole, and below the one that the rollout service's job names. groups is empty, and
+    """With DISK and IPC: the folder, absolute, whole, and below the one that the rollout service's job names. groups is empty, and
     every tensor is in bucket 0, whose PublishBucket loads the folder.
     """
     epoch: _builtins.int

@@ -21,3 +21,5 @@ def transport_of(config: PublishSection, ranks: RankGroup, rollout: RolloutClien
             return CollectiveTransport(ranks, rollout, seconds=seconds, keeps=keeps)
         case "disk":
             return DiskTransport(ranks, rollout, root, seconds=seconds)
+        case "ipc":
+            return DiskTransport(ranks, rollout, root, seconds=seconds, in_memory=True)

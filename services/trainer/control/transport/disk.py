@@ -1,4 +1,4 @@
-"""Weights that lie in a folder, from which every engine loads them when it is told to.
+"""Weights that lie in a folder, on a disk or in shared memory, from which every engine loads them when it is told to.
 
 A version is written before engines know of it, so they stand still only while they load. The folder of the version that
 is served stays: engines that come back load it, and so do all of them when a later version fails. A folder has its name
@@ -11,7 +11,7 @@ import asyncio
 import re
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -26,25 +26,33 @@ from services.trainer.files.durable import remove
 
 _OWN = re.compile(r"\.?e(\d+)-v\d+-[0-9a-f]{8}(\.draft)?")
 """A version's folder, and what a trainer that died has left of one: the epoch is in its name."""
+_SEGMENTS = re.compile(r"\.e(\d+)\.segments")
+"""The shared memory of an epoch's trainer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A version in its folder."""
+    """A version in its folder. `checksums` is None as long as its senders still compute them."""
 
     folder: Path
     policy_version: int
-    checksums: Mapping[str, str]
+    checksums: Mapping[str, str] | None
 
 
 class DiskTransport:
-    """Folders below `root`, at most two of them whole at a time: the served one and the one that is published."""
+    """Folders below `root`, at most two of them whole at a time: the served one and the one that is published.
 
-    def __init__(self, ranks: RankGroup, rollout: RolloutClient, root: Path, *, seconds: float) -> None:
+    With `in_memory` that is shared memory: senders compute checksums while engines load.
+    """
+
+    def __init__(
+        self, ranks: RankGroup, rollout: RolloutClient, root: Path, *, seconds: float, in_memory: bool = False
+    ) -> None:
         self._ranks = ranks
         self._rollout = rollout
         self._root = root
         self._seconds = seconds
+        self._in_memory = in_memory
         self._deleting = ThreadPoolExecutor(1, thread_name_prefix="old-weights")
         self._manifest: pb.Manifest | None = None
         self._served: Written | None = None
@@ -59,11 +67,16 @@ class DiskTransport:
             self._manifest = PublicationPlan.in_one_bucket(stages)
         self._epoch = attempt.epoch
         self._offered = self._lies_there(attempt) or await self._write(attempt)
-        return Offer(pb.TRANSPORT_DISK, self._manifest, disk_path=str(self._offered.folder))
+        transport = pb.TRANSPORT_IPC if self._in_memory else pb.TRANSPORT_DISK
+        return Offer(transport, self._manifest, disk_path=str(self._offered.folder))
 
     async def deliver(self, attempt: Attempt, begun: pb.BeginPublishResponse) -> Mapping[str, str]:
         assert self._offered is not None, "prepare comes first"
         await self._rollout.publish_bucket(attempt.publication_id, 0, deadline_seconds=self._seconds)
+        if self._offered.checksums is None:
+            found = await self._ranks.send_weights(attempt.publication_id, 0, kept=True, deadline_seconds=self._seconds)
+            self._offered = replace(self._offered, checksums=found)
+        assert self._offered.checksums is not None, "set above"
         return self._offered.checksums
 
     async def accept(self, attempt: Attempt) -> bool:
@@ -99,7 +112,8 @@ class DiskTransport:
                 f"weights were not written below {self._root} within {2 * self._seconds:g} s, and its disk does not "
                 "answer: name a folder on another disk with --update-weight-disk-path"
             ) from error
-        return Written(self._root / attempt.publication_id, attempt.policy_version, checksums)
+        known = None if self._in_memory else checksums
+        return Written(self._root / attempt.publication_id, attempt.policy_version, known)
 
     async def _serve_offered(self) -> None:
         self._served, self._offered, self._is_doubted = self._offered, None, False
@@ -118,6 +132,8 @@ class DiskTransport:
 def sweep(root: Path, needed: Collection[str], epoch: int) -> None:
     """Deletes versions that are not `needed`, of this epoch and of older ones: a newer trainer has its own."""
     for path in sorted(root.iterdir()) if root.is_dir() else []:
-        found = _OWN.fullmatch(path.name)
+        found, segments = _OWN.fullmatch(path.name), _SEGMENTS.fullmatch(path.name)
         if found and path.name not in needed and int(found[1]) <= epoch:
+            remove(path)
+        if segments and int(segments[1]) < epoch:
             remove(path)

@@ -153,6 +153,13 @@ async def test_a_disk_that_is_full_leaves_the_old_version_in_charge(tmp_path: Pa
         await run.serves(1)
 
 
+def test_memory_of_older_trainers_is_given_back(tmp_path: Path) -> None:
+    for name in (".e1.segments", ".e2.segments", ".e3.segments"):
+        (tmp_path / name).mkdir()
+    sweep(tmp_path, (), 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".e2.segments", ".e3.segments"]
+
+
 def test_what_older_trainers_left_is_deleted_and_nothing_else(tmp_path: Path) -> None:
     names = ["e1-v3-0a1b2c3d", ".e1-v4-0a1b2c3d.draft", "e2-v1-0a1b2c3d", "e2-v2-0a1b2c3d", "e3-v1-0a1b2c3d"]
     for name in (*names, "mine", "e1-v3-notmine!"):

@@ -236,6 +236,26 @@ def test_check_says_where_versions_lie_and_what_they_take(job_file: Path, capsys
         assert re.search(said, " ".join((captured.out + captured.err).split())), captured
 
 
+def test_check_says_what_lies_in_shared_memory_and_refuses_machines_that_share_none(
+    job_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ipc = ["check", str(job_file), "--update-weight-transport", "ipc"]
+    assert main(ipc) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"through shared memory in /dev/shm/headrace-\S+: [\d.]+ GB a version, and two versions", printed)
+    for flags, said in (
+        (
+            ["--rollout-address", "10.0.0.7:7000"],
+            "ipc with rollout at 10.0.0.7:7000: trainer and engines share no memory",
+        ),
+        (["--update-weight-rollback", "host"], "in the folder of update_weight_transport ipc"),
+        (["--update-weight-disk-path", "w"], "update_weight_disk_path has no effect without update_weight_transport"),
+    ):
+        assert main([*ipc, *flags]) == 2
+        captured = capsys.readouterr()
+        assert re.search(said, " ".join((captured.out + captured.err).split())), captured
+
+
 def test_check_says_what_a_copy_of_the_served_weights_costs(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for update_weight_rollback, is_said in (("none", False), ("host", True)):
         main(["check", str(job_file), "--update-weight-rollback", update_weight_rollback])

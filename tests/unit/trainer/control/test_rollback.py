@@ -64,9 +64,9 @@ CALLS = {
         "/end_weight_update",
         *OF_BOTH,
     ),
-    "disk": ("/update_weights_from_disk", *OF_BOTH),
+    **dict.fromkeys(("disk", "ipc"), ("/update_weights_from_disk", *OF_BOTH)),
 }
-ROLLBACK = {"collective": {"update_weight_rollback": "host"}, "disk": {}}
+ROLLBACK = {"collective": {"update_weight_rollback": "host"}, "disk": {}, "ipc": {}}
 When = Literal["refuses", "before", "during", "after"]
 NAMES = ("a", "b", "c")
 
@@ -97,6 +97,8 @@ class Model:
                 self.is_sending = False
                 self.num_groups += 1
                 return StageGroup(0, f"g{self.num_groups}", "127.0.0.1", 1, joined=False)
+            case SendWeights(kept=True) if self.root is not None:
+                return Sent(0, {name: fake_checksum(content) for name, content in self.wire.items()})
             case SendWeights(publication_id, kept=kept):
                 self.num_sent += 1
                 self.wire.update(weights_of(self.kept if kept else self.version))
@@ -209,7 +211,7 @@ class Run:
     """Two engines, a trainer, and requests that never stop."""
 
     def __init__(self, call: str, when: When, transport: str, root: Path) -> None:
-        self.strike, self.model = Strike(call, when), Model(root=root if transport == "disk" else None)
+        self.strike, self.model = Strike(call, when), Model(root=None if transport == "collective" else root)
         self.mixtures: set[str] = set()
         self.routing = RememberedRouting()
         self.fleet = Fleet(

@@ -1,0 +1,121 @@
+"""Weights in shared memory: what a reader finds there, and whose memory is used again when."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from headrace.errors import FailedPrecondition, ResourceExhausted
+from headrace.process.shared_memory import SHARED_MEMORY, memory_folder
+from services.trainer.control.writer import WeightWriter
+from services.trainer.model.policy import Policy
+from services.trainer.weights.memory_files import MemoryFiles, make_private, segments_of
+from tests.support.fakes.engine_checksums import engine_checksums
+from tests.support.fakes.same_weights import ALONE, SameWeights, all_ranks
+from tests.support.models.tiny_model import make_tiny_qwen3
+
+FILE = "model.safetensors"
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+
+
+def write(files: MemoryFiles, root: Path, version: int, content: Mapping[str, torch.Tensor]) -> Path:
+    folder = root / f"e1-v{version}-0a1b2c3d"
+    folder.mkdir(parents=True)
+    files.write(folder / FILE, content)
+    return folder
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.tuples(st.lists(st.integers(1, 5), max_size=3), DTYPES, st.booleans()), min_size=1, max_size=4))
+def test_any_reader_of_safetensors_finds_every_bit(
+    tmp_path_factory: pytest.TempPathFactory, tensors: list[tuple[list[int], torch.dtype, bool]]
+) -> None:
+    root = tmp_path_factory.mktemp("memory")
+    content = {}
+    for number, (shape, dtype, is_turned) in enumerate(tensors):
+        bits = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8)
+        tensor = bits.view(dtype).squeeze(-1) if shape else bits.view(dtype)[0]
+        content[f"t{number}"] = tensor.mT if is_turned and tensor.ndim > 1 else tensor
+    found = load_file(write(MemoryFiles(), root, 1, content) / FILE)
+    assert found.keys() == content.keys()
+    for name, tensor in content.items():
+        assert (found[name].shape, found[name].dtype) == (tensor.shape, tensor.dtype)
+        assert found[name].reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8))
+
+
+def test_memory_of_a_deleted_version_is_used_again_and_that_of_others_stays_as_it_is(tmp_path: Path) -> None:
+    files = MemoryFiles()
+    folders = [write(files, tmp_path, version, {"t": torch.full((9,), float(version))}) for version in (1, 2)]
+    assert [load_file(folder / FILE)["t"][0].item() for folder in folders] == [1.0, 2.0]
+    first = (folders[0] / FILE).stat().st_ino
+    shutil.rmtree(folders[0])
+    third = write(files, tmp_path, 3, {"t": torch.full((9,), 3.0)})
+    assert (third / FILE).stat().st_ino == first
+    assert load_file(folders[1] / FILE)["t"].tolist() == [2.0] * 9
+    assert load_file(third / FILE)["t"].tolist() == [3.0] * 9
+    assert len(list((tmp_path / segments_of("e1-v3-0a1b2c3d")).iterdir())) == 2
+
+
+def test_memory_that_is_short_is_an_error_that_says_so_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(handle: int, start: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    files = MemoryFiles()
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ResourceExhausted, match=r"\d+ bytes of shared memory .*No space left.*--shm-size"):
+        write(files, tmp_path, 1, {"t": torch.zeros(9)})
+    assert list((tmp_path / segments_of("e1-v1-0a1b2c3d")).iterdir()) == []
+    monkeypatch.undo()
+    assert load_file(write(files, tmp_path, 2, {"t": torch.ones(9)}) / FILE)["t"].tolist() == [1.0] * 9
+
+
+def test_a_folder_that_others_may_write_or_that_is_a_link_holds_no_weights(tmp_path: Path) -> None:
+    make_private(tmp_path / "own")
+    make_private(tmp_path / "own")
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "link").symlink_to(tmp_path / "own")
+    for name in ("open", "link"):
+        with pytest.raises((FailedPrecondition, FileExistsError), match="this user alone"):
+            make_private(tmp_path / name)
+
+
+def test_each_run_has_a_folder_of_its_own_in_shared_memory(tmp_path: Path) -> None:
+    folders = {memory_folder(tmp_path / name) for name in ("a", "b", "a/../a")}
+    assert len(folders) == 2
+    assert {folder.parent for folder in folders} == {SHARED_MEMORY}
+
+
+def test_a_writer_says_the_checksums_of_what_it_laid_when_it_is_asked(tmp_path: Path) -> None:
+    checkpoint = make_tiny_qwen3(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    policy = cast(Policy, SameWeights(weights, checkpoint))
+    root = tmp_path / "memory"
+    writer = WeightWriter(policy, ALONE, lambda _: False, root=root, file_bytes=100_000, memory=MemoryFiles())
+    with all_ranks():
+        for version in (1, 2):
+            name = f"e1-v{version}-0a1b2c3d"
+            written = writer.send(name, 0)
+            assert written is not None
+            assert (written.error, written.checksums) == (None, {})
+            kept = writer.send(name, 0, kept=True)
+            assert kept is not None
+            assert kept.checksums == engine_checksums(weights)
+            found = {k: t for file in (root / name).glob("*.safetensors") for k, t in load_file(file).items()}
+            assert found.keys() == weights.keys()
+            assert all(found[k].equal(weights[k]) for k in weights)
+    assert root.stat().st_mode & 0o077 == 0
