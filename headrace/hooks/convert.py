@@ -47,13 +47,15 @@ def from_hook(
     sample_id: str,
     group_id: str,
     index: int,
+    rendered_prompt: str | None = None,
     policy_ranges: Sequence[PolicyRange] = (),
     sampling_params: dict[str, Any] | None = None,
 ) -> WireSample:
     """The sample as it travels, without its reward. Raises InvalidArgument for contradictions, naming the field.
 
     Without `policy_ranges` the oldest of the sample's weight_versions counts for all of its response: a hook keeps the
-    versions of its requests, not their token ranges, and staleness must not be understated.
+    versions of its requests, not their token ranges, and staleness must not be understated. `rendered_prompt` is the
+    text of a prompt that the hook has as messages.
     """
     name = f"sample {sample_id}:"
     length = _length(name, sample)
@@ -63,7 +65,7 @@ def from_hook(
         group_id=group_id,
         index=index,
         rollout_id=sample.rollout_id or sample_id,
-        prompt=sample.prompt if isinstance(sample.prompt, str) else _joined(name, sample.prompt),
+        prompt=_prompt_text(name, sample.prompt, rendered_prompt),
         response=sample.response,
         tokens=_integers(f"{name} {TOKENS}", sample.tokens, np.int32),
         loss_mask=_mask(f"{name} {LOSS_MASK}", sample, length),
@@ -199,6 +201,14 @@ def _tags(sample: Sample) -> dict[str, str]:
         if info != empty:
             tags |= {f"{name}.{key}": str(value) for key, value in vars(info).items()}
     return tags
+
+
+def _prompt_text(name: str, prompt: Any, rendered: str | None) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    if rendered is not None and isinstance(prompt, list):
+        return rendered
+    return _joined(name, prompt)
 
 
 def _joined(name: str, messages: Any) -> str:

@@ -23,7 +23,7 @@ from services.rollout.engine.fleet import Fleet, FleetTiming
 from services.rollout.engine.process import EngineFactory, SglangProcess
 from services.rollout.engine.router import Router
 from services.rollout.eval_file import EvalFiles
-from services.rollout.evaluate import Evaluator
+from services.rollout.evaluate import SAMPLES_AT_ONCE, Evaluator
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.custom import HookSampler, custom_args
 from services.rollout.production.failed_samples import FailedSamples
@@ -80,6 +80,8 @@ def rollout_service(
             custom_args(args, router.url),
             fleet.weights,
             seconds=seconds,
+            calls_at_once=_groups_at_once(job) * (job.rollout.n_samples_per_prompt or 1) + SAMPLES_AT_ONCE,
+            per_sample=job.rollout.generate_per_sample,
             activity=fleet.activity,
             warn=warnings.append,
         )
@@ -115,7 +117,7 @@ def rollout_service(
         groups,
         lambda: fleet.policy_version,
         metrics,
-        max_groups_in_flight=job.rollout.max_groups_in_flight or 2 * _groups_per_step(job),
+        max_groups_in_flight=_groups_at_once(job),
         interrupt=fleet.interrupt,
     )
     parts = RolloutParts(
@@ -186,8 +188,9 @@ def _context(job: Job, architecture: Architecture) -> ContextLimit | None:
     return ContextLimit.of(job.rollout, job.sglang, architecture)
 
 
-def _groups_per_step(job: Job) -> int:
-    return job.rollout.over_sampling_batch_size or job.rollout.rollout_batch_size or 1
+def _groups_at_once(job: Job) -> int:
+    groups_per_step = job.rollout.over_sampling_batch_size or job.rollout.rollout_batch_size or 1
+    return job.rollout.max_groups_in_flight or 2 * groups_per_step
 
 
 def _required(value: str | None, name: str) -> str:

@@ -25,7 +25,7 @@ from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.production.sampling import Sampler, SampleRequest, failed_sample, merged_params, seed_of
 from services.rollout.scoring import SampleScorer
 
-_AT_ONCE = 64
+SAMPLES_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class Evaluator:
         evaluation_id = uuid.uuid4().hex[:8]
         try:
             while True:
-                while len(running) < _AT_ONCE and (job := next(jobs, None)) is not None:
+                while len(running) < SAMPLES_AT_ONCE and (job := next(jobs, None)) is not None:
                     running.add(asyncio.create_task(self._done(job, evaluation_id)))
                 if not running:
                     return

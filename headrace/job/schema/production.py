@@ -80,6 +80,10 @@ class RolloutSection(Section):
         False, description="Do not train a partial rollout's tokens of older policies."
     )
     custom_generate_function_path: str | None = Field(None, description="pkg.mod.fn or file.py:fn that generates.")
+    generate_per_sample: bool = Field(
+        False,
+        description="Call a generate function that takes a list of samples once for each sample, all at the same time.",
+    )
     max_turns: Positive | None = Field(None, description="Largest number of turns; custom generate functions read it.")
     generate_timeout_seconds: Seconds = Field(600.0, description="Limit of one sample's generation.")
     max_groups_in_flight: Positive | None = Field(

@@ -25,13 +25,16 @@ from services.rollout.engine.weights import ServedWeights
 from services.rollout.production.sampling import SampleRequest, failed_sample
 
 _WORKERS = 2
-_CALLS_PER_WORKER = 256
 _LOAD_SECONDS = 120.0
 _MOST_DIGITS = 16  # of 2^53
 
 
 class HookSampler:
-    """Calls the function with slime's arguments; an exception is its samples' failure."""
+    """Calls the function with slime's arguments; an exception is its samples' failure.
+
+    At most `calls_at_once` calls run: the function is called once for each sample, all of them at the same time, unless
+    it takes a list of samples and the job does not say `per_sample`.
+    """
 
     def __init__(
         self,
@@ -40,27 +43,36 @@ class HookSampler:
         weights: ServedWeights,
         *,
         seconds: float,
+        calls_at_once: int,
+        per_sample: bool = False,
         activity: Activity | None = None,
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._path = path
+        self._per_sample = per_sample
         self._warn = warn
         self._warned = False
         self._weights = weights
         self._activity = activity or Activity(0)
-        self._places = asyncio.Semaphore(_WORKERS * _CALLS_PER_WORKER)
+        self._places = asyncio.Semaphore(calls_at_once)
         self._args = args
         self._seconds = seconds
-        self._pool = WorkerPool(_WORKERS, calls_per_worker=_CALLS_PER_WORKER)
+        self._pool = WorkerPool(_WORKERS, calls_per_worker=-(-calls_at_once // _WORKERS))
         self._takes_group = False
         self.in_flight = 0
 
     async def start(self) -> None:
         """Raises ConfigError when the function cannot be loaded or takes other arguments."""
         try:
-            self._takes_group = await self._pool.run(hook_takes_group, self._path, timeout_seconds=_LOAD_SECONDS)
+            takes_list = await self._pool.run(hook_takes_group, self._path, timeout_seconds=_LOAD_SECONDS)
         except WorkerError as error:
             raise ConfigError(error.message, field="rollout.custom_generate_function_path") from error
+        self._takes_group = takes_list and not self._per_sample
+        if self._takes_group:
+            self._warn(
+                f"hook {self._path} is called with all samples of a group: if it generates one after another, add "
+                "--generate-per-sample, which calls it once for each sample, all at the same time"
+            )
 
     async def close(self) -> None:
         await self._pool.close()
@@ -82,7 +94,7 @@ class HookSampler:
 
     async def _call(self, requests: Sequence[SampleRequest], *, evaluation: bool) -> list[Sample]:
         params = requests[0].params.for_engine()
-        work = (self._path, self._args, [_to_hook(r) for r in requests], params, evaluation)
+        work = (self._path, self._args, [self._to_hook(r) for r in requests], params, evaluation)
         try:
             async with self._places:
                 oldest, refusals = self._weights.policy_version, self._weights.refusals
@@ -101,6 +113,21 @@ class HookSampler:
             log.warning("hook_failed", hook=self._path, sample_id=requests[0].sample_id, message=error.message)
             reason = error.reason if isinstance(error, HeadraceError) else _REASONS[type(error).__name__]
             return [failed_sample(request, Failure(reason, error.message)) for request in requests]
+
+    def _to_hook(self, request: SampleRequest) -> HookSample:
+        """Gives the function a row's messages as they are, unless the job applies the chat template to prompts."""
+        if request.begun:
+            return to_hook(request.begun)
+        prompt, metadata = request.prompt, dict(request.metadata)
+        if prompt.tools:
+            metadata.setdefault("tools", prompt.tools)
+        as_text = prompt.messages is None or self._args.get("apply_chat_template")
+        return HookSample(
+            index=request.index,
+            prompt=prompt.text if as_text else [dict(message) for message in prompt.messages or ()],
+            label=request.label,
+            metadata=metadata,
+        )
 
     async def _of_one(self, request: SampleRequest, made: Sequence[HookSample], oldest: int) -> list[Sample]:
         """Returns the samples of one request; an unusable one is that request's failure."""
@@ -136,6 +163,7 @@ class HookSampler:
                     sample_id=request.sample_id if len(made) == 1 else f"{request.sample_id}/{number}",
                     group_id=request.group_id,
                     index=request.index,
+                    rendered_prompt=request.prompt.text,
                     sampling_params=request.params.for_engine(),
                 ),
                 sample,
@@ -195,11 +223,3 @@ def custom_args(args: HookArgs, router_url: str) -> HookArgs:
 def hook_takes_group(path: str) -> bool:
     """True when the function takes a list of samples. Runs in a worker. Raises ConfigError for another signature."""
     return takes_group(load_hook(path))
-
-
-def _to_hook(request: SampleRequest) -> HookSample:
-    if request.begun:
-        return to_hook(request.begun)
-    return HookSample(
-        index=request.index, prompt=request.prompt.text, label=request.label, metadata=dict(request.metadata)
-    )

@@ -6,7 +6,7 @@ Tokenizing a prompt of megabytes takes seconds, so prompts from outside are enco
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +32,10 @@ class EncodedPrompt:
     tokens: tuple[int, ...]
     trained: tuple[range, ...] = ()
     """The tokens that assistants wrote, in a conversation for supervised fine-tuning."""
+    messages: Sequence[Mapping[str, Any]] | None = None
+    """The conversation that the text was rendered from, for users' functions."""
+    tools: Sequence[Any] = ()
+    """The tool definitions that the chat template was given."""
 
 
 class PromptEncoder:
@@ -101,7 +105,8 @@ class PromptEncoder:
             text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template is code of the checkpoint's author: it may raise anything
             raise InvalidArgument(f"the chat template refused it: {error}", field="prompt.messages") from error
-        return EncodedPrompt(text, self._tokens(text, add_special_tokens=False))
+        tokens = self._tokens(text, add_special_tokens=False)
+        return EncodedPrompt(text, tokens, messages=messages, tools=tools or ())
 
     def encode_segments(self, segments: Sequence[Segment]) -> EncodedPrompt:
         """Encodes each segment by itself, as it is encoded at inference: a prompt apart from a response."""

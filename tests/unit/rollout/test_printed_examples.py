@@ -31,7 +31,8 @@ async def test_a_printed_generate_function_makes_samples(tmp_path: Path, documen
         await fakes.name_weights(0, 3)
         fakes.fleet.weights.switch_to(3)
         args = custom_args(hook_args(Job.model_validate(sections)), fakes.fleet.engines[0].url)
-        sampler = HookSampler(f"{tmp_path / 'agent.py'}:generate", args, fakes.fleet.weights, seconds=120)
+        path, weights = f"{tmp_path / 'agent.py'}:generate", fakes.fleet.weights
+        sampler = HookSampler(path, args, weights, seconds=120, calls_at_once=1)
         try:
             await sampler.start()
             prompt = EncodedPrompt("2 + 2 =", tuple(tokenizer.encode("2 + 2 =")))

@@ -18,6 +18,7 @@ from services.rollout.production.custom import HookSampler, custom_args
 from services.rollout.production.prompts import EncodedPrompt
 from services.rollout.production.sampling import SampleRequest
 
+HELLO = EncodedPrompt("hello", (1, 2))
 BODY = """
     sample.tokens = [1, 2, 3, 4]
     sample.response, sample.response_length = "hi", 2
@@ -62,6 +63,33 @@ async def test_a_function_that_sets_weight_versions_is_told_nothing(tmp_path: Pa
     told: list[str] = []
     await made_by(tmp_path, PER_SAMPLE, warn=told.append)
     assert told == []
+
+
+async def test_a_function_of_a_whole_group_is_told_how_its_samples_run_at_once(tmp_path: Path) -> None:
+    told: list[str] = []
+    await made_by(tmp_path, PER_GROUP, warn=told.append)
+    (sentence,) = told
+    assert "is called with all samples of a group" in sentence
+    assert "--generate-per-sample" in sentence
+
+
+SHOWS_ITS_PROMPT = PER_SAMPLE.replace(
+    "    return sample\n", "    sample.train_metadata = {'prompt': sample.prompt}\n    return sample\n"
+)
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
+
+
+@pytest.mark.parametrize(("apply_chat_template", "seen"), [(False, MESSAGES), (True, "<brief> hello")])
+async def test_a_row_of_messages_comes_as_messages_unless_the_job_applies_the_template(
+    tmp_path: Path, apply_chat_template: bool, seen: object
+) -> None:
+    prompt = EncodedPrompt("<brief> hello", (1, 2), messages=MESSAGES, tools=[{"name": "add"}])
+    (sample,) = await made_by(
+        tmp_path, SHOWS_ITS_PROMPT, count=1, prompt=prompt, data={"apply_chat_template": apply_chat_template}
+    )
+    assert sample.train_metadata == {"prompt": seen}
+    assert sample.metadata["tools"] == [{"name": "add"}]
+    assert sample.prompt == "<brief> hello"
 
 
 async def test_what_a_users_function_raises_is_its_samples_failure(tmp_path: Path) -> None:
@@ -117,7 +145,7 @@ async def test_rewards_that_the_function_sets_are_kept_and_what_one_sample_lacks
     cases = "".join(f"    if sample.index == {i}: {change}\n" for i, change in enumerate(CHANGES))
     code = PER_GROUP.replace("  return samples", f"{cases}  return samples")
     bare, scalar, parts, pending, no_tokens, no_prompt, stopped_at_once, left_out = await made_by(
-        tmp_path, code, count=len(CHANGES), reward_key="short"
+        tmp_path, code, count=len(CHANGES), reward={"reward_key": "short"}
     )
     assert (bare.reward, scalar.reward, parts.reward) == (None, 1.0, 0.5)
     assert parts.reward_parts == {"right": 1.0, "short": 0.5}
@@ -146,26 +174,31 @@ async def test_a_function_with_other_arguments_is_refused_at_the_start(tmp_path:
         await made_by(tmp_path, "async def f(everything):\n    return everything\n")
 
 
-def job_of(folder: Path, **reward: str) -> Job:
-    return Job.model_validate({"model": {"hf_checkpoint": folder}, "reward": reward})
+def job_of(folder: Path, **sections: object) -> Job:
+    return Job.model_validate({"model": {"hf_checkpoint": folder}, **sections})
 
 
 async def made_by(
-    folder: Path, code: str, *, count: int = 2, warn: Callable[[str], None] = lambda _: None, **reward: str
+    folder: Path,
+    code: str,
+    *,
+    count: int = 2,
+    warn: Callable[[str], None] = lambda _: None,
+    prompt: EncodedPrompt = HELLO,
+    **sections: object,
 ) -> list[Sample]:
     (folder / "hook.py").write_text(code)
-    job = job_of(folder, **reward)
+    job = job_of(folder, **sections)
     weights = ServedWeights()
     weights.switch_to(3)
     args = custom_args(hook_args(job), "http://127.0.0.1:4321")
-    sampler = HookSampler(f"{folder / 'hook.py'}:f", args, weights, seconds=60, warn=warn)
+    sampler = HookSampler(f"{folder / 'hook.py'}:f", args, weights, seconds=60, calls_at_once=8, warn=warn)
     try:
         await sampler.start()
-        return await sampler.sample_all([request(index) for index in range(count)], evaluation=False)
+        return await sampler.sample_all([request(index, prompt) for index in range(count)], evaluation=False)
     finally:
         await sampler.close()
 
 
-def request(index: int) -> SampleRequest:
-    prompt = EncodedPrompt("hello", (1, 2))
+def request(index: int, prompt: EncodedPrompt) -> SampleRequest:
     return SampleRequest(f"g/1/{index}", "g", index, prompt, "7", {}, SamplingParams(max_new_tokens=4))
