@@ -55,6 +55,7 @@ bench: $(STAMPS)/headrace $(STAMPS)/dev $(REVERB)/.stamp $(MODEL)/model.safetens
 	@$(BIN)/python -m tests.bench.training_step
 	@$(BIN)/python -m tests.bench.log_probs
 	@$(BIN)/python -m tests.bench.planning
+	@$(BIN)/python -m tests.bench.overlap
 	@$(BIN)/python -m tests.bench.first_step $(MODEL)
 
 bench-learning: $(STAMPS)/headrace $(STAMPS)/dev
