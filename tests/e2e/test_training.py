@@ -105,6 +105,9 @@ async def test_two_data_ranks_learn_while_the_reward_service_is_replaced(tmp_pat
     finally:
         await reward.stop()
 
+    initial, after = [event for event in run.events("rollout") if event["event"] == "published"][:2]
+    assert (initial["policy_version"], initial["paused_seconds"]) == (0, 0.0), "engines had loaded these weights"
+    assert (after["policy_version"], after["paused_seconds"] > 0) == (1, True)
     rows = {row["step"]: row for row in run.metrics()}
     assert sorted(rows) == list(range(1, 33))
     mean = max(row["log_prob_diff/mean"] for row in rows.values())

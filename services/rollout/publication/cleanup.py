@@ -25,7 +25,8 @@ async def clean_up(publication: Publication, fleet: Fleet, transport: Inbound) -
         publication.preparing.cancel()
     transport.forget(publication.plan)
     unwell = await publication.participants.unwell()
-    if publication.committing is not None:  # the weights are there, and are not what was sent
+    was_sent = publication.committing is not None and not publication.plan.is_loaded
+    if was_sent:  # and is something else
         unwell |= publication.participants.engines.keys()
     engines = [e for e in publication.participants.engines.values() if e.state is EngineState.UPDATING]
     await asyncio.gather(

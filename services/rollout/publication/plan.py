@@ -65,6 +65,7 @@ def plan_from_proto(request: pb.BeginPublishRequest) -> Plan:
         groups=_groups(request.groups),
         engine_ids=_distinct([require_name(i, "engine_ids") for i in request.engine_ids], "engine_ids"),
         folder=folder,
+        is_loaded=request.transport == pb.TRANSPORT_LOADED,
     )
 
 

@@ -13,6 +13,8 @@ async def prepare(publication: Publication, transport: Inbound, activity: Activi
     """Every engine that still takes part is paused and open for weights."""
     plan, participants = publication.plan, publication.participants
     await transport.ready(publication)
+    if plan.is_loaded:
+        return  # nothing comes that they would have to stand still for
     publication.paused_at = time.monotonic()
     if not plan.engine_ids:
         activity.stand_still()

@@ -20,6 +20,7 @@ from services.rollout.publication.checksums import differences, digest, read
 from services.rollout.publication.cleanup import clean_up
 from services.rollout.publication.collective import CollectiveInbound
 from services.rollout.publication.disk import DiskInbound
+from services.rollout.publication.loaded import LoadedInbound
 from services.rollout.publication.preparation import prepare
 from services.rollout.publication.probe import ask
 from services.rollout.publication.publication import Begun, Committed, Publication
@@ -39,6 +40,7 @@ class Receiver:
         self._publications: dict[str, Publication] = {}
         self._collective = CollectiveInbound()
         self._disk = DiskInbound(weights_root)
+        self._loaded = LoadedInbound()
 
     @property
     def open_id(self) -> str:
@@ -104,6 +106,8 @@ class Receiver:
             await self.abort(self.open_id, "the rollout service stops")
 
     def _transport(self, plan: Plan) -> Inbound:
+        if plan.is_loaded:
+            return self._loaded
         return self._collective if plan.folder is None else self._disk
 
     def _engines_for(self, plan: Plan) -> list[Engine]:

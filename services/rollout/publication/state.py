@@ -44,6 +44,8 @@ class Plan:
     """The engines that came back without the served weights; empty: all engines."""
     folder: Path | None = None
     """The folder from which bucket 0, the only one, is loaded; None: buckets are broadcast in groups."""
+    is_loaded: bool = False
+    """Engines have loaded the weights themselves: nothing travels."""
 
     def __post_init__(self) -> None:
         if not self.publication_id:
@@ -60,6 +62,13 @@ class Plan:
                     f"{len(self.groups)} groups",
                     field="disk_path",
                 )
+        elif self.is_loaded:
+            if self.groups or self.engine_ids:
+                raise InvalidArgument(
+                    f"weights that engines have loaded are all engines' and belong to no group, not {len(self.groups)} "
+                    f"groups and {len(self.engine_ids)} engines",
+                    field="transport",
+                )
         elif not self.buckets or sent != sorted(self.buckets):
             raise InvalidArgument(
                 f"groups send buckets {_some(sent)}, the manifest has {_some(self.buckets)}: each one exactly once",
@@ -71,7 +80,9 @@ class Plan:
         return [group.name for group in self.groups]
 
     def require_bucket(self, bucket: int) -> None:
-        """Raises InvalidArgument for a bucket that the manifest does not have."""
+        """Raises InvalidArgument for a bucket that the manifest does not have, and where nothing travels."""
+        if self.is_loaded:
+            raise InvalidArgument("engines have loaded these weights themselves: commit them", field="bucket")
         if bucket not in self.buckets:
             raise InvalidArgument(f"bucket {bucket} is not one of {_some(self.buckets)}", field="bucket")
 
@@ -113,7 +124,11 @@ class PublicationState:
     @property
     def is_complete(self) -> bool:
         """True when every bucket was received."""
-        return self.received == self.plan.buckets.keys()
+        return not self._missing
+
+    @property
+    def _missing(self) -> set[int]:
+        return set() if self.plan.is_loaded else self.plan.buckets.keys() - self.received
 
     def require_open(self) -> None:
         """Raises PublicationAborted or FailedPrecondition unless it is open."""
@@ -138,8 +153,7 @@ class PublicationState:
     def require_complete(self) -> None:
         """Raises FailedPrecondition while buckets are missing."""
         self.require_open()
-        missing = sorted(set(self.plan.buckets) - self.received)
-        if missing:
+        if missing := self._missing:
             raise FailedPrecondition(
                 f"publication {self.plan.publication_id} lacks buckets {_some(missing)}: send them before the commit"
             )

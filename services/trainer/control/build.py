@@ -157,7 +157,7 @@ class TrainerBuild:
         backend, services = "nccl" if built.layout.device.type == "cuda" else "gloo", self._job.services
         away_seconds = services.start_timeout_seconds + services.peer_wait_seconds  # its engines may be starting
         publish = self._job.publish
-        transport = transport_of(publish, group, rollout, self.weights_root)
+        transport = transport_of(publish, group, rollout, self.weights_root, hashes=backend == "gloo")
         return TrainerRanks(
             group,
             Publisher(group, rollout, transport, publish, backend=backend, away_seconds=away_seconds),

@@ -52,6 +52,10 @@ class SendWeights(_Message, frozen=True):
     kept: bool = False
 
 
+class HashWeights(_Message, frozen=True):
+    """Each sender says what engines print over the current weights."""
+
+
 class KeepWeights(_Message, frozen=True):
     """Each sender copies the current weights into host memory: they are served now."""
 
@@ -85,6 +89,7 @@ Command = (
     | OpenGroups
     | ProbeWeights
     | SendWeights
+    | HashWeights
     | KeepWeights
     | DropGroups
     | Save

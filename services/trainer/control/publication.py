@@ -162,9 +162,11 @@ class Publisher:
             log.info("groups_renewed", why=str(error))
             await self._transport.drop()
         except HeadraceError as error:
-            await self._give_up(attempt.publication_id, str(error))
-            raise
-        return await self._attempt(version, epoch, source, engine_ids)  # with new groups, which cannot be gone
+            goes_another_way = await self._give_up(attempt.publication_id, str(error))
+            if isinstance(error, Fenced) or not goes_another_way:
+                raise
+            log.info("weights_are_sent", why=str(error))
+        return await self._attempt(version, epoch, source, engine_ids)  # with new groups, or another way: once
 
     async def _exchange(self, attempt: Attempt, probe: Probed, engine_ids: Sequence[str]) -> pb.CommitPublishResponse:
         offer = await self._transport.prepare(attempt)
@@ -195,12 +197,13 @@ class Publisher:
     async def _current(self, state: TrainState) -> Version:
         return Version(state.step, await self._ranks.probe(deadline_seconds=self._seconds))
 
-    async def _give_up(self, publication_id: str, reason: str) -> None:
-        await self._transport.drop()
+    async def _give_up(self, publication_id: str, reason: str) -> bool:
+        goes_another_way = await self._transport.drop()
         try:
             await self._rollout.abort_publish(publication_id, reason)
         except HeadraceError as error:
             log.warning("abort_failed", publication_id=publication_id, error=str(error))  # its own deadline ends it
+        return goes_another_way
 
 
 def _figures(reply: pb.CommitPublishResponse) -> dict[str, float]:

@@ -17,6 +17,7 @@ from services.trainer.control.messages import (
     DescribeWeights,
     DropGroups,
     Export,
+    HashWeights,
     KeepWeights,
     Leave,
     OpenGroups,
@@ -83,6 +84,10 @@ class RankGroup:
         (found,) = await self._results(self._ask(ProbeWeights()), Probed, deadline_seconds)
         return found
 
+    async def hash_weights(self, *, deadline_seconds: float) -> dict[str, str]:
+        """What engines print over the current weights."""
+        return _checksums(await self._results(self._ask(HashWeights()), Sent, deadline_seconds))
+
     async def keep_weights(self) -> None:
         """The current weights are served: senders keep a copy, which `send_weights` may send later."""
         await self._order(KeepWeights())
@@ -118,7 +123,7 @@ class RankGroup:
             deadline.cancel()
         if errors:
             raise PublicationAborted(errors[0])
-        return {name: checksum for stage in sent for name, checksum in stage.checksums.items()}
+        return _checksums(sent)
 
     def abort(self, publication_id: str) -> None:
         """Senders that are at it stop."""
@@ -196,3 +201,7 @@ def _obey(channel: Channel, execute: Execute, order: Order) -> bool:
         log.warning("files_failed", reason=error.reason, error=error.message)  # rank 0 has it too and decides
     channel.send(Done(order.number, packed(None if isinstance(result, Trained) else result)))
     return isinstance(command, Leave)
+
+
+def _checksums(sent: Sequence[Sent]) -> dict[str, str]:
+    return {name: checksum for stage in sent for name, checksum in stage.checksums.items()}

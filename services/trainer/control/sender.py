@@ -22,6 +22,7 @@ from services.trainer.control.messages import Probed, Sent, StageGroup, StageWei
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.policy import Policy
 from services.trainer.weights.buckets import cut, filling_bytes
+from services.trainer.weights.engine_layout import EngineChecksums
 from services.trainer.weights.flat_buckets import FlatBuckets
 from services.trainer.weights.hashing import Hashing
 from services.trainer.weights.kept_weights import KeptWeights
@@ -74,6 +75,14 @@ class WeightSender:
             name = f"headrace-{uuid.uuid4().hex[:12]}-stage{self._stage}"
             self._group = WeightGroup(name, self._host, self._backend, self._timeout_seconds)
         return StageGroup(self._stage, self._group.name, self._host, self._group.port, self._group.joined)
+
+    def hashed(self) -> Sent | None:
+        """Collective: what engines print over the current weights; None on ranks that send nothing."""
+        checksums = EngineChecksums()
+        for name, tensor in self._policy.hf_tensors():
+            if self._is_sender:
+                checksums.update([(name, tensor)])
+        return Sent(self._stage, checksums.result()) if self._is_sender else None
 
     def keep(self) -> None:
         """Collective: copies the current weights into this sender's host memory."""

@@ -11,6 +11,7 @@ from services.trainer.control.messages import (
     DescribeWeights,
     DropGroups,
     Export,
+    HashWeights,
     KeepWeights,
     Leave,
     OpenGroups,
@@ -66,6 +67,8 @@ class RankWorker:
                 return self._sender.probe()
             case SendWeights(publication_id, world_size, kept):
                 return self._sender.send(publication_id, world_size, kept=kept)
+            case HashWeights():
+                return self._sender.hashed()
             case KeepWeights():
                 self._sender.keep()
             case DropGroups():

@@ -60,6 +60,9 @@ class WeightWriter:
     def open(self) -> None:
         """Nobody meets anybody."""
 
+    def hashed(self) -> None:
+        """A version is always written: engines that come back load it from its folder."""
+
     def keep(self) -> None:
         """The served version's folder stays by itself."""
 

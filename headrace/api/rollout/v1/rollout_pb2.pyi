@@ -111,6 +111,10 @@ class _TransportEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Transport.V
     """A folder of safetensors in the shared memory of the machine of both sides."""
     TRANSPORT_DISK: _Transport.ValueType  # 3
     """A folder of safetensors both sides see."""
+    TRANSPORT_LOADED: _Transport.ValueType  # 4
+    """Nothing travels: engines that have not been given weights yet have loaded these by themselves. The commit compares
+    them as always, no engine stands still, and one that holds others goes on as before.
+    """
 
 class Transport(_Transport, metaclass=_TransportEnumTypeWrapper):
     """How weights travel."""
@@ -123,6 +127,10 @@ TRANSPORT_IPC: Transport.ValueType  # 2
 """A folder of safetensors in the shared memory of the machine of both sides."""
 TRANSPORT_DISK: Transport.ValueType  # 3
 """A folder of safetensors both sides see."""
+TRANSPORT_LOADED: Transport.ValueType  # 4
+"""Nothing travels: engines that have not been given weights yet have loaded these by themselves. The commit compares
+them as always, no engine stands still, and one that holds others goes on as before.
+"""
 Global___Transport: _TypeAlias = Transport  # noqa: Y015
 
 @_typing.final

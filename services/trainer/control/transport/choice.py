@@ -12,13 +12,15 @@ from services.trainer.control.transport.disk import DiskTransport
 from services.trainer.control.transport.port import Transport
 
 
-def transport_of(config: PublishSection, ranks: RankGroup, rollout: RolloutClient, root: Path) -> Transport:
-    """`root` is where versions lie that travel through files."""
+def transport_of(
+    config: PublishSection, ranks: RankGroup, rollout: RolloutClient, root: Path, *, hashes: bool
+) -> Transport:
+    """`root` is where versions lie that travel through files; `hashes` when ranks know what engines print."""
     seconds = config.update_weight_timeout_seconds
     match config.update_weight_transport:
         case "collective":
             keeps = config.update_weight_rollback == "host"
-            return CollectiveTransport(ranks, rollout, seconds=seconds, keeps=keeps)
+            return CollectiveTransport(ranks, rollout, seconds=seconds, keeps=keeps, hashes=hashes)
         case "disk":
             return DiskTransport(ranks, rollout, root, seconds=seconds)
         case "ipc":

@@ -12,25 +12,40 @@ from services.trainer.control.publication_plan import PublicationPlan
 from services.trainer.control.rank_group import RankGroup
 from services.trainer.control.transport.port import Attempt, Offer, Source
 
+_OF_CHECKPOINT = 0
+"""The version of the weights in hf_checkpoint."""
+
 
 class CollectiveTransport:
-    """Senders broadcast to the engines. With `keeps` they copy what is served into host memory, to send it again."""
+    """Senders broadcast to the engines. With `keeps` they copy what is served into host memory, to send it again.
 
-    def __init__(self, ranks: RankGroup, rollout: RolloutClient, *, seconds: float, keeps: bool) -> None:
+    With `hashes` the weights that a run begins with are first compared with those that engines have loaded themselves,
+    and broadcast only if they differ.
+    """
+
+    def __init__(self, ranks: RankGroup, rollout: RolloutClient, *, seconds: float, keeps: bool, hashes: bool) -> None:
         self._ranks = ranks
         self._rollout = rollout
         self._seconds = seconds
         self._keeps = keeps
         self._made_plan: PublicationPlan | None = None
+        self._may_be_loaded = hashes
+        self._loaded: dict[str, str] | None = None
 
     async def prepare(self, attempt: Attempt) -> Offer:
         """The senders listen."""
         plan = await self._plan()
+        if self._may_be_loaded and attempt.source is Source.NEW and attempt.policy_version == _OF_CHECKPOINT:
+            self._loaded = await self._ranks.hash_weights(deadline_seconds=self._seconds)
+            return Offer(pb.TRANSPORT_LOADED, plan.manifest)
+        self._may_be_loaded = False
         groups = plan.groups(await self._ranks.open_groups(deadline_seconds=self._seconds))
         return Offer(pb.TRANSPORT_COLLECTIVE, plan.manifest, groups)
 
     async def deliver(self, attempt: Attempt, begun: pb.BeginPublishResponse) -> dict[str, str]:
         """Senders join their groups and broadcast, while engines are asked to receive."""
+        if self._loaded is not None:
+            return self._loaded
         sending = asyncio.create_task(
             self._ranks.send_weights(
                 attempt.publication_id,
@@ -55,6 +70,7 @@ class CollectiveTransport:
         return checksums
 
     async def accept(self, attempt: Attempt) -> bool:
+        self._may_be_loaded, self._loaded = False, None
         if self._keeps:
             await self._ranks.keep_weights()
         return self._keeps
@@ -62,8 +78,13 @@ class CollectiveTransport:
     async def rejoined(self) -> None:
         await self._ranks.drop_groups()  # the group of a few engines serves once
 
-    async def drop(self) -> None:
-        await self._ranks.drop_groups()
+    async def drop(self) -> bool:
+        """True when engines had loaded other weights than the run begins with: they are broadcast then."""
+        had_loaded = self._loaded is not None
+        self._may_be_loaded, self._loaded = False, None
+        if not had_loaded:
+            await self._ranks.drop_groups()
+        return had_loaded
 
     async def _offer(self, publication_id: str, num_buckets: int) -> None:
         """Asks the engines to receive one bucket after the other."""

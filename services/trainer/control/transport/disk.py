@@ -87,12 +87,13 @@ class DiskTransport:
     async def rejoined(self) -> None:
         await self._serve_offered()
 
-    async def drop(self) -> None:
+    async def drop(self) -> bool:
         """A served folder that could not be loaded is written again for the engines that come back next."""
         if self._offered is not None and self._offered is self._served:
             self._is_doubted = True
         self._offered = None
         await self._sweep()
+        return False
 
     def _lies_there(self, attempt: Attempt) -> Written | None:
         if attempt.source is Source.NEW or self._served is None:

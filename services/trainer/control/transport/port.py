@@ -60,8 +60,8 @@ class Transport(Protocol):
     async def rejoined(self) -> None:
         """Called when a few engines serve it beside the others."""
 
-    async def drop(self) -> None:
-        """Called when a try failed; the next one starts from nothing that it left."""
+    async def drop(self) -> bool:
+        """Called when a try failed; the next one starts from nothing that it left. True when it goes another way."""
 
 
 class Sender(Protocol):
@@ -75,6 +75,9 @@ class Sender(Protocol):
 
     def open(self) -> StageGroup | None:
         """The address at which this stage's group of engines listens; None where there is none."""
+
+    def hashed(self) -> Sent | None:
+        """Collective: what engines print over the current weights; None on ranks that send nothing."""
 
     def keep(self) -> None:
         """Collective: copies the current weights, to send them again."""

@@ -139,7 +139,7 @@ def sender_in(**publish: Any) -> Sender:
 def publisher_of(ranks: RankGroup, rollout: AskedRollout, **publish: Any) -> Publisher:
     config, client = job_of(**publish).publish, cast(RolloutClient, rollout)
     root = RunFolder(Path("run")).weights_of(config)
-    transport = transport_of(config, ranks, client, root)
+    transport = transport_of(config, ranks, client, root, hashes=False)
     return Publisher(ranks, client, transport, config, backend="gloo", away_seconds=60.0)
 
 

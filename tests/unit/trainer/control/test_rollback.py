@@ -230,7 +230,7 @@ class Run:
         self.channel = Channel(0, 1, b"")
         self.execute = self.model.execute
         ranks = RankGroup(self.channel, lambda command: self.execute(command), ThreadPoolExecutor(1))
-        way = transport_of(job.publish, ranks, rollout, root)
+        way = transport_of(job.publish, ranks, rollout, root, hashes=False)
         self.publisher = Publisher(ranks, rollout, way, job.publish, backend="gloo", away_seconds=60.0)
 
     async def __aenter__(self) -> Run:

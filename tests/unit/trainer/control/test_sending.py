@@ -86,6 +86,13 @@ def test_weights_that_were_kept_are_sent_as_they_were_after_the_model_has_others
     assert all(torch.equal(a.view(torch.float32), b) for a, b in zip(received, kept.values(), strict=True))
 
 
+def test_weights_are_hashed_without_engines() -> None:
+    policy = WatchedPolicy()
+    hashed = sender_of(policy).hashed()
+    assert hashed is not None
+    assert hashed.checksums == engine_checksums(policy.weights)
+
+
 def test_a_bucket_is_gathered_while_the_one_before_it_is_on_its_way() -> None:
     policy = WatchedPolicy()
     sender = sender_of(policy)
