@@ -96,7 +96,7 @@ class Figures:
 
 def trl(python: Path, model: Path, prompts: Path) -> Figures:
     """TRL alone in its process."""
-    command = [str(python), str(REPOSITORY / "tests/bench/trl_grpo.py"), str(model), str(prompts), str(STEPS)]
+    command = [str(python), str(REPOSITORY / "tests/bench/baselines/trl_grpo.py"), str(model), str(prompts), str(STEPS)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(done.stdout.strip().splitlines()[-1])
     return Figures.of(found["ends"], found["lengths"])
