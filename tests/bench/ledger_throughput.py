@@ -153,7 +153,7 @@ def raw_disk(folder: Path, size: int) -> float:
 def reverb(python: str | None, size: int) -> Rates | None:
     if python is None:
         return None
-    script = Path(__file__).parent / "baselines/reverb_rates.py"
+    script = Path(__file__).with_name("reverb_rates.py")
     command = [python, str(script), str(size), str(NUM_SAMPLES[size]), str(PER_CALL), str(IN_FLIGHT), str(ROUNDS)]
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
