@@ -108,6 +108,13 @@ async def test_others_are_sent_in_the_same_publication(noes: list[Exception]) ->
     assert engines.ways == [pb.TRANSPORT_LOADED, pb.TRANSPORT_COLLECTIVE]
 
 
+async def test_what_engines_had_loaded_costs_none_of_the_tries() -> None:
+    engines = Engines(OURS, *(Unavailable("no engine is alive") for _ in range(3)))
+    async with publisher(engines, []) as publishing:
+        await publishing.publish(at(0))
+    assert engines.ways == [pb.TRANSPORT_LOADED, *[pb.TRANSPORT_COLLECTIVE] * 3]
+
+
 async def test_a_trainer_that_was_replaced_sends_nothing() -> None:
     engines = Engines(OURS, Fenced("epoch 1 is over"))
     async with publisher(engines, []) as publishing:
