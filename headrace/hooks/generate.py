@@ -10,6 +10,8 @@ from typing import Any
 
 from headrace.errors import InvalidArgument
 from headrace.hooks.args import HookArgs
+from headrace.hooks.kit.adopt import adopted
+from headrace.hooks.kit.call import Call, calling
 from headrace.hooks.load import Hook, load_hook
 from headrace.hooks.plain import plain
 from headrace.hooks.reward import checked_reward
@@ -47,13 +49,15 @@ async def run_generate(
     signature = Signature.of(hook.target)
     options = {"evaluation": evaluation} if _takes(signature, "evaluation") else {}
     if takes_group(hook):
-        made = await _awaited(hook.target(args, list(samples), **options))
-        flat = _samples(path, made)
+        with calling(Call(args, samples, sampling_params)) as call:
+            made = await _awaited(hook.target(args, list(samples), **options))
+        flat = _samples(path, made, call)
         return [[one] for one in flat] if len(flat) == len(samples) else [flat, *([] for _ in samples[1:])]
     results = []
     for sample in samples:
-        made = await _awaited(hook.target(args, sample, copy.deepcopy(dict(sampling_params)), **options))
-        results.append(_samples(path, made if isinstance(made, list) else [made]))
+        with calling(Call(args, [sample], sampling_params)) as call:
+            made = await _awaited(hook.target(args, sample, copy.deepcopy(dict(sampling_params)), **options))
+        results.append(_samples(path, made if isinstance(made, list) else [made], call))
     return results
 
 
@@ -61,7 +65,7 @@ def _takes(signature: Signature, name: str) -> bool:
     return name in signature.required or name in signature.optional or signature.takes_keywords
 
 
-def _samples(path: str, made: Any) -> list[Sample]:
+def _samples(path: str, made: Any, call: Call) -> list[Sample]:
     if not isinstance(made, list):
         raise InvalidArgument(f"hook {path} returned {type(made).__name__}; it must return Sample or list[Sample]")
     flat = [one for item in made for one in (item if isinstance(item, list) else [item])]
@@ -70,7 +74,7 @@ def _samples(path: str, made: Any) -> list[Sample]:
         raise InvalidArgument(
             f"hook {path} returned a list of {sorted(strangers) or 'nothing'}; it must hold at least one Sample"
         )
-    return [_plain(path, one) for one in flat]
+    return [_plain(path, adopted(one, call)) for one in flat]
 
 
 def _plain(path: str, sample: Sample) -> Sample:

@@ -136,7 +136,10 @@ class Sample:
         """Takes status, versions and counts from one answer of the engine's `/generate`."""
         self.spec_info.add(meta_info)
         self.prefix_cache_info.add(meta_info)
-        if "weight_version" in meta_info:
+        spans = meta_info.get("weight_versions") or ()
+        if spans:  # weights were published while it was written
+            self.weight_versions += [span["version"] for span in spans]
+        elif "weight_version" in meta_info:
             self.weight_versions.append(meta_info["weight_version"])
         self.status = _FINISH_STATUS[meta_info["finish_reason"]["type"]]
 

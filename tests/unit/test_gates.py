@@ -56,7 +56,7 @@ IMPORTS = {
     "Weights & Biases is one module's": ("services/trainer/serving/breach.py", "import wandb"),
     "psycopg is one store's": ("services/buffer/store/breach.py", "import psycopg"),
     "SQLite is one store's": ("services/buffer/store/breach.py", "import sqlite3"),
-    "aiohttp is one module's": ("services/rollout/breach.py", "import aiohttp"),
+    "aiohttp is two modules'": ("services/rollout/breach.py", "import aiohttp"),
 }
 SERVERS = [
     "aiohttp",

@@ -1,0 +1,12 @@
+"""For users' generate functions: conversations with the policy whose tokens are trained exactly as they were sampled.
+
+In: messages, and the call that a function serves (its `args` and sampling parameters). Out: completions, and samples
+with tokens, masks and log-probs.
+"""
+
+from headrace.hooks.kit.completion import Completion, build_loss_mask
+from headrace.hooks.kit.generate import generate_single
+from headrace.hooks.kit.tool_call import ToolCall, extract_tool_call
+from headrace.hooks.kit.trajectory import Trajectory
+
+__all__ = ["Completion", "ToolCall", "Trajectory", "build_loss_mask", "extract_tool_call", "generate_single"]

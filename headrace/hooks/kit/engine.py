@@ -1,0 +1,60 @@
+"""Asks the router's `/generate` for one response, from a user's function."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+
+from headrace.errors import InvalidArgument, Unavailable
+
+_FIRST_WAIT_SECONDS = 0.1
+_LONGEST_WAIT_SECONDS = 2.0
+
+
+async def ask_engine(url: str, tokens: Sequence[int], params: Mapping[str, Any], *, seconds: float) -> dict[str, Any]:
+    """Returns the answer's meta_info. A router that is away is asked again until `seconds` have passed.
+
+    Raises InvalidArgument with the engine's words when it refuses the request, and Unavailable at the deadline.
+    """
+    body = {"input_ids": list(tokens), "sampling_params": dict(params), "return_logprob": True}
+    deadline, wait_seconds = time.monotonic() + seconds, _FIRST_WAIT_SECONDS
+    last: Exception | None = None
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=left)) as http:
+                return await _answer(http, url, body)
+        except (aiohttp.ClientError, TimeoutError, _Away) as error:
+            last = error
+        await asyncio.sleep(min(wait_seconds, max(deadline - time.monotonic(), 0.0)))
+        wait_seconds = min(2 * wait_seconds, _LONGEST_WAIT_SECONDS)
+    raise Unavailable(f"{url} gave no response in {seconds:g} s: {last}")
+
+
+class _Away(Exception):
+    """The router, or the engine behind it, cannot answer now."""
+
+
+async def _answer(http: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    async with http.post(url, json=body) as reply:
+        if reply.status >= 500:
+            raise _Away(f"status {reply.status}")
+        if reply.status >= 400:
+            said = (await reply.content.read(1000)).decode(errors="replace")
+            raise InvalidArgument(f"the engine refused the request ({reply.status}): {said}")
+        content = await reply.read()
+    found = _parsed(url, content)
+    if not isinstance(found, dict) or not isinstance(meta_info := found.get("meta_info"), dict):
+        raise InvalidArgument(f"{url} answered something without meta_info: {content[:80]!r}")
+    return meta_info
+
+
+def _parsed(url: str, content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except ValueError as error:
+        raise InvalidArgument(f"{url} answered something that is no JSON: {content[:80]!r}") from error

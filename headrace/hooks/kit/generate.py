@@ -1,0 +1,94 @@
+"""`generate_single`: the policy's next turn in a conversation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headrace.hooks.kit.call import Call, current_call
+from headrace.hooks.kit.completion import Completion
+from headrace.hooks.kit.engine import ask_engine
+from headrace.hooks.kit.template import Template, template_of
+from headrace.hooks.kit.trajectory import Trajectory
+
+_AFTER_ABORT_SECONDS = 0.1
+Conversation = str | Sequence[Mapping[str, Any]]
+
+
+async def generate_single(
+    conversation: Conversation,
+    *,
+    tools: Sequence[Any] | None = None,
+    sampling_params: Mapping[str, Any] | None = None,
+) -> Completion:
+    """Returns the policy's response to messages, or to a text as it is. Call it from a generate function.
+
+    When the messages hold an earlier Completion as it was returned, its tokens are continued, and only what was said
+    since is rendered. Messages that were edited before it are a new prompt. A response is empty, and its sample is
+    TRUNCATED, once --max-turns or --rollout-max-context-len leave no room. `tools` default to those of the row.
+    Raises InvalidArgument when the chat template or the engine refuse, Unavailable when no engine answers in time.
+    """
+    call = current_call()
+    template = template_of(str(call.args.hf_checkpoint))
+    trajectory = _continued(call, template, conversation, tools if tools is not None else call.tools)
+    params = {**call.params(), **(sampling_params or {})}
+    start = len(trajectory.response_tokens)
+    if _has_turns(call, trajectory):
+        await _extend(call, trajectory, params)
+    else:
+        trajectory.is_cut = True
+    written = trajectory.response_tokens[start:]
+    seen = conversation if isinstance(conversation, str) else [dict(message) for message in conversation]
+    completion = Completion.of(
+        template.decode(written, special=False), template.decode(written, special=True), trajectory, seen
+    )
+    call.record(conversation, completion)
+    return completion
+
+
+def _continued(call: Call, template: Template, conversation: Conversation, tools: Sequence[Any] | None) -> Trajectory:
+    position = None if isinstance(conversation, str) else _last_completion(conversation)
+    if position is None:
+        is_rendered = bool(call.args.get("apply_chat_template"))
+        return Trajectory(template.prompt(conversation, tools, is_rendered=is_rendered))
+    messages: Any = conversation
+    trajectory: Trajectory = messages[position]["content"].trajectory.copy()
+    last_token = trajectory.tokens[-1]
+    trajectory.append_context(template.since(messages, position, tools, last_token))
+    return trajectory
+
+
+def _last_completion(messages: Sequence[Mapping[str, Any]]) -> int | None:
+    """The position of the newest response, if nothing before it was edited since."""
+    for position in range(len(messages) - 1, -1, -1):
+        content = messages[position].get("content")
+        if isinstance(content, Completion):
+            return position if list(content.seen) == list(messages[:position]) else None
+    return None
+
+
+def _has_turns(call: Call, trajectory: Trajectory) -> bool:
+    most = call.args.get("max_turns")
+    return not trajectory.is_cut and (most is None or trajectory.turns < most)
+
+
+async def _extend(call: Call, trajectory: Trajectory, params: dict[str, Any]) -> None:
+    """Asks until the response has ended: an engine that takes new weights may abort it in its midst."""
+    url = f"http://{call.args.sglang_router_ip}:{call.args.sglang_router_port}/generate"
+    wanted, context = params["max_new_tokens"], call.args.get("rollout_max_context_len")
+    while True:
+        room = wanted if context is None else min(wanted, context - len(trajectory.tokens))
+        if room <= 0:
+            trajectory.is_cut = True
+            return
+        meta_info = await ask_engine(
+            url,
+            trajectory.tokens,
+            {**params, "max_new_tokens": room},
+            seconds=call.args.generate_timeout_seconds,
+        )
+        wanted -= len(trajectory.append_response(meta_info))
+        if meta_info["finish_reason"]["type"] != "abort":
+            return
+        await asyncio.sleep(_AFTER_ABORT_SECONDS)  # the engine that aborted may not run yet

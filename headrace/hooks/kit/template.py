@@ -1,0 +1,65 @@
+"""The checkpoint's chat template: tokens of a conversation, and of what was said since a response."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from headrace.errors import InvalidArgument
+
+
+@cache
+def template_of(hf_checkpoint: str) -> Template:
+    """Loads the tokenizer, once a process."""
+    return Template(hf_checkpoint)
+
+
+class Template:
+    """A tokenizer and its chat template."""
+
+    def __init__(self, hf_checkpoint: str) -> None:
+        from transformers import AutoTokenizer  # takes seconds: only for those who use it
+
+        self._tokenizer = AutoTokenizer.from_pretrained(hf_checkpoint)
+
+    def prompt(self, conversation: Any, tools: Sequence[Any] | None, *, is_rendered: bool) -> list[int]:
+        """Returns the tokens of messages up to the policy's turn, or those of a text as it is."""
+        if isinstance(conversation, str):
+            return self._encode(conversation, special=not is_rendered)
+        return self._encode(self._render(conversation, tools))
+
+    def since(self, messages: Sequence[Any], position: int, tools: Sequence[Any] | None, last_token: int) -> list[int]:
+        """Returns the tokens behind the response at `position`, up to the policy's next turn.
+
+        A text stands in for the response, so that it is neither rendered nor tokenized again. What ends a turn in the
+        template is left out where the response's `last_token` is that already.
+        """
+        mark = f"response-{secrets.token_hex(8)}"
+        marked = [*messages[:position], {**messages[position], "content": mark}, *messages[position + 1 :]]
+        _, found, behind = self._render(marked, tools).rpartition(mark)
+        if not found:
+            raise InvalidArgument(
+                "the chat template leaves the policy's earlier response out, so its tokens cannot be continued: append "
+                "it with the role assistant"
+            )
+        tokens = self._encode(behind)
+        return tokens[1:] if tokens and tokens[0] == last_token else tokens
+
+    def decode(self, tokens: Sequence[int], *, special: bool) -> str:
+        """Returns the text, with special tokens or without."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
+
+    def _render(self, messages: Sequence[Any], tools: Sequence[Any] | None) -> str:
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    list(messages), tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=True
+                )
+            )
+        except Exception as error:  # a template is code of the checkpoint's author: it may raise anything
+            raise InvalidArgument(f"the chat template refused the conversation: {error}") from error
+
+    def _encode(self, text: str, *, special: bool = False) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=special))

@@ -1,0 +1,171 @@
+"""The kit for generate functions: trajectories, templates, limits and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.errors import FailedPrecondition, InvalidArgument, Unavailable
+from headrace.hooks import HookArgs, Sample
+from headrace.hooks.kit import Completion, Trajectory, build_loss_mask, extract_tool_call, generate_single
+from headrace.hooks.kit.adopt import adopted
+from headrace.hooks.kit.call import Call, calling
+from headrace.hooks.kit.engine import ask_engine
+from headrace.hooks.kit.template import Template
+from headrace.rpc.net import free_port
+from tests.support.fakes.scripted_engine import ScriptedEngine
+from tests.support.models.chat_templates import CHAT_MODELS, make_chat_tokenizer
+
+USER = {"role": "user", "content": "What is 3 + 4?"}
+AGAIN = {"role": "user", "content": "Are you sure?"}
+PLAIN = ("qwen2.5", "llama3", "llama3.1", "kimi_k2", "smollm2")
+"""Templates that show a conversation as it was, thoughts included."""
+
+
+@pytest.fixture
+async def engine(tmp_path: Path) -> AsyncIterator[ScriptedEngine]:
+    tokenizer = make_chat_tokenizer("qwen2.5")
+    tokenizer.save_pretrained(tmp_path)
+    running = ScriptedEngine(tokenizer, ["It is 7.", "Yes."])
+    await running.start(seconds=60)
+    yield running
+    await running.stop()
+
+
+def call_of(engine: ScriptedEngine, folder: Path, **args: Any) -> Call:
+    """A call with one sample that asks the engine."""
+    host, port = engine.url.removeprefix("http://").split(":")
+    options = {"hf_checkpoint": str(folder), "generate_timeout_seconds": 60.0}
+    options |= {"sglang_router_ip": host, "sglang_router_port": int(port), **args}
+    params = {"max_new_tokens": 50, "stop_token_ids": [engine.end_of_turn], "sampling_seed": 5}
+    return Call(HookArgs(options), [Sample()], params)
+
+
+async def test_a_later_turn_continues_the_tokens_that_were_sampled(engine: ScriptedEngine, tmp_path: Path) -> None:
+    with calling(call_of(engine, tmp_path)):
+        first = await generate_single([USER])
+        second = await generate_single([USER, {"role": "assistant", "content": first}, AGAIN])
+    assert (first, second) == ("It is 7.", "Yes.")
+    whole, size = second.trajectory, len(first.trajectory.tokens)
+    assert whole.tokens[:size] == first.trajectory.tokens
+    assert whole.response_tokens[-len(engine.turns[1]) :] == engine.turns[1]
+    between = len(whole.response_tokens) - len(engine.turns[0]) - len(engine.turns[1])
+    assert whole.loss_mask == [1] * len(engine.turns[0]) + [0] * between + [1] * len(engine.turns[1])
+
+
+async def test_messages_that_were_edited_before_a_response_are_a_new_prompt(
+    engine: ScriptedEngine, tmp_path: Path
+) -> None:
+    with calling(call_of(engine, tmp_path)):
+        first = await generate_single([USER])
+        second = await generate_single([AGAIN, {"role": "assistant", "content": first}, AGAIN])
+    assert second.trajectory.response_tokens == engine.turns[1]
+    assert second.trajectory.prompt_tokens != first.trajectory.prompt_tokens
+
+
+async def test_a_context_without_room_ends_the_sample_as_truncated(engine: ScriptedEngine, tmp_path: Path) -> None:
+    prompt = Template(str(tmp_path)).prompt([USER], None, is_rendered=False)
+    call = call_of(engine, tmp_path, rollout_max_context_len=len(prompt) + 3)
+    with calling(call):
+        first = await generate_single([USER])
+        second = await generate_single([USER, {"role": "assistant", "content": first}, AGAIN])
+    assert first.trajectory.response_tokens == engine.turns[0][:3]
+    made = adopted(Sample(response=second), call)
+    assert (second, made.status, made.response_length) == ("", Sample.Status.TRUNCATED, len(made.loss_mask or ()))
+    assert made.tokens[len(prompt) :][:3] == engine.turns[0][:3]
+
+
+async def test_what_the_function_sets_itself_stays(engine: ScriptedEngine, tmp_path: Path) -> None:
+    call = call_of(engine, tmp_path)
+    with calling(call):
+        first = await generate_single([USER])
+    mask = [0] * len(engine.turns[0])
+    own = Sample(response=first, status=Sample.Status.TRUNCATED, loss_mask=mask, metadata={"said": [first]})
+    made = adopted(own, call)
+    assert (made.status, made.loss_mask, made.metadata) == (Sample.Status.TRUNCATED, mask, {"said": ["It is 7."]})
+    assert {type(made.response), type(made.metadata["said"][0])} == {str}
+    assert build_loss_mask(own) == [1] * len(engine.turns[0])
+    assert build_loss_mask(Sample(response="a text")) is None
+
+
+def test_each_request_of_a_call_has_its_own_seed_and_the_same_in_the_next_run() -> None:
+    runs = [Call(HookArgs({}), [Sample()], {"sampling_seed": 5}) for _ in range(2)]
+    seeds = [[run.params()["sampling_seed"] for _ in range(4)] for run in runs]
+    assert seeds[0] == seeds[1]
+    assert seeds[0][0] == 5
+    assert len(set(seeds[0])) == 4
+
+
+async def test_outside_a_generate_function_it_says_how_to_run_one() -> None:
+    with pytest.raises(FailedPrecondition, match="--custom-generate-function-path"):
+        await generate_single([USER])
+
+
+async def test_an_engine_that_is_away_or_refuses_is_said(engine: ScriptedEngine) -> None:
+    with pytest.raises(Unavailable, match=r"gave no response in 0\.3 s"):
+        await ask_engine(f"http://127.0.0.1:{free_port()}/generate", [1], {}, seconds=0.3)
+    engine.faults["/generate"] = "refuse"
+    with pytest.raises(InvalidArgument, match=r"refused the request \(400\).*told to"):
+        await ask_engine(f"{engine.url}/generate", [1], {}, seconds=60.0)
+
+
+@pytest.mark.parametrize("name", CHAT_MODELS)
+def test_what_was_said_since_a_response_is_rendered_by_every_template_without_the_response(
+    tmp_path: Path, name: str
+) -> None:
+    tokenizer = make_chat_tokenizer(name)
+    tokenizer.save_pretrained(tmp_path)
+    template, messages = Template(str(tmp_path)), [USER, {"role": "assistant", "content": "It is 7."}, AGAIN]
+    trajectory = Trajectory(template.prompt([USER], None, is_rendered=False))
+    letters = [token for letter in "It is 7." for token in tokenizer.encode(letter, add_special_tokens=False)]
+    trajectory.append_response({"output_token_logprobs": [(-0.5, token, None) for token in letters]})
+    since = template.since(messages, 1, None, letters[-1])
+    trajectory.append_context(since)
+    assert "Are you sure?" in tokenizer.decode(since)
+    assert "7" not in tokenizer.decode(since)
+    assert trajectory.response_tokens[: len(letters)] == letters
+    assert template.since(messages, 1, None, since[0]) == since[1:]
+    if name in PLAIN:
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert tokenizer.decode(trajectory.tokens) == rendered
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": "4"}}\n</tool_call>',
+        "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>3</arg_value>\n"
+        '<arg_key>b</arg_key>\n<arg_value>"4"</arg_value>\n</tool_call>',
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 3, "b": "4"}<｜tool▁call▁end｜>',
+        '<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 3, "b": "4"}\n```<｜tool▁call▁end｜>',
+        '[TOOL_CALLS][{"name": "add", "arguments": {"a": 3, "b": "4"}}]',
+        '<|python_tag|>{"name": "add", "parameters": {"a": 3, "b": "4"}}<|eom_id|>',
+        '{"name": "add", "arguments": "{\\"a\\": 3, \\"b\\": \\"4\\"}"}',
+    ],
+    ids=["hermes", "glm", "deepseek 3.1", "deepseek r1", "mistral", "llama", "llama, text"],
+)
+def test_a_tool_call_is_found_in_every_format(text: str) -> None:
+    call = extract_tool_call(text)
+    assert call is not None
+    assert (call.name, call.arguments) == ("add", {"a": 3, "b": "4"})
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["The answer is 7.", "", "<tool_call>{not json}</tool_call>", '{"a": 3}', "[TOOL_CALLS]", '<tool_call>"add"'],
+)
+def test_what_is_no_tool_call_is_none(text: str) -> None:
+    assert extract_tool_call(text) is None
+
+
+def test_tool_calls_are_found_in_special_tokens_that_the_text_leaves_out() -> None:
+    raw = "<｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+    assert extract_tool_call(Completion.of("add{}", raw, Trajectory([]), [])) == {"name": "add", "arguments": {}}
+
+
+def test_a_trajectory_without_log_probs_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="return_logprob"):
+        Trajectory([1]).append_response({"finish_reason": {"type": "stop"}})
