@@ -6,11 +6,12 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import aiohttp
+from typing import TYPE_CHECKING, Any
 
 from headrace.errors import InvalidArgument, Unavailable
+
+if TYPE_CHECKING:
+    import aiohttp
 
 _FIRST_WAIT_SECONDS = 0.1
 _LONGEST_WAIT_SECONDS = 2.0
@@ -21,6 +22,8 @@ async def ask_engine(url: str, tokens: Sequence[int], params: Mapping[str, Any],
 
     Raises InvalidArgument with the engine's words when it refuses the request, and Unavailable at the deadline.
     """
+    import aiohttp  # the reward service loads hooks as well, and is installed without it
+
     body = {"input_ids": list(tokens), "sampling_params": dict(params), "return_logprob": True}
     deadline, wait_seconds = time.monotonic() + seconds, _FIRST_WAIT_SECONDS
     last: Exception | None = None
