@@ -30,6 +30,15 @@ def is_torn(folder: Path) -> bool:
     return "config.json" in names and any(name.endswith(".safetensors") for name in names) and not is_whole(folder)
 
 
+def tensor_names(folder: Path) -> frozenset[str]:
+    """All tensors of the folder, from its index or from the header of its only file. Raises OSError or ValueError."""
+    if (folder / _INDEX).exists():
+        return frozenset(json.loads((folder / _INDEX).read_bytes())["weight_map"])
+    with (folder / _SINGLE).open("rb") as file:
+        header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), _LONGEST_HEADER)))
+    return frozenset(header) - {"__metadata__"}
+
+
 def _weights(folder: Path) -> Iterable[str]:
     if (folder / _INDEX).exists():
         return set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values())

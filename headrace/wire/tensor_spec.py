@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 @dataclass(frozen=True, slots=True)

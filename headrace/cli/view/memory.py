@@ -11,6 +11,7 @@ from headrace.job.megatron.arguments import megatron
 from headrace.job.rules.algorithm_rules import uses_critic, uses_reference
 from headrace.job.rules.rules import known_architecture
 from headrace.job.schema.job import Job
+from headrace.models.block_fp8 import SCALE, BlockFp8
 from headrace.models.registry import table
 
 _FLOAT32, _BFLOAT16 = 4, 2
@@ -59,20 +60,26 @@ def memory(job: Job) -> Memory | None:
 
 def version_bytes(job: Job) -> int | None:
     """Bytes of all weights as they are published; None when this machine knows nothing of the model."""
-    parameters = num_parameters(job)
-    return None if parameters is None else parameters * (_BFLOAT16 if megatron(job.megatron).bf16 else _FLOAT32)
+    weight, form = _BFLOAT16 if megatron(job.megatron).bf16 else _FLOAT32, BlockFp8.of(job.model.hf_checkpoint)
+    if form is None:
+        parameters = num_parameters(job)
+        return None if parameters is None else parameters * weight
+    sizes = dict.fromkeys(form.weights, 1) | {name + SCALE: _FLOAT32 for name in form.weights}
+    files = job.model.hf_checkpoint.glob("*.safetensors")
+    return sum(n * sizes.get(name, weight) for file in files for name, n in _elements(file).items())
 
 
 def num_parameters(job: Job) -> int | None:
     """Elements of all tensors: from the headers of the safetensors files, else from the architecture."""
     folder = job.model.hf_checkpoint
-    if counted := sum(_elements(file) for file in folder.glob("*.safetensors")):
-        return counted
+    counted = [_elements(file) for file in folder.glob("*.safetensors")]
+    if found := sum(n for file in counted for name, n in file.items() if not name.endswith(SCALE)):
+        return found
     architecture = known_architecture(job)
     return None if architecture is None else table(architecture).num_parameters
 
 
-def _elements(file: Path) -> int:
+def _elements(file: Path) -> dict[str, int]:
     with file.open("rb") as data:
         header = json.loads(data.read(int.from_bytes(data.read(8), "little")))
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    return {name: math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}

@@ -13,6 +13,7 @@ from headrace.job.rules.machine import num_gpus
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 from headrace.launch.specs import SERVICES, address_in
+from headrace.models.block_fp8 import BlockFp8
 from headrace.run_folder import RunFolder
 from headrace.wire.shares import share_of_count
 
@@ -131,6 +132,15 @@ def _engines(job: Job) -> str:
 
 
 def _weights(job: Job) -> str:
+    form, way = BlockFp8.of(job.model.hf_checkpoint), _way(job)
+    if form is None:
+        return way
+    each = (version_bytes(job) or 0) / 1e6
+    share = f"{len(form.weights)} of {form.num_tensors} tensors"
+    return f"{way}; engines serve block FP8: {share}, {each:,.1f} MB a publication"
+
+
+def _way(job: Job) -> str:
     publish = job.publish
     if publish.update_weight_transport == "collective":
         return "broadcast to the engines"

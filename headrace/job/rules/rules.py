@@ -15,6 +15,7 @@ from headrace.job.rules.buffer_rules import check_buffer
 from headrace.job.rules.engine_rules import check_engine_ranks, check_engines, check_lengths
 from headrace.job.rules.files import check_files
 from headrace.job.rules.folders import check_folders
+from headrace.job.rules.machine import num_gpus
 from headrace.job.rules.megatron_rules import check_megatron, require_gpus
 from headrace.job.rules.needs import check_needs
 from headrace.job.rules.routing_rules import check_routing_replay
@@ -23,6 +24,7 @@ from headrace.job.schema.job import Job
 from headrace.job.schema.old_log_probs import trains_on_old_log_probs
 from headrace.job.schema.secrets import passwords
 from headrace.models.architecture import Architecture
+from headrace.models.block_fp8 import BlockFp8
 from headrace.models.exported import is_torn
 from headrace.models.presets import differences, find
 from headrace.models.registry import architecture, read_architecture
@@ -40,6 +42,7 @@ def check(job: Job, scope: Scope) -> None:
         _export_folder_is_new(job)
     if "trainer" in scope.services or "rollout" in scope.services:
         _architecture(job, scope)
+        _engines_compute_in_fp8(job, scope)
 
 
 def _synchronous_when_colocated(job: Job) -> None:
@@ -196,6 +199,18 @@ def _export_folder_is_new(job: Job) -> None:
         raise ConfigError(
             f"save_hf {folder} exists and is not empty: name a new folder, or remove it",
             field="save_hf",
+        )
+
+
+def _engines_compute_in_fp8(job: Job, scope: Scope) -> None:
+    """Raises ConfigError for a quantization that engines cannot be given, too."""
+    if BlockFp8.of(job.model.hf_checkpoint) and "rollout" in scope.services and not num_gpus():
+        scope.missing(
+            ConfigError(
+                f"hf_checkpoint {job.model.hf_checkpoint} is in block FP8, in which SGLang computes only on a GPU, and "
+                "this machine has none: name a folder in bfloat16 or float32",
+                field="hf_checkpoint",
+            )
         )
 
 

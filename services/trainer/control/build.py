@@ -14,6 +14,7 @@ from headrace.errors import ConfigError
 from headrace.job.eval_dataset import eval_dataset
 from headrace.job.schema.job import Job
 from headrace.job_buffer import buffer_of
+from headrace.models.block_fp8 import BlockFp8
 from headrace.rpc.log import log
 from headrace.rpc.net import Address
 from headrace.run_folder import RunFolder
@@ -27,6 +28,7 @@ from services.trainer.control.ranks import TrainerRanks
 from services.trainer.control.sender import WeightSender
 from services.trainer.control.transport.choice import transport_of
 from services.trainer.control.transport.port import Sender
+from services.trainer.control.transport.source import QuantizedWeights
 from services.trainer.control.worker import RankWorker
 from services.trainer.control.writer import WeightWriter
 from services.trainer.data.fetch import Fetch
@@ -103,10 +105,11 @@ class TrainerBuild:
 
     def sender(self, policy: Policy, layout: Layout, is_aborted: Callable[[str], bool]) -> Sender:
         """This rank's part in publications."""
-        publish = self._job.publish
+        publish, form = self._job.publish, BlockFp8.of(self._job.model.hf_checkpoint)
+        source = policy if form is None else QuantizedWeights(policy, form)
         if publish.update_weight_transport != "collective":
             return WeightWriter(
-                policy,
+                source,
                 layout,
                 is_aborted,
                 root=self.weights_root,
@@ -114,7 +117,7 @@ class TrainerBuild:
                 memory=MemoryFiles() if publish.update_weight_transport == "ipc" else None,
             )
         return WeightSender(
-            policy,
+            source,
             layout,
             is_aborted,
             host=_sender_host(self.rollout_address),

@@ -19,8 +19,8 @@ from headrace.errors import HeadraceError, PublicationAborted
 from headrace.rpc.log import log
 from headrace.wire.tensor_spec import TensorSpec
 from services.trainer.control.messages import Probed, Sent, StageGroup, StageWeights
+from services.trainer.control.transport.source import WeightSource
 from services.trainer.megatron.parallel import Layout
-from services.trainer.model.policy import Policy
 from services.trainer.weights.buckets import cut, filling_bytes
 from services.trainer.weights.engine_layout import EngineChecksums
 from services.trainer.weights.flat_buckets import FlatBuckets
@@ -36,7 +36,7 @@ class WeightSender:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: WeightSource,
         layout: Layout,
         is_aborted: Callable[[str], bool],
         *,

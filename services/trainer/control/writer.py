@@ -16,8 +16,8 @@ import torch
 from headrace.errors import HeadraceError, PublicationAborted
 from headrace.rpc.log import log
 from services.trainer.control.messages import Probed, Sent, StageWeights
+from services.trainer.control.transport.source import WeightSource
 from services.trainer.megatron.parallel import Layout
-from services.trainer.model.policy import Policy
 from services.trainer.weights.hashing import Hashing
 from services.trainer.weights.memory_files import MemoryFiles, make_private
 
@@ -30,7 +30,7 @@ class WeightWriter:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: WeightSource,
         layout: Layout,
         is_aborted: Callable[[str], bool],
         *,

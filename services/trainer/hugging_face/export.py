@@ -38,6 +38,7 @@ Write = Callable[[Path, Mapping[str, Tensor]], None]
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+_QUANTIZED = "float8_e4m3fn"
 _PART = ".part"
 _DRAFT = ".draft"
 _TORN = ".torn"
@@ -71,7 +72,7 @@ def export(
         pass
     try:
         work.agree()
-        work.do(lambda: _finish(hf_checkpoint, draft, folder, specs[0].dtype, file_bytes, layout) if is_first else None)
+        work.do(lambda: _finish(hf_checkpoint, draft, folder, specs, file_bytes, layout) if is_first else None)
     except HeadraceError:
         if is_first:
             remove(draft)  # a full disk is not kept full
@@ -91,10 +92,13 @@ def _begin(folder: Path, draft: Path) -> None:
     draft.mkdir()
 
 
-def _finish(hf_checkpoint: Path, draft: Path, folder: Path, dtype: str, file_bytes: int, layout: Layout) -> None:
+def _finish(
+    hf_checkpoint: Path, draft: Path, folder: Path, specs: Sequence[TensorSpec], file_bytes: int, layout: Layout
+) -> None:
     """Runs on rank 0 when every stage's files are durable."""
-    _copy_companions(hf_checkpoint, draft)
-    _write_config(hf_checkpoint, draft, dtype)
+    dtype = next(spec.dtype for spec in specs if spec.dtype != _QUANTIZED)
+    copy_companions(hf_checkpoint, draft)
+    _write_config(hf_checkpoint, draft, dtype, is_quantized=any(spec.dtype == _QUANTIZED for spec in specs))
     write_kept_layers(hf_checkpoint, draft, dtype, file_bytes, draft / f"{layout.pp_size}{_PART}")
     _write_index(draft)
     sync_files(draft)
@@ -138,7 +142,7 @@ def _write_stage(
 ) -> None:
     weight_map: dict[str, str] = {}
     for name, specs in zip(names, files, strict=True):
-        content = dict(islice(tensors, len(specs)))
+        content = work.attempt(partial(_next, tensors, len(specs))) or {}
         work.attempt(partial(look, content))
         work.attempt(partial(write, draft / name, content))
         weight_map |= dict.fromkeys(content, name)
@@ -147,24 +151,29 @@ def _write_stage(
     work.attempt(lambda: (draft / f"{stage}{_PART}").write_text(part))
 
 
+def _next(tensors: Iterator[tuple[str, Tensor]], number: int) -> dict[str, Tensor]:
+    return dict(islice(tensors, number))
+
+
 def _write_file(path: Path, content: Mapping[str, Tensor]) -> None:
     copies = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in content.items()}
     save_file(copies, str(path), metadata={"format": "pt"})
     sync(path)
 
 
-def _copy_companions(hf_checkpoint: Path, draft: Path) -> None:
+def copy_companions(hf_checkpoint: Path, draft: Path) -> None:
     """Tokenizer, chat template, generation config, licence: all that is not weights."""
     for path in sorted(hf_checkpoint.iterdir()):
         if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_WEIGHTS):
             shutil.copyfile(path, draft / path.name)
 
 
-def _write_config(hf_checkpoint: Path, draft: Path, dtype: str) -> None:
+def _write_config(hf_checkpoint: Path, draft: Path, dtype: str, *, is_quantized: bool) -> None:
     """The checkpoint's config, saying the dtype that was written; `torch_dtype` is what older readers look for."""
     config = json.loads((hf_checkpoint / "config.json").read_text())
     config |= {"dtype": dtype, "torch_dtype": dtype}
-    config.pop("quantization_config", None)
+    if not is_quantized:
+        config.pop("quantization_config", None)
     (draft / "config.json").write_text(json.dumps(config, indent=2))
 
 

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from headrace.errors import ConfigError
+from services.trainer.weights.dequantizing import dequantized
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -68,15 +69,3 @@ class HfFolder:
             raise ConfigError(f"hf_checkpoint {self.folder} has neither {SINGLE} nor {INDEX}: export it as safetensors")
         with safe_open(str(self.folder / SINGLE), framework="pt") as file:
             return dict.fromkeys(file.keys(), SINGLE)
-
-
-def dequantized(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
-    """float32 [out, in] from FP8 [out, in] and one factor a block; blocks at the edges are smaller."""
-    rows, columns = weight.shape
-    factors = scale.float().repeat_interleave(block[0], dim=0)[:rows].repeat_interleave(block[1], dim=1)[:, :columns]
-    if factors.shape != weight.shape:
-        raise ConfigError(
-            f"FP8 weight of shape {list(weight.shape)} has scales of shape {list(scale.shape)}, which blocks of "
-            f"{block[0]} × {block[1]} do not fit: look at weight_block_size in config.json"
-        )
-    return weight.float() * factors

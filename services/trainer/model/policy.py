@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from headrace.models.block_fp8 import BlockFp8
 from headrace.trajectory import Sample
 from headrace.wire.tensor_spec import TensorSpec
 from services.trainer.data.reading import FetchSamples, UnusableSample
@@ -24,6 +25,7 @@ from services.trainer.model.pipeline import Pipeline
 from services.trainer.model.preparation import Preparation
 from services.trainer.model.saved import SavedParts
 from services.trainer.plan.batch import SampleFacts
+from services.trainer.weights.block_fp8 import quantized, quantized_specs
 from services.trainer.weights.probe_sample import probe_sample
 
 
@@ -102,7 +104,10 @@ class Policy:
         file_bytes: int = FILE_BYTES,
         look: Look = lambda content: None,
         write: Write | None = None,
+        form: BlockFp8 | None = None,
     ) -> None:
         """Collective: a complete Hugging Face folder of the current weights; `look` sees each file's content first."""
-        specs = self.hf_tensor_specs()
-        export(self.hf_tensors(), specs, self._hf_checkpoint, folder, self._layout, file_bytes, look, write)
+        tensors, specs = self.hf_tensors(), self.hf_tensor_specs()
+        if form is not None:
+            tensors, specs = quantized(form, tensors), quantized_specs(form, specs)
+        export(tensors, specs, self._hf_checkpoint, folder, self._layout, file_bytes, look, write)

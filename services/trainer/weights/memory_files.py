@@ -18,7 +18,7 @@ from torch import Tensor
 from headrace.errors import FailedPrecondition, ResourceExhausted
 from services.trainer.weights.engine_layout import flat_bytes
 
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3"}
 _ALIGNMENT = 8
 
 

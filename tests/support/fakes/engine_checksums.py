@@ -26,6 +26,19 @@ def engine_checksums(weights: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return {name: hashlib.sha256(whole).hexdigest()[:16] for name, whole in wholes.items()}
 
 
+def stood_for(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns block FP8 multiplied out, in bfloat16, and all else as it is."""
+    found = {}
+    for name, tensor in weights.items():
+        if (factors := weights.get(f"{name}_scale_inv")) is not None:
+            side = tensor.shape[1] // factors.shape[1]
+            spread = torch.kron(factors, torch.ones(side, side))[: tensor.shape[0]]
+            tensor = (tensor.float() * spread).bfloat16()
+        if not name.endswith("_scale_inv"):
+            found[name] = tensor
+    return found
+
+
 def _fused(name: str) -> tuple[str, tuple[int, int]]:
     """The engine's name, and where the tensor is in it: number of the expert, number of the part."""
     if expert := _EXPERT.search(name):

@@ -20,7 +20,7 @@ from aiohttp import web
 from safetensors.torch import load_file
 from torch.distributed.distributed_c10d import Backend, _new_process_group_helper
 
-from tests.support.fakes.engine_checksums import engine_checksums
+from tests.support.fakes.engine_checksums import engine_checksums, stood_for
 from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.faults.failpoint import Failpoint
 
@@ -92,7 +92,7 @@ class GlooEngine(FakeEngine):
         return {"success": bool(files)}
 
     def _checksums(self, body: dict[str, Any]) -> dict[str, Any]:
-        checksums = engine_checksums(self.tensors) or {"what it would have loaded": "0" * 16}
+        checksums = engine_checksums(stood_for(self.tensors)) or {"what it would have loaded": "0" * 16}
         return {"success": True, "ranks": [{"checksums": checksums}]}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from tests.support.fakes.engine_checksums import stood_for
 from tests.support.fakes.gloo_engine import GlooEngine
 from tests.support.ranks.rank_results import network
 
@@ -23,8 +25,10 @@ class PolicyEngine(GlooEngine):
     def _score(self, tokens: Sequence[int]) -> list[tuple[float, int, None]]:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            (folder / "config.json").write_bytes((self._checkpoint / "config.json").read_bytes())
-            save_file(self.tensors, folder / "model.safetensors", metadata={"format": "pt"})
+            config = json.loads((self._checkpoint / "config.json").read_text())
+            config.pop("quantization_config", None)
+            (folder / "config.json").write_text(json.dumps(config))
+            save_file(stood_for(self.tensors), folder / "model.safetensors", metadata={"format": "pt"})
             model = network(folder)
         row = torch.tensor(tokens)
         with torch.no_grad():

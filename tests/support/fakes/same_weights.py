@@ -11,9 +11,11 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
+from headrace.models.block_fp8 import BlockFp8
 from headrace.wire.tensor_spec import TensorSpec
 from services.trainer.hugging_face.export import Look, Write, export
 from services.trainer.megatron.parallel import Layout
+from services.trainer.weights.block_fp8 import quantized, quantized_specs
 
 ALONE = cast(Layout, SimpleNamespace(device=torch.device("cpu"), rank=0, pp_rank=0, pp_size=1, tp_rank=0, dp_rank=0))
 
@@ -34,9 +36,14 @@ class SameWeights:
             for name, tensor in self._weights.items()
         ]
 
-    def export(self, folder: Path, file_bytes: int, look: Look, write: Write | None = None) -> None:
+    def export(
+        self, folder: Path, file_bytes: int, look: Look, write: Write | None = None, form: BlockFp8 | None = None
+    ) -> None:
         """As a Policy does; inside `all_ranks`."""
-        export(self.hf_tensors(), self.hf_tensor_specs(), self._checkpoint, folder, ALONE, file_bytes, look, write)
+        tensors, specs = self.hf_tensors(), self.hf_tensor_specs()
+        if form is not None:
+            tensors, specs = quantized(form, tensors), quantized_specs(form, specs)
+        export(tensors, specs, self._checkpoint, folder, ALONE, file_bytes, look, write)
 
 
 @contextmanager

@@ -15,12 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from headrace.models.block_fp8 import BlockFp8
 from headrace.models.exported import is_whole
 from headrace.process.shared_memory import memory_folder
+from services.trainer.weights.block_fp8 import quantized
 from tests.support.models.tiny_families import make_tiny
+from tests.support.models.tiny_variants import make_fp8
 from tests.support.ranks.algorithm_cases import Sections
 from tests.support.ranks.rank_results import weights
 from tests.support.ranks.ranks import run_cases
@@ -61,12 +65,14 @@ SET_UPS: Mapping[str, tuple[str, Sections]] = {
     "moonlight": ("moonlight", {}),
     "disk": ("qwen3", {"publish": {"update_weight_transport": "disk"}}),
     "ipc": ("qwen3", {"publish": {"update_weight_transport": "ipc"}}),
+    "fp8": ("qwen3-fp8", {"publish": {"update_weight_probe_tolerance": 1.0}}),
     "kimi_k2": ("kimi_k2", {}),
 }
 RUNS = [
     *("reference@dp2", "reference@vpp2", "critic@dp2", "critic@vpp2", "critic@cp2"),
     *("moonlight@dp2-distributed", "moonlight@ep2", "moonlight@vpp2", "kimi_k2@dp2", "kimi_k2@pp2", "kimi_k2@cp2-ep2"),
     *("disk@dp2", "disk@vpp2", "disk@tp2", "ipc@dp2", "ipc@vpp2"),
+    *("fp8@dp2", "fp8@vpp2", "fp8@tp2"),
 ]
 BASELINES = {set_up: next(run for run in RUNS if run.startswith(f"{set_up}@")) for set_up in SET_UPS}
 MOVED = [run for run in RUNS if run not in BASELINES.values()]
@@ -92,8 +98,9 @@ class Runs:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("trainers")
-    for family in {family for family, _ in SET_UPS.values()}:
+    for family in {family for family, _ in SET_UPS.values()} - {"qwen3-fp8"}:
         make_tiny(folder / family, family, num_layers=4)
+    make_fp8(folder / "qwen3", folder / "qwen3-fp8")
     make_tiny(folder / "reference", "qwen3", num_layers=4, seed=8)
     return Runs(folder, asyncio.run(_run(folder)))
 
@@ -117,9 +124,12 @@ async def _run(folder: Path) -> Mapping[str, Mapping[str, Tensor]]:
 def test_a_run_trains_every_step_and_the_engines_have_its_final_weights(runs: Runs, run: str) -> None:
     assert [row["step"] for row in runs.metrics(run)] == list(range(1, NUM_STEPS + 1))
     exported, served = runs.exported(run), runs.served[run]
-    assert exported.keys() == served.keys()
-    assert [name for name in exported if not exported[name].equal(served[name])] == []
-    before = weights(runs.folder / SET_UPS[run.split("@")[0]][0])
+    family = SET_UPS[run.split("@")[0]][0]
+    form = BlockFp8.of(runs.folder / family)
+    sent = dict(quantized(form, iter(exported.items()))) if form else exported
+    assert sent.keys() == served.keys()
+    assert [name for name in sent if not sent[name].view(torch.uint8).equal(served[name].view(torch.uint8))] == []
+    before = weights(runs.folder / (f"{family}-exact" if form else family))
     assert exported.keys() == before.keys()
     unmoved = [name for name in exported if exported[name].equal(before[name])]
     assert all(name.endswith("e_score_correction_bias") for name in unmoved)

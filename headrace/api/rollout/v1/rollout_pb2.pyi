@@ -547,7 +547,7 @@ class TensorSpec(_message.Message):
     name: _builtins.str
     """Its name in the Hugging Face checkpoint."""
     dtype: _builtins.str
-    """"float32", "bfloat16" or "float16"."""
+    """"float32", "bfloat16", "float16" or "float8_e4m3fn"."""
     bucket: _builtins.int
     """The bucket it travels in."""
     @_builtins.property
