@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from services.rollout.engine.cpu import models
 
 _ENGINE = "sglang.srt.entrypoints.engine.Engine"
 _GET_TOKENIZER = "sglang.srt.utils.hf_transformers.tokenizer.get_tokenizer"
+_SHARED_FILE = "sglang.srt.managers.load_snapshot.shm_path_for"
 
 
 def leave_out(hf_checkpoint: Path) -> None:
@@ -36,12 +38,13 @@ def leave_out(hf_checkpoint: Path) -> None:
 
 
 def fork_processes() -> None:
-    """Has SGLang's server fork its processes, and load one tokenizer for all of them."""
+    """Has SGLang's server fork its processes, load one tokenizer for all of them, and leave no shared memory behind."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     tokenizer = _Tokenizer()
     HookRegistry.register(_GET_TOKENIZER, tokenizer.get, HookType.AROUND)
     HookRegistry.register(f"{_ENGINE}._launch_scheduler_processes", tokenizer.load, HookType.BEFORE)
+    HookRegistry.register(_SHARED_FILE, _in_own_folder, HookType.AROUND)
     for start in ("_launch_scheduler_processes", "_launch_detokenizer_subprocesses"):
         HookRegistry.register(f"{_ENGINE}.{start}", _forking, HookType.AROUND)
 
@@ -77,6 +80,11 @@ class _Tokenizer:
 
 def _as_it_is(function: Any = None, *_: Any, **__: Any) -> Any:
     return (lambda decorated: decorated) if function is None else function
+
+
+def _in_own_folder(path: Callable[..., str], *args: Any) -> str:
+    """SGLang's file in /dev/shm outlives an engine; the temporary folder is the engine's own and goes with it."""
+    return os.path.join(tempfile.gettempdir(), os.path.basename(path(*args)))
 
 
 def _forking(start: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

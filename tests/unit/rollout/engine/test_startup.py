@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ from sglang.srt.plugins import load_plugins
 startup.fork_processes()
 load_plugins()
 
+from sglang.srt.managers.load_snapshot import shm_path_for
 from sglang.srt.managers import detokenizer_manager, scheduler, tp_worker
 from sglang.srt.debug_utils.dumper import _MegatronPlugin
 from sglang.srt.models.registry import ModelRegistry
@@ -37,6 +39,7 @@ print(json.dumps({
     "with other arguments": other is not users[0],
     "megatron": _MegatronPlugin._available,
     "models": before,
+    "shared file": shm_path_for("instance"),
     "found when it is asked for": ModelRegistry.is_arch_supported("LlamaForCausalLM"),
 }))
 """
@@ -45,9 +48,17 @@ print(json.dumps({
 @pytest.mark.engine
 def test_one_tokenizer_and_one_model_and_no_megatron(tmp_path: Path) -> None:
     checkpoint = make_tiny_qwen3(tmp_path / "model")
-    done = subprocess.run([sys.executable, "-c", _STARTS, str(checkpoint)], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", _STARTS, str(checkpoint)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == {
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert Path(found.pop("shared file")).parent == tmp_path, "it goes with the engine's own folder"
+    assert found == {
         "tokenizers": 1,
         "with other arguments": True,
         "megatron": False,
