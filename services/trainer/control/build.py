@@ -115,6 +115,7 @@ class TrainerBuild:
                 root=self.weights_root,
                 file_bytes=publish.update_weight_buffer_size,
                 memory=MemoryFiles() if publish.update_weight_transport == "ipc" else None,
+                hashes=self.knows_checksums(layout),
             )
         return WeightSender(
             source,
@@ -123,7 +124,12 @@ class TrainerBuild:
             host=_sender_host(self.rollout_address),
             bucket_bytes=publish.update_weight_buffer_size,
             timeout_seconds=publish.update_weight_timeout_seconds,
+            hashes=self.knows_checksums(layout),
         )
+
+    def knows_checksums(self, layout: Layout) -> bool:
+        """True where senders have the tensors that engines hash: those of several GPUs hash shards."""
+        return layout.device.type == "cpu" or self._job.placement.rollout_num_gpus_per_engine == 1
 
     def schedule(self) -> JobSchedule:
         """The steps at which weights move, checkpoints are written and evaluations run."""
@@ -160,7 +166,7 @@ class TrainerBuild:
         backend, services = "nccl" if built.layout.device.type == "cuda" else "gloo", self._job.services
         away_seconds = services.start_timeout_seconds + services.peer_wait_seconds  # its engines may be starting
         publish = self._job.publish
-        transport = transport_of(publish, group, rollout, self.weights_root, hashes=backend == "gloo")
+        transport = transport_of(publish, group, rollout, self.weights_root, hashes=self.knows_checksums(built.layout))
         return TrainerRanks(
             group,
             Publisher(group, rollout, transport, publish, backend=backend, away_seconds=away_seconds),

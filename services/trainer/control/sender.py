@@ -43,7 +43,9 @@ class WeightSender:
         host: str,
         bucket_bytes: int,
         timeout_seconds: float,
+        hashes: bool = True,
     ) -> None:
+        """`hashes`: what engines print can be computed here."""
         self._policy = policy
         self._is_aborted = is_aborted
         self._host = host
@@ -51,6 +53,7 @@ class WeightSender:
         self._stage = layout.pp_rank
         self._is_sender = layout.tp_rank == 0 and layout.dp_rank == 0
         self._timeout_seconds = timeout_seconds
+        self._hashes = hashes
         specs = policy.hf_tensor_specs()
         self._buckets = cut(specs, filling_bytes(specs, bucket_bytes))
         self._flat_buckets = FlatBuckets(layout.device)
@@ -101,12 +104,14 @@ class WeightSender:
         failure: HeadraceError | None = None
         tensors = self._kept.tensors() if kept else self._policy.hf_tensors()
         try:
-            self._send_all(tensors, publication_id, world_size, hashing)
+            try:
+                self._send_all(tensors, publication_id, world_size, hashing)
+            finally:
+                for _ in tensors:
+                    pass
         except (HeadraceError, RuntimeError) as error:  # torch.distributed raises RuntimeErrors
             failure = error if isinstance(error, HeadraceError) else PublicationAborted(f"sending failed: {error}")
             log.warning("sending_failed", publication_id=publication_id, error=str(error))
-        for _ in tensors:
-            pass
         if not self._is_sender:
             return None
         return Sent(self._stage, {}, failure.message) if failure else Sent(self._stage, hashing.result())
@@ -140,7 +145,7 @@ class WeightSender:
             else:
                 self._group.finish(sending, aborted)
             sending = self._group.start_broadcast(flat)
-            if self._backend == "gloo":
+            if self._hashes:
                 hashing.add(gathered)
         if self._group is not None and sending is not None:
             self._group.finish(sending, aborted)

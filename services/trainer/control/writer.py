@@ -37,7 +37,9 @@ class WeightWriter:
         root: Path,
         file_bytes: int,
         memory: MemoryFiles | None = None,
+        hashes: bool = True,
     ) -> None:
+        """`hashes`: what engines print can be computed here."""
         self._policy = policy
         self._is_aborted = is_aborted
         self._root = root
@@ -45,7 +47,7 @@ class WeightWriter:
         self._memory = memory
         self._stage = layout.pp_rank
         self._is_sender = layout.tp_rank == 0 and layout.dp_rank == 0
-        self._knows_checksums = layout.device.type == "cpu"  # a GPU engine prints its own kernel's
+        self._hashes = hashes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hashing")
         self._hashing = Hashing(self._thread)
         self._written_id: str | None = None
@@ -96,7 +98,7 @@ class WeightWriter:
             if self._is_aborted(publication_id):
                 raise PublicationAborted(f"{publication_id} was given up while it was written")
             num_bytes += sum(tensor.nbytes for tensor in content.values())
-            if self._knows_checksums:
+            if self._hashes:
                 hashing.add(list(content.items()))
 
         if self._memory:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -68,8 +69,9 @@ def export(
     names = _file_names(len(files), layout)
     if layout.tp_rank == 0 and layout.dp_rank == 0:
         _write_stage(work, tensors, files, names, draft, layout.pp_rank, look, write or _write_file)
-    for _ in tensors:  # the other tensor ranks only take part in the gathering
-        pass
+    with suppress(HeadraceError):  # nothing is left on a rank that writes, unless it has failed already
+        for _ in tensors:  # the other tensor ranks only take part in the gathering
+            pass
     try:
         work.agree()
         work.do(lambda: _finish(hf_checkpoint, draft, folder, specs, file_bytes, layout) if is_first else None)

@@ -3,8 +3,8 @@
 SGLang fuses q/k/v and gate/up into one parameter each, by concatenation along the output dimension, and stacks a
 layer's experts, so the bytes of the fused tensor are the parts' bytes end to end. Its /weights_checker prints, for a
 CPU tensor, the first eight bytes of the SHA-256 over the raw bytes, in hexadecimal (sglang/srt/managers/mm_utils.py:
-tensor_hash). Of a weight in block FP8 it hashes what it stands for: quantized × factor, in bfloat16
-(sglang/srt/utils/weight_checker_comparator.py).
+tensor_hash), and for one on a GPU its own kernel's hash (`device_hash`). Of a weight in block FP8 it hashes quantized ×
+factor, in bfloat16 (sglang/srt/utils/weight_checker_comparator.py).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 
 from headrace.models.block_fp8 import SCALE
 from services.trainer.weights.dequantizing import dequantized
+from services.trainer.weights.device_hash import DeviceHash
 
 _EXPERT = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.weight(_scale_inv)?$")
 _STACKED = {"gate": ".experts.w13_weight", "up": ".experts.w13_weight", "down": ".experts.w2_weight"}
@@ -48,7 +49,7 @@ class EngineChecksums:
     """Checksums of an engine's tensors, from a checkpoint's in one pass; parts of a fused tensor come in order."""
 
     def __init__(self) -> None:
-        self._hashers: dict[str, hashlib._Hash] = {}
+        self._hashers: dict[str, _Sha256 | DeviceHash] = {}
         self._quantized: dict[str, torch.Tensor] = {}
         """Weights whose factors come next."""
 
@@ -63,12 +64,29 @@ class EngineChecksums:
                 self._hash(name, tensor)
 
     def _hash(self, name: str, tensor: torch.Tensor) -> None:
-        hasher = self._hashers.setdefault(engine_name(name), hashlib.sha256())
-        hasher.update(flat_bytes(tensor).numpy().data)
+        fused = engine_name(name)
+        if fused not in self._hashers:
+            self._hashers[fused] = _Sha256() if tensor.device.type == "cpu" else DeviceHash(tensor.device)
+        self._hashers[fused].update(flat_bytes(tensor))
 
     def result(self) -> dict[str, str]:
         """Engine name → checksum, as /weights_checker prints it."""
-        return {name: hasher.hexdigest()[:16] for name, hasher in self._hashers.items()}
+        return {name: hasher.hexdigest() for name, hasher in self._hashers.items()}
+
+
+class _Sha256:
+    """The checksum of a CPU tensor, whose bytes come in parts, in order."""
+
+    def __init__(self) -> None:
+        self._hasher = hashlib.sha256()
+
+    def update(self, part: torch.Tensor) -> None:
+        """Takes in uint8, shape [bytes]."""
+        self._hasher.update(part.numpy().data)
+
+    def hexdigest(self) -> str:
+        """16 hexadecimal digits, once nothing more comes."""
+        return self._hasher.hexdigest()[:16]
 
 
 def _block(weight: torch.Tensor, factors: torch.Tensor) -> tuple[int, int]:

@@ -10,10 +10,11 @@ import pytest
 
 from headrace.errors import ChecksumMismatch, FailedPrecondition, GroupGone, InvalidArgument
 from headrace.probe import Probe
-from services.rollout.publication.checksums import differences
+from headrace.wire.tensor_spec import TensorSpec
+from services.rollout.publication.checksums import differences, slices
 from services.rollout.publication.groups import WeightGroups
 from services.rollout.publication.probe import ask
-from services.rollout.publication.state import Phase, PublicationState
+from services.rollout.publication.state import GroupPlan, Phase, Plan, PublicationState
 from tests.unit.rollout.publication.test_receiver import PLAN
 
 
@@ -77,3 +78,12 @@ def test_a_group_that_was_forgotten_must_be_formed_again() -> None:
     groups.forget(["g"])
     with pytest.raises(GroupGone):
         groups.require_whole(joined, engines)
+
+
+def test_checksums_of_fp8_are_asked_for_at_once_because_engines_hash_it_in_every_slice() -> None:
+    def plan(dtype: str) -> Plan:
+        tensors = [TensorSpec(f"l.{layer}.mlp.weight", (8 << 20, 16), dtype) for layer in range(4)]
+        return replace(PLAN, buckets={0: tensors}, groups=[GroupPlan("g", "127.0.0.1", 1, (0,))])
+
+    assert len(slices(plan("bfloat16"))) == 4
+    assert slices(plan("float8_e4m3fn")) == [[]]

@@ -210,6 +210,16 @@ async def test_the_rollout_service_is_told_the_folder_of_a_version(tmp_path: Pat
     assert list(begun.groups) == []
 
 
+@pytest.mark.parametrize(("device", "gpus", "is_known"), [("cpu", 2, True), ("cuda", 1, True), ("cuda", 2, False)])
+def test_senders_compute_checksums_where_they_have_the_tensors_that_engines_hash(
+    device: str, gpus: int, is_known: bool
+) -> None:
+    placement = {"rollout_num_gpus": gpus, "rollout_num_gpus_per_engine": gpus}
+    job = Job.model_validate({"model": {"hf_checkpoint": "m"}, "placement": placement})
+    layout = cast(Layout, SimpleNamespace(device=torch.device(device)))
+    assert TrainerBuild(job, Path("run")).knows_checksums(layout) is is_known
+
+
 def test_check_says_where_versions_lie_and_what_they_take(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(job_file), "--update-weight-transport", "disk"]) == 0
     printed = " ".join(capsys.readouterr().out.split())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,11 +19,16 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 from headrace.errors import InvalidArgument
 from headrace.models.block_fp8 import BlockFp8
 from headrace.wire.tensor_spec import TensorSpec
+from services.trainer.control.sender import WeightSender
+from services.trainer.control.transport.source import QuantizedWeights
+from services.trainer.control.writer import WeightWriter
+from services.trainer.model.policy import Policy
 from services.trainer.weights.block_fp8 import quantize, quantized, quantized_specs
 from services.trainer.weights.buckets import cut
 from services.trainer.weights.dequantizing import dequantized
 from services.trainer.weights.engine_layout import EngineChecksums, engine_name
 from tests.support.fakes.engine_checksums import engine_checksums
+from tests.support.fakes.same_weights import ALONE, SameWeights, all_ranks
 
 FORM = BlockFp8(frozenset({"a.weight"}), (128, 128), 2)
 
@@ -177,3 +184,22 @@ def test_the_checksum_of_a_quantized_weight_is_that_of_what_it_stands_for() -> N
     exact = torch.from_numpy(np.concatenate(wholes))
     expected = engine_checksums({"l.0.mlp.gate_up_proj.weight": exact.float().bfloat16()})
     assert sums.result() == expected
+
+
+@pytest.mark.parametrize("way", ["collective", "disk"])
+def test_a_publication_of_weights_that_are_not_finite_fails_with_the_weights_name(way: str, tmp_path: Path) -> None:
+    weights = {"a.weight": torch.full((128, 128), float("nan")), "norm.weight": torch.ones(4)}
+    policy = QuantizedWeights(cast(Policy, SameWeights(weights, tmp_path)), FORM)
+    options: dict[str, Any] = {"host": "127.0.0.1", "bucket_bytes": 1, "timeout_seconds": 5.0}
+    sender = (
+        WeightSender(policy, ALONE, lambda _: False, **options)
+        if way == "collective"
+        else WeightWriter(policy, ALONE, lambda _: False, root=tmp_path / "weights", file_bytes=1)
+    )
+    with all_ranks():
+        sender.open()
+        sent = sender.send("e1-v1-0a1b2c3d", 2)
+        sender.drop()
+    assert sent is not None
+    assert "a.weight has values that are not finite" in (sent.error or "")
+    assert not list((tmp_path / "weights").glob("*"))
