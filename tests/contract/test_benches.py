@@ -1,0 +1,78 @@
+"""Benches in small: each prints its rows, with a baseline beside every figure. Their times are nobody's to check here.
+
+`shard_puts` has a test of its own; those that are not here take minutes, or a model of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.bench import ledger_state_machine, ledger_throughput, overlap, planning
+
+pytestmark = pytest.mark.timeout(300)
+
+NUMBER = r"([\d,]+(?:\.\d+)?)"
+
+
+def figures(pattern: str, said: str, count: int) -> list[float]:
+    """The numbers in each of `count` matches of the pattern, whose `#` stand for them."""
+    found = re.findall(re.escape(pattern).replace(r"\#", NUMBER).replace(r"\ ", r"\s+"), said)
+    assert len(found) == count, said
+    numbers = [float(n.replace(",", "")) for row in found for n in ([row] if isinstance(row, str) else row)]
+    assert all(math.isfinite(number) for number in numbers)
+    return numbers
+
+
+def test_overlap(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["overlap", "--steps", "1", "--seconds", "0.1"])
+    monkeypatch.setattr(overlap, "drop_logs", lambda: None)  # of this process: other tests read theirs
+    overlap.main()
+    said = capsys.readouterr().out
+    assert all(seconds >= 0.1 for seconds in figures("alone # s", said, 2))
+    assert all(number > 0 for number in figures("# s #×", said, 2))
+
+
+def test_ledger_state_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(ledger_state_machine, "SIZES", (256, 512))
+    monkeypatch.setattr(sys, "argv", ["ledger_state_machine", "--steps", "3"])
+    ledger_state_machine.main()
+    said = capsys.readouterr().out
+    assert figures("with # groups held: # microseconds", said, 2)[::2] == [256, 512]
+    assert figures("largest over smallest ledger: # x the cost", said, 1)[0] > 0
+
+
+async def test_ledger_throughput(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ledger_throughput, "SIZES", (2_300, 18_000))
+    monkeypatch.setattr(ledger_throughput, "NUM_SAMPLES", {2_300: 256, 18_000: 256})
+    monkeypatch.setattr(ledger_throughput, "ROUNDS", 1)
+    once = functools.partial(ledger_throughput.lease_batch_seconds, num_steps=1, asks=2)
+    monkeypatch.setattr(ledger_throughput, "lease_batch_seconds", once)
+    await ledger_throughput.main(None)
+    said = capsys.readouterr().out
+    figures("put headrace # append + fdatasync #: #× gRPC bytes #: #× Reverb: not measured", said, 2)
+    figures("fetch headrace # gRPC bytes #: #× Reverb: not measured", said, 2)
+    figures("CPU of client and server # µs a sample; gRPC bytes #", said, 2)
+    figures("LeaseBatch of 1,024 × 8 samples: p50 # ms, p99 # ms (2 calls)", said, 1)
+
+
+def test_planning(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(planning, "NUM_SAMPLES", 64)
+    monkeypatch.setattr(planning.gc, "freeze", lambda: None)
+    planning.main()
+    rows = capsys.readouterr().out.splitlines()[1:-1]
+    assert len(rows) == 2 * len(planning.draws()) * len(planning.PACKINGS) * len(planning.RANKS)
+    for row in rows:
+        first, most, micro, slime, work = (float(word) for word in row.split()[-5:])
+        assert first >= 0
+        assert most >= 0
+        assert min(micro, slime) >= 1
+        assert work >= 1 - 1e-4
