@@ -110,6 +110,8 @@ class Sample:
     rollout_id: str = ""
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """Further arrays by name, e.g. teacher_log_probs float32 [R]."""
+    hook_fields: Mapping[str, Any] = field(default_factory=dict)
+    """JSON: what users' functions set and see again, and nobody else reads; `headrace.hooks.convert` has the names."""
 
     def __post_init__(self) -> None:
         check_text("sample_id", self.sample_id)
@@ -166,6 +168,7 @@ class Sample:
             metadata_json=to_json(self.metadata),
             sampling_params_json=to_json(self.sampling_params),
             train_metadata_json=to_json(self.train_metadata),
+            hook_json=to_json(self.hook_fields),
             columns=[
                 pack_column("tokens", self.tokens.astype(np.int32, copy=False)),
                 pack_column("loss_mask", self.loss_mask.astype(np.uint8, copy=False)),
@@ -227,6 +230,7 @@ class Sample:
             label=payload.label if payload.HasField("label") else None,
             metadata=from_json(payload.metadata_json),
             train_metadata=from_json(payload.train_metadata_json),
+            hook_fields=from_json(payload.hook_json),
             sampling_params=from_json(payload.sampling_params_json),
             policy_ranges=tuple(
                 PolicyRange(r.policy_version, r.start, r.end, r.masked) for r in envelope.policy_ranges

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence, Sized
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import InvalidArgument
-from headrace.hooks.sample import Sample
+from headrace.hooks.sample import Sample, SamplePrefixCacheInfo, SampleSpecInfo
 from headrace.sample_checks import LOSS_MASK, ROLLOUT_LOG_PROBS, ROUTED_EXPERTS, TEACHER_LOG_PROBS, TOKENS, check_text
 from headrace.trajectory import Failure, PolicyRange, Status
 from headrace.trajectory import Sample as WireSample
@@ -18,18 +19,18 @@ from headrace.wire.json_text import to_json
 
 def to_hook(sample: WireSample, group_index: int | None = None) -> Sample:
     """The sample as hooks see it; arrays become lists."""
-    teacher = sample.columns.get("teacher_log_probs")
+    teacher, kept = sample.columns.get("teacher_log_probs"), _Kept.of(sample)
     return Sample(
-        group_index=group_index,
+        group_index=kept.group_index if group_index is None else group_index,
         index=sample.index,
-        prompt=sample.prompt,
+        prompt=sample.prompt if kept.messages is None else kept.messages,
         tokens=sample.tokens.tolist(),
         response=sample.response,
         response_length=sample.response_length,
         label=sample.label,
         reward=dict(sample.reward_parts) or sample.reward,
         loss_mask=sample.loss_mask.tolist(),
-        weight_versions=[str(r.policy_version) for r in sample.policy_ranges],
+        weight_versions=kept.weight_versions or [str(r.policy_version) for r in sample.policy_ranges],
         rollout_log_probs=sample.rollout_log_probs.tolist(),
         rollout_routed_experts=sample.columns.get(ROUTED_EXPERTS),
         teacher_log_probs=None if teacher is None else teacher.tolist(),
@@ -38,6 +39,13 @@ def to_hook(sample: WireSample, group_index: int | None = None) -> Sample:
         train_metadata=dict(sample.train_metadata) or None,
         rollout_id=sample.rollout_id or None,
         failure_reason=sample.failure.message if sample.failure else None,
+        remove_sample=kept.remove_sample,
+        generate_function_path=kept.generate_function_path,
+        custom_rm_path=kept.custom_rm_path,
+        session_id=kept.session_id,
+        non_generation_time=kept.non_generation_time,
+        spec_info=kept.spec_info,
+        prefix_cache_info=kept.prefix_cache_info,
     )
 
 
@@ -79,7 +87,47 @@ def from_hook(
         policy_ranges=tuple(policy_ranges) or _oldest(name, sample, length),
         tags=_tags(sample),
         columns=_columns(name, sample),
+        hook_fields=_Kept.fields_of(name, sample),
     )
+
+
+class _Kept(msgspec.Struct):
+    """What only users' functions read, as it is in `hook_fields`."""
+
+    group_index: int | None = None
+    messages: list[dict[str, Any]] | None = None
+    session_id: str | None = None
+    generate_function_path: str | None = None
+    custom_rm_path: str | None = None
+    weight_versions: list[str] = []
+    remove_sample: bool = False
+    non_generation_time: float = 0.0
+    spec_info: SampleSpecInfo = msgspec.field(default_factory=SampleSpecInfo)
+    prefix_cache_info: SamplePrefixCacheInfo = msgspec.field(default_factory=SamplePrefixCacheInfo)
+
+    @classmethod
+    def of(cls, sample: WireSample) -> _Kept:
+        """Reads what a function has set. Another producer may have written anything there: that is left out."""
+        try:
+            return msgspec.convert(dict(sample.hook_fields), cls)
+        except msgspec.ValidationError:
+            return cls()
+
+    @classmethod
+    def fields_of(cls, name: str, sample: Sample) -> dict[str, Any]:
+        """Returns what is not at its default. Raises InvalidArgument for what could not be read back."""
+        values = {field: getattr(sample, field) for field in cls.__struct_fields__ if field != "messages"}
+        values["weight_versions"] = list(sample.weight_versions)
+        values["messages"] = sample.prompt if isinstance(sample.prompt, list) else None
+        defaults = msgspec.to_builtins(cls())
+        try:
+            fields: dict[str, Any] = msgspec.to_builtins(cls(**values))
+            msgspec.convert(fields, cls)
+            fields = {field: value for field, value in fields.items() if value != defaults[field]}
+            to_json(fields)
+        except (InvalidArgument, msgspec.ValidationError, TypeError) as error:
+            raise InvalidArgument(f"{name} {error}") from error
+        return fields
 
 
 def _length(name: str, sample: Sample) -> int:

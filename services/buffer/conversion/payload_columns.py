@@ -24,7 +24,7 @@ Column = tuple[str, int, tuple[int, ...], Payload]
 
 _COPIED_BYTES = 16 << 10
 """Up to this size a copy costs less than slices of a memoryview."""
-_JSON_TAGS = frozenset((4 << 3 | 2, 5 << 3 | 2, 7 << 3 | 2))
+_JSON_TAGS = frozenset((4 << 3 | 2, 5 << 3 | 2, 7 << 3 | 2, 8 << 3 | 2))
 _TEXT_TAGS = frozenset((1 << 3 | 2, 2 << 3 | 2, 3 << 3 | 2)) | _JSON_TAGS
 _COLUMN_TAG = 6 << 3 | 2
 _HEADER_TAGS = 1 << 3 | 2, 2 << 3, 3 << 3 | 2
@@ -67,7 +67,8 @@ def columns_of(sample_id: str, payload: Payload, rows: Sequence[TokenRow] = ()) 
     with suppress(IndexError, ValueError):  # not protobuf, or not as every encoder writes it
         return list(_walked(data, rows))
     message = parsed_payload(sample_id, bytes(payload))
-    for text in (message.metadata_json, message.sampling_params_json, message.train_metadata_json):
+    texts = message.metadata_json, message.sampling_params_json, message.train_metadata_json, message.hook_json
+    for text in texts:
         if text:
             from_json(text)
     return [(column.name, column.dtype, tuple(column.shape[:]), column.data) for column in message.columns]

@@ -7,6 +7,7 @@ weights were refused while it ran, all its samples are generated again.
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from urllib.parse import urlsplit
@@ -123,7 +124,11 @@ class HookSampler:
             metadata.setdefault("tools", prompt.tools)
         as_text = prompt.messages is None or self._args.get("apply_chat_template")
         return HookSample(
+            group_index=zlib.crc32(
+                request.group_id.encode()
+            ),  # the same for all samples of a group, after a restart too
             index=request.index,
+            session_id=request.sample_id,
             prompt=prompt.text if as_text else [dict(message) for message in prompt.messages or ()],
             label=request.label,
             metadata=metadata,

@@ -532,6 +532,7 @@ class SamplePayload(_message.Message):
     SAMPLING_PARAMS_JSON_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
     TRAIN_METADATA_JSON_FIELD_NUMBER: _builtins.int
+    HOOK_JSON_FIELD_NUMBER: _builtins.int
     prompt: _builtins.str
     """The prompt as a person reads it (after the chat template)."""
     response: _builtins.str
@@ -544,6 +545,10 @@ class SamplePayload(_message.Message):
     """A JSON object: the sampling parameters the engine was given."""
     train_metadata_json: _builtins.str
     """A JSON object handed to loss hooks as it is. Empty: none."""
+    hook_json: _builtins.str
+    """A JSON object: what users' functions set and see again, and nobody else reads (session_id, group_index, the prompt as
+    messages, counts of an engine's answers, paths of functions). Empty: none.
+    """
     @_builtins.property
     def columns(self) -> _containers.RepeatedCompositeFieldContainer[Global___Column]:
         """The arrays."""
@@ -558,10 +563,11 @@ class SamplePayload(_message.Message):
         sampling_params_json: _builtins.str = ...,
         columns: _abc.Iterable[Global___Column] | None = ...,
         train_metadata_json: _builtins.str = ...,
+        hook_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_label", b"_label", "label", b"label"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_label", b"_label", "columns", b"columns", "label", b"label", "metadata_json", b"metadata_json", "prompt", b"prompt", "response", b"response", "sampling_params_json", b"sampling_params_json", "train_metadata_json", b"train_metadata_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_label", b"_label", "columns", b"columns", "hook_json", b"hook_json", "label", b"label", "metadata_json", b"metadata_json", "prompt", b"prompt", "response", b"response", "sampling_params_json", b"sampling_params_json", "train_metadata_json", b"train_metadata_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__label: _TypeAlias = _typing.Literal["label"]  # noqa: Y015
     _WhichOneofArgType__label: _TypeAlias = _typing.Literal["_label", b"_label"]  # noqa: Y015

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.errors import ConfigError, InvalidArgument
 from headrace.hooks import Sample as HookSample
-from headrace.hooks import hook_args, run_generate
+from headrace.hooks import hook_args, run_generate, to_hook
 from headrace.job.schema.job import Job
 from headrace.trajectory import Sample, Status
 from services.rollout.engine.api import SamplingParams
@@ -45,6 +45,13 @@ async def test_a_users_function_makes_the_samples(tmp_path: Path, code: str, ids
     assert {s.metadata["router"] for s in samples} == {"127.0.0.1:4321"}
     assert {(s.status, s.rollout_id) for s in samples} == {(Status.COMPLETED, "g/1/0"), (Status.COMPLETED, "g/1/1")}
     assert [(r.policy_version, r.start, r.end) for r in samples[0].policy_ranges] == [(3, 0, 2)]
+
+
+async def test_samples_of_a_group_share_its_index_and_have_sessions_of_their_own(tmp_path: Path) -> None:
+    first, second = [to_hook(sample) for sample in await made_by(tmp_path, PER_SAMPLE)]
+    assert first.group_index is not None
+    assert first.group_index == second.group_index
+    assert (first.session_id, second.session_id) == ("g/1/0", "g/1/1")
 
 
 async def test_a_function_that_leaves_weight_versions_out_is_told_so_once_and_the_version_at_its_call_counts(
