@@ -6,10 +6,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from numpy.typing import NDArray
+
 from headrace.api.reward.v1 import reward_pb2 as pb
 from headrace.errors import Internal, InvalidArgument
-from headrace.sample_checks import check_reward
+from headrace.sample_checks import (
+    LOSS_MASK,
+    ROLLOUT_LOG_PROBS,
+    TOKENS,
+    check_log_probs,
+    check_loss_mask,
+    check_reward,
+    check_row,
+    check_token_ids,
+)
+from headrace.wire.checks import require_json_object
+from headrace.wire.column import pack_column, unpack_column
 from headrace.wire.json_text import from_json, to_json
+
+SCORED_COLUMNS = (TOKENS, LOSS_MASK, ROLLOUT_LOG_PROBS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +39,8 @@ class ScoreItem:
     group_id: str = ""
     status: str = "completed"
     response_tokens: int = 0
+    columns: Mapping[str, NDArray[Any]] = field(default_factory=dict, compare=False)
+    """For users' functions: tokens int32 [T], loss_mask uint8 [R] and rollout_log_probs float32 [R], or nothing."""
 
     def pack(self) -> pb.ScoreItem:
         return pb.ScoreItem(
@@ -35,11 +52,12 @@ class ScoreItem:
             group_id=self.group_id,
             status=self.status,
             response_tokens=self.response_tokens,
+            columns=[pack_column(name, array) for name, array in self.columns.items()],
         )
 
     @classmethod
     def unpack(cls, packed: pb.ScoreItem) -> ScoreItem:
-        """Raises InvalidArgument when the metadata is no JSON object."""
+        """Raises InvalidArgument for metadata that is no JSON object, and for columns that no sample could have."""
         return cls(
             item_id=packed.item_id,
             prompt=packed.prompt,
@@ -49,7 +67,27 @@ class ScoreItem:
             group_id=packed.group_id,
             status=packed.status,
             response_tokens=packed.response_tokens,
+            columns=_columns(packed),
         )
+
+
+def _columns(packed: pb.ScoreItem) -> dict[str, NDArray[Any]]:
+    columns = {column.name: unpack_column(column) for column in packed.columns}
+    if not columns:
+        return columns
+    if len(packed.columns) != len(SCORED_COLUMNS) or columns.keys() != set(SCORED_COLUMNS):
+        named = [column.name[:80] for column in packed.columns][:8]
+        raise InvalidArgument(f"columns are {named}, must be {', '.join(SCORED_COLUMNS)}, or none")
+    tokens, mask, log_probs = (columns[name] for name in SCORED_COLUMNS)
+    check_row(TOKENS, tokens)
+    check_token_ids(TOKENS, tokens)
+    check_row(LOSS_MASK, mask, packed.response_tokens)
+    check_loss_mask(LOSS_MASK, mask)
+    check_row(ROLLOUT_LOG_PROBS, log_probs, packed.response_tokens)
+    check_log_probs(ROLLOUT_LOG_PROBS, log_probs)
+    if len(tokens) < packed.response_tokens:
+        raise InvalidArgument(f"{TOKENS} has {len(tokens)} entries, response_tokens is {packed.response_tokens}")
+    return columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +98,8 @@ class Score:
     scorer: str
     scorer_version: str
     parts: Mapping[str, float] = field(default_factory=dict)
+    metadata: Mapping[str, Any] | None = None
+    """The item's metadata as a user's function left it; None when it changed nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +116,10 @@ ScoreResult = Score | ScoreError
 
 def pack_result(item_id: str, result: ScoreResult) -> pb.ScoreResult:
     match result:
-        case Score(value, scorer, version, parts):
+        case Score(value, scorer, version, parts, metadata):
             score = pb.Score(value=value, scorer=scorer, scorer_version=version, parts=parts)
+            if metadata is not None:
+                score.metadata_json = to_json(metadata)
             return pb.ScoreResult(item_id=item_id, score=score)
         case ScoreError(reason, message, retryable):
             error = pb.ScoreError(reason=reason, message=message, retryable=retryable)
@@ -98,6 +140,9 @@ def _checked(score: pb.Score) -> ScoreResult:
         check_reward("the score", score.value)
         for name, value in score.parts.items():
             check_reward(f"the score's part {name!r}", value)
+        metadata = (
+            require_json_object(score.metadata_json, "metadata_json") if score.HasField("metadata_json") else None
+        )
     except InvalidArgument as error:
         return ScoreError("SCORE_INVALID", f"{error.message} (scorer {score.scorer})")
-    return Score(score.value, score.scorer, score.scorer_version, dict(score.parts))
+    return Score(score.value, score.scorer, score.scorer_version, dict(score.parts), metadata)

@@ -92,7 +92,7 @@ def from_hook(
 
 
 class _Kept(msgspec.Struct):
-    """What only users' functions read, as it is in `hook_fields`."""
+    """The fields that users' functions alone read, as they are in `hook_fields`."""
 
     group_index: int | None = None
     messages: list[dict[str, Any]] | None = None

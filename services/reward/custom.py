@@ -2,31 +2,62 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from headrace.errors import InvalidArgument
 from headrace.hooks import HookArgs, NoReward, Reward, RewardForm, Sample, run_reward
+from headrace.sample_checks import LOSS_MASK, ROLLOUT_LOG_PROBS, TOKENS
 from headrace.score import ScoreItem
+from headrace.wire.checks import require_bytes
+from headrace.wire.json_text import from_json, to_json
+from headrace.wire.limits import MAX_JSON_BYTES
 
 
-async def run_custom(
-    path: str, form: RewardForm, args: HookArgs, items: Sequence[ScoreItem]
-) -> list[Reward | NoReward]:
-    """Returns one reward an item, or why it has none. Raises the function's error, or InvalidArgument."""
-    return await run_reward(path, form, args, [_sample(i, item) for i, item in enumerate(items)])
+@dataclass(frozen=True, slots=True)
+class CustomResult:
+    """A reward, or why there is none, and the item's metadata if the function changed it."""
+
+    reward: Reward | NoReward
+    metadata: dict[str, Any] | None = None
+
+
+async def run_custom(path: str, form: RewardForm, args: HookArgs, items: Sequence[ScoreItem]) -> list[CustomResult]:
+    """Returns one result an item. Raises the function's error, or InvalidArgument."""
+    samples = [_sample(i, item) for i, item in enumerate(items)]
+    rewards = await run_reward(path, form, args, samples)
+    return [_result(path, *each) for each in zip(rewards, samples, items, strict=True)]
+
+
+def _result(path: str, reward: Reward | NoReward, sample: Sample, item: ScoreItem) -> CustomResult:
+    try:
+        if not isinstance(sample.metadata, dict):
+            raise InvalidArgument(f"{type(sample.metadata).__name__} is no dict")
+        text = to_json(sample.metadata)
+        require_bytes(len(text.encode()), MAX_JSON_BYTES, "metadata")
+    except InvalidArgument as error:
+        return CustomResult(f"hook {path} left metadata that cannot be stored: {error.message}")
+    return CustomResult(reward, None if text == to_json(item.metadata) else from_json(text))
 
 
 def _sample(index: int, item: ScoreItem) -> Sample:
-    return Sample(
+    sample = Sample(
         index=index,
         prompt=_prompt(item.prompt),
         response=item.response,
         response_length=item.response_tokens,
         label=item.label,
         status=Sample.Status(item.status or "completed"),
-        metadata=dict(item.metadata),
+        metadata=copy.deepcopy(dict(item.metadata)),
     )
+    if item.columns:
+        sample.tokens = item.columns[TOKENS].tolist()
+        sample.loss_mask = item.columns[LOSS_MASK].tolist()
+        sample.rollout_log_probs = item.columns[ROLLOUT_LOG_PROBS].tolist()
+    return sample
 
 
 def _prompt(text: str) -> str | list[dict[str, Any]]:

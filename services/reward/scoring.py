@@ -12,20 +12,21 @@ import itertools
 import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.errors import HeadraceError, Internal, InvalidArgument, ResourceExhausted
-from headrace.hooks import HookArgs, NoReward, Reward, RewardForm, RewardHook
+from headrace.hooks import HookArgs, RewardForm, RewardHook
 from headrace.process.workers import WorkerBroken, WorkerCrashed, WorkerError, WorkerPool, WorkerRaised, WorkerTimeout
 from headrace.process.workers.turns import Caller
 from headrace.rpc.log import log
 from headrace.sample_checks import check_reward
 from headrace.score import Score, ScoreError, ScoreItem, ScoreResult
 from headrace.wire.checks import shown
+from headrace.wire.json_text import to_json
 from headrace.wire.limits import MAX_SCORE_ITEMS, MAX_SCORE_ITEMS_PER_CALLER
 from services.reward.builtin import run_builtin, run_builtin_within
 from services.reward.cpu_limit import KILLED_BY
-from services.reward.custom import run_custom
+from services.reward.custom import CustomResult, run_custom
 from services.reward.metrics import RewardMetrics
 from services.reward.registry import Registry, Scorer
 
@@ -121,8 +122,7 @@ class BatchScorer:
         started = time.monotonic()
         batch = list(call.items.values())
         try:
-            rewards = await self._rewards(call.scorer, batch, caller)
-            scored = [self._result(call.scorer, reward) for reward in rewards]
+            scored = [self._result(call.scorer, one) for one in await self._rewards(call.scorer, batch, caller)]
         except (WorkerError, HeadraceError) as error:
             failure = _error_of(error)
             scored = [failure] * len(batch)
@@ -135,10 +135,10 @@ class BatchScorer:
             self._metrics.count(call.scorer.name, result)
         self._metrics.observe(call.scorer.name, time.monotonic() - started)
 
-    async def _rewards(self, scorer: Scorer, batch: Sequence[ScoreItem], caller: Caller) -> list[Reward | NoReward]:
+    async def _rewards(self, scorer: Scorer, batch: Sequence[ScoreItem], caller: Caller) -> list[CustomResult]:
         if scorer.hook is None:
-            return [await self._builtin(scorer, batch[0], caller)]
-        rewards: list[Reward | NoReward] = await self._pool.run(
+            return [CustomResult(await self._builtin(scorer, replace(batch[0], columns={}), caller))]
+        rewards: list[CustomResult] = await self._pool.run(
             *(run_custom, scorer.hook.path, scorer.hook.form, self._args, batch),
             timeout_seconds=self._timeout_seconds * len(batch),
             name=f"hook {scorer.hook.path}",
@@ -184,7 +184,8 @@ class BatchScorer:
             return None
         return reward
 
-    def _result(self, scorer: Scorer, reward: Reward | NoReward) -> ScoreResult:
+    def _result(self, scorer: Scorer, result: CustomResult) -> ScoreResult:
+        reward = result.reward
         if isinstance(reward, str):
             return ScoreError("SCORER_NOT_FINITE", reward)
         parts = reward if isinstance(reward, dict) else {}
@@ -197,9 +198,10 @@ class BatchScorer:
         try:
             for value in (reward, *parts.values()):
                 check_reward(f"a reward of scorer {scorer.name}", value)
+            to_json(result.metadata or {})
         except InvalidArgument as error:
             return ScoreError("SCORER_NOT_FINITE", error.message)
-        return Score(reward, scorer.name, scorer.version, parts)
+        return Score(reward, scorer.name, scorer.version, parts, result.metadata)
 
 
 def _calls_for(chosen: Mapping[int, tuple[ScoreItem, Scorer]]) -> list[ScorerCall]:

@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from typing import Any
+
+from numpy.typing import NDArray
 
 from headrace.client.reward import RewardClient, score_until
 from headrace.errors import HeadraceError, InvalidArgument, NotFound, Unavailable
 from headrace.rpc.log import log
+from headrace.sample_checks import LOSS_MASK, ROLLOUT_LOG_PROBS, TOKENS
 from headrace.score import Score, ScoreItem, ScoreResult
 from headrace.trajectory import Failure, Sample, Status
+from headrace.wire.limits import MAX_SCORE_REQUEST_BYTES
 
+_MOST_COLUMN_BYTES = MAX_SCORE_REQUEST_BYTES // 2
 # A call may wait that long for a service that is being replaced; SetReward takes effect between calls.
 _CALL_SECONDS = 20.0
 _SCORED_AT_ONCE = 16
@@ -81,7 +87,7 @@ class SampleScorer:
             return list(samples)
         self.being_scored += len(waiting)
         try:
-            results = await self._results([_item(sample) for sample in waiting])
+            results = await self._results(_items(waiting))
         except HeadraceError as error:
             failure = Failure(f"REWARD_{error.reason}", error.message)
             scored = {sample.sample_id: _failed(sample, failure) for sample in waiting}
@@ -120,7 +126,20 @@ class SampleScorer:
         return True
 
 
-def _item(sample: Sample) -> ScoreItem:
+def _items(samples: Sequence[Sample]) -> list[ScoreItem]:
+    """Sends tokens, masks and log-probs along, unless a group's are more than a request can hold."""
+    num_bytes = sum(array.nbytes for sample in samples for array in _columns(sample).values())
+    fits = num_bytes <= _MOST_COLUMN_BYTES
+    if not fits:
+        log.warning("scored_without_tokens", samples=len(samples), num_bytes=num_bytes, most=_MOST_COLUMN_BYTES)
+    return [_item(sample, _columns(sample) if fits else {}) for sample in samples]
+
+
+def _columns(sample: Sample) -> Mapping[str, NDArray[Any]]:
+    return {TOKENS: sample.tokens, LOSS_MASK: sample.loss_mask, ROLLOUT_LOG_PROBS: sample.rollout_log_probs}
+
+
+def _item(sample: Sample, columns: Mapping[str, NDArray[Any]]) -> ScoreItem:
     return ScoreItem(
         item_id=sample.sample_id,
         prompt=sample.prompt,
@@ -130,6 +149,7 @@ def _item(sample: Sample) -> ScoreItem:
         group_id=sample.group_id,
         status=sample.status.value,
         response_tokens=sample.response_length,
+        columns=columns,
     )
 
 
@@ -142,6 +162,7 @@ def _with_score(sample: Sample, result: ScoreResult) -> Sample:
         reward_parts=dict(result.parts),
         scorer=result.scorer,
         scorer_version=result.scorer_version,
+        metadata=sample.metadata if result.metadata is None else result.metadata,
     )
 
 

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from headrace.api.sample.v1 import sample_pb2 as _sample_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -32,6 +33,7 @@ class ScoreItem(_message.Message):
     GROUP_ID_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
     RESPONSE_TOKENS_FIELD_NUMBER: _builtins.int
+    COLUMNS_FIELD_NUMBER: _builtins.int
     item_id: _builtins.str
     """Chosen by the caller, unique in the call; comes back with the result."""
     prompt: _builtins.str
@@ -48,6 +50,12 @@ class ScoreItem(_message.Message):
     """"completed", "truncated", "aborted", "pending" or "failed"; empty: "completed"."""
     response_tokens: _builtins.int
     """Tokens of the response."""
+    @_builtins.property
+    def columns(self) -> _containers.RepeatedCompositeFieldContainer[_sample_pb2.Column]:
+        """For users' functions: tokens, loss_mask and rollout_log_probs as in SamplePayload, all of them or none. Other columns
+        are refused (ITEM_INVALID).
+        """
+
     def __init__(
         self,
         *,
@@ -59,10 +67,11 @@ class ScoreItem(_message.Message):
         group_id: _builtins.str = ...,
         status: _builtins.str = ...,
         response_tokens: _builtins.int = ...,
+        columns: _abc.Iterable[_sample_pb2.Column] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_label", b"_label", "label", b"label"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_label", b"_label", "group_id", b"group_id", "item_id", b"item_id", "label", b"label", "metadata_json", b"metadata_json", "prompt", b"prompt", "response", b"response", "response_tokens", b"response_tokens", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_label", b"_label", "columns", b"columns", "group_id", b"group_id", "item_id", b"item_id", "label", b"label", "metadata_json", b"metadata_json", "prompt", b"prompt", "response", b"response", "response_tokens", b"response_tokens", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__label: _TypeAlias = _typing.Literal["label"]  # noqa: Y015
     _WhichOneofArgType__label: _TypeAlias = _typing.Literal["_label", b"_label"]  # noqa: Y015
@@ -128,12 +137,15 @@ class Score(_message.Message):
     PARTS_FIELD_NUMBER: _builtins.int
     SCORER_FIELD_NUMBER: _builtins.int
     SCORER_VERSION_FIELD_NUMBER: _builtins.int
+    METADATA_JSON_FIELD_NUMBER: _builtins.int
     value: _builtins.float
     """The scalar to train on; finite."""
     scorer: _builtins.str
     """The scorer that gave it."""
     scorer_version: _builtins.str
     """Its version: the package's, or a digest of the user's file."""
+    metadata_json: _builtins.str
+    """A JSON object: the item's metadata as a user's function left it. Absent: it changed nothing."""
     @_builtins.property
     def parts(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """The parts of a dict reward."""
@@ -145,12 +157,15 @@ class Score(_message.Message):
         parts: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         scorer: _builtins.str = ...,
         scorer_version: _builtins.str = ...,
+        metadata_json: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_metadata_json", b"_metadata_json", "metadata_json", b"metadata_json"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts", "scorer", b"scorer", "scorer_version", b"scorer_version", "value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_metadata_json", b"_metadata_json", "metadata_json", b"metadata_json", "parts", b"parts", "scorer", b"scorer", "scorer_version", b"scorer_version", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__metadata_json: _TypeAlias = _typing.Literal["metadata_json"]  # noqa: Y015
+    _WhichOneofArgType__metadata_json: _TypeAlias = _typing.Literal["_metadata_json", b"_metadata_json"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__metadata_json) -> _WhichOneofReturnType__metadata_json | None: ...
 
 Global___Score: _TypeAlias = Score  # noqa: Y015
 
