@@ -9,13 +9,15 @@ from collections.abc import Sequence
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.client.shard_routing import soonest_reason
 from headrace.errors import InvalidArgument
-from headrace.wire.shares import share_of_count, share_of_limit
+from headrace.wire.shares import share_of_count, share_of_least, share_of_limit
 
-_SHARED = ("max_payload_bytes", "max_queued_groups")
+_COUNTS = ("groups_per_step", "over_sampling_groups")
+_LIMITS = ("max_payload_bytes", "max_queued_groups", "max_groups", "max_leases")
+"""0 is the buffer's default, for each shard."""
 
 
 def share_of(config: pb.StreamConfig, shard: int, num_shards: int) -> pb.StreamConfig:
-    """The shard's part of a stream: every step's batch is divided as evenly as possible.
+    """The shard's part of a stream: every count and limit is divided, as the job's own stream divides them.
 
     Raises InvalidArgument when a step has fewer groups than there are shards.
     """
@@ -28,22 +30,25 @@ def share_of(config: pb.StreamConfig, shard: int, num_shards: int) -> pb.StreamC
     share = pb.StreamConfig()
     share.CopyFrom(config)
     share.shard, share.num_shards = shard, num_shards
-    share.groups_per_step = share_of_count(config.groups_per_step, shard, num_shards)
-    for name in _SHARED:
-        if total := getattr(config, name):
-            setattr(share, name, share_of_limit(total, num_shards))
+    for name in _COUNTS:
+        setattr(share, name, share_of_count(getattr(config, name), shard, num_shards))
+    for name in _LIMITS:
+        setattr(share, name, share_of_limit(getattr(config, name), num_shards))
+    if least := config.limiter.min_size_to_sample:
+        share.limiter.min_size_to_sample = share_of_least(least, shard, num_shards)
     return share
 
 
 def merged_config(shares: Sequence[pb.StreamConfig]) -> pb.StreamConfig:
-    """The inverse of `share_of`."""
+    """The inverse of `share_of`, but that limits are rounded up to what the shards hold together."""
     whole = pb.StreamConfig()
     whole.CopyFrom(shares[0])
     whole.ClearField("shard")
     whole.ClearField("num_shards")
-    whole.groups_per_step = sum(share.groups_per_step for share in shares)
-    for name in _SHARED:
+    for name in (*_COUNTS, *_LIMITS):
         setattr(whole, name, sum(getattr(share, name) for share in shares))
+    if whole.HasField("limiter"):
+        whole.limiter.min_size_to_sample = sum(share.limiter.min_size_to_sample for share in shares)
     return whole
 
 

@@ -54,7 +54,7 @@ class ShardedBuffer(Buffer):
     # Streams and prompts
 
     async def create_stream(self, config: pb.StreamConfig) -> pb.CreateStreamResponse:
-        """Every shard gets its share of `groups_per_step`."""
+        """Every shard gets its share of the stream's counts and limits."""
         replies = await self._all(lambda k, shard: shard.create_stream(share_of(config, k, len(self.shards))))
         created = any(reply.created for reply in replies)
         return pb.CreateStreamResponse(config=merged_config([r.config for r in replies]), created=created)

@@ -11,3 +11,8 @@ def share_of_count(total: int, shard: int, num_shards: int) -> int:
 def share_of_limit(total: int, num_shards: int) -> int:
     """The same for every shard, rounded up: together they may hold a little more than `total`."""
     return -(-total // num_shards)
+
+
+def share_of_least(total: int, shard: int, num_shards: int) -> int:
+    """Of a number that must be there before something happens: one at least, so that each shard waits for something."""
+    return max(share_of_count(total, shard, num_shards), 1)

@@ -11,7 +11,7 @@ from headrace.job.schema.job import Job
 from headrace.job.schema.production import DataSection
 from headrace.job.schema.prompt_path import PromptPath
 from headrace.models.registry import read_architecture
-from headrace.wire.shares import share_of_count, share_of_limit
+from headrace.wire.shares import share_of_count, share_of_least, share_of_limit
 from services.buffer.ledger.limiter import Limiter
 from services.buffer.ledger.source import FileSource
 from services.buffer.ledger.stream import ExpiryAction, Selection, StreamConfig
@@ -99,7 +99,7 @@ def _selection(buffer: BufferSection) -> Selection:
 def _limiter(buffer: BufferSection, shard: int, num_shards: int) -> Limiter | None:
     if buffer.min_size_to_sample is None:
         return None
-    min_size = max(share_of_count(buffer.min_size_to_sample, shard, num_shards), 1)
+    min_size = share_of_least(buffer.min_size_to_sample, shard, num_shards)
     return Limiter(min_size, buffer.samples_per_insert, buffer.samples_per_insert_error_buffer)
 
 

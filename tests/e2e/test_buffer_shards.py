@@ -1,6 +1,6 @@
 """A run over two buffers that `--buffer-shards 2` starts: one is killed, one start is interrupted, and nothing is lost.
 
-Real launcher, buffers and Megatron rank; the samples need no engine.
+Real launcher, buffers, PostgreSQL and Megatron rank; the samples need no engine.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from headrace.cli.main import main
 from headrace.client.open import open_buffer
 from tests.support.fakes.certain_rollout import allow, certain_rollout, produce
 from tests.support.models.tiny_model import make_tiny_qwen3
+from tests.support.processes.postgres import cluster, needs_postgres
 from tests.support.processes.training_run import TrainingRun
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ranks, pytest.mark.timeout(900)]
@@ -34,12 +35,18 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     return code, capsys.readouterr().out
 
 
+def stored_in(kind: str) -> list[str]:
+    """Flags of a run whose ledger is there."""
+    return ["--buffer-store", kind, *(("--buffer-postgres", cluster()) if kind == "postgres" else ())]
+
+
+@pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgres", marks=needs_postgres)])
 async def test_a_run_whose_shard_is_killed_and_that_is_interrupted_loses_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint, supply = make_tiny_qwen3(tmp_path / "model"), asyncio.Semaphore(0)
     async with certain_rollout() as rollout:
-        run = TrainingRun(tmp_path, checkpoint, *FLAGS, "--rollout-address", rollout.address)
+        run = TrainingRun(tmp_path, checkpoint, *FLAGS, *stored_in(kind), "--rollout-address", rollout.address)
         folder = str(run.folder.path)
         async with run.started():
             producing = asyncio.create_task(produce(await run.address_of("buffer"), supply))
@@ -80,3 +87,4 @@ async def test_a_run_whose_shard_is_killed_and_that_is_interrupted_loses_nothing
     code, verdict = await asyncio.to_thread(printed, capsys, "audit", folder, "--deep")
     assert (code, verdict.splitlines()[1]) == (0, "lost, doubled, unaccounted: 0 0 0")
     assert {path.name for path in run.folder.ledger.iterdir()} == {"shard-0", "shard-1"}
+    assert any(run.folder.ledger.rglob("*.sqlite")) == (kind == "sqlite")
