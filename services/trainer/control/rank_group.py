@@ -85,7 +85,7 @@ class RankGroup:
         return found
 
     async def hash_weights(self, *, deadline_seconds: float) -> dict[str, str]:
-        """What engines print over the current weights."""
+        """What engines print over the current weights. Raises PublicationAborted when a stage cannot say."""
         return _checksums(await self._results(self._ask(HashWeights()), Sent, deadline_seconds))
 
     async def keep_weights(self) -> None:
@@ -204,4 +204,6 @@ def _obey(channel: Channel, execute: Execute, order: Order) -> bool:
 
 
 def _checksums(sent: Sequence[Sent]) -> dict[str, str]:
+    if failed := next((stage for stage in sent if stage.error), None):
+        raise PublicationAborted(f"stage {failed.stage}: {failed.error}")
     return {name: checksum for stage in sent for name, checksum in stage.checksums.items()}

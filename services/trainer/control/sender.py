@@ -80,12 +80,21 @@ class WeightSender:
         return StageGroup(self._stage, self._group.name, self._host, self._group.port, self._group.joined)
 
     def hashed(self) -> Sent | None:
-        """Collective: what engines print over the current weights; None on ranks that send nothing."""
+        """Collective: what engines print over the current weights; None on ranks that send nothing.
+
+        An error is in the answer.
+        """
         checksums = EngineChecksums()
-        for name, tensor in self._policy.hf_tensors():
-            if self._is_sender:
-                checksums.update([(name, tensor)])
-        return Sent(self._stage, checksums.result()) if self._is_sender else None
+        failure: str | None = None
+        try:
+            for name, tensor in self._policy.hf_tensors():
+                if self._is_sender:
+                    checksums.update([(name, tensor)])
+        except HeadraceError as error:
+            failure = error.message
+        if not self._is_sender:
+            return None
+        return Sent(self._stage, {} if failure else checksums.result(), failure)
 
     def keep(self) -> None:
         """Collective: copies the current weights into this sender's host memory."""

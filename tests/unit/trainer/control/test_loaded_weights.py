@@ -64,7 +64,9 @@ class Engines:
 
 
 @asynccontextmanager
-async def publisher(engines: Engines, done: list[Command], *, hashes: bool = True) -> AsyncIterator[Publisher]:
+async def publisher(
+    engines: Engines, done: list[Command], *, hashes: bool = True, hashed: Sent | None = None
+) -> AsyncIterator[Publisher]:
     def execute(command: Command) -> Result:
         done.append(command)
         match command:
@@ -74,7 +76,9 @@ async def publisher(engines: Engines, done: list[Command], *, hashes: bool = Tru
                 return StageWeights(0, [[TensorSpec("t", (10,), "float32")]])
             case OpenGroups():
                 return StageGroup(0, "g", "host", 1, joined=True)
-            case SendWeights() | HashWeights():
+            case HashWeights():
+                return hashed or Sent(0, OURS)
+            case SendWeights():
                 return Sent(0, OURS)
         return None
 
@@ -113,6 +117,13 @@ async def test_what_engines_had_loaded_costs_none_of_the_tries() -> None:
     async with publisher(engines, []) as publishing:
         await publishing.publish(at(0))
     assert engines.ways == [pb.TRANSPORT_LOADED, *[pb.TRANSPORT_COLLECTIVE] * 3]
+
+
+async def test_weights_that_no_stage_can_hash_are_offered_to_nobody() -> None:
+    engines = Engines(OURS)
+    async with publisher(engines, [], hashed=Sent(0, {}, "t has values that are not finite")) as publishing:
+        await publishing.publish(at(0))
+    assert engines.ways == [pb.TRANSPORT_COLLECTIVE]
 
 
 async def test_a_trainer_that_was_replaced_sends_nothing() -> None:

@@ -9,11 +9,13 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import cast
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from headrace.errors import InvalidArgument
 from headrace.wire.tensor_spec import TensorSpec
-from services.trainer.control.messages import StageGroup
+from services.trainer.control.messages import Sent, StageGroup
 from services.trainer.control.sender import WeightSender
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.policy import Policy
@@ -91,6 +93,16 @@ def test_weights_are_hashed_without_engines() -> None:
     hashed = sender_of(policy).hashed()
     assert hashed is not None
     assert hashed.checksums == engine_checksums(policy.weights)
+
+
+def test_weights_that_cannot_be_hashed_end_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def diverged() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "t0", torch.zeros(2)
+        raise InvalidArgument("t1 has values that are not finite")
+
+    policy = WatchedPolicy()
+    monkeypatch.setattr(policy, "hf_tensors", diverged)
+    assert sender_of(policy).hashed() == Sent(0, {}, "t1 has values that are not finite")
 
 
 def test_a_bucket_is_gathered_while_the_one_before_it_is_on_its_way() -> None:
