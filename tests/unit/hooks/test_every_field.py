@@ -108,3 +108,14 @@ def test_what_another_producer_wrote_there_does_not_reach_a_function() -> None:
     sample = Sample(tokens=[1, 2], response_length=1, rollout_log_probs=[-1.0], status=Sample.Status.COMPLETED)
     wire = from_hook(sample, sample_id="s", group_id="g", index=0)
     assert to_hook(replace(wire, hook_fields={"session_id": {"a": 1}, "mine": 2})).session_id is None
+
+
+@pytest.mark.parametrize("behind", [b"", b"\x98\x06\x01"], ids=["walked", "parsed, for a field of tomorrow"])
+def test_what_is_there_and_no_json_object_is_refused_by_the_ledger(behind: bytes) -> None:
+    sample = Sample(tokens=[1, 2], response_length=1, rollout_log_probs=[-1.0], status=Sample.Status.COMPLETED)
+    sample.weight_versions = ["0"]
+    packed = from_hook(sample, sample_id="s", group_id="g", index=0).pack()
+    check_samples([(packed.envelope, packed.payload + behind)])
+    broken = pb.SamplePayload(hook_json="[1]").SerializeToString()
+    with pytest.raises(InvalidArgument, match="must be a JSON object"):
+        check_samples([(packed.envelope, packed.payload + behind + broken)])

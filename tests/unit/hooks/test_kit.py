@@ -78,6 +78,17 @@ async def test_a_context_without_room_ends_the_sample_as_truncated(engine: Scrip
     assert made.tokens[len(prompt) :][:3] == engine.turns[0][:3]
 
 
+async def test_a_turn_beyond_max_turns_is_empty_and_its_sample_truncated(
+    engine: ScriptedEngine, tmp_path: Path
+) -> None:
+    call = call_of(engine, tmp_path, max_turns=1)
+    with calling(call):
+        first = await generate_single([USER])
+        second = await generate_single([USER, {"role": "assistant", "content": first}, AGAIN])
+    assert adopted(Sample(response=first), call).status is Sample.Status.COMPLETED
+    assert (second, adopted(Sample(response=second), call).status) == ("", Sample.Status.TRUNCATED)
+
+
 async def test_what_the_function_sets_itself_stays(engine: ScriptedEngine, tmp_path: Path) -> None:
     call = call_of(engine, tmp_path)
     with calling(call):
