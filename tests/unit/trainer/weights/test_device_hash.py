@@ -50,6 +50,11 @@ def test_it_does_not_depend_on_how_bytes_are_divided(sizes: list[int]) -> None:
     assert hashed(*whole.split(sizes) if sizes else ()) == hashed(whole)
 
 
+def test_bytes_may_begin_anywhere_in_memory() -> None:
+    data = patterned(1001)
+    assert hashed(data[1:]) == hashed(data[1:].clone())
+
+
 @pytest.mark.parametrize("place", [0, 3, 32_768, 99_999])
 def test_each_byte_matters(place: int) -> None:
     spoiled = patterned(100_000)
