@@ -14,5 +14,5 @@ def share_of_limit(total: int, num_shards: int) -> int:
 
 
 def share_of_least(total: int, shard: int, num_shards: int) -> int:
-    """Of a number that must be there before something happens: one at least, so that each shard waits for something."""
+    """A shard's share of what must be there before something happens: one at least, so that each waits for it."""
     return max(share_of_count(total, shard, num_shards), 1)

@@ -11,7 +11,7 @@ from services.rollout.publication.state import Plan
 
 
 class LoadedInbound:
-    """Of engines that no publication has touched."""
+    """Serves engines that no publication has touched."""
 
     def require_usable(self, plan: Plan, engines: Sequence[Engine]) -> None:
         """Raises FailedPrecondition where an engine has been given weights since it started."""

@@ -85,7 +85,7 @@ class RankGroup:
         return found
 
     async def hash_weights(self, *, deadline_seconds: float) -> dict[str, str]:
-        """What engines print over the current weights. Raises PublicationAborted when a stage cannot say."""
+        """Returns what engines print over the current weights. Raises PublicationAborted when a stage cannot say."""
         return _checksums(await self._results(self._ask(HashWeights()), Sent, deadline_seconds))
 
     async def keep_weights(self) -> None:

@@ -1,1 +1,1 @@
-"""What engines on a CPU need beside SGLang."""
+"""The parts of an engine on a CPU that SGLang lacks."""

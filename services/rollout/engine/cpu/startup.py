@@ -1,4 +1,4 @@
-"""What the start of an engine on a CPU does once, or not at all: half of its seconds, and more of its processor time.
+"""The start of an engine on a CPU does once, or not at all, what is half of its seconds and more of its processor time.
 
 The scheduler and the detokenizer are forks of the server. SGLang would start new interpreters, and each would import
 torch and SGLang again. A fork takes along no thread, so they are forked only while this process has a single one; and
