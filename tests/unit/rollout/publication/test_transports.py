@@ -106,7 +106,7 @@ async def test_a_hung_engine_ends_a_publication_at_its_deadline(
     for number in (0, 1):
         for call in ("/update_weights_from_distributed", "/update_weights_from_disk"):
             fakes.fake(number).faults[call] = "hang"
-    await receiver.begin(planned("p1", 1, deadline_seconds=0.3))
+    await receiver.begin(planned("p1", 1, deadline_seconds=1.5))  # long enough to prepare beside anything
     with pytest.raises(PublicationAborted):
         await receiver.receive("p1", 0)
     await fakes.until(lambda: [(e.state, e.restarts) for e in fakes.fleet.engines] == [(EngineState.READY, 1)] * 2)
