@@ -50,7 +50,11 @@ def rollout_service(
     """Starts nothing. Raises ConfigError when the job names no buffer or no reward service."""
     seconds = job.rollout.generate_timeout_seconds
     params, seed = job_params(job.rollout), job.data.rollout_seed
-    encoder = PromptEncoder(job.model.hf_checkpoint, apply_chat_template=job.data.apply_chat_template)
+    encoder = PromptEncoder(
+        job.model.hf_checkpoint,
+        apply_chat_template=job.data.apply_chat_template,
+        variables=job.data.apply_chat_template_kwargs,
+    )
     metrics = RolloutMetrics(registry)
     router = Router(job.rollout.router_policy, log_dir / "router.log", request_seconds=seconds)
     asks_for_experts = job.train.use_rollout_routing_replay
@@ -97,7 +101,7 @@ def rollout_service(
         item_seconds=job.reward.reward_timeout_seconds,
         patience_seconds=job.services.peer_wait_seconds,
     )
-    supervised = supervised_parts(job.train, job.model.hf_checkpoint)
+    supervised = supervised_parts(job.train, job.model.hf_checkpoint, job.data.apply_chat_template_kwargs)
     groups = GroupSampler(
         supervised.encoder if supervised else encoder,
         supervised.sampler if supervised else sampler,

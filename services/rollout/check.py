@@ -94,10 +94,11 @@ def _encoder(job: Job, report: Report) -> PromptEncoder | None:
 
 
 def _made(job: Job) -> PromptEncoder:
-    supervised = supervised_parts(job.train, job.model.hf_checkpoint)
+    variables = job.data.apply_chat_template_kwargs
+    supervised = supervised_parts(job.train, job.model.hf_checkpoint, variables)
     if supervised:
         return supervised.encoder
-    return PromptEncoder(job.model.hf_checkpoint, apply_chat_template=job.data.apply_chat_template)
+    return PromptEncoder(job.model.hf_checkpoint, apply_chat_template=job.data.apply_chat_template, variables=variables)
 
 
 def _tokenize(job: Job, encoder: PromptEncoder, prompts: Prompts, report: Report) -> None:

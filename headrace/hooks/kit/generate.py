@@ -30,7 +30,7 @@ async def generate_single(
     Raises InvalidArgument when the chat template or the engine refuse, Unavailable when no engine answers in time.
     """
     call = current_call()
-    template = template_of(str(call.args.hf_checkpoint))
+    template = template_of(call.args)
     trajectory = _continued(call, template, conversation, tools if tools is not None else call.tools)
     params = {**call.params(), **(sampling_params or {})}
     start = len(trajectory.response_tokens)

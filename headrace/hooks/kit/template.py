@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 from headrace.errors import InvalidArgument
+from headrace.hooks.args import HookArgs
+
+
+def template_of(args: HookArgs) -> Template:
+    """The template of the job's checkpoint with the job's variables. Loads the tokenizer, once a process."""
+    return _loaded(str(args.hf_checkpoint), json.dumps(args.get("apply_chat_template_kwargs") or {}))
 
 
 @cache
-def template_of(hf_checkpoint: str) -> Template:
-    """Loads the tokenizer, once a process."""
-    return Template(hf_checkpoint)
+def _loaded(hf_checkpoint: str, variables: str) -> Template:
+    return Template(hf_checkpoint, json.loads(variables))
 
 
 class Template:
     """A tokenizer and its chat template."""
 
-    def __init__(self, hf_checkpoint: str) -> None:
+    def __init__(self, hf_checkpoint: str, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
         from transformers import AutoTokenizer  # takes seconds: only for those who use it
 
+        self._variables = variables
         self._tokenizer = AutoTokenizer.from_pretrained(hf_checkpoint)
 
     def prompt(self, conversation: Any, tools: Sequence[Any] | None, *, is_rendered: bool) -> list[int]:
@@ -55,7 +63,11 @@ class Template:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    list(messages), tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=True
+                    list(messages),
+                    tools=list(tools) if tools else None,
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    **self._variables,
                 )
             )
         except Exception as error:  # a template is code of the checkpoint's author: it may raise anything

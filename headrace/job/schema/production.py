@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from headrace.errors import ConfigError
+from headrace.job.schema.literal import FromJson
 from headrace.job.schema.section import Above, NonNegative, Positive, Seconds, Section, Seed, Share, Temperature
+from headrace.job.schema.sound import plain
 from headrace.wire.limits import MAX_FILE_WORKERS, MAX_SAMPLES_PER_GROUP
 
 
@@ -45,6 +47,9 @@ class DataSection(Section):
         None, description="Key of an integer; with selection priority a larger one goes first."
     )
     apply_chat_template: bool = Field(False, description="Text prompts become one user turn of the chat template.")
+    apply_chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(plain), FromJson] = Field(
+        {}, description='JSON object of the chat template\'s own variables, as {"enable_thinking": false}.'
+    )
     rollout_shuffle: bool = Field(False, description="Read every epoch in a new order.")
     rollout_seed: Seed = Field(42, description="Seed of rollout_shuffle's order and of the engines' sampling.")
     num_epoch: Positive | None = Field(None, description="Largest number of epochs of prompt_data; absent: no limit.")

@@ -11,6 +11,7 @@ import itertools
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from headrace.errors import ConfigError, InvalidArgument
@@ -42,10 +43,19 @@ class ChatMask:
     earlier turns are written as the model will read them when it goes on with the conversation.
     """
 
-    def __init__(self, tokenizer: Any, family: str, *, keep_earlier_thoughts: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        family: str,
+        *,
+        keep_earlier_thoughts: bool = False,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         self._closings = _closings(tokenizer, family)
         self._ending = re.compile(rf"(?:{'|'.join(map(re.escape, self._closings))})\s*\Z")
-        self._templates = {tools: TracedTemplate(tokenizer, with_tools=tools) for tools in (False, True)}
+        self._templates = {
+            tools: TracedTemplate(tokenizer, with_tools=tools, variables=variables) for tools in (False, True)
+        }
         self._sentinel = f"headrace{secrets.token_hex(16)}"
         self._keep_earlier_thoughts = keep_earlier_thoughts
         template = self._templates[False]

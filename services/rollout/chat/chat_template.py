@@ -10,6 +10,7 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, cast
 
 from jinja2 import Environment, Template, nodes
@@ -31,7 +32,9 @@ class Rendered:
 class TracedTemplate:
     """A tokenizer's chat template, for tools or without."""
 
-    def __init__(self, tokenizer: Any, *, with_tools: bool) -> None:
+    def __init__(
+        self, tokenizer: Any, *, with_tools: bool, variables: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         from transformers.utils.chat_template_utils import _compile_jinja_template  # takes seconds
 
         source = tokenizer.get_chat_template(tools=[{}] if with_tools else None)
@@ -43,7 +46,7 @@ class TracedTemplate:
         _mark_loops(tree)
         code = cast(Any, environment.compile(tree))
         self._template = Template.from_code(environment, code, environment.make_globals(None))
-        self._variables: Mapping[str, Any] = tokenizer.special_tokens_map
+        self._variables: Mapping[str, Any] = {**tokenizer.special_tokens_map, **variables}
 
     def render(
         self,
@@ -66,8 +69,7 @@ class TracedTemplate:
 
         try:
             marked = self._template.render(
-                **self._variables,
-                **({} if thinking is None else {"thinking": thinking, "enable_thinking": thinking}),
+                **{**self._variables, **_thinking(thinking)},
                 messages=messages,
                 tools=tools,
                 documents=None,
@@ -89,6 +91,10 @@ class TracedTemplate:
         ends = [place for region in regions.values() for place in region] or [len(text)]
         written = {position: text[start:end] for position, (start, end) in regions.items()}
         return Rendered(text[: min(ends)], written, text[max(ends) :])
+
+
+def _thinking(thinking: bool | None) -> Mapping[str, bool]:
+    return {} if thinking is None else {"thinking": thinking, "enable_thinking": thinking}
 
 
 class _Loop:

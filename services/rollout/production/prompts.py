@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from headrace.api.sample.v1 import sample_pb2 as pb
@@ -19,6 +20,7 @@ from headrace.sample_checks import check_text
 from headrace.wire.checks import require_bytes, require_json_array, require_json_object
 from headrace.wire.limits import MAX_PROMPT_BYTES
 from services.rollout.chat.chat_segments import Segment
+from services.rollout.chat.template_variables import require_read
 
 _THREADS = 2
 T = TypeVar("T")
@@ -41,14 +43,20 @@ class EncodedPrompt:
 class PromptEncoder:
     """The checkpoint's tokenizer and chat template."""
 
-    def __init__(self, hf_checkpoint: Path, *, apply_chat_template: bool) -> None:
+    def __init__(
+        self, hf_checkpoint: Path, *, apply_chat_template: bool, variables: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         self._hf_checkpoint = hf_checkpoint
+        self.variables = variables
         self._threads = ThreadPoolExecutor(_THREADS, "tokenize")
         self._apply_chat_template = apply_chat_template
 
     def load(self) -> None:
-        """Loads the tokenizer, which takes seconds, so that no prompt has to. Raises ConfigError when there is none."""
-        _ = self.tokenizer
+        """Loads the tokenizer, which takes seconds, so that no prompt has to.
+
+        Raises ConfigError when there is none, or when its chat template does not read one of `variables`.
+        """
+        require_read(self.tokenizer, self.variables)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -102,7 +110,9 @@ class PromptEncoder:
     def encode_messages(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> EncodedPrompt:
         """Encodes a conversation in OpenAI's format. Raises InvalidArgument when the chat template refuses it."""
         try:
-            text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+            text = self.tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=True, **self.variables
+            )
         except Exception as error:  # a template is code of the checkpoint's author: it may raise anything
             raise InvalidArgument(f"the chat template refused it: {error}", field="prompt.messages") from error
         tokens = self._tokens(text, add_special_tokens=False)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -27,20 +29,31 @@ class SupervisedParts:
     sampler: SupervisedSampler
 
 
-def supervised_parts(config: TrainSection, hf_checkpoint: Path) -> SupervisedParts | None:
+def supervised_parts(
+    config: TrainSection, hf_checkpoint: Path, variables: Mapping[str, Any] = MappingProxyType({})
+) -> SupervisedParts | None:
     """Returns None unless the job has --loss-mask-type."""
     family = config.loss_mask_type
     if family is None:
         return None
-    encoder = ConversationEncoder(hf_checkpoint, family, keep_earlier_thoughts=config.keep_earlier_thoughts)
+    encoder = ConversationEncoder(
+        hf_checkpoint, family, keep_earlier_thoughts=config.keep_earlier_thoughts, variables=variables
+    )
     return SupervisedParts(encoder, SupervisedSampler())
 
 
 class ConversationEncoder(PromptEncoder):
     """Encodes whole conversations; `load` raises ConfigError when the tokenizer is not of the family."""
 
-    def __init__(self, hf_checkpoint: Path, family: str, *, keep_earlier_thoughts: bool = False) -> None:
-        super().__init__(hf_checkpoint, apply_chat_template=False)
+    def __init__(
+        self,
+        hf_checkpoint: Path,
+        family: str,
+        *,
+        keep_earlier_thoughts: bool = False,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(hf_checkpoint, apply_chat_template=False, variables=variables)
         self._family = family
         self._keep_earlier_thoughts = keep_earlier_thoughts
 
@@ -50,7 +63,12 @@ class ConversationEncoder(PromptEncoder):
 
     @cached_property
     def _mask(self) -> ChatMask:
-        return ChatMask(self.tokenizer, self._family, keep_earlier_thoughts=self._keep_earlier_thoughts)
+        return ChatMask(
+            self.tokenizer,
+            self._family,
+            keep_earlier_thoughts=self._keep_earlier_thoughts,
+            variables=self.variables,
+        )
 
     def encode(self, prompt: pb.Prompt) -> EncodedPrompt:
         """Raises InvalidArgument for a prompt that is no conversation, or has nothing to train."""

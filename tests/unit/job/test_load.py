@@ -51,6 +51,25 @@ def test_evaluation_data_comes_as_pairs(load_with, tmp_path: Path) -> None:
     assert job.eval.eval_prompt_data == (("a", Path(one)), ("b", Path(two)))
 
 
+def test_the_chat_templates_variables_come_as_an_object(load_with, model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "thoughtless.toml"
+    file.write_text(
+        f'model.hf_checkpoint = "{model}"\n[data]\napply_chat_template_kwargs = {{enable_thinking = false}}\n'
+    )
+    text = '{"enable_thinking": false}'
+    for job in (
+        load_with("--apply-chat-template-kwargs", text),
+        load_with(HEADRACE_APPLY_CHAT_TEMPLATE_KWARGS=text),
+        load(file, ["--rollout-batch-size", "4", "--n-samples-per-prompt", "2"], {}),
+    ):
+        assert job.data.apply_chat_template_kwargs == {"enable_thinking": False}
+        written = tmp_path / "written.toml"
+        written.write_text(to_toml(job))
+        assert load(written, [], {}) == job
+    with pytest.raises(ConfigError, match="--apply-chat-template-kwargs"):
+        load_with("--apply-chat-template-kwargs", "enable_thinking=false")
+
+
 def test_slimes_names_are_views_of_ours(load_with) -> None:
     job = load_with("--use-tis", "--tis-threshold", "3", "--async-buffer-size", "2")
     assert job.train.tis_clip == 3

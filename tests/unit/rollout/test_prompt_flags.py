@@ -1,16 +1,21 @@
-"""Flags of prompts act on the parts that are built of a job: --apply-chat-template, --keep-earlier-thoughts."""
+"""Flags of prompts act on what a job builds: --apply-chat-template, its kwargs, --keep-earlier-thoughts."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from headrace.api.sample.v1 import sample_pb2
+from headrace.errors import ConfigError
+from headrace.hooks.args import HookArgs
+from headrace.hooks.kit.template import template_of
 from headrace.job.schema.job import Job
 from headrace.job.schema.training import TrainSection
 from services.rollout.build import rollout_service
+from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.supervised import supervised_parts
 from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.fakes.fake_fleet import WIRE
@@ -47,3 +52,38 @@ def test_an_earlier_turns_thought_is_trained_where_keep_earlier_thoughts_says_so
     messages = [sample_pb2.ChatMessage(role=role, content=content) for role, content in turns]
     prompt = sample_pb2.Prompt(prompt_id="p", messages=sample_pb2.ChatMessages(messages=messages))
     assert ("first" in parts.encoder.encode(prompt).text) == keep
+
+
+@pytest.mark.parametrize(
+    ("value", "thinks"), [({}, True), ({"enable_thinking": True}, True), ({"enable_thinking": False}, False)]
+)
+def test_the_chat_template_is_given_the_jobs_variables(tmp_path: Path, value: dict[str, bool], thinks: bool) -> None:
+    make_chat_tokenizer("qwen3").save_pretrained(tmp_path)
+    encoder = PromptEncoder(tmp_path, apply_chat_template=True, variables=value)
+    encoder.load()
+    asks_for_no_thought = encoder.encode_text("hello").text.endswith("<think>\n\n</think>\n\n")
+    assert asks_for_no_thought == (not thinks)
+    kit = template_of(HookArgs({"hf_checkpoint": tmp_path, "apply_chat_template_kwargs": value}))
+    assert (
+        tuple(kit.prompt([{"role": "user", "content": "hello"}], None, is_rendered=False))
+        == encoder.encode_text("hello").tokens
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"enable_thinkin": False}, "never reads enable_thinkin.*did you mean enable_thinking"),
+        ({"messages": []}, "messages comes from the prompt: leave it out"),
+        ({"tokenize": True}, "never reads tokenize; it reads enable_thinking"),
+    ],
+)
+def test_variables_that_the_chat_template_does_not_read_are_refused(
+    tmp_path: Path, value: dict[str, Any], said: str
+) -> None:
+    make_chat_tokenizer("qwen3").save_pretrained(tmp_path)
+    supervised = supervised_parts(TrainSection(loss_mask_type="qwen3"), tmp_path, value)
+    assert supervised is not None
+    for encoder in (PromptEncoder(tmp_path, apply_chat_template=True, variables=value), supervised.encoder):
+        with pytest.raises(ConfigError, match=said):
+            encoder.load()
