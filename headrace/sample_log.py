@@ -1,9 +1,9 @@
 """Samples as text in a run's folder, with reward, scorer, versions and lengths, and without tokens.
 
-The trainer writes the samples of a step when the step is trained, one file for each data rank; the rollout service
-writes samples that failed, as they fail. Files are gzip of JSON lines, so `zcat` reads them too. Payloads in the ledger
-are deleted by a commit; these files stay until the folder exceeds `sample_log_bytes`, and then the oldest file is
-deleted first.
+The trainer writes the samples of a step when the step is trained, one file for each data rank, and those of an
+evaluation, one file for each; the rollout service writes samples that failed, as they fail. Files are gzip of JSON
+lines, so `zcat` reads them too. Payloads in the ledger are deleted by a commit; these files stay until the folder
+exceeds `sample_log_bytes`, and then the oldest file is deleted first.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ from headrace.wire.json_text import to_json
 
 _STEP = re.compile(r"step-(?P<step>\d{7,})-rank-\d+\.jsonl\.gz")
 _FAILED = re.compile(r"failed-(?P<number>\d{6,})\.jsonl\.gz")
+_EVALUATED = re.compile(r"eval-(?P<step>\d{7,})\.jsonl\.gz")
 _LEVEL = 3
 _FAILED_SHARE, _FAILED_FILES = 10, 4
 """Failed samples have a tenth of the bytes, in four files."""
+_EVALUATED_SHARE = 10
+"""Evaluated samples have another tenth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,7 @@ class SampleLog:
         """Returns how many of them fitted. Replaces the file of an earlier attempt at the step."""
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / f"step-{step:07}-rank-{rank}.jsonl.gz"
-        share = max_bytes - max_bytes // _FAILED_SHARE
+        share = max_bytes - max_bytes // _FAILED_SHARE - max_bytes // _EVALUATED_SHARE
         with replacing(file) as draft:
             with draft.open("wb") as raw:
                 written = _write(raw, answers, share)
@@ -115,13 +118,22 @@ class SampleLog:
         self._prune(_FAILED, share)
         return self.new_failed_file() if is_full else file
 
+    def write_evaluated(self, step: int, answers: Sequence[Answer], max_bytes: int, *, is_new: bool) -> int:
+        """Returns how many of them fitted. `is_new` replaces the file of an earlier evaluation of the step."""
+        share = max_bytes // _EVALUATED_SHARE
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / f"eval-{step:07}.jsonl.gz").open("wb" if is_new else "ab") as raw:
+            written = _write(raw, answers, max(0, share - raw.tell()))
+        self._prune(_EVALUATED, share)
+        return written
+
     def new_failed_file(self) -> Path:
         """A file numbered after all others: the end of an earlier one may be torn."""
         numbers = [int(match["number"]) for _, match in self._files(_FAILED)]
         return self.folder / f"failed-{max(numbers, default=0) + 1:06}.jsonl.gz"
 
     def is_empty(self) -> bool:
-        return not (self._files(_STEP) or self._files(_FAILED))
+        return not (self._files(_STEP) or self._files(_FAILED) or self._files(_EVALUATED))
 
     def steps(self) -> list[int]:
         """Steps that have a file, oldest first."""
@@ -136,6 +148,14 @@ class SampleLog:
                 if answer.sample_id not in seen:
                     seen.add(answer.sample_id)
                     yield answer
+
+    def evaluations(self) -> list[int]:
+        """Steps after which there was an evaluation whose samples are here, oldest first."""
+        return sorted(int(match["step"]) for _, match in self._files(_EVALUATED))
+
+    def of_evaluation(self, step: int) -> Iterator[Answer]:
+        """Yields the samples in the order in which they finished; `group_id` is eval/NAME/ROW."""
+        yield from _read(self.folder / f"eval-{step:07}.jsonl.gz")
 
     def failed(self) -> Iterator[Answer]:
         """Yields failed samples, newest file first, and within a file in the order in which they failed."""

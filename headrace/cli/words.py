@@ -15,6 +15,11 @@ def count(word: str) -> int:
     return int(word)
 
 
+def count_from_zero(word: str) -> int:
+    """Parses an integer of 0 or more."""
+    return 0 if word == "0" else count(word)
+
+
 def temperature(word: str) -> float:
     """Parses a finite number of 0 or more."""
     try:

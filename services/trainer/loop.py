@@ -87,7 +87,10 @@ class Console(Protocol):
         """Holds while paused, serves what was asked for; False ends the run."""
 
     async def evaluate(self, state: TrainState) -> None:
-        """Evaluates if it is due at this step."""
+        """Starts an evaluation if one is due at this step; training goes on beside it unless the job says otherwise."""
+
+    async def evaluated(self) -> None:
+        """Returns when no evaluation runs."""
 
     def report(self, state: TrainState, metrics: dict[str, float]) -> None:
         """A step is done."""
@@ -139,6 +142,7 @@ async def train(ledger: TrainerLedger, ranks: Ranks, console: Console, schedule:
         await ranks.flush()
         await commit(ledger, ranks, covered)
     await ranks.export()
+    await console.evaluated()
     return state
 
 

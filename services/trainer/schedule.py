@@ -27,12 +27,12 @@ class JobSchedule:
             return True
         return self._save_every is not None and state.step % self._save_every == 0
 
-    def evaluates(self, state: TrainState) -> bool:
+    def evaluates(self, step: int) -> bool:
         """True before the first step unless that is skipped, after every eval_interval steps, and at the end."""
         if not self._has_eval:
             return False
-        if state.step == 0:
+        if step == 0:
             return self._evaluates_first
-        if state.step == self.num_steps:
+        if step == self.num_steps:
             return True
-        return self._eval_every is not None and state.step % self._eval_every == 0
+        return self._eval_every is not None and step % self._eval_every == 0

@@ -129,6 +129,8 @@ class Watch:
 
     async def evaluate(self, state: TrainState) -> None: ...
 
+    async def evaluated(self) -> None: ...
+
     def report(self, state: TrainState, metrics: dict[str, float]) -> None:
         self.done_at.append(time.monotonic())
 

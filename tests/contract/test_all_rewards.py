@@ -18,8 +18,9 @@ from services.trainer.ledger import StreamLedger
 from services.trainer.loop import train
 from services.trainer.metrics.all_rewards import AllRewards
 from services.trainer.serving.console import TrainerConsole
+from services.trainer.serving.evaluations import NoEvaluations
 from services.trainer.serving.report import RunReport
-from tests.contract.test_runs_that_cannot_learn import Ranks, nothing
+from tests.contract.test_runs_that_cannot_learn import Ranks
 from tests.support.ledgers.buffer_samples import complete_put, failed_put, text_prompts
 from tests.support.processes.buffer_server import served_buffer
 
@@ -39,7 +40,7 @@ async def test_a_step_reports_the_mean_of_all_that_was_scored_for_it(tmp_path: P
         await client.create_stream(CONFIG)
         await client.submit_prompts("train", text_prompts(*(str(number) for number in range(100))))
         ranks, report = Ranks(num_steps=3), RunReport(tmp_path)
-        console = TrainerConsole(report, nothing, run="r", num_steps=3, groups_per_step=2)
+        console = TrainerConsole(report, NoEvaluations(), run="r", num_steps=3, groups_per_step=2)
         console.open(ranks, 1)
 
         async def produce() -> None:

@@ -18,6 +18,7 @@ from services.trainer.breaker import Breaker
 from services.trainer.ledger import StreamLedger
 from services.trainer.loop import train
 from services.trainer.serving.console import TrainerConsole
+from services.trainer.serving.evaluations import NoEvaluations
 from services.trainer.serving.report import RunReport
 from services.trainer.state import TrainState
 from tests.support.fakes.certain_rollout import produce
@@ -82,7 +83,7 @@ async def test_groups_are_made_while_a_checkpoint_is_written(tmp_path: Path) -> 
         await client.submit_prompts("train", text_prompts(*(str(number) for number in range(20))))
         ranks, console = (
             SlowSaver(),
-            TrainerConsole(RunReport(tmp_path), nothing, run="r", num_steps=1, groups_per_step=2),
+            TrainerConsole(RunReport(tmp_path), NoEvaluations(), run="r", num_steps=1, groups_per_step=2),
         )
         console.open(ranks, 1)
         producing = asyncio.create_task(produce(server.address))
@@ -101,7 +102,3 @@ async def test_groups_are_made_while_a_checkpoint_is_written(tmp_path: Path) -> 
         finally:
             producing.cancel()
             training.cancel()
-
-
-async def nothing(state: TrainState) -> None:
-    pass

@@ -19,8 +19,8 @@ from services.trainer.breaker import Breaker
 from services.trainer.ledger import StreamLedger
 from services.trainer.loop import train
 from services.trainer.serving.console import TrainerConsole
+from services.trainer.serving.evaluations import NoEvaluations
 from services.trainer.serving.report import RunReport
-from services.trainer.state import TrainState
 from tests.support.ledgers.buffer_samples import complete_put, failed_put, text_prompts
 from tests.support.processes.buffer_server import served_buffer
 from tests.unit.trainer.test_loop import Everything
@@ -63,7 +63,7 @@ async def outcome(folder: Path, put_of: Callable[[pb.GroupLease], pb.GroupPut]) 
         await client.create_stream(config)
         await client.submit_prompts("train", text_prompts(*(str(number) for number in range(1_000))))
         ranks = Ranks(num_steps=1_000)
-        console = TrainerConsole(RunReport(folder), nothing, run="r", num_steps=1_000, groups_per_step=2)
+        console = TrainerConsole(RunReport(folder), NoEvaluations(), run="r", num_steps=1_000, groups_per_step=2)
         console.open(ranks, 1)
 
         async def produce() -> None:
@@ -79,10 +79,6 @@ async def outcome(folder: Path, put_of: Callable[[pb.GroupLease], pb.GroupPut]) 
         finally:
             producing.cancel()
     return console, ranks
-
-
-async def nothing(state: TrainState) -> None:
-    return None
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,21 @@ def test_failed_samples_are_bounded_too(log: SampleLog) -> None:
     assert in_bytes(log.folder) <= MEGABYTE // 10
 
 
+def test_evaluated_samples_are_read_by_step_replaced_by_a_new_evaluation_and_bounded(log: SampleLog) -> None:
+    for step in range(1, 60):
+        for is_new in (True, False):
+            one = Answer.of(answered(f"{step}/{is_new}", response=noise(4_000, step)), step)
+            assert log.write_evaluated(step, [one], MEGABYTE, is_new=is_new) == 1
+    steps = log.evaluations()
+    assert steps == list(range(steps[0], 60))
+    assert 1 < steps[0] < 58
+    assert in_bytes(log.folder) <= MEGABYTE // 10
+    assert [each.sample_id for each in log.of_evaluation(59)] == ["59/True", "59/False"]
+    log.write_evaluated(59, [Answer.of(answered("again"), 59)], MEGABYTE, is_new=True)
+    assert [each.sample_id for each in log.of_evaluation(59)] == ["again"]
+    assert not log.is_empty()
+
+
 def test_what_a_kill_tore_is_read_up_to_there(log: SampleLog) -> None:
     file = log.new_failed_file()
     for number in range(3):

@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.cli.runs import add_run_argument, find_run, require_answer
-from headrace.cli.words import count, printable, text
+from headrace.cli.words import count, count_from_zero, printable, text
 from headrace.client.open import open_buffer
 from headrace.client.port import Buffer
 from headrace.errors import NotFound, Unavailable
@@ -37,7 +37,15 @@ def samples(argv: Sequence[str]) -> int:
     add_run_argument(parser)
     parser.add_argument("-n", type=count, default=5, help="how many samples to show at most (5)")
     parser.add_argument(
-        "--step", type=count, help="only samples that this step trained, counted from 1 as on the console"
+        "--step", type=count_from_zero, help="only samples that this step trained, counted from 1 as on the console"
+    )
+    parser.add_argument(
+        "--eval",
+        nargs="?",
+        const="",
+        type=text,
+        metavar="NAME",
+        help="only samples of evaluations, of this data set or of all; --step then is the step evaluated after",
     )
     parser.add_argument("--group", type=text, help="only samples of the group with this id")
     parser.add_argument("--search", type=text, metavar="TEXT", help="only samples with TEXT in prompt or response")
@@ -77,6 +85,10 @@ def _all(folder: RunFolder | None, args: argparse.Namespace) -> Iterator[Answer]
 
 def _by_source(folder: RunFolder | None, args: argparse.Namespace) -> Iterator[Answer]:
     log = SampleLog(folder.samples) if folder else None
+    if log and args.eval is not None:
+        for step in reversed(log.evaluations()):
+            yield from log.of_evaluation(step)
+        return
     if log and args.failed:
         yield from log.failed()
     if log and args.step is not None and args.step in log.steps():
@@ -160,6 +172,8 @@ def _is_wanted(answer: Answer, args: argparse.Namespace) -> bool:
         return False
     if args.step is not None and answer.step != args.step:
         return False
+    if args.eval and not answer.group_id.startswith(f"eval/{args.eval}/"):
+        return False
     if args.group is not None and answer.group_id != args.group:
         return False
     needle = (args.search or "").casefold()
@@ -173,9 +187,10 @@ def _notes(folder: RunFolder | None, found: Sequence[Answer], args: argparse.Nam
             yield "the ledger holds no such sample; committed samples are in their run's folder: headrace samples RUN"
         return
     log = SampleLog(folder.samples)
-    steps = log.steps()
+    steps = log.steps() if args.eval is None else log.evaluations()
     if not found:
-        there = f"steps {steps[0]} to {steps[-1]} have samples" if steps else "no step was trained yet"
+        nothing = "no step was trained yet" if args.eval is None else "no evaluation has samples yet"
+        there = f"steps {steps[0]} to {steps[-1]} have samples" if steps else nothing
         yield f"no such sample in {folder.path}: {there}"
     if not args.failed and (failed := sum(1 for _ in log.failed())):
         yield f"{failed} samples failed: `headrace samples {folder.path} --failed` shows them"

@@ -30,6 +30,8 @@ _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "eval_top_p": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
     "eval_top_k": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
     "skip_eval_before_train": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
+    "eval_exact_version": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
+    "eval_timeout_seconds": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
     "eval_max_response_len": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
     "rollout_shuffle": ("prompt_data", lambda job: bool(job.data.prompt_data)),
     "num_epoch": ("prompt_data", lambda job: bool(job.data.prompt_data)),

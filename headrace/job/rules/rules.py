@@ -13,6 +13,7 @@ from headrace.job.model.virtual_stages import virtual_stages
 from headrace.job.rules.algorithm_rules import check_algorithm
 from headrace.job.rules.buffer_rules import check_buffer
 from headrace.job.rules.engine_rules import check_engine_ranks, check_engines, check_lengths
+from headrace.job.rules.eval_rules import check_evaluations
 from headrace.job.rules.files import check_files
 from headrace.job.rules.folders import check_folders
 from headrace.job.rules.machine import num_gpus
@@ -256,4 +257,5 @@ _RULES: Sequence[Callable[[Job], None]] = (
     _several_machines,
     _weights_are_shared,
     check_algorithm,
+    check_evaluations,
 )

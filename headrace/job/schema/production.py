@@ -151,3 +151,9 @@ class EvalSection(Section):
     eval_max_response_len: Positive | None = Field(
         None, description="Largest number of response tokens in evaluations; absent: rollout_max_response_len."
     )
+    eval_exact_version: bool = Field(
+        False,
+        description="Training waits for each evaluation, so that one version generates all its samples; off: it goes "
+        "on, and eval_min_version and eval_max_version say which versions answered.",
+    )
+    eval_timeout_seconds: Seconds = Field(3600.0, description="Limit of one evaluation; its row then says so.")

@@ -31,6 +31,7 @@ from services.trainer.control.transport.port import Sender
 from services.trainer.control.transport.source import QuantizedWeights
 from services.trainer.control.worker import RankWorker
 from services.trainer.control.writer import WeightWriter
+from services.trainer.data.evaluated_samples import EvaluatedSamples
 from services.trainer.data.fetch import Fetch
 from services.trainer.data.sample_log import TrainedSamples
 from services.trainer.files.durable import remove
@@ -40,6 +41,7 @@ from services.trainer.model.policy import Policy
 from services.trainer.schedule import JobSchedule
 from services.trainer.serving.console import TrainerConsole
 from services.trainer.serving.evaluation import JobEvaluator
+from services.trainer.serving.evaluations import Evaluations, JobEvaluations, NoEvaluations
 from services.trainer.serving.export_folder import ExportFolders
 from services.trainer.serving.report import RunReport
 from services.trainer.serving.trackers import trackers
@@ -147,7 +149,7 @@ class TrainerBuild:
         job = self._job
         return TrainerConsole(
             report,
-            evaluator_of(job, rollout, schedule),
+            evaluations_of(job, rollout, schedule, report, RunFolder(self._run_dir)),
             run=job.run.run_name,
             num_steps=schedule.num_steps,
             groups_per_step=job.rollout.groups_per_step,
@@ -200,12 +202,19 @@ def schedule_of(job: Job) -> JobSchedule:
     )
 
 
-def evaluator_of(job: Job, rollout: RolloutClient, schedule: JobSchedule) -> JobEvaluator:
+def evaluations_of(
+    job: Job, rollout: RolloutClient, schedule: JobSchedule, report: RunReport, folder: RunFolder
+) -> Evaluations:
     """Evaluates on the data sets that the job names."""
+    if not job.eval.eval_prompt_data:
+        return NoEvaluations()
     datasets = [
         eval_dataset(job.eval, job.rollout, job.data, name, path.resolve()) for name, path in job.eval.eval_prompt_data
     ]
-    return JobEvaluator(datasets, rollout, schedule)
+    num_bytes = job.tracking.sample_log_bytes
+    samples = EvaluatedSamples(SampleLog(folder.samples), num_bytes) if num_bytes else None
+    evaluator = JobEvaluator(datasets, rollout, seconds=job.eval.eval_timeout_seconds, samples=samples)
+    return JobEvaluations(evaluator, schedule, report, exact=job.eval.eval_exact_version)
 
 
 def _sender_host(rollout_address: str) -> str:

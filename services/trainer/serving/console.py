@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Protocol
 from headrace.api.trainer.v1 import trainer_pb2 as pb
 from headrace.errors import FailedPrecondition, Fenced, HeadraceError, ResourceExhausted
 from headrace.rpc.log import log
+from services.trainer.serving.evaluations import Evaluations
 from services.trainer.serving.report import RunReport
 from services.trainer.state import TrainState
 
@@ -45,18 +46,6 @@ Action = Callable[[Steered, TrainState], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluated:
-    """Metrics of an evaluation, and sentences for a person where it went wrong."""
-
-    metrics: Mapping[str, float]
-    warnings: Sequence[str] = ()
-
-
-Evaluate = Callable[[TrainState], Awaitable[Evaluated | None]]
-"""None where no evaluation is due."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Request:
     action: Action
     done: asyncio.Future[TrainState]
@@ -68,7 +57,7 @@ class TrainerConsole:
     def __init__(
         self,
         report: RunReport,
-        evaluate: Evaluate,
+        evaluations: Evaluations,
         *,
         run: str,
         num_steps: int,
@@ -77,7 +66,7 @@ class TrainerConsole:
     ) -> None:
         self._clock = clock
         self._report = report
-        self._evaluate = evaluate
+        self._evaluations = evaluations
         self._requests: list[_Request] = []
         self._running = asyncio.Event()
         self._running.set()
@@ -139,6 +128,7 @@ class TrainerConsole:
         self._status.phase = pb.PHASE_FAILED if error else pb.PHASE_FINISHED
         self._status.error = error or ""
         self._ended = True
+        self._evaluations.stop("the run ended")
         for request in self._requests:
             request.done.set_exception(_ended())
         self._requests.clear()
@@ -169,12 +159,15 @@ class TrainerConsole:
         return not self._stopping
 
     async def evaluate(self, state: TrainState) -> None:
-        """Evaluates if it is due; what it finds is reported with the step that was trained last."""
+        """Starts an evaluation if one is due; what it finds is reported with the step that was trained last."""
         self._show(state)
         with self.phase(pb.PHASE_EVALUATING):
-            evaluated = await self._evaluate(state)
-        if evaluated:
-            self._report.write(state.step, evaluated.metrics, evaluated.warnings)
+            await self._evaluations.at(state)
+
+    async def evaluated(self) -> None:
+        """Waits for the last evaluation."""
+        with self.phase(pb.PHASE_EVALUATING):
+            await self._evaluations.finish()
 
     def report(self, state: TrainState, metrics: dict[str, float]) -> None:
         """A step is done; `state.step` counts it."""
@@ -212,6 +205,7 @@ class TrainerConsole:
     def stop(self) -> None:
         """Ends the run before the next step."""
         self._stopping = True
+        self._evaluations.stop("the run was stopped")
         self._running.set()
 
     def leave(self) -> None:

@@ -1,49 +1,90 @@
-"""Evaluations that the job asks for, run by the rollout service on whatever version the engines serve."""
+"""One evaluation that the job asks for, run by the rollout service on whatever versions the engines serve."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 import uuid
 from collections.abc import Sequence
 
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.client.rollout import RolloutClient
-from headrace.errors import HeadraceError
+from headrace.errors import DeadlineExceeded, HeadraceError, Unavailable
 from headrace.rpc.log import log
 from headrace.wire.checks import one_line
-from services.trainer.schedule import JobSchedule
-from services.trainer.serving.console import Evaluated
+from services.trainer.data.evaluated_samples import EvaluatedSamples
+from services.trainer.serving.evaluations import Evaluated
 from services.trainer.state import TrainState
-
-_SECONDS = 3600.0
 
 
 class JobEvaluator:
-    """`await evaluator(state)` gives what a data set's samples came to, or why they came to nothing."""
+    """`await evaluator(state)` returns the metrics of the data sets, or why there are none."""
 
     def __init__(
-        self, datasets: Sequence[rollout_pb2.EvalDataset], client: RolloutClient, schedule: JobSchedule
+        self,
+        datasets: Sequence[rollout_pb2.EvalDataset],
+        client: RolloutClient,
+        *,
+        seconds: float,
+        samples: EvaluatedSamples | None = None,
     ) -> None:
         self._datasets = datasets
         self._client = client
-        self._schedule = schedule
+        self._seconds = seconds
+        self._samples = samples
 
-    async def __call__(self, state: TrainState) -> Evaluated | None:
-        """None when none is due. Whatever goes wrong is a warning and a metric: the run does not depend on it."""
-        if not self._schedule.evaluates(state):
-            return None
+    async def __call__(self, state: TrainState) -> Evaluated:
+        """Whatever goes wrong is a warning and a metric: the run does not depend on it."""
+        started = time.monotonic()
         try:
-            results = await self._client.evaluate(uuid.uuid4().hex, self._datasets, deadline_seconds=_SECONDS)
+            results = await self._results(state)
         except Exception as error:  # noqa: BLE001  # of the client's own, too: no mistake in an evaluation is worth the run
             reason = error.reason if isinstance(error, HeadraceError) else type(error).__name__
             log.error("evaluation_failed", step=state.step, reason=reason, error=str(error))
             return Evaluated({"eval_error": 1.0}, (f"the evaluation failed, {reason}: {one_line(str(error))}",))
-        metrics = {"eval_error": 0.0}
+        metrics = {"eval_error": 0.0, "eval_seconds": time.monotonic() - started}
         for result in results:
-            metrics[f"eval/{result.name}"] = result.mean_reward
-            metrics[f"eval_length/{result.name}"] = result.mean_response_tokens
-            metrics[f"eval_failed/{result.name}"] = float(result.num_failed)
+            metrics |= _metrics(result)
         log.info("evaluated", step=state.step, **metrics)
         return Evaluated(metrics, [_unscored(result) for result in results if result.num_failed])
+
+    async def _results(self, state: TrainState) -> Sequence[rollout_pb2.EvalResult]:
+        """Raises DeadlineExceeded after `seconds`, Unavailable when the service ended without results."""
+        results: Sequence[rollout_pb2.EvalResult] = ()
+        try:
+            async with asyncio.timeout(self._seconds):
+                replies = self._client.watch_evaluation(
+                    f"step-{state.step}-{uuid.uuid4().hex[:8]}",
+                    self._datasets,
+                    return_samples=self._samples is not None,
+                    deadline_seconds=self._seconds,
+                )
+                writing = self._samples.of_step(state.step) if self._samples else None
+                async for reply in replies:
+                    results = reply.results
+                    if writing:
+                        await writing.add(reply.samples)
+                if writing:
+                    await writing.close()
+        except (TimeoutError, DeadlineExceeded) as error:
+            raise DeadlineExceeded(
+                f"it took longer than eval_timeout_seconds {self._seconds:g}: evaluate fewer samples, or raise "
+                "--eval-timeout-seconds"
+            ) from error
+        if not results:
+            raise Unavailable("the rollout service ended it without results")
+        return results
+
+
+def _metrics(result: rollout_pb2.EvalResult) -> dict[str, float]:
+    return {
+        f"eval/{result.name}": result.mean_reward,
+        f"eval_length/{result.name}": result.mean_response_tokens,
+        f"eval_truncated/{result.name}": result.truncated_ratio,
+        f"eval_failed/{result.name}": float(result.num_failed),
+        f"eval_min_version/{result.name}": float(result.min_policy_version),
+        f"eval_max_version/{result.name}": float(result.max_policy_version),
+    }
 
 
 def _unscored(result: rollout_pb2.EvalResult) -> str:

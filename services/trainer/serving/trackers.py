@@ -85,10 +85,12 @@ class Wandb:
             config=without_secrets(job),
             settings=wandb.Settings(silent=True, disable_code=True, disable_git=True, x_disable_stats=True),
         )
+        self._newest = 0
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Handed to W&B's own process, which uploads it when it can."""
-        self._run.log(dict(metrics), step=step)
+        """Handed to W&B's own process, which uploads it when it can. It drops what is older than its newest step."""
+        self._newest = max(self._newest, step)
+        self._run.log(dict(metrics), step=self._newest)
 
     def close(self) -> None:
         """Waits for W&B's process."""

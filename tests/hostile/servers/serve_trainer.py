@@ -13,6 +13,7 @@ from headrace.rpc.server import RpcServer, Service
 from services.trainer.loop import train
 from services.trainer.plan.batch import Batch
 from services.trainer.serving.console import TrainerConsole
+from services.trainer.serving.evaluations import NoEvaluations
 from services.trainer.serving.export_folder import ExportFolders
 from services.trainer.serving.report import RunReport
 from services.trainer.serving.servicer import TrainerServicer
@@ -49,10 +50,6 @@ class SlowRanks(Everything):
         await asyncio.sleep(STEP_SECONDS)
 
 
-async def _no_evaluation(state: TrainState) -> None:
-    pass
-
-
 def main() -> int:
     parser = argparse.ArgumentParser()
     for name in ("--address", "--folder"):
@@ -66,7 +63,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
     ranks = SlowRanks(num_steps=NUM_STEPS)
     report = RunReport(Path(arguments.folder) / "report")
     report.resume(0)
-    console = TrainerConsole(report, _no_evaluation, run="r", num_steps=NUM_STEPS, groups_per_step=2)
+    console = TrainerConsole(report, NoEvaluations(), run="r", num_steps=NUM_STEPS, groups_per_step=2)
     console.open(ranks, 1)
     name = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
     servicer = TrainerServicer(console, report, ExportFolders(Path(arguments.folder), []))

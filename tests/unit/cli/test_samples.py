@@ -72,6 +72,30 @@ def test_samples_by_step_group_reward_and_text(
     assert ids(capsys, *words) == expected
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--eval"], ["e4/sums", "e4/aime", "e0/sums"]),
+        (["--eval", "sums"], ["e4/sums", "e0/sums"]),
+        (["--eval", "--step", "0"], ["e0/sums"]),
+        (["--eval", "sums", "--best", "-n", "1"], ["e4/sums"]),
+        (["--eval", "other"], []),
+        ([], ["g3/0", "g3/1", "g2/0", "g2/1", "g1/0"]),
+    ],
+)
+def test_the_samples_of_evaluations_are_shown_by_step_and_data_set(
+    words: list[str], expected: list[str], ended: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = SampleLog(ended.samples)
+    for step, names in ((0, ["sums"]), (4, ["sums", "aime"])):
+        answers = [
+            Answer.of(answered(f"e{step}/{name}", group_id=f"eval/{name}/0", reward=float(step)), step)
+            for name in names
+        ]
+        log.write_evaluated(step, answers, MEGABYTE, is_new=True)
+    assert ids(capsys, *words) == expected
+
+
 def test_what_is_not_there_is_said(ended: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["samples", "--step", "7"]) == 0
     assert "no such sample in runs/one: steps 1 to 3 have samples" in capsys.readouterr().out

@@ -32,6 +32,7 @@ class Everything:
     full_disk_at: frozenset[int] = frozenset()
     """Steps whose first checkpoint cannot be written."""
     stop_after_leases: int | None = None
+    shows_evaluations: bool = False
     taken: list[TrainState] = field(default_factory=list)
     diary: list[str] = field(default_factory=list)
 
@@ -112,7 +113,10 @@ class Everything:
         return state.step != self.stop_at
 
     async def evaluate(self, state: TrainState) -> None:
-        pass
+        self.diary.append(f"evaluate {state.step}") if self.shows_evaluations else None
+
+    async def evaluated(self) -> None:
+        self.diary.append("evaluated") if self.shows_evaluations else None
 
     def report(self, state: TrainState, metrics: dict[str, float]) -> None:
         self.diary.append(f"report {state.step}")
@@ -138,6 +142,12 @@ async def test_a_step_is_leased_trained_consumed_published_and_saved_in_this_ord
         "lease 7/0", "train 0", "consume 7/0", "publish 1", "version 7/1", "save 1", "commit 7/1", "report 1",
         "export",
     ]  # fmt: skip
+
+
+async def test_evaluations_are_offered_after_the_first_weights_and_each_step_and_the_last_is_waited_for() -> None:
+    diary = await run(Everything(num_steps=2, shows_evaluations=True))
+    asked = [line for line in diary if line.split()[0] in ("report", "evaluate", "evaluated", "export")]
+    assert asked == ["evaluate 0", "report 1", "evaluate 1", "report 2", "evaluate 2", "export", "evaluated"]
 
 
 async def test_what_is_ready_for_the_next_step_is_fetched_while_this_one_is_trained() -> None:

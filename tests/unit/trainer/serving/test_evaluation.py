@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -13,26 +15,37 @@ from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.trainer.v1 import trainer_pb2
 from headrace.client.rollout import RolloutClient
 from headrace.errors import FailedPrecondition, Unavailable
-from services.trainer.control.build import evaluator_of, schedule_of
+from headrace.run_folder import RunFolder
+from headrace.sample_log import SampleLog
+from services.trainer.control.build import evaluations_of, schedule_of
 from services.trainer.loop import train
 from services.trainer.serving.console import TrainerConsole
 from services.trainer.serving.export_folder import ExportFolders
 from services.trainer.serving.report import RunReport
 from services.trainer.serving.servicer import TrainerServicer
-from services.trainer.state import TrainState
+from tests.support.ledgers.answers import answered
 from tests.unit.trainer.test_loop import Everything
 
 
 class Rollout:
-    """Answers an evaluation with what it was given, or raises it."""
+    """Answers an evaluation with what it was given, or raises it; `held` keeps it from ending."""
 
     def __init__(self, answer: Exception | Sequence[rollout_pb2.EvalResult]) -> None:
         self._answer = answer
+        self.held = asyncio.Event()
+        self.held.set()
+        self.asked: list[int] = []
 
-    async def evaluate(self, *args: object, **keywords: object) -> Sequence[rollout_pb2.EvalResult]:
+    async def watch_evaluation(
+        self, evaluation_id: str, *args: object, **keywords: object
+    ) -> AsyncIterator[rollout_pb2.EvaluateResponse]:
+        self.asked.append(int(evaluation_id.split("-")[1]))
+        sample = answered(f"{evaluation_id}/sums/0/0", "2 + 2 =", " 4", reward=1.0, group_id="eval/sums/0")
+        yield rollout_pb2.EvaluateResponse(done=1, total=1, samples=[sample.pack()])
+        await self.held.wait()
         if isinstance(self._answer, Exception):
             raise self._answer
-        return self._answer
+        yield rollout_pb2.EvaluateResponse(results=self._answer)
 
 
 class Steps(Everything):
@@ -45,19 +58,45 @@ class Steps(Everything):
         pass
 
 
-async def rows_of_a_run(folder: Path, load_with, answer) -> tuple[list[dict], list[trainer_pb2.WatchProgressResponse]]:
+RESULT = rollout_pb2.EvalResult(
+    name="sums", mean_reward=0.5, num_samples=3, num_failed=1, min_policy_version=1, max_policy_version=2
+)
+
+
+@dataclass
+class Run:
+    """A trainer's loop of fakes over two steps, with the evaluations of a job."""
+
+    folder: Path
+    console: TrainerConsole
+    report: RunReport
+    steps: Steps
+
+    async def train(self) -> None:
+        await train(self.steps, self.steps, self.console, self.steps)
+        self.console.finished()
+
+    def rows(self) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    def evaluated(self) -> list[tuple[int, float]]:
+        return [(row["step"], row["eval_error"]) for row in self.rows() if "eval_error" in row]
+
+    async def watched(self) -> list[trainer_pb2.WatchProgressResponse]:
+        servicer = TrainerServicer(self.console, self.report, exports=ExportFolders(self.folder, []))
+        return [row async for row in servicer.WatchProgress(trainer_pb2.WatchProgressRequest(), None)]
+
+
+def run_of(folder: Path, load_with, rollout: Rollout, *flags: str, restored: int = 0) -> Run:
     data = folder / "eval.jsonl"
     data.write_text('{"prompt": "a", "label": "b"}\n')
-    job = load_with("--eval-prompt-data", "sums", str(data), "--eval-interval", "1", "--num-rollout", "2")
-    report, steps = RunReport(folder), Steps(num_steps=2)
-    evaluator = evaluator_of(job, cast(RolloutClient, Rollout(answer)), schedule_of(job))
-    console = TrainerConsole(report, evaluator, run="r", num_steps=2, groups_per_step=1)
+    job = load_with("--eval-prompt-data", "sums", str(data), "--eval-interval", "1", "--num-rollout", "2", *flags)
+    report, steps = RunReport(folder), Steps(num_steps=2, restored=restored)
+    report.resume(restored)
+    evaluations = evaluations_of(job, cast(RolloutClient, rollout), schedule_of(job), report, RunFolder(folder))
+    console = TrainerConsole(report, evaluations, run="r", num_steps=2, groups_per_step=1)
     console.open(steps, 1)
-    assert (await train(steps, steps, console, steps)).step == 2
-    console.finished()
-    servicer = TrainerServicer(console, report, exports=ExportFolders(folder, []))
-    watched = [row async for row in servicer.WatchProgress(trainer_pb2.WatchProgressRequest(), None)]
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], watched
+    return Run(folder, console, report, steps)
 
 
 @pytest.mark.parametrize(
@@ -71,19 +110,145 @@ async def rows_of_a_run(folder: Path, load_with, answer) -> tuple[list[dict], li
 async def test_a_failing_evaluation_is_a_warning_and_a_metric_and_the_run_goes_on(
     tmp_path: Path, load_with, error: Exception, said: str
 ) -> None:
-    rows, watched = await rows_of_a_run(tmp_path, load_with, error)
-    evaluated = [row for row in rows if "eval_error" in row]
-    assert [(row["step"], row["eval_error"]) for row in evaluated] == [(0, 1.0), (1, 1.0), (2, 1.0)]
-    assert {warning for row in evaluated for warning in row["warnings"]} == {f"the evaluation failed, {said}"}
-    assert [list(row.warnings) for row in watched if row.warnings] == [[f"the evaluation failed, {said}"]] * 3
+    run = run_of(tmp_path, load_with, Rollout(error), "--eval-exact-version")
+    await run.train()
+    assert run.evaluated() == [(0, 1.0), (1, 1.0), (2, 1.0)]
+    assert {warning for row in run.rows() for warning in row.get("warnings", ())} == {f"the evaluation failed, {said}"}
+    told = [list(row.warnings) for row in await run.watched() if row.warnings]
+    assert told == [[f"the evaluation failed, {said}"]] * 3
 
 
 async def test_an_evaluation_of_which_samples_have_no_score_says_how_many(tmp_path: Path, load_with) -> None:
-    result = rollout_pb2.EvalResult(name="sums", mean_reward=0.5, num_samples=3, num_failed=1)
-    rows, _ = await rows_of_a_run(tmp_path, load_with, [result])
-    first = next(row for row in rows if "eval_error" in row)
+    run = run_of(tmp_path, load_with, Rollout([RESULT]), "--eval-exact-version")
+    await run.train()
+    first = next(row for row in run.rows() if "eval_error" in row)
     assert (first["eval_error"], first["eval/sums"], first["eval_failed/sums"]) == (0.0, 0.5, 1.0)
     assert first["warnings"] == ["1 of 4 samples of sums have no score and are left out of its mean"]
+
+
+async def test_training_goes_on_beside_an_evaluation_whose_row_has_the_versions_that_answered(
+    tmp_path: Path, load_with
+) -> None:
+    rollout = Rollout([RESULT])
+    rollout.held.clear()
+    run = run_of(tmp_path, load_with, rollout)
+    training = asyncio.create_task(run.train())
+    async with asyncio.timeout(60):
+        while "export" not in run.steps.diary:
+            await asyncio.sleep(0)
+        assert [row["step"] for row in run.rows() if "policy_version" in row] == [1, 2], "all steps are trained"
+        while run.console.status.phase != trainer_pb2.PHASE_EVALUATING:
+            await asyncio.sleep(0)
+        assert not training.done(), "the last evaluation is waited for"
+        while not rollout.asked:
+            await asyncio.sleep(0)
+        assert rollout.asked == [0]
+        rollout.held.set()
+        await training
+    assert rollout.asked == [0, 2]
+    left_out, first, last = (row for row in run.rows() if "eval_error" in row)
+    assert (left_out["step"], left_out["eval_error"]) == (1, 1.0)
+    assert "was left out for that of step 2" in left_out["warnings"][0]
+    assert (first["step"], first["eval_step"], last["step"]) == (0, 0, 2)
+    assert (first["eval_min_version/sums"], first["eval_max_version/sums"]) == (1, 2)
+
+
+async def test_with_eval_exact_version_training_waits_for_each_evaluation(tmp_path: Path, load_with) -> None:
+    rollout = Rollout([RESULT])
+    rollout.held.clear()
+    run = run_of(tmp_path, load_with, rollout, "--eval-exact-version")
+    training = asyncio.create_task(run.train())
+    async with asyncio.timeout(60):
+        while not rollout.asked:
+            await asyncio.sleep(0)
+        for _ in range(1_000):
+            await asyncio.sleep(0)
+        assert not [line for line in run.steps.diary if line.startswith("train")]
+        rollout.held.set()
+        await training
+    assert run.evaluated() == [(0, 0.0), (1, 0.0), (2, 0.0)]
+
+
+async def test_an_evaluation_that_hangs_ends_at_eval_timeout_seconds_and_its_row_says_so(
+    tmp_path: Path, load_with
+) -> None:
+    rollout = Rollout([RESULT])
+    rollout.held.clear()
+    run = run_of(tmp_path, load_with, rollout, "--eval-timeout-seconds", "0.05", "--eval-exact-version")
+    async with asyncio.timeout(60):
+        await run.train()
+    assert run.evaluated() == [(0, 1.0), (1, 1.0), (2, 1.0)]
+    assert "DEADLINE_EXCEEDED: it took longer than eval_timeout_seconds 0.05" in run.rows()[0]["warnings"][0]
+
+
+@pytest.mark.parametrize("flags", [(), ("--eval-exact-version",)])
+async def test_a_stop_cuts_the_evaluation_off_and_a_resumed_run_evaluates_again(
+    tmp_path: Path, load_with, flags: tuple[str, ...]
+) -> None:
+    rollout = Rollout([RESULT])
+    rollout.held.clear()
+    run = run_of(tmp_path, load_with, rollout, *flags)
+    training = asyncio.create_task(run.train())
+    async with asyncio.timeout(60):
+        while not rollout.asked:
+            await asyncio.sleep(0)
+        run.console.leave()
+        await training
+    assert (0, 1.0) in run.evaluated()
+    assert not [error for _, error in run.evaluated() if error == 0.0]
+    cut_off = next(row for row in run.rows() if row["step"] == 0)
+    assert cut_off["warnings"] == ["the evaluation of step 0 was cut off: the run was stopped"]
+    rollout.held.set()
+    again = run_of(tmp_path, load_with, rollout, *flags)
+    await again.train()
+    assert (0, 0.0) in again.evaluated()
+
+
+async def test_what_a_kill_cut_off_is_said_and_the_resumed_step_is_evaluated_in_its_place(
+    tmp_path: Path, load_with
+) -> None:
+    before = RunReport(tmp_path)
+    before.write(0, {"eval_error": 0.0})
+    before.write(2, {"reward/mean": 0.5})  # the evaluation of step 1 has no row: a kill cut it off
+    rollout = Rollout([RESULT])
+    run = run_of(tmp_path, load_with, rollout, "--eval-interval", "3", "--num-rollout", "8", restored=4)
+    run.steps.num_steps = 4
+    await run.train()
+    assert rollout.asked == [4]
+    lost, instead = (row for row in run.rows() if row["step"] > 2)
+    assert (lost["step"], lost["eval_error"], instead["step"], instead["eval_error"]) == (3, 1.0, 4, 0.0)
+    assert lost["warnings"] == [
+        "the evaluation of step 3 has no result, as the trainer ended before it: step 4 is evaluated in its place"
+    ]
+
+
+async def test_a_resumed_run_does_not_repeat_an_evaluation_that_has_its_result(tmp_path: Path, load_with) -> None:
+    before = RunReport(tmp_path)
+    before.write(1, {"eval_error": 0.0})
+    rollout = Rollout([RESULT])
+    run = run_of(tmp_path, load_with, rollout, "--num-rollout", "3", restored=1)
+    await run.train()
+    assert rollout.asked == [2]
+
+
+async def test_evaluated_samples_stay_in_the_runs_folder(tmp_path: Path, load_with) -> None:
+    run = run_of(tmp_path, load_with, Rollout([RESULT]), "--eval-exact-version")
+    await run.train()
+    samples = SampleLog(RunFolder(tmp_path).samples)
+    assert samples.evaluations() == [0, 1, 2]
+    (sample,) = samples.of_evaluation(1)
+    assert (sample.group_id, sample.response, sample.reward, sample.step) == ("eval/sums/0", " 4", 1.0, 1)
+
+
+async def test_a_row_that_cannot_be_written_ends_the_run(tmp_path: Path, load_with, monkeypatch) -> None:
+    run = run_of(tmp_path, load_with, Rollout([RESULT]))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run.report, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        await run.train()
 
 
 def test_warnings_survive_a_start_of_the_trainer(tmp_path: Path) -> None:
@@ -95,41 +260,3 @@ def test_warnings_survive_a_start_of_the_trainer(tmp_path: Path) -> None:
         (1, ["why"], {"eval_error": 1.0})
     ]
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["warnings"] == ["why"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "steps"),
-    [
-        ([], [0, 6]),
-        (["--eval-interval", "2"], [0, 2, 4, 6]),
-        (["--eval-interval", "4"], [0, 4, 6]),
-        (["--eval-interval", "4", "--skip-eval-before-train"], [4, 6]),
-    ],
-)
-def test_evaluations_are_due_as_eval_interval_and_skip_eval_before_train_say(
-    tmp_path: Path, load_with, flags: list[str], steps: list[int]
-) -> None:
-    (tmp_path / "eval.jsonl").write_text('{"prompt": "a"}\n')
-    data = ["--eval-prompt-data", "sums", str(tmp_path / "eval.jsonl"), "--num-rollout", "6"]
-    schedule = schedule_of(load_with(*data, *flags))
-    assert [step for step in range(7) if schedule.evaluates(TrainState(step, step, 1))] == steps
-
-
-def test_without_eval_prompt_data_no_evaluation_is_due(load_with) -> None:
-    assert not schedule_of(load_with()).evaluates(TrainState(0, 0, 1))
-
-
-@pytest.mark.parametrize(
-    ("flags", "due", "steps"),
-    [
-        (["--save-interval", "2"], "saves", [2, 4, 5]),
-        ([], "saves", [5]),
-        (["--update-weights-interval", "2", "--max-staleness", "1"], "publishes", [2, 4, 5]),
-        ([], "publishes", [1, 2, 3, 4, 5]),
-    ],
-)
-def test_checkpoints_and_publications_are_due_at_their_intervals(
-    load_with, flags: list[str], due: str, steps: list[int]
-) -> None:
-    schedule = schedule_of(load_with("--num-rollout", "5", *flags))
-    assert [step for step in range(1, 6) if getattr(schedule, due)(TrainState(step, step, 1))] == steps

@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from headrace.job.schema.job import Job
 from headrace.job.schema.secrets import passwords, without_secrets
 from services.trainer.control.build import TrainerBuild
+from services.trainer.serving.trackers import Wandb
 
 needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 TIMES = {"time/step_seconds": 2.0, "time/wait_seconds": 0.5, "time/backward_seconds": 1.0}
@@ -91,3 +92,20 @@ def test_secrets_are_known_by_their_names_and_by_their_place_in_a_url() -> None:
         "max_tokens": 5,
     }
     assert passwords(tree) == ["url"]
+
+
+@needs_wandb
+def test_wandb_keeps_a_row_that_comes_after_those_of_later_steps(tmp_path: Path, monkeypatch) -> None:
+    sent: list[int] = []
+
+    class Run:
+        def log(self, metrics: dict[str, float], step: int) -> None:
+            sent.append(step)
+
+    import wandb
+
+    monkeypatch.setattr(wandb, "init", lambda **_: Run())
+    tracker = Wandb(job(use_wandb=True).tracking, "mine", {}, tmp_path)
+    for step in (1, 7, 5, 8):
+        tracker.log(step, {"eval/sums": 1.0})
+    assert sent == [1, 7, 7, 8]
