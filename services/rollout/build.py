@@ -17,13 +17,14 @@ from headrace.process.openmp import threads_of_each
 from headrace.process.scratch import delete_leftovers
 from headrace.run_folder import RunFolder
 from headrace.sample_checks import ModelBounds
-from services.rollout.engine.arguments import EngineOptions
+from services.rollout.engine.arguments import EngineOptions, evaluation_priority
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Fleet, FleetTiming
 from services.rollout.engine.process import EngineFactory, SglangProcess
 from services.rollout.engine.router import Router
 from services.rollout.eval_file import EvalFiles
 from services.rollout.evaluate import SAMPLES_AT_ONCE, Evaluator
+from services.rollout.evaluation_slots import EvaluationSlots
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.custom import HookSampler, custom_args
 from services.rollout.production.failed_samples import FailedSamples
@@ -42,6 +43,8 @@ from services.rollout.scoring import SampleScorer
 from services.rollout.service import RolloutParts, RolloutService
 
 _STREAM = "train"
+_EVALUATION_SHARE = 8
+"""Training has so many samples in flight for each sample of an evaluation."""
 
 
 def rollout_service(
@@ -84,7 +87,7 @@ def rollout_service(
             custom_args(args, router.url),
             fleet.weights,
             seconds=seconds,
-            calls_at_once=_groups_at_once(job) * (job.rollout.n_samples_per_prompt or 1) + SAMPLES_AT_ONCE,
+            calls_at_once=_samples_at_once(job) + SAMPLES_AT_ONCE,
             per_sample=job.rollout.generate_per_sample,
             activity=fleet.activity,
             warn=warnings.append,
@@ -93,7 +96,13 @@ def rollout_service(
         else None
     )
     num_layers = architecture.num_layers if asks_for_experts else None
-    sampler: Sampler = custom or EngineSampler(generator, encoder, seconds=seconds, num_layers=num_layers)
+    sampler: Sampler = custom or EngineSampler(
+        generator,
+        encoder,
+        seconds=seconds,
+        num_layers=num_layers,
+        evaluation_priority=evaluation_priority(job.sglang),
+    )
     group_filter = GroupFilter.of(job.rollout, args)
     teacher = Teacher.of(job.distillation, call_seconds=seconds)
     scorer = SampleScorer(
@@ -129,7 +138,12 @@ def rollout_service(
         generator=generator,
         sampler=sampler,
         scorer=scorer,
-        evaluator=Evaluator(encoder, sampler, scorer, params, seed=seed, files=_eval_files(job)),
+        evaluator=Evaluator(
+            *(encoder, sampler, scorer, params),
+            seed=seed,
+            files=_eval_files(job),
+            slots=EvaluationSlots(sampler, beside=evaluated_beside_training(job), alone=SAMPLES_AT_ONCE),
+        ),
         fleet=fleet,
         receiver=Receiver(fleet, RunFolder(job.run.run_dir / job.run.run_name).weights_of(job.publish)),
         producer=producer,
@@ -174,6 +188,15 @@ def _eval_files(job: Job) -> EvalFiles:
     return EvalFiles([path for _, path in job.eval.eval_prompt_data], job.buffer.prompt_root)
 
 
+def evaluated_beside_training(job: Job) -> int:
+    """Evaluation's samples in flight beside training's, which does not go first where it waits for the evaluation."""
+    if job.eval.eval_samples_in_flight is not None:
+        return job.eval.eval_samples_in_flight
+    if job.eval.eval_exact_version:
+        return SAMPLES_AT_ONCE
+    return max(1, _samples_at_once(job) // _EVALUATION_SHARE)
+
+
 def _partial_rollout(job: Job) -> PartialRollout | None:
     if not job.rollout.partial_rollout:
         return None
@@ -195,6 +218,10 @@ def _context(job: Job, architecture: Architecture) -> ContextLimit | None:
 def _groups_at_once(job: Job) -> int:
     groups_per_step = job.rollout.over_sampling_batch_size or job.rollout.rollout_batch_size or 1
     return job.rollout.max_groups_in_flight or 2 * groups_per_step
+
+
+def _samples_at_once(job: Job) -> int:
+    return _groups_at_once(job) * (job.rollout.n_samples_per_prompt or 1)
 
 
 def _required(value: str | None, name: str) -> str:

@@ -21,6 +21,7 @@ from headrace.wire.checks import optional_name, require_at_most, require_between
 from headrace.wire.limits import MAX_EVAL_DATASETS, MAX_EVAL_SAMPLES, MAX_EVALUATIONS, MAX_SAMPLES_PER_GROUP
 from services.rollout.engine.api import SamplingParams
 from services.rollout.eval_file import EvalFiles, EvalKeys, EvalRow
+from services.rollout.evaluation_slots import EvaluationSlots
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.production.sampling import Sampler, SampleRequest, failed_sample, merged_params, seed_of
 from services.rollout.scoring import SampleScorer
@@ -109,6 +110,7 @@ class Evaluator:
         *,
         seed: int,
         files: EvalFiles,
+        slots: EvaluationSlots,
     ) -> None:
         self._encoder = encoder
         self._sampler = sampler
@@ -116,6 +118,7 @@ class Evaluator:
         self._defaults = defaults
         self._seed = seed
         self._files = files
+        self._slots = slots
         self._running = 0
 
     async def run(self, datasets: Sequence[pb.EvalDataset]) -> AsyncGenerator[Progress, None]:
@@ -205,7 +208,9 @@ class Evaluator:
         )
         try:
             request = replace(request, prompt=await self._encoder.off_loop(self._encoded, row))
-            return job, await self._scorer.score(await self._sampler.sample_all([request], evaluation=True))
+            async with self._slots.slot():
+                samples = await self._sampler.sample_all([request], evaluation=True)
+            return job, await self._scorer.score(samples)
         except Exception as error:  # noqa: BLE001  # one sample of many
             reason = error.reason if isinstance(error, HeadraceError) else "EVALUATION_RAISED"
             log.warning("evaluation_sample_failed", where=row.where, reason=reason, error=str(error))

@@ -12,6 +12,7 @@ from services.buffer.store.memory import MemoryStore
 from services.rollout.engine.api import SamplingParams
 from services.rollout.eval_file import EvalFiles
 from services.rollout.evaluate import Evaluator
+from services.rollout.evaluation_slots import EvaluationSlots
 from services.rollout.production.generator import Generator
 from services.rollout.production.sampling import EngineSampler
 from services.trainer.breaker import Breaker
@@ -45,6 +46,7 @@ async def test_groups_are_made_while_an_evaluation_runs(tmp_path: Path) -> None:
             SamplingParams(max_new_tokens=100),
             seed=1,
             files=EvalFiles([], tmp_path),
+            slots=EvaluationSlots(sampler, beside=2, alone=2),
         )
         dataset = rollout_pb2.EvalDataset(
             name="e", path=str(tmp_path / "eval.jsonl"), n_samples_per_prompt=1, input_key="prompt"

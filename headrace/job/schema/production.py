@@ -156,4 +156,9 @@ class EvalSection(Section):
         description="Training waits for each evaluation, so that one version generates all its samples; off: it goes "
         "on, and eval_min_version and eval_max_version say which versions answered.",
     )
+    eval_samples_in_flight: Positive | None = Field(
+        None,
+        description="Samples of evaluations generated at once while training's are generated too; absent: one for each "
+        "eight that training may have, or 64 with eval_exact_version. While training generates none, 64.",
+    )
     eval_timeout_seconds: Seconds = Field(3600.0, description="Limit of one evaluation; its row then says so.")

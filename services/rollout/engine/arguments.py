@@ -36,6 +36,7 @@ _CPU_ENVIRONMENT: Mapping[str, str] = {"TORCH_COMPILE_DISABLE": "1", "OPENBLAS_N
 _ENVIRONMENT: Mapping[str, str] = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 # Before an engine ends in any way, SGLang would wait for 5 s and write dumps for its developers.
 _DUMPS: Mapping[str, str] = {"SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0"}
+_DEFAULT_PRIORITY = 0  # SGLang would put requests that name none last
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,8 @@ def words(options: EngineOptions, machine: Machine, *, engine: int, port: int) -
         "weight_version": str(INITIAL_VERSION),
         "random_seed": options.seed + engine,
     }
+    if _schedules_by_priority(options.sglang):
+        arguments.setdefault("default_priority_value", _DEFAULT_PRIORITY)
     if options.returns_experts:
         if not machine.has_accelerator:
             raise ConfigError(
@@ -88,6 +91,18 @@ def words(options: EngineOptions, machine: Machine, *, engine: int, port: int) -
     if machine.has_accelerator:
         arguments["base_gpu_id"] = engine * options.tensor_parallel_size
     return [word for name, value in arguments.items() for word in _words(*machine.flags[name], value)]
+
+
+def evaluation_priority(sglang: Mapping[str, Any]) -> int | None:
+    """Returns a priority after that of all other requests; None where engines do not schedule by priority."""
+    if not _schedules_by_priority(sglang):
+        return None
+    of_others = int(sglang.get("default_priority_value", _DEFAULT_PRIORITY))
+    return of_others + (1 if sglang.get("schedule_low_priority_values_first") else -1)
+
+
+def _schedules_by_priority(sglang: Mapping[str, Any]) -> bool:
+    return bool(sglang.get("enable_priority_scheduling"))
 
 
 def environment(options: EngineOptions, *, has_accelerator: bool) -> dict[str, str]:

@@ -53,13 +53,22 @@ class EngineClient:
         await self._http.close()
 
     async def generate(
-        self, tokens: Sequence[int], params: SamplingParams, *, request_id: str, cache_key: str, seconds: float
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        cache_key: str,
+        seconds: float,
+        priority: int | None = None,
     ) -> EngineResponse:
         """Returns response tokens with log-probs. `cache_key` keeps prefixes of other weights apart.
 
         Raises BadAnswer for an impossible response, and InvalidArgument when the engine refuses the request.
         """
         body, asked = self._generate_body(tokens, params, request_id, cache_key), self._asked(tokens, params)
+        if priority is not None:
+            body["priority"] = priority
         reply = await self._http.request(
             "POST", "/generate", body, seconds=seconds, max_bytes=self._answer_bytes(asked)
         )

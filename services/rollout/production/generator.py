@@ -51,6 +51,7 @@ class Generator:
         seconds: float,
         begun: Generation = NOTHING_YET,
         return_partial: asyncio.Event | None = None,
+        priority: int | None = None,
     ) -> Generation:
         """Returns a finished response. Raises Unavailable or DeadlineExceeded when there is none within `seconds`.
 
@@ -58,7 +59,11 @@ class Generator:
         the event is set for all who share it; when another sets it, generation ends at its next interruption.
         """
         pieces = self._pieces(
-            prompt, params, begun, return_partial, request_id=request_id, seconds=seconds, streaming=False
+            *(prompt, params, begun, return_partial),
+            request_id=request_id,
+            seconds=seconds,
+            streaming=False,
+            priority=priority,
         )
         return [piece async for piece in pieces][-1]
 
@@ -86,6 +91,7 @@ class Generator:
         request_id: str,
         seconds: float,
         streaming: bool,
+        priority: int | None = None,
     ) -> AsyncIterator[Generation]:
         end = time.monotonic() + seconds
         params = self._fitting(len(prompt), params)
@@ -104,7 +110,7 @@ class Generator:
             so_far = done
             failure: Unavailable | None = None
             try:
-                pieces = self._ask([*prompt, *done.tokens], rest, f"{request_id}#{attempt}", left, streaming)
+                pieces = self._ask([*prompt, *done.tokens], rest, f"{request_id}#{attempt}", left, streaming, priority)
                 async with contextlib.aclosing(pieces):
                     async for piece in pieces:
                         if streaming and len(done.tokens) + len(piece.tokens) < len(so_far.tokens):
@@ -139,14 +145,25 @@ class Generator:
         raise DeadlineExceeded(f"request {request_id} had {len(done.tokens)} tokens after {seconds:g} s")
 
     async def _ask(
-        self, tokens: list[int], params: SamplingParams, request_id: str, seconds: float, streaming: bool
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        request_id: str,
+        seconds: float,
+        streaming: bool,
+        priority: int | None,
     ) -> AsyncGenerator[Generation, None]:
         end = time.monotonic() + seconds
         cache_key = self._weights.cache_key
         if not streaming:
             with self._activity.requests():
                 answer = await self._router.generate(
-                    tokens, params, request_id=request_id, cache_key=cache_key, seconds=seconds
+                    tokens,
+                    params,
+                    request_id=request_id,
+                    cache_key=cache_key,
+                    seconds=seconds,
+                    priority=priority,
                 )
             yield await self._accepted(answer, len(tokens), end)
             return

@@ -111,25 +111,36 @@ class Sampler(Protocol):
 class EngineSampler:
     """Generates single samples. A failure is the sample's own, which is FAILED with the reason.
 
-    `num_layers` is set when engines are asked for the routed experts.
+    `num_layers` is set when engines are asked for the routed experts, `evaluation_priority` when they schedule by
+    priority.
     """
 
     def __init__(
-        self, generator: Generator, encoder: PromptEncoder, *, seconds: float, num_layers: int | None = None
+        self,
+        generator: Generator,
+        encoder: PromptEncoder,
+        *,
+        seconds: float,
+        num_layers: int | None = None,
+        evaluation_priority: int | None = None,
     ) -> None:
         self._generator = generator
         self._encoder = encoder
         self._seconds = seconds
         self._num_layers = num_layers
+        self._evaluation_priority = evaluation_priority
         self.in_flight = 0
 
     async def sample_all(
         self, requests: Sequence[SampleRequest], *, evaluation: bool, return_partial: asyncio.Event | None = None
     ) -> list[Sample]:
         """Returns one sample for each request, generated side by side."""
-        return await asyncio.gather(*(self.sample(request, return_partial) for request in requests))
+        priority = self._evaluation_priority if evaluation else None
+        return await asyncio.gather(*(self.sample(request, return_partial, priority) for request in requests))
 
-    async def sample(self, request: SampleRequest, return_partial: asyncio.Event | None = None) -> Sample:
+    async def sample(
+        self, request: SampleRequest, return_partial: asyncio.Event | None = None, priority: int | None = None
+    ) -> Sample:
         """Returns a sample without a reward."""
         begun = generation_of(request.begun) if request.begun else NOTHING_YET
         if begun.finish and begun.finish.is_final:
@@ -143,6 +154,7 @@ class EngineSampler:
                 seconds=self._seconds,
                 begun=begun,
                 return_partial=return_partial,
+                priority=priority,
             )
             return self._sample(request, generation)
         except HeadraceError as error:

@@ -18,6 +18,7 @@ from services.rollout.engine.answer import BadAnswer
 from services.rollout.engine.api import SamplingParams
 from services.rollout.eval_file import EvalFiles
 from services.rollout.evaluate import Evaluator
+from services.rollout.evaluation_slots import EvaluationSlots
 from services.rollout.production.generator import Generator
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import EngineSampler, SampleRequest, failed_sample
@@ -66,7 +67,8 @@ def evaluation(fakes: FakeFleet, folder: Path, reward_address: str) -> Evaluator
     encoder = PromptEncoder(folder / "tokenizer", apply_chat_template=False)
     sampler = EngineSampler(Generator(fakes.fleet.engines[0].client, fakes.fleet.weights), encoder, seconds=60)
     scorer = SampleScorer(reward_address, item_seconds=1)
-    return Evaluator(encoder, sampler, scorer, SamplingParams(max_new_tokens=5), seed=1, files=EvalFiles([], folder))
+    params, slots = SamplingParams(max_new_tokens=5), EvaluationSlots(sampler, beside=64, alone=64)
+    return Evaluator(encoder, sampler, scorer, params, seed=1, files=EvalFiles([], folder), slots=slots)
 
 
 class Counting:
@@ -104,8 +106,9 @@ class Agreeing:
 def evaluator_with(sampler: Counting, folder: Path, *files: Path, root: Path | None = None) -> Evaluator:
     make_tiny_tokenizer().save_pretrained(folder / "tokenizer")
     encoder = PromptEncoder(folder / "tokenizer", apply_chat_template=False)
-    params = SamplingParams(max_new_tokens=5)
-    return Evaluator(encoder, sampler, cast(SampleScorer, Agreeing()), params, seed=1, files=EvalFiles(files, root))
+    params, slots = SamplingParams(max_new_tokens=5), EvaluationSlots(sampler, beside=64, alone=64)
+    scorer = cast(SampleScorer, Agreeing())
+    return Evaluator(encoder, sampler, scorer, params, seed=1, files=EvalFiles(files, root), slots=slots)
 
 
 def fifty(folder: Path) -> Path:

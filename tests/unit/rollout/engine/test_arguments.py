@@ -16,12 +16,14 @@ from services.rollout.engine.machine import Machine
 FLAGS = {
     name: (
         f"--{name.replace('_', '-')}",
-        not name.startswith("disable") and name not in ("sleep_on_idle", "skip_server_warmup"),
+        not name.startswith("disable")
+        and name not in ("sleep_on_idle", "skip_server_warmup", "enable_priority_scheduling"),
     )
     for name in (
         *("device", "attention_backend", "sampling_backend", "disable_overlap_schedule", "skip_server_warmup"),
         *("sleep_on_idle", "max_total_tokens", "max_running_requests", "dtype", "model_path", "tp_size", "host"),
         *("port", "weight_version", "random_seed", "base_gpu_id", "mem_fraction_static", "enable_metrics"),
+        *("enable_priority_scheduling", "default_priority_value"),
     )
 }
 CPU = Machine(has_accelerator=False, flags=FLAGS)
@@ -107,3 +109,25 @@ def test_an_engine_ends_without_dumps_unless_a_person_wants_them(monkeypatch: py
         assert dumps.items() <= given.items()
     monkeypatch.setenv("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "1")
     assert "SGLANG_PYSPY_DUMP_BEFORE_CRASH" not in arguments.environment(told, has_accelerator=True)
+
+
+@pytest.mark.parametrize(
+    ("sglang", "of_others", "of_evaluations"),
+    [
+        ({"enable_priority_scheduling": True}, "0", -1),
+        ({"enable_priority_scheduling": True, "default_priority_value": 5}, "5", 4),
+        ({"enable_priority_scheduling": True, "schedule_low_priority_values_first": True}, "0", 1),
+    ],
+)
+def test_engines_that_schedule_by_priority_take_evaluations_last(
+    sglang: dict[str, object], of_others: str, of_evaluations: int
+) -> None:
+    flags = {**FLAGS, "schedule_low_priority_values_first": ("--schedule-low-priority-values-first", False)}
+    words = arguments.words(engine_options(job(**sglang)), Machine(False, flags), engine=0, port=5)
+    assert words[words.index("--default-priority-value") + 1] == of_others
+    assert arguments.evaluation_priority(sglang) == of_evaluations
+
+
+def test_without_priority_scheduling_no_request_names_a_priority() -> None:
+    assert "--default-priority-value" not in arguments.words(engine_options(job()), CPU, engine=0, port=5)
+    assert arguments.evaluation_priority({}) is None
