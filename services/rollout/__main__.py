@@ -15,7 +15,6 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
-from headrace.errors import Unavailable
 from headrace.job.schema.job import Job
 from headrace.process.service_main import run_service
 from headrace.rpc.log import configure_logging
@@ -62,10 +61,10 @@ async def _serve(job: Job, arguments: argparse.Namespace) -> None:
     try:
         await server.start()
         signalled = asyncio.create_task(server.run_until_signal())
-        router_ended = asyncio.create_task(service.router_ended())
-        await asyncio.wait({signalled, router_ended}, return_when=asyncio.FIRST_COMPLETED)
+        lost = asyncio.create_task(service.lost())
+        await asyncio.wait({signalled, lost}, return_when=asyncio.FIRST_COMPLETED)
         if not signalled.done():
-            raise Unavailable("sglang-router ended; its log is router.log in the log folder")
+            await lost
     finally:
         await service.stop()
 

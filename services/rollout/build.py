@@ -59,7 +59,8 @@ def rollout_service(
         variables=job.data.apply_chat_template_kwargs,
     )
     metrics = RolloutMetrics(registry)
-    router = Router(job.rollout.router_policy, log_dir / "router.log", request_seconds=seconds)
+    timing = FleetTiming.of(job.placement, start_seconds=job.services.start_timeout_seconds)
+    router = Router(job.rollout.router_policy, log_dir / "router.log", request_seconds=seconds, timing=timing)
     asks_for_experts = job.train.use_rollout_routing_replay
     architecture = read_architecture(job.model.hf_checkpoint)
     router_client = EngineClient(router.url, routed_experts=asks_for_experts, vocab_size=architecture.vocab_size)
@@ -69,7 +70,7 @@ def rollout_service(
         job.placement.rollout_num_gpus_per_engine,
         factory,
         router,
-        FleetTiming(start_seconds=job.services.start_timeout_seconds),
+        timing,
         metrics,
     )
     generator = Generator(

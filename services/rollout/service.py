@@ -81,6 +81,7 @@ class RolloutService:
         self._custom = custom
         self._filter = group_filter
         self._teacher = teacher
+        self._router_kept: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Starts engines and router, then production.
@@ -104,6 +105,7 @@ class RolloutService:
     async def _start_engines(self) -> None:
         log.info("router_starting")
         await self._router.start()
+        self._router_kept = asyncio.create_task(self._router.keep())
         await self.parts.fleet.start()
 
     async def _load_tokenizers(self) -> None:
@@ -113,14 +115,18 @@ class RolloutService:
     def _hooks(self) -> list[Coroutine[Any, Any, None]]:
         return [hook.start() for hook in (self._custom, self._filter) if hook]
 
-    async def router_ended(self) -> None:
-        """Returns when the router has ended, which ends this service."""
-        await self._router.wait()
+    async def lost(self) -> None:
+        """Raises Unavailable once the router cannot be replaced, or no engine is left, which ends this service."""
+        assert self._router_kept is not None, "the service was not started"
+        await asyncio.gather(self._router_kept, self.parts.fleet.lost())
 
     async def stop(self) -> None:
         """Returns leases, then ends engines and router."""
         await self.parts.producer.drain()
         await self.parts.receiver.close()
+        if self._router_kept:
+            self._router_kept.cancel()
+            await asyncio.gather(self._router_kept, return_exceptions=True)
         await asyncio.gather(self.parts.fleet.stop(), self._router.stop())
         if self._custom:
             await self._custom.close()

@@ -13,7 +13,7 @@ from headrace.probe import Probe
 from headrace.rpc.net import Address
 from headrace.sample_checks import ROLLOUT_LOG_PROBS, TOKENS, check_log_probs, check_row, check_token_ids
 from headrace.trajectory import Status, pack_column, unpack_column
-from headrace.wire.checks import optional_name, require_at_most, require_id, require_name
+from headrace.wire.checks import cut_text, optional_name, require_at_most, require_id, require_name
 from headrace.wire.limits import MAX_MESSAGES, MAX_PROBE_TOKENS, MAX_PROMPT_TOKENS, MAX_TENSORS
 from services.rollout.engine.answer import Finish
 from services.rollout.engine.api import Generation
@@ -112,4 +112,5 @@ def engine_to_proto(engine: Engine) -> pb.Engine:
         restarts=engine.restarts,
         tensor_parallel_size=engine.tensor_parallel_size,
         weights_digest=engine.weights_digest,
+        trouble=cut_text(engine.trouble),
     )

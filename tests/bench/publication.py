@@ -158,9 +158,10 @@ async def bench(name: str, checkpoint: Path, num_engines: int, folder: Path) -> 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     weights = {n: p.detach() for n, p in model.named_parameters() if n != "lm_head.weight"}
     job = Job.model_validate({"model": {"hf_checkpoint": checkpoint}})
-    router = Router("cache_aware", folder / "router.log", request_seconds=60)
+    timing = FleetTiming(start_seconds=900)
+    router = Router("cache_aware", folder / "router.log", request_seconds=60, timing=timing)
     factory = sglang_factory(job, folder, has_accelerator=await has_accelerator())
-    fleet = Fleet(num_engines, 1, factory, router, FleetTiming(start_seconds=900))
+    fleet = Fleet(num_engines, 1, factory, router, timing)
     await asyncio.gather(router.start(), fleet.start())
     try:
         with all_ranks():

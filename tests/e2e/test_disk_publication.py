@@ -29,7 +29,7 @@ from services.trainer.control.writer import WeightWriter
 from services.trainer.files.durable import remove
 from services.trainer.model.policy import Policy
 from services.trainer.weights.memory_files import MemoryFiles
-from tests.e2e.test_engine import PROMPT, hugging_face_log_probs, shifted
+from tests.support.engine_stack import PROMPT, hugging_face_log_probs, shifted
 from tests.support.fakes.fake_fleet import RememberedRouting
 from tests.support.fakes.same_weights import ALONE, SameWeights, all_ranks
 from tests.support.models.tiny_model import make_tiny_qwen3

@@ -5,36 +5,37 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from headrace.errors import ChecksumMismatch, InvalidArgument, PublicationAborted, Unavailable
 from headrace.job.schema.job import Job
-from headrace.probe import Probe
-from headrace.wire.tensor_spec import TensorSpec
 from services.rollout.build import sglang_factory
 from services.rollout.engine.answer import BadAnswer, Finish
-from services.rollout.engine.api import Generation, SamplingParams
+from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.arguments import EngineOptions
 from services.rollout.engine.client import EngineClient
-from services.rollout.engine.fleet import Engine, EngineState, Fleet, FleetTiming
+from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from services.rollout.engine.machine import has_accelerator
 from services.rollout.engine.process import SglangProcess
 from services.rollout.engine.router import Router
 from services.rollout.production.generator import Generator
-from services.rollout.publication.publication import Committed
 from services.rollout.publication.receiver import Receiver
-from services.rollout.publication.state import GroupPlan, Plan
-from services.trainer.weights.weight_group import WeightGroup
-from tests.support.fakes.engine_checksums import engine_checksums, flat_bytes
+from tests.support.engine_stack import (
+    PROMPT,
+    Stack,
+    a_group,
+    always_in_flight,
+    hugging_face_log_probs,
+    publish,
+    shifted,
+)
+from tests.support.fakes.engine_checksums import engine_checksums
 from tests.support.fakes.engine_contract import CONTRACT, EngineUnderTest
 from tests.support.models.tiny_model import make_tiny_qwen3
 from tests.support.processes.forks import forks_below
@@ -42,31 +43,22 @@ from tests.support.processes.listening import listening_of_tree, open_to_others
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
-PROMPT = (1, 45, 67, 89, 2)
-
-
-@dataclass(frozen=True)
-class Stack:
-    checkpoint: Path
-    model: Qwen3ForCausalLM
-    fleet: Fleet
-    receiver: Receiver
-    generator: Generator
-    router_url: str
-
 
 @pytest.fixture(scope="module")
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
     folder = tmp_path_factory.mktemp("engines")
     checkpoint = make_tiny_qwen3(folder / "model")
     job = Job.model_validate({"model": {"hf_checkpoint": checkpoint}})
-    router = Router("cache_aware", folder / "router.log", request_seconds=240)
     timing = FleetTiming(start_seconds=600, check_interval_seconds=0.5)
+    router = Router("cache_aware", folder / "router.log", request_seconds=240, timing=timing)
     fleet = Fleet(2, 1, sglang_factory(job, folder, has_accelerator=await has_accelerator()), router, timing)
     await asyncio.gather(router.start(), fleet.start())
+    kept = asyncio.create_task(router.keep())
     client = EngineClient(router.url)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    yield Stack(checkpoint, model, fleet, Receiver(fleet), Generator(client, fleet.weights, fleet.suspect), router.url)
+    yield Stack(checkpoint, model, fleet, Receiver(fleet), Generator(client, fleet.weights, fleet.suspect), router)
+    kept.cancel()
+    await asyncio.gather(kept, return_exceptions=True)
     await client.close()
     await asyncio.gather(fleet.stop(), router.stop())
 
@@ -165,35 +157,6 @@ async def test_a_request_in_flight_carries_both_versions(stack: Stack, pause_mod
         assert ranges[-1].end == len(generation.tokens) == len(generation.log_probs)
 
 
-@asynccontextmanager
-async def always_in_flight(stack: Stack, name: str) -> AsyncIterator[list[Generation]]:
-    """Three at a time, one after the other, until the block is left; those in flight then finish.
-
-    The block begins when all three have tokens: a request without any has nothing of the version that it began with.
-    """
-    finished: list[Generation] = []
-    num_tokens = [0, 0, 0]
-    leaving = asyncio.Event()
-
-    async def ask(number: int) -> None:
-        while not leaving.is_set():
-            request_id, params = f"{name}-{number}-{len(finished)}", SamplingParams(max_new_tokens=100)
-            async for so_far in stack.generator.stream(PROMPT, params, request_id=request_id, seconds=600):
-                num_tokens[number] = len(so_far.tokens)
-            finished.append(so_far)
-            num_tokens[number] = 0
-
-    async with asyncio.TaskGroup() as tasks:
-        for number in range(3):
-            tasks.create_task(ask(number))
-        while not all(num_tokens):  # other parties' work
-            await asyncio.sleep(0.001)
-        try:
-            yield finished
-        finally:
-            leaving.set()
-
-
 async def test_an_engine_that_is_killed_comes_back_stale_and_gets_the_served_weights_alone(stack: Stack) -> None:
     version = stack.fleet.policy_version + 1  # not hf_checkpoint's, with which it comes back
     await publish(stack, a_group(), shifted(stack.model, 0.01), version=version)
@@ -218,6 +181,23 @@ async def test_an_engine_that_is_killed_comes_back_stale_and_gets_the_served_wei
     assert len({e.weights_digest for e in stack.fleet.engines}) == 1
     committed = await publish(stack, a_group(), shifted(stack.model, 0.01), version=version + 1)
     assert committed.engine_ids == ("engine-0", "engine-1")
+
+
+async def test_engines_outlive_their_router_and_their_requests_are_answered(stack: Stack) -> None:
+    restarts = [engine.restarts for engine in stack.fleet.engines]
+    replaced = stack.router.replaced
+    async with always_in_flight(stack, "through-the-router") as finished:
+        os.kill(stack.router.pid, signal.SIGKILL)
+        async with asyncio.timeout(240):
+            while stack.router.replaced == replaced:  # another party's state
+                await asyncio.sleep(0.05)
+    assert len(finished) >= 3
+    for generation in finished:
+        expected = hugging_face_log_probs(stack.model, PROMPT, generation.tokens)
+        assert torch.allclose(torch.tensor(generation.log_probs), expected, atol=1e-4)
+    assert [(engine.restarts, engine.state) for engine in stack.fleet.engines] == [
+        (before, EngineState.READY) for before in restarts
+    ]
 
 
 @pytest.mark.skipif(os.environ.get("HEADRACE_WHOLE_RUNS") != "all", reason="long: make chaos sets HEADRACE_WHOLE_RUNS")
@@ -274,79 +254,3 @@ async def test_an_engine_that_will_not_start_shows_its_last_words(stack: Stack, 
         await engine.start(seconds=240)
     assert caught.value.reason == "ENGINE_START_FAILED"
     await engine.stop()
-
-
-async def publish(
-    stack: Stack,
-    sender: WeightGroup,
-    weights: Mapping[str, torch.Tensor],
-    *,
-    version: int,
-    pause_mode: str = "in_place",
-    checksums: Mapping[str, str] | None = None,
-    engine_ids: Sequence[str] = (),
-    probe_error: float = 0.0,
-    killed_in_the_last_bucket: Engine | None = None,
-) -> Committed:
-    buckets = two_buckets(weights)
-    specs = [[TensorSpec(name, tuple(weights[name].shape), "float32") for name in names] for names in buckets]
-    plan = Plan(
-        publication_id=uuid.uuid4().hex,
-        epoch=1,
-        policy_version=version,
-        pause_mode=pause_mode,
-        backend="gloo",
-        deadline_seconds=240,
-        buckets=dict(enumerate(specs)),
-        groups=[GroupPlan(sender.name, "127.0.0.1", sender.port, tuple(range(len(buckets))), joined=sender.joined)],
-        engine_ids=engine_ids,
-    )
-    begun = await stack.receiver.begin(plan)
-    if not sender.joined:
-        await asyncio.to_thread(sender.join, begun.world_size, lambda: False)
-    for number, names in enumerate(buckets):
-        victim = killed_in_the_last_bucket if number == len(buckets) - 1 else None
-        if victim:
-            signal_all(victim, signal.SIGSTOP)  # so that the sender is not through before it is killed
-        flat = torch.cat([flat_bytes(weights[name]) for name in names])
-        sending = asyncio.create_task(asyncio.to_thread(sender.broadcast, flat, lambda: False))
-        receiving = asyncio.create_task(stack.receiver.receive(plan.publication_id, number))
-        if victim:
-            await asyncio.wait([sending, receiving], timeout=1.0)  # neither can end: now they are in it
-            signal_all(victim, signal.SIGKILL)
-        await asyncio.wait([sending, receiving])
-        await receiving
-        await sending
-    truth = hugging_face_log_probs(stack.model, PROMPT[:1], PROMPT[1:])
-    probe = Probe(PROMPT, (truth + probe_error).tolist(), max_mean_difference=1e-3)
-    return await stack.receiver.commit(plan.publication_id, checksums or engine_checksums(weights), probe)
-
-
-def a_group() -> WeightGroup:
-    return WeightGroup(f"group-{uuid.uuid4().hex}", "127.0.0.1", "gloo", 60.0)
-
-
-def signal_all(engine: Engine, number: signal.Signals) -> None:
-    """To the engine and what it has started."""
-    assert isinstance(engine.process, SglangProcess)
-    os.killpg(engine.process.pid, number)
-
-
-def two_buckets(weights: Mapping[str, torch.Tensor]) -> Sequence[Sequence[str]]:
-    names = list(weights)
-    return names[: len(names) // 2], names[len(names) // 2 :]
-
-
-def shifted(model: Qwen3ForCausalLM, scale: float) -> dict[str, torch.Tensor]:
-    """Moves the model's weights, and answers them by their names in the checkpoint."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=scale)
-    return dict(model.named_parameters())
-
-
-def hugging_face_log_probs(model: Qwen3ForCausalLM, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
-    with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *response]])).logits[0].float()
-    log_probs = torch.log_softmax(logits[len(prompt) - 1 : -1], dim=-1)
-    return log_probs.gather(1, torch.tensor(response)[:, None])[:, 0]

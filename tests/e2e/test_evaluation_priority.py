@@ -52,9 +52,10 @@ class OnePlace:
 async def one_place(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[OnePlace]:
     folder: Path = tmp_path_factory.mktemp("priority")
     job = Job.model_validate({"model": {"hf_checkpoint": make_tiny_qwen3(folder / "model")}, "sglang": SGLANG})
-    router = Router("round_robin", folder / "router.log", request_seconds=240)
+    timing = FleetTiming(start_seconds=600, check_interval_seconds=0.5)
+    router = Router("round_robin", folder / "router.log", request_seconds=240, timing=timing)
     factory = sglang_factory(job, folder, has_accelerator=await has_accelerator())
-    fleet = Fleet(1, 1, factory, router, FleetTiming(start_seconds=600, check_interval_seconds=0.5))
+    fleet = Fleet(1, 1, factory, router, timing)
     await asyncio.gather(router.start(), fleet.start())
     client = EngineClient(router.url)
     yield OnePlace(fleet.engines[0].client.url, client)

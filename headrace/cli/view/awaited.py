@@ -10,6 +10,7 @@ from types import MappingProxyType
 from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.trainer.v1 import trainer_pb2
+from headrace.cli.view.engines import engines_line
 from headrace.cli.view.failures import failures_line
 from headrace.cli.view.step_line import duration
 from headrace.wire.checks import one_line
@@ -70,9 +71,8 @@ def _on_whom(
         return f"for prompts: {one_line(stats.trouble)}"
     if fleet is None or "rollout" in silent:
         return f"on the rollout service, which {unanswered(silent.get('rollout'))}"
-    engines = len(fleet.engines)
     if not any(engine.state == rollout_pb2.ENGINE_STATE_READY for engine in fleet.engines):
-        return f"on the rollout service: none of its {engines} engines is ready"
+        return f"on the rollout service: {engines_line(fleet.engines)}"
     if fleet.paused:
         return "on the rollout service: production is paused"
     if fleet.samples_in_flight:

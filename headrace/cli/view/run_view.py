@@ -17,6 +17,7 @@ from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.trainer.v1 import trainer_pb2
 from headrace.cli.view.awaited import Patience, awaited, unanswered
+from headrace.cli.view.engines import engines_line
 from headrace.cli.view.failures import FailureNotes, failures_line
 from headrace.cli.view.long_phase import LongPhase
 from headrace.cli.view.silence import Silence
@@ -212,9 +213,8 @@ class RunView:
             return "starting", ""
         if since := self._silence.since().get("rollout"):
             return unanswered(since), ""
-        ready = sum(engine.state == rollout_pb2.ENGINE_STATE_READY for engine in self._fleet.engines)
         return (
-            f"{ready}/{len(self._fleet.engines)} engines ready, {self._fleet.samples_in_flight} samples in flight, "
+            f"{engines_line(self._fleet.engines)}, {self._fleet.samples_in_flight} samples in flight, "
             f"{self.tokens_per_second():.0f} tokens/s",
             f"policy version {self._fleet.policy_version}",
         )

@@ -16,7 +16,7 @@ _EVAL_ROWS = "evaluations read their rows as training does: --input-key, --label
 _EVAL_BOUNDS = "--eval-max-response-len bounds an evaluation's responses"
 _RUN = "a W&B run is named after --run-name, and its id follows the run's folder"
 _KEY = "a key on a command line is seen by everyone on the machine: set WANDB_API_KEY, or run `wandb login`"
-_ENGINES = "headrace notices and restarts a dead engine without settings"
+_ENGINES = "an engine is checked once it has started, for which it has --start-timeout-seconds"
 _STEPS = "the length of a run is --num-rollout, or --num-epoch over --prompt-data"
 _ALWAYS = "it is always on"
 _REPORTED = "the run's folder has every metric, and --use-tensorboard and --use-wandb show them"
@@ -65,7 +65,7 @@ _REASONS: Mapping[str, Sequence[str]] = {
         "tb_experiment_name",
         "tensorboard_dir",
     ),
-    _ENGINES: ("rollout_health_check_interval", "rollout_health_check_timeout", "rollout_health_check_first_wait"),
+    _ENGINES: ("rollout_health_check_first_wait",),
     _STEPS: ("train_iters", "train_samples", "exit_interval"),
     _ALWAYS: ("use_mcore_models", "use_flash_attn"),
     _REPORTED: ("log_interval", "log_passrate", "log_multi_turn", "log_throughput", "custom_rollout_log_function_path"),

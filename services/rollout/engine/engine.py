@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from enum import StrEnum
 
 from services.rollout.engine.client import EngineClient
@@ -19,6 +20,7 @@ class EngineState(StrEnum):
     UPDATING = "UPDATING"
     STALE = "STALE"
     DOWN = "DOWN"
+    QUARANTINED = "QUARANTINED"
 
 
 class Engine:
@@ -37,6 +39,10 @@ class Engine:
         self.bad_answers = 0
         self.distrust = ""
         """Why it may serve no more; empty while it may."""
+        self.trouble = ""
+        """Why its process was ended last; empty if none was."""
+        self._short_lives = 0
+        self._serves_since = 0.0
         self.process: EngineProcess | None = None
         self._client: EngineClient | None = None
 
@@ -68,6 +74,17 @@ class Engine:
             await self._client.close()
         if self.process:
             await self.process.stop()
+
+    def began_to_serve(self) -> None:
+        self._serves_since = time.monotonic()
+
+    def ended(self, why: str, good_seconds: float) -> int:
+        """Notes why its process ended, and returns how many have ended one after the other before `good_seconds`."""
+        if self._serves_since and time.monotonic() - self._serves_since >= good_seconds:
+            self._short_lives = 0
+        self.trouble, self._serves_since = why, 0.0
+        self._short_lives += 1
+        return self._short_lives
 
     def bad_answer(self, why: str) -> None:
         """Counts a bad response; after too many the engine is distrusted."""

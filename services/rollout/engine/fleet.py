@@ -1,6 +1,6 @@
 """The engines: which are alive, which weights they have, which are in routing. A dead engine is started again.
 
-  STARTING ──► READY ⇄ UPDATING ──► (lost) DOWN ──► STARTING …
+  STARTING ──► READY ⇄ UPDATING ──► (lost) DOWN ──► STARTING … or, where it ended too often, QUARANTINED for good
      └──────► STALE ⇄ UPDATING          a restarted engine has hf_checkpoint's weights: it is READY only while those
                                         are the served version, else STALE until the next commit; so is one that
                                         holds a mixture after an aborted publication
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from headrace.background import kept_running
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, Unavailable
 from headrace.rpc.log import log
 from services.rollout.engine.activity import Activity
 from services.rollout.engine.answer import BadAnswer
@@ -61,6 +61,7 @@ class Fleet:
         self._watch_over = Watch(timing, self._observer)
         self._watchers: list[asyncio.Task[None]] = []
         self._published = False
+        self._all_quarantined = asyncio.Event()
 
     @property
     def policy_version(self) -> int:
@@ -84,6 +85,12 @@ class Fleet:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
         await asyncio.gather(*(engine.leave() for engine in self.engines))
+
+    async def lost(self) -> None:
+        """Raises Unavailable once every engine is in quarantine, with each one's reason."""
+        await self._all_quarantined.wait()
+        reasons = "\n".join(f"{engine.engine_id}: {engine.trouble}" for engine in self.engines)
+        raise Unavailable(f"every engine ended too often:\n{reasons}", reason="ENGINES_LOST")
 
     def alive(self) -> list[Engine]:
         """Returns the engines that can take part in a publication."""
@@ -160,6 +167,7 @@ class Fleet:
         except Exception:  # whatever it was: its process must not stay
             await process.stop(grace_seconds=0.0)
             raise
+        engine.began_to_serve()
         log.info("engine_started", engine=engine.engine_id, url=engine.url, state=engine.state.value)
 
     async def _started(self, engine: Engine, process: EngineProcess) -> None:
@@ -182,20 +190,39 @@ class Fleet:
                 why = await self._watch_over.trouble(engine)
                 if engine.state is not EngineState.DOWN:
                     await self.give_up(engine, why)
-            await self._restart(engine)
+                if self._stays_down(engine, why):
+                    return
+            if not await self._restart(engine):
+                return
 
-    async def _restart(self, engine: Engine) -> None:
+    async def _restart(self, engine: Engine) -> bool:
+        """False when it was put in quarantine."""
         backoff_seconds = 0.5
         while True:
             engine.restarts += 1
             engine.weights_digest = ""
             try:
-                return await self._start(engine)
+                await self._start(engine)
             except (HeadraceError, OSError) as error:
                 engine.state = EngineState.DOWN
                 log.error("engine_restart_failed", engine=engine.engine_id, error=str(error))
+                if self._stays_down(engine, str(error)):
+                    return False
+            else:
+                return True
             await asyncio.sleep(backoff_seconds)
             backoff_seconds = min(backoff_seconds * 2, _LONGEST_BACKOFF_SECONDS)
+
+    def _stays_down(self, engine: Engine, why: str) -> bool:
+        """Notes that its process ended. One that ends again and again would only take requests and lose them."""
+        times = engine.ended(why, self._timing.good_seconds)
+        if times <= self._timing.max_restarts:
+            return False
+        engine.state = EngineState.QUARANTINED
+        log.error("engine_quarantined", engine=engine.engine_id, ended_times=times, why=why)
+        if all(each.state is EngineState.QUARANTINED for each in self.engines):
+            self._all_quarantined.set()
+        return True
 
     async def _take_out(self, engine: Engine) -> None:
         try:

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 
 from headrace.errors import FailedPrecondition, HeadraceError, InvalidArgument
+from headrace.job.schema.run import PlacementSection
 from headrace.rpc.log import log
 from services.rollout.engine.answer import BadAnswer
 from services.rollout.engine.api import SamplingParams
@@ -14,12 +15,25 @@ from services.rollout.engine.engine import Engine, EngineState
 
 @dataclass(frozen=True, slots=True)
 class FleetTiming:
-    """Seconds, and how many missed checks in a row end an engine."""
+    """Seconds, how many missed checks in a row end an engine, and how often one is started again."""
 
     start_seconds: float = 600.0
     check_interval_seconds: float = 2.0
     check_timeout_seconds: float = 10.0
     missed_checks: int = 5
+    max_restarts: int = 5
+    """An engine that ended more often than this, each time before it had served `good_seconds`, stays down."""
+    good_seconds: float = 600.0
+
+    @classmethod
+    def of(cls, placement: PlacementSection, *, start_seconds: float) -> FleetTiming:
+        return cls(
+            start_seconds=start_seconds,
+            check_interval_seconds=placement.rollout_health_check_interval,
+            check_timeout_seconds=placement.rollout_health_check_timeout,
+            missed_checks=placement.rollout_health_check_misses,
+            max_restarts=placement.max_engine_restarts,
+        )
 
 
 class FleetObserver:

@@ -55,7 +55,9 @@ class FakeFleet:
 
 
 @contextlib.asynccontextmanager
-async def fake_fleet(count: int = 2, *, token_seconds: float = 0.001) -> AsyncIterator[FakeFleet]:
+async def fake_fleet(
+    count: int = 2, *, token_seconds: float = 0.001, max_restarts: int = 1000
+) -> AsyncIterator[FakeFleet]:
     started: list[FakeEngine] = []
     routing = RememberedRouting()
 
@@ -63,7 +65,13 @@ async def fake_fleet(count: int = 2, *, token_seconds: float = 0.001) -> AsyncIt
         started.append(FakeEngine(WIRE, token_seconds=token_seconds))
         return started[-1]
 
-    timing = FleetTiming(start_seconds=60, check_interval_seconds=0.02, check_timeout_seconds=1.0, missed_checks=3)
+    timing = FleetTiming(
+        start_seconds=60,
+        check_interval_seconds=0.02,
+        check_timeout_seconds=1.0,
+        missed_checks=3,
+        max_restarts=max_restarts,
+    )
     fleet = Fleet(count, 1, build, routing, timing)
     await fleet.start()
     try:

@@ -20,6 +20,7 @@ from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from headrace.cli.main import main
 from headrace.cli.view.awaited import Patience, awaited
+from headrace.cli.view.engines import engines_line
 from headrace.cli.view.failures import failures_line
 from headrace.cli.view.follow import follow
 from headrace.cli.view.overdue import overdue
@@ -112,7 +113,7 @@ def test_a_later_batch_is_compared_with_those_before_it() -> None:
     [
         (None, None, "on the buffer, which does not answer"),
         (None, failing(0, 0), "on the rollout service, which does not answer"),
-        ({"engines": [rollout_pb2.Engine()]}, failing(0, 0), "none of its 1 engines is ready"),
+        ({"engines": [rollout_pb2.Engine()]}, failing(0, 0), "on the rollout service: 0/1 engines ready"),
         ({"engines": [READY], "paused": True}, failing(0, 0), "production is paused"),
         ({"engines": [READY], "samples_in_flight": 3}, failing(0, 0), "3 samples are being generated"),
         (
@@ -259,3 +260,12 @@ async def test_status_prints_it_below_its_table(load_with, tmp_path: Path, capsy
     async with run_that_waits(RunFolder(tmp_path), load_with("--first-batch-seconds", "1"), 3600.0):
         assert await asyncio.to_thread(main, ["status", str(tmp_path)]) == 1
     assert "step 1 has waited 60 min for its batch, 1/4 groups ready: waiting on the buffer" in capsys.readouterr().out
+
+
+def test_an_engine_that_stays_down_is_named_with_the_reason() -> None:
+    ready = rollout_pb2.Engine(engine_id="engine-0", state=rollout_pb2.ENGINE_STATE_READY)
+    down = rollout_pb2.Engine(
+        engine_id="engine-1", state=rollout_pb2.ENGINE_STATE_QUARANTINED, trouble="ended with exit code -9;\nKilled"
+    )
+    said = "1/2 engines ready, engine-1 ended too often and stays down: ended with exit code -9; Killed"
+    assert engines_line([ready, down]) == said

@@ -26,19 +26,19 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from headrace.api.sample.v1 import sample_pb2 as headrace_dot_api_dot_sample_dot_v1_dot_sample__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%headrace/api/rollout/v1/rollout.proto\x12\x17headrace.api.rollout.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#headrace/api/sample/v1/sample.proto\"\xe8\x01\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x38\n\x08messages\x18\x02 \x01(\x0b\x32$.headrace.api.sample.v1.ChatMessagesH\x00\x12\x30\n\x06tokens\x18\x03 \x01(\x0b\x32\x1e.headrace.api.sample.v1.ColumnH\x00\x12\x38\n\x08sampling\x18\x04 \x01(\x0b\x32&.headrace.api.sample.v1.SamplingParams\x12\x15\n\rreturn_tokens\x18\x05 \x01(\x08\x42\x08\n\x06prompt\"\x8c\x02\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12.\n\x06tokens\x18\x02 \x01(\x0b\x32\x1e.headrace.api.sample.v1.Column\x12\x31\n\tlog_probs\x18\x03 \x01(\x0b\x32\x1e.headrace.api.sample.v1.Column\x12\x34\n\x06status\x18\x04 \x01(\x0e\x32$.headrace.api.sample.v1.SampleStatus\x12:\n\rpolicy_ranges\x18\x05 \x03(\x0b\x32#.headrace.api.sample.v1.PolicyRange\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\"\xe7\x01\n\x0b\x45valDataset\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x1c\n\x14n_samples_per_prompt\x18\x03 \x01(\r\x12\x38\n\x08sampling\x18\x04 \x01(\x0b\x32&.headrace.api.sample.v1.SamplingParams\x12\x18\n\x0bmax_prompts\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x11\n\tinput_key\x18\x06 \x01(\t\x12\x11\n\tlabel_key\x18\x07 \x01(\t\x12\x14\n\x0cmetadata_key\x18\x08 \x01(\tB\x0e\n\x0c_max_prompts\"x\n\x0f\x45valuateRequest\x12\x15\n\revaluation_id\x18\x01 \x01(\t\x12\x36\n\x08\x64\x61tasets\x18\x02 \x03(\x0b\x32$.headrace.api.rollout.v1.EvalDataset\x12\x16\n\x0ereturn_samples\x18\x03 \x01(\x08\"\xc7\x01\n\nEvalResult\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bmean_reward\x18\x02 \x01(\x01\x12\x13\n\x0bnum_samples\x18\x03 \x01(\r\x12\x12\n\nnum_failed\x18\x04 \x01(\r\x12\x1c\n\x14mean_response_tokens\x18\x05 \x01(\x01\x12\x17\n\x0ftruncated_ratio\x18\x06 \x01(\x01\x12\x1a\n\x12min_policy_version\x18\x07 \x01(\x03\x12\x1a\n\x12max_policy_version\x18\x08 \x01(\x03\"\x96\x01\n\x10\x45valuateResponse\x12\x0c\n\x04\x64one\x18\x01 \x01(\r\x12\r\n\x05total\x18\x02 \x01(\r\x12\x34\n\x07results\x18\x03 \x03(\x0b\x32#.headrace.api.rollout.v1.EvalResult\x12/\n\x07samples\x18\x04 \x03(\x0b\x32\x1e.headrace.api.sample.v1.Sample\"\xc1\x01\n\x06\x45ngine\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x33\n\x05state\x18\x03 \x01(\x0e\x32$.headrace.api.rollout.v1.EngineState\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\x10\n\x08restarts\x18\x05 \x01(\r\x12\x1c\n\x14tensor_parallel_size\x18\x06 \x01(\r\x12\x16\n\x0eweights_digest\x18\x07 \x01(\t\"\x11\n\x0fGetFleetRequest\"\xc1\x02\n\x10GetFleetResponse\x12\x30\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x1f.headrace.api.rollout.v1.Engine\x12\x16\n\x0erouter_address\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\x0e\n\x06paused\x18\x04 \x01(\x08\x12\x19\n\x11samples_in_flight\x18\x05 \x01(\r\x12\x17\n\x0fgroups_produced\x18\x06 \x01(\x04\x12\x17\n\x0ftokens_produced\x18\x07 \x01(\x04\x12\x16\n\x0epublication_id\x18\x08 \x01(\t\x12\x16\n\x0ereward_address\x18\t \x01(\t\x12\x0e\n\x06scorer\x18\n \x01(\t\x12\x1c\n\x14samples_being_scored\x18\x0b \x01(\r\x12\x10\n\x08warnings\x18\x0c \x03(\t\"H\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0e\n\x06\x62ucket\x18\x04 \x01(\r\"0\n\x0e\x45ngineChecksum\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\t\"U\n\x08Manifest\x12\x34\n\x07tensors\x18\x01 \x03(\x0b\x32#.headrace.api.rollout.v1.TensorSpec\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\"j\n\x0cPublishGroup\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0emaster_address\x18\x02 \x01(\t\x12\x13\n\x0bmaster_port\x18\x03 \x01(\r\x12\x0f\n\x07\x62uckets\x18\x04 \x03(\r\x12\x0e\n\x06joined\x18\x05 \x01(\x08\"\x81\x03\n\x13\x42\x65ginPublishRequest\x12\x16\n\x0epublication_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x33\n\x08manifest\x18\x03 \x01(\x0b\x32!.headrace.api.rollout.v1.Manifest\x12\x35\n\x06groups\x18\x04 \x03(\x0b\x32%.headrace.api.rollout.v1.PublishGroup\x12\x0f\n\x07\x62\x61\x63kend\x18\x05 \x01(\t\x12\x36\n\npause_mode\x18\x06 \x01(\x0e\x32\".headrace.api.rollout.v1.PauseMode\x12\x35\n\ttransport\x18\x07 \x01(\x0e\x32\".headrace.api.rollout.v1.Transport\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x08 \x01(\x01\x12\x11\n\tdisk_path\x18\t \x01(\t\x12\r\n\x05\x65poch\x18\n \x01(\x03\x12\x12\n\nengine_ids\x18\x0b \x03(\t\"Q\n\x14\x42\x65ginPublishResponse\x12\x12\n\nworld_size\x18\x01 \x01(\r\x12\x12\n\nengine_ids\x18\x03 \x03(\tJ\x04\x08\x02\x10\x03R\x0bgroup_alive\">\n\x14PublishBucketRequest\x12\x16\n\x0epublication_id\x18\x01 \x01(\t\x12\x0e\n\x06\x62ucket\x18\x02 \x01(\r\"0\n\x15PublishBucketResponse\x12\x17\n\x0flost_engine_ids\x18\x01 \x03(\t\"\x87\x01\n\x05Probe\x12.\n\x06tokens\x18\x01 \x01(\x0b\x32\x1e.headrace.api.sample.v1.Column\x12\x31\n\tlog_probs\x18\x02 \x01(\x0b\x32\x1e.headrace.api.sample.v1.Column\x12\x1b\n\x13max_mean_difference\x18\x03 \x01(\x01\"\xa0\x01\n\x14\x43ommitPublishRequest\x12\x16\n\x0epublication_id\x18\x01 \x01(\t\x12\x41\n\x10\x65ngine_checksums\x18\x02 \x03(\x0b\x32\'.headrace.api.rollout.v1.EngineChecksum\x12-\n\x05probe\x18\x03 \x01(\x0b\x32\x1e.headrace.api.rollout.v1.Probe\"\x9c\x01\n\x15\x43ommitPublishResponse\x12\x12\n\nengine_ids\x18\x01 \x03(\t\x12\x16\n\x0eweights_digest\x18\x02 \x01(\t\x12\x17\n\x0flost_engine_ids\x18\x03 \x03(\t\x12\x16\n\x0epaused_seconds\x18\x04 \x01(\x01\x12\x17\n\nbusy_share\x18\x05 \x01(\x01H\x00\x88\x01\x01\x42\r\n\x0b_busy_share\"=\n\x13\x41\x62ortPublishRequest\x12\x16\n\x0epublication_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x16\n\x14\x41\x62ortPublishResponse\"\x18\n\x16PauseProductionRequest\"4\n\x17PauseProductionResponse\x12\x19\n\x11samples_in_flight\x18\x01 \x01(\r\"\x19\n\x17ResumeProductionRequest\"\x1a\n\x18ResumeProductionResponse\"T\n\x10SetRewardRequest\x12\x14\n\x07\x61\x64\x64ress\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x13\n\x06scorer\x18\x02 \x01(\tH\x01\x88\x01\x01\x42\n\n\x08_addressB\t\n\x07_scorer\"^\n\x11SetRewardResponse\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0e\n\x06scorer\x18\x02 \x01(\t\x12(\n\x04time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp*\xa8\x01\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x45NGINE_STATE_STARTING\x10\x01\x12\x16\n\x12\x45NGINE_STATE_READY\x10\x02\x12\x19\n\x15\x45NGINE_STATE_UPDATING\x10\x03\x12\x16\n\x12\x45NGINE_STATE_STALE\x10\x04\x12\x15\n\x11\x45NGINE_STATE_DOWN\x10\x05*n\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x17\n\x13PAUSE_MODE_IN_PLACE\x10\x01\x12\x16\n\x12PAUSE_MODE_RETRACT\x10\x02\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x03*}\n\tTransport\x12\x19\n\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x18\n\x14TRANSPORT_COLLECTIVE\x10\x01\x12\x11\n\rTRANSPORT_IPC\x10\x02\x12\x12\n\x0eTRANSPORT_DISK\x10\x03\x12\x14\n\x10TRANSPORT_LOADED\x10\x04\x32\xc4\x08\n\x0eRolloutService\x12\x61\n\x08Generate\x12(.headrace.api.rollout.v1.GenerateRequest\x1a).headrace.api.rollout.v1.GenerateResponse0\x01\x12\x61\n\x08\x45valuate\x12(.headrace.api.rollout.v1.EvaluateRequest\x1a).headrace.api.rollout.v1.EvaluateResponse0\x01\x12_\n\x08GetFleet\x12(.headrace.api.rollout.v1.GetFleetRequest\x1a).headrace.api.rollout.v1.GetFleetResponse\x12k\n\x0c\x42\x65ginPublish\x12,.headrace.api.rollout.v1.BeginPublishRequest\x1a-.headrace.api.rollout.v1.BeginPublishResponse\x12n\n\rPublishBucket\x12-.headrace.api.rollout.v1.PublishBucketRequest\x1a..headrace.api.rollout.v1.PublishBucketResponse\x12n\n\rCommitPublish\x12-.headrace.api.rollout.v1.CommitPublishRequest\x1a..headrace.api.rollout.v1.CommitPublishResponse\x12k\n\x0c\x41\x62ortPublish\x12,.headrace.api.rollout.v1.AbortPublishRequest\x1a-.headrace.api.rollout.v1.AbortPublishResponse\x12t\n\x0fPauseProduction\x12/.headrace.api.rollout.v1.PauseProductionRequest\x1a\x30.headrace.api.rollout.v1.PauseProductionResponse\x12w\n\x10ResumeProduction\x12\x30.headrace.api.rollout.v1.ResumeProductionRequest\x1a\x31.headrace.api.rollout.v1.ResumeProductionResponse\x12\x62\n\tSetReward\x12).headrace.api.rollout.v1.SetRewardRequest\x1a*.headrace.api.rollout.v1.SetRewardResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%headrace/api/rollout/v1/rollout.proto\x12\x17headrace.api.rollout.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#headrace/api/sample/v1/sample.proto\"\xe8\x01\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x38\n\x08messages\x18\x02 \x01(\x0b\x32$.headrace.api.sample.v1.ChatMessagesH\x00\x12\x30\n\x06tokens\x18\x03 \x01(\x0b\x32\x1e.headrace.api.sample.v1.ColumnH\x00\x12\x38\n\x08sampling\x18\x04 \x01(\x0b\x32&.headrace.api.sample.v1.SamplingParams\x12\x15\n\rreturn_tokens\x18\x05 \x01(\x08\x42\x08\n\x06prompt\"\x8c\x02\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12.\n\x06tokens\x18\x02 \x01(\x0b\x32\x1e.headrace.api.sample.v1.Column\x12\x31\n\tlog_probs\x18\x03 \x01(\x0b\x32\x1e.headrace.api.sample.v1.Column\x12\x34\n\x06status\x18\x04 \x01(\x0e\x32$.headrace.api.sample.v1.SampleStatus\x12:\n\rpolicy_ranges\x18\x05 \x03(\x0b\x32#.headrace.api.sample.v1.PolicyRange\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\"\xe7\x01\n\x0b\x45valDataset\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x1c\n\x14n_samples_per_prompt\x18\x03 \x01(\r\x12\x38\n\x08sampling\x18\x04 \x01(\x0b\x32&.headrace.api.sample.v1.SamplingParams\x12\x18\n\x0bmax_prompts\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x11\n\tinput_key\x18\x06 \x01(\t\x12\x11\n\tlabel_key\x18\x07 \x01(\t\x12\x14\n\x0cmetadata_key\x18\x08 \x01(\tB\x0e\n\x0c_max_prompts\"x\n\x0f\x45valuateRequest\x12\x15\n\revaluation_id\x18\x01 \x01(\t\x12\x36\n\x08\x64\x61tasets\x18\x02 \x03(\x0b\x32$.headrace.api.rollout.v1.EvalDataset\x12\x16\n\x0ereturn_samples\x18\x03 \x01(\x08\"\xc7\x01\n\nEvalResult\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bmean_reward\x18\x02 \x01(\x01\x12\x13\n\x0bnum_samples\x18\x03 \x01(\r\x12\x12\n\nnum_failed\x18\x04 \x01(\r\x12\x1c\n\x14mean_response_tokens\x18\x05 \x01(\x01\x12\x17\n\x0ftruncated_ratio\x18\x06 \x01(\x01\x12\x1a\n\x12min_policy_version\x18\x07 \x01(\x03\x12\x1a\n\x12max_policy_version\x18\x08 \x01(\x03\"\x96\x01\n\x10\x45valuateResponse\x12\x0c\n\x04\x64one\x18\x01 \x01(\r\x12\r\n\x05total\x18\x02 \x01(\r\x12\x34\n\x07results\x18\x03 \x03(\x0b\x32#.headrace.api.rollout.v1.EvalResult\x12/\n\x07samples\x18\x04 \x03(\x0b\x32\x1e.headrace.api.sample.v1.Sample\"\xd2\x01\n\x06\x45ngine\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x33\n\x05state\x18\x03 \x01(\x0e\x32$.headrace.api.rollout.v1.EngineState\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\x10\n\x08restarts\x18\x05 \x01(\r\x12\x1c\n\x14tensor_parallel_size\x18\x06 \x01(\r\x12\x16\n\x0eweights_digest\x18\x07 \x01(\t\x12\x0f\n\x07trouble\x18\x08 \x01(\t\"\x11\n\x0fGetFleetRequest\"\xc1\x02\n\x10GetFleetResponse\x12\x30\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x1f.headrace.api.rollout.v1.Engine\x12\x16\n\x0erouter_address\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\x0e\n\x06paused\x18\x04 \x01(\x08\x12\x19\n\x11samples_in_flight\x18\x05 \x01(\r\x12\x17\n\x0fgroups_produced\x18\x06 \x01(\x04\x12\x17\n\x0ftokens_produced\x18\x07 \x01(\x04\x12\x16\n\x0epublication_id\x18\x08 \x01(\t\x12\x16\n\x0ereward_address\x18\t \x01(\t\x12\x0e\n\x06scorer\x18\n \x01(\t\x12\x1c\n\x14samples_being_scored\x18\x0b \x01(\r\x12\x10\n\x08warnings\x18\x0c \x03(\t\"H\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0e\n\x06\x62ucket\x18\x04 \x01(\r\"0\n\x0e\x45ngineChecksum\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\t\"U\n\x08Manifest\x12\x34\n\x07tensors\x18\x01 \x03(\x0b\x32#.headrace.api.rollout.v1.TensorSpec\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\"j\n\x0cPublishGroup\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0emaster_address\x18\x02 \x01(\t\x12\x13\n\x0bmaster_port\x18\x03 \x01(\r\x12\x0f\n\x07\x62uckets\x18\x04 \x03(\r\x12\x0e\n\x06joined\x18\x05 \x01(\x08\"\x81\x03\n\x13\x42\x65ginPublishRequest\x12\x16\n\x0epublication_id\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x33\n\x08manifest\x18\x03 \x01(\x0b\x32!.headrace.api.rollout.v1.Manifest\x12\x35\n\x06groups\x18\x04 \x03(\x0b\x32%.headrace.api.rollout.v1.PublishGroup\x12\x0f\n\x07\x62\x61\x63kend\x18\x05 \x01(\t\x12\x36\n\npause_mode\x18\x06 \x01(\x0e\x32\".headrace.api.rollout.v1.PauseMode\x12\x35\n\ttransport\x18\x07 \x01(\x0e\x32\".headrace.api.rollout.v1.Transport\x12\x18\n\x10\x64\x65\x61\x64line_seconds\x18\x08 \x01(\x01\x12\x11\n\tdisk_path\x18\t \x01(\t\x12\r\n\x05\x65poch\x18\n \x01(\x03\x12\x12\n\nengine_ids\x18\x0b \x03(\t\"Q\n\x14\x42\x65ginPublishResponse\x12\x12\n\nworld_size\x18\x01 \x01(\r\x12\x12\n\nengine_ids\x18\x03 \x03(\tJ\x04\x08\x02\x10\x03R\x0bgroup_alive\">\n\x14PublishBucketRequest\x12\x16\n\x0epublication_id\x18\x01 \x01(\t\x12\x0e\n\x06\x62ucket\x18\x02 \x01(\r\"0\n\x15PublishBucketResponse\x12\x17\n\x0flost_engine_ids\x18\x01 \x03(\t\"\x87\x01\n\x05Probe\x12.\n\x06tokens\x18\x01 \x01(\x0b\x32\x1e.headrace.api.sample.v1.Column\x12\x31\n\tlog_probs\x18\x02 \x01(\x0b\x32\x1e.headrace.api.sample.v1.Column\x12\x1b\n\x13max_mean_difference\x18\x03 \x01(\x01\"\xa0\x01\n\x14\x43ommitPublishRequest\x12\x16\n\x0epublication_id\x18\x01 \x01(\t\x12\x41\n\x10\x65ngine_checksums\x18\x02 \x03(\x0b\x32\'.headrace.api.rollout.v1.EngineChecksum\x12-\n\x05probe\x18\x03 \x01(\x0b\x32\x1e.headrace.api.rollout.v1.Probe\"\x9c\x01\n\x15\x43ommitPublishResponse\x12\x12\n\nengine_ids\x18\x01 \x03(\t\x12\x16\n\x0eweights_digest\x18\x02 \x01(\t\x12\x17\n\x0flost_engine_ids\x18\x03 \x03(\t\x12\x16\n\x0epaused_seconds\x18\x04 \x01(\x01\x12\x17\n\nbusy_share\x18\x05 \x01(\x01H\x00\x88\x01\x01\x42\r\n\x0b_busy_share\"=\n\x13\x41\x62ortPublishRequest\x12\x16\n\x0epublication_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x16\n\x14\x41\x62ortPublishResponse\"\x18\n\x16PauseProductionRequest\"4\n\x17PauseProductionResponse\x12\x19\n\x11samples_in_flight\x18\x01 \x01(\r\"\x19\n\x17ResumeProductionRequest\"\x1a\n\x18ResumeProductionResponse\"T\n\x10SetRewardRequest\x12\x14\n\x07\x61\x64\x64ress\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x13\n\x06scorer\x18\x02 \x01(\tH\x01\x88\x01\x01\x42\n\n\x08_addressB\t\n\x07_scorer\"^\n\x11SetRewardResponse\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0e\n\x06scorer\x18\x02 \x01(\t\x12(\n\x04time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp*\xc6\x01\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x45NGINE_STATE_STARTING\x10\x01\x12\x16\n\x12\x45NGINE_STATE_READY\x10\x02\x12\x19\n\x15\x45NGINE_STATE_UPDATING\x10\x03\x12\x16\n\x12\x45NGINE_STATE_STALE\x10\x04\x12\x15\n\x11\x45NGINE_STATE_DOWN\x10\x05\x12\x1c\n\x18\x45NGINE_STATE_QUARANTINED\x10\x06*n\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x17\n\x13PAUSE_MODE_IN_PLACE\x10\x01\x12\x16\n\x12PAUSE_MODE_RETRACT\x10\x02\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x03*}\n\tTransport\x12\x19\n\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x18\n\x14TRANSPORT_COLLECTIVE\x10\x01\x12\x11\n\rTRANSPORT_IPC\x10\x02\x12\x12\n\x0eTRANSPORT_DISK\x10\x03\x12\x14\n\x10TRANSPORT_LOADED\x10\x04\x32\xc4\x08\n\x0eRolloutService\x12\x61\n\x08Generate\x12(.headrace.api.rollout.v1.GenerateRequest\x1a).headrace.api.rollout.v1.GenerateResponse0\x01\x12\x61\n\x08\x45valuate\x12(.headrace.api.rollout.v1.EvaluateRequest\x1a).headrace.api.rollout.v1.EvaluateResponse0\x01\x12_\n\x08GetFleet\x12(.headrace.api.rollout.v1.GetFleetRequest\x1a).headrace.api.rollout.v1.GetFleetResponse\x12k\n\x0c\x42\x65ginPublish\x12,.headrace.api.rollout.v1.BeginPublishRequest\x1a-.headrace.api.rollout.v1.BeginPublishResponse\x12n\n\rPublishBucket\x12-.headrace.api.rollout.v1.PublishBucketRequest\x1a..headrace.api.rollout.v1.PublishBucketResponse\x12n\n\rCommitPublish\x12-.headrace.api.rollout.v1.CommitPublishRequest\x1a..headrace.api.rollout.v1.CommitPublishResponse\x12k\n\x0c\x41\x62ortPublish\x12,.headrace.api.rollout.v1.AbortPublishRequest\x1a-.headrace.api.rollout.v1.AbortPublishResponse\x12t\n\x0fPauseProduction\x12/.headrace.api.rollout.v1.PauseProductionRequest\x1a\x30.headrace.api.rollout.v1.PauseProductionResponse\x12w\n\x10ResumeProduction\x12\x30.headrace.api.rollout.v1.ResumeProductionRequest\x1a\x31.headrace.api.rollout.v1.ResumeProductionResponse\x12\x62\n\tSetReward\x12).headrace.api.rollout.v1.SetRewardRequest\x1a*.headrace.api.rollout.v1.SetRewardResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'headrace.api.rollout.v1.rollout_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ENGINESTATE']._serialized_start=3661
-  _globals['_ENGINESTATE']._serialized_end=3829
-  _globals['_PAUSEMODE']._serialized_start=3831
-  _globals['_PAUSEMODE']._serialized_end=3941
-  _globals['_TRANSPORT']._serialized_start=3943
-  _globals['_TRANSPORT']._serialized_end=4068
+  _globals['_ENGINESTATE']._serialized_start=3678
+  _globals['_ENGINESTATE']._serialized_end=3876
+  _globals['_PAUSEMODE']._serialized_start=3878
+  _globals['_PAUSEMODE']._serialized_end=3988
+  _globals['_TRANSPORT']._serialized_start=3990
+  _globals['_TRANSPORT']._serialized_end=4115
   _globals['_GENERATEREQUEST']._serialized_start=137
   _globals['_GENERATEREQUEST']._serialized_end=369
   _globals['_GENERATERESPONSE']._serialized_start=372
@@ -52,49 +52,49 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EVALUATERESPONSE']._serialized_start=1201
   _globals['_EVALUATERESPONSE']._serialized_end=1351
   _globals['_ENGINE']._serialized_start=1354
-  _globals['_ENGINE']._serialized_end=1547
-  _globals['_GETFLEETREQUEST']._serialized_start=1549
-  _globals['_GETFLEETREQUEST']._serialized_end=1566
-  _globals['_GETFLEETRESPONSE']._serialized_start=1569
-  _globals['_GETFLEETRESPONSE']._serialized_end=1890
-  _globals['_TENSORSPEC']._serialized_start=1892
-  _globals['_TENSORSPEC']._serialized_end=1964
-  _globals['_ENGINECHECKSUM']._serialized_start=1966
-  _globals['_ENGINECHECKSUM']._serialized_end=2014
-  _globals['_MANIFEST']._serialized_start=2016
-  _globals['_MANIFEST']._serialized_end=2101
-  _globals['_PUBLISHGROUP']._serialized_start=2103
-  _globals['_PUBLISHGROUP']._serialized_end=2209
-  _globals['_BEGINPUBLISHREQUEST']._serialized_start=2212
-  _globals['_BEGINPUBLISHREQUEST']._serialized_end=2597
-  _globals['_BEGINPUBLISHRESPONSE']._serialized_start=2599
-  _globals['_BEGINPUBLISHRESPONSE']._serialized_end=2680
-  _globals['_PUBLISHBUCKETREQUEST']._serialized_start=2682
-  _globals['_PUBLISHBUCKETREQUEST']._serialized_end=2744
-  _globals['_PUBLISHBUCKETRESPONSE']._serialized_start=2746
-  _globals['_PUBLISHBUCKETRESPONSE']._serialized_end=2794
-  _globals['_PROBE']._serialized_start=2797
-  _globals['_PROBE']._serialized_end=2932
-  _globals['_COMMITPUBLISHREQUEST']._serialized_start=2935
-  _globals['_COMMITPUBLISHREQUEST']._serialized_end=3095
-  _globals['_COMMITPUBLISHRESPONSE']._serialized_start=3098
-  _globals['_COMMITPUBLISHRESPONSE']._serialized_end=3254
-  _globals['_ABORTPUBLISHREQUEST']._serialized_start=3256
-  _globals['_ABORTPUBLISHREQUEST']._serialized_end=3317
-  _globals['_ABORTPUBLISHRESPONSE']._serialized_start=3319
-  _globals['_ABORTPUBLISHRESPONSE']._serialized_end=3341
-  _globals['_PAUSEPRODUCTIONREQUEST']._serialized_start=3343
-  _globals['_PAUSEPRODUCTIONREQUEST']._serialized_end=3367
-  _globals['_PAUSEPRODUCTIONRESPONSE']._serialized_start=3369
-  _globals['_PAUSEPRODUCTIONRESPONSE']._serialized_end=3421
-  _globals['_RESUMEPRODUCTIONREQUEST']._serialized_start=3423
-  _globals['_RESUMEPRODUCTIONREQUEST']._serialized_end=3448
-  _globals['_RESUMEPRODUCTIONRESPONSE']._serialized_start=3450
-  _globals['_RESUMEPRODUCTIONRESPONSE']._serialized_end=3476
-  _globals['_SETREWARDREQUEST']._serialized_start=3478
-  _globals['_SETREWARDREQUEST']._serialized_end=3562
-  _globals['_SETREWARDRESPONSE']._serialized_start=3564
-  _globals['_SETREWARDRESPONSE']._serialized_end=3658
-  _globals['_ROLLOUTSERVICE']._serialized_start=4071
-  _globals['_ROLLOUTSERVICE']._serialized_end=5163
+  _globals['_ENGINE']._serialized_end=1564
+  _globals['_GETFLEETREQUEST']._serialized_start=1566
+  _globals['_GETFLEETREQUEST']._serialized_end=1583
+  _globals['_GETFLEETRESPONSE']._serialized_start=1586
+  _globals['_GETFLEETRESPONSE']._serialized_end=1907
+  _globals['_TENSORSPEC']._serialized_start=1909
+  _globals['_TENSORSPEC']._serialized_end=1981
+  _globals['_ENGINECHECKSUM']._serialized_start=1983
+  _globals['_ENGINECHECKSUM']._serialized_end=2031
+  _globals['_MANIFEST']._serialized_start=2033
+  _globals['_MANIFEST']._serialized_end=2118
+  _globals['_PUBLISHGROUP']._serialized_start=2120
+  _globals['_PUBLISHGROUP']._serialized_end=2226
+  _globals['_BEGINPUBLISHREQUEST']._serialized_start=2229
+  _globals['_BEGINPUBLISHREQUEST']._serialized_end=2614
+  _globals['_BEGINPUBLISHRESPONSE']._serialized_start=2616
+  _globals['_BEGINPUBLISHRESPONSE']._serialized_end=2697
+  _globals['_PUBLISHBUCKETREQUEST']._serialized_start=2699
+  _globals['_PUBLISHBUCKETREQUEST']._serialized_end=2761
+  _globals['_PUBLISHBUCKETRESPONSE']._serialized_start=2763
+  _globals['_PUBLISHBUCKETRESPONSE']._serialized_end=2811
+  _globals['_PROBE']._serialized_start=2814
+  _globals['_PROBE']._serialized_end=2949
+  _globals['_COMMITPUBLISHREQUEST']._serialized_start=2952
+  _globals['_COMMITPUBLISHREQUEST']._serialized_end=3112
+  _globals['_COMMITPUBLISHRESPONSE']._serialized_start=3115
+  _globals['_COMMITPUBLISHRESPONSE']._serialized_end=3271
+  _globals['_ABORTPUBLISHREQUEST']._serialized_start=3273
+  _globals['_ABORTPUBLISHREQUEST']._serialized_end=3334
+  _globals['_ABORTPUBLISHRESPONSE']._serialized_start=3336
+  _globals['_ABORTPUBLISHRESPONSE']._serialized_end=3358
+  _globals['_PAUSEPRODUCTIONREQUEST']._serialized_start=3360
+  _globals['_PAUSEPRODUCTIONREQUEST']._serialized_end=3384
+  _globals['_PAUSEPRODUCTIONRESPONSE']._serialized_start=3386
+  _globals['_PAUSEPRODUCTIONRESPONSE']._serialized_end=3438
+  _globals['_RESUMEPRODUCTIONREQUEST']._serialized_start=3440
+  _globals['_RESUMEPRODUCTIONREQUEST']._serialized_end=3465
+  _globals['_RESUMEPRODUCTIONRESPONSE']._serialized_start=3467
+  _globals['_RESUMEPRODUCTIONRESPONSE']._serialized_end=3493
+  _globals['_SETREWARDREQUEST']._serialized_start=3495
+  _globals['_SETREWARDREQUEST']._serialized_end=3579
+  _globals['_SETREWARDRESPONSE']._serialized_start=3581
+  _globals['_SETREWARDRESPONSE']._serialized_end=3675
+  _globals['_ROLLOUTSERVICE']._serialized_start=4118
+  _globals['_ROLLOUTSERVICE']._serialized_end=5210
 # @@protoc_insertion_point(module_scope)

@@ -51,6 +51,8 @@ class _EngineStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EngineSta
     """Alive, but its weights are not the served version; out of routing until the next commit."""
     ENGINE_STATE_DOWN: _EngineState.ValueType  # 5
     """Ended or hung; being restarted."""
+    ENGINE_STATE_QUARANTINED: _EngineState.ValueType  # 6
+    """Ended too often; it stays down as long as this service runs."""
 
 class EngineState(_EngineState, metaclass=_EngineStateEnumTypeWrapper):
     """How an engine is."""
@@ -67,6 +69,8 @@ ENGINE_STATE_STALE: EngineState.ValueType  # 4
 """Alive, but its weights are not the served version; out of routing until the next commit."""
 ENGINE_STATE_DOWN: EngineState.ValueType  # 5
 """Ended or hung; being restarted."""
+ENGINE_STATE_QUARANTINED: EngineState.ValueType  # 6
+"""Ended too often; it stays down as long as this service runs."""
 Global___EngineState: _TypeAlias = EngineState  # noqa: Y015
 
 class _PauseMode:
@@ -414,6 +418,7 @@ class Engine(_message.Message):
     RESTARTS_FIELD_NUMBER: _builtins.int
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
+    TROUBLE_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """engine-0, engine-1, …"""
     address: _builtins.str
@@ -428,6 +433,8 @@ class Engine(_message.Message):
     """Tensor-parallel processes in it."""
     weights_digest: _builtins.str
     """Its digest at the latest commit, hexadecimal."""
+    trouble: _builtins.str
+    """Why its process was ended last, with the end of its log. Empty: none was."""
     def __init__(
         self,
         *,
@@ -438,10 +445,11 @@ class Engine(_message.Message):
         restarts: _builtins.int = ...,
         tensor_parallel_size: _builtins.int = ...,
         weights_digest: _builtins.str = ...,
+        trouble: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine_id", b"engine_id", "policy_version", b"policy_version", "restarts", b"restarts", "state", b"state", "tensor_parallel_size", b"tensor_parallel_size", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine_id", b"engine_id", "policy_version", b"policy_version", "restarts", b"restarts", "state", b"state", "tensor_parallel_size", b"tensor_parallel_size", "trouble", b"trouble", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

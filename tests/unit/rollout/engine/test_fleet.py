@@ -2,8 +2,13 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from headrace.errors import Unavailable
+from services.rollout.engine.engine import Engine
 from services.rollout.engine.fleet import EngineState
-from tests.support.fakes.fake_fleet import FakeFleet
+from tests.support.fakes.fake_engine import FakeEngine
+from tests.support.fakes.fake_fleet import FakeFleet, fake_fleet
 
 
 async def test_started_engines_are_in_routing(fakes: FakeFleet) -> None:
@@ -61,3 +66,48 @@ async def test_an_engine_that_ends_while_it_is_given_up_is_started_once(fakes: F
     await giving_up
     await engine.client.weights_name(seconds=60)
     assert engine.restarts == 1
+
+
+async def test_an_engine_that_ends_again_and_again_stays_down_and_says_why() -> None:
+    async with fake_fleet(max_restarts=2) as fakes:
+        one, other = fakes.fleet.engines
+        lost = asyncio.create_task(fakes.fleet.lost())
+        for restarts in (1, 2):
+            fakes.fake(0).die()
+            await fakes.until(lambda count=restarts: (one.restarts, one.state) == (count, EngineState.READY))
+        fakes.fake(0).die()
+        await fakes.until(lambda: one.state is EngineState.QUARANTINED)
+        assert "ended with exit code -9" in one.trouble
+        assert (fakes.routing.urls, [e.engine_id for e in fakes.fleet.alive()]) == ({other.url}, ["engine-1"])
+        await fakes.fleet.switch_to(7)  # a version that it will never have
+        assert (one.state, lost.done()) == (EngineState.QUARANTINED, False)
+        for restarts in (0, 1, 2):
+            await fakes.until(lambda count=restarts: (other.restarts, other.state) == (count, EngineState.STALE))
+            fakes.fake(1).die()
+        with pytest.raises(Unavailable, match=r"every engine ended too often:\nengine-0: ended with (.|\n)*engine-1: "):
+            await lost
+
+
+async def test_an_engine_that_does_not_start_any_more_stays_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fake_fleet(max_restarts=1) as fakes:
+
+        async def refuse(self: FakeEngine, *, seconds: float) -> None:
+            raise Unavailable("no memory is left on the device")
+
+        monkeypatch.setattr(FakeEngine, "start", refuse)
+        fakes.fake(0).die()
+        await fakes.until(lambda: fakes.fleet.engines[0].state is EngineState.QUARANTINED)
+        assert fakes.fleet.engines[0].trouble == "no memory is left on the device"
+
+
+def test_a_long_life_forgives_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("services.rollout.engine.engine.time.monotonic", lambda: now)
+    engine = Engine(0, 1)
+    seen = []
+    for life in (1, 1, 599, 600, 1):
+        engine.began_to_serve()
+        now += life
+        seen.append(engine.ended("gone", 600.0))
+    assert seen == [1, 2, 3, 1, 2]
+    assert [engine.ended("not started", 600.0) for _ in range(2)] == [3, 4]

@@ -1,0 +1,128 @@
+"""The real sglang-router before fake engines: it is killed, stopped and blocked, and engines outlive it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import Unavailable
+from services.rollout.engine import router as router_module
+from services.rollout.engine.answer import Finish
+from services.rollout.engine.api import SamplingParams
+from services.rollout.engine.client import EngineClient
+from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
+from services.rollout.engine.router import Router
+from services.rollout.production.generator import Generator
+from tests.support.fakes.fake_engine import FakeEngine, response_to
+from tests.support.fakes.fake_fleet import WIRE
+
+PROMPT = (3, 1, 4, 1, 5)
+
+
+@dataclass
+class Routed:
+    router: Router
+    fleet: Fleet
+    generator: Generator
+    kept: asyncio.Task[None]
+
+    def fakes(self) -> list[FakeEngine]:
+        return [engine.process for engine in self.fleet.engines if isinstance(engine.process, FakeEngine)]
+
+    async def ask(self, name: str, tokens: int = 8) -> list[int]:
+        params = SamplingParams(max_new_tokens=tokens)
+        answer = await self.generator.generate(PROMPT, params, request_id=name, seconds=240)
+        assert answer.finish is Finish.LENGTH
+        return list(answer.tokens)
+
+    async def until_replaced(self, times: int) -> None:
+        async with asyncio.timeout(240):
+            while self.router.replaced < times:  # another party's state
+                await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+async def routed(tmp_path: Path) -> AsyncIterator[Routed]:
+    timing = FleetTiming(start_seconds=60, check_interval_seconds=0.1, check_timeout_seconds=1.0, missed_checks=3)
+    router = Router("round_robin", tmp_path / "router.log", request_seconds=240, timing=timing)
+    fleet = Fleet(2, 1, lambda number: FakeEngine(WIRE, token_seconds=0.02), router, timing)
+    await asyncio.gather(router.start(), fleet.start())
+    kept = asyncio.create_task(router.keep())
+    client = EngineClient(router.url)
+    yield Routed(router, fleet, Generator(client, fleet.weights, fleet.suspect), kept)
+    kept.cancel()
+    await asyncio.gather(kept, return_exceptions=True)
+    await client.close()
+    await asyncio.gather(fleet.stop(), router.stop())
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_router_that_ends_or_hangs_is_replaced_while_requests_go_on_and_engines_live(
+    routed: Routed, how: signal.Signals
+) -> None:
+    in_flight = [asyncio.create_task(routed.ask(f"before-{number}", 100)) for number in range(6)]
+    async with asyncio.timeout(60):
+        while sum(fake.calls.count("/generate") for fake in routed.fakes()) < 6:  # another party's state
+            await asyncio.sleep(0.01)
+    first = routed.router.pid
+    os.kill(first, how)
+    await routed.until_replaced(1)
+    assert routed.router.pid != first
+    assert await asyncio.gather(*in_flight) == [response_to(PROMPT, 100)] * 6
+    assert await routed.ask("after") == response_to(PROMPT, 8)
+    assert [(e.restarts, e.state) for e in routed.fleet.engines] == [(0, EngineState.READY)] * 2
+
+
+async def test_a_new_router_has_the_engines_that_are_left_and_those_that_came_meanwhile(routed: Routed) -> None:
+    one, other = routed.fleet.engines
+    os.kill(routed.router.pid, signal.SIGKILL)
+    with suppress(Unavailable):  # who is gone cannot be told
+        await routed.router.remove(one.url)
+    coming = asyncio.create_task(routed.router.add(other.url))
+    await routed.until_replaced(1)
+    await coming
+    assert [worker.url for worker in await routed.router._workers()] == [other.url]
+    await routed.router.add(one.url)
+    assert {worker.url for worker in await routed.router._workers()} == {one.url, other.url}
+
+
+async def test_an_engine_that_dies_with_the_router_comes_back_into_routing(routed: Routed) -> None:
+    os.kill(routed.router.pid, signal.SIGKILL)
+    routed.fakes()[0].die()
+    await routed.until_replaced(1)
+    async with asyncio.timeout(240):
+        while (routed.fleet.engines[0].restarts, routed.fleet.engines[0].state) != (1, EngineState.READY):
+            await asyncio.sleep(0.02)  # another party's state
+    assert {worker.url for worker in await routed.router._workers()} == {e.url for e in routed.fleet.engines}
+
+
+async def test_a_router_that_cannot_be_replaced_is_said_with_its_last_words(
+    routed: Routed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_module, "_FIRST_BACKOFF_SECONDS", 0.01)
+    port = int(routed.router.url.rpartition(":")[2])
+    os.kill(routed.router.pid, signal.SIGSTOP)  # found and ended by its checks
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as taker:
+        taker.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        async with asyncio.timeout(240):
+            while not _took(taker, port):
+                await asyncio.sleep(0)
+        with pytest.raises(Unavailable, match="sglang-router did not start:"):
+            await routed.kept
+
+
+def _took(taker: socket.socket, port: int) -> bool:
+    try:
+        taker.bind(("127.0.0.1", port))
+        taker.listen()
+    except OSError:
+        return False
+    return True
