@@ -34,6 +34,7 @@ def eval_dataset(
         input_key=data.input_key,
         label_key=data.label_key or "",
         metadata_key=data.metadata_key or "",
+        pass_reward=evaluation.eval_pass_reward,
     )
 
 

@@ -144,6 +144,7 @@ def rollout_service(
             seed=seed,
             files=_eval_files(job),
             slots=EvaluationSlots(sampler, beside=evaluated_beside_training(job), alone=SAMPLES_AT_ONCE),
+            scores_groups=job.reward.group_rm,
         ),
         fleet=fleet,
         receiver=Receiver(fleet, RunFolder(job.run.run_dir / job.run.run_name).weights_of(job.publish)),

@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.errors import FailedPrecondition, HeadraceError, InvalidArgument, ResourceExhausted
 from headrace.rpc.log import log
-from headrace.trajectory import Failure, Sample, Status
-from headrace.wire.checks import optional_name, require_at_most, require_between, require_name, require_path
+from headrace.sample_checks import MAX_REWARD
+from headrace.trajectory import Failure, Sample
+from headrace.wire.checks import (
+    optional_name,
+    require_at_most,
+    require_between,
+    require_finite,
+    require_name,
+    require_path,
+)
 from headrace.wire.limits import MAX_EVAL_DATASETS, MAX_EVAL_SAMPLES, MAX_EVALUATIONS, MAX_SAMPLES_PER_GROUP
 from services.rollout.engine.api import SamplingParams
 from services.rollout.eval_file import EvalFiles, EvalKeys, EvalRow
@@ -25,6 +32,7 @@ from services.rollout.evaluation_slots import EvaluationSlots
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.production.sampling import Sampler, SampleRequest, failed_sample, merged_params, seed_of
 from services.rollout.scoring import SampleScorer
+from services.rollout.tally import Tally
 
 SAMPLES_AT_ONCE = 64
 
@@ -39,41 +47,6 @@ class Progress:
     results: tuple[pb.EvalResult, ...] = ()
 
 
-@dataclass(slots=True)
-class _Tally:
-    """Sums up a data set's samples."""
-
-    rewards: list[float] = field(default_factory=list)
-    failed: int = 0
-    first_failure: Failure | None = None
-    response_tokens: int = 0
-    truncated: int = 0
-    versions: set[int] = field(default_factory=set)
-
-    def add(self, sample: Sample) -> None:
-        if sample.status is Status.FAILED or sample.reward is None:
-            self.failed += 1
-            self.first_failure = self.first_failure or sample.failure
-            return
-        self.rewards.append(sample.reward)
-        self.response_tokens += sample.response_length
-        self.truncated += sample.status is Status.TRUNCATED
-        self.versions.update(r.policy_version for r in sample.policy_ranges)
-
-    def result(self, name: str) -> pb.EvalResult:
-        count = max(len(self.rewards), 1)
-        return pb.EvalResult(
-            name=name,
-            mean_reward=math.fsum(self.rewards) / count,
-            num_samples=len(self.rewards),
-            num_failed=self.failed,
-            mean_response_tokens=self.response_tokens / count,
-            truncated_ratio=self.truncated / count,
-            min_policy_version=min(self.versions, default=0),
-            max_policy_version=max(self.versions, default=0),
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class _Plan:
     """One data set: its rows, and how each is sampled."""
@@ -82,6 +55,7 @@ class _Plan:
     rows: Sequence[EvalRow]
     n_samples: int
     params: SamplingParams
+    pass_reward: float
 
     @property
     def total(self) -> int:
@@ -90,16 +64,19 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One sample to be generated and scored."""
+    """Samples of one row to be generated and scored together."""
 
-    tally: _Tally
+    tally: Tally
     plan: _Plan
     row: int
-    index: int
+    indexes: range
 
 
 class Evaluator:
-    """Evaluates whichever version the engines serve. At most 64 samples of one evaluation are in flight."""
+    """Evaluates whichever version the engines serve. At most 64 samples of one evaluation are in flight.
+
+    `scores_groups` says that the reward compares a prompt's samples, so that they are scored in one call.
+    """
 
     def __init__(
         self,
@@ -111,6 +88,7 @@ class Evaluator:
         seed: int,
         files: EvalFiles,
         slots: EvaluationSlots,
+        scores_groups: bool = False,
     ) -> None:
         self._encoder = encoder
         self._sampler = sampler
@@ -119,6 +97,7 @@ class Evaluator:
         self._seed = seed
         self._files = files
         self._slots = slots
+        self._scores_groups = scores_groups
         self._running = 0
 
     async def run(self, datasets: Sequence[pb.EvalDataset]) -> AsyncGenerator[Progress, None]:
@@ -150,16 +129,16 @@ class Evaluator:
             raise InvalidArgument(
                 f"{total} samples, an evaluation may have {MAX_EVAL_SAMPLES}: pass max_prompts", field="datasets"
             )
-        tallies = [_Tally() for _ in plans]
+        tallies = [Tally(plan.name, plan.n_samples, plan.pass_reward) for plan in plans]
         done = 0
-        async with contextlib.aclosing(self._finished(_jobs(plans, tallies))) as finished:
+        async with contextlib.aclosing(self._finished(_jobs(plans, tallies, at_once=self._scores_groups))) as finished:
             async for job, samples in finished:
                 for sample in samples:
-                    job.tally.add(sample)
-                done += 1
+                    job.tally.add(job.row, sample)
+                done += len(job.indexes)
                 _require_most(tallies, total)
                 yield Progress(done, total, tuple(samples))
-        yield Progress(done, total, results=tuple(t.result(p.name) for p, t in zip(plans, tallies, strict=True)))
+        yield Progress(done, total, results=tuple(tally.result() for tally in tallies))
 
     async def _plan(self, dataset: pb.EvalDataset) -> _Plan:
         name = require_name(dataset.name, "datasets.name")
@@ -174,7 +153,8 @@ class Evaluator:
         path = require_path(dataset.path, "datasets.path")
         params = merged_params(dataset.sampling, self._defaults)
         limit = dataset.max_prompts if dataset.HasField("max_prompts") else None
-        return _Plan(name, await self._encoder.off_loop(self._files.read, path, keys, limit), n_samples, params)
+        rows = await self._encoder.off_loop(self._files.read, path, keys, limit)
+        return _Plan(name, rows, n_samples, params, _pass_reward(dataset))
 
     async def _finished(self, jobs: Iterator[_Job]) -> AsyncGenerator[tuple[_Job, list[Sample]], None]:
         """Yields each job with its samples as they finish; another starts whenever one has ended."""
@@ -196,25 +176,21 @@ class Evaluator:
     async def _done(self, job: _Job, evaluation_id: str) -> tuple[_Job, list[Sample]]:
         """Turns what goes wrong with a sample into that sample's failure."""
         row = job.plan.rows[job.row]
-        group_id = f"eval/{job.plan.name}/{job.row}"
-        request = SampleRequest(
-            sample_id=f"eval-{evaluation_id}/{job.plan.name}/{job.row}/{job.index}",
-            group_id=group_id,
-            index=job.index,
-            prompt=EncodedPrompt("", ()),
-            label=row.label,
-            metadata=row.metadata,
-            params=replace(job.plan.params, seed=seed_of(self._seed, group_id, 0, job.index)),
-        )
+        requests = [_request(job, row, index, evaluation_id, self._seed) for index in job.indexes]
+        generated = await asyncio.gather(*(self._generated(request, row) for request in requests))
+        samples = [sample for samples in generated for sample in samples]
+        try:
+            return job, await self._scorer.score(samples)
+        except Exception as error:  # noqa: BLE001  # one row of many
+            return job, [_failed(request, row, error) for request in requests]
+
+    async def _generated(self, request: SampleRequest, row: EvalRow) -> list[Sample]:
         try:
             request = replace(request, prompt=await self._encoder.off_loop(self._encoded, row))
             async with self._slots.slot():
-                samples = await self._sampler.sample_all([request], evaluation=True)
-            return job, await self._scorer.score(samples)
+                return await self._sampler.sample_all([request], evaluation=True)
         except Exception as error:  # noqa: BLE001  # one sample of many
-            reason = error.reason if isinstance(error, HeadraceError) else "EVALUATION_RAISED"
-            log.warning("evaluation_sample_failed", where=row.where, reason=reason, error=str(error))
-            return job, [failed_sample(request, Failure(reason, f"{row.where}: {error}"))]
+            return [_failed(request, row, error)]
 
     def _encoded(self, row: EvalRow) -> EncodedPrompt:
         if isinstance(row.prompt, str):
@@ -222,15 +198,42 @@ class Evaluator:
         return self._encoder.encode_messages(row.prompt, None)
 
 
-def _jobs(plans: Sequence[_Plan], tallies: Sequence[_Tally]) -> Iterator[_Job]:
+def _jobs(plans: Sequence[_Plan], tallies: Sequence[Tally], *, at_once: bool) -> Iterator[_Job]:
     for plan, tally in zip(plans, tallies, strict=True):
         for row in range(len(plan.rows)):
-            for index in range(plan.n_samples):
-                yield _Job(tally, plan, row, index)
+            if at_once:
+                yield _Job(tally, plan, row, range(plan.n_samples))
+            else:
+                yield from (_Job(tally, plan, row, range(index, index + 1)) for index in range(plan.n_samples))
 
 
-def _require_most(tallies: Sequence[_Tally], total: int) -> None:
-    failed = sum(tally.failed for tally in tallies)
+def _request(job: _Job, row: EvalRow, index: int, evaluation_id: str, seed: int) -> SampleRequest:
+    group_id = f"eval/{job.plan.name}/{job.row}"
+    return SampleRequest(
+        sample_id=f"eval-{evaluation_id}/{job.plan.name}/{job.row}/{index}",
+        group_id=group_id,
+        index=index,
+        prompt=EncodedPrompt("", ()),
+        label=row.label,
+        metadata=row.metadata,
+        params=replace(job.plan.params, seed=seed_of(seed, group_id, 0, index)),
+    )
+
+
+def _failed(request: SampleRequest, row: EvalRow, error: Exception) -> Sample:
+    reason = error.reason if isinstance(error, HeadraceError) else "EVALUATION_RAISED"
+    log.warning("evaluation_sample_failed", where=row.where, reason=reason, error=str(error))
+    return failed_sample(request, Failure(reason, f"{row.where}: {error}"))
+
+
+def _pass_reward(dataset: pb.EvalDataset) -> float:
+    if not dataset.HasField("pass_reward"):
+        return 1.0
+    return require_finite(dataset.pass_reward, "datasets.pass_reward", least=-MAX_REWARD, most=MAX_REWARD)
+
+
+def _require_most(tallies: Sequence[Tally], total: int) -> None:
+    failed = sum(tally.num_failed for tally in tallies)
     if 2 * failed > total:
         first = next(tally.first_failure for tally in tallies if tally.first_failure)
         raise FailedPrecondition(

@@ -32,6 +32,7 @@ _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "skip_eval_before_train": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
     "eval_exact_version": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
     "eval_samples_in_flight": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
+    "eval_pass_reward": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
     "eval_timeout_seconds": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
     "eval_max_response_len": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
     "rollout_shuffle": ("prompt_data", lambda job: bool(job.data.prompt_data)),

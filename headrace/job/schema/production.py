@@ -156,6 +156,9 @@ class EvalSection(Section):
         description="Training waits for each evaluation, so that one version generates all its samples; off: it goes "
         "on, and eval_min_version and eval_max_version say which versions answered.",
     )
+    eval_pass_reward: Annotated[float, Field(ge=-1e6, le=1e6)] = Field(
+        1.0, description="Least reward of a sample that passes, for pass@k."
+    )
     eval_samples_in_flight: Positive | None = Field(
         None,
         description="Samples of evaluations generated at once while training's are generated too; absent: one for each "

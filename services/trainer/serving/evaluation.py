@@ -77,7 +77,7 @@ class JobEvaluator:
 
 
 def _metrics(result: rollout_pb2.EvalResult) -> dict[str, float]:
-    return {
+    metrics = {
         f"eval/{result.name}": result.mean_reward,
         f"eval_length/{result.name}": result.mean_response_tokens,
         f"eval_truncated/{result.name}": result.truncated_ratio,
@@ -85,6 +85,12 @@ def _metrics(result: rollout_pb2.EvalResult) -> dict[str, float]:
         f"eval_min_version/{result.name}": float(result.min_policy_version),
         f"eval_max_version/{result.name}": float(result.max_policy_version),
     }
+    if result.HasField("low"):
+        metrics |= {f"eval_low/{result.name}": result.low, f"eval_high/{result.name}": result.high}
+    for each in result.pass_at_k:
+        name = f"{result.name}@{each.k}"
+        metrics[f"eval_pass/{name}"] = each.estimate
+    return metrics
 
 
 def _unscored(result: rollout_pb2.EvalResult) -> str:

@@ -54,3 +54,8 @@ def test_an_evaluation_has_its_data_its_samples_and_the_stops_of_training() -> N
         3,
     )
     assert (list(asked.sampling.stop), list(asked.sampling.stop_token_ids)) == (["</answer>"], [7])
+
+
+def test_eval_pass_reward_is_what_a_sample_must_have_to_pass() -> None:
+    job = job_of({}, eval_pass_reward=0.5)
+    assert eval_dataset(job.eval, job.rollout, job.data, "aime", Path("/data/aime.jsonl")).pass_reward == 0.5

@@ -218,3 +218,65 @@ async def test_the_loop_goes_on_while_megabytes_are_tokenized(tmp_path: Path) ->
     assert len((await encoding).tokens) > 1_000_000
     with pytest.raises(InvalidArgument, match="prompt has 9000000 bytes"):
         encoder.encode_plain("x" * 9_000_000)
+
+
+class OneOfTwo(Counting):
+    """Every second sample of a prompt gets a reward of 0; each fans out into two."""
+
+    async def sample_all(
+        self, requests: Sequence[SampleRequest], *, evaluation: bool, return_partial: asyncio.Event | None = None
+    ) -> list[Sample]:
+        (sample,) = await super().sample_all(requests, evaluation=evaluation)
+        reward = float(requests[0].index % 2)
+        return [replace(sample, sample_id=f"{sample.sample_id}/{part}", reward=reward) for part in range(2)]
+
+
+async def test_a_result_has_its_interval_and_pass_at_k_and_samples_that_fanned_out_count_as_one(tmp_path: Path) -> None:
+    data = fifty(tmp_path)
+    (result,) = [p async for p in evaluator_with(OneOfTwo(), tmp_path, data).run([dataset(data, 4)])][-1].results
+    assert (result.num_prompts, result.num_samples, result.mean_reward) == (50, 400, 0.5)
+    assert (result.low, result.high) == (0.5, 0.5), "all prompts agree"
+    assert {each.k: each.estimate for each in result.pass_at_k} == pytest.approx({1: 0.5, 2: 5 / 6, 4: 1.0})
+
+
+@pytest.mark.parametrize("pass_reward", [float("nan"), float("inf"), 1e7])
+async def test_a_pass_reward_that_no_sample_may_have_is_refused(tmp_path: Path, pass_reward: float) -> None:
+    data = fifty(tmp_path)
+    asked = dataset(data)
+    asked.pass_reward = pass_reward
+    with pytest.raises(InvalidArgument, match="pass_reward"):
+        await anext(evaluator_with(Counting(), tmp_path, data).run([asked]))
+
+
+class Groups:
+    """Notes which samples came in one call; one of them has failed before."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[str]] = []
+
+    async def score(self, samples: Sequence[Sample]) -> list[Sample]:
+        self.calls.append([sample.group_id for sample in samples])
+        return list(samples)
+
+
+@pytest.mark.parametrize(("scores_groups", "sizes"), [(True, {4}), (False, {1})])
+async def test_a_reward_of_groups_sees_all_samples_of_a_prompt_in_one_call(
+    tmp_path: Path, scores_groups: bool, sizes: set[int]
+) -> None:
+    make_tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    data, sampler, scorer = fifty(tmp_path), Counting(failing=(7,)), Groups()
+    evaluator = Evaluator(
+        PromptEncoder(tmp_path / "tokenizer", apply_chat_template=False),
+        sampler,
+        cast(SampleScorer, scorer),
+        SamplingParams(max_new_tokens=5),
+        seed=1,
+        files=EvalFiles([data], None),
+        slots=EvaluationSlots(sampler, beside=64, alone=64),
+        scores_groups=scores_groups,
+    )
+    progress = [p async for p in evaluator.run([dataset(data, 4)])]
+    assert {len(call) for call in scorer.calls} == sizes
+    assert all(len(set(call)) == 1 for call in scorer.calls)
+    (result,) = progress[-1].results
+    assert (progress[-1].done, result.num_samples, result.num_failed) == (200, 199, 1)

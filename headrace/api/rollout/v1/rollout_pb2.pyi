@@ -245,6 +245,7 @@ class EvalDataset(_message.Message):
     INPUT_KEY_FIELD_NUMBER: _builtins.int
     LABEL_KEY_FIELD_NUMBER: _builtins.int
     METADATA_KEY_FIELD_NUMBER: _builtins.int
+    PASS_REWARD_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Names the result: "gsm8k" gives eval/gsm8k."""
     path: _builtins.str
@@ -259,6 +260,8 @@ class EvalDataset(_message.Message):
     """Key of the reference answer. Empty: none."""
     metadata_key: _builtins.str
     """Key of an object copied into metadata. Empty: none."""
+    pass_reward: _builtins.float
+    """Least reward of a sample that passes, for pass@k. Absent: 1."""
     @_builtins.property
     def sampling(self) -> _sample_pb2.SamplingParams:
         """How to sample."""
@@ -274,14 +277,20 @@ class EvalDataset(_message.Message):
         input_key: _builtins.str = ...,
         label_key: _builtins.str = ...,
         metadata_key: _builtins.str = ...,
+        pass_reward: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_prompts", b"_max_prompts", "max_prompts", b"max_prompts", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_prompts", b"_max_prompts", "_pass_reward", b"_pass_reward", "max_prompts", b"max_prompts", "pass_reward", b"pass_reward", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_prompts", b"_max_prompts", "input_key", b"input_key", "label_key", b"label_key", "max_prompts", b"max_prompts", "metadata_key", b"metadata_key", "n_samples_per_prompt", b"n_samples_per_prompt", "name", b"name", "path", b"path", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_prompts", b"_max_prompts", "_pass_reward", b"_pass_reward", "input_key", b"input_key", "label_key", b"label_key", "max_prompts", b"max_prompts", "metadata_key", b"metadata_key", "n_samples_per_prompt", b"n_samples_per_prompt", "name", b"name", "pass_reward", b"pass_reward", "path", b"path", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_prompts: _TypeAlias = _typing.Literal["max_prompts"]  # noqa: Y015
     _WhichOneofArgType__max_prompts: _TypeAlias = _typing.Literal["_max_prompts", b"_max_prompts"]  # noqa: Y015
+    _WhichOneofReturnType__pass_reward: _TypeAlias = _typing.Literal["pass_reward"]  # noqa: Y015
+    _WhichOneofArgType__pass_reward: _TypeAlias = _typing.Literal["_pass_reward", b"_pass_reward"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_prompts) -> _WhichOneofReturnType__max_prompts | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pass_reward) -> _WhichOneofReturnType__pass_reward | None: ...
 
 Global___EvalDataset: _TypeAlias = EvalDataset  # noqa: Y015
 
@@ -331,6 +340,10 @@ class EvalResult(_message.Message):
     TRUNCATED_RATIO_FIELD_NUMBER: _builtins.int
     MIN_POLICY_VERSION_FIELD_NUMBER: _builtins.int
     MAX_POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    NUM_PROMPTS_FIELD_NUMBER: _builtins.int
+    LOW_FIELD_NUMBER: _builtins.int
+    HIGH_FIELD_NUMBER: _builtins.int
+    PASS_AT_K_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The data set."""
     mean_reward: _builtins.float
@@ -347,6 +360,16 @@ class EvalResult(_message.Message):
     """The lowest and the highest version that sampled them."""
     max_policy_version: _builtins.int
     """The highest."""
+    num_prompts: _builtins.int
+    """Prompts with a scored sample."""
+    low: _builtins.float
+    """Bounds of mean_reward's 95 % interval, in which a prompt's samples count as one cluster. Absent with one prompt."""
+    high: _builtins.float
+    """The upper bound."""
+    @_builtins.property
+    def pass_at_k(self) -> _containers.RepeatedCompositeFieldContainer[Global___PassAtK]:
+        """For k of 1, 2, 4, … and n_samples_per_prompt."""
+
     def __init__(
         self,
         *,
@@ -358,14 +381,66 @@ class EvalResult(_message.Message):
         truncated_ratio: _builtins.float = ...,
         min_policy_version: _builtins.int = ...,
         max_policy_version: _builtins.int = ...,
+        num_prompts: _builtins.int = ...,
+        low: _builtins.float | None = ...,
+        high: _builtins.float | None = ...,
+        pass_at_k: _abc.Iterable[Global___PassAtK] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_high", b"_high", "_low", b"_low", "high", b"high", "low", b"low"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_policy_version", b"max_policy_version", "mean_response_tokens", b"mean_response_tokens", "mean_reward", b"mean_reward", "min_policy_version", b"min_policy_version", "name", b"name", "num_failed", b"num_failed", "num_samples", b"num_samples", "truncated_ratio", b"truncated_ratio"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_high", b"_high", "_low", b"_low", "high", b"high", "low", b"low", "max_policy_version", b"max_policy_version", "mean_response_tokens", b"mean_response_tokens", "mean_reward", b"mean_reward", "min_policy_version", b"min_policy_version", "name", b"name", "num_failed", b"num_failed", "num_prompts", b"num_prompts", "num_samples", b"num_samples", "pass_at_k", b"pass_at_k", "truncated_ratio", b"truncated_ratio"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__high: _TypeAlias = _typing.Literal["high"]  # noqa: Y015
+    _WhichOneofArgType__high: _TypeAlias = _typing.Literal["_high", b"_high"]  # noqa: Y015
+    _WhichOneofReturnType__low: _TypeAlias = _typing.Literal["low"]  # noqa: Y015
+    _WhichOneofArgType__low: _TypeAlias = _typing.Literal["_low", b"_low"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__high) -> _WhichOneofReturnType__high | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__low) -> _WhichOneofReturnType__low | None: ...
 
 Global___EvalResult: _TypeAlias = EvalResult  # noqa: Y015
+
+@_typing.final
+class PassAtK(_message.Message):
+    """The share of prompts that one of k samples passes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    K_FIELD_NUMBER: _builtins.int
+    ESTIMATE_FIELD_NUMBER: _builtins.int
+    LOW_FIELD_NUMBER: _builtins.int
+    HIGH_FIELD_NUMBER: _builtins.int
+    k: _builtins.int
+    """Samples of a prompt."""
+    estimate: _builtins.float
+    """The mean of the unbiased estimate (Chen et al. 2021) over prompts with at least k scored samples."""
+    low: _builtins.float
+    """Bounds of its 95 % interval. Absent with one prompt."""
+    high: _builtins.float
+    """The upper bound."""
+    def __init__(
+        self,
+        *,
+        k: _builtins.int = ...,
+        estimate: _builtins.float = ...,
+        low: _builtins.float | None = ...,
+        high: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_high", b"_high", "_low", b"_low", "high", b"high", "low", b"low"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_high", b"_high", "_low", b"_low", "estimate", b"estimate", "high", b"high", "k", b"k", "low", b"low"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__high: _TypeAlias = _typing.Literal["high"]  # noqa: Y015
+    _WhichOneofArgType__high: _TypeAlias = _typing.Literal["_high", b"_high"]  # noqa: Y015
+    _WhichOneofReturnType__low: _TypeAlias = _typing.Literal["low"]  # noqa: Y015
+    _WhichOneofArgType__low: _TypeAlias = _typing.Literal["_low", b"_low"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__high) -> _WhichOneofReturnType__high | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__low) -> _WhichOneofReturnType__low | None: ...
+
+Global___PassAtK: _TypeAlias = PassAtK  # noqa: Y015
 
 @_typing.final
 class EvaluateResponse(_message.Message):
