@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench import ledger_state_machine, ledger_throughput, overlap, planning
+from tests.bench import evaluation, ledger_state_machine, ledger_throughput, overlap, planning
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -36,6 +36,16 @@ def test_overlap(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     said = capsys.readouterr().out
     assert all(seconds >= 0.1 for seconds in figures("alone # s", said, 2))
     assert all(number > 0 for number in figures("# s #×", said, 2))
+
+
+def test_evaluation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["evaluation", "--steps", "5", "--seconds", "0.1"])
+    monkeypatch.setattr(evaluation, "drop_logs", lambda: None)
+    evaluation.main()
+    said = capsys.readouterr().out
+    assert all(seconds >= 0.1 for seconds in figures("without evaluations # s", said, 1))
+    numbers = figures("# s #× # evaluations", said, 2)
+    assert all(number > 0 for number in numbers), "and each had a result"
 
 
 def test_ledger_state_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
