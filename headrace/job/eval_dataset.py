@@ -2,45 +2,64 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TypeVar
 
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.sample.v1 import sample_pb2
+from headrace.job.eval_sets import EvalSet
 from headrace.job.schema.production import DataSection, EvalSection, RolloutSection
+
+T = TypeVar("T")
 
 
 def eval_dataset(
+    of_set: EvalSet,
     evaluation: EvalSection,
     rollout: RolloutSection,
     data: DataSection,
-    name: str,
-    path: Path,
     max_prompts: int | None = None,
 ) -> rollout_pb2.EvalDataset:
-    """The rows of `path`, sampled as the [eval] section says, and where it says nothing as in training."""
+    """Its rows, sampled as the set says, else as the [eval] section says, else as training is."""
+    n_samples = of_set.n_samples_per_eval_prompt or evaluation.n_samples_per_eval_prompt
     return rollout_pb2.EvalDataset(
-        name=name,
-        path=str(path),
-        n_samples_per_prompt=evaluation.n_samples_per_eval_prompt,
+        name=of_set.name,
+        path=str(of_set.path),
+        n_samples_per_prompt=n_samples,
         sampling=sample_pb2.SamplingParams(
-            temperature=_temperature(evaluation, rollout),
-            top_p=evaluation.eval_top_p,
-            top_k=evaluation.eval_top_k,
-            max_new_tokens=evaluation.eval_max_response_len or rollout.rollout_max_response_len,
-            stop=rollout.rollout_stop,
-            stop_token_ids=rollout.rollout_stop_token_ids,
+            temperature=_temperature(of_set, evaluation, rollout, n_samples),
+            top_p=_first(of_set.top_p, evaluation.eval_top_p),
+            top_k=_first(of_set.top_k, evaluation.eval_top_k),
+            max_new_tokens=_first(
+                of_set.max_response_len, evaluation.eval_max_response_len, rollout.rollout_max_response_len
+            ),
+            min_new_tokens=_first(of_set.min_new_tokens, evaluation.eval_min_new_tokens),
+            stop=_first(of_set.stop, rollout.rollout_stop),
+            stop_token_ids=_first(of_set.stop_token_ids, rollout.rollout_stop_token_ids),
         ),
         max_prompts=max_prompts,
-        input_key=data.input_key,
-        label_key=data.label_key or "",
-        metadata_key=data.metadata_key or "",
-        pass_reward=evaluation.eval_pass_reward,
+        input_key=of_set.input_key or evaluation.eval_input_key or data.input_key,
+        label_key=_first(of_set.label_key, evaluation.eval_label_key, data.label_key) or "",
+        metadata_key=_first(of_set.metadata_key, data.metadata_key) or "",
+        tool_key=_first(of_set.tool_key, evaluation.eval_tool_key, data.tool_key) or "",
+        max_prompt_tokens=_first(of_set.max_prompt_len, evaluation.eval_max_prompt_len),
+        max_context_tokens=_first(
+            of_set.max_context_len, evaluation.eval_max_context_len, rollout.rollout_max_context_len
+        ),
+        rm_type=of_set.rm_type or "",
+        generate_function_path=of_set.custom_generate_function_path or "",
+        pass_reward=_first(of_set.pass_reward, evaluation.eval_pass_reward),
     )
 
 
-def _temperature(evaluation: EvalSection, rollout: RolloutSection) -> float:
+def _first(*values: T | None) -> T | None:
+    """The first that is given."""
+    return next((value for value in values if value is not None), None)
+
+
+def _temperature(of_set: EvalSet, evaluation: EvalSection, rollout: RolloutSection, n_samples: int) -> float:
     """Greedy, unless the job asks for what sampling alone gives: several responses to a prompt, or a nucleus."""
-    if evaluation.eval_temperature is not None:
-        return evaluation.eval_temperature
-    samples = evaluation.n_samples_per_eval_prompt > 1 or evaluation.eval_top_p is not None
+    asked = _first(of_set.temperature, evaluation.eval_temperature)
+    if asked is not None:
+        return asked
+    samples = n_samples > 1 or _first(of_set.top_p, evaluation.eval_top_p) is not None
     return rollout.rollout_temperature if samples else 0.0

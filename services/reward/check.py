@@ -6,10 +6,10 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from headrace.errors import HeadraceError
 from headrace.hooks import RewardForm, RewardHook, hook_args
+from headrace.job.eval_sets import eval_sets
 from headrace.job.schema.job import Job
 from headrace.preflight.hooks import hook_pool
 from headrace.preflight.process import CheckOptions, ReadPrompts, serve_check
@@ -46,9 +46,11 @@ async def check(options: CheckOptions, read_prompts: ReadPrompts) -> Report:
     if registry.default is None and not prompts.rm_types:
         report.warnings.append(f"no reward: only prompts that have a metadata.rm_type will be scored; else {_WAY}")
     _everyone_has_a_scorer(job, registry, prompts.rm_types, prompts.num_rows, report)
-    for _, path in job.eval.eval_prompt_data:
-        rm_types = await asyncio.to_thread(scorers_of, Path(path), job.data.metadata_key)
-        _everyone_has_a_scorer(job, registry, rm_types, sum(each.count for each in rm_types.values()), report)
+    for each in eval_sets(job.eval):
+        rm_types = await asyncio.to_thread(scorers_of, each.path, each.metadata_key or job.data.metadata_key)
+        if each.rm_type and "" in rm_types:
+            rm_types[each.rm_type] = rm_types.pop("")
+        _everyone_has_a_scorer(job, registry, rm_types, sum(found.count for found in rm_types.values()), report)
     if not report.refusals:
         await _try_labels(options, hook, registry, prompts, report)
     return report

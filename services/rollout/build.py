@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from headrace.errors import ConfigError
 from headrace.hooks import hook_args
+from headrace.job.eval_sets import eval_sets
 from headrace.job.model.context_limit import ContextLimit
 from headrace.job.schema.job import Job
 from headrace.job_buffer import buffer_of
@@ -82,9 +83,10 @@ def rollout_service(
     )
     hook, args = job.rollout.custom_generate_function_path, hook_args(job)
     warnings: list[str] = []
-    custom = (
-        HookSampler(
-            hook,
+
+    def hook_sampler(path: str) -> HookSampler:
+        return HookSampler(
+            path,
             custom_args(args, router.url),
             fleet.weights,
             seconds=seconds,
@@ -93,9 +95,10 @@ def rollout_service(
             activity=fleet.activity,
             warn=warnings.append,
         )
-        if hook
-        else None
-    )
+
+    custom = hook_sampler(hook) if hook else None
+    functions = {each.custom_generate_function_path for each in eval_sets(job.eval)} - {None}
+    of_data_sets = {path: hook_sampler(path) for path in sorted(filter(None, functions))}
     num_layers = architecture.num_layers if asks_for_experts else None
     sampler: Sampler = custom or EngineSampler(
         generator,
@@ -145,6 +148,7 @@ def rollout_service(
             files=_eval_files(job),
             slots=EvaluationSlots(sampler, beside=evaluated_beside_training(job), alone=SAMPLES_AT_ONCE),
             scores_groups=job.reward.group_rm,
+            samplers=of_data_sets,
         ),
         fleet=fleet,
         receiver=Receiver(fleet, RunFolder(job.run.run_dir / job.run.run_name).weights_of(job.publish)),
@@ -157,7 +161,7 @@ def rollout_service(
     )
     return RolloutService(
         *(parts, router, router_client, buffer),
-        custom=custom,
+        custom=[*([custom] if custom else []), *of_data_sets.values()],
         group_filter=group_filter,
         teacher=teacher,
         conversations=supervised.encoder if supervised else None,
@@ -187,7 +191,7 @@ def engine_options(job: Job) -> EngineOptions:
 
 
 def _eval_files(job: Job) -> EvalFiles:
-    return EvalFiles([path for _, path in job.eval.eval_prompt_data], job.buffer.prompt_root)
+    return EvalFiles([each.path for each in eval_sets(job.eval)], job.buffer.prompt_root)
 
 
 def evaluated_beside_training(job: Job) -> int:

@@ -9,17 +9,20 @@ import asyncio
 import statistics
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from headrace.errors import HeadraceError
 from headrace.hooks.filter import load_filter
+from headrace.job.eval_dataset import eval_dataset
+from headrace.job.eval_sets import eval_sets
 from headrace.job.model.context_limit import ContextLimit
 from headrace.job.schema.job import Job
 from headrace.preflight.hooks import LOAD_SECONDS, hook_pool
 from headrace.preflight.process import CheckOptions, ReadPrompts, serve_check
 from headrace.preflight.report import Prompts, Report
-from services.rollout.eval_file import EvalFiles, EvalKeys
+from services.rollout.eval_file import EvalFiles
+from services.rollout.eval_plan import read_plan
 from services.rollout.production.prompts import PromptEncoder
+from services.rollout.production.sampling import job_params
 from services.rollout.production.supervised import supervised_parts
 
 _SHOWN = 400
@@ -57,6 +60,10 @@ async def _hooks(options: CheckOptions) -> Report:
         if path := rollout.custom_generate_function_path:
             form = await pool.run(generate_form, path, timeout_seconds=LOAD_SECONDS, name=f"hook {path}")
             report.facts.append(("generate", f"{path}, called with {form}"))
+        for each in eval_sets(options.job.eval):
+            if path := each.custom_generate_function_path:
+                form = await pool.run(generate_form, path, timeout_seconds=LOAD_SECONDS, name=f"hook {path}")
+                report.facts.append((f"evaluation {each.name}", f"{path}, called with {form}"))
         if path := rollout.dynamic_sampling_filter_path:
             await pool.run(load_filter, path, timeout_seconds=LOAD_SECONDS, name=f"hook {path}")
             report.facts.append(("filter", f"{path} keeps or drops each group"))
@@ -64,19 +71,21 @@ async def _hooks(options: CheckOptions) -> Report:
 
 
 def _evaluations(job: Job, report: Report) -> None:
-    keys = EvalKeys(job.data.input_key, job.data.label_key, job.data.metadata_key)
-    files = EvalFiles([path for _, path in job.eval.eval_prompt_data], job.buffer.prompt_root)
-    for name, path in job.eval.eval_prompt_data:
-        if not Path(path).is_file():
+    sets = eval_sets(job.eval)
+    files = EvalFiles([each.path for each in sets], job.buffer.prompt_root)
+    for each in sets:
+        if not each.path.is_file():
             continue  # the job's own rules have said so
+        asked = eval_dataset(each, job.eval, job.rollout, job.data)
+        functions = [asked.generate_function_path] if asked.generate_function_path else []
         try:
-            rows = files.read(str(path), keys, None)
+            rows = read_plan(asked, files, job_params(job.rollout), functions).rows
         except HeadraceError as error:
-            report.refusals.append(f"eval_prompt_data {name}: {error.message}")
+            report.refusals.append(f"eval_prompt_data {each.name}: {error.message}")
         else:
-            report.facts.append((f"evaluation {name}", f"{len(rows):,} prompts of {path}"))
-            if job.data.label_key and all(row.label is None for row in rows):
-                report.refusals.append(f"eval_prompt_data {name}: no row of {path} has a {job.data.label_key!r}")
+            report.facts.append((f"evaluation {each.name}", f"{len(rows):,} prompts of {each.path}"))
+            if asked.label_key and all(row.label is None for row in rows):
+                report.refusals.append(f"eval_prompt_data {each.name}: no row of {each.path} has a {asked.label_key!r}")
 
 
 def _encoder(job: Job, report: Report) -> PromptEncoder | None:

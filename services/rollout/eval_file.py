@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,6 +27,9 @@ class EvalKeys:
     prompt: str
     label: str | None
     metadata: str | None
+    tools: str | None = None
+    rm_type: str | None = None
+    """No key: the scorer of rows whose metadata names none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class EvalRow:
     prompt: str | list[dict[str, Any]]
     label: str | None
     metadata: dict[str, Any]
+    tools: list[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +115,21 @@ def _row(where: str, line: bytes, keys: EvalKeys) -> EvalRow:
         prompt = content_of(row, keys.prompt)
         label = label_text(row.get(keys.label)) if keys.label else None
         metadata = row.get(keys.metadata) if keys.metadata else None
-        found = EvalRow(where, prompt, label, metadata if isinstance(metadata, dict) else {})
+        metadata = metadata if isinstance(metadata, dict) else {}
+        if keys.rm_type:
+            metadata = {"rm_type": keys.rm_type, **metadata}
+        found = EvalRow(where, prompt, label, metadata, _tools(row, keys.tools))
         check_text("label", found.label or "")
         to_json(found.metadata)
         ordered_json(prompt)
     except InvalidArgument as error:
         raise InvalidArgument(f"{where}: {error.message}", field=_FIELD) from error
     return found
+
+
+def _tools(row: Mapping[str, Any], key: str | None) -> list[Any] | None:
+    tools = row.get(key) if key else None
+    if tools is not None and not isinstance(tools, list):
+        raise InvalidArgument(f"{key!r} must be an array of tool definitions, is {shown(tools)}")
+    ordered_json(tools)
+    return tools

@@ -9,28 +9,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.errors import FailedPrecondition, HeadraceError, InvalidArgument, ResourceExhausted
 from headrace.rpc.log import log
-from headrace.sample_checks import MAX_REWARD
 from headrace.trajectory import Failure, Sample
-from headrace.wire.checks import (
-    optional_name,
-    require_at_most,
-    require_between,
-    require_finite,
-    require_name,
-    require_path,
-)
-from headrace.wire.limits import MAX_EVAL_DATASETS, MAX_EVAL_SAMPLES, MAX_EVALUATIONS, MAX_SAMPLES_PER_GROUP
+from headrace.wire.checks import require_at_most
+from headrace.wire.limits import MAX_EVAL_DATASETS, MAX_EVAL_SAMPLES, MAX_EVALUATIONS
 from services.rollout.engine.api import SamplingParams
-from services.rollout.eval_file import EvalFiles, EvalKeys, EvalRow
+from services.rollout.eval_file import EvalFiles, EvalRow
+from services.rollout.eval_plan import EvalPlan, read_plan
 from services.rollout.evaluation_slots import EvaluationSlots
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
-from services.rollout.production.sampling import Sampler, SampleRequest, failed_sample, merged_params, seed_of
+from services.rollout.production.sampling import Sampler, SampleRequest, failed_sample, seed_of
 from services.rollout.scoring import SampleScorer
 from services.rollout.tally import Tally
 
@@ -48,26 +42,11 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    """One data set: its rows, and how each is sampled."""
-
-    name: str
-    rows: Sequence[EvalRow]
-    n_samples: int
-    params: SamplingParams
-    pass_reward: float
-
-    @property
-    def total(self) -> int:
-        return len(self.rows) * self.n_samples
-
-
-@dataclass(frozen=True, slots=True)
 class _Job:
     """Samples of one row to be generated and scored together."""
 
     tally: Tally
-    plan: _Plan
+    plan: EvalPlan
     row: int
     indexes: range
 
@@ -75,7 +54,8 @@ class _Job:
 class Evaluator:
     """Evaluates whichever version the engines serve. At most 64 samples of one evaluation are in flight.
 
-    `scores_groups` says that the reward compares a prompt's samples, so that they are scored in one call.
+    `scores_groups` says that the reward compares a prompt's samples, so that they are scored in one call. `samplers`
+    are the generate functions of single data sets, by path.
     """
 
     def __init__(
@@ -89,6 +69,7 @@ class Evaluator:
         files: EvalFiles,
         slots: EvaluationSlots,
         scores_groups: bool = False,
+        samplers: Mapping[str, Sampler] = MappingProxyType({}),
     ) -> None:
         self._encoder = encoder
         self._sampler = sampler
@@ -98,6 +79,7 @@ class Evaluator:
         self._files = files
         self._slots = slots
         self._scores_groups = scores_groups
+        self._samplers = samplers
         self._running = 0
 
     async def run(self, datasets: Sequence[pb.EvalDataset]) -> AsyncGenerator[Progress, None]:
@@ -123,7 +105,10 @@ class Evaluator:
         if not datasets:
             raise InvalidArgument("no data set is named", field="datasets")
         require_at_most(len(datasets), MAX_EVAL_DATASETS, "datasets")
-        plans = [await self._plan(dataset) for dataset in datasets]
+        plans = [
+            await self._encoder.off_loop(read_plan, dataset, self._files, self._defaults, self._samplers)
+            for dataset in datasets
+        ]
         total = sum(plan.total for plan in plans)
         if total > MAX_EVAL_SAMPLES:
             raise InvalidArgument(
@@ -139,22 +124,6 @@ class Evaluator:
                 _require_most(tallies, total)
                 yield Progress(done, total, tuple(samples))
         yield Progress(done, total, results=tuple(tally.result() for tally in tallies))
-
-    async def _plan(self, dataset: pb.EvalDataset) -> _Plan:
-        name = require_name(dataset.name, "datasets.name")
-        n_samples = require_between(
-            dataset.n_samples_per_prompt, 1, MAX_SAMPLES_PER_GROUP, "datasets.n_samples_per_prompt"
-        )
-        keys = EvalKeys(
-            require_name(dataset.input_key, "datasets.input_key"),
-            optional_name(dataset.label_key, "datasets.label_key"),
-            optional_name(dataset.metadata_key, "datasets.metadata_key"),
-        )
-        path = require_path(dataset.path, "datasets.path")
-        params = merged_params(dataset.sampling, self._defaults)
-        limit = dataset.max_prompts if dataset.HasField("max_prompts") else None
-        rows = await self._encoder.off_loop(self._files.read, path, keys, limit)
-        return _Plan(name, rows, n_samples, params, _pass_reward(dataset))
 
     async def _finished(self, jobs: Iterator[_Job]) -> AsyncGenerator[tuple[_Job, list[Sample]], None]:
         """Yields each job with its samples as they finish; another starts whenever one has ended."""
@@ -177,28 +146,26 @@ class Evaluator:
         """Turns what goes wrong with a sample into that sample's failure."""
         row = job.plan.rows[job.row]
         requests = [_request(job, row, index, evaluation_id, self._seed) for index in job.indexes]
-        generated = await asyncio.gather(*(self._generated(request, row) for request in requests))
+        generated = await asyncio.gather(*(self._generated(job.plan, request, row) for request in requests))
         samples = [sample for samples in generated for sample in samples]
         try:
             return job, await self._scorer.score(samples)
         except Exception as error:  # noqa: BLE001  # one row of many
             return job, [_failed(request, row, error) for request in requests]
 
-    async def _generated(self, request: SampleRequest, row: EvalRow) -> list[Sample]:
+    async def _generated(self, plan: EvalPlan, request: SampleRequest, row: EvalRow) -> list[Sample]:
+        sampler = self._sampler if plan.generate is None else self._samplers[plan.generate]
         try:
-            request = replace(request, prompt=await self._encoder.off_loop(self._encoded, row))
-            async with self._slots.slot():
-                return await self._sampler.sample_all([request], evaluation=True)
+            prompt = await self._encoder.off_loop(plan.encode, self._encoder, row)
+            params = replace(plan.params_for(prompt), seed=request.params.seed)
+            request = replace(request, prompt=prompt, params=params)
+            async with self._slots.slot(sampler):
+                return await sampler.sample_all([request], evaluation=True)
         except Exception as error:  # noqa: BLE001  # one sample of many
             return [_failed(request, row, error)]
 
-    def _encoded(self, row: EvalRow) -> EncodedPrompt:
-        if isinstance(row.prompt, str):
-            return self._encoder.encode_text(row.prompt)
-        return self._encoder.encode_messages(row.prompt, None)
 
-
-def _jobs(plans: Sequence[_Plan], tallies: Sequence[Tally], *, at_once: bool) -> Iterator[_Job]:
+def _jobs(plans: Sequence[EvalPlan], tallies: Sequence[Tally], *, at_once: bool) -> Iterator[_Job]:
     for plan, tally in zip(plans, tallies, strict=True):
         for row in range(len(plan.rows)):
             if at_once:
@@ -224,12 +191,6 @@ def _failed(request: SampleRequest, row: EvalRow, error: Exception) -> Sample:
     reason = error.reason if isinstance(error, HeadraceError) else "EVALUATION_RAISED"
     log.warning("evaluation_sample_failed", where=row.where, reason=reason, error=str(error))
     return failed_sample(request, Failure(reason, f"{row.where}: {error}"))
-
-
-def _pass_reward(dataset: pb.EvalDataset) -> float:
-    if not dataset.HasField("pass_reward"):
-        return 1.0
-    return require_finite(dataset.pass_reward, "datasets.pass_reward", least=-MAX_REWARD, most=MAX_REWARD)
 
 
 def _require_most(tallies: Sequence[Tally], total: int) -> None:

@@ -68,7 +68,7 @@ class RolloutService:
         router_client: EngineClient,
         buffer: Buffer,
         *,
-        custom: HookSampler | None,
+        custom: Sequence[HookSampler],
         group_filter: GroupFilter | None,
         teacher: Teacher | None,
         conversations: PromptEncoder | None = None,
@@ -113,7 +113,7 @@ class RolloutService:
             await encoder.off_loop(encoder.load)
 
     def _hooks(self) -> list[Coroutine[Any, Any, None]]:
-        return [hook.start() for hook in (self._custom, self._filter) if hook]
+        return [hook.start() for hook in (*self._custom, self._filter) if hook]
 
     async def lost(self) -> None:
         """Raises Unavailable once the router cannot be replaced, or no engine is left, which ends this service."""
@@ -128,8 +128,8 @@ class RolloutService:
             self._router_kept.cancel()
             await asyncio.gather(self._router_kept, return_exceptions=True)
         await asyncio.gather(self.parts.fleet.stop(), self._router.stop())
-        if self._custom:
-            await self._custom.close()
+        for each in self._custom:
+            await each.close()
         if self._filter:
             await self._filter.close()
         if self._teacher:

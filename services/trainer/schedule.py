@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from headrace.job.eval_sets import EvalSet
 from headrace.job.schema.production import EvalSection
 from services.trainer.state import TrainState
 
@@ -9,12 +12,19 @@ from services.trainer.state import TrainState
 class JobSchedule:
     """Intervals are counted in rollout steps. The last step always publishes and saves."""
 
-    def __init__(self, num_steps: int, *, publish_every: int, save_every: int | None, evaluation: EvalSection) -> None:
+    def __init__(
+        self,
+        num_steps: int,
+        *,
+        publish_every: int,
+        save_every: int | None,
+        evaluation: EvalSection,
+        eval_sets: Sequence[EvalSet],
+    ) -> None:
         self.num_steps = num_steps
         self._publish_every = publish_every
         self._save_every = save_every
-        self._eval_every = evaluation.eval_interval
-        self._has_eval = bool(evaluation.eval_prompt_data)
+        self._eval_every = {each.name: each.interval or evaluation.eval_interval for each in eval_sets}
         self._evaluates_first = not evaluation.skip_eval_before_train
 
     def publishes(self, state: TrainState) -> bool:
@@ -27,12 +37,13 @@ class JobSchedule:
             return True
         return self._save_every is not None and state.step % self._save_every == 0
 
-    def evaluates(self, step: int) -> bool:
-        """True before the first step unless that is skipped, after every eval_interval steps, and at the end."""
-        if not self._has_eval:
-            return False
+    def evaluates(self, step: int) -> Sequence[str]:
+        """Names the data sets that are due at the step.
+
+        All are before the first step, unless that is skipped, and at the end; each is after every interval of steps.
+        """
         if step == 0:
-            return self._evaluates_first
+            return tuple(self._eval_every) if self._evaluates_first else ()
         if step == self.num_steps:
-            return True
-        return self._eval_every is not None and step % self._eval_every == 0
+            return tuple(self._eval_every)
+        return tuple(name for name, every in self._eval_every.items() if every is not None and step % every == 0)

@@ -1,8 +1,8 @@
 """`make bench`: what evaluations cost the training that goes on beside them.
 
 The loop, the ledger, producers, router, publications and evaluations are the real ones. Engine and trainer sleep, as in
-`overlap`, for as long as each other; the engine runs as many requests at once as a step has samples, and the others
-wait, so that what an evaluation generates delays training. The baseline is the same training without evaluations.
+`overlap`, for as long as each other; the engine is full with a step's samples and slows down beyond, so that what an
+evaluation generates delays training by its share of all tokens. The baseline is the same training without evaluations.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.client.rollout import RolloutClient
+from headrace.job.eval_sets import eval_sets
 from headrace.job.schema.production import EvalSection
 from headrace.rpc.log import drop_logs
 from services.rollout.evaluate import Evaluator
@@ -36,19 +37,25 @@ from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.fakes.fake_fleet import WIRE
 
 EVERY = 5
-PROMPTS = 32
+PROMPTS = 16
 
 
 class FullEngine(FakeEngine):
-    """Runs as many requests at once as a step has samples; the others wait in the order in which they came."""
+    """Its tokens come as fast for any number of requests up to a step's samples, and slower in proportion beyond."""
 
     def __init__(self, token_seconds: float) -> None:
         super().__init__(WIRE, token_seconds=token_seconds)
-        self._places = asyncio.Semaphore(GROUPS * SAMPLES)
+        self._least_seconds = token_seconds
 
     async def _generate(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        async with self._places:
+        self._share(self.num_in_flight)
+        try:
             return await super()._generate(request, body)
+        finally:
+            self._share(self.num_in_flight - 1)
+
+    def _share(self, requests: int) -> None:
+        self._token_seconds = self._least_seconds * max(1.0, requests / (GROUPS * SAMPLES))
 
 
 @dataclass
@@ -105,7 +112,9 @@ async def seconds_of_a_step(steps: int, seconds: float, *, evaluates: bool, exac
         section, report = section_of(data, exact=exact), RunReport(folder / "run")
         engine = functools.partial(full_engine, token_seconds=seconds / TOKENS)
         async with stack(folder, staleness=1, engine=engine, job={"eval": section.model_dump()}) as (buffer, parts):
-            schedule = JobSchedule(WARM_STEPS + steps, publish_every=1, save_every=None, evaluation=section)
+            schedule = JobSchedule(
+                WARM_STEPS + steps, publish_every=1, save_every=None, evaluation=section, eval_sets=eval_sets(section)
+            )
             asked = rollout_pb2.EvalDataset(name="bench", path=str(data), n_samples_per_prompt=1, input_key="prompt")
             client = cast(RolloutClient, InProcess(parts.evaluator))
             evaluator = JobEvaluator([asked], client, seconds=600.0)
@@ -132,7 +141,10 @@ class Steps:
 
 async def measure(steps: int, seconds: float) -> None:
     without, _ = await seconds_of_a_step(steps, seconds, evaluates=False)
-    print(f"a step of {GROUPS * SAMPLES} samples, {PROMPTS} more evaluated after every {EVERY}; against none evaluated")
+    share = PROMPTS / (EVERY * GROUPS * SAMPLES)
+    print(
+        f"a step of {GROUPS * SAMPLES} samples; {PROMPTS} are evaluated after every {EVERY}, which is {share:.0%} more"
+    )
     print(f"  without evaluations                 {without:6.2f} s")
     for exact, name in ((False, "evaluations beside training"), (True, "--eval-exact-version")):
         taken, results = await seconds_of_a_step(steps, seconds, evaluates=True, exact=exact)

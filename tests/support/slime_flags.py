@@ -189,7 +189,7 @@ REFUSED: Sequence[tuple[str, str]] = (
     ("--sglang-server-concurrency 1024", "--max-groups-in-flight"),
     ("--sglang-cuda-graph-bs 1 2 4 8 16", "it has cuda_graph_bs_decode, cuda_graph_bs_prefill"),
     ("--sglang-enable-ep-moe", "SGLang has no argument enable_ep_moe"),
-    ("--eval-config multi_task.yaml", "--eval-prompt-data NAME PATH"),
+    ("--eval-config multi_task.yaml", "write the data sets as TOML"),
     ("--multimodal-keys {}", "headrace trains on text only"),
     ("--rm-url http://127.0.0.1:13141/generate", "--custom-rm-path"),
     ("--train-backend fsdp", "--train-backend: should be 'megatron', got 'fsdp'"),

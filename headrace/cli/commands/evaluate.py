@@ -15,6 +15,7 @@ from headrace.cli.runs import add_run_argument, address_of, find_run
 from headrace.client.rollout import RolloutClient
 from headrace.errors import InvalidArgument
 from headrace.job.eval_dataset import eval_dataset
+from headrace.job.eval_sets import EvalSet, eval_sets
 
 _DEADLINE_SECONDS = 24 * 3600.0
 
@@ -33,13 +34,10 @@ def evaluate(argv: Sequence[str]) -> int:
     parser.add_argument("--max-prompts", type=int, help="how many prompts of each data set to use, from its first")
     args = parser.parse_intermixed_args(argv)
     job = find_run(args.run).job()
-    data = args.data or job.eval.eval_prompt_data
-    if not data:
+    named = [EvalSet(name=name, path=Path(path).absolute()) for name, path in args.data or ()]
+    if not (sets := named or eval_sets(job.eval)):
         raise InvalidArgument("the job has no eval_prompt_data: pass --data NAME PATH")
-    datasets = [
-        eval_dataset(job.eval, job.rollout, job.data, name, Path(path).absolute(), args.max_prompts)
-        for name, path in data
-    ]
+    datasets = [eval_dataset(each, job.eval, job.rollout, job.data, args.max_prompts) for each in sets]
     results = asyncio.run(_evaluate(address_of(args.run, "rollout"), datasets))
     for result in results:
         print(

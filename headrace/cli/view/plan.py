@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from headrace.cli.view.memory import memory, num_parameters, version_bytes
+from headrace.job.eval_sets import eval_sets
 from headrace.job.megatron.arguments import megatron
 from headrace.job.rules.algorithm_rules import uses_critic, uses_reference
 from headrace.job.rules.machine import num_gpus
@@ -189,11 +190,14 @@ def _prompts(job: Job) -> str:
 
 
 def _evaluation(job: Job) -> str:
-    if not job.eval.eval_prompt_data:
-        return "none"
-    interval = job.eval.eval_interval
-    every = f"every {interval} steps" if interval else "before the first and after the last step"
-    return f"{', '.join(name for name, _ in job.eval.eval_prompt_data)}: {every}"
+    intervals: dict[int | None, list[str]] = {}
+    for each in eval_sets(job.eval):
+        intervals.setdefault(each.interval or job.eval.eval_interval, []).append(each.name)
+    return "; ".join(f"{', '.join(names)}: {_every(interval)}" for interval, names in intervals.items()) or "none"
+
+
+def _every(interval: int | None) -> str:
+    return f"every {interval} steps" if interval else "before the first and after the last step"
 
 
 def _memory(job: Job) -> str:

@@ -12,8 +12,6 @@ _COLOCATE = "trainer and engines do not share GPUs yet: give each its own GPUs"
 _ROUTER = "sglang-router spreads the requests: choose how with --router-policy"
 _FSDP = "the trainer is Megatron-core: recompute activations with --recompute-granularity, and choose attention with "
 _FSDP += "--attention-backend"
-_EVAL_ROWS = "evaluations read their rows as training does: --input-key, --label-key, --metadata-key and --reward-key"
-_EVAL_BOUNDS = "--eval-max-response-len bounds an evaluation's responses"
 _RUN = "a W&B run is named after --run-name, and its id follows the run's folder"
 _KEY = "a key on a command line is seen by everyone on the machine: set WANDB_API_KEY, or run `wandb login`"
 _ENGINES = "an engine is checked once it has started, for which it has --start-timeout-seconds"
@@ -46,9 +44,7 @@ _REASONS: Mapping[str, Sequence[str]] = {
     "weights are converted by headrace's own tables": ("megatron_to_hf_mode", "model_name"),
     "the model is built from its config.json: `headrace models` lists the families": ("custom_model_provider_path",),
     _MTP: ("enable_mtp_training",),
-    _EVAL_ROWS: ("eval_input_key", "eval_label_key", "eval_tool_key", "eval_reward_key"),
-    _EVAL_BOUNDS: ("eval_max_prompt_len", "eval_max_context_len", "eval_min_new_tokens"),
-    "name the data sets with --eval-prompt-data NAME PATH": ("eval_config",),
+    "evaluations are scored as training is: --reward-key": ("eval_reward_key",),
     "headrace trains on text only; images are not supported yet": ("multimodal_keys",),
     "call your server from a function and name it with --custom-rm-path": ("rm_url",),
     "give the values as flags of their own": ("custom_config_path",),

@@ -6,6 +6,7 @@ from itertools import islice
 from pathlib import Path
 
 from headrace.errors import ConfigError, InvalidArgument
+from headrace.job.eval_sets import eval_sets
 from headrace.job.rules.hook_files import definitions, refuse_slimes
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
@@ -38,10 +39,24 @@ def _of_buffer(job: Job, scope: Scope) -> None:
 
 
 def _of_rollout(job: Job, scope: Scope) -> None:
-    for name, path in job.eval.eval_prompt_data:
-        _prompts(f"eval_prompt_data {name}", PromptPath(path), job, scope)
+    _of_evaluations(job, scope)
     _hook("custom_generate_function_path", job.rollout.custom_generate_function_path, scope)
     _hook("dynamic_sampling_filter_path", job.rollout.dynamic_sampling_filter_path, scope)
+
+
+def _of_evaluations(job: Job, scope: Scope) -> None:
+    config = job.eval.eval_config
+    if config is not None and not config.is_file():
+        scope.missing(ConfigError(f"eval_config {config} does not exist", field="eval_config"), config)
+        return
+    for each in eval_sets(job.eval):
+        label_key = each.label_key or job.eval.eval_label_key or job.data.label_key
+        input_key = each.input_key or job.eval.eval_input_key or job.data.input_key
+        keys = job.model_copy(
+            update={"data": job.data.model_copy(update={"input_key": input_key, "label_key": label_key})}
+        )
+        _prompts(f"eval_prompt_data {each.name}", PromptPath(each.path), keys, scope)
+        _hook("custom_generate_function_path", each.custom_generate_function_path, scope)
 
 
 def _of_reward(job: Job, scope: Scope) -> None:

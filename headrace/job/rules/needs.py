@@ -9,8 +9,29 @@ from headrace.job.option import options
 from headrace.job.rules.algorithm_rules import ALGORITHM_NEEDS, uses_reference
 from headrace.job.schema.job import Job
 
+_OF_EVALUATIONS = (
+    "eval_interval",
+    "n_samples_per_eval_prompt",
+    "eval_temperature",
+    "eval_top_p",
+    "eval_top_k",
+    "skip_eval_before_train",
+    "eval_max_response_len",
+    "eval_min_new_tokens",
+    "eval_max_prompt_len",
+    "eval_max_context_len",
+    "eval_input_key",
+    "eval_label_key",
+    "eval_tool_key",
+    "eval_exact_version",
+    "eval_pass_reward",
+    "eval_samples_in_flight",
+    "eval_timeout_seconds",
+)
+
 _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     **ALGORITHM_NEEDS,
+    **{name: ("eval_prompt_data", lambda job: job.eval.is_asked_for) for name in _OF_EVALUATIONS},
     "max_tokens_per_gpu": ("use_dynamic_batch_size", lambda job: job.train.use_dynamic_batch_size),
     "balance_by": ("balance_data", lambda job: job.train.balance_data),
     "buffer_postgres": ("buffer_store", lambda job: job.buffer.buffer_store == "postgres"),
@@ -24,17 +45,6 @@ _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "keep_best_metric": ("keep_best", lambda job: job.checkpoint.keep_best > 0),
     "group_rm": ("custom_rm_path", lambda job: job.reward.custom_rm_path is not None),
     "max_turns": ("custom_generate_function_path", lambda job: job.rollout.custom_generate_function_path is not None),
-    "eval_interval": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
-    "n_samples_per_eval_prompt": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
-    "eval_temperature": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
-    "eval_top_p": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
-    "eval_top_k": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
-    "skip_eval_before_train": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
-    "eval_exact_version": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
-    "eval_samples_in_flight": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
-    "eval_pass_reward": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
-    "eval_timeout_seconds": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
-    "eval_max_response_len": ("eval_prompt_data", lambda job: bool(job.eval.eval_prompt_data)),
     "rollout_shuffle": ("prompt_data", lambda job: bool(job.data.prompt_data)),
     "num_epoch": ("prompt_data", lambda job: bool(job.data.prompt_data)),
     "prompt_data_weights": ("prompt_data", lambda job: bool(job.data.prompt_data)),

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from headrace.errors import ConfigError
 from headrace.job.schema.literal import FromJson
-from headrace.job.schema.section import Above, NonNegative, Positive, Seconds, Section, Seed, Share, Temperature
+from headrace.job.schema.section import Above, NonNegative, Positive, Score, Seconds, Section, Seed, Share, Temperature
 from headrace.job.schema.sound import plain
 from headrace.wire.limits import MAX_FILE_WORKERS, MAX_SAMPLES_PER_GROUP
 
@@ -17,6 +17,12 @@ from headrace.wire.limits import MAX_FILE_WORKERS, MAX_SAMPLES_PER_GROUP
 def _several(value: Any) -> Any:
     """Accepts one value where several are allowed."""
     return (str(value),) if isinstance(value, str | Path) else value
+
+
+def _not_yaml(path: Path) -> Path:
+    if path.suffix in (".yaml", ".yml"):
+        raise ValueError("write the data sets as TOML, under the same keys, as docs/evaluation.md shows")
+    return path
 
 
 def _resolved(name: str, value: int | None) -> int:
@@ -132,6 +138,11 @@ class RewardSection(Section):
 
 class EvalSection(Section):
     eval_prompt_data: tuple[tuple[str, Path], ...] = Field((), description="NAME PATH of an evaluation; repeatable.")
+    eval_config: Annotated[Path, AfterValidator(_not_yaml)] | None = Field(
+        None,
+        description="TOML file of data sets with their own sampling, lengths, keys, scorer and interval, as in "
+        "docs/evaluation.md; beside eval_prompt_data.",
+    )
     eval_interval: Positive | None = Field(
         None, description="Rollout steps between evaluations; absent: first and last."
     )
@@ -151,17 +162,34 @@ class EvalSection(Section):
     eval_max_response_len: Positive | None = Field(
         None, description="Largest number of response tokens in evaluations; absent: rollout_max_response_len."
     )
+    eval_min_new_tokens: NonNegative | None = Field(
+        None, description="Least number of response tokens in evaluations; absent: 0."
+    )
+    eval_max_prompt_len: Positive | None = Field(
+        None, description="In evaluations, samples of longer prompts fail, and are counted; absent: no limit."
+    )
+    eval_max_context_len: Positive | None = Field(
+        None,
+        description="Largest number of prompt and response tokens together in evaluations; absent: "
+        "rollout_max_context_len.",
+    )
+    eval_input_key: str | None = Field(None, description="Key of the prompt in evaluation data; absent: input_key.")
+    eval_label_key: str | None = Field(None, description="Key of the reference answer there; absent: label_key.")
+    eval_tool_key: str | None = Field(None, description="Key of the tool definitions there; absent: tool_key.")
     eval_exact_version: bool = Field(
         False,
         description="Training waits for each evaluation, so that one version generates all its samples; off: it goes "
         "on, and eval_min_version and eval_max_version say which versions answered.",
     )
-    eval_pass_reward: Annotated[float, Field(ge=-1e6, le=1e6)] = Field(
-        1.0, description="Least reward of a sample that passes, for pass@k."
-    )
+    eval_pass_reward: Score = Field(1.0, description="Least reward of a sample that passes, for pass@k.")
     eval_samples_in_flight: Positive | None = Field(
         None,
         description="Samples of evaluations generated at once while training's are generated too; absent: one for each "
         "eight that training may have, or 64 with eval_exact_version. While training generates none, 64.",
     )
     eval_timeout_seconds: Seconds = Field(3600.0, description="Limit of one evaluation; its row then says so.")
+
+    @property
+    def is_asked_for(self) -> bool:
+        """True for a job that names data to evaluate on."""
+        return bool(self.eval_prompt_data) or self.eval_config is not None

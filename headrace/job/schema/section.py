@@ -30,6 +30,8 @@ Share = Annotated[float, Field(gt=0, le=1)]
 Above = Annotated[float, Field(gt=0, le=1e6)]
 Coefficient = Annotated[float, Field(ge=0, le=1e4)]
 """The weight of a term in a loss or a reward."""
+Score = Annotated[float, Field(ge=-1e6, le=1e6)]
+"""A reward."""
 Rate = Annotated[float, Field(ge=0, le=100)]
 """A learning rate, a weight decay."""
 Temperature = Annotated[float, Field(ge=0, le=1e3), AfterValidator(_not_nearly_zero)]

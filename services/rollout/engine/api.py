@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.trajectory import PolicyRange
@@ -21,6 +21,20 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     seed: int | None = None
+    min_new_tokens: int = 0
+
+    def after(self, num_tokens: int) -> SamplingParams:
+        """Returns what remains to be asked for when so many tokens of the response are there."""
+        return replace(
+            self,
+            max_new_tokens=self.max_new_tokens - num_tokens,
+            min_new_tokens=max(0, min(self.min_new_tokens, self.max_new_tokens) - num_tokens),
+        )
+
+    def at_most(self, num_tokens: int) -> SamplingParams:
+        """Returns the parameters with a response of at most so many tokens."""
+        most = min(self.max_new_tokens, num_tokens)
+        return replace(self, max_new_tokens=most, min_new_tokens=min(self.min_new_tokens, most))
 
     def for_engine(self) -> dict[str, Any]:
         """Returns the parameters under SGLang's names."""
@@ -35,6 +49,8 @@ class SamplingParams:
             params["stop"] = list(self.stop)
         if self.stop_token_ids:
             params["stop_token_ids"] = list(self.stop_token_ids)
+        if self.min_new_tokens:
+            params["min_new_tokens"] = self.min_new_tokens
         if self.seed is not None:
             params["sampling_seed"] = self.seed
         return params

@@ -106,7 +106,7 @@ class Generator:
                 yield done
                 return
             attempt += 1
-            rest = replace(params, max_new_tokens=params.max_new_tokens - len(done.tokens))
+            rest = params.after(len(done.tokens))
             so_far = done
             failure: Unavailable | None = None
             try:

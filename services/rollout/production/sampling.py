@@ -64,8 +64,10 @@ def merged_params(asked: pb.SamplingParams, defaults: SamplingParams) -> Samplin
         stop=tuple(asked.stop) or defaults.stop,
         stop_token_ids=tuple(asked.stop_token_ids) or defaults.stop_token_ids,
         seed=asked.seed if asked.HasField("seed") else defaults.seed,
+        min_new_tokens=asked.min_new_tokens if asked.HasField("min_new_tokens") else defaults.min_new_tokens,
     )
     require_between(params.max_new_tokens, 1, MAX_NEW_TOKENS, "sampling.max_new_tokens")
+    require_between(params.min_new_tokens, 0, params.max_new_tokens, "sampling.min_new_tokens")
     require_finite(params.temperature, "sampling.temperature", most=MAX_TEMPERATURE)
     require_at_most(len(params.stop), MAX_STOPS, "sampling.stop")
     require_at_most(len(params.stop_token_ids), MAX_STOPS, "sampling.stop_token_ids")

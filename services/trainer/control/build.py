@@ -12,6 +12,7 @@ from headrace.client.port import Buffer
 from headrace.client.rollout import RolloutClient
 from headrace.errors import ConfigError
 from headrace.job.eval_dataset import eval_dataset
+from headrace.job.eval_sets import eval_sets
 from headrace.job.schema.job import Job
 from headrace.job_buffer import buffer_of
 from headrace.models.block_fp8 import BlockFp8
@@ -199,6 +200,7 @@ def schedule_of(job: Job) -> JobSchedule:
         publish_every=job.publish.update_weights_interval,
         save_every=job.checkpoint.save_interval,
         evaluation=job.eval,
+        eval_sets=eval_sets(job.eval),
     )
 
 
@@ -206,11 +208,9 @@ def evaluations_of(
     job: Job, rollout: RolloutClient, schedule: JobSchedule, report: RunReport, folder: RunFolder
 ) -> Evaluations:
     """Evaluates on the data sets that the job names."""
-    if not job.eval.eval_prompt_data:
+    if not job.eval.is_asked_for:
         return NoEvaluations()
-    datasets = [
-        eval_dataset(job.eval, job.rollout, job.data, name, path.resolve()) for name, path in job.eval.eval_prompt_data
-    ]
+    datasets = [eval_dataset(each, job.eval, job.rollout, job.data) for each in eval_sets(job.eval)]
     num_bytes = job.tracking.sample_log_bytes
     samples = EvaluatedSamples(SampleLog(folder.samples), num_bytes) if num_bytes else None
     evaluator = JobEvaluator(datasets, rollout, seconds=job.eval.eval_timeout_seconds, samples=samples)

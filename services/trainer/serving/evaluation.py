@@ -18,7 +18,7 @@ from services.trainer.state import TrainState
 
 
 class JobEvaluator:
-    """`await evaluator(state)` returns the metrics of the data sets, or why there are none."""
+    """`await evaluator(state, names)` returns the metrics of the data sets so named, or why there are none."""
 
     def __init__(
         self,
@@ -33,11 +33,11 @@ class JobEvaluator:
         self._seconds = seconds
         self._samples = samples
 
-    async def __call__(self, state: TrainState) -> Evaluated:
+    async def __call__(self, state: TrainState, names: Sequence[str]) -> Evaluated:
         """Whatever goes wrong is a warning and a metric: the run does not depend on it."""
         started = time.monotonic()
         try:
-            results = await self._results(state)
+            results = await self._results(state, [each for each in self._datasets if each.name in names])
         except Exception as error:  # noqa: BLE001  # of the client's own, too: no mistake in an evaluation is worth the run
             reason = error.reason if isinstance(error, HeadraceError) else type(error).__name__
             log.error("evaluation_failed", step=state.step, reason=reason, error=str(error))
@@ -48,14 +48,16 @@ class JobEvaluator:
         log.info("evaluated", step=state.step, **metrics)
         return Evaluated(metrics, [_unscored(result) for result in results if result.num_failed])
 
-    async def _results(self, state: TrainState) -> Sequence[rollout_pb2.EvalResult]:
+    async def _results(
+        self, state: TrainState, datasets: Sequence[rollout_pb2.EvalDataset]
+    ) -> Sequence[rollout_pb2.EvalResult]:
         """Raises DeadlineExceeded after `seconds`, Unavailable when the service ended without results."""
         results: Sequence[rollout_pb2.EvalResult] = ()
         try:
             async with asyncio.timeout(self._seconds):
                 replies = self._client.watch_evaluation(
                     f"step-{state.step}-{uuid.uuid4().hex[:8]}",
-                    self._datasets,
+                    datasets,
                     return_samples=self._samples is not None,
                     deadline_seconds=self._seconds,
                 )

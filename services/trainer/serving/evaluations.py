@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from headrace.rpc.log import log
@@ -26,8 +26,16 @@ class Evaluated:
     warnings: Sequence[str] = ()
 
 
-Evaluate = Callable[[TrainState], Awaitable[Evaluated]]
-"""It raises nothing: what goes wrong is in the metrics and the warnings."""
+Evaluate = Callable[[TrainState, Sequence[str]], Awaitable[Evaluated]]
+"""Takes the names of data sets. It raises nothing: what goes wrong is in the metrics and the warnings."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """The data sets that are due after a step."""
+
+    state: TrainState
+    names: Sequence[str]
 
 
 class Evaluations(Protocol):
@@ -62,23 +70,24 @@ class JobEvaluations:
         self._report = report
         self._exact = exact
         self._task: asyncio.Task[None] | None = None
-        self._running: TrainState | None = None
-        self._waiting: TrainState | None = None
+        self._running: _Due | None = None
+        self._waiting: _Due | None = None
         self._is_first = True
         self._stopped = False
 
     async def at(self, state: TrainState) -> None:
         """Returns at once, or with `exact` when the evaluation has ended. Raises what kept a row from being written."""
         is_first, self._is_first = self._is_first, False
-        if self._stopped or not (self._starts_with(state) if is_first else self._schedule.evaluates(state.step)):
+        names = self._without_results(state) if is_first else self._schedule.evaluates(state.step)
+        if self._stopped or not names:
             return
         if self._task is not None and self._task.done():
             self._task.result()
         if self._running is None:
-            self._running = state
-            self._task = asyncio.create_task(self._run(state))
+            self._running = _Due(state, names)
+            self._task = asyncio.create_task(self._run(self._running))
         else:
-            self._displace(state)
+            self._displace(_Due(state, names))
         if self._exact:
             await self.finish()
 
@@ -92,48 +101,48 @@ class JobEvaluations:
     def stop(self, why: str) -> None:
         """Cuts off what runs and what waits; their rows say why."""
         self._stopped = True
-        for state in (self._running, self._waiting):
-            if state is not None:
-                self._without_result(state, f"was cut off: {why}")
+        for due in (self._running, self._waiting):
+            if due is not None:
+                self._write_without_result(due.state.step, f"was cut off: {why}")
         self._running = self._waiting = None
         if self._task is not None:
             self._task.cancel()
 
-    async def _run(self, state: TrainState) -> None:
+    async def _run(self, due: _Due) -> None:
         while True:
-            evaluated = await self._evaluate(state)
-            self._report.write(state.step, {**evaluated.metrics, "eval_step": float(state.step)}, evaluated.warnings)
+            step = due.state.step
+            evaluated = await self._evaluate(due.state, due.names)
+            self._report.write(step, {**evaluated.metrics, "eval_step": float(step)}, evaluated.warnings)
             self._running, self._waiting = self._waiting, None
             if self._running is None:
                 return
-            state = self._running
+            due = self._running
 
-    def _starts_with(self, state: TrainState) -> bool:
-        """True where the newest evaluation that was due by this step has no result: the run begins, or was cut off."""
-        due = next((step for step in range(state.step, -1, -1) if self._schedule.evaluates(step)), None)
-        results = [row.step for row in self._report.rows if row.metrics.get("eval_error") == 0.0]
-        if due is None or max(results, default=-1) >= due:
-            return False
-        if due < state.step:
-            self._without_result(
-                TrainState(due, due, state.epoch),
-                f"has no result, as the trainer ended before it: step {state.step} is evaluated in its place",
+    def _without_results(self, state: TrainState) -> Sequence[str]:
+        """Names the data sets whose newest evaluation by this step has no result: the run begins, or was cut off."""
+        newest = {name: step for step in range(state.step + 1) for name in self._schedule.evaluates(step)}
+        names = [name for name, due in newest.items() if not self._has_result(name, due)]
+        for step in sorted({newest[name] for name in names} - {state.step}):
+            self._write_without_result(
+                step, f"has no result, as the trainer ended before it: step {state.step} is evaluated in its place"
             )
-        return True
+        return names
 
-    def _displace(self, state: TrainState) -> None:
+    def _has_result(self, name: str, due: int) -> bool:
+        return any(row.step >= due and f"eval/{name}" in row.metrics for row in self._report.rows)
+
+    def _displace(self, due: _Due) -> None:
+        """Lets this one wait; it takes over the data sets of one that waited before."""
         if self._waiting is not None:
-            self._without_result(
-                self._waiting,
-                f"was left out for that of step {state.step}, as the one before them still ran: raise --eval-interval, "
-                "evaluate fewer samples, or let training wait with --eval-exact-version",
+            self._write_without_result(
+                self._waiting.state.step,
+                f"was left out for that of step {due.state.step}, as the one before them still ran: raise "
+                "--eval-interval, evaluate fewer samples, or let training wait with --eval-exact-version",
             )
-        self._waiting = state
+            due = replace(due, names=tuple(dict.fromkeys((*due.names, *self._waiting.names))))
+        self._waiting = due
 
-    def _without_result(self, state: TrainState, why: str) -> None:
-        log.warning("evaluation_without_result", step=state.step, why=why)
-        self._report.write(
-            state.step,
-            {"eval_error": 1.0, "eval_step": float(state.step)},
-            [f"the evaluation of step {state.step} {why}"],
-        )
+    def _write_without_result(self, step: int, why: str) -> None:
+        log.warning("evaluation_without_result", step=step, why=why)
+        metrics = {"eval_error": 1.0, "eval_step": float(step)}
+        self._report.write(step, metrics, [f"the evaluation of step {step} {why}"])

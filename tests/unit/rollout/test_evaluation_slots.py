@@ -39,7 +39,7 @@ class Busy:
 
 
 async def evaluate(slots: EvaluationSlots, sampler: Busy) -> None:
-    async with slots.slot():
+    async with slots.slot(sampler):
         await sampler.sample_all([], evaluation=True)
 
 
@@ -65,11 +65,23 @@ async def test_few_samples_are_evaluated_while_training_generates_and_more_once_
     assert sampler.most == 8
 
 
+async def test_samples_of_a_data_sets_own_function_are_not_taken_for_trainings() -> None:
+    training, other = Busy(training=0), Busy(training=0)
+    slots = EvaluationSlots(training, beside=1, alone=8)
+    async with asyncio.TaskGroup() as tasks:
+        for sampler in (training, other, other):
+            tasks.create_task(evaluate(slots, sampler))
+        await until_in_flight(other, 2)
+        await until_in_flight(training, 1)
+        training.finish.set()
+        other.finish.set()
+
+
 async def test_a_slot_that_a_failing_or_cancelled_sample_had_is_free_again() -> None:
     sampler = Busy(training=1)
     slots = EvaluationSlots(sampler, beside=1, alone=1)
     with pytest.raises(ZeroDivisionError):
-        async with slots.slot():
+        async with slots.slot(sampler):
             raise ZeroDivisionError
     hanging = asyncio.create_task(evaluate(slots, sampler))
     await until_in_flight(sampler, 1)

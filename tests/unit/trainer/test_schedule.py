@@ -46,3 +46,16 @@ def test_checkpoints_and_publications_are_due_at_their_intervals(
 ) -> None:
     schedule = schedule_of(load_with("--num-rollout", "5", *flags))
     assert [step for step in range(1, 6) if getattr(schedule, due)(TrainState(step, step, 1))] == steps
+
+
+def test_each_data_set_of_an_eval_config_is_due_at_its_own_interval(tmp_path: Path, load_with) -> None:
+    (tmp_path / "eval.jsonl").write_text('{"prompt": "a"}\n')
+    sets = ((name, f"interval = {every}" if every else "") for name, every in (("two", 2), ("three", 3), ("job", None)))
+    tables = (f'[[datasets]]\nname = "{name}"\npath = "eval.jsonl"\n{interval}\n' for name, interval in sets)
+    (tmp_path / "eval.toml").write_text("".join(tables))
+    given = ["--eval-config", str(tmp_path / "eval.toml"), "--eval-interval", "4", "--num-rollout", "7"]
+    schedule = schedule_of(load_with(*given))
+    everything = ("two", "three", "job")
+    assert [schedule.evaluates(step) for step in range(8)] == [
+        *(everything, (), ("two",), ("three",), ("two", "job"), (), ("two", "three"), everything)
+    ]

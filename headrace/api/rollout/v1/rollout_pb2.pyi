@@ -246,6 +246,11 @@ class EvalDataset(_message.Message):
     LABEL_KEY_FIELD_NUMBER: _builtins.int
     METADATA_KEY_FIELD_NUMBER: _builtins.int
     PASS_REWARD_FIELD_NUMBER: _builtins.int
+    TOOL_KEY_FIELD_NUMBER: _builtins.int
+    MAX_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    RM_TYPE_FIELD_NUMBER: _builtins.int
+    GENERATE_FUNCTION_PATH_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Names the result: "gsm8k" gives eval/gsm8k."""
     path: _builtins.str
@@ -262,6 +267,16 @@ class EvalDataset(_message.Message):
     """Key of an object copied into metadata. Empty: none."""
     pass_reward: _builtins.float
     """Least reward of a sample that passes, for pass@k. Absent: 1."""
+    tool_key: _builtins.str
+    """Key of an array of tool definitions. Empty: none."""
+    max_prompt_tokens: _builtins.int
+    """A sample whose prompt has more tokens fails. Absent: no limit."""
+    max_context_tokens: _builtins.int
+    """Tokens of prompt and response together at most. Absent: the engines' limit."""
+    rm_type: _builtins.str
+    """Scorer of rows whose metadata names none. Empty: the reward service's."""
+    generate_function_path: _builtins.str
+    """A generate function that the job's eval_config names. Empty: the job's own, or none."""
     @_builtins.property
     def sampling(self) -> _sample_pb2.SamplingParams:
         """How to sample."""
@@ -278,15 +293,28 @@ class EvalDataset(_message.Message):
         label_key: _builtins.str = ...,
         metadata_key: _builtins.str = ...,
         pass_reward: _builtins.float | None = ...,
+        tool_key: _builtins.str = ...,
+        max_prompt_tokens: _builtins.int | None = ...,
+        max_context_tokens: _builtins.int | None = ...,
+        rm_type: _builtins.str = ...,
+        generate_function_path: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_prompts", b"_max_prompts", "_pass_reward", b"_pass_reward", "max_prompts", b"max_prompts", "pass_reward", b"pass_reward", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_max_prompt_tokens", b"_max_prompt_tokens", "_max_prompts", b"_max_prompts", "_pass_reward", b"_pass_reward", "max_context_tokens", b"max_context_tokens", "max_prompt_tokens", b"max_prompt_tokens", "max_prompts", b"max_prompts", "pass_reward", b"pass_reward", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_prompts", b"_max_prompts", "_pass_reward", b"_pass_reward", "input_key", b"input_key", "label_key", b"label_key", "max_prompts", b"max_prompts", "metadata_key", b"metadata_key", "n_samples_per_prompt", b"n_samples_per_prompt", "name", b"name", "pass_reward", b"pass_reward", "path", b"path", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_max_prompt_tokens", b"_max_prompt_tokens", "_max_prompts", b"_max_prompts", "_pass_reward", b"_pass_reward", "generate_function_path", b"generate_function_path", "input_key", b"input_key", "label_key", b"label_key", "max_context_tokens", b"max_context_tokens", "max_prompt_tokens", b"max_prompt_tokens", "max_prompts", b"max_prompts", "metadata_key", b"metadata_key", "n_samples_per_prompt", b"n_samples_per_prompt", "name", b"name", "pass_reward", b"pass_reward", "path", b"path", "rm_type", b"rm_type", "sampling", b"sampling", "tool_key", b"tool_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_context_tokens: _TypeAlias = _typing.Literal["max_context_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_context_tokens: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__max_prompt_tokens: _TypeAlias = _typing.Literal["max_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_prompt_tokens: _TypeAlias = _typing.Literal["_max_prompt_tokens", b"_max_prompt_tokens"]  # noqa: Y015
     _WhichOneofReturnType__max_prompts: _TypeAlias = _typing.Literal["max_prompts"]  # noqa: Y015
     _WhichOneofArgType__max_prompts: _TypeAlias = _typing.Literal["_max_prompts", b"_max_prompts"]  # noqa: Y015
     _WhichOneofReturnType__pass_reward: _TypeAlias = _typing.Literal["pass_reward"]  # noqa: Y015
     _WhichOneofArgType__pass_reward: _TypeAlias = _typing.Literal["_pass_reward", b"_pass_reward"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_context_tokens) -> _WhichOneofReturnType__max_context_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_prompt_tokens) -> _WhichOneofReturnType__max_prompt_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_prompts) -> _WhichOneofReturnType__max_prompts | None: ...
     @_typing.overload

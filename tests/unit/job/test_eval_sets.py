@@ -1,0 +1,117 @@
+"""--eval-config: a TOML file of data sets, each with its own sampling, lengths, keys, scorer and interval."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.errors import ConfigError
+from headrace.job.eval_dataset import eval_dataset
+from headrace.job.eval_sets import eval_sets
+from headrace.job.schema.job import Job
+
+CONFIG = """
+[defaults]
+n_samples_per_eval_prompt = 4
+temperature = 0.6
+label_key = "answer"
+
+[[datasets]]
+name = "aime"
+path = "aime.jsonl"
+n_samples_per_eval_prompt = 16
+max_response_len = 4096
+min_new_tokens = 2
+max_prompt_len = 100
+max_context_len = 5000
+top_p = 0.9
+top_k = 20
+stop = ["</answer>"]
+stop_token_ids = [7]
+input_key = "question"
+metadata_key = "extra"
+tool_key = "functions"
+rm_type = "math"
+custom_generate_function_path = "agent.py:generate"
+pass_reward = 0.5
+interval = 10
+
+[[datasets]]
+name = "gsm8k"
+path = "/data/gsm8k.jsonl"
+"""
+
+
+def job_of(folder: Path, config: str, **evaluation: object) -> Job:
+    file = folder / "eval.toml"
+    file.write_text(config)
+    return Job.model_validate({"model": {"hf_checkpoint": "m"}, "eval": {"eval_config": file, **evaluation}})
+
+
+def test_each_data_set_of_an_eval_config_is_asked_for_as_it_says(tmp_path: Path) -> None:
+    job = job_of(tmp_path, CONFIG, eval_temperature=1.0, eval_max_response_len=99)
+    aime, gsm8k = (eval_dataset(each, job.eval, job.rollout, job.data) for each in eval_sets(job.eval))
+    expected: dict[str, Any] = {
+        "name": "aime", "path": str(tmp_path / "aime.jsonl"), "n_samples_per_prompt": 16, "max_prompt_tokens": 100,
+        "max_context_tokens": 5000, "input_key": "question", "label_key": "answer", "metadata_key": "extra",
+        "tool_key": "functions", "rm_type": "math", "generate_function_path": f"{tmp_path}/agent.py:generate",
+        "pass_reward": 0.5,
+    }  # fmt: skip
+    assert {name: getattr(aime, name) for name in expected} == expected
+    sampling = aime.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.6, 0.9, 20)
+    assert (sampling.max_new_tokens, sampling.min_new_tokens) == (4096, 2)
+    assert (list(sampling.stop), list(sampling.stop_token_ids)) == (["</answer>"], [7])
+    assert (gsm8k.path, gsm8k.n_samples_per_prompt, gsm8k.sampling.max_new_tokens) == ("/data/gsm8k.jsonl", 4, 99)
+    assert (gsm8k.input_key, gsm8k.rm_type, gsm8k.generate_function_path) == ("prompt", "", "")
+
+
+def test_the_config_is_added_to_eval_prompt_data(tmp_path: Path) -> None:
+    job = job_of(tmp_path, CONFIG, eval_prompt_data=(("sums", "sums.jsonl"),))
+    assert [each.name for each in eval_sets(job.eval)] == ["sums", "aime", "gsm8k"]
+
+
+AIME = '[[datasets]]\nname = "aime"\npath = "aime.jsonl"\n'
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (AIME + "temprature = 1.0", "data set aime: temprature is unknown: did you mean temperature"),
+        ("[defaults]\ntop_q = 1.0\n" + AIME, "data set aime: top_q is unknown"),
+        ("[default]\ntop_p = 1.0\n" + AIME, "default is unknown: did you mean defaults"),
+        ("[[dataset]]", "dataset is unknown: did you mean datasets"),
+        ("", "there must be one"),
+        ("datasets = [1]", "a data set is 1"),
+        ('[defaults]\npath = "x"\n' + AIME, "path would be the same for all"),
+        (AIME + "temperature = -1", "data set aime: temperature: "),
+        (AIME + "interval = 0", "data set aime: interval: "),
+        ('[[datasets]]\nname = "x"', "data set x: path: is missing"),
+        ('[[datasets]]\npath = "x"', "data set 1: name: is missing"),
+        (AIME + AIME, "two data sets are called aime"),
+        ("[[datasets", "it is not TOML"),
+        ("\x00", "it is not TOML"),
+    ],
+)
+def test_a_config_that_cannot_be_used_is_refused_with_file_and_key(tmp_path: Path, config: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        eval_sets(job_of(tmp_path, config).eval)
+    assert said in caught.value.message
+
+
+def test_a_config_that_is_not_there_is_said_before_the_run(tmp_path: Path, load_with) -> None:
+    with pytest.raises(ConfigError, match=r"eval_config .*none\.toml does not exist"):
+        load_with("--eval-config", str(tmp_path / "none.toml"))
+
+
+def test_files_and_functions_of_a_config_are_looked_for_before_the_run(tmp_path: Path, load_with) -> None:
+    file = tmp_path / "eval.toml"
+    file.write_text(AIME)
+    with pytest.raises(ConfigError, match=r"eval_prompt_data aime .*aime\.jsonl does not exist"):
+        load_with("--eval-config", str(file))
+    (tmp_path / "aime.jsonl").write_text('{"prompt": "a"}\n')
+    file.write_text(AIME + 'custom_generate_function_path = "agent.py:generate"')
+    with pytest.raises(ConfigError, match=r"agent\.py does not exist"):
+        load_with("--eval-config", str(file))
