@@ -1,4 +1,4 @@
-"""Writes a run's records: metrics.jsonl, curves.png, timeline.png, trackers, a live stream for watchers."""
+"""Writes a run's records: metrics.jsonl, its pictures, trackers, a live stream for watchers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from services.trainer.serving.curves import draw_curves
+from services.trainer.serving.evaluation_curves import draw_evaluations
 from services.trainer.serving.row import MetricsRow
 from services.trainer.serving.timeline import draw_timeline
 from services.trainer.serving.trackers import OpenTrackers, Tracker
@@ -88,6 +89,7 @@ class RunReport:
         rows = list(self.rows)
         self._drawing.submit(draw_curves, rows, self._folder / "curves.png")
         self._drawing.submit(draw_timeline, rows, self._folder / "timeline.png")
+        self._drawing.submit(draw_evaluations, rows, self._folder / "evaluations.png")
 
 
 def _read(path: Path) -> list[MetricsRow]:
