@@ -68,7 +68,7 @@ def _everyone_has_a_scorer(
     """Refuses rows whose scorer is missing: they could never be rewarded."""
     if registry.default == CUSTOM:
         return
-    generate = job.rollout.custom_generate_function_path
+    generate = job.rollout.user_function
     for name, scorers in rm_types.items():
         chosen = registry.choose(ScoreItem("", "", "", metadata={"rm_type": name} if name else {}), None)
         if isinstance(chosen, ScoreError):
@@ -76,7 +76,9 @@ def _everyone_has_a_scorer(
             if name:
                 report.refusals.append(f"{whose}: {chosen.message}")
             elif generate:
-                report.warnings.append(f"{whose}: nothing scores them but {generate}, which must set sample.reward")
+                report.warnings.append(
+                    f"{whose}: nothing scores them but {generate}, which must give them their reward"
+                )
             else:
                 report.refusals.append(f"{whose}: no reward scores them: {_WAY}")
 

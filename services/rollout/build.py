@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
 from headrace.errors import ConfigError
-from headrace.hooks import hook_args
+from headrace.hooks import HookArgs, hook_args
 from headrace.job.eval_sets import eval_sets
 from headrace.job.model.context_limit import ContextLimit
 from headrace.job.schema.job import Job
@@ -18,6 +20,10 @@ from headrace.process.openmp import threads_of_each
 from headrace.process.scratch import delete_leftovers
 from headrace.run_folder import RunFolder
 from headrace.sample_checks import ModelBounds
+from services.rollout.agents.sampler import AgentSampler
+from services.rollout.agents.server import EndpointServer
+from services.rollout.agents.session import AgentPolicy, AgentSessions, SessionLimits
+from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.arguments import EngineOptions, evaluation_priority
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Fleet, FleetTiming
@@ -99,13 +105,19 @@ def rollout_service(
     custom = hook_sampler(hook) if hook else None
     functions = {each.custom_generate_function_path for each in eval_sets(job.eval)} - {None}
     of_data_sets = {path: hook_sampler(path) for path in sorted(filter(None, functions))}
+    openai = openai_parts(job, args, generator, encoder, params, architecture, warnings.append)
     num_layers = architecture.num_layers if asks_for_experts else None
-    sampler: Sampler = custom or EngineSampler(
-        generator,
-        encoder,
-        seconds=seconds,
-        num_layers=num_layers,
-        evaluation_priority=evaluation_priority(job.sglang),
+    agents = openai.sampler if openai else None
+    sampler: Sampler = (
+        custom
+        or agents
+        or EngineSampler(
+            generator,
+            encoder,
+            seconds=seconds,
+            num_layers=num_layers,
+            evaluation_priority=evaluation_priority(job.sglang),
+        )
     )
     group_filter = GroupFilter.of(job.rollout, args)
     teacher = Teacher.of(job.distillation, call_seconds=seconds)
@@ -161,11 +173,52 @@ def rollout_service(
     )
     return RolloutService(
         *(parts, router, router_client, buffer),
-        custom=[*([custom] if custom else []), *of_data_sets.values()],
+        custom=[*([custom] if custom else []), *of_data_sets.values(), *([agents] if agents else [])],
+        endpoint=openai.server if openai else None,
         group_filter=group_filter,
         teacher=teacher,
         conversations=supervised.encoder if supervised else None,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class OpenaiParts:
+    """The endpoint of OpenAI's protocol, and the sampler of agents that use it, if the job has one."""
+
+    server: EndpointServer
+    sampler: AgentSampler | None
+
+
+def openai_parts(
+    job: Job,
+    args: HookArgs,
+    generator: Generator,
+    encoder: PromptEncoder,
+    params: SamplingParams,
+    architecture: Architecture,
+    warn: Callable[[str], None],
+) -> OpenaiParts | None:
+    """None unless the job has an agent or asks for the endpoint."""
+    agent = job.rollout.agent_function_path
+    if agent is None and job.rollout.openai_port is None:
+        return None
+    from services.rollout.agents.endpoint import Endpoint  # half a second: only where there is an endpoint
+
+    seconds = job.rollout.generate_timeout_seconds
+    sessions = AgentSessions(encoder, params, SessionLimits(seconds))
+    endpoint = Endpoint(sessions, AgentPolicy(generator, encoder), encoder, job.model.hf_checkpoint.name)
+    server = EndpointServer(endpoint.application(), job.rollout.openai_port)
+    if agent is None:
+        return OpenaiParts(server, None)
+    context = ContextLimit.of(job.rollout, job.sglang, architecture)
+    sampler = AgentSampler(
+        *(agent, args, sessions, server.url),
+        limits=SessionLimits(seconds, job.rollout.max_turns, context.tokens if context else None),
+        calls_at_once=_samples_at_once(job) + SAMPLES_AT_ONCE,
+        evaluation_priority=evaluation_priority(job.sglang),
+        warn=warn,
+    )
+    return OpenaiParts(server, sampler)
 
 
 def sglang_factory(job: Job, log_dir: Path, *, has_accelerator: bool) -> EngineFactory:
@@ -215,7 +268,7 @@ def _context(job: Job, architecture: Architecture) -> ContextLimit | None:
     So it is with conversations that are given, and with a user's function, which may ask about something shorter than
     the prompt.
     """
-    asks_engines = job.train.loss_mask_type is None and job.rollout.custom_generate_function_path is None
+    asks_engines = job.train.loss_mask_type is None and job.rollout.user_function is None
     if not asks_engines and job.rollout.rollout_max_context_len is None:
         return None
     return ContextLimit.of(job.rollout, job.sglang, architecture)

@@ -53,6 +53,7 @@ def _data(options: CheckOptions, read_prompts: ReadPrompts) -> Report:
 
 
 async def _hooks(options: CheckOptions) -> Report:
+    from headrace.hooks.agent import require_agent
     from headrace.hooks.generate import generate_form
 
     report, rollout = Report(), options.job.rollout
@@ -64,6 +65,9 @@ async def _hooks(options: CheckOptions) -> Report:
             if path := each.custom_generate_function_path:
                 form = await pool.run(generate_form, path, timeout_seconds=LOAD_SECONDS, name=f"hook {path}")
                 report.facts.append((f"evaluation {each.name}", f"{path}, called with {form}"))
+        if path := rollout.agent_function_path:
+            await pool.run(require_agent, path, timeout_seconds=LOAD_SECONDS, name=f"hook {path}")
+            report.facts.append(("agent", f"{path} plays each sample in a session of its own"))
         if path := rollout.dynamic_sampling_filter_path:
             await pool.run(load_filter, path, timeout_seconds=LOAD_SECONDS, name=f"hook {path}")
             report.facts.append(("filter", f"{path} keeps or drops each group"))

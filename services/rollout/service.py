@@ -12,6 +12,8 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.client.port import Buffer
 from headrace.errors import HeadraceError
 from headrace.rpc.log import log
+from services.rollout.agents.sampler import AgentSampler
+from services.rollout.agents.server import EndpointServer
 from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Fleet
@@ -68,7 +70,8 @@ class RolloutService:
         router_client: EngineClient,
         buffer: Buffer,
         *,
-        custom: Sequence[HookSampler],
+        custom: Sequence[HookSampler | AgentSampler],
+        endpoint: EndpointServer | None,
         group_filter: GroupFilter | None,
         teacher: Teacher | None,
         conversations: PromptEncoder | None = None,
@@ -79,6 +82,7 @@ class RolloutService:
         self._router_client = router_client
         self._buffer = buffer
         self._custom = custom
+        self._endpoint = endpoint
         self._filter = group_filter
         self._teacher = teacher
         self._router_kept: asyncio.Task[None] | None = None
@@ -94,6 +98,9 @@ class RolloutService:
         ]
         try:
             await asyncio.gather(*starts)
+            if self._endpoint:
+                await self._endpoint.start()
+                log.info("openai_endpoint", url=f"{self._endpoint.url}/v1")
         except HeadraceError:
             for start in starts:
                 start.cancel()
@@ -123,6 +130,8 @@ class RolloutService:
     async def stop(self) -> None:
         """Returns leases, then ends engines and router."""
         await self.parts.producer.drain()
+        if self._endpoint:
+            await self._endpoint.stop()
         await self.parts.receiver.close()
         if self._router_kept:
             self._router_kept.cancel()

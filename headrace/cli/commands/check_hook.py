@@ -9,8 +9,8 @@ from pathlib import Path
 
 from headrace.errors import ConfigError
 from headrace.hooks import HookArgs, hook_args
-from headrace.hooks.check import KINDS
-from headrace.hooks.check import check_hook as run_check
+from headrace.hooks.trial.check import KINDS
+from headrace.hooks.trial.check import check_hook as run_check
 from headrace.job.load.load import read
 from headrace.job.load.resolve import resolve
 from headrace.job.rules.hook_files import hooks_of

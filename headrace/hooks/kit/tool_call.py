@@ -1,4 +1,4 @@
-"""Finds the tool call in a response, in the formats of the models that headrace trains."""
+"""Finds the tool calls in a response, in the formats of the models that headrace trains."""
 
 from __future__ import annotations
 
@@ -25,62 +25,86 @@ class ToolCall(dict[str, Any]):
 
 
 def extract_tool_call(response: str) -> ToolCall | None:
-    """Returns the first well-formed call of a response, or None: Qwen and Hermes, GLM, DeepSeek, Llama 3, Mistral."""
+    """Returns the first well-formed call of a response, or None; `extract_tool_calls` has the formats."""
+    return next(iter(extract_tool_calls(response)), None)
+
+
+def extract_tool_calls(response: str) -> list[ToolCall]:
+    """Returns the well-formed calls of a response: Qwen and Hermes, GLM, DeepSeek, Kimi K2, Mistral, Llama 3."""
     text = response.raw if isinstance(response, Completion) else response
     for read in _FORMATS:
-        if (call := read(text)) is not None:
-            return call
-    return None
+        if calls := read(text):
+            return calls
+    return []
 
 
-def _tagged_json(text: str) -> ToolCall | None:
+def _tagged_json(text: str) -> list[ToolCall]:
     """Qwen and Hermes: `<tool_call>{"name": …, "arguments": …}</tool_call>`."""
-    return _first(re.findall(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", text, re.S))
+    return _of_json(re.findall(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", text, re.S))
 
 
-def _key_values(text: str) -> ToolCall | None:
+def _key_values(text: str) -> list[ToolCall]:
     """GLM: `<tool_call>name <arg_key>k</arg_key> <arg_value>v</arg_value> </tool_call>`."""
-    found = re.search(r"<tool_call>\s*([\w.\-]+)\s*(<arg_key>.*?)?</tool_call>", text, re.S)
-    if found is None:
-        return None
-    pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", found[2] or "", re.S)
-    return ToolCall(name=found[1], arguments={key.strip(): _value(value.strip()) for key, value in pairs})
+    calls = []
+    for name, body in re.findall(r"<tool_call>\s*([\w.\-]+)\s*(<arg_key>.*?)?</tool_call>", text, re.S):
+        pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", body, re.S)
+        calls.append(ToolCall(name=name, arguments={key.strip(): _value(value.strip()) for key, value in pairs}))
+    return calls
 
 
-def _deepseek(text: str) -> ToolCall | None:
+def _deepseek(text: str) -> list[ToolCall]:
     """DeepSeek V3.1: `<｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}`; V3 and R1 write `function` first."""
-    found = re.search(
+    calls = []
+    for name, body in re.findall(
         r"<｜tool▁call▁begin｜>(?:function)?(?:<｜tool▁sep｜>)?\s*([\w.\-]+)(.*?)<｜tool▁call▁end｜>", text, re.S
+    ):
+        arguments = _json(re.sub(r"^\s*(?:<｜tool▁sep｜>)?\s*(?:```json)?|```\s*$", "", body))
+        if isinstance(arguments, dict):
+            calls.append(ToolCall(name=name, arguments=arguments))
+    return calls
+
+
+def _kimi(text: str) -> list[ToolCall]:
+    """Kimi K2: `<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{…}<|tool_call_end|>`."""
+    found = re.findall(
+        r"<\|tool_call_begin\|>\s*(?:functions\.)?([\w.\-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>(.*?)"
+        r"<\|tool_call_end\|>",
+        text,
+        re.S,
     )
-    arguments = _json(re.sub(r"^\s*(?:<｜tool▁sep｜>)?\s*(?:```json)?|```\s*$", "", found[2])) if found else None
-    return ToolCall(name=found[1], arguments=arguments) if found and isinstance(arguments, dict) else None
+    parsed = [(name, _json(body)) for name, body in found]
+    return [ToolCall(name=name, arguments=body) for name, body in parsed if isinstance(body, dict)]
 
 
-def _mistral(text: str) -> ToolCall | None:
+def _mistral(text: str) -> list[ToolCall]:
     """Mistral: `[TOOL_CALLS][{"name": …, "arguments": …}]`."""
     _, found, behind = text.partition("[TOOL_CALLS]")
-    return _first([behind]) if found else None
+    return _of_json([behind]) if found else []
 
 
-def _llama(text: str) -> ToolCall | None:
+def _llama(text: str) -> list[ToolCall]:
     """Llama 3: the whole response is `{"name": …, "parameters": …}`, also behind `<|python_tag|>`."""
     bare = re.sub(r"<\|(?:python_tag|eot_id|eom_id)\|>", "", text).strip()
-    return _first([bare]) if bare.startswith("{") else None
+    return _of_json([bare]) if bare.startswith("{") else []
 
 
-_FORMATS: tuple[Callable[[str], ToolCall | None], ...] = (_tagged_json, _key_values, _deepseek, _mistral, _llama)
+_FORMATS: tuple[Callable[[str], list[ToolCall]], ...] = (
+    *(_tagged_json, _key_values, _deepseek, _kimi, _mistral, _llama),
+)
 
 
-def _first(texts: list[str]) -> ToolCall | None:
+def _of_json(texts: list[str]) -> list[ToolCall]:
+    """The calls of JSON objects, and of arrays of them; what is none is left out."""
+    calls = []
     for text in texts:
         found = _json(text)
-        found = found[0] if isinstance(found, list) and found else found
-        if isinstance(found, dict) and isinstance(found.get("name"), str):
-            arguments = found.get("arguments", found.get("parameters", {}))
-            arguments = _json(arguments) if isinstance(arguments, str) else arguments
-            if isinstance(arguments, dict):
-                return ToolCall(name=found["name"], arguments=arguments)
-    return None
+        for item in found if isinstance(found, list) else [found]:
+            if isinstance(item, dict) and isinstance(item.get("name"), str):
+                arguments = item.get("arguments", item.get("parameters", {}))
+                arguments = _json(arguments) if isinstance(arguments, str) else arguments
+                if isinstance(arguments, dict):
+                    calls.append(ToolCall(name=item["name"], arguments=arguments))
+    return calls
 
 
 def _value(text: str) -> Any:

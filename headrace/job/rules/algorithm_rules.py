@@ -237,6 +237,7 @@ def _conversations(job: Job) -> None:
         )
     for name, value in (
         ("custom_generate_function_path", job.rollout.custom_generate_function_path),
+        ("agent_function_path", job.rollout.agent_function_path),
         ("custom_rm_path", job.reward.custom_rm_path),
         ("rm_type", job.reward.rm_type),
     ):

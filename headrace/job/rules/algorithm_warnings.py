@@ -33,7 +33,7 @@ def _lone_samples(job: Job) -> list[str]:
     replaced = hooks.custom_reward_post_process_path or hooks.custom_advantage_function_path
     if job.rollout.n_samples_per_prompt != 1 or train.disable_rewards_normalization or replaced:
         return []
-    if train.advantage_estimator not in _COMPARES_SAMPLES or job.rollout.custom_generate_function_path:
+    if train.advantage_estimator not in _COMPARES_SAMPLES or job.rollout.user_function:
         return []
     return [
         f"advantage_estimator {train.advantage_estimator} compares the samples of a prompt, and n_samples_per_prompt "

@@ -33,6 +33,7 @@ _REWARD = HookForm((("args", "sample"),), "compute_reward")
 _GROUP_REWARD = HookForm((("args", "samples"),), "compute_reward")
 _FORMS: Mapping[str, HookForm] = {
     "custom_generate_function_path": _GENERATE,
+    "agent_function_path": HookForm((("args", "task", "base_url"),)),
     "custom_rm_path": _REWARD,
     "dynamic_sampling_filter_path": HookForm((("args", "samples"),)),
     "buffer_filter_path": HookForm(

@@ -44,7 +44,11 @@ _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     "ref_update_interval": ("use_kl_loss", uses_reference),
     "keep_best_metric": ("keep_best", lambda job: job.checkpoint.keep_best > 0),
     "group_rm": ("custom_rm_path", lambda job: job.reward.custom_rm_path is not None),
-    "max_turns": ("custom_generate_function_path", lambda job: job.rollout.custom_generate_function_path is not None),
+    "max_turns": ("custom_generate_function_path or agent_function_path", lambda job: bool(job.rollout.user_function)),
+    "generate_per_sample": (
+        "custom_generate_function_path",
+        lambda job: bool(job.rollout.custom_generate_function_path or job.eval.eval_config),
+    ),
     "rollout_shuffle": ("prompt_data", lambda job: bool(job.data.prompt_data)),
     "num_epoch": ("prompt_data", lambda job: bool(job.data.prompt_data)),
     "prompt_data_weights": ("prompt_data", lambda job: bool(job.data.prompt_data)),

@@ -46,6 +46,24 @@ def check(job: Job, scope: Scope) -> None:
         _engines_compute_in_fp8(job, scope)
 
 
+def _agents(job: Job) -> None:
+    """Raises ConfigError for an option that has no meaning with agent_function_path, or contradicts it."""
+    rollout = job.rollout
+    if rollout.agent_function_path is None:
+        return
+    for name, is_set, why in (
+        ("custom_generate_function_path", rollout.custom_generate_function_path, "both make the samples"),
+        ("partial_rollout", rollout.partial_rollout, "an agent's run cannot be continued from its tokens"),
+        (
+            "use_rollout_routing_replay",
+            job.train.use_rollout_routing_replay,
+            "the experts of a session's requests are not recorded",
+        ),
+    ):
+        if is_set:
+            raise ConfigError(f"{name} with agent_function_path: {why}; leave one of them out", field=name)
+
+
 def _synchronous_when_colocated(job: Job) -> None:
     if not job.placement.colocate:
         return
@@ -257,5 +275,6 @@ _RULES: Sequence[Callable[[Job], None]] = (
     _several_machines,
     _weights_are_shared,
     check_algorithm,
+    _agents,
     check_evaluations,
 )

@@ -91,11 +91,23 @@ class RolloutSection(Section):
         False, description="Do not train a partial rollout's tokens of older policies."
     )
     custom_generate_function_path: str | None = Field(None, description="pkg.mod.fn or file.py:fn that generates.")
+    agent_function_path: str | None = Field(
+        None,
+        description="pkg.mod.fn or file.py:fn that plays a prompt against an OpenAI-compatible URL: "
+        "async def run(args, task, base_url).",
+    )
+    openai_port: Annotated[int, Field(gt=0, lt=65536)] | None = Field(
+        None,
+        description="Port of the OpenAI-compatible endpoint on this machine's loopback interface; absent: any free "
+        "one, with agent_function_path alone.",
+    )
     generate_per_sample: bool = Field(
         False,
         description="Call a generate function that takes a list of samples once for each sample, all at the same time.",
     )
-    max_turns: Positive | None = Field(None, description="Largest number of turns; custom generate functions read it.")
+    max_turns: Positive | None = Field(
+        None, description="Largest number of an agent's turns; custom generate functions read it."
+    )
     generate_timeout_seconds: Seconds = Field(600.0, description="Limit of one sample's generation.")
     max_groups_in_flight: Positive | None = Field(
         None, description="Groups generated at once; absent: two steps' worth."
@@ -112,6 +124,11 @@ class RolloutSection(Section):
     router_policy: Literal["cache_aware", "round_robin", "random", "power_of_two"] = Field(
         "cache_aware", description="How sglang-router picks an engine."
     )
+
+    @property
+    def user_function(self) -> str | None:
+        """The user's function that makes the samples, if one does."""
+        return self.custom_generate_function_path or self.agent_function_path
 
     @property
     def groups_per_step(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 
 from headrace.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
@@ -69,7 +69,7 @@ class Generator:
 
     def stream(
         self, prompt: Sequence[int], params: SamplingParams, *, request_id: str, seconds: float
-    ) -> AsyncIterator[Generation]:
+    ) -> AsyncGenerator[Generation, None]:
         """Yields all tokens so far, again and again; the last one has a `finish` of stop or length."""
         return self._pieces(prompt, params, NOTHING_YET, None, request_id=request_id, seconds=seconds, streaming=True)
 
@@ -92,7 +92,7 @@ class Generator:
         seconds: float,
         streaming: bool,
         priority: int | None = None,
-    ) -> AsyncIterator[Generation]:
+    ) -> AsyncGenerator[Generation, None]:
         end = time.monotonic() + seconds
         params = self._fitting(len(prompt), params)
         done = begun

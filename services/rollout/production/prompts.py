@@ -107,16 +107,39 @@ class PromptEncoder:
         """Leaves out special tokens: the text is for people and scorers."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
+    def decode_exactly(self, tokens: Sequence[int]) -> str:
+        """Returns the text with special tokens, as the chat template writes them."""
+        text = self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(text)
+
+    def is_special(self, token: int) -> bool:
+        """True for a token that is no text, as one that ends a turn."""
+        return token in self._special
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        added = self.tokenizer.added_tokens_decoder
+        return frozenset((*self.tokenizer.all_special_ids, *(token for token, one in added.items() if one.special)))
+
     def encode_messages(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> EncodedPrompt:
         """Encodes a conversation in OpenAI's format. Raises InvalidArgument when the chat template refuses it."""
+        text = self.render(messages, tools)
+        return EncodedPrompt(text, self.tokens_of_rendered(text), messages=messages, tools=tools or ())
+
+    def render(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
+        """Returns the conversation's text up to the policy's turn. Raises InvalidArgument as `encode_messages` does."""
         try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=True, **self.variables
+            return str(
+                self.tokenizer.apply_chat_template(
+                    messages, tools=tools, tokenize=False, add_generation_prompt=True, **self.variables
+                )
             )
         except Exception as error:  # a template is code of the checkpoint's author: it may raise anything
             raise InvalidArgument(f"the chat template refused it: {error}", field="prompt.messages") from error
-        tokens = self._tokens(text, add_special_tokens=False)
-        return EncodedPrompt(text, tokens, messages=messages, tools=tools or ())
+
+    def tokens_of_rendered(self, text: str) -> tuple[int, ...]:
+        """Tokenizes a text of the chat template. Raises InvalidArgument when it is too large."""
+        return self._tokens(text, add_special_tokens=False)
 
     def encode_segments(self, segments: Sequence[Segment]) -> EncodedPrompt:
         """Encodes each segment by itself, as it is encoded at inference: a prompt apart from a response."""

@@ -40,13 +40,14 @@ class FakeEngine:
         self.url = f"http://127.0.0.1:{self._port}"
         self.faults: dict[str, Fault] = {}
         self.calls: list[str] = []
+        self.bodies: list[dict[str, Any]] = []
         self.weights: dict[str, str] = {}
         self.cache_keys: list[str] = []
         self.num_tokens = 0
         self.groups: set[str] = set()
         self.log_prob_error = 0.0
         self._wire = wire or {}
-        self._token_seconds = token_seconds
+        self.token_seconds = token_seconds
         self._starts = starts
         self._version = "0"
         self._in_session = False
@@ -113,6 +114,7 @@ class FakeEngine:
         body = await request.json() if request.can_read_body else {}
         if path == "/generate":
             self.num_in_flight += 1
+            self.bodies.append(body)
             try:
                 return await self._generate(request, body)
             finally:
@@ -198,7 +200,7 @@ class FakeEngine:
                 self.num_tokens += 1
                 versions.append(self._version)
                 finish = "stop" if made[-1] in stops else "length" if len(made) == params["max_new_tokens"] else None
-                await asyncio.sleep(self._token_seconds)
+                await asyncio.sleep(self.token_seconds)
             reply = _reply(self._score(body["input_ids"]), made, versions, finish)
             if body.get("return_routed_experts"):
                 number = int((versions or [self._version])[-1].split(".")[0])

@@ -56,12 +56,24 @@ async def generate(args, sample, sampling_params, evaluation=False):
     sample.update_from_meta_info(args, answer["meta_info"])
     return sample
 """
+AGENTS = """
+from openai import AsyncOpenAI
+
+async def run(args, task, base_url):
+    async with AsyncOpenAI(base_url=base_url, api_key="none") as client:
+        made = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": task.prompt}])
+    return 1.0 if task.label == made.choices[0].message.content else None
+
+async def judged(args, task, base_url):
+    pass
+"""
 
 
 @pytest.fixture
 def hooks(tmp_path: Path) -> Path:
     (tmp_path / "rm.py").write_text(REWARDS)
     (tmp_path / "gen.py").write_text(GENERATES)
+    (tmp_path / "agent.py").write_text(AGENTS)
     return tmp_path
 
 
@@ -75,6 +87,8 @@ def hooks(tmp_path: Path) -> Path:
         ("rm.py:raises", (), 1, ["ok      loads", "raised KeyError: 'answer'"]),
         ("rm.py:post_process", ("--kind", "reward_post_process"), 0, ["makes [0.5, 0.5, 0.5, 0.5] of the rewards"]),
         ("gen.py:generate", (), 0, ["is a generate function", "2 samples of 2 prompts: 4 response tokens, 4 of them"]),
+        ("agent.py:run", (), 0, ["is an agent", "plays a prompt: reward 1.0"]),
+        ("agent.py:judged", (), 0, ["is an agent", "leaves its reward to the scorer"]),
         ("gen.py:custom_generate", (), 1, ["is a generate function", "raised TypeError"]),
         ("gen.py:custom_generate", ("--job", "job.toml"), 1, ["cannot be trained: status is still PENDING"]),
     ],

@@ -10,8 +10,8 @@ import pytest
 
 from headrace.errors import ConfigError, InvalidArgument
 from headrace.hooks import RewardForm, Sample, from_hook, hook_args, load_hook, reward_hook, to_hook
-from headrace.hooks.check import Kind, check_hook
 from headrace.hooks.generate import run_generate, takes_group
+from headrace.hooks.trial.check import Kind, check_hook
 from headrace.job.schema.job import Job
 from headrace.job.schema.run import ModelSection
 from headrace.trajectory import PolicyRange, Status

@@ -8,8 +8,8 @@ import pytest
 
 from headrace.cli.commands.check import check
 from headrace.errors import ConfigError
-from headrace.hooks.check import check_hook
 from headrace.hooks.trainer import TRAINER_FORMS, TrainerKind, trainer_hook
+from headrace.hooks.trial.check import check_hook
 
 SOURCE = """
 def advantage(args, rollout_data): pass

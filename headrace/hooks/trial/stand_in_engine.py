@@ -15,7 +15,7 @@ _MAX_BODY_BYTES = 16 << 20
 
 @asynccontextmanager
 async def stand_in_engine() -> AsyncIterator[int]:
-    """Its port on 127.0.0.1. Knows `/generate`, and OpenAI's `/v1/chat/completions` and `/v1/completions`."""
+    """Its port on 127.0.0.1. Knows `/generate` and, below any path, `/v1/chat/completions` and `/v1/completions`."""
     server = await asyncio.start_server(_serve, "127.0.0.1", 0)
     async with server:
         yield server.sockets[0].getsockname()[1]
@@ -45,9 +45,9 @@ def _asked(body: bytes) -> Any:
 
 def _answer(path: str, asked: Any) -> Any:
     message = {"role": "assistant", "content": ANSWER}
-    if path.startswith("/v1/chat/completions"):
+    if path.endswith("/v1/chat/completions"):
         return {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
-    if path.startswith("/v1/completions"):
+    if path.endswith("/v1/completions"):
         return {"choices": [{"index": 0, "text": ANSWER, "finish_reason": "stop"}]}
     if isinstance(asked, dict) and isinstance(asked.get("text"), list):
         return [_generated() for _ in asked["text"]]

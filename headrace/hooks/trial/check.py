@@ -10,15 +10,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from headrace.errors import ConfigError, InvalidArgument
+from headrace.hooks.agent import Task, is_agent, require_agent, run_agent
 from headrace.hooks.args import HookArgs, default_args
-from headrace.hooks.attempt import (
-    LEDGER_KINDS,
-    LedgerKind,
-    ledger_kind,
-    require_ledger_hook,
-    sample_answers,
-    try_ledger,
-)
 from headrace.hooks.convert import from_hook
 from headrace.hooks.finished import require_finished
 from headrace.hooks.generate import run_generate, takes_group
@@ -26,12 +19,20 @@ from headrace.hooks.load import Hook, load_hook
 from headrace.hooks.reward import Reward, RewardForm, reward_hook, run_reward
 from headrace.hooks.sample import Sample
 from headrace.hooks.signature import Signature
-from headrace.hooks.stand_in_engine import stand_in_engine
 from headrace.hooks.trainer import TRAINER_FORMS, TrainerKind, trainer_hook, trainer_kind
+from headrace.hooks.trial.attempt import (
+    LEDGER_KINDS,
+    LedgerKind,
+    ledger_kind,
+    require_ledger_hook,
+    sample_answers,
+    try_ledger,
+)
+from headrace.hooks.trial.stand_in_engine import stand_in_engine
 from headrace.process.workers import WorkerError, WorkerPool
 
-Kind = Literal["reward", "group_reward", "generate"] | LedgerKind | TrainerKind
-KINDS: Sequence[Kind] = ("reward", "group_reward", "generate", *LEDGER_KINDS, *TRAINER_FORMS)
+Kind = Literal["reward", "group_reward", "generate", "agent"] | LedgerKind | TrainerKind
+KINDS: Sequence[Kind] = ("reward", "group_reward", "generate", "agent", *LEDGER_KINDS, *TRAINER_FORMS)
 _LOAD_SECONDS = 60.0
 _TRY_SECONDS = 30.0
 
@@ -94,6 +95,11 @@ async def _tried(pool: WorkerPool, report: CheckReport, args: HookArgs, name: st
                 args = HookArgs({**args, "sglang_router_ip": "127.0.0.1", "sglang_router_port": port})
                 made: str = await pool.run(try_generate, path, args, timeout_seconds=_TRY_SECONDS, name=name)
                 return made
+        case "agent":
+            async with stand_in_engine() as port:
+                played = (path, args, f"http://127.0.0.1:{port}/sessions/check")
+                said: str = await pool.run(try_agent, *played, timeout_seconds=_TRY_SECONDS, name=name)
+                return said
         case "filter" | "buffer_filter" | "data_source" as ledger:
             told: str = await pool.run(try_ledger, path, ledger, args, timeout_seconds=_TRY_SECONDS, name=name)
             return told
@@ -116,19 +122,23 @@ def is_class(path: str) -> bool:
 
 
 def _article(kind: Kind | None) -> str:
+    if kind == "agent":
+        return "an agent"
     return f"a {kind} {'class' if kind == 'data_source' else 'function'}"
 
 
 def recognise(path: str, kind: Kind | None) -> tuple[Kind, str]:
     """(kind, version) of the hook. Raises ConfigError when it is of no kind, or not of the one named."""
     hook = load_hook(path)
-    kind = kind or ledger_kind(hook) or trainer_kind(hook) or _generates(hook)
+    kind = kind or ledger_kind(hook) or trainer_kind(hook) or _plays(hook) or _generates(hook)
     kinds: Sequence[Kind] = (kind,) if kind else ("reward", "group_reward", "generate")
     reasons = []
     for candidate in kinds:
         try:
             if candidate == "generate":
                 takes_group(hook)
+            elif candidate == "agent":
+                require_agent(path)
             elif candidate == "reward" or candidate == "group_reward":
                 reward_hook(path, group_rm=candidate == "group_reward")
             elif candidate == "filter" or candidate == "buffer_filter" or candidate == "data_source":
@@ -139,6 +149,10 @@ def recognise(path: str, kind: Kind | None) -> tuple[Kind, str]:
         except ConfigError as error:
             reasons.append(error.message)
     raise ConfigError("\n".join(dict.fromkeys(reasons)))
+
+
+def _plays(hook: Hook) -> Literal["agent"] | None:
+    return "agent" if is_agent(hook) else None
 
 
 def _generates(hook: Hook) -> Literal["generate"] | None:
@@ -164,6 +178,14 @@ async def try_generate(path: str, args: HookArgs) -> str:
     trained = sum(sample.effective_response_length for sample in samples)
     scored = " and sets their rewards" if samples[0].reward is not None else ""
     return f"makes {len(samples)} samples of 2 prompts{scored}: {tokens} response tokens, {trained} of them trained"
+
+
+async def try_agent(path: str, args: HookArgs, session_url: str) -> str:
+    """Describes the result for one prompt. Runs in a worker. Raises what the agent raises."""
+    reward = await run_agent(path, args, Task("What is 3 + 4?", "7"), session_url)
+    return (
+        "plays a prompt, and leaves its reward to the scorer" if reward is None else f"plays a prompt: reward {reward}"
+    )
 
 
 async def try_post_process(path: str, args: HookArgs) -> str:

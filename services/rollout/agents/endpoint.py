@@ -1,0 +1,224 @@
+"""OpenAI's protocol over HTTP: `/v1/…` for anybody on this machine, `/sessions/ID/v1/…` for an agent's session.
+
+A client that goes away ends its request at the engine. Errors have OpenAI's form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from headrace.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    HeadraceError,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
+from headrace.rpc.log import log
+from headrace.wire.limits import MAX_PROMPT_BYTES
+from services.rollout.agents.protocol import (
+    ChatRequest,
+    Choice,
+    Chunks,
+    CompletionRequest,
+    chat_response,
+    completion_response,
+    parsed,
+)
+from services.rollout.agents.record import Ask
+from services.rollout.agents.session import AgentPolicy, AgentSessions, Session
+from services.rollout.production.prompts import PromptEncoder
+from services.rollout.text_pieces import TextPieces
+
+_BODY_BYTES = 2 * MAX_PROMPT_BYTES  # JSON writes some characters in six
+_STATUS: dict[type[HeadraceError], tuple[int, str]] = {
+    InvalidArgument: (400, "invalid_request_error"),
+    FailedPrecondition: (400, "invalid_request_error"),
+    NotFound: (404, "not_found_error"),
+    ResourceExhausted: (429, "rate_limit_error"),
+    Unavailable: (503, "service_unavailable_error"),
+    DeadlineExceeded: (504, "timeout_error"),
+}
+_CODES = {"PROMPT_TOO_LONG": "context_length_exceeded"}
+
+
+class Endpoint:
+    """The routes."""
+
+    def __init__(self, sessions: AgentSessions, policy: AgentPolicy, encoder: PromptEncoder, model: str) -> None:
+        self._sessions = sessions
+        self._policy = policy
+        self._encoder = encoder
+        self._model = model
+        self._began = int(time.time())
+
+    def application(self) -> Starlette:
+        """The ASGI application."""
+        routes = [
+            Route(f"{prefix}/v1/{path}", self._guarded(handler), methods=[method])
+            for prefix in ("", "/sessions/{session_id}")
+            for path, method, handler in (
+                ("chat/completions", "POST", self._chat),
+                ("completions", "POST", self._completion),
+                ("models", "GET", self._models),
+            )
+        ]
+        return Starlette(routes=routes, exception_handlers={HTTPException: _unknown_route})
+
+    def _guarded(
+        self, handler: Callable[[Request, Session], Coroutine[Any, Any, Response]]
+    ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        async def guarded(request: Request) -> Response:
+            try:
+                return await handler(request, self._sessions.find(request.path_params.get("session_id")))
+            except HeadraceError as error:
+                return _refusal(error)
+            except ClientDisconnect:
+                return Response(status_code=499)
+            except Exception as error:  # noqa: BLE001  # one request's bug ends neither the others nor the service
+                log.error("openai_request_failed", path=request.url.path, exc_info=error)
+                return _error(500, "server_error", "the request failed: the rollout service's log says why", None, None)
+
+        return guarded
+
+    async def _models(self, request: Request, session: Session) -> Response:
+        model = {"id": self._model, "object": "model", "created": self._began, "owned_by": "headrace"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _chat(self, request: Request, session: Session) -> Response:
+        asked = parsed(await _body(request), ChatRequest)
+        return await self._answered(request, session, asked, lambda n, made: chat_response(asked, self._model, n, made))
+
+    async def _completion(self, request: Request, session: Session) -> Response:
+        asked = parsed(await _body(request), CompletionRequest)
+        return await self._answered(
+            request, session, asked, lambda n, made: completion_response(asked, self._model, n, made)
+        )
+
+    async def _answered(
+        self,
+        request: Request,
+        session: Session,
+        asked: ChatRequest | CompletionRequest,
+        body: Callable[[int, list[Choice]], dict[str, Any]],
+    ) -> Response:
+        session.seconds_left()  # whether it is over
+        ask = await self._policy.ask(session, asked)
+        if asked.stream:
+            first = await self._first_events(session, asked, ask)
+            return StreamingResponse(first, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        choices = await _unless_gone(request, session, self._policy.choices(session, asked, ask))
+        return JSONResponse(body(len(ask.tokens), choices))
+
+    async def _first_events(
+        self, session: Session, asked: ChatRequest | CompletionRequest, ask: Ask
+    ) -> AsyncIterator[bytes]:
+        """Returns the events once there is a first one, so that a refusal still has a status of its own."""
+        events = self._events(session, asked, ask)
+        first = await anext(events)
+
+        async def all_events() -> AsyncIterator[bytes]:
+            async with contextlib.aclosing(events):
+                yield first
+                async for event in events:
+                    yield event
+
+        return all_events()
+
+    async def _events(
+        self, session: Session, asked: ChatRequest | CompletionRequest, ask: Ask
+    ) -> AsyncGenerator[bytes, None]:
+        chunks, pieces, sent = Chunks(asked, self._model), TextPieces(self._encoder.decode), ""
+        with _counted(session):
+            held_back = bool(asked.stops or (isinstance(asked, ChatRequest) and asked.offered_tools))
+            generations = self._policy.stream(session, asked, ask)
+            started = False
+            async with contextlib.aclosing(generations):
+                async for so_far in generations:
+                    if not started:
+                        yield chunks.first()
+                        started = True
+                    is_last = so_far.finish is not None and so_far.finish.is_final
+                    if not held_back and not is_last and (text := pieces.next(so_far.tokens, is_last=False)):
+                        sent += text
+                        yield chunks.text(text)
+            choice = self._policy.record(session, asked, ask, so_far)
+            if left := choice.answer.content.removeprefix(sent):
+                yield chunks.text(left)
+            yield chunks.last(choice, len(ask.tokens))
+
+
+async def _body(request: Request) -> bytes:
+    """Raises InvalidArgument for one that is too large."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > _BODY_BYTES:
+            raise InvalidArgument(f"the request has more than {_BODY_BYTES} bytes")
+    return bytes(body)
+
+
+async def _unless_gone(request: Request, session: Session, work: Coroutine[Any, Any, list[Choice]]) -> list[Choice]:
+    """Ends the work when the client closes the connection."""
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_left(request))
+    session.requests.add(working)
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        if working.cancelled():
+            raise NotFound(f"session {session.session_id} is over: its agent has ended")
+        return working.result()
+    finally:
+        session.requests.discard(working)
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+@contextlib.contextmanager
+def _counted(session: Session) -> Iterator[None]:
+    """A stream is ended with its session."""
+    task = asyncio.current_task()
+    assert task is not None
+    session.requests.add(task)
+    try:
+        yield
+    finally:
+        session.requests.discard(task)
+
+
+def _refusal(error: HeadraceError) -> Response:
+    status, kind = next((known for cls, known in _STATUS.items() if isinstance(error, cls)), (500, "server_error"))
+    return _error(
+        status, kind, error.message, getattr(error, "field", None), _CODES.get(error.reason, error.reason.lower())
+    )
+
+
+def _error(status: int, kind: str, message: str, param: str | None, code: str | None) -> Response:
+    body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return JSONResponse(body, status_code=status)
+
+
+async def _unknown_route(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    ways = "POST /v1/chat/completions, POST /v1/completions and GET /v1/models, also below /sessions/ID"
+    return _error(status, "invalid_request_error", f"{request.method} {request.url.path}: there are {ways}", None, None)

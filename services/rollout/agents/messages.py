@@ -1,0 +1,101 @@
+"""Messages of OpenAI's chat protocol: as they come, as they are recognised again, and as a chat template takes them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from headrace.errors import InvalidArgument
+
+_ROLES = {"developer": "system"}
+
+
+class Function(msgspec.Struct):
+    """The function of a tool call; OpenAI writes its arguments as JSON in a string."""
+
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class ToolCallMessage(msgspec.Struct):
+    """A call in an assistant's message."""
+
+    function: Function
+    id: str = ""
+    type: str = "function"
+
+
+class Part(msgspec.Struct):
+    """A part of a message's content."""
+
+    type: str
+    text: str = ""
+
+
+class Message(msgspec.Struct):
+    """One message; fields that are not here are of no chat template."""
+
+    role: str
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[ToolCallMessage] | None = None
+    reasoning_content: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The content as one text. Raises InvalidArgument for parts that are no text."""
+        if not isinstance(self.content, list):
+            return self.content or ""
+        for part in self.content:
+            if part.type != "text":
+                raise InvalidArgument(
+                    f"content of type {part.type!r:.40} is not supported: send text", field="messages"
+                )
+        return "".join(part.text for part in self.content)
+
+    def for_template(self) -> dict[str, Any]:
+        """Returns what chat templates expect: content as text, and arguments as objects."""
+        made: dict[str, Any] = {"role": _ROLES.get(self.role, self.role), "content": self.text}
+        for field in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, field)) is not None:
+                made[field] = value
+        if self.tool_calls:
+            made["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": call.type,
+                    "function": {"name": call.function.name, "arguments": _arguments(call)},
+                }
+                for call in self.tool_calls
+            ]
+        return made
+
+    def key(self) -> bytes:
+        """Equal for messages that say the same; ids of tool calls, which some clients renew, do not count."""
+        calls = [(call.function.name, _arguments(call)) for call in self.tool_calls or ()]
+        said = [self.role, self.text, self.name, self.reasoning_content, calls]
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).digest()
+
+
+def prefix_keys(messages: Sequence[Message]) -> Iterator[bytes]:
+    """Yields a key for each message, which stands for it and all before it."""
+    running = hashlib.sha256()
+    for message in messages:
+        running.update(message.key())
+        yield running.digest()
+
+
+def _arguments(call: ToolCallMessage) -> Mapping[str, Any] | str:
+    arguments = call.function.arguments
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        found = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments

@@ -1,0 +1,266 @@
+"""OpenAI's requests and responses, of the chat and of the completions API.
+
+A parameter that would change what is sampled in a way that headrace cannot record is refused by its name.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import msgspec
+
+from headrace.errors import InvalidArgument
+from headrace.wire.checks import require_between, require_finite
+from headrace.wire.limits import MAX_MESSAGES, MAX_NEW_TOKENS, MAX_SAMPLES_PER_GROUP, MAX_STOPS, MAX_TEMPERATURE
+from services.rollout.agents.messages import Message
+from services.rollout.agents.record import RecordedAnswer
+from services.rollout.engine.answer import Finish
+from services.rollout.engine.api import SamplingParams
+
+T = TypeVar("T", bound="_Request")
+
+
+class _Request(msgspec.Struct, kw_only=True):
+    """The parameters that both APIs have; those that are not here do not change what is sampled."""
+
+    model: str = ""
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def check(self) -> None:
+        """Raises InvalidArgument, which names the parameter."""
+        require_between(self.num_choices, 1, MAX_SAMPLES_PER_GROUP, "n")
+        if self.stream and self.num_choices > 1:
+            raise InvalidArgument("n is more than 1 in a stream: leave stream out", field="n")
+        if self.most_tokens is not None:
+            require_between(self.most_tokens, 1, MAX_NEW_TOKENS, "max_tokens")
+        if self.temperature is not None:
+            require_finite(self.temperature, "temperature", most=MAX_TEMPERATURE)
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise InvalidArgument(f"top_p is {self.top_p:g}, must be in (0, 1]", field="top_p")
+        if len(self.stops) > MAX_STOPS or "" in self.stops:
+            raise InvalidArgument(f"stop must be at most {MAX_STOPS} strings that are not empty", field="stop")
+        for field in ("frequency_penalty", "presence_penalty", "logit_bias"):
+            if getattr(self, field):
+                raise InvalidArgument(f"{field} is not supported: leave it out", field=field)
+
+    def params(self, default: SamplingParams, *, is_recorded: bool) -> SamplingParams:
+        """Returns the parameters to sample with.
+
+        In a recorded session temperature, top-p and top-k are the job's: a ratio of policies needs them equal.
+        """
+        most = default.max_new_tokens
+        made = replace(
+            default,
+            max_new_tokens=min(self.most_tokens or most, most) if is_recorded else self.most_tokens or most,
+            stop=(*default.stop, *self.stops),
+        )
+        if is_recorded:
+            return made
+        return replace(
+            made,
+            temperature=default.temperature if self.temperature is None else self.temperature,
+            top_p=default.top_p if self.top_p is None else self.top_p,
+            top_k=self.top_k if self.top_k and self.top_k > 0 else default.top_k,
+            seed=self.seed,
+        )
+
+
+class ChatRequest(_Request, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def offered_tools(self) -> list[Any] | None:
+        return None if self.tool_choice == "none" else self.tools or None
+
+    def check(self) -> None:
+        super().check()
+        require_between(len(self.messages), 1, MAX_MESSAGES, "messages")
+        if self.response_format and self.response_format.get("type") != "text":
+            raise InvalidArgument(
+                "response_format must be text: what is trained is sampled freely", field="response_format"
+            )
+        if self.top_logprobs:
+            raise InvalidArgument(
+                "top_logprobs is not supported: logprobs are those of sampled tokens", field="top_logprobs"
+            )
+
+
+class CompletionRequest(_Request, kw_only=True):
+    """`POST /v1/completions`."""
+
+    prompt: str
+    logprobs: int | None = None
+    echo: bool | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.echo:
+            raise InvalidArgument("echo is not supported: the prompt is yours", field="echo")
+        if self.logprobs and self.logprobs > 1:
+            raise InvalidArgument("logprobs must be 0 or 1: those of sampled tokens", field="logprobs")
+
+
+def parsed(body: bytes, kind: type[T]) -> T:
+    """Raises InvalidArgument for what is no such request."""
+    try:
+        request = msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise InvalidArgument(f"the request cannot be read: {error}") from error
+    request.check()
+    return request
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One response, with what the client is given of it."""
+
+    answer: RecordedAnswer
+    message: Message
+    pieces: Sequence[str]
+    """The text of each token."""
+
+    @property
+    def finish_reason(self) -> str:
+        if self.message.tool_calls:
+            return "tool_calls"
+        return "length" if self.answer.finish is Finish.LENGTH else "stop"
+
+    def log_probs(self) -> dict[str, Any]:
+        """In the chat API's form."""
+        pairs = zip(self.pieces, self.answer.log_probs, strict=True)
+        content = [
+            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []} for text, value in pairs
+        ]
+        return {"content": content, "refusal": None}
+
+
+def chat_response(request: ChatRequest, model: str, prompt_tokens: int, choices: Sequence[Choice]) -> dict[str, Any]:
+    """The body of `POST /v1/chat/completions`."""
+    return {
+        **_head("chatcmpl", "chat.completion", model),
+        "choices": [
+            {
+                "index": index,
+                "message": message_of(choice),
+                "finish_reason": choice.finish_reason,
+                "logprobs": choice.log_probs() if request.logprobs else None,
+            }
+            for index, choice in enumerate(choices)
+        ],
+        "usage": usage(prompt_tokens, choices),
+    }
+
+
+def completion_response(
+    request: CompletionRequest, model: str, prompt_tokens: int, choices: Sequence[Choice]
+) -> dict[str, Any]:
+    """The body of `POST /v1/completions`."""
+    return {
+        **_head("cmpl", "text_completion", model),
+        "choices": [
+            {
+                "index": index,
+                "text": choice.answer.content,
+                "finish_reason": choice.finish_reason,
+                "logprobs": {"tokens": choice.pieces, "token_logprobs": choice.answer.log_probs}
+                if request.logprobs is not None
+                else None,
+            }
+            for index, choice in enumerate(choices)
+        ],
+        "usage": usage(prompt_tokens, choices),
+    }
+
+
+def message_of(choice: Choice) -> dict[str, Any]:
+    """The assistant's message; its text is exactly what was sampled before the first tool call."""
+    message: dict[str, Any] = {"role": "assistant", "content": choice.answer.content}
+    if choice.message.tool_calls:
+        message["tool_calls"] = msgspec.to_builtins(choice.message.tool_calls)
+    return message
+
+
+def usage(prompt_tokens: int, choices: Sequence[Choice]) -> dict[str, int]:
+    """Tokens of the request and of all its choices."""
+    written = sum(len(choice.answer.tokens) for choice in choices)
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": written, "total_tokens": prompt_tokens + written}
+
+
+class Chunks:
+    """The events of one streamed response: they share an id."""
+
+    def __init__(self, request: ChatRequest | CompletionRequest, model: str) -> None:
+        is_chat = isinstance(request, ChatRequest)
+        self._is_chat = is_chat
+        self._wants_usage = bool((request.stream_options or {}).get("include_usage"))
+        self._head = _head(*(("chatcmpl", "chat.completion.chunk") if is_chat else ("cmpl", "text_completion")), model)
+
+    def first(self) -> bytes:
+        """Says who speaks; nothing in the completions API."""
+        return self._event([self._choice({"role": "assistant", "content": ""})]) if self._is_chat else b""
+
+    def text(self, text: str) -> bytes:
+        return self._event([self._choice({"content": text}, text)])
+
+    def last(self, choice: Choice, prompt_tokens: int) -> bytes:
+        """The tool calls, why it ended, and the usage where it was asked for."""
+        calls = msgspec.to_builtins(choice.message.tool_calls or [])
+        said = {"tool_calls": [{"index": index, **call} for index, call in enumerate(calls)]} if calls else {}
+        events = self._event([self._choice(said) | {"finish_reason": choice.finish_reason}])
+        if self._wants_usage:
+            events += _sse({**self._head, "choices": [], "usage": usage(prompt_tokens, [choice])})
+        return events + b"data: [DONE]\n\n"
+
+    def _choice(self, delta: Mapping[str, Any], text: str = "") -> dict[str, Any]:
+        said = {"delta": delta} if self._is_chat else {"text": text}
+        return {"index": 0, **said, "finish_reason": None, "logprobs": None}
+
+    def _event(self, choices: Sequence[Mapping[str, Any]]) -> bytes:
+        return _sse({**self._head, "choices": choices})
+
+
+def _sse(event: Mapping[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+
+def _head(prefix: str, kind: str, model: str) -> dict[str, Any]:
+    return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}

@@ -1,0 +1,155 @@
+"""Samples from a user's agent: it plays each prompt in a session of its own, whose record is what is trained."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+
+import numpy as np
+
+from headrace.errors import ConfigError, HeadraceError
+from headrace.hooks import HookArgs
+from headrace.hooks import Sample as HookSample
+from headrace.hooks.agent import Task, require_agent, run_agent
+from headrace.process.workers import WorkerError, WorkerPool
+from headrace.rpc.log import log
+from headrace.trajectory import Failure, Sample, Status
+from headrace.wire.limits import MAX_ID_CHARACTERS
+from services.rollout.agents.record import Branch
+from services.rollout.agents.session import AgentSessions, Session, SessionLimits
+from services.rollout.engine.answer import Finish
+from services.rollout.production.sampling import SampleRequest, failed_sample
+
+_WORKERS = 2
+_LOAD_SECONDS = 120.0
+_REASONS = {
+    "WorkerTimeout": "HOOK_TIMEOUT",
+    "WorkerCrashed": "HOOK_CRASHED",
+    "WorkerBroken": "HOOK_CRASHED",
+    "WorkerRaised": "HOOK_RAISED",
+}
+
+
+class AgentSampler:
+    """A `Sampler`. All agents run at the same time, at most `calls_at_once`, in worker processes."""
+
+    def __init__(
+        self,
+        path: str,
+        args: HookArgs,
+        sessions: AgentSessions,
+        url: str,
+        *,
+        limits: SessionLimits,
+        calls_at_once: int,
+        evaluation_priority: int | None = None,
+        warn: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._path = path
+        self._args = args
+        self._sessions = sessions
+        self._url = url
+        self._limits = limits
+        self._evaluation_priority = evaluation_priority
+        self._warn = warn
+        self._warned = set[str]()
+        self._places = asyncio.Semaphore(calls_at_once)
+        self._pool = WorkerPool(_WORKERS, calls_per_worker=-(-calls_at_once // _WORKERS))
+        self.in_flight = 0
+
+    async def start(self) -> None:
+        """Raises ConfigError when the agent cannot be loaded, or takes other arguments."""
+        try:
+            await self._pool.run(require_agent, self._path, timeout_seconds=_LOAD_SECONDS)
+        except WorkerError as error:
+            raise ConfigError(error.message, field="rollout.agent_function_path") from error
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+    async def sample_all(
+        self, requests: Sequence[SampleRequest], *, evaluation: bool, return_partial: asyncio.Event | None = None
+    ) -> list[Sample]:
+        """Returns at least one sample for each request; more where a session has several branches."""
+        self.in_flight += len(requests)
+        try:
+            made = await asyncio.gather(*(self._play(request, evaluation=evaluation) for request in requests))
+        finally:
+            self.in_flight -= len(requests)
+        return [sample for samples in made for sample in samples]
+
+    async def _play(self, request: SampleRequest, *, evaluation: bool) -> list[Sample]:
+        session = self._sessions.open(request.params, self._limits, self._warn_once)
+        session.priority = self._evaluation_priority if evaluation else None
+        work = (self._path, self._args, _task(request, evaluation), f"{self._url}/sessions/{session.session_id}")
+        try:
+            async with self._places:
+                reward = await self._pool.run(
+                    run_agent, *work, timeout_seconds=self._limits.seconds, name=f"agent {self._path}"
+                )
+            await self._sessions.close(session)
+            return self._samples(request, session, reward)
+        except (WorkerError, HeadraceError) as error:
+            await self._sessions.close(session)
+            if session.is_cut and session.record.num_answers:
+                return self._samples(request, session, None)  # a limit of the session ended it
+            reason = error.reason if isinstance(error, HeadraceError) else _REASONS[type(error).__name__]
+            return [self._failed(request, Failure(reason, error.message))]
+        finally:
+            await self._sessions.close(session)
+
+    def _samples(self, request: SampleRequest, session: Session, reward: object) -> list[Sample]:
+        branches = session.record.branches()
+        if not branches:
+            message = f"agent {self._path} asked nothing of its base_url, so there is nothing to train"
+            return [self._failed(request, Failure("HOOK_INCOMPLETE", message))]
+        made = [
+            _sample(request, branch, number if len(branches) > 1 else None, is_cut=session.is_cut)
+            for number, branch in enumerate(branches)
+        ]
+        return made if reward is None else [self._with_reward(sample, reward) for sample in made]
+
+    def _with_reward(self, sample: Sample, reward: object) -> Sample:
+        """The agent's own reward; no scorer is asked then. Raises InvalidArgument where --reward-key is not in it."""
+        parts = reward if isinstance(reward, dict) else {}
+        value = HookSample(index=sample.index, reward=reward).get_reward_value(self._args)  # type: ignore[arg-type]
+        return replace(sample, reward=value, reward_parts=parts, scorer=f"agent {self._path}"[-MAX_ID_CHARACTERS:])
+
+    def _failed(self, request: SampleRequest, failure: Failure) -> Sample:
+        log.warning("agent_failed", agent=self._path, sample_id=request.sample_id, message=failure.message)
+        return failed_sample(request, failure)
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            self._warn(message)
+
+
+def _task(request: SampleRequest, evaluation: bool) -> Task:
+    prompt, metadata = request.prompt, dict(request.metadata)
+    if prompt.tools:
+        metadata.setdefault("tools", prompt.tools)
+    messages = [dict(message) for message in prompt.messages or ()]
+    return Task(messages or prompt.text, request.label, metadata, request.index, evaluation)
+
+
+def _sample(request: SampleRequest, branch: Branch, number: int | None, *, is_cut: bool) -> Sample:
+    """Without `number` it is the request's only sample; those of a fan-out share the request's id as their rollout."""
+    was_cut = is_cut or branch.finish is Finish.LENGTH
+    return Sample(
+        sample_id=request.sample_id if number is None else f"{request.sample_id}/{number}",
+        group_id=request.group_id,
+        index=request.index,
+        rollout_id=request.sample_id,
+        prompt=branch.prompt_text,
+        response=branch.last.content + branch.last.rest,
+        tokens=np.asarray([*branch.prompt, *branch.response], dtype=np.int32),
+        loss_mask=np.asarray(branch.loss_mask, dtype=np.uint8),
+        rollout_log_probs=np.asarray(branch.log_probs, dtype=np.float32),
+        status=Status.TRUNCATED if was_cut else Status.COMPLETED,
+        label=request.label,
+        metadata=request.metadata,
+        sampling_params=asdict(request.params),
+        policy_ranges=branch.policy_ranges,
+    )

@@ -1,0 +1,88 @@
+"""A rollout service with an agent, before fake engines or real ones, and a ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from headrace.api.buffer.v1 import buffer_pb2 as pb
+from headrace.client.buffer import BufferClient
+from headrace.job.schema.job import Job
+from headrace.trajectory import Sample
+from services.buffer.store.memory import MemoryStore
+from services.rollout.agents.sampler import AgentSampler
+from services.rollout.build import rollout_service
+from services.rollout.engine.api import SamplingParams
+from services.rollout.engine.process import EngineFactory
+from services.rollout.production.sampling import SampleRequest
+from services.rollout.service import RolloutService
+from tests.support.ledgers.buffer_samples import text_prompts
+from tests.support.models.chat_templates import make_chat_tokenizer
+from tests.support.models.tiny_model import make_tiny_qwen3
+from tests.support.processes.buffer_server import served_buffer
+
+GROUPS, SAMPLES = 3, 4
+
+
+@dataclass
+class Producing:
+    service: RolloutService
+    buffer: BufferClient
+
+    @property
+    def sampler(self) -> AgentSampler:
+        assert isinstance(self.service.parts.sampler, AgentSampler)
+        return self.service.parts.sampler
+
+    async def play(self, count: int = 1, *, metadata: Mapping[str, object] | None = None) -> list[Sample]:
+        """The samples of one group, without the ledger."""
+        prompt = self.service.parts.encoder.encode_text("2 + 2?")
+        params = SamplingParams(max_new_tokens=6, seed=5)
+        requests = [SampleRequest(f"g/1/{i}", "g", i, prompt, "4", metadata or {}, params) for i in range(count)]
+        return await self.sampler.sample_all(requests, evaluation=False)
+
+    async def produced(self) -> list[Sample]:
+        """All samples of the ledger, once every group is ready."""
+        async with asyncio.timeout(240):
+            while (await self.buffer.stats("train")).groups["READY"] < GROUPS:
+                await asyncio.sleep(0.05)
+        groups = (await self.buffer.list_groups("train")).groups
+        ids = [sample.sample_id for group in groups for sample in group.samples]
+        return [Sample.unpack(each) for each in await self.buffer.fetch_samples("train", ids)]
+
+
+@contextlib.asynccontextmanager
+async def producing(
+    folder: Path, code: str, factory: Callable[[Job], EngineFactory], *, num_prompts: int = GROUPS, **rollout: object
+) -> AsyncIterator[Producing]:
+    make_tiny_qwen3(folder)
+    make_chat_tokenizer("qwen2.5").save_pretrained(folder)
+    (folder / "agent.py").write_text(code)
+    async with served_buffer(MemoryStore()) as (_, server), BufferClient(server.address) as client:
+        await client.create_stream(pb.StreamConfig(name="train", n_samples_per_prompt=SAMPLES, groups_per_step=GROUPS))
+        if num_prompts:
+            await client.submit_prompts("train", text_prompts(*(f"prompt {n}" for n in range(num_prompts))))
+        job = Job.model_validate(
+            {
+                "model": {"hf_checkpoint": folder},
+                "services": {"buffer_address": server.address, "reward_address": "127.0.0.1:9"},
+                "rollout": {
+                    "rollout_batch_size": GROUPS,
+                    "n_samples_per_prompt": SAMPLES,
+                    "rollout_max_response_len": 6,
+                    "agent_function_path": f"{folder / 'agent.py'}:run",
+                    **rollout,
+                },
+            }
+        )
+        service = rollout_service(job, factory(job), folder, CollectorRegistry())
+        await service.start()
+        try:
+            yield Producing(service, client)
+        finally:
+            await service.stop()

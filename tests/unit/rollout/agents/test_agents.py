@@ -1,0 +1,153 @@
+"""Agents that know nothing of headrace but a URL: their samples through the real producer, router and buffer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from headrace.errors import ConfigError
+from headrace.rpc.net import free_port
+from headrace.trajectory import Sample, Status
+from tests.support.agents import GROUPS, SAMPLES, Producing
+from tests.support.agents import producing as producing_with
+from tests.support.fakes.fake_engine import FakeEngine, response_to
+from tests.support.fakes.fake_fleet import WIRE
+
+AGENT = """
+import asyncio
+import openai
+
+
+async def run(args, task, base_url):
+    async with openai.AsyncOpenAI(base_url=base_url, api_key="none") as client:
+        messages = [{"role": "user", "content": task.prompt}]
+        for turn in range(2):
+            made = await client.chat.completions.create(model="policy", messages=messages)
+            messages.append({"role": "assistant", "content": made.choices[0].message.content})
+            messages.append({"role": "user", "content": "are you sure?"})
+        return float(len(messages))
+"""
+
+
+@contextlib.asynccontextmanager
+async def producing(
+    folder: Path, code: str, *, token_seconds: float = 0.0, **options: Any
+) -> AsyncIterator[tuple[Producing, FakeEngine]]:
+    engine = FakeEngine(WIRE, token_seconds=token_seconds)
+    async with producing_with(folder, code, lambda job: lambda number: engine, **options) as made:
+        yield made, engine
+
+
+def require_as_sampled(sample: Sample) -> None:
+    """Each trained stretch is what the engine says after all tokens before it."""
+    tokens, start = sample.tokens.tolist(), sample.prompt_length
+    mask = np.concatenate([np.zeros(start, dtype=np.uint8), sample.loss_mask])
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]]).astype(int)))
+    for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+        assert tokens[begin:end] == response_to(tokens[:begin], end - begin)
+
+
+async def test_an_agents_runs_become_the_batch_of_a_step(tmp_path: Path) -> None:
+    async with producing(tmp_path, AGENT) as (made, _):
+        samples = await made.produced()
+    assert len(samples) == GROUPS * SAMPLES
+    for sample in samples:
+        require_as_sampled(sample)
+        assert (sample.reward, sample.status, int(sample.loss_mask.sum())) == (5.0, Status.TRUNCATED, 12)
+        assert 0 in sample.loss_mask  # the question between the answers
+        assert sample.scorer.startswith("agent ")
+        assert [one.policy_version for one in sample.policy_ranges] == [0, 0]
+
+
+async def test_a_worker_that_is_killed_costs_no_sample(tmp_path: Path) -> None:
+    async with producing(tmp_path, AGENT, token_seconds=0.1) as (made, engine):
+        async with asyncio.timeout(120):
+            while not engine.num_in_flight:  # another party's state
+                await asyncio.sleep(0.01)
+        for pid in made.sampler._pool.pids:
+            os.kill(pid, signal.SIGKILL)
+        engine.token_seconds = 0.0
+        samples = await made.produced()
+        stats = await made.buffer.stats("train")
+    assert len(samples) == GROUPS * SAMPLES
+    for sample in samples:
+        require_as_sampled(sample)
+    assert (stats.groups["QUEUED"], stats.groups["LEASED"], stats.groups["FAILED"]) == (0, 0, 0)
+
+
+async def test_a_conversation_apart_is_a_sample_of_the_same_rollout(tmp_path: Path) -> None:
+    code = AGENT.replace(
+        "        return float",
+        '        judge = [{"role": "user", "content": "judge"}]\n'
+        '        await client.chat.completions.create(model="policy", messages=judge)\n'
+        "        return float",
+    )
+    async with producing(tmp_path, code, num_prompts=0) as (made, _):
+        samples = await made.play(2)
+    assert [sample.sample_id for sample in samples] == ["g/1/0/0", "g/1/0/1", "g/1/1/0", "g/1/1/1"]
+    assert [sample.rollout_id for sample in samples] == ["g/1/0", "g/1/0", "g/1/1", "g/1/1"]
+    assert {sample.reward for sample in samples} == {5.0}
+    for sample in samples:
+        require_as_sampled(sample)
+
+
+async def test_each_failure_is_the_samples_own(tmp_path: Path) -> None:
+    code = AGENT.replace(
+        "    async with",
+        "    if task.index == 0:\n        raise KeyError('lost')\n"
+        "    if task.index == 1:\n        return 1.0\n"
+        "    if task.index == 2:\n        await asyncio.Event().wait()\n"
+        "    async with",
+    )
+    async with producing(tmp_path, code, num_prompts=0, generate_timeout_seconds=6.0) as (made, _):
+        samples = await made.play(4)
+    reasons = [sample.failure.reason if sample.failure else None for sample in samples]
+    assert reasons == ["HOOK_RAISED", "HOOK_INCOMPLETE", "HOOK_TIMEOUT", None]
+    assert samples[0].failure is not None
+    assert "KeyError: 'lost'" in samples[0].failure.message
+
+
+async def test_an_agent_that_reaches_its_last_turn_keeps_what_it_said(tmp_path: Path) -> None:
+    async with producing(tmp_path, AGENT, num_prompts=0, max_turns=1) as (made, _):
+        (sample,) = await made.play()
+    assert (sample.status, int(sample.loss_mask.sum()), sample.reward) == (Status.TRUNCATED, 6, None)
+    require_as_sampled(sample)
+
+
+async def test_a_reward_of_parts_is_the_part_that_is_trained_on(tmp_path: Path) -> None:
+    code = AGENT.replace("return float(len(messages))", "return {'right': 1, 'short': 0.5}")
+    async with producing(tmp_path, code, num_prompts=0) as (made, _):
+        (sample,) = await made.play()
+    assert sample.failure is not None  # no --reward-key
+    assert "choose one with --reward-key" in sample.failure.message
+
+
+async def test_openai_port_is_where_anybody_on_the_machine_asks(tmp_path: Path) -> None:
+    port = free_port()
+    async with (
+        producing(tmp_path, AGENT, num_prompts=0, openai_port=port, agent_function_path=None),
+        openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="any") as client,
+    ):
+        made = await client.completions.create(model="policy", prompt="once", max_tokens=5)
+    assert made.usage is not None
+    assert made.usage.completion_tokens == 5
+
+
+async def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taker:
+        taker.bind(("127.0.0.1", 0))
+        taker.listen()
+        port = taker.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--openai-port {port}: .*: choose another"):
+            async with producing(tmp_path, AGENT, num_prompts=0, openai_port=port):
+                pass
