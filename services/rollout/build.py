@@ -29,9 +29,9 @@ from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Fleet, FleetTiming
 from services.rollout.engine.process import EngineFactory, SglangProcess
 from services.rollout.engine.router import Router
-from services.rollout.eval_file import EvalFiles
-from services.rollout.evaluate import SAMPLES_AT_ONCE, Evaluator
-from services.rollout.evaluation_slots import EvaluationSlots
+from services.rollout.evaluation.eval_file import EvalFiles
+from services.rollout.evaluation.evaluate import SAMPLES_AT_ONCE, Evaluator
+from services.rollout.evaluation.evaluation_slots import EvaluationSlots
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.custom import HookSampler, custom_args
 from services.rollout.production.failed_samples import FailedSamples

@@ -19,8 +19,8 @@ from headrace.job.schema.job import Job
 from headrace.preflight.hooks import LOAD_SECONDS, hook_pool
 from headrace.preflight.process import CheckOptions, ReadPrompts, serve_check
 from headrace.preflight.report import Prompts, Report
-from services.rollout.eval_file import EvalFiles
-from services.rollout.eval_plan import read_plan
+from services.rollout.evaluation.eval_file import EvalFiles
+from services.rollout.evaluation.eval_plan import read_plan
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import job_params
 from services.rollout.production.supervised import supervised_parts

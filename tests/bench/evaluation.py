@@ -25,7 +25,7 @@ from headrace.client.rollout import RolloutClient
 from headrace.job.eval_sets import eval_sets
 from headrace.job.schema.production import EvalSection
 from headrace.rpc.log import drop_logs
-from services.rollout.evaluate import Evaluator
+from services.rollout.evaluation.evaluate import Evaluator
 from services.trainer.loop import train
 from services.trainer.schedule import JobSchedule
 from services.trainer.serving.evaluation import JobEvaluator

@@ -10,9 +10,9 @@ from headrace.api.rollout.v1 import rollout_pb2
 from headrace.client.buffer import BufferClient
 from services.buffer.store.memory import MemoryStore
 from services.rollout.engine.api import SamplingParams
-from services.rollout.eval_file import EvalFiles
-from services.rollout.evaluate import Evaluator
-from services.rollout.evaluation_slots import EvaluationSlots
+from services.rollout.evaluation.eval_file import EvalFiles
+from services.rollout.evaluation.evaluate import Evaluator
+from services.rollout.evaluation.evaluation_slots import EvaluationSlots
 from services.rollout.production.generator import Generator
 from services.rollout.production.sampling import EngineSampler
 from services.trainer.breaker import Breaker

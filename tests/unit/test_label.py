@@ -21,7 +21,7 @@ from headrace.label import label_text
 from services.buffer.ledger.source import FileSource
 from services.buffer.prompts.data_source import DataSourceWalk
 from services.buffer.prompts.row import RowReader
-from services.rollout.eval_file import EvalFiles, EvalKeys
+from services.rollout.evaluation.eval_file import EvalFiles, EvalKeys
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 scalars = st.one_of(st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), texts)

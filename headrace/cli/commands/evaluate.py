@@ -1,31 +1,46 @@
-"""`headrace eval [RUN]`: evaluates the policy that the engines serve now, or shows what evaluations found."""
+"""`headrace eval`: evaluates a live run, a checkpoint or a Hugging Face folder, or shows what evaluations found."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
 
 from headrace.api.rollout.v1 import rollout_pb2
+from headrace.cli.commands.export import export_step
+from headrace.cli.eval_services import SERVICES, ask, evaluate_url, evaluate_with_services, scratch, serving
+from headrace.cli.job_arguments import load_job
 from headrace.cli.runs import add_run_argument, address_of, find_run
 from headrace.cli.view.eval_history import history
-from headrace.client.rollout import RolloutClient
+from headrace.cli.words import count, count_from_zero
 from headrace.errors import InvalidArgument, NotFound
 from headrace.job.eval_dataset import eval_dataset
 from headrace.job.eval_sets import EvalSet, eval_sets
+from headrace.job.rules.scope import Scope
+from headrace.job.schema.job import Job
+from headrace.launch.earlier import has_ended
 from headrace.run_folder import RunFolder
+from headrace.wire.checks import shown
 
-_DEADLINE_SECONDS = 24 * 3600.0
+_FOLDER, _URL = "--hf-checkpoint", "--url"
+_SIZES = ("--rollout-batch-size", "1", "--n-samples-per-prompt", "1", "--num-steps-per-rollout", "1")
+_EPILOG = """A live run is asked as it is now. Of a run that has ended, and with --step, a checkpoint is exported, and
+engines are started for it. `headrace eval [JOB.toml] --hf-checkpoint FOLDER --eval-prompt-data NAME PATH` with a reward
+takes the flags of `headrace train`, and evaluates any Hugging Face folder; with `--url http://HOST:PORT/v1 --model
+NAME` in place of the folder any server that speaks OpenAI's API."""
 
 
 def evaluate(argv: Sequence[str]) -> int:
     """Prints one line for each data set."""
-    parser = argparse.ArgumentParser(prog="headrace eval")
+    names = {word.split("=")[0] for word in argv}
+    if _URL in names:
+        return _of_url(argv)
+    if _FOLDER in names:
+        return _of_folder(argv)
+    parser = argparse.ArgumentParser(prog="headrace eval", epilog=_EPILOG)
     add_run_argument(parser)
     parser.add_argument(
         "--data",
@@ -34,7 +49,8 @@ def evaluate(argv: Sequence[str]) -> int:
         metavar=("NAME", "PATH"),
         help="data set to evaluate, instead of the job's; repeatable",
     )
-    parser.add_argument("--max-prompts", type=int, help="how many prompts of each data set to use, from its first")
+    parser.add_argument("--max-prompts", type=count, help="how many prompts of each data set to use, from its first")
+    parser.add_argument("--step", type=count_from_zero, help="evaluate this step's checkpoint")
     parser.add_argument(
         "--history", action="store_true", help="evaluate nothing: show the run's evaluations, by step and data set"
     )
@@ -42,12 +58,58 @@ def evaluate(argv: Sequence[str]) -> int:
     run = find_run(args.run)
     if args.history:
         return _show_history(run)
-    job = run.job()
     named = [EvalSet(name=name, path=Path(path).absolute()) for name, path in args.data or ()]
-    if not (sets := named or eval_sets(job.eval)):
-        raise InvalidArgument("the job has no eval_prompt_data: pass --data NAME PATH")
-    datasets = [eval_dataset(each, job.eval, job.rollout, job.data, args.max_prompts) for each in sets]
-    results = asyncio.run(_evaluate(address_of(args.run, "rollout"), datasets))
+    job = run.job()
+    datasets = _datasets(job, named or eval_sets(job.eval), args.max_prompts)
+    if args.step is None and not has_ended(run):
+        return _show(asyncio.run(ask(address_of(args.run, "rollout"), datasets)))
+    with scratch() as folder:
+        step = export_step(run, args.step, folder / "weights")
+        print(f"evaluating the checkpoint of step {step}", flush=True)
+        alone = _with_data(serving(job, folder, hf_checkpoint=folder / "weights"), named)
+        return _show(asyncio.run(evaluate_with_services(alone, datasets)))
+
+
+def _of_folder(argv: Sequence[str]) -> int:
+    """Takes the flags of a job; the sizes of its batches are of no account."""
+    words = list(argv) if argv and not argv[0].startswith("-") else [*_SIZES, *argv]
+    with scratch() as folder:
+        job = load_job([*words, "--run-dir", str(folder)], lambda _: Scope(SERVICES))
+        alone = serving(job, folder, hf_checkpoint=job.model.hf_checkpoint)
+        return _show(asyncio.run(evaluate_with_services(alone, _datasets(job, eval_sets(job.eval), None))))
+
+
+def _of_url(argv: Sequence[str]) -> int:
+    """Takes --url and --model, and the flags of a job that say what to ask and how to score it."""
+    parser = argparse.ArgumentParser(prog="headrace eval", allow_abbrev=False)
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--model", required=True)
+    args, words = parser.parse_known_args(argv)
+    if not args.url.startswith(("http://", "https://")):
+        raise InvalidArgument(f"--url {shown(args.url)} must begin with http:// or https://, and mostly ends with /v1")
+    words = words if words and not words[0].startswith("-") else [*_SIZES, *words]
+    with scratch() as folder:
+        job = load_job([*words, _FOLDER, str(folder), "--run-dir", str(folder)], lambda _: Scope(["reward"]))
+        alone = serving(job, folder, hf_checkpoint=folder)
+        datasets = _datasets(job, eval_sets(job.eval), None)
+        return _show(asyncio.run(evaluate_url(alone, datasets, args.url, args.model)))
+
+
+def _datasets(job: Job, sets: Sequence[EvalSet], max_prompts: int | None) -> list[rollout_pb2.EvalDataset]:
+    if not sets:
+        raise InvalidArgument("no data to evaluate on: pass --data NAME PATH of a run, --eval-prompt-data of a folder")
+    return [eval_dataset(each, job.eval, job.rollout, job.data, max_prompts) for each in sets]
+
+
+def _with_data(job: Job, named: Sequence[EvalSet]) -> Job:
+    """The job with the named files, which only its own rollout service reads then."""
+    if not named:
+        return job
+    data = tuple((each.name, each.path) for each in named)
+    return job.model_copy(update={"eval": job.eval.model_copy(update={"eval_prompt_data": data, "eval_config": None})})
+
+
+def _show(results: Sequence[rollout_pb2.EvalResult]) -> int:
     for result in results:
         print(described(result))
     return 0
@@ -75,15 +137,3 @@ def _show_history(run: RunFolder) -> int:
     if picture.is_file():
         console.print(f"{picture} has the curves; `headrace samples --eval NAME --step N` the samples of a number")
     return 0
-
-
-async def _evaluate(address: str, datasets: list[rollout_pb2.EvalDataset]) -> list[rollout_pb2.EvalResult]:
-    results: list[rollout_pb2.EvalResult] = []
-    async with RolloutClient(address) as rollout:
-        with Progress(transient=True) as progress:
-            bar = progress.add_task("evaluating", total=None)
-            replies = rollout.watch_evaluation(uuid.uuid4().hex, datasets, deadline_seconds=_DEADLINE_SECONDS)
-            async for reply in replies:
-                progress.update(bar, completed=reply.done, total=reply.total)
-                results.extend(reply.results)
-    return results

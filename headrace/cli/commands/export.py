@@ -48,7 +48,17 @@ async def _export(address: str, folder: Path) -> trainer_pb2.ExportModelResponse
 
 
 def _of_checkpoint(run: RunFolder, step: int | None, folder: Path) -> int:
-    """One process reads the checkpoint on CPUs: it needs no GPU and none of the run's services."""
+    wanted = export_step(run, step, folder)
+    print(f"{folder}: weights of step {wanted}, from {checkpoints_of(run, run.job())[wanted]}")
+    return 0
+
+
+def export_step(run: RunFolder, step: int | None, folder: Path) -> int:
+    """Writes the weights of this step's checkpoint, or of the newest one, and returns its step.
+
+    One process reads the checkpoint on CPUs: it needs no GPU and none of the run's services. Raises NotFound for a step
+    without a checkpoint, FailedPrecondition for one that cannot be exported.
+    """
     found = checkpoints_of(run, run.job())
     if not found:
         raise NotFound(f"{run.path} has no checkpoint: nothing was saved before it ended")
@@ -62,5 +72,4 @@ def _of_checkpoint(run: RunFolder, step: int | None, folder: Path) -> int:
     if done.exit_code:
         said = [line for line in done.last_lines if line.strip()]
         raise FailedPrecondition(said[-1] if said else "the export ended with an error and wrote no message")
-    print(f"{folder}: weights of step {wanted}, from {found[wanted]}")
-    return 0
+    return wanted

@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -57,13 +58,13 @@ class Reply:
 class Http:
     """One server at http://host:port."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, headers: Mapping[str, str] = MappingProxyType({})) -> None:
         self.url = url
         # Not httpx: its pool looks at all connections for each request and each answer, quadratic in requests at once.
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
             cookie_jar=aiohttp.DummyCookieJar(),
-            headers=_HEADERS,
+            headers={**_HEADERS, **headers},
             auto_decompress=False,
         )
         self._beginning = asyncio.Semaphore(_BEGUN_AT_ONCE)

@@ -20,13 +20,13 @@ from headrace.trajectory import Failure, Sample
 from headrace.wire.checks import require_at_most
 from headrace.wire.limits import MAX_EVAL_DATASETS, MAX_EVAL_SAMPLES, MAX_EVALUATIONS
 from services.rollout.engine.api import SamplingParams
-from services.rollout.eval_file import EvalFiles, EvalRow
-from services.rollout.eval_plan import EvalPlan, read_plan
-from services.rollout.evaluation_slots import EvaluationSlots
+from services.rollout.evaluation.eval_file import EvalFiles, EvalRow
+from services.rollout.evaluation.eval_plan import EvalPlan, read_plan
+from services.rollout.evaluation.evaluation_slots import EvaluationSlots
+from services.rollout.evaluation.tally import Tally
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.production.sampling import Sampler, SampleRequest, failed_sample, seed_of
 from services.rollout.scoring import SampleScorer
-from services.rollout.tally import Tally
 
 SAMPLES_AT_ONCE = 64
 

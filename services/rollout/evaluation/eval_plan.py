@@ -18,7 +18,7 @@ from headrace.wire.checks import (
 )
 from headrace.wire.limits import MAX_SAMPLES_PER_GROUP
 from services.rollout.engine.api import SamplingParams
-from services.rollout.eval_file import EvalFiles, EvalKeys, EvalRow
+from services.rollout.evaluation.eval_file import EvalFiles, EvalKeys, EvalRow
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.production.sampling import merged_params
 

@@ -16,9 +16,9 @@ from headrace.trajectory import Failure, Sample, Status
 from headrace.wire.limits import MAX_EVALUATIONS, MAX_SAMPLES_PER_GROUP
 from services.rollout.engine.answer import BadAnswer
 from services.rollout.engine.api import SamplingParams
-from services.rollout.eval_file import EvalFiles
-from services.rollout.evaluate import Evaluator
-from services.rollout.evaluation_slots import EvaluationSlots
+from services.rollout.evaluation.eval_file import EvalFiles
+from services.rollout.evaluation.evaluate import Evaluator
+from services.rollout.evaluation.evaluation_slots import EvaluationSlots
 from services.rollout.production.generator import Generator
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import EngineSampler, SampleRequest, failed_sample

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from services.rollout.estimates import ks_up_to, mean_over, mean_pass_at_k, pass_at_k
+from services.rollout.evaluation.estimates import ks_up_to, mean_over, mean_pass_at_k, pass_at_k
 
 
 @pytest.mark.parametrize("num_samples", range(1, 9))

@@ -14,15 +14,15 @@ from headrace.hooks import HookArgs
 from headrace.trajectory import Sample, Status
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.weights import ServedWeights
-from services.rollout.eval_file import EvalFiles
-from services.rollout.evaluate import Evaluator
-from services.rollout.evaluation_slots import EvaluationSlots
+from services.rollout.evaluation.eval_file import EvalFiles
+from services.rollout.evaluation.evaluate import Evaluator
+from services.rollout.evaluation.evaluation_slots import EvaluationSlots
 from services.rollout.production.custom import HookSampler
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import SampleRequest
 from services.rollout.scoring import SampleScorer
 from tests.support.models.tiny_model import make_tiny_tokenizer
-from tests.unit.rollout.test_evaluate import Agreeing, Counting, dataset, evaluator_with, fifty
+from tests.unit.rollout.evaluation.test_evaluate import Agreeing, Counting, dataset, evaluator_with, fifty
 
 ROWS = """
 {"q": [{"role": "user", "content": "two"}], "tools": [{"name": "add"}]}

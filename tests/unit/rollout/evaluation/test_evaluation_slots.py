@@ -9,7 +9,7 @@ import pytest
 
 from headrace.trajectory import Sample
 from services.rollout.build import evaluated_beside_training
-from services.rollout.evaluation_slots import EvaluationSlots
+from services.rollout.evaluation.evaluation_slots import EvaluationSlots
 from services.rollout.production.sampling import SampleRequest
 
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.trajectory import Failure, Sample, Status
-from services.rollout.estimates import Estimate, ks_up_to, mean_over, mean_pass_at_k
+from services.rollout.evaluation.estimates import Estimate, ks_up_to, mean_over, mean_pass_at_k
 
 
 class Tally:
