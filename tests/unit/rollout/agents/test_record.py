@@ -208,3 +208,24 @@ def test_tool_calls_that_no_template_would_write_so_are_continued_as_they_were_s
     following = record.ask(thread, TOOLS)
     assert following.tokens[: len(ask.tokens) + len(tokens)] == (*ask.tokens, *tokens)
     assert following.parent is not None
+
+
+class OfCallsAlone:
+    """A template that writes an assistant's tool calls, and nothing else that it said."""
+
+    def render(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
+        return "".join(f"{m['role']}:{m.get('tool_calls', [{}])[0].get('function', m['content'])};" for m in messages)
+
+    def tokens_of_rendered(self, text: str) -> tuple[int, ...]:
+        return tuple(map(ord, text))
+
+
+def test_where_the_template_does_not_write_an_answer_the_model_is_asked_with_what_it_does_write() -> None:
+    record, renderer = SessionRecord(OfCallsAlone()), OfCallsAlone()
+    thread = [Message("user", "1 + 1?")]
+    content, rest, calls = divided('So:\n<tool_call>{"arguments":{"a":  1},"name":"add"}</tool_call>')
+    ask = record.ask(thread, TOOLS)
+    thread.append(Message("assistant", content, tool_calls=calls))
+    record.add(ask, RecordedAnswer((1,), (-1.0,), (), Finish.STOP, content, rest), thread[-1])
+    thread.append(Message("tool", "2"))
+    assert record.ask(thread, TOOLS).text == renderer.render([m.for_template() for m in thread], TOOLS)
