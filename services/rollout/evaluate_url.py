@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.api.rollout.v1 import rollout_pb2
+from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import ConfigError, HeadraceError
 from headrace.job.eval_sets import eval_sets
 from headrace.job.load.resolved import read_job
@@ -41,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     configure_logging("evaluation")
     request = rollout_pb2.EvaluateRequest.FromString(sys.stdin.buffer.read())
     try:
-        reply = asyncio.run(evaluate_url(read_job(args.config), args.url, args.model, request.datasets))
+        job, asks = read_job(args.config), request.return_samples
+        reply = asyncio.run(evaluate_url(job, args.url, args.model, request.datasets, return_samples=asks))
     except HeadraceError as error:
         print(error.message, file=sys.stderr)  # noqa: T201  # one line to a person
         return 1
@@ -50,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def evaluate_url(
-    job: Job, url: str, model: str, datasets: Sequence[rollout_pb2.EvalDataset]
+    job: Job, url: str, model: str, datasets: Sequence[rollout_pb2.EvalDataset], *, return_samples: bool
 ) -> rollout_pb2.EvaluateResponse:
     """Returns the results, whose versions are 0. Raises what ended the evaluation."""
     if job.services.reward_address is None:
@@ -73,13 +75,15 @@ async def evaluate_url(
         slots=EvaluationSlots(sampler, beside=at_once, alone=at_once),
         scores_groups=job.reward.group_rm,
     )
-    reply = rollout_pb2.EvaluateResponse()
+    reply, samples = rollout_pb2.EvaluateResponse(), list[sample_pb2.Sample]()
     try:
         async for progress in evaluator.run(datasets):
+            samples += [sample.pack() for sample in progress.samples] if return_samples else []
             reply = rollout_pb2.EvaluateResponse(done=progress.done, total=progress.total, results=progress.results)
     finally:
         encoder.close()
         await asyncio.gather(http.close(), scorer.close())
+    reply.samples.extend(samples)
     return reply
 
 

@@ -66,7 +66,8 @@ async def test_an_openai_server_is_evaluated_with_messages_and_texts(
     )
     words = ["eval", "--url", remote.url, "--model", "far", "--eval-prompt-data", "sums", data, "--label-key", "label"]
     more = ["--rm-type", "exact_match", "--n-samples-per-eval-prompt", "2", "--tool-key", "tools"]
-    assert await asyncio.to_thread(main, [*words, *more, "--eval-max-response-len", "9"]) == 0
+    kept = ["--samples", str(tmp_path / "samples.jsonl")]
+    assert await asyncio.to_thread(main, [*words, *more, *kept, "--eval-max-response-len", "9"]) == 0
     said = capsys.readouterr().out
     assert "eval/sums: mean reward 0.5000" in said
     assert "over 4 samples of 2 prompts (2 failed), pass@1 0.5000, pass@2 0.5000, 7.0 tokens" in said
@@ -77,6 +78,12 @@ async def test_an_openai_server_is_evaluated_with_messages_and_texts(
     assert chat["messages"] == [{"role": "user", "content": "2 + 2"}]
     assert next(body for path, body in remote.asked if "chat" not in path)["prompt"] in ("1 + 1", "refuse")
     assert remote.keys == {"Bearer sk-test"}
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert sorted((s["response"], s["reward"], s["status"]) for s in samples if s["reward"] is not None) == [
+        *[("4", 0.0, "completed")] * 2,
+        *[("4", 1.0, "completed")] * 2,
+    ]
+    assert sum(s["status"] == "failed" for s in samples) == 2
 
 
 async def test_an_evaluation_that_the_server_refuses_says_why(

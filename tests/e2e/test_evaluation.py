@@ -59,8 +59,10 @@ async def test_a_run_is_evaluated_beside_its_training_and_its_checkpoint_afterwa
     assert await asyncio.to_thread(main, ["eval", "--history", folder]) == 0
     assert "often" in capsys.readouterr().out
     assert (run.folder.path / "evaluations.png").stat().st_size > 1000
-    assert await asyncio.to_thread(main, ["eval", folder, "--step", "2"]) == 0, capsys.readouterr().err
+    words = ["eval", folder, "--step", "2", "--samples", str(tmp_path / "samples.jsonl")]
+    assert await asyncio.to_thread(main, words) == 0, capsys.readouterr().err
     said = capsys.readouterr().out
     assert "evaluating the checkpoint of step 2" in said
     assert "eval/often: mean reward" in said
     assert "over 16 samples of 4 prompts (0 failed)" in said
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 16 + 6

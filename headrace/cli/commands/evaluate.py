@@ -42,6 +42,7 @@ def evaluate(argv: Sequence[str]) -> int:
         return _of_folder(argv)
     parser = argparse.ArgumentParser(prog="headrace eval", epilog=_EPILOG)
     add_run_argument(parser)
+    _add_common(parser)
     parser.add_argument(
         "--data",
         nargs=2,
@@ -49,7 +50,6 @@ def evaluate(argv: Sequence[str]) -> int:
         metavar=("NAME", "PATH"),
         help="data set to evaluate, instead of the job's; repeatable",
     )
-    parser.add_argument("--max-prompts", type=count, help="how many prompts of each data set to use, from its first")
     parser.add_argument("--step", type=count_from_zero, help="evaluate this step's checkpoint")
     parser.add_argument(
         "--history", action="store_true", help="evaluate nothing: show the run's evaluations, by step and data set"
@@ -62,21 +62,30 @@ def evaluate(argv: Sequence[str]) -> int:
     job = run.job()
     datasets = _datasets(job, named or eval_sets(job.eval), args.max_prompts)
     if args.step is None and not has_ended(run):
-        return _show(asyncio.run(ask(address_of(args.run, "rollout"), datasets)))
+        return _show(asyncio.run(ask(address_of(args.run, "rollout"), datasets, args.samples)))
     with scratch() as folder:
         step = export_step(run, args.step, folder / "weights")
         print(f"evaluating the checkpoint of step {step}", flush=True)
         alone = _with_data(serving(job, folder, hf_checkpoint=folder / "weights"), named)
-        return _show(asyncio.run(evaluate_with_services(alone, datasets)))
+        return _show(asyncio.run(evaluate_with_services(alone, datasets, args.samples)))
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-prompts", type=count, help="how many prompts of each data set to use, from its first")
+    parser.add_argument("--samples", type=Path, metavar="FILE", help="write all samples there as JSON lines")
 
 
 def _of_folder(argv: Sequence[str]) -> int:
     """Takes the flags of a job; the sizes of its batches are of no account."""
-    words = list(argv) if argv and not argv[0].startswith("-") else [*_SIZES, *argv]
+    parser = argparse.ArgumentParser(prog="headrace eval", allow_abbrev=False)
+    _add_common(parser)
+    args, words = parser.parse_known_args(argv)
+    words = words if words and not words[0].startswith("-") else [*_SIZES, *words]
     with scratch() as folder:
         job = load_job([*words, "--run-dir", str(folder)], lambda _: Scope(SERVICES))
         alone = serving(job, folder, hf_checkpoint=job.model.hf_checkpoint)
-        return _show(asyncio.run(evaluate_with_services(alone, _datasets(job, eval_sets(job.eval), None))))
+        datasets = _datasets(job, eval_sets(job.eval), args.max_prompts)
+        return _show(asyncio.run(evaluate_with_services(alone, datasets, args.samples)))
 
 
 def _of_url(argv: Sequence[str]) -> int:
@@ -84,6 +93,7 @@ def _of_url(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="headrace eval", allow_abbrev=False)
     parser.add_argument("--url", required=True)
     parser.add_argument("--model", required=True)
+    _add_common(parser)
     args, words = parser.parse_known_args(argv)
     if not args.url.startswith(("http://", "https://")):
         raise InvalidArgument(f"--url {shown(args.url)} must begin with http:// or https://, and mostly ends with /v1")
@@ -91,8 +101,8 @@ def _of_url(argv: Sequence[str]) -> int:
     with scratch() as folder:
         job = load_job([*words, _FOLDER, str(folder), "--run-dir", str(folder)], lambda _: Scope(["reward"]))
         alone = serving(job, folder, hf_checkpoint=folder)
-        datasets = _datasets(job, eval_sets(job.eval), None)
-        return _show(asyncio.run(evaluate_url(alone, datasets, args.url, args.model)))
+        datasets = _datasets(job, eval_sets(job.eval), args.max_prompts)
+        return _show(asyncio.run(evaluate_url(alone, datasets, args.samples, args.url, args.model)))
 
 
 def _datasets(job: Job, sets: Sequence[EvalSet], max_prompts: int | None) -> list[rollout_pb2.EvalDataset]:

@@ -45,8 +45,6 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     """
     if not 1 <= k <= num_samples or not 0 <= num_passed <= num_samples:
         raise ValueError(f"pass@{k} of {num_passed} passed among {num_samples} samples")
-    if num_samples - num_passed < k:
-        return 1.0
     return 1.0 - math.prod(1.0 - k / count for count in range(num_samples - num_passed + 1, num_samples + 1))
 
 
