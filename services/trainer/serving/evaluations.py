@@ -122,11 +122,18 @@ class JobEvaluations:
         """Names the data sets whose newest evaluation by this step has no result: the run begins, or was cut off."""
         newest = {name: step for step in range(state.step + 1) for name in self._schedule.evaluates(step)}
         names = [name for name, due in newest.items() if not self._has_result(name, due)]
-        for step in sorted({newest[name] for name in names} - {state.step}):
-            self._write_without_result(
-                step, f"has no result, as the trainer ended before it: step {state.step} is evaluated in its place"
-            )
+        if names:
+            self._say_what_was_cut_off(state.step)
         return names
+
+    def _say_what_was_cut_off(self, resumed_step: int) -> None:
+        """Writes rows for the one that ran and the one that waited when the trainer was killed: they have none."""
+        told = {row.step for row in self._report.rows if "eval_error" in row.metrics}
+        untold = [step for step in range(resumed_step) if self._schedule.evaluates(step) and step not in told]
+        for step in untold[-2:]:
+            self._write_without_result(
+                step, f"has no result, as the trainer ended before it: step {resumed_step} is evaluated in its place"
+            )
 
     def _has_result(self, name: str, due: int) -> bool:
         return any(row.step >= due and f"eval/{name}" in row.metrics for row in self._report.rows)

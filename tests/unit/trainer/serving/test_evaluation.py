@@ -208,7 +208,7 @@ async def test_what_a_kill_cut_off_is_said_and_the_resumed_step_is_evaluated_in_
     tmp_path: Path, load_with
 ) -> None:
     before = RunReport(tmp_path)
-    before.write(0, {"eval/sums": 0.5})
+    before.write(0, {"eval_error": 0.0, "eval/sums": 0.5})
     before.write(2, {"reward/mean": 0.5})  # the evaluation of step 1 has no row: a kill cut it off
     rollout = Rollout([RESULT])
     run = run_of(tmp_path, load_with, rollout, "--eval-interval", "3", "--num-rollout", "8", restored=4)
@@ -224,7 +224,7 @@ async def test_what_a_kill_cut_off_is_said_and_the_resumed_step_is_evaluated_in_
 
 async def test_a_resumed_run_does_not_repeat_an_evaluation_that_has_its_result(tmp_path: Path, load_with) -> None:
     before = RunReport(tmp_path)
-    before.write(1, {"eval/sums": 0.5})
+    before.write(1, {"eval_error": 0.0, "eval/sums": 0.5})
     rollout = Rollout([RESULT])
     run = run_of(tmp_path, load_with, rollout, "--num-rollout", "3", restored=1)
     await run.train()

@@ -79,3 +79,22 @@ async def test_a_row_that_cannot_be_written_ends_the_run_at_the_next_evaluation(
         await asyncio.sleep(0)
     with pytest.raises(OSError, match="No space left"):
         await reach(evaluations, 2)
+
+
+async def test_after_a_kill_both_the_one_that_ran_and_the_one_that_waited_are_told(tmp_path: Path) -> None:
+    asked = Asked()
+    before = evaluations_of(tmp_path, asked, often=2)
+    await reach(before, *range(9))  # that of step 2 runs, those of 4 and 6 were left out, that of 8 waits
+    report = RunReport(tmp_path)
+    report.resume(9)
+    asked.calls.clear()
+    after = evaluations_of(tmp_path, asked, often=2)
+    after._report = report
+    await reach(after, 9)
+    assert asked.calls == [(9, ("often",))]
+    told = {row.step: row.warnings[0] for row in report.rows}
+    assert sorted(told) == [2, 4, 6, 8]
+    assert "has no result, as the trainer ended before it: step 9 is evaluated in its place" in told[2]
+    assert "was left out" in told[4]
+    assert "has no result" in told[8]
+    before.stop("the test ends")
