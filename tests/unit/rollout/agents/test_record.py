@@ -211,21 +211,26 @@ def test_tool_calls_that_no_template_would_write_so_are_continued_as_they_were_s
 
 
 class OfCallsAlone:
-    """A template that writes an assistant's tool calls, and nothing else that it said."""
+    """A template that writes the calls of an assistant whom a tool answers, and nothing else that it said there."""
 
     def render(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
-        return "".join(f"{m['role']}:{m.get('tool_calls', [{}])[0].get('function', m['content'])};" for m in messages)
+        followers = [*(message["role"] for message in messages[1:]), "assistant"]
+        pairs = zip(messages, followers, strict=True)
+        return "".join(f"{m.get('tool_calls') if after == 'tool' else m['content']};" for m, after in pairs)
 
     def tokens_of_rendered(self, text: str) -> tuple[int, ...]:
         return tuple(map(ord, text))
 
 
 def test_where_the_template_does_not_write_an_answer_the_model_is_asked_with_what_it_does_write() -> None:
-    record, renderer = SessionRecord(OfCallsAlone()), OfCallsAlone()
+    record = SessionRecord(OfCallsAlone())
     thread = [Message("user", "1 + 1?")]
-    content, rest, calls = divided('So:\n<tool_call>{"arguments":{"a":  1},"name":"add"}</tool_call>')
-    ask = record.ask(thread, TOOLS)
-    thread.append(Message("assistant", content, tool_calls=calls))
-    record.add(ask, RecordedAnswer((1,), (-1.0,), (), Finish.STOP, content, rest), thread[-1])
-    thread.append(Message("tool", "2"))
-    assert record.ask(thread, TOOLS).text == renderer.render([m.for_template() for m in thread], TOOLS)
+    for sampled in ("2", 'So:\n<tool_call>{"arguments":{"a":  1},"name":"add"}</tool_call>'):
+        content, rest, calls = divided(sampled)
+        ask = record.ask(thread, TOOLS)
+        said = Message("assistant", content, tool_calls=calls or None)
+        record.add(ask, RecordedAnswer((1,), (-1.0,), (), Finish.STOP, content, rest), said)
+        thread += [said, Message("tool", "2") if calls else Message("user", "sure?")]
+    written = OfCallsAlone().render([message.for_template() for message in thread], TOOLS)
+    assert "'arguments'" in written
+    assert record.ask(thread, TOOLS).text == written
