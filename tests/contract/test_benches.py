@@ -12,8 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from tests.bench import evaluation, ledger_state_machine, ledger_throughput, overlap, planning
+from tests.bench import delta, evaluation, ledger_state_machine, ledger_throughput, overlap, planning
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -36,6 +38,22 @@ def test_overlap(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     said = capsys.readouterr().out
     assert all(seconds >= 0.1 for seconds in figures("alone # s", said, 2))
     assert all(number > 0 for number in figures("# s #×", said, 2))
+
+
+def test_delta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = {"a": torch.arange(1000.0), "b": torch.ones(24)}
+    later = {name: tensor.clone() for name, tensor in weights.items()}
+    later["a"][[0, 5, 900]] += 64.0  # distances of 1 byte, 1 byte and 2 bytes
+    later["b"] += 1e-5  # less than bfloat16 holds
+    for name, tensors in (("before", weights), ("after", later)):
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors")
+    monkeypatch.setattr(sys, "argv", ["delta", str(tmp_path / "before"), str(tmp_path / "after")])
+    delta.main()
+    said = capsys.readouterr().out
+    assert figures("# % of # values changed", said, 1) == [0.293, 1024.0]
+    assert delta._listed_bytes(torch.tensor([0, 5, 900])) == 3 * 2 + 1 + 1 + 2
+    assert len(figures("# MB #x of the whole", said, 3)) == 6
 
 
 def test_evaluation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
