@@ -157,8 +157,8 @@ class RunView:
                 before, after = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3
                 lines.append(f"mean {label}: first three steps {before:.3f}, last three {after:.3f}")
         for name, values in sorted(self._evaluations.items()):
-            first, last = min(values), max(values)
-            lines.append(f"{name}: {values[first]:.3f} after step {first}, {values[last]:.3f} after step {last}")
+            ends = sorted({min(values), max(values)})
+            lines.append(f"{name}: {', '.join(f'{values[step]:.3f} after step {step}' for step in ends)}")
         return lines
 
     def __rich__(self) -> RenderableType:
