@@ -15,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.bench import delta, evaluation, ledger_state_machine, ledger_throughput, overlap, planning
+from tests.bench import evaluation, ledger_state_machine, ledger_throughput, overlap, planning
+from tests.bench.weights import delta
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -43,7 +43,7 @@ from services.rollout.publication.receiver import Receiver
 from services.trainer.files.durable import remove
 from services.trainer.weights.engine_layout import flat_bytes
 from services.trainer.weights.weight_group import WeightGroup
-from tests.bench.publications import FilePublications, Publications
+from tests.bench.weights.publications import FilePublications, Publications
 from tests.support.fakes.same_weights import SameWeights, all_ranks
 from tests.support.models.tiny_model import make_tiny_qwen3, make_tiny_tokenizer
 

@@ -1,4 +1,4 @@
-"""Publications as the trainer's publisher runs them, by each transport, for `tests.bench.publication` to time."""
+"""Publications as the trainer's publisher runs them, by each transport; the bench of publications times them."""
 
 from __future__ import annotations
 

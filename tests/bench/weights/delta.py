@@ -1,4 +1,4 @@
-"""Bytes of a publication of what changed alone, beside the whole: `python -m tests.bench.delta BEFORE AFTER`.
+"""Bytes of a publication of what changed alone, beside the whole: `python -m tests.bench.weights.delta BEFORE AFTER`.
 
 Both are Hugging Face folders, as `services.trainer.export_checkpoint` writes them of two checkpoints of a run, and are
 taken in bfloat16, as engines on GPUs are given them. Said are the share of values whose bits differ, and the bytes of

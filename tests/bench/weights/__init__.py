@@ -1,0 +1,1 @@
+"""Benches of publications: their time by each transport, and the bytes of what changed."""
