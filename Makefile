@@ -49,7 +49,8 @@ check-protos: $(PROTOS)/.stamp
 
 bench: $(STAMPS)/headrace $(STAMPS)/dev $(REVERB)/.stamp $(MODEL)/model.safetensors $(DATA)/train.jsonl
 	@$(BIN)/python -m tests.bench.ledger_throughput $(REVERB)/bin/python
-	@$(BIN)/python -m tests.bench.shard_puts
+	@$(BIN)/python -m tests.bench.ledger.shard_puts
+	@$(BIN)/python -m tests.bench.ledger.waiters
 	@$(BIN)/python -m tests.bench.weights.publication
 	@$(BIN)/python -m tests.bench.ledger_state_machine
 	@$(BIN)/python -m tests.bench.training_step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from typing import Any
 
 from google.protobuf.message import Message
@@ -12,9 +12,10 @@ from google.protobuf.message import Message
 from headrace.api.buffer.v1 import buffer_pb2 as pb
 from headrace.api.buffer.v1 import buffer_pb2_grpc
 from headrace.api.sample.v1 import sample_pb2
-from headrace.client.columns import LargeColumn, download, put_back, taken_out, upload
+from headrace.client.columns import LargeColumn, download, put_back, slim_put, slim_release, upload
 from headrace.client.port import DEFAULT_DEADLINE_SECONDS, Buffer
 from headrace.client.put_queue import PutQueue
+from headrace.client.shared_waits import SharedWaits
 from headrace.rpc import call as rpc
 from headrace.rpc.channel import connect
 from headrace.rpc.retry import retry_until
@@ -38,6 +39,7 @@ class BufferClient(Buffer):
             response_deserializer=pb.PutGroupsResponse.FromString,
         )
         self._puts = PutQueue(self._send_puts)
+        self._waits = SharedWaits()
         self._deadline_seconds = deadline_seconds
 
     async def close(self) -> None:
@@ -82,7 +84,10 @@ class BufferClient(Buffer):
         request_id: str | None = None,
         oldest_version: int | None = None,
     ) -> pb.LeaseGroupsResponse:
-        """Groups, or none and why, at once when `oldest_version` has grown. Retries of the call never lease twice."""
+        """Groups, or none and why, at once when `oldest_version` has grown. Retries of the call never lease twice.
+
+        Waits share a few calls, but for those with a `request_id`, which may have been granted before.
+        """
         request = pb.LeaseGroupsRequest(
             stream=stream,
             producer_id=producer_id,
@@ -91,7 +96,8 @@ class BufferClient(Buffer):
             wait_seconds=wait_seconds,
             oldest_version=oldest_version,
         )
-        reply: pb.LeaseGroupsResponse = await self._call(self._stub.LeaseGroups, request, wait_seconds)
+        awaited = (stream, oldest_version) if request_id is None else request.request_id
+        reply: pb.LeaseGroupsResponse = await self._wait(awaited, self._stub.LeaseGroups, request)
         for sample in (sample for lease in reply.leases for sample in lease.partial_samples):
             if sample.envelope.out_of_line:
                 sample.CopyFrom(await self._whole(sample, self._deadline_seconds))
@@ -107,7 +113,7 @@ class BufferClient(Buffer):
         """Returns unfinished groups with their partial samples."""
         some: list[pb.LeaseRelease] = []
         num_bytes = 0
-        for release in [await self._slim_release(release) for release in releases]:
+        for release in [await slim_release(release, self.upload_column) for release in releases]:
             if some and (len(some) == _RELEASES_AT_ONCE or num_bytes + release.ByteSize() > _RELEASE_BYTES):
                 await self._call(self._stub.ReleaseLeases, pb.ReleaseLeasesRequest(releases=some))
                 some, num_bytes = [], 0
@@ -117,7 +123,7 @@ class BufferClient(Buffer):
 
     async def put_groups(self, puts: Sequence[pb.GroupPut]) -> Sequence[pb.PutResult]:
         """One result for each put, in order; `refused` is set when its lease was lost. All are stored or none."""
-        puts = [await self._slim_put(put) for put in puts]
+        puts = [await slim_put(put, self.upload_column) for put in puts]
         return await self._puts.put(puts, self._deadline_seconds)
 
     async def _send_puts(self, request: bytes, deadline_seconds: float) -> pb.PutGroupsResponse:
@@ -161,7 +167,7 @@ class BufferClient(Buffer):
     ) -> pb.LeaseBatchResponse:
         """The batch when it is full, else the number of groups that are ready."""
         request = pb.LeaseBatchRequest(stream=stream, epoch=epoch, step=step, wait_seconds=wait_seconds)
-        reply: pb.LeaseBatchResponse = await self._call(self._stub.LeaseBatch, request, wait_seconds)
+        reply: pb.LeaseBatchResponse = await self._wait((stream, epoch, step), self._stub.LeaseBatch, request)
         while reply.next_group:
             request.first_group = reply.next_group
             page: pb.LeaseBatchResponse = await self._call(self._stub.LeaseBatch, request)
@@ -231,25 +237,6 @@ class BufferClient(Buffer):
     ) -> AsyncIterator[pb.FetchColumnResponse]:
         """Yields a range in pieces as they arrive."""
         return rpc.stream(self._stub.FetchColumn, request, deadline_seconds=deadline_seconds, peer=self._peer)
-
-    async def _slim_put(self, put: pb.GroupPut) -> pb.GroupPut:
-        samples = [await self._slim(sample) for sample in put.samples]
-        if all(slim is sample for slim, sample in zip(samples, put.samples, strict=True)):
-            return put
-        slim_put = pb.GroupPut(lease_id=put.lease_id, group_id=put.group_id, outcome=put.outcome, samples=samples)
-        if put.HasField("failure"):
-            slim_put.failure.CopyFrom(put.failure)
-        return slim_put
-
-    async def _slim_release(self, release: pb.LeaseRelease) -> pb.LeaseRelease:
-        samples = [await self._slim(sample) for sample in release.partial_samples]
-        return pb.LeaseRelease(lease_id=release.lease_id, partial_samples=samples, reason=release.reason)
-
-    async def _slim(self, sample: sample_pb2.Sample) -> sample_pb2.Sample:
-        slim, columns = taken_out(sample)
-        for column in columns:
-            await self.upload_column(column)
-        return slim
 
     async def _whole(self, sample: sample_pb2.Sample, deadline_seconds: float) -> sample_pb2.Sample:
         columns = sample.envelope.out_of_line
@@ -330,5 +317,14 @@ class BufferClient(Buffer):
         reply: pb.GetStatsResponse = await self._call(self._stub.GetStats, pb.GetStatsRequest())
         return reply.position
 
-    async def _call(self, method: Callable[..., Any], request: Message, wait_seconds: float = 0.0) -> Any:
-        return await rpc.call(method, request, deadline_seconds=self._deadline_seconds + wait_seconds, peer=self._peer)
+    async def _call(self, method: Callable[..., Any], request: Message) -> Any:
+        return await rpc.call(method, request, deadline_seconds=self._deadline_seconds, peer=self._peer)
+
+    async def _wait(
+        self, awaited: Hashable, method: Callable[..., Any], request: pb.LeaseGroupsRequest | pb.LeaseBatchRequest
+    ) -> Any:
+        async def ask(wait_seconds: float, deadline_seconds: float) -> Any:
+            request.wait_seconds = wait_seconds
+            return await rpc.call(method, request, deadline_seconds=deadline_seconds + wait_seconds, peer=self._peer)
+
+        return await self._waits.ask(awaited, ask, request.wait_seconds, self._deadline_seconds)

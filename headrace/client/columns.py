@@ -44,6 +44,33 @@ def taken_out(sample: sample_pb2.Sample) -> tuple[sample_pb2.Sample, Sequence[La
     return (_sealed(envelope, payload), large) if large else (sample, ())
 
 
+Upload = Callable[[LargeColumn], Awaitable[None]]
+
+
+async def slim_put(put: pb.GroupPut, upload_column: Upload) -> pb.GroupPut:
+    """Uploads the put's large columns and returns it without them; itself when it has none."""
+    samples = [await _slim(sample, upload_column) for sample in put.samples]
+    if all(slim is sample for slim, sample in zip(samples, put.samples, strict=True)):
+        return put
+    slim_one = pb.GroupPut(lease_id=put.lease_id, group_id=put.group_id, outcome=put.outcome, samples=samples)
+    if put.HasField("failure"):
+        slim_one.failure.CopyFrom(put.failure)
+    return slim_one
+
+
+async def slim_release(release: pb.LeaseRelease, upload_column: Upload) -> pb.LeaseRelease:
+    """Uploads the release's large columns and returns it without them."""
+    samples = [await _slim(sample, upload_column) for sample in release.partial_samples]
+    return pb.LeaseRelease(lease_id=release.lease_id, partial_samples=samples, reason=release.reason)
+
+
+async def _slim(sample: sample_pb2.Sample, upload_column: Upload) -> sample_pb2.Sample:
+    slim, columns = taken_out(sample)
+    for column in columns:
+        await upload_column(column)
+    return slim
+
+
 def put_back(sample: sample_pb2.Sample, data: Mapping[bytes, bytes]) -> sample_pb2.Sample:
     """The sample as it was packed. Raises as `Sample.unpack`.
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from itertools import count
 from typing import Any, TypeVar
 
 from headrace.api.buffer.v1 import buffer_pb2 as pb
@@ -23,15 +22,13 @@ from headrace.client.shard_answers import (
     batch_digest,
     merged_batch,
     merged_config,
-    merged_leases,
     share_of,
 )
+from headrace.client.shard_leases import ShardLeases
 from headrace.client.shard_routing import answers_that_came, group_of_lease, grouped, shard_of_group, shard_of_prompt
 from headrace.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 
 _Answer = TypeVar("_Answer")
-_LEASE_DEADLINE_SECONDS = 2.0
-_POLL_SECONDS = 0.25
 _MAX_REWINDS = 8
 
 
@@ -42,14 +39,11 @@ class ShardedBuffer(Buffer):
         if len(set(addresses)) != len(addresses):
             raise InvalidArgument(f"the shards {list(addresses)} have an address twice: give each shard its own")
         self.shards = [BufferClient(address, deadline_seconds=deadline_seconds) for address in addresses]
-        self._leasing = [BufferClient(address, deadline_seconds=_LEASE_DEADLINE_SECONDS) for address in addresses]
-        self._unanswered: dict[tuple[str, int], str] = {}
-        """(stream, shard) → the request that may have been granted without our hearing of it."""
-        self._turn = 0
+        self._leases = ShardLeases(addresses)
         self._stats = StatsMerger()
 
     async def close(self) -> None:
-        await asyncio.gather(*(client.close() for client in (*self.shards, *self._leasing)))
+        await asyncio.gather(*(client.close() for client in (*self.shards, *self._leases.clients)))
 
     # Streams and prompts
 
@@ -92,44 +86,13 @@ class ShardedBuffer(Buffer):
         oldest_version: int | None = None,
     ) -> pb.LeaseGroupsResponse:
         """Leases from all shards as evenly as they have groups, and skips a shard that does not answer."""
-        end = asyncio.get_running_loop().time() + wait_seconds
-        for attempt in count():
-            merged = await self._lease_once(stream, producer_id, max_groups, request_id or uuid.uuid4().hex)
-            left = end - asyncio.get_running_loop().time()
-            if left <= 0 or merged.leases or (oldest_version is not None and merged.oldest_version > oldest_version):
-                return merged
-            await asyncio.sleep(min(left, _POLL_SECONDS * min(attempt + 1, 4)))
-        raise AssertionError  # count() does not end
-
-    async def _lease_once(
-        self, stream: str, producer_id: str, max_groups: int, request_id: str
-    ) -> pb.LeaseGroupsResponse:
-        """Asks every shard for its even share; a different shard gets the remainder each time."""
-        num_shards, self._turn = len(self.shards), self._turn + 1
-
-        async def lease(k: int) -> pb.LeaseGroupsResponse:
-            share = (max_groups + (k + self._turn) % num_shards) // num_shards
-            if not share:
-                return pb.LeaseGroupsResponse()
-            return await self._lease_from(k, stream, producer_id, share, f"{request_id}/{k}")
-
-        found = await asyncio.gather(*(lease(k) for k in range(num_shards)), return_exceptions=True)
-        return merged_leases(answers_that_came(found, least=1), num_shards)
-
-    async def _lease_from(
-        self, k: int, stream: str, producer_id: str, share: int, request_id: str
-    ) -> pb.LeaseGroupsResponse:
-        """Repeats an unanswered request before a new one is sent, because it may have been granted."""
-        request = self._unanswered.setdefault((stream, k), request_id)
-        reply = await self._leasing[k].lease_groups(stream, producer_id, share, request_id=request)
-        del self._unanswered[stream, k]
-        return reply
+        return await self._leases.lease(stream, producer_id, max_groups, wait_seconds, request_id, oldest_version)
 
     async def renew_leases(self, lease_ids: Sequence[str]) -> pb.RenewLeasesResponse:
         """Leases of a shard that is down are in neither list: they get their full time when it is back."""
         parts = self._parts(lease_ids, group_of_lease)
         found = await asyncio.gather(
-            *(self._leasing[k].renew_leases([lease_ids[i] for i in part]) for k, part in parts.items()),
+            *(self._leases.clients[k].renew_leases([lease_ids[i] for i in part]) for k, part in parts.items()),
             return_exceptions=True,
         )
         merged = pb.RenewLeasesResponse()

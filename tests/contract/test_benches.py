@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.bench import evaluation, ledger_state_machine, ledger_throughput, overlap, planning
+from tests.bench.ledger import waiters
 from tests.bench.weights import delta
 
 pytestmark = pytest.mark.timeout(300)
@@ -108,3 +109,13 @@ def test_planning(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
         assert most >= 0
         assert min(micro, slime) >= 1
         assert work >= 1 - 1e-4
+
+
+async def test_waiters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    await waiters.run(num_waiters=400, num_calls=100, idle_seconds=0.1)
+    said = capsys.readouterr().out
+    sizes = figures("waiters: # MiB before, # MiB with them", said, 2)
+    assert all(mib > 0 for mib in sizes)
+    assert all(ms > 0 for ms in figures("groups arrive: p50 # ms, p99 # ms", said, 2))
+    assert "memory of a waiter, of one with a call of its own: " in said

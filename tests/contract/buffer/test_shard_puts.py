@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.ledger.shard_puts import NUM_WRITERS, SHARDS, Puts, measured, ratios, report
 from tests.bench.ledger_throughput import PER_GROUP
-from tests.bench.shard_puts import NUM_WRITERS, SHARDS, Puts, measured, ratios, report
 
 
 @pytest.mark.timeout(300)

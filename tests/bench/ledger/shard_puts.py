@@ -1,8 +1,9 @@
 """Durable puts into one buffer and into two shards of a ledger, by the same writers, in turn in one call.
 
-`python -m tests.bench.shard_puts`: calls of 4 groups of 8 samples, so many in flight that no buffer waits for puts; a
-process for every buffer and every writer. Samples a second show what shards bring on this machine, where buffers and
-writers share the cores. Samples in a second of the busiest buffer's CPU time show what they take where it has enough.
+`python -m tests.bench.ledger.shard_puts`: calls of 4 groups of 8 samples, so many in flight that no buffer waits for
+puts; a process for every buffer and every writer. Samples a second show what shards bring on this machine, where
+buffers and writers share the cores. Samples in a second of the busiest buffer's CPU time show what they take where it
+has enough.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ async def _buffers(num_shards: int, folder: Path) -> AsyncIterator[list[BufferPr
 @asynccontextmanager
 async def _writer(name: str, address: str, size: int, num_groups: int) -> AsyncIterator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.bench.shard_puts", name, address, str(size), str(num_groups),
+        sys.executable, "-m", "tests.bench.ledger.shard_puts", name, address, str(size), str(num_groups),
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
