@@ -299,11 +299,21 @@ def calls(served: tuple[BufferApplication, str], watchdog: Watchdog) -> Iterator
 
 
 @pytest.mark.parametrize("scene", [at_the_limits, many_streams, many_drops, many_steps, large_groups, large_payloads])
-async def test_no_call_holds_the_loop(served: tuple[BufferApplication, str], calls: Calls, scene: Any) -> None:
-    before = slowness()
-    await scene(served[0], calls)
-    most = MOST_SECONDS * max(before, slowness())
-    assert not {call: seconds for call, seconds in calls.watchdog.longest.items() if seconds > most}
+async def test_no_call_holds_the_loop(watchdog: Watchdog, scene: Any, tmp_path: Path) -> None:
+    """A core that another machine takes for a moment lengthens one step of one attempt, a call that holds the loop all."""
+    too_long: dict[str, float] = {}
+    for attempt in range(3):
+        watchdog.longest.clear()
+        before = slowness()
+        async with served_buffer(MemoryStore(), columns_folder=tmp_path / f"{attempt}") as (buffer, server):
+            calls = Calls(server.address, watchdog)
+            await scene(buffer, calls)
+            calls.close()
+        most = MOST_SECONDS * max(before, slowness())
+        too_long = {call: seconds for call, seconds in watchdog.longest.items() if seconds > most}
+        if not too_long:
+            return
+    assert not too_long
 
 
 async def test_a_backup_does_not_hold_the_loop(tmp_path: Path, watchdog: Watchdog) -> None:

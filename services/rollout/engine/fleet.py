@@ -188,10 +188,10 @@ class Fleet:
         while True:
             if engine.state is not EngineState.STARTING:  # else this begins again after a restart that raised
                 why = await self._watch_over.trouble(engine)
-                if engine.state is not EngineState.DOWN:
+                if engine.state is not EngineState.DOWN:  # else a publication or the router failed: not its fault
                     await self.give_up(engine, why)
-                if self._stays_down(engine, why):
-                    return
+                    if self._stays_down(engine, why):
+                        return
             if not await self._restart(engine):
                 return
 

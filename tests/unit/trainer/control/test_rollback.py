@@ -219,7 +219,7 @@ class Run:
             1,
             lambda number: StruckEngine(number, self.strike, self.model.wire, self.mixtures),
             self.routing,
-            FleetTiming(start_seconds=60, check_interval_seconds=0.01, check_timeout_seconds=1.0),
+            FleetTiming(start_seconds=60, check_interval_seconds=0.01, check_timeout_seconds=1.0, max_restarts=1000),
         )
         self.fakes = FakeFleet(self.fleet, self.routing)
         self.router = TakingTurns(self.routing)
