@@ -286,34 +286,25 @@ async def large_payloads(buffer: BufferApplication, call: Calls) -> None:
 
 
 @pytest.fixture
-async def served(tmp_path: Path) -> AsyncIterator[tuple[BufferApplication, str]]:
-    async with served_buffer(MemoryStore(), columns_folder=tmp_path) as (buffer, server):
-        yield buffer, server.address
-
-
-@pytest.fixture
-def calls(served: tuple[BufferApplication, str], watchdog: Watchdog) -> Iterator[Calls]:
-    calls = Calls(served[1], watchdog)
-    yield calls
-    calls.close()
+async def calls(tmp_path: Path, watchdog: Watchdog) -> AsyncIterator[Calls]:
+    async with served_buffer(MemoryStore(), columns_folder=tmp_path) as (_, server):
+        yield (calls := Calls(server.address, watchdog))
+        calls.close()
 
 
 @pytest.mark.parametrize("scene", [at_the_limits, many_streams, many_drops, many_steps, large_groups, large_payloads])
 async def test_no_call_holds_the_loop(watchdog: Watchdog, scene: Any, tmp_path: Path) -> None:
-    """A core that another machine takes for a moment lengthens one step of one attempt, a call that holds the loop all."""
-    too_long: dict[str, float] = {}
-    for attempt in range(3):
+    """In one of three attempts at least: a core that is taken away for a moment lengthens a step of one."""
+    for attempt in ("first", "second", "third"):
         watchdog.longest.clear()
         before = slowness()
-        async with served_buffer(MemoryStore(), columns_folder=tmp_path / f"{attempt}") as (buffer, server):
-            calls = Calls(server.address, watchdog)
-            await scene(buffer, calls)
-            calls.close()
+        async with served_buffer(MemoryStore(), columns_folder=tmp_path / attempt) as (buffer, server):
+            await scene(buffer, call := Calls(server.address, watchdog))
+            call.close()
         most = MOST_SECONDS * max(before, slowness())
-        too_long = {call: seconds for call, seconds in watchdog.longest.items() if seconds > most}
-        if not too_long:
+        if not (too_long := {call: seconds for call, seconds in watchdog.longest.items() if seconds > most}):
             return
-    assert not too_long
+    raise AssertionError(too_long)
 
 
 async def test_a_backup_does_not_hold_the_loop(tmp_path: Path, watchdog: Watchdog) -> None:

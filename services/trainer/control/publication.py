@@ -139,17 +139,17 @@ class Publisher:
         """Gives engines the version before; what keeps them from it is logged: the error that led here says more."""
         if self._before is None:
             return
-        try:
-            await self._attempt(self._before, state.epoch, Source.BEFORE)
-        except HeadraceError as error:
-            log.error(
-                "rollback_failed",
-                policy_version=self._before.policy_version,
-                reason=error.reason,
-                error=str(error),
-            )
-        else:
-            log.warning("rolled_back", policy_version=self._before.policy_version, instead_of=state.step)
+        before = self._before.policy_version
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                await self._attempt(self._before, state.epoch, Source.BEFORE)
+            except HeadraceError as error:
+                log.error("rollback_failed", policy_version=before, reason=error.reason, error=str(error))
+                if isinstance(error, Fenced):
+                    return
+            else:
+                log.warning("rolled_back", policy_version=before, instead_of=state.step)
+                return
 
     async def _attempt(
         self, version: Version, epoch: int, source: Source, engine_ids: Sequence[str] = ()
