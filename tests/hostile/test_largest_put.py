@@ -27,13 +27,19 @@ watchdog = test_loop_is_free.watchdog
 async def test_the_largest_put_holds_the_loop_for_grpcs_own_copies_of_it_and_no_more(
     watchdog: Watchdog, tmp_path: Path
 ) -> None:
-    before = seconds_of_copies(limits.MAX_PUT_REQUEST_BYTES)
-    async with served_buffer(MemoryStore(), columns_folder=tmp_path) as (_, server):
-        call = Calls(server.address, watchdog)
-        await large_put(call)
-        call.close()
-    most = 1.5 * max(before, seconds_of_copies(limits.MAX_PUT_REQUEST_BYTES))
-    assert 0.0 < watchdog.longest["PutGroups"] < most
+    """In one of three attempts at least: a core that is taken away for a moment lengthens a step of one."""
+    shares = []
+    for attempt in ("first", "second", "third"):
+        watchdog.longest.clear()
+        before = seconds_of_copies(limits.MAX_PUT_REQUEST_BYTES)
+        async with served_buffer(MemoryStore(), columns_folder=tmp_path / attempt) as (_, server):
+            await large_put(call := Calls(server.address, watchdog))
+            call.close()
+        copies = max(before, seconds_of_copies(limits.MAX_PUT_REQUEST_BYTES))
+        shares.append(watchdog.longest["PutGroups"] / copies)
+        if 0.0 < shares[-1] < 1.5:
+            return
+    raise AssertionError(shares)
 
 
 def seconds_of_copies(num_bytes: int) -> float:

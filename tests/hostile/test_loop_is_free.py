@@ -302,15 +302,14 @@ async def test_no_call_holds_the_loop(watchdog: Watchdog, scene: Any, tmp_path: 
             await scene(buffer, call := Calls(server.address, watchdog))
             call.close()
         most = MOST_SECONDS * max(before, slowness())
-        if not (too_long := {call: seconds for call, seconds in watchdog.longest.items() if seconds > most}):
+        if not (too_long := {name: seconds for name, seconds in watchdog.longest.items() if seconds > most}):
             return
     raise AssertionError(too_long)
 
 
 async def test_a_backup_does_not_hold_the_loop(tmp_path: Path, watchdog: Watchdog) -> None:
     before = slowness()
-    store = SqliteStore(tmp_path / "ledger")
-    async with served_buffer(store, columns_folder=tmp_path / "columns") as (buffer, server):
+    async with served_buffer(SqliteStore(tmp_path / "ledger"), columns_folder=tmp_path / "columns") as (buffer, server):
         call = Calls(server.address, watchdog)
         await large_payloads(buffer, call)
         parts = await call("Backup", pb.BackupRequest())

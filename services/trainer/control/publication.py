@@ -140,7 +140,7 @@ class Publisher:
         if self._before is None:
             return
         before = self._before.policy_version
-        for tries_left in reversed(range(_TRIES)):
+        for _ in range(_TRIES):
             try:
                 await self._attempt(self._before, state.epoch, Source.BEFORE)
             except HeadraceError as error:
