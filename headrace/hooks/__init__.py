@@ -6,6 +6,7 @@ the trainer's run in its ranks, which hold the tensors that they see.
 
 from headrace.hooks.args import HookArgs, hook_args, section_args
 from headrace.hooks.convert import from_hook, to_hook
+from headrace.hooks.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from headrace.hooks.filter import DynamicFilterOutput
 from headrace.hooks.generate import run_generate
 from headrace.hooks.load import Hook, load_hook
@@ -20,6 +21,8 @@ __all__ = [
     "Reward",
     "RewardForm",
     "RewardHook",
+    "RolloutDataSource",
+    "RolloutDataSourceWithBuffer",
     "Sample",
     "from_hook",
     "hook_args",

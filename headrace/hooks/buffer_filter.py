@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -18,9 +19,11 @@ from headrace.hooks.signature import Signature, wrong_signature
 from headrace.trajectory import Sample as WireSample
 
 ACCEPTED = (
-    "def f(args, buffer, num_samples) -> list[list[Sample]]",
+    "def f(args, buffer, num_samples) -> list[Sample]",
     "def f(args, rollout_id, buffer, num_samples) -> list[list[Sample]]",
 )
+
+_WHAT = {True: "groups", False: "samples"}
 
 
 def load_buffer_filter(path: str) -> None:
@@ -55,38 +58,40 @@ async def run_buffer_filter(
 ) -> tuple[list[int], list[int]]:
     """(chosen, taken out and not chosen), as places in `groups`. Runs in a worker. Raises InvalidArgument for others.
 
-    `groups` are serialized samples; the function sees them as `buffer`, a list of groups that it may take out of.
+    `groups` are serialized samples. The function sees them as `buffer`, which it may take out of: with `rollout_id` a
+    list of groups of which it chooses, without a flat list of their samples. A group is chosen whole, in the place of
+    the first of its samples that is.
     """
     hook = _filter(path)
-    buffer = [
+    takes_groups = len(Signature.of(hook.target).required) == 4
+    known = [
         [to_hook(WireSample.unpack(sample_pb2.Sample.FromString(packed)), place) for packed in group]
         for place, group in enumerate(groups)
     ]
-    places = {id(group): place for place, group in enumerate(buffer)}
-    kept_alive = list(buffer)  # an id stays its object's own while the object lives
-    first = (args, step) if len(Signature.of(hook.target).required) == 4 else (args,)
-    chosen = hook.target(*first, buffer, num_groups)
+    buffer: list[Any] = list(known) if takes_groups else [sample for group in known for sample in group]
+    most = num_groups if takes_groups else num_groups * min(map(len, known), default=1)
+    chosen = hook.target(*((args, step) if takes_groups else (args,)), buffer, most)
     if inspect.isawaitable(chosen):
         chosen = await chosen
-    if not isinstance(chosen, list) or len(chosen) > num_groups:
-        found = f"{len(chosen)} groups" if isinstance(chosen, list) else type(chosen).__name__
-        raise InvalidArgument(f"hook {path} returned {found}; it must return a list of at most {num_groups} groups")
-    taken = [_place(path, group, places, kept_alive) for group in chosen]
-    if len(set(taken)) < len(taken):
+    if not isinstance(chosen, list) or len(chosen) > most:
+        found = f"{len(chosen)} {_WHAT[takes_groups]}" if isinstance(chosen, list) else type(chosen).__name__
+        raise InvalidArgument(
+            f"hook {path} returned {found}; it must return a list of at most {most} {_WHAT[takes_groups]}"
+        )
+    places = [_place(path, each, len(known)) for each in chosen]
+    taken = list(dict.fromkeys(places))[:num_groups]
+    if takes_groups and len(set(places)) < len(places):
         raise InvalidArgument(f"hook {path} returned the same group twice")
-    left = {id(group) for group in buffer} | {id(kept_alive[place]) for place in taken}
-    return taken, [place for place, group in enumerate(kept_alive) if id(group) not in left]
+    left = {_place(path, each, len(known)) for each in buffer}
+    return taken, [place for place in range(len(known)) if place not in left and place not in places]
 
 
-def _place(path: str, group: object, places: dict[int, int], groups: Sequence[list[Sample]]) -> int:
-    if id(group) in places:
-        return places[id(group)]
-    # A copy of the list is as good: its samples know where they come from.
-    if isinstance(group, list) and group and isinstance(group[0], Sample) and group[0].group_index is not None:
-        place = group[0].group_index
-        if 0 <= place < len(groups):
-            return place
-    raise InvalidArgument(f"hook {path} returned something that is no group of the buffer: {group!r:.80}")
+def _place(path: str, each: object, num_groups: int) -> int:
+    """Of a sample's group: each knows its own, in copies too."""
+    sample = each[0] if isinstance(each, list) and each else each
+    if isinstance(sample, Sample) and sample.group_index is not None and 0 <= sample.group_index < num_groups:
+        return sample.group_index
+    raise InvalidArgument(f"hook {path} returned something that is no part of the buffer: {each!r:.80}")
 
 
 def _filter(path: str) -> Hook:

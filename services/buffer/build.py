@@ -40,7 +40,7 @@ def train_stream(job: Job) -> StreamConfig:
         max_attempts=job.buffer.max_attempts,
         expiry_action=ExpiryAction(job.buffer.expiry_action.upper()),
         selection=_selection(job.buffer),
-        files=_files(job.data),
+        files=() if job.data.data_source_path else _files(job.data),
         data_source=job.data.data_source_path,
         max_payload_bytes=share_of_limit(job.buffer.max_payload_bytes, num_shards),
         max_groups=share_of_limit(job.buffer.max_groups, num_shards),

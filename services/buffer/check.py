@@ -11,7 +11,7 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import HeadraceError, InvalidArgument
 from headrace.hooks import Sample, hook_args
 from headrace.hooks.buffer_filter import load_buffer_filter
-from headrace.hooks.data_source import try_data_source
+from headrace.hooks.data_source.worker import Given, try_data_source
 from headrace.preflight.hooks import hook_pool
 from headrace.preflight.process import CheckOptions, ReadPrompts, serve_check, tell_progress
 from headrace.preflight.report import BufferReport, PromptRow, Prompts, Report, count_scorer, counted, scorer_name
@@ -167,12 +167,13 @@ async def _hooks(options: CheckOptions, report: Report, prompts: Prompts) -> Non
         if job.buffer.buffer_filter_path:
             await pool.run(load_buffer_filter, job.buffer.buffer_filter_path, timeout_seconds=limit)
         if path := job.data.data_source_path:
-            given: list[Sample] = await pool.run(
+            given: list[Given] = await pool.run(
                 try_data_source, path, hook_args(job), _TRIED_PROMPTS, timeout_seconds=limit, name=f"hook {path}"
             )
             report.facts.append(("prompts", f"from {path}, which gave {len(given)} when asked for {_TRIED_PROMPTS}"))
-            for number, sample in enumerate(given, 1):
-                _add(prompts, f"{path}, prompt {number}", _body(sample))
+            for number, each in enumerate(given, 1):
+                if each.finished is None:
+                    _add(prompts, f"{path}, prompt {number}", _body(each.prompt))
 
 
 def _body(sample: Sample) -> bytes:

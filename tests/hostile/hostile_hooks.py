@@ -480,7 +480,7 @@ CHOSEN = {
 }
 
 
-def choose(args, buffer, num_samples):
+def choose(args, rollout_id, buffer, num_samples):
     how = buffer[0][0].label
     return CHOSEN[how](buffer) if how in CHOSEN else buffer[:1]
 

@@ -15,7 +15,7 @@ from headrace.client.reward import RewardClient
 from headrace.errors import HeadraceError
 from headrace.hooks import HookArgs, Sample, from_hook, run_generate, section_args
 from headrace.hooks.buffer_filter import run_buffer_filter
-from headrace.hooks.data_source import read_data_source
+from headrace.hooks.data_source.worker import read_data_source
 from headrace.hooks.filter import run_filter
 from headrace.job.schema.production import RewardSection
 from headrace.process.linux import descendants
@@ -177,7 +177,7 @@ async def test_every_hostile_hook_of_the_other_kinds_is_a_typed_failure(tmp_path
 
     async def read(name: str) -> str:
         work = (read_data_source, f"{FILE}:Source{name}", args, 0, 1)
-        return str([sample.label for sample in await pool.run(*work, timeout_seconds=ENDLESS)])
+        return str([given.prompt.label for given in await pool.run(*work, timeout_seconds=ENDLESS)])
 
     kinds: list[tuple[Any, Any, str, str]] = [
         (generated, hooks.GENERATED, "good", repr(Status.COMPLETED)),

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from headrace.hooks.args import HookArgs
 from headrace.hooks.buffer_filter import load_buffer_filter, run_buffer_filter
 from headrace.hooks.convert import from_hook
-from headrace.hooks.data_source import load_data_source, try_data_source
+from headrace.hooks.data_source.worker import load_data_source, try_data_source
 from headrace.hooks.filter import load_filter, run_filter
 from headrace.hooks.load import Hook
 from headrace.hooks.sample import Sample

@@ -88,12 +88,17 @@ def _mixed_prompts(job: Job) -> None:
 
 
 def _hooks_of_the_buffer(job: Job) -> None:
-    if job.data.data_source_path and job.data.prompt_data:
-        raise ConfigError(
-            f"data_source_path {job.data.data_source_path} gives the prompts, and so does prompt_data "
-            f"{', '.join(job.data.prompt_data)}: leave one out",
-            field="data_source_path",
-        )
+    if job.data.data_source_path:
+        for flag, value in (
+            ("prompt_data_weights", job.data.prompt_data_weights),
+            ("streaming_data", job.data.streaming_data),
+        ):
+            if value:
+                raise ConfigError(
+                    f"{flag} is for prompt_data that the buffer reads; data_source_path {job.data.data_source_path} "
+                    "draws from its dataset itself: leave one out",
+                    field=flag,
+                )
     if job.buffer.buffer_filter_path and job.buffer.selection != "fifo":
         raise ConfigError(
             f"buffer_filter_path chooses the batches, selection {job.buffer.selection} has no effect: leave one out",

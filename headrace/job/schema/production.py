@@ -43,7 +43,7 @@ class DataSection(Section):
         1, description="Processes that parse a streamed file's blocks ahead."
     )
     data_source_path: str | None = Field(
-        None, description="pkg.mod.Class or file.py:Class with get_samples(n), in place of prompt_data."
+        None, description="pkg.mod.Class or file.py:Class with get_samples(n); its dataset is prompt_data."
     )
     input_key: str = Field("prompt", description="Key of the prompt: text, or an array of chat messages.")
     label_key: str | None = Field(None, description="Key of the reference answer.")

@@ -71,18 +71,18 @@ async def put_from_proto(put: RawPut) -> GroupPut:
     new: list[NewSample] = []
     async for first in paced(range(0, len(samples), _CONVERTED_AT_ONCE)):
         some = enumerate(samples[first : first + _CONVERTED_AT_ONCE], first)
-        new += [_to_finished(sample, group_id, payload_key(message.lease_id, i)) for i, sample in some]
+        new += [to_finished(sample, group_id, payload_key(message.lease_id, i)) for i, sample in some]
     return GroupPut(
         lease_id=require_id(message.lease_id, "groups.lease_id"),
         group_id=group_id,
         outcome=outcome,
-        samples=_distinct(new),
+        samples=distinct(new),
         failure=failure_from_proto(message.failure, "groups.failure") if message.HasField("failure") else None,
         rewards=rewards_from_proto(message.rewards, "groups.rewards") if outcome is PutOutcome.DROPPED else (),
     )
 
 
-def _to_finished(sample: RawSample, group_id: str, key: str) -> NewSample:
+def to_finished(sample: RawSample, group_id: str, key: str) -> NewSample:
     envelope = _parse_envelope(sample.envelope)
     _check_finished(envelope)
     # However a producer has encoded it: the same envelope is the same bytes, by which puts are compared.
@@ -90,7 +90,7 @@ def _to_finished(sample: RawSample, group_id: str, key: str) -> NewSample:
     return _to_sample(RawSample(canonical, sample.payload), envelope, group_id, key)
 
 
-def _distinct(samples: Sequence[NewSample]) -> tuple[NewSample, ...]:
+def distinct(samples: Sequence[NewSample]) -> tuple[NewSample, ...]:
     """Raises InvalidArgument for two samples of one index, unless one execution fanned out into both."""
     rollouts: dict[int, str] = {}
     for sample in samples:

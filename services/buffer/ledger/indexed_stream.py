@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from headrace.errors import DataLoss
-from services.buffer.ledger.admission import oldest_wanted, places_left
+from services.buffer.ledger.admission import oldest_trainable, oldest_wanted, places_left
 from services.buffer.ledger.group import Group, GroupState, SampleRecord
 from services.buffer.ledger.production import Production
 from services.buffer.ledger.queues.change_order import ChangeOrder
@@ -101,6 +101,12 @@ class IndexedStream:
         seq, shard = divmod(int(number), config.num_shards)
         return seq if shard == config.shard else -1
 
+    def next_filled(self) -> tuple[int, int | None]:
+        """(the step that the next READY group fills, the oldest version that it may be trained with there)."""
+        waiting = self.counts[GroupState.READY] + self.counts[GroupState.LEASED]
+        step = self.state.step + waiting // self.state.config.groups_per_step
+        return step, oldest_trainable(self.state, step)
+
     def members(self, step: int) -> list[Group]:
         """Returns those groups of a step's batch that are not lost, in training order."""
         members = self._batches.get(step, {})
@@ -179,6 +185,25 @@ class IndexedStream:
         """Counts the groups that may be leased now; None without admission control and limiter."""
         rules = [left for left in (self.admitted_left(), self.inserts_left()) if left is not None]
         return min(rules) if rules else None
+
+    def prompts_wanted(self, max_groups: int, *, is_held_back: bool) -> Sequence[int]:
+        """How many prompts to read from each source so that `max_groups` may be leased.
+
+        `is_held_back`: one step fewer ahead, but for what the next step lacks.
+        """
+        room = self.state.config.max_groups - self.num_groups
+        if not self.state.config.has_source or self.state.exhausted or room <= 0:
+            return ()
+        places = self._places_held_back() if is_held_back else self.places_left()
+        return self.queues.wanted(self.state, max_groups if places is None else min(max_groups, places), room)
+
+    def _places_held_back(self) -> int | None:
+        """`places_left` with a max_staleness of one less, but for what the next step lacks."""
+        places, wanted = self.places_left(), self.state.config.groups_per_step
+        if places is None or not self.state.config.max_staleness:
+            return places
+        lacking = wanted - self.counts[GroupState.LEASED] - self.counts[GroupState.READY]
+        return max(places - wanted, min(places, lacking), 0)
 
     def may_take(self, count: int) -> bool:
         """True when `count` groups are READY for a batch and the limiter lets them go."""

@@ -11,15 +11,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 from typing import TypeVar
 
 from msgspec.structs import replace
 
 from headrace.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument, NotFound
 from headrace.wire.checks import shown
-from services.buffer.ledger.commands import producing, training
+from services.buffer.ledger.commands import producing, prompting, training
 from services.buffer.ledger.commands.dropping import Dropped, drop
 from services.buffer.ledger.commands.producing import GroupPut, NoLeaseReason, PutResult, Release
+from services.buffer.ledger.commands.prompting import Finish
 from services.buffer.ledger.commands.retrying import Retried, retry
 from services.buffer.ledger.commands.training import StepBatch
 from services.buffer.ledger.commands.work import MAX_CHANGES, Work
@@ -164,20 +166,15 @@ class Ledger:
     def submit(self, now: Instant, stream: str, prompts: Sequence[Prompt]) -> Result[list[str]]:
         """Returns the ids of the new groups, and of those that existed already."""
         work = self._work(now)
-        return self._done(work, producing.submit(work, self.stream(stream), prompts))
+        return self._done(work, prompting.submit(work, self.stream(stream), prompts))
 
     def check_submit(self, stream: str, prompts: Sequence[Prompt]) -> None:
         """Raises what `submit` raises, so that the prompts can be submitted in chunks afterwards."""
-        producing.check_submit(self.stream(stream), prompts)
+        prompting.check_submit(self.stream(stream), prompts)
 
-    def prompts_wanted(self, stream: str, max_groups: int) -> Sequence[int]:
+    def prompts_wanted(self, stream: str, max_groups: int, *, is_held_back: bool = False) -> Sequence[int]:
         """Returns how many prompts to read from each of the stream's sources so that `max_groups` may be leased."""
-        indexed = self.stream(stream)
-        room = indexed.state.config.max_groups - indexed.num_groups
-        if not indexed.state.config.has_source or indexed.state.exhausted or room <= 0:
-            return ()
-        places = indexed.places_left()
-        return indexed.queues.wanted(indexed.state, max_groups if places is None else min(max_groups, places), room)
+        return self.stream(stream).prompts_wanted(max_groups, is_held_back=is_held_back)
 
     def read(
         self,
@@ -186,10 +183,11 @@ class Ledger:
         prompts: Sequence[Sequence[Prompt]],
         cursors: Sequence[Cursor],
         ended: Sequence[bool],
+        finished: Mapping[str, Finish] = MappingProxyType({}),
     ) -> Result[None]:
-        """Makes groups of prompts; the cursors move in the same transaction."""
+        """Makes groups of prompts, READY where they came `finished`; the cursors move in the same transaction."""
         work = self._work(now)
-        producing.read(work, self.stream(stream), prompts, cursors, ended)
+        prompting.read(work, self.stream(stream), prompts, cursors, ended, finished, self._ledger_id)
         return self._done(work, None)
 
     def lease(

@@ -3,23 +3,47 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import ConfigError, FailedPrecondition, InvalidArgument
 from headrace.hooks import HookArgs, Sample
-from headrace.hooks.data_source import add_to_data_source, load_data_source, read_data_source, wind_data_source
+from headrace.hooks.data_source.generated import Again, Generated, WantedAgain
+from headrace.hooks.data_source.worker import (
+    Given,
+    SourceForm,
+    choose_of_data_source,
+    hand_to_data_source,
+    load_data_source,
+    read_data_source,
+    wind_data_source,
+)
 from headrace.process.workers import WorkerError, WorkerPool
 from headrace.rpc.log import log
-from headrace.trajectory import from_json, to_json
+from headrace.trajectory import to_json
 from services.buffer.ledger.group import Prompt
 from services.buffer.ledger.source import Cursor
 from services.buffer.prompts.walk import Reading, Step
 
+KeptGroups = Callable[[], Awaitable[Sequence[Generated]]]
+"""The generated groups that the ledger still has, to be given to an object that was made anew."""
+
 _WIND_SHARE = 0.2
 """The share of a call's time limit for catching up: its last answer may take as long again, twice."""
+_HANDED_AT_ONCE = 16
+_AGAIN = "again/"
+
+
+def is_again(prompt: Prompt) -> bool:
+    """True for the prompt of a group that is trained once more."""
+    return prompt.prompt_id.startswith(_AGAIN)
+
+
+def origin_group(prompt_id: str) -> str | None:
+    """The group that a prompt's group repeats; None for all others."""
+    return prompt_id.removeprefix(_AGAIN).rpartition("#")[0] if prompt_id.startswith(_AGAIN) else None
 
 
 class DataSourceWalk:
@@ -34,31 +58,91 @@ class DataSourceWalk:
         self._seconds = seconds
         self._name = path.rpartition("/")[2]
         self._pool = WorkerPool(1, calls_per_worker=1)
-        self._takes_back = False
+        self._form = SourceForm(keeps_state=False, takes_samples=False, chooses=False)
+        self._handed = -1  # it is given first what the ledger has
 
     async def start(self) -> None:
         """Raises ConfigError when the object is not a data source."""
         try:
-            keeps_state, takes_back = await self._run(load_data_source, self._path)
+            self._form = await self._run(load_data_source, self._path)
         except WorkerError as error:
             raise ConfigError(error.message, field="data.data_source_path") from error
-        self._takes_back = keeps_state and takes_back
+
+    @property
+    def takes_samples(self) -> bool:
+        """True when it wants to see what was generated."""
+        return self._form.takes_samples
+
+    @property
+    def chooses(self) -> bool:
+        """True when it may choose some of that to be trained once more."""
+        return self._form.chooses
 
     async def read(self, cursor: Cursor, count: int) -> Reading:
         """Raises FailedPrecondition when the user's code fails or takes too long."""
         try:
             await self._wind(cursor.prompts_read)
             work = (self._path, self._args, cursor.prompts_read, count)
-            samples: Sequence[Sample] = await self._run(read_data_source, *work)
+            groups: Sequence[Given] = await self._run(read_data_source, *work)
         except WorkerError as error:
             raise FailedPrecondition(f"no prompts: {error.message}", reason="DATA_SOURCE_FAILED") from error
         steps: list[Step] = []
-        for sample in samples:
+        for group in groups:
             cursor = replace(cursor, prompts_read=cursor.prompts_read + 1, row=cursor.row + 1)
-            steps.append(Step(self._prompt(sample, cursor.prompts_read), cursor))
+            number, finished = cursor.prompts_read, group.finished
+            prompt = self._prompt(group.prompt, number) if finished is None else self._prompt_again(finished, number)
+            steps.append(Step(prompt, cursor, tuple(finished.samples) if finished else ()))
         if len(steps) < count:
             cursor = replace(cursor, epoch=1)
         return Reading(steps, cursor)
+
+    async def hand_over(self, cursor: Cursor, groups: Sequence[Generated], kept: KeptGroups) -> None:
+        """Gives what was generated to `add_samples`. A failure is logged: it must not fail the put."""
+        try:
+            await self._wind(cursor.prompts_read)
+            if not await self._handed_over(cursor, groups):
+                await self._hand_again(cursor, kept)
+        except WorkerError as error:
+            log.error("samples_not_added", groups=[group.group_id for group in groups], message=error.message)
+
+    async def choose(self, cursor: Cursor, asked: WantedAgain, kept: KeptGroups) -> list[Step]:
+        """At most as many finished groups. Raises FailedPrecondition when the user's code fails or takes too long."""
+        try:
+            await self._wind(cursor.prompts_read)
+            groups = await self._chosen(cursor, asked)
+            if groups is None:
+                await self._hand_again(cursor, kept)
+                groups = await self._chosen(cursor, asked)
+        except WorkerError as error:
+            raise FailedPrecondition(f"no samples: {error.message}", reason="DATA_SOURCE_FAILED") from error
+        # One without a group of its own was loaded by the class from where it had saved it: it is numbered by the step.
+        return [
+            Step(self._prompt_again(group, f"{asked.step}.{place}"), cursor, tuple(group.samples))
+            for place, group in enumerate(groups or ())
+        ]
+
+    async def _chosen(self, cursor: Cursor, asked: WantedAgain) -> list[Again] | None:
+        work = (self._path, self._args, cursor.prompts_read, self._handed, asked)
+        found: list[Again] | None = await self._run(choose_of_data_source, *work)
+        return found
+
+    async def _handed_over(self, cursor: Cursor, groups: Sequence[Generated]) -> bool:
+        for first in range(0, len(groups), _HANDED_AT_ONCE):
+            some = groups[first : first + _HANDED_AT_ONCE]
+            work = (self._path, self._args, cursor.prompts_read, self._handed, some)
+            if not await self._run(hand_to_data_source, *work):
+                return False
+            self._handed += len(some)
+        return True
+
+    async def _hand_again(self, cursor: Cursor, kept: KeptGroups) -> None:
+        """To an object that was made anew, because its process ended or the buffer was started again."""
+        self._handed = 0
+        groups = await kept()
+        await self._wind(cursor.prompts_read)
+        if not await self._handed_over(cursor, groups):
+            raise WorkerError("its process ended again while it was given what it had")
+        log.info("samples_handed_again", hook=self._path, groups=len(groups))
 
     async def _wind(self, position: int) -> None:
         """Repeats the calls that a restarted data source had answered, however long all of them take together."""
@@ -75,24 +159,25 @@ class DataSourceWalk:
         """True when the source gave fewer prompts than it was asked for."""
         return cursor.epoch > 0
 
-    async def give_back(self, cursor: Cursor, prompts: Sequence[Prompt], n_samples: int) -> None:
-        """Passes groups dropped by age to `add_samples`, if the class keeps its own state. A failure is logged."""
-        if not self._takes_back:
-            return
-        groups = [[_to_sample(prompt) for _ in range(n_samples)] for prompt in prompts]
-        try:
-            await self._run(add_to_data_source, self._path, self._args, cursor.prompts_read, groups)
-        except WorkerError as error:
-            log.error("groups_not_given_back", count=len(prompts), message=error.message)
-
     async def close(self) -> None:
         await self._pool.close()
 
     async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
         return await self._pool.run(function, *args, timeout_seconds=self._seconds, name=f"hook {self._path}")
 
-    def _prompt(self, sample: Sample, number: int) -> Prompt:
-        message = sample_pb2.Prompt(prompt_id=f"{self._name}#{number}", metadata_json=to_json(sample.metadata))
+    def _prompt_again(self, group: Again, number: int | str) -> Prompt:
+        if not group.group_id:
+            return self._prompt(group.first, number)
+        message = sample_pb2.Prompt.FromString(group.prompt)
+        message.prompt_id = f"{_AGAIN}{group.group_id}#{group.times}"
+        return Prompt(message.prompt_id, message.SerializeToString(deterministic=True))
+
+    def _prompt(self, sample: Sample, number: int | str) -> Prompt:
+        metadata = dict(sample.metadata)
+        tools = metadata.pop("tools", None)
+        message = sample_pb2.Prompt(prompt_id=f"{self._name}#{number}", metadata_json=to_json(metadata))
+        if tools:
+            message.tools_json = to_json(tools)
         if sample.label is not None:
             message.label = sample.label
         if isinstance(sample.prompt, str):
@@ -100,18 +185,6 @@ class DataSourceWalk:
         else:
             message.messages.messages.extend(_turn(self._path, turn) for turn in sample.prompt)
         return Prompt(message.prompt_id, message.SerializeToString(deterministic=True))
-
-
-def _to_sample(prompt: Prompt) -> Sample:
-    message = sample_pb2.Prompt.FromString(prompt.body)
-    turns = [
-        {"role": turn.role, "content": turn.content, **from_json(turn.extra_json)} for turn in message.messages.messages
-    ]
-    return Sample(
-        prompt=turns or message.text,
-        label=message.label if message.HasField("label") else None,
-        metadata=from_json(message.metadata_json),
-    )
 
 
 def _turn(path: str, turn: dict[str, object]) -> sample_pb2.ChatMessage:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.buffer.ledger.group import Prompt
 from services.buffer.ledger.source import Cursor
-from services.buffer.prompts.walk import PromptWalk, Reading
+from services.buffer.prompts.walk import PromptWalk, Reading, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,13 @@ class MixReading:
     prompts: Sequence[Sequence[Prompt]]
     cursors: tuple[Cursor, ...]
     ended: tuple[bool, ...]
+    finished: Mapping[str, tuple[bytes, ...]]
+    """Prompt id → the serialized samples that it came with."""
+
+
+def finished_of(steps: Iterable[Step]) -> dict[str, tuple[bytes, ...]]:
+    """Prompt id → samples, of the steps that have some."""
+    return {step.prompt.prompt_id: step.samples for step in steps if step.samples}
 
 
 class PromptMix:
@@ -44,7 +51,8 @@ class PromptMix:
         ]
         moved = tuple(reading.cursor for reading in readings)
         ended = tuple(walk.is_end(cursor) for walk, cursor in zip(self._walks, moved, strict=True))
-        return MixReading([[step.prompt for step in reading.steps] for reading in readings], moved, ended)
+        prompts = [[step.prompt for step in reading.steps] for reading in readings]
+        return MixReading(prompts, moved, ended, finished_of(step for reading in readings for step in reading.steps))
 
     async def close(self) -> None:
         for walk in self._walks:

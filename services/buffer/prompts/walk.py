@@ -19,6 +19,8 @@ class Step:
 
     prompt: Prompt
     cursor: Cursor
+    samples: tuple[bytes, ...] = ()
+    """Serialized, where the group is finished already."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ from services.buffer.runtime.chooser import GroupChooser
 from services.buffer.runtime.clock import now
 from services.buffer.runtime.journal import Journal
 from services.buffer.runtime.lease_timer import LeaseTimer
+from services.buffer.runtime.prompt_reading import PromptReading
 from services.buffer.runtime.store_watch import StoreWatch
 from services.buffer.runtime.supply import PromptSupply
 from services.buffer.runtime.user_code import UserCode
@@ -80,7 +81,8 @@ class BufferApplication:
         self._min_free_disk_bytes = min_free_disk_bytes
         self._supply = supply
         self._columns = columns
-        self._changes = Changes(ledger, journal, columns, supply)
+        self._reading = PromptReading(ledger, supply, store, self._check_payloads)
+        self._changes = Changes(ledger, journal, columns, self._reading.generated)
         self._watching = Watching(journal, store, max_watch_lag)
         self._chooser: GroupChooser | None = None
         self._choosing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -234,7 +236,7 @@ class BufferApplication:
         """Returns leased groups, or why there are none; at once when the oldest wanted version is above the known."""
 
         async def attempt() -> list[Group] | None:
-            await self._read_prompts(stream, max_groups)
+            await self._reading.read(stream, max_groups, self._changes.note)
             result = self.ledger.lease(now(), stream, producer_id, request_id, max_groups)
             if result[0]:
                 self._timer.granted()
@@ -243,15 +245,6 @@ class BufferApplication:
         indexed = self.ledger.stream(stream)
         groups = await self._changes.wait(stream, attempt, wait_seconds) or []
         return groups, None if groups else self.ledger.no_lease_reason(stream)
-
-    async def _read_prompts(self, stream: str, max_groups: int) -> None:
-        """Reads until no prompt is wanted: while a file is read, other calls may change which source comes next."""
-        async with self._supply.locks[stream]:
-            while any(counts := self.ledger.prompts_wanted(stream, max_groups)):
-                reading = await self._supply.read(self.ledger.stream(stream).state, counts)
-                result = self.ledger.read(now(), stream, reading.prompts, reading.cursors, reading.ended)
-                # Not waited for: the lease that follows is behind it in the journal.
-                _ = self.journal.append(result[1])
 
     def lease_seconds_left(self, lease_id: str) -> float:
         """Returns the time until a live lease expires."""

@@ -1,7 +1,7 @@
 """Passes a command's changes on: to the journal and, once they are durable, to whoever waits for them.
 
 Waits of a stream end when anything in it changes. Deleted samples release their columns when the deletion is durable;
-groups dropped by age go back to the data source that they came from.
+groups that became READY are then given to the data source that wants to see them.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ from typing import TypeVar
 
 from headrace.errors import Unavailable
 from services.buffer.ledger.commands.work import NewSample
-from services.buffer.ledger.group import GroupState, Prompt
 from services.buffer.ledger.ledger import Ledger, Result
 from services.buffer.ledger.transaction import Transaction
 from services.buffer.runtime.journal import Journal
 from services.buffer.runtime.signal import Signal, wait_for
-from services.buffer.runtime.supply import PromptSupply
 from services.buffer.store.columns import Columns
 
 _Answer = TypeVar("_Answer")
 _SETTLE_AGAIN_SECONDS = 0.5
 
+Generated = Callable[[Transaction], Awaitable[None]]
+"""Is told of every durable transaction."""
+
 
 class Changes:
     """Unblocked by the journal."""
 
-    def __init__(self, ledger: Ledger, journal: Journal, columns: Columns, supply: PromptSupply) -> None:
+    def __init__(self, ledger: Ledger, journal: Journal, columns: Columns, generated: Generated) -> None:
         self._ledger = ledger
         self._journal = journal
         self._columns = columns
-        self._supply = supply
+        self._generated = generated
         self._changed: defaultdict[str, Signal] = defaultdict(Signal)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -48,10 +49,16 @@ class Changes:
         try:
             await durable
         except Unavailable:
-            self._later(self._give_back_when_settled(transaction))
+            self._later(self._generated_when_settled(transaction))
             raise
-        await self._give_back(transaction)
+        await self._generated(transaction)
         return answer
+
+    def note(self, result: Result[None]) -> None:
+        """Commits without waiting: what the caller commits next is behind it in the journal."""
+        _ = self._journal.append(result[1])
+        for name in {e.stream for e in result[1].events}:
+            self._changed[name].set()
 
     async def commit_samples(self, samples: Sequence[NewSample], result: Result[_Answer]) -> _Answer:
         """Commits as `commit` does; columns of the stored samples are pinned from now on."""
@@ -81,9 +88,9 @@ class Changes:
         if await self._settled_at_last():
             self._columns.release(keys)
 
-    async def _give_back_when_settled(self, transaction: Transaction) -> None:
+    async def _generated_when_settled(self, transaction: Transaction) -> None:
         if await self._settled_at_last():
-            await self._give_back(transaction)
+            await self._generated(transaction)
 
     async def _settled_at_last(self) -> bool:
         """Waits even while the store is away; returns False when it has failed and the process is ending."""
@@ -100,14 +107,3 @@ class Changes:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _give_back(self, transaction: Transaction) -> None:
-        """Gives groups dropped by age back to the data sources that they came from."""
-        dropped: defaultdict[str, list[Prompt]] = defaultdict(list)
-        for event in transaction.events:
-            if event.kind == "expired" and event.state is GroupState.DROPPED and event.group_id:
-                dropped[event.stream].append(transaction.groups[event.group_id].prompt)
-        for stream, prompts in dropped.items():
-            if stream not in self._ledger.streams:
-                continue  # deleted since
-            await self._supply.give_back(self._ledger.stream(stream).state, prompts)

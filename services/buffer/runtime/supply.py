@@ -14,14 +14,15 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from headrace.errors import FailedPrecondition, HeadraceError, InvalidArgument
+from headrace.hooks.data_source.generated import Generated, WantedAgain
 from headrace.rpc.log import log
 from services.buffer.blocking import BlockingPool
-from services.buffer.ledger.group import Prompt
 from services.buffer.ledger.stream import StreamConfig, StreamState
-from services.buffer.prompts.data_source import DataSourceWalk
+from services.buffer.prompts.data_source import DataSourceWalk, KeptGroups
 from services.buffer.prompts.files import PromptFiles
 from services.buffer.prompts.mix import MixReading, PromptMix
 from services.buffer.prompts.open import open_prompts
+from services.buffer.prompts.walk import Step
 from services.buffer.runtime.user_code import UserCode
 
 _OPENERS = 4
@@ -110,12 +111,28 @@ class PromptSupply:
         task = self._reading[state.name] = asyncio.create_task(mix.read(state.cursors, counts))
         return await asyncio.shield(task)
 
-    async def give_back(self, state: StreamState, prompts: Sequence[Prompt]) -> None:
-        """Passes groups dropped by age to the data source; files ignore them."""
-        walk = self._data_sources.get(state.name)
-        if walk and prompts:
-            async with self.locks[state.name]:
-                await walk.give_back(state.cursors[0], prompts, state.config.n_samples_per_prompt)
+    def takes_samples(self, stream: str) -> bool:
+        """True when the stream's data source wants to see what was generated."""
+        walk = self._data_sources.get(stream)
+        return walk is not None and walk.takes_samples
+
+    def chooses(self, stream: str) -> bool:
+        """True when the stream's data source may choose of it what is trained once more."""
+        walk = self._data_sources.get(stream)
+        return walk is not None and walk.chooses
+
+    async def hand_over(self, state: StreamState, groups: Sequence[Generated], kept: KeptGroups) -> None:
+        """Gives generated groups to the data source."""
+        async with self.locks[state.name]:
+            if walk := self._data_sources.get(state.name):
+                await walk.hand_over(state.cursors[0], groups, kept)
+
+    async def choose(self, state: StreamState, asked: WantedAgain, kept: KeptGroups) -> Sequence[Step]:
+        """The finished groups that the data source chooses. Raises FailedPrecondition. The lock is held."""
+        self.require(state)
+        if (walk := self._data_sources.get(state.name)) is None:
+            return ()
+        return await walk.choose(state.cursors[0], asked, kept)
 
     async def forget(self, stream: str) -> None:
         """Closes the sources of a deleted stream."""

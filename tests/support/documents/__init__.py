@@ -9,6 +9,10 @@ _FILES = {
     "Step 1: Define Custom Generate Function": "define_custom_generate_function.txt",
     "Custom Reward Function": "custom_reward_function.txt",
     "Custom Reward Model": "custom_reward_model.txt",
+    "RolloutDataSource (Base Class)": "data_source.txt",
+    "Buffered Data Source (Off-Policy)": "buffered_data_source.txt",
+    "Basic Data Source": "basic_data_source.txt",
+    "Buffered Data Source": "basic_buffered_data_source.txt",
 }
 
 

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +19,7 @@ from services.buffer.ledger.commands.producing import GroupPut, PutOutcome
 from services.buffer.ledger.commands.training import StepBatch
 from services.buffer.ledger.group import GroupState, Prompt
 from services.buffer.ledger.source import Cursor
-from services.buffer.ledger.stream import ExpiryAction, Selection, StreamConfig
+from services.buffer.ledger.stream import Selection, StreamConfig
 from services.buffer.prompts.data_source import DataSourceWalk
 from services.buffer.runtime.application import BufferApplication
 from services.buffer.runtime.user_code import UserCode
@@ -35,8 +34,8 @@ def pop_first(args, rollout_id, buffer, num_samples):
     return chosen
 
 def longest_label(args, buffer, num_samples):
-    buffer[:] = [group for group in buffer if group[0].label != "never"]
-    return sorted(buffer, key=lambda group: -len(group[0].label))[:num_samples]
+    buffer[:] = [sample for sample in buffer if sample.label != "never"]
+    return sorted(buffer, key=lambda s: len(s.label), reverse=True)[:num_samples]
 
 def raising(args, buffer, num_samples):
     raise KeyError("oops")
@@ -147,7 +146,7 @@ async def test_what_a_kill_in_a_choice_leaves_has_a_name_and_goes_with_the_next_
     [
         ("raising", "KeyError: 'oops'"),
         ("endless", "did not end within 0.5 s|0.5 s"),
-        ("too_many", "returned 3 groups; it must return a list of at most 2"),
+        ("too_many", "returned 3 samples; it must return a list of at most 2"),
     ],
 )
 async def test_a_function_that_fails_says_so_to_the_trainer_and_the_ledger_goes_on(
@@ -222,25 +221,6 @@ async def test_a_data_source_gives_every_prompt_once_across_restarts_of_the_buff
             await buffer.put(failures)
     assert texts == [f"q{i}" for i in range(10)]
     assert prompts[0].metadata_json == '{"i":5}'
-
-
-async def test_groups_dropped_by_age_go_back_to_a_data_source_that_keeps_its_state(tmp_path: Path) -> None:
-    (tmp_path / "sources.py").write_text(SOURCES)
-    source = f"{tmp_path}/sources.py:Keeping"
-    config: dict[str, Any] = {
-        "data_source": source,
-        "max_staleness": 0,
-        "expiry_action": ExpiryAction.DROP,
-        "over_sampling_groups": 1,
-    }
-    async with opened(MemoryStore(), tmp_path, **config) as buffer:
-        assert await put_all(buffer) == ["q0", "q1", "q2"]
-        epoch, _ = await buffer.rewind("train", 0, "one", 0)
-        batch, _ = await buffer.lease_batch("train", epoch, 0, 0.0)
-        assert batch is not None
-        await buffer.consume("train", epoch, 0, batch.digest)
-        assert await buffer.set_policy_version("train", epoch, 1) == 1
-        assert await put_all(buffer, policy_version=1) == ["q2", "q3", "q4"]
 
 
 async def test_a_class_that_is_no_data_source_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Commands of producers: prompts in, leases out, puts in.
+"""Commands of producers: leases out, puts in.
 
 A lease is exclusive while it lives and ends by put, release or expiry. A group is put whole or not at all.
 """
@@ -9,7 +9,6 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import chain
 
 import msgspec
 from msgspec.structs import replace
@@ -19,10 +18,9 @@ from headrace.trajectory import Failure
 from headrace.wire.limits import MAX_SAMPLES_PER_STEP
 from services.buffer.ledger.admission import oldest_trainable
 from services.buffer.ledger.commands.work import NewSample, Work
-from services.buffer.ledger.group import Group, GroupState, Lease, Prompt
+from services.buffer.ledger.group import Group, GroupState, Lease
 from services.buffer.ledger.indexed_stream import IndexedStream
 from services.buffer.ledger.portions import first_within
-from services.buffer.ledger.source import Cursor
 
 
 class PutOutcome(StrEnum):
@@ -81,77 +79,6 @@ class Release:
     reason: str = ""
 
 
-def submit(work: Work, stream: IndexedStream, prompts: Sequence[Prompt]) -> list[str]:
-    """Makes one group for each prompt; all of them or none."""
-    _add_groups(work, stream, check_submit(stream, prompts))
-    return [stream.prompts[prompt.prompt_id] for prompt in prompts]
-
-
-def check_submit(stream: IndexedStream, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Returns the prompts that are new. Raises unless all of them can be stored."""
-    new: dict[str, Prompt] = {}
-    for prompt in prompts:
-        known = stream.groups[stream.prompts[prompt.prompt_id]].prompt if prompt.prompt_id in stream.prompts else None
-        earlier = known or new.setdefault(prompt.prompt_id, prompt)
-        if earlier.body != prompt.body:
-            raise AlreadyExists(
-                f"prompt {prompt.prompt_id} was submitted to {stream.state.name} before with another content: "
-                "give it another prompt_id"
-            )
-    check_room(stream, len(new))
-    check_bytes(stream, sum([len(prompt.body) for prompt in new.values()]), stream.stored_bytes)
-    return list(new.values())
-
-
-def check_room(stream: IndexedStream, num_groups: int) -> None:
-    """Raises ResourceExhausted when `num_groups` more groups exceed one of the stream's limits."""
-    limit = stream.state.config.max_queued_groups
-    if stream.queues.num_queued + num_groups > limit:
-        raise ResourceExhausted(
-            f"stream {stream.state.name} has {stream.queues.num_queued} groups queued, {num_groups} more exceed "
-            f"max_queued_groups {limit}: submit again when producers have taken some",
-            retry_after_seconds=1.0,
-        )
-    room = stream.state.config.max_groups - stream.num_groups
-    if num_groups > room:
-        raise ResourceExhausted(
-            f"stream {stream.state.name} holds {stream.num_groups} groups, {num_groups} more exceed max_groups "
-            f"{stream.state.config.max_groups}: submit again when some were committed",
-            retry_after_seconds=1.0,
-        )
-
-
-def read(
-    work: Work,
-    stream: IndexedStream,
-    prompts: Sequence[Sequence[Prompt]],
-    cursors: Sequence[Cursor],
-    ended: Sequence[bool],
-) -> None:
-    """Makes groups of the prompts read from each source, and moves the cursors with them."""
-    for prompt in chain.from_iterable(prompts):
-        if prompt.prompt_id in stream.prompts:
-            raise AlreadyExists(
-                f"prompt {prompt.prompt_id} of {stream.state.name}'s source was submitted before: "
-                "submitted prompts need ids of their own"
-            )
-    for source, those in enumerate(prompts):
-        _add_groups(work, stream, those, source)
-    state = replace(stream.state, cursors=tuple(cursors), ended=tuple(ended), exhausted=all(ended))
-    work.set_state(stream, state)
-
-
-def _add_groups(work: Work, stream: IndexedStream, prompts: Sequence[Prompt], source: int | None = None) -> None:
-    if not prompts:
-        return
-    seq = stream.state.next_seq
-    work.set_state(stream, replace(stream.state, next_seq=seq + len(prompts)))
-    config = stream.state.config
-    for i, prompt in enumerate(prompts, seq):
-        number = i * config.num_shards + config.shard
-        work.add(stream, Group(f"{config.name}/{number}", config.name, i, prompt, source=source))
-
-
 def lease(
     work: Work, stream: IndexedStream, producer_id: str, request_id: str, max_groups: int, ledger_id: str
 ) -> list[Group]:
@@ -168,7 +95,7 @@ def lease(
     places = stream.places_left()
     count = min(max_groups, room) if places is None else min(max_groups, room, places)
     return [
-        _grant(work, stream, group, producer_id, request_id, ledger_id)
+        grant(work, stream, group, producer_id, request_id, ledger_id)
         for group in _answerable(stream, stream.queues.take_queued(stream.state, count))
     ]
 
@@ -182,7 +109,8 @@ def _answerable(stream: IndexedStream, group_ids: Sequence[str]) -> list[Group]:
     return fitting
 
 
-def _grant(work: Work, stream: IndexedStream, group: Group, producer_id: str, request_id: str, ledger_id: str) -> Group:
+def grant(work: Work, stream: IndexedStream, group: Group, producer_id: str, request_id: str, ledger_id: str) -> Group:
+    """Makes a group LEASED that is in no queue."""
     number = group.num_leases + 1
     lease = Lease(f"{group.group_id}#{number}.{ledger_id}", producer_id, request_id, stream.state.policy_version)
     leased = replace(group, state=GroupState.LEASED, lease=lease, num_leases=number, attempts=group.attempts + 1)
@@ -272,7 +200,7 @@ def put(work: Work, stream: IndexedStream, put: GroupPut) -> PutResult:
     failure = put.failure or Failure(put.outcome.value, "no reason was given")
     match put.outcome:
         case PutOutcome.COMPLETE:
-            done = _complete(work, stream, ended, put, group.live_lease.policy_version)
+            done = complete(work, stream, ended, put.samples, group.live_lease.policy_version)
             stream.production.completed(group.group_id, [(s.failure, s.record.reward) for s in put.samples])
         case PutOutcome.DROPPED:
             done = work.drop(stream, ended, failure)
@@ -283,8 +211,11 @@ def put(work: Work, stream: IndexedStream, put: GroupPut) -> PutResult:
     return PutResult(done.group_id, done.state)
 
 
-def _complete(work: Work, stream: IndexedStream, group: Group, put: GroupPut, leased_version: int) -> Group:
-    records = tuple(s.record for s in put.samples)
+def complete(
+    work: Work, stream: IndexedStream, group: Group, samples: Sequence[NewSample], leased_version: int
+) -> Group:
+    """Makes a group READY that is no longer leased; one that is too stale by now expires."""
+    records = tuple(s.record for s in samples)
     oldest = min((r.oldest_version for r in records if r.oldest_version is not None), default=leased_version)
     work.forget(group.partials)
     ready = replace(group, state=GroupState.READY, samples=records, partials=(), oldest_version=oldest)
@@ -292,7 +223,7 @@ def _complete(work: Work, stream: IndexedStream, group: Group, put: GroupPut, le
     ready = work.change(stream, ready, "put", sample_ids=[r.sample_id for r in records])
     if limit is not None and oldest < limit:
         return work.expire(stream, ready, stream.state.step)
-    work.keep(put.samples)
+    work.keep(samples)
     work.set_state(stream, replace(stream.state, num_inserted=stream.state.num_inserted + 1))
     return ready
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from headrace.errors import FailedPrecondition, NotFound
 from headrace.wire.limits import MAX_RETRIES_PER_CALL
-from services.buffer.ledger.commands import producing
+from services.buffer.ledger.commands import prompting
 from services.buffer.ledger.commands.work import Work
 from services.buffer.ledger.group import Group, GroupState
 from services.buffer.ledger.indexed_stream import IndexedStream
@@ -31,7 +31,7 @@ def retry(work: Work, stream: IndexedStream, request_id: str, group_ids: Sequenc
     state = stream.state
     if request_id not in state.retries:
         groups = [_failed(stream, group_id) for group_id in group_ids] if group_ids else _latest(work, stream)
-        producing.check_room(stream, len(groups))
+        prompting.check_room(stream, len(groups))
         for group in groups:
             assert group.failure is not None
             queued = replace(group, state=GroupState.QUEUED, attempts=0, failure=None)

@@ -5,22 +5,24 @@ Groups leave by age, so one that comes back (a lost lease, a failure) is older t
 
 from __future__ import annotations
 
+from collections import Counter
+
 from services.buffer.ledger.group import Group
 from services.buffer.ledger.queues.ordered import Ordered
 from services.buffer.ledger.stream import Selection
 
 
 class PromptQueue:
-    """Groups leave it from its front, or are passed over there once they were dropped, never to come back."""
+    """Groups leave it from its front, or are passed over there once they were discarded."""
 
     def __init__(self, selection: Selection) -> None:
         self._by_priority = selection is Selection.PRIORITY
         self._waiting: Ordered[tuple[int, int]] = Ordered()
-        self._dropped: set[str] = set()
-        """Ids that are still in `_waiting`."""
+        self._discarded: Counter[str] = Counter()
+        """Ids that are still in `_waiting`, how often: one that came back is there twice, in the same place."""
 
     def __len__(self) -> int:
-        return len(self._waiting) - len(self._dropped)
+        return len(self._waiting) - self._discarded.total()
 
     def add(self, group: Group) -> None:
         self._waiting.add((-group.prompt.priority if self._by_priority else 0, group.seq), group.group_id)
@@ -30,12 +32,14 @@ class PromptQueue:
         taken: list[str] = []
         while len(taken) < count and len(self._waiting):
             _, group_id = self._waiting.pop()
-            if group_id in self._dropped:
-                self._dropped.remove(group_id)
+            if group_id in self._discarded:
+                self._discarded[group_id] -= 1
+                if not self._discarded[group_id]:
+                    del self._discarded[group_id]
             else:
                 taken.append(group_id)
         return taken
 
     def discard(self, group_id: str) -> None:
-        """Removes a queued group that is dropped, for good."""
-        self._dropped.add(group_id)
+        """Removes a queued group."""
+        self._discarded[group_id] += 1

@@ -1,0 +1,109 @@
+"""The rows of the job's prompt files, for a data source that draws from them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from headrace.errors import ConfigError, InvalidArgument
+from headrace.hooks.args import HookArgs
+from headrace.hooks.sample import Sample
+from headrace.label import label_text
+from headrace.prompt_row import content_of, parse_row, required
+
+
+class Dataset:
+    """`--prompt-data` by its keys and slices, read when it is first asked for something."""
+
+    def __init__(self, args: HookArgs) -> None:
+        self._args = args
+        self._rows: list[Sample] | None = None
+        self._order: list[int] = []
+        self._epoch = 0
+
+    @classmethod
+    def of_example(cls, args: HookArgs) -> Dataset:
+        """Of one question, to try a class where there is no job."""
+        dataset = cls(args)
+        if not args.prompt_data:
+            dataset._rows = [Sample(prompt="What is 3 + 4?", label="7")]
+        return dataset
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def __getitem__(self, row: int) -> Sample:
+        return _copy(self._read()[row])
+
+    def sample(self, num_samples: int) -> list[Sample]:
+        """The next rows: each once in an epoch, in the files' order or, with --rollout-shuffle, in a drawn one.
+
+        Fewer than asked for when --num-epoch epochs are over.
+        """
+        drawn: list[Sample] = []
+        while len(drawn) < num_samples and (self._order or self._begin_epoch()):
+            drawn.append(self[self._order.pop()])
+        return drawn
+
+    def _begin_epoch(self) -> bool:
+        """False when there is no other."""
+        if self._args.num_epoch is not None and self._epoch >= self._args.num_epoch:
+            return False
+        self._order = list(range(len(self) - 1, -1, -1))
+        if self._args.rollout_shuffle:
+            keys = random.Random(f"{self._args.rollout_seed}/{self._epoch}")
+            self._order.sort(key={row: keys.random() for row in self._order}.__getitem__)
+        self._epoch += 1
+        return bool(self._order)
+
+    def _read(self) -> list[Sample]:
+        if self._rows is None:
+            if not self._args.prompt_data:
+                raise ConfigError("the data source draws from its dataset: give the job --prompt-data")
+            self._rows = [sample for text in self._args.prompt_data for sample in _samples(self._args, text)]
+        return self._rows
+
+
+def _copy(sample: Sample) -> Sample:
+    """What a user's class does to one draw of a row is not in the next."""
+    prompt = sample.prompt if isinstance(sample.prompt, str) else [dict(turn) for turn in sample.prompt]
+    return replace(sample, prompt=prompt, metadata=dict(sample.metadata))
+
+
+def _samples(args: HookArgs, text: str) -> Iterator[Sample]:
+    from headrace.job.schema.prompt_path import PromptPath  # imports the job's schema, which other hooks do without
+
+    part = PromptPath.parse(text)
+    for number, row in enumerate(_rows(str(part.path))):
+        if number < part.first_row or (isinstance(row, bytes) and not row.strip()):
+            continue
+        if part.end_row is not None and number >= part.end_row:
+            return
+        try:
+            yield _sample(args, parse_row(row) if isinstance(row, bytes) else row)
+        except InvalidArgument as error:
+            if not args.skip_bad_lines:
+                raise InvalidArgument(
+                    f"{part.path}, line {number + 1}: {error.message}: correct it, or set skip_bad_lines"
+                ) from error
+
+
+def _rows(path: str) -> Iterator[Any]:
+    if path.endswith(".parquet"):
+        import pyarrow.parquet as pq  # takes a quarter of a second: only for those who have such files
+
+        for batch in pq.ParquetFile(path).iter_batches():
+            yield from batch.to_pylist()
+    else:
+        with open(path, "rb") as file:
+            yield from file
+
+
+def _sample(args: HookArgs, row: dict[str, Any]) -> Sample:
+    metadata = dict(row.get(args.metadata_key) or {}) if args.metadata_key else {}
+    if args.tool_key and row.get(args.tool_key) is not None:
+        metadata["tools"] = row[args.tool_key]
+    label = label_text(required(row, args.label_key)) if args.label_key else None
+    return Sample(prompt=content_of(row, args.input_key), label=label, metadata=metadata)
