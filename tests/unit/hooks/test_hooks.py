@@ -223,7 +223,7 @@ def test_check_tries_the_ledgers_hooks(source: str, name: str, kind: Kind | None
     [
         ("keeps_maybe", "filter", "returned str; it must return a bool"),
         ("three", "filter", "cannot be called; accepted are:"),
-        ("too_many", None, "returned 3 samples; it must return a list of at most 2"),
+        ("too_many", None, "samples; it must return a list of at most 8 samples"),
         ("three", "buffer_filter", "returned NoneType; it must return a list"),
         ("Texts", None, "returned a list of ['str']; it must hold Samples"),
         ("Endless", None, "returned 5 groups for get_samples(4)"),
