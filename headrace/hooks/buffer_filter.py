@@ -87,7 +87,7 @@ async def run_buffer_filter(
 
 
 def _place(path: str, each: object, num_groups: int) -> int:
-    """Of a sample's group: each knows its own, in copies too."""
+    """A sample's own group: each knows its own, in copies too."""
     sample = each[0] if isinstance(each, list) and each else each
     if isinstance(sample, Sample) and sample.group_index is not None and 0 <= sample.group_index < num_groups:
         return sample.group_index

@@ -25,7 +25,7 @@ class Dataset:
 
     @classmethod
     def of_example(cls, args: HookArgs) -> Dataset:
-        """Of one question, to try a class where there is no job."""
+        """A dataset of one question, to try a class where there is no job."""
         dataset = cls(args)
         if not args.prompt_data:
             dataset._rows = [Sample(prompt="What is 3 + 4?", label="7")]
@@ -67,7 +67,7 @@ class Dataset:
 
 
 def _copy(sample: Sample) -> Sample:
-    """What a user's class does to one draw of a row is not in the next."""
+    """A user's class may change one draw of a row: the next draw is as the file has it."""
     prompt = sample.prompt if isinstance(sample.prompt, str) else [dict(turn) for turn in sample.prompt]
     return replace(sample, prompt=prompt, metadata=dict(sample.metadata))
 

@@ -84,12 +84,12 @@ class Origin:
 
     @property
     def oldest_version(self) -> int | None:
-        """Of all its trained tokens; None when no policy sampled any."""
+        """The version behind the oldest of its trained tokens; None when no policy sampled any."""
         return min((r.policy_version for s in self.wire for r in s.policy_ranges if not r.masked), default=None)
 
 
 def origin_of(each: Sample | list[Sample]) -> Origin | None:
-    """Of a sample or of a group; None for what was not generated here."""
+    """The origin of a sample or of a group; None for what was not generated here."""
     sample = each[0] if isinstance(each, list) and each else each
     origin, _ = getattr(sample, _ORIGIN, (None, 0))
     return origin

@@ -168,7 +168,7 @@ async def choose_of_data_source(
 
 
 def _forget(buffer: list[Any], before: Sequence[Any], after: Sequence[Any]) -> None:
-    """What the function took out of the list that it was shown leaves the buffer."""
+    """Samples that the function took out of the list that it was shown leave the buffer."""
     gone = {id(each) for each in before} - {id(each) for each in after}
     buffer[:] = [each for each in buffer if id(each) not in gone]
 

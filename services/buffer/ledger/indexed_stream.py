@@ -187,7 +187,7 @@ class IndexedStream:
         return min(rules) if rules else None
 
     def prompts_wanted(self, max_groups: int, *, is_held_back: bool) -> Sequence[int]:
-        """How many prompts to read from each source so that `max_groups` may be leased.
+        """The number of prompts to read from each source so that `max_groups` may be leased.
 
         `is_held_back`: one step fewer ahead, but for what the next step lacks.
         """

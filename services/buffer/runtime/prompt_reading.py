@@ -56,7 +56,7 @@ class PromptReading:
                 note(self._ledger.read(now(), stream, reading.prompts, reading.cursors, reading.ended, finished))
 
     def _wanted(self, stream: str, max_groups: int) -> Sequence[int]:
-        """What may be chosen again is trained a step late: producers begin that much less ahead."""
+        """A group that may be chosen again is trained a step late: producers begin that much less ahead."""
         return self._ledger.prompts_wanted(stream, max_groups, is_held_back=self._supply.chooses(stream))
 
     async def generated(self, transaction: Transaction) -> None:
