@@ -11,11 +11,18 @@ from headrace.preflight.report import Report
 
 _KINDS: Mapping[str, TrainerKind] = {
     "custom_reward_post_process_path": "reward_post_process",
+    "rollout_sample_filter_path": "sample_filter",
+    "custom_convert_samples_to_train_data_path": "train_data",
+    "custom_rollout_log_function_path": "rollout_log",
+    "custom_eval_rollout_log_function_path": "eval_log",
     "custom_advantage_function_path": "advantage",
     "rollout_data_postprocess_path": "rollout_data",
     "custom_loss_function_path": "loss",
     "custom_tis_function_path": "tis",
     "custom_pg_loss_reducer_function_path": "reducer",
+    "custom_megatron_init_path": "megatron_init",
+    "custom_model_provider_path": "model_provider",
+    "custom_megatron_before_log_prob_hook_path": "before_log_prob",
     "custom_megatron_before_train_step_hook_path": "before_train_step",
 }
 

@@ -29,6 +29,7 @@ from headrace.hooks.trial.attempt import (
     try_ledger,
 )
 from headrace.hooks.trial.stand_in_engine import stand_in_engine
+from headrace.hooks.trial.whole_batch import try_whole_batch
 from headrace.process.workers import WorkerError, WorkerPool
 
 Kind = Literal["reward", "group_reward", "generate", "agent"] | LedgerKind | TrainerKind
@@ -103,9 +104,9 @@ async def _tried(pool: WorkerPool, report: CheckReport, args: HookArgs, name: st
         case "filter" | "buffer_filter" | "data_source" as ledger:
             told: str = await pool.run(try_ledger, path, ledger, args, timeout_seconds=_TRY_SECONDS, name=name)
             return told
-        case "reward_post_process":
-            processed: str = await pool.run(try_post_process, path, args, timeout_seconds=_TRY_SECONDS, name=name)
-            return processed
+        case "sample_filter" | "reward_post_process" | "train_data" | "rollout_log" | "eval_log" as whole:
+            saw: str = await pool.run(try_whole_batch, path, whole, args, timeout_seconds=_TRY_SECONDS, name=name)
+            return saw
     return "takes what the trainer gives; it is not called here, for that needs a model"
 
 
@@ -186,20 +187,6 @@ async def try_agent(path: str, args: HookArgs, session_url: str) -> str:
     return (
         "plays a prompt, and leaves its reward to the scorer" if reward is None else f"plays a prompt: reward {reward}"
     )
-
-
-async def try_post_process(path: str, args: HookArgs) -> str:
-    """Describes the result for a group's rewards. Runs in a worker.
-
-    Raises InvalidArgument unless the result is a pair of lists.
-    """
-    samples = sample_answers()
-    for number, sample in enumerate(samples):
-        sample.reward = float(number == 0)
-    made = load_hook(path).target(args, samples)
-    if not isinstance(made, tuple) or len(made) != 2 or any(len(part) != len(samples) for part in made):
-        raise InvalidArgument(f"hook {path} must return two lists of {len(samples)} numbers: raw rewards, rewards")
-    return f"makes {list(made[1])} of the rewards {list(made[0])}"
 
 
 async def try_reward(path: str, kind: Kind, args: HookArgs) -> list[Reward]:

@@ -101,6 +101,7 @@ _READ_BY: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     ),
     "custom_advantage_function_path": ("a policy loss", _policy),
     "custom_reward_post_process_path": ("a policy loss", _policy),
+    "custom_convert_samples_to_train_data_path": ("a policy loss", _policy),
     "true_on_policy_mode": ("a policy loss", _policy),
     "custom_loss_function_path": ("loss_type custom_loss", lambda job: job.train.loss_type == "custom_loss"),
 }
@@ -123,6 +124,7 @@ def check_algorithm(job: Job) -> None:
     _teacher(job)
     _true_on_policy(job)
     _conversations(job)
+    _rewards_once(job)
 
 
 def _losses(job: Job) -> None:
@@ -246,6 +248,16 @@ def _conversations(job: Job) -> None:
                 f"{name} has no effect with loss_mask_type: conversations are given, nothing is generated or scored",
                 field=name,
             )
+
+
+def _rewards_once(job: Job) -> None:
+    hooks = job.hooks
+    if hooks.custom_reward_post_process_path and hooks.custom_convert_samples_to_train_data_path:
+        raise ConfigError(
+            "custom_reward_post_process_path and custom_convert_samples_to_train_data_path both say what the rewards "
+            "are: call the one from the other, and leave --custom-reward-post-process-path out",
+            field="custom_reward_post_process_path",
+        )
 
 
 def _is_set(job: Job, name: str) -> bool:

@@ -41,6 +41,12 @@ _FORMS: Mapping[str, HookForm] = {
     ),
     "data_source_path": HookForm(method="get_samples"),
     "custom_reward_post_process_path": HookForm((("args", "samples"),)),
+    "rollout_sample_filter_path": HookForm((("args", "samples"),)),
+    "custom_convert_samples_to_train_data_path": HookForm((("args", "samples"),)),
+    "custom_rollout_log_function_path": HookForm(
+        (("rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time"),)
+    ),
+    "custom_eval_rollout_log_function_path": HookForm((("rollout_id", "args", "data", "extra_metrics"),)),
     "custom_advantage_function_path": HookForm((("args", "rollout_data"),)),
     "rollout_data_postprocess_path": HookForm((("args", "rollout_id", "rollout_data"),)),
     "custom_loss_function_path": HookForm((("args", "batch", "logits", "sum_of_sample_mean"),)),
@@ -48,6 +54,9 @@ _FORMS: Mapping[str, HookForm] = {
     "custom_pg_loss_reducer_function_path": HookForm(
         (("total_lengths", "response_lengths", "loss_masks", "calculate_per_token_loss"),)
     ),
+    "custom_megatron_init_path": HookForm((("args",),)),
+    "custom_model_provider_path": HookForm((("pre_process", "post_process", "vp_stage"),)),
+    "custom_megatron_before_log_prob_hook_path": HookForm((("args", "model", "store_prefix"),)),
     "custom_megatron_before_train_step_hook_path": HookForm(
         (("args", "rollout_id", "step_id", "model", "optimizer", "opt_param_scheduler"),)
     ),

@@ -32,6 +32,7 @@ _OF_EVALUATIONS = (
 _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     **ALGORITHM_NEEDS,
     **{name: ("eval_prompt_data", lambda job: job.eval.is_asked_for) for name in _OF_EVALUATIONS},
+    "custom_eval_rollout_log_function_path": ("eval_prompt_data", lambda job: job.eval.is_asked_for),
     "max_tokens_per_gpu": ("use_dynamic_batch_size", lambda job: job.train.use_dynamic_batch_size),
     "balance_by": ("balance_data", lambda job: job.train.balance_data),
     "buffer_postgres": ("buffer_store", lambda job: job.buffer.buffer_store == "postgres"),

@@ -188,6 +188,18 @@ class HooksSection(Section):
     """User functions in the trainer, as pkg.mod.fn or file.py:fn."""
 
     custom_reward_post_process_path: str | None = Field(None, description="f(args, samples) -> (raw rewards, rewards).")
+    rollout_sample_filter_path: str | None = Field(
+        None, description="f(args, samples): groups of samples; sets remove_sample on those to leave out of the loss."
+    )
+    custom_convert_samples_to_train_data_path: str | None = Field(
+        None, description="f(args, samples) -> dict with rewards, loss_masks, rollout_log_probs, a list each."
+    )
+    custom_rollout_log_function_path: str | None = Field(
+        None, description="f(rollout_id, args, samples, rollout_extra_metrics, rollout_time) -> bool: True logs alone."
+    )
+    custom_eval_rollout_log_function_path: str | None = Field(
+        None, description="f(rollout_id, args, data, extra_metrics) -> bool: True logs alone."
+    )
     custom_advantage_function_path: str | None = Field(
         None, description="f(args, rollout_data): sets advantages and returns."
     )
@@ -202,6 +214,13 @@ class HooksSection(Section):
     )
     custom_pg_loss_reducer_function_path: str | None = Field(
         None, description="f(total_lengths, response_lengths, loss_masks, per_token) -> reducer."
+    )
+    custom_megatron_init_path: str | None = Field(None, description="f(args): on every rank, once Megatron is up.")
+    custom_model_provider_path: str | None = Field(
+        None, description="f(pre_process, post_process, vp_stage) -> GPTModel: a stage of the model."
+    )
+    custom_megatron_before_log_prob_hook_path: str | None = Field(
+        None, description="f(args, model, store_prefix): before a pass for log-probs."
     )
     custom_megatron_before_train_step_hook_path: str | None = Field(
         None, description="f(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)."

@@ -11,6 +11,7 @@ from pathlib import Path
 from headrace.client.port import Buffer
 from headrace.client.rollout import RolloutClient
 from headrace.errors import ConfigError
+from headrace.hooks import hook_args
 from headrace.job.eval_dataset import eval_dataset
 from headrace.job.eval_sets import eval_sets
 from headrace.job.schema.job import Job
@@ -42,6 +43,7 @@ from services.trainer.model.policy import Policy
 from services.trainer.schedule import JobSchedule
 from services.trainer.serving.console import TrainerConsole
 from services.trainer.serving.evaluation import JobEvaluator
+from services.trainer.serving.evaluation_log import EvaluationLog
 from services.trainer.serving.evaluations import Evaluations, JobEvaluations, NoEvaluations
 from services.trainer.serving.export_folder import ExportFolders
 from services.trainer.serving.report import RunReport
@@ -213,7 +215,11 @@ def evaluations_of(
     datasets = [eval_dataset(each, job.eval, job.rollout, job.data) for each in eval_sets(job.eval)]
     num_bytes = job.tracking.sample_log_bytes
     samples = EvaluatedSamples(SampleLog(folder.samples), num_bytes) if num_bytes else None
-    evaluator = JobEvaluator(datasets, rollout, seconds=job.eval.eval_timeout_seconds, samples=samples)
+    path = job.hooks.custom_eval_rollout_log_function_path
+    users_log = EvaluationLog(path, hook_args(job)) if path else None
+    evaluator = JobEvaluator(
+        datasets, rollout, seconds=job.eval.eval_timeout_seconds, samples=samples, users_log=users_log
+    )
     return JobEvaluations(evaluator, schedule, report, exact=job.eval.eval_exact_version)
 
 

@@ -104,6 +104,8 @@ class Trained:
 
     metrics: dict[str, float]
     set_aside: Sequence[UnusableSample]
+    is_logged: bool = False
+    """A user's function has logged the rollout: trackers are not given its figures as well."""
 
 
 class StageWeights(_Message, frozen=True):

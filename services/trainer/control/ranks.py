@@ -62,7 +62,10 @@ class TrainerRanks:
             trained = await self._group.train(step, self._set_aside.applied(batch).samples)
         self._set_aside.append(step, trained.set_aside)
         self._record.append(step, batch)
-        return statistics(self._set_aside.applied(batch), step) | trained.metrics
+        figures = statistics(self._set_aside.applied(batch), step)
+        if trained.is_logged:
+            self._console.keep_from_trackers(figures)
+        return trained.metrics | figures
 
     async def prefetch(self, batch: Batch) -> None:
         """Every rank begins to fetch its samples of the next step."""

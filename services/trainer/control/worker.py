@@ -56,7 +56,7 @@ class RankWorker:
         """
         match command:
             case Train(step, samples):
-                return Trained(self._train(step, samples), self._policy.set_aside)
+                return Trained(self._train(step, samples), self._policy.set_aside, self._policy.is_logged)
             case Prefetch(samples):
                 self._fetch.begin(self._policy.own_sample_ids(samples))
             case DescribeWeights():
@@ -88,7 +88,7 @@ class RankWorker:
             return self._policy.train(step, samples, self._fetch)
         read = SamplesRead(self._fetch, step + 1)
         metrics = self._policy.train(step, samples, read)
-        self._trained_samples.write(step + 1, read.but(self._policy.set_aside))
+        self._trained_samples.write(step + 1, read.of(self._policy.trained_ids))
         return metrics
 
     def _wait_for_samples(self) -> None:

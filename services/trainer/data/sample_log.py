@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from headrace.rpc.log import log
 from headrace.sample_log import Answer, SampleLog
 from headrace.trajectory import Sample
-from services.trainer.data.reading import FetchSamples, Read, UnusableSample
+from services.trainer.data.reading import FetchSamples, Read
 
 
 class SamplesRead:
@@ -27,10 +27,9 @@ class SamplesRead:
         self._answers |= {one.sample_id: Answer.of(one, self._step) for one in read if isinstance(one, Sample)}
         return read
 
-    def but(self, set_aside: Sequence[UnusableSample]) -> list[Answer]:
-        """Those that were trained."""
-        not_trained = {one.sample_id for one in set_aside}
-        return [answer for answer in self._answers.values() if answer.sample_id not in not_trained]
+    def of(self, trained_ids: Sequence[str]) -> list[Answer]:
+        """Those that this rank trained: a user's function may have been given more."""
+        return [self._answers[sample_id] for sample_id in trained_ids]
 
 
 class TrainedSamples:

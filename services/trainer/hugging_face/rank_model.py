@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from headrace.job.megatron.arguments import MegatronArgs
 from headrace.models.architecture import Architecture
 from services.trainer.hugging_face.convert import Converter
-from services.trainer.megatron.gpt.gpt import build_stages, transformer_config
+from services.trainer.megatron.gpt.gpt import ModelProvider, build_stages, transformer_config
 from services.trainer.megatron.packing import choose_packing
 from services.trainer.megatron.parallel import Layout
 from services.trainer.plan.rows import Packing
@@ -27,9 +27,16 @@ class RankModel:
     converter: Converter
 
     @classmethod
-    def of(cls, architecture: Architecture, args: MegatronArgs, layout: Layout, packing: Packing | None) -> RankModel:
+    def of(
+        cls,
+        architecture: Architecture,
+        args: MegatronArgs,
+        layout: Layout,
+        packing: Packing | None,
+        provider: ModelProvider | None = None,
+    ) -> RankModel:
         """Its weights are whatever torch gave them: load a folder or restore a checkpoint next."""
         config = transformer_config(architecture, args, layout)
         chosen = choose_packing(packing, config, layout)
-        stages = build_stages(architecture, config, layout, chosen)
+        stages = build_stages(architecture, config, layout, chosen, provider)
         return cls(config, chosen, stages, Converter(architecture, layout, stages))

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.job.schema.training import TrainSection
 from headrace.trajectory import Sample
-from services.trainer.data.reading import FetchSamples, Readable, SampleReader, UnusableSample, all_readable
+from services.trainer.data.reading import FetchSamples, SampleReader, UnusableSample, all_readable
 from services.trainer.megatron.parallel import Layout
 from services.trainer.plan.batch import SampleFacts
 from services.trainer.plan.experts import RolloutChoices
 from services.trainer.plan.planning import Planner, StepPlan
 from services.trainer.plan.rows import Packing
 from services.trainer.rl.inputs import StepInputs, step_inputs
-from services.trainer.rl.rewards import RewardPostProcess, shaped_rewards
+from services.trainer.rl.rewards import shaped_rewards
+from services.trainer.rl.whole_batch import BatchChanges, WholeBatchHooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,10 @@ class RolloutBatch:
     """Samples that could not be used, equal on all ranks"""
     plans: Sequence[StepPlan]
     inputs: Sequence[StepInputs]
+    metrics: Mapping[str, float]
+    """Numbers that users' functions report with the step"""
+    is_logged: bool
+    """A user's function has logged the rollout"""
 
 
 class BatchReader:
@@ -40,7 +45,7 @@ class BatchReader:
         layout: Layout,
         packing: Packing,
         *,
-        rewards: RewardPostProcess | None,
+        hooks: WholeBatchHooks | None,
         choices: RolloutChoices | None,
     ) -> None:
         self._config = config
@@ -49,7 +54,7 @@ class BatchReader:
         self._reader = SampleReader(self.own_sample_ids, check, layout)
         self._layout = layout
         self._packing = packing
-        self._rewards = rewards
+        self._hooks = hooks
         self._choices = choices
 
     def own_sample_ids(self, samples: Sequence[SampleFacts]) -> list[str]:
@@ -60,18 +65,15 @@ class BatchReader:
     def read(self, step: int, samples: Sequence[SampleFacts], fetch: FetchSamples) -> RolloutBatch:
         """Collective: fetches this rank's samples, and puts them onto its device."""
         read = self._reader.read(samples, fetch)
-        plans = self._planner.plan(read.samples, self._steps_per_rollout)
-        return RolloutBatch(read.samples, read.set_aside, plans, self._inputs(step, plans, read, fetch))
-
-    def _inputs(self, step: int, plans: Sequence[StepPlan], read: Readable, fetch: FetchSamples) -> list[StepInputs]:
-        if self._rewards is None:
-            rewards = shaped_rewards(read.samples, self._config)
-        else:
-            rewards = self._rewards(read.samples, lambda sample_ids: all_readable(fetch(sample_ids)))
-        return [
-            step_inputs(
-                *(plan, step, read.samples, rewards, read.own, self._config),
-                *(self._layout, self._packing, self._choices),
-            )
+        changes = BatchChanges()
+        if self._hooks is not None:
+            changes = self._hooks(step, read.samples, lambda sample_ids: all_readable(fetch(sample_ids)))
+        facts = [changes.of_facts(sample) for sample in read.samples]
+        own = {sample_id: changes.of_sample(sample) for sample_id, sample in read.own.items()}
+        rewards = changes.reward_of_each(facts) or shaped_rewards(facts, self._config)
+        plans = self._planner.plan(facts, self._steps_per_rollout)
+        inputs = [
+            step_inputs(plan, step, facts, rewards, own, self._config, self._layout, self._packing, self._choices)
             for plan in plans
         ]
+        return RolloutBatch(facts, read.set_aside, plans, inputs, changes.metrics, changes.is_logged)

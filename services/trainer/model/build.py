@@ -8,6 +8,8 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from headrace.errors import ConfigError
+from headrace.hooks import hook_args
+from headrace.hooks.trainer import trainer_hook
 from headrace.job.megatron.arguments import MegatronArgs, megatron
 from headrace.job.model.transformer_config import contradictions
 from headrace.job.rules.algorithm_rules import uses_critic, uses_reference
@@ -37,6 +39,7 @@ from services.trainer.model.optimizer_steps import OptimizerSteps
 from services.trainer.model.pipeline import Pipeline
 from services.trainer.model.policy import Policy
 from services.trainer.model.preparation import Preparation, teacher_log_probs
+from services.trainer.model.provider import model_provider_of
 from services.trainer.model.reference import ReferencePolicy
 from services.trainer.model.runner import Runner
 from services.trainer.model.saved import POLICY, SavedParts
@@ -48,16 +51,20 @@ from services.trainer.plan.planning import Planner
 from services.trainer.plan.rows import Packing
 from services.trainer.rl.build import (
     advantages_of,
+    before_log_prob_of,
     before_train_step_of,
     objective_of,
-    reward_post_process_of,
     rollout_data_hook_of,
+    whole_batch_hooks_of,
 )
 
 
 def join_ranks(job: Job) -> Layout:
     """Joins the job's other ranks, or is alone. In the thread that will compute."""
-    return initialize(megatron(job.megatron), read_architecture(job.model.hf_checkpoint), job.run.seed)
+    layout = initialize(megatron(job.megatron), read_architecture(job.model.hf_checkpoint), job.run.seed)
+    if (path := job.hooks.custom_megatron_init_path) is not None:
+        trainer_hook(path, "megatron_init").target(hook_args(job))
+    return layout
 
 
 def policy_of(job: Job, layout: Layout) -> Policy:
@@ -74,6 +81,7 @@ def policy_of(job: Job, layout: Layout) -> Policy:
     weights = weights_of([chunk.module for chunk in chunks])
     reference = ReferencePolicy(weights, model.converter, job.model.ref_load) if uses_reference(job) else None
     old_policies = _old_policies(job, weights, model.converter)
+    before_log_prob = before_log_prob_of(job, chunks)
     return Policy(
         layout,
         _batches(job, architecture, model.packing, layout),
@@ -81,12 +89,13 @@ def policy_of(job: Job, layout: Layout) -> Policy:
             job.train,
             layout,
             pipeline,
-            OldLogProbs(job.train, layout, pipeline, old_policies),
+            OldLogProbs(job.train, layout, pipeline, old_policies, before_log_prob),
             advantages_of(job, layout.data_group),
             reference=reference,
             teacher=_teacher(job, weights, model.converter),
             critic=critic,
             data_hook=rollout_data_hook_of(job),
+            before_log_prob=before_log_prob,
             distills=job.distillation.use_opd,
         ),
         OptimizerSteps(
@@ -131,7 +140,8 @@ def critic_of(job: Job, layout: Layout, stopwatch: Stopwatch) -> Critic:
 
 def _model(job: Job, architecture: Architecture, args: MegatronArgs, layout: Layout) -> RankModel:
     """The model with the weights that the run begins with; parameters that are not trained are frozen."""
-    model = RankModel.of(architecture, args, layout, job.train.packing)
+    provider = model_provider_of(job)
+    model = RankModel.of(architecture, args, layout, job.train.packing, provider)
     model.converter.load(job.model.hf_checkpoint)
     if (initial := job.checkpoint.initial_megatron_checkpoint) is not None:
         ModelState(POLICY, model.converter.shards(), None).restore_weights(opened(initial, layout))
@@ -169,8 +179,8 @@ def _batches(job: Job, architecture: Architecture, packing: Packing, layout: Lay
     experts = architecture.experts if job.train.use_rollout_routing_replay else None
     choices = RolloutChoices(architecture.num_layers, experts) if experts else None
     check = _sample_check(job, ModelBounds.of(architecture), choices)
-    rewards = reward_post_process_of(job, layout)
-    return BatchReader(job.train, planner, check, layout, packing, rewards=rewards, choices=choices)
+    hooks = whole_batch_hooks_of(job, layout)
+    return BatchReader(job.train, planner, check, layout, packing, hooks=hooks, choices=choices)
 
 
 def _sample_check(job: Job, bounds: ModelBounds, choices: RolloutChoices | None) -> Callable[[Sample], None]:

@@ -19,6 +19,7 @@ from services.trainer.megatron.gpt.routing_replay import Routing
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.old_policies import OldPolicies
 from services.trainer.model.pipeline import Pipeline
+from services.trainer.rl.hooks import BeforeLogProb
 from services.trainer.rl.inputs import MicroInputs, StepInputs
 from services.trainer.rl.known import Known
 
@@ -26,10 +27,18 @@ from services.trainer.rl.known import Known
 class OldLogProbs:
     """`policies` are kept only with keep_old_actor."""
 
-    def __init__(self, config: TrainSection, layout: Layout, pipeline: Pipeline, policies: OldPolicies | None) -> None:
+    def __init__(
+        self,
+        config: TrainSection,
+        layout: Layout,
+        pipeline: Pipeline,
+        policies: OldPolicies | None,
+        before: BeforeLogProb | None,
+    ) -> None:
         self._layout = layout
         self._pipeline = pipeline
         self._policies = policies
+        self._before = before
         self._routing: Routing = "free"
         if config.use_routing_replay or config.use_rollout_routing_replay:
             self._routing = "replay" if config.use_rollout_routing_replay else "record"
@@ -48,11 +57,16 @@ class OldLogProbs:
                 return olds, olds
         trains_on_them = self._trains_on_them and len(steps) > 1
         if for_advantages:
-            own = [self._log_probs(inputs) for inputs in steps]
+            own = self._all_log_probs(steps)
             return own, own if trains_on_them else nothing
         if trains_on_them:
-            return nothing, [None, *(self._log_probs(inputs) for inputs in steps[1:])]
+            return nothing, [None, *self._all_log_probs(steps[1:])]
         return nothing, nothing
+
+    def _all_log_probs(self, steps: Sequence[StepInputs]) -> list[Known]:
+        if self._before is not None:
+            self._before("")
+        return [self._log_probs(inputs) for inputs in steps]
 
     def _log_probs(self, inputs: StepInputs) -> list[Tensor] | None:
         return self._pipeline.log_probs(inputs, routing=self._routing)
@@ -71,6 +85,8 @@ class OldLogProbs:
         found = [[torch.zeros_like(micro.mask) for micro in inputs] for inputs in steps]
         for version in versions:
             with policies.in_place(version):
+                if self._before is not None:
+                    self._before("")
                 for inputs, olds in zip(steps, found, strict=True):
                     for number, log_probs in enumerate(self._log_probs(inputs) or []):
                         is_from = torch.tensor([each == version for each in _of(policies, step, inputs[number])])

@@ -50,6 +50,10 @@ class Policy:
         self.saved = saved
         self.set_aside: Sequence[UnusableSample] = ()
         """Samples of the latest step that it could not use; equal on all ranks."""
+        self.trained_ids: Sequence[str] = ()
+        """This rank's samples of the latest step."""
+        self.is_logged = False
+        """A user's function has logged the latest step's rollout; equal on all ranks."""
         self._layout = layout
         self._batches = batches
         self._prepare = prepare
@@ -65,11 +69,12 @@ class Policy:
         """The optimizer steps of one rollout step; metrics are equal on all ranks, but for times."""
         with self._stopwatch.host_part("fetch"):
             batch = self._batches.read(step, samples, fetch)
-        self.set_aside = batch.set_aside
+        self.set_aside, self.is_logged = batch.set_aside, batch.is_logged
+        self.trained_ids = [i for plan in batch.plans for i in plan.sample_ids(self._layout.data_rank)]
         with self._stopwatch.part("log_probs"):
             prepared = self._prepare(step, batch.inputs)
         metrics = self._optimizer_steps(step, batch.plans, prepared)
-        metrics |= self._pipeline.distance.read() | self._prepare.metrics()
+        metrics = {**batch.metrics, **metrics, **self._pipeline.distance.read(), **self._prepare.metrics()}
         return metrics | self._speed.metrics(batch.samples, self._stopwatch.read())
 
     def own_sample_ids(self, samples: Sequence[SampleFacts]) -> list[str]:

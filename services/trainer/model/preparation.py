@@ -23,7 +23,7 @@ from services.trainer.model.reference import ReferencePolicy
 from services.trainer.rl.advantages import Advantages, Evidence
 from services.trainer.rl.algorithms.mis import mean_weight_sums
 from services.trainer.rl.corrections import weights_of
-from services.trainer.rl.hooks import RolloutDataHook
+from services.trainer.rl.hooks import BeforeLogProb, RolloutDataHook
 from services.trainer.rl.inputs import MicroInputs, StepInputs
 from services.trainer.rl.known import Known, at, needed
 
@@ -56,6 +56,7 @@ class Preparation:
         teacher: ReferencePolicy | None,
         critic: Critic | None,
         data_hook: RolloutDataHook | None,
+        before_log_prob: BeforeLogProb | None,
         distills: bool,
     ) -> None:
         self._config = config
@@ -68,6 +69,7 @@ class Preparation:
         self._advantages = advantages
         self._distance = TeacherDistance(layout.device) if distills else None
         self._data_hook = data_hook
+        self._before_log_prob = before_log_prob
 
     def __call__(self, step: int, steps: Sequence[StepInputs]) -> list[PreparedStep]:
         """Collective over all ranks."""
@@ -75,7 +77,8 @@ class Preparation:
         by_advantages = self._advantages.needs_log_probs and not self._config.use_rollout_logprobs
         normalizes = self._config.tis_batch_normalize
         olds, kept = self._old(step, steps, for_advantages=by_advantages or normalizes)
-        references, teachers = (self._under(policy, steps) for policy in (self._reference, self._teacher))
+        references = self._under(self._reference, "ref_", steps)
+        teachers = self._under(self._teacher, "teacher_", steps)
         values: list[Known] = [self._critic.values(inputs) if self._critic else None for inputs in steps]
         filled = list(steps)
         if self._layout.is_last_stage and self._config.loss_type != "sft_loss":
@@ -94,10 +97,12 @@ class Preparation:
         if self._reference is not None and interval is not None and step and step % interval == 0:
             self._reference.update()
 
-    def _under(self, policy: ReferencePolicy | None, steps: Sequence[StepInputs]) -> list[Known]:
+    def _under(self, policy: ReferencePolicy | None, prefix: str, steps: Sequence[StepInputs]) -> list[Known]:
         if policy is None:
             return [None] * len(steps)
         with policy.in_place():
+            if self._before_log_prob is not None:
+                self._before_log_prob(prefix)
             return [self._pipeline.log_probs(inputs) for inputs in steps]
 
     def _with_advantages(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 
 from headrace.hooks import hook_args
@@ -10,9 +12,9 @@ from services.trainer.megatron.parallel import Layout
 from services.trainer.rl.advantages import Advantages
 from services.trainer.rl.corrections import custom_correction
 from services.trainer.rl.custom_loss import CustomLoss, PolicyReducer
-from services.trainer.rl.hooks import BeforeTrainStep, RolloutDataHook, load_advantage_hook
+from services.trainer.rl.hooks import BeforeLogProb, BeforeTrainStep, RolloutDataHook, load_advantage_hook
 from services.trainer.rl.objective import Objective
-from services.trainer.rl.rewards import RewardPostProcess
+from services.trainer.rl.whole_batch import WholeBatchHooks
 
 
 def objective_of(job: Job) -> Objective:
@@ -38,10 +40,16 @@ def advantages_of(job: Job, group: dist.ProcessGroup | None) -> Advantages:
     )
 
 
-def reward_post_process_of(job: Job, layout: Layout) -> RewardPostProcess | None:
-    """A user's rewards in the place of the estimator's; None without."""
-    path = job.hooks.custom_reward_post_process_path
-    return RewardPostProcess(path, hook_args(job), layout) if path else None
+def whole_batch_hooks_of(job: Job, layout: Layout) -> WholeBatchHooks | None:
+    """The user's functions that see all samples of a step; None without any."""
+    hooks = job.hooks
+    paths = {
+        "sample_filter": hooks.rollout_sample_filter_path,
+        "train_data": hooks.custom_convert_samples_to_train_data_path,
+        "reward_post_process": hooks.custom_reward_post_process_path,
+        "rollout_log": hooks.custom_rollout_log_function_path,
+    }
+    return WholeBatchHooks(layout, hook_args(job), **paths) if any(paths.values()) else None
 
 
 def rollout_data_hook_of(job: Job) -> RolloutDataHook | None:
@@ -54,3 +62,9 @@ def before_train_step_of(job: Job) -> BeforeTrainStep | None:
     """A user's function before each optimizer step; None without."""
     path = job.hooks.custom_megatron_before_train_step_hook_path
     return BeforeTrainStep(path, hook_args(job)) if path else None
+
+
+def before_log_prob_of(job: Job, model: Any) -> BeforeLogProb | None:
+    """A user's function before each pass for log-probs; None without."""
+    path = job.hooks.custom_megatron_before_log_prob_hook_path
+    return BeforeLogProb(path, hook_args(job), model) if path else None

@@ -96,6 +96,23 @@ class BeforeTrainStep:
         self._hook(self._args, step, step_id, model, optimizer, schedule)
 
 
+class BeforeLogProb:
+    """`f(args, model, store_prefix)`, before the passes of a rollout step for one policy's log-probs, on every rank.
+
+    `store_prefix` is "" for the policy itself, now or as it was, "ref_" for the reference, "teacher_" for a teacher.
+    A step whose first training pass finds the old log-probs has no pass of its own for them.
+    """
+
+    def __init__(self, path: str, args: HookArgs, model: Any) -> None:
+        self._hook = trainer_hook(path, "before_log_prob").target
+        self._args = args
+        self._model = model
+
+    def __call__(self, store_prefix: str) -> None:
+        """Calls the function."""
+        self._hook(self._args, self._model, store_prefix)
+
+
 def put_back(
     micros: Sequence[MicroInputs], advantages: Sequence[Tensor], returns: Sequence[Tensor]
 ) -> list[MicroInputs]:

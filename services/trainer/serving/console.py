@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +77,7 @@ class TrainerConsole:
         self._ended = False
         self._ranks: Steered | None = None
         self._produced: Mapping[str, float] = {}
+        self._untracked: frozenset[str] = frozenset()
         self._seconds: dict[int, float] = defaultdict(float)
         self._reported_at: float | None = None
         """The clock when the current step began; the start of the run belongs to no step"""
@@ -143,6 +144,10 @@ class TrainerConsole:
         self._status.phase = pb.PHASE_TRAINING
         self._produced = metrics
 
+    def keep_from_trackers(self, names: Iterable[str]) -> None:
+        """These metrics of the step are reported to people and files, and not to trackers."""
+        self._untracked = frozenset(names)
+
     async def before_step(self, state: TrainState) -> bool:
         """Serves what was asked for, holds while paused; False ends the run."""
         self._show(state)
@@ -173,7 +178,8 @@ class TrainerConsole:
         """A step is done; `state.step` counts it."""
         self._show(state)
         metrics = {**metrics, **self._produced, **self._times()} | {"policy_version": float(state.policy_version)}
-        self._report.write(state.step, metrics)
+        self._report.write(state.step, metrics, untracked=self._untracked)
+        self._untracked = frozenset()
         log.info("step", step=state.step, **{k: round(v, 6) for k, v in metrics.items() if k in _LOGGED})
 
     async def ask(self, action: Action) -> TrainState:

@@ -8,11 +8,13 @@ import uuid
 from collections.abc import Sequence
 
 from headrace.api.rollout.v1 import rollout_pb2
+from headrace.api.sample.v1 import sample_pb2
 from headrace.client.rollout import RolloutClient
 from headrace.errors import DeadlineExceeded, HeadraceError, Unavailable
 from headrace.rpc.log import log
 from headrace.wire.checks import one_line
 from services.trainer.data.evaluated_samples import EvaluatedSamples
+from services.trainer.serving.evaluation_log import EvaluationLog
 from services.trainer.serving.evaluations import Evaluated
 from services.trainer.state import TrainState
 
@@ -27,17 +29,20 @@ class JobEvaluator:
         *,
         seconds: float,
         samples: EvaluatedSamples | None = None,
+        users_log: EvaluationLog | None = None,
     ) -> None:
         self._datasets = datasets
         self._client = client
         self._seconds = seconds
         self._samples = samples
+        self._users_log = users_log
 
     async def __call__(self, state: TrainState, names: Sequence[str]) -> Evaluated:
         """Whatever goes wrong is a warning and a metric: the run does not depend on it."""
         started = time.monotonic()
+        seen: list[sample_pb2.Sample] = []
         try:
-            results = await self._results(state, [each for each in self._datasets if each.name in names])
+            results = await self._results(state, [each for each in self._datasets if each.name in names], seen)
         except Exception as error:  # noqa: BLE001  # of the client's own, too: no mistake in an evaluation is worth the run
             reason = error.reason if isinstance(error, HeadraceError) else type(error).__name__
             log.error("evaluation_failed", step=state.step, reason=reason, error=str(error))
@@ -46,19 +51,27 @@ class JobEvaluator:
         for result in results:
             metrics |= _metrics(result)
         log.info("evaluated", step=state.step, **metrics)
-        return Evaluated(metrics, [_unscored(result) for result in results if result.num_failed])
+        warnings = [_unscored(result) for result in results if result.num_failed]
+        if self._users_log is None:
+            return Evaluated(metrics, warnings)
+        logged = await self._users_log(state.step, seen)
+        untracked = tuple(metrics) if logged.alone else ()
+        return Evaluated({**logged.metrics, **metrics}, [*warnings, *logged.warnings], untracked)
 
     async def _results(
-        self, state: TrainState, datasets: Sequence[rollout_pb2.EvalDataset]
+        self, state: TrainState, datasets: Sequence[rollout_pb2.EvalDataset], seen: list[sample_pb2.Sample]
     ) -> Sequence[rollout_pb2.EvalResult]:
-        """Raises DeadlineExceeded after `seconds`, Unavailable when the service ended without results."""
+        """Adds to `seen` all samples, where the user's log reads them.
+
+        Raises DeadlineExceeded after `seconds`, Unavailable when the service ended without results.
+        """
         results: Sequence[rollout_pb2.EvalResult] = ()
         try:
             async with asyncio.timeout(self._seconds):
                 replies = self._client.watch_evaluation(
                     f"step-{state.step}-{uuid.uuid4().hex[:8]}",
                     datasets,
-                    return_samples=self._samples is not None,
+                    return_samples=self._samples is not None or self._users_log is not None,
                     deadline_seconds=self._seconds,
                 )
                 writing = self._samples.of_step(state.step) if self._samples else None
@@ -66,6 +79,8 @@ class JobEvaluator:
                     results = reply.results
                     if writing:
                         await writing.add(reply.samples)
+                    if self._users_log is not None:
+                        seen += reply.samples
                 if writing:
                     await writing.close()
         except (TimeoutError, DeadlineExceeded) as error:

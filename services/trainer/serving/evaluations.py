@@ -8,7 +8,7 @@ evaluates again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -24,6 +24,8 @@ class Evaluated:
 
     metrics: Mapping[str, float]
     warnings: Sequence[str] = ()
+    untracked: Collection[str] = ()
+    """Metrics that trackers are not given, as a user's function has logged the evaluation."""
 
 
 Evaluate = Callable[[TrainState, Sequence[str]], Awaitable[Evaluated]]
@@ -112,7 +114,8 @@ class JobEvaluations:
         while True:
             step = due.state.step
             evaluated = await self._evaluate(due.state, due.names)
-            self._report.write(step, {**evaluated.metrics, "eval_step": float(step)}, evaluated.warnings)
+            metrics = {**evaluated.metrics, "eval_step": float(step)}
+            self._report.write(step, metrics, evaluated.warnings, untracked=evaluated.untracked)
             self._running, self._waiting = self._waiting, None
             if self._running is None:
                 return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -41,13 +41,20 @@ class RunReport:
             self._append(row)
         self._trackers = self._open_trackers(step)
 
-    def write(self, step: int, metrics: Mapping[str, float], warnings: Sequence[str] = ()) -> None:
-        """Adds a row to metrics.jsonl, the trackers and the live stream."""
+    def write(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        warnings: Sequence[str] = (),
+        *,
+        untracked: Collection[str] = (),
+    ) -> None:
+        """Adds a row to metrics.jsonl, the live stream and, but for the `untracked` ones, the trackers."""
         row = MetricsRow(step, time.time(), dict(metrics), tuple(warnings))
         self.rows.append(row)
         self._append(row)
         for tracker in self._trackers:
-            tracker.log(step, metrics)
+            tracker.log(step, {name: value for name, value in metrics.items() if name not in untracked})
         if time.monotonic() - self._drawn > _REDRAW_SECONDS:
             self._draw()
         self._wake()

@@ -82,3 +82,58 @@ def before_train_step(
 ) -> None:
     """Notes where it is."""
     _note("before_train_step", [rollout_id, step_id, len(model), optimizer.param_groups[0]["lr"]])
+
+
+def sample_filter(args: Any, samples: list[list[Any]]) -> None:
+    """Leaves the first of each group out of the loss, and the last token of the others."""
+    _note("sample_filter", [[sample.group_index for sample in group] for group in samples])
+    for group in samples:
+        group[0].remove_sample = True
+        for sample in group[1:]:
+            sample.loss_mask = [*sample.loss_mask[:-1], 0]
+
+
+def train_data(args: Any, samples: list[Any]) -> dict[str, list[Any]]:
+    """What slime's conversion gives, with rewards, masks and log-probs of its own."""
+    _note("train_data", [sample.train_metadata for sample in samples])
+    return {
+        "tokens": [sample.tokens for sample in samples],
+        "response_lengths": [sample.response_length for sample in samples],
+        "rewards": [float(number) for number, _ in enumerate(samples)],
+        "raw_reward": [sample.get_reward_value(args) for sample in samples],
+        "truncated": [int(sample.status == sample.Status.TRUNCATED) for sample in samples],
+        "sample_indices": [sample.index for sample in samples],
+        "loss_masks": [[1] * sample.response_length for sample in samples],
+        "rollout_log_probs": [torch.tensor(sample.rollout_log_probs) - 0.1 for sample in samples],
+    }
+
+
+def rollout_log(
+    rollout_id: int, args: Any, samples: list[Any], rollout_extra_metrics: dict[str, Any], rollout_time: float
+) -> bool:
+    """Reports a figure of its own, and something that is none."""
+    _note("rollout_log", [rollout_id, len(samples), rollout_time > 0])
+    rollout_extra_metrics |= {"rollout/longest": max(sample.response_length for sample in samples), "what": "text"}
+    if rollout_id == 1:
+        raise RuntimeError("a tracker is away")
+    return True
+
+
+def megatron_init(args: Any) -> None:
+    """Notes that Megatron is up."""
+    from megatron.core import parallel_state
+
+    _note("megatron_init", [args.seed, parallel_state.get_data_parallel_world_size()])
+
+
+def before_log_prob(args: Any, model: list[Any], store_prefix: str) -> None:
+    """Notes whose log-probs are next."""
+    _note("before_log_prob", [store_prefix, len(model)])
+
+
+def model_provider(pre_process: bool, post_process: bool, vp_stage: int | None, build_default: Any) -> Any:
+    """The trainer's own, with one layer looked at."""
+    model = build_default()
+    model.decoder.layers[0].register_forward_hook(lambda *_: _note("forward", model.training))
+    _note("model_provider", [pre_process, post_process, vp_stage])
+    return model

@@ -20,6 +20,17 @@ def reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_los
 def before_train_step(args, rollout_id, step_id, model, optimizer, opt_param_scheduler): pass
 def reward_post_process(args, samples): return [s.reward for s in samples], [0.5 for _ in samples]
 
+def sample_filter(args, samples):
+    for sample in samples[0][1:]: sample.remove_sample = True
+def train_data(args, samples): return {"rewards": [1.5 for _ in samples]}
+def nothing(args, samples): return {}
+def rollout_log(rollout_id, args, samples, rollout_extra_metrics, rollout_time): rollout_extra_metrics["mine"] = 1
+def eval_log(rollout_id, args, data, extra_metrics): return len(data["check"]["samples"]) == 4
+def megatron_init(args): pass
+def model_provider(pre_process, post_process, vp_stage=None): pass
+def changes_model(pre_process, post_process, vp_stage, build_default): pass
+def before_log_prob(args, model, store_prefix): pass
+
 def closed_tis(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks): pass
 def greedy_tis(args, *, pg_loss, temperature, **kwargs): pass
 """
@@ -32,7 +43,13 @@ def source(tmp_path: Path) -> str:
     return str(file)
 
 
-@pytest.mark.parametrize("kind", ["advantage", "rollout_data", "loss", "tis", "before_train_step"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("advantage", "rollout_data", "loss", "tis", "before_train_step"),
+        *("rollout_log", "eval_log", "model_provider", "before_log_prob"),
+    ],
+)
 def test_check_tells_a_trainers_hook_by_its_arguments(source: str, kind: TrainerKind) -> None:
     report = check_hook(f"{source}:{kind}")
     assert report.ok, report.failed
@@ -43,6 +60,27 @@ def test_check_is_told_what_arguments_do_not_tell(source: str, capsys: pytest.Ca
     assert check(["hook", f"{source}:reward_post_process", "--kind", "reward_post_process"]) == 0
     assert "is a reward_post_process function" in capsys.readouterr().out
     assert check_hook(f"{source}:reducer").kind == "reducer"
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("sample_filter", "leaves 3 of 4 samples out of the loss"),
+        ("train_data", "converts 4 samples: rewards [1.5, 1.5, 1.5, 1.5]"),
+        ("rollout_log", "logs beside headrace, with mine"),
+        ("eval_log", "logs alone, with no metrics of its own"),
+        ("megatron_init", "it is not called here"),
+    ],
+)
+def test_check_shows_sample_answers_to_what_sees_a_whole_batch(source: str, kind: TrainerKind, told: str) -> None:
+    report = check_hook(f"{source}:{kind}", kind)
+    assert report.ok, report.failed
+    assert told in report.passed[1]
+
+
+def test_a_model_provider_may_take_the_default_model(source: str) -> None:
+    assert trainer_hook(f"{source}:changes_model", "model_provider")
+    assert "must return a dict with rewards" in check_hook(f"{source}:nothing", "train_data").failed[0]
 
 
 @pytest.mark.parametrize(

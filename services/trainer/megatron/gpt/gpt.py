@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -17,6 +20,9 @@ from services.trainer.megatron.gpt.layer_specs import has_transformer_engine, la
 from services.trainer.megatron.gpt.segment_attention import with_segment_attention
 from services.trainer.megatron.parallel import Layout
 from services.trainer.plan.rows import Packing
+
+ModelProvider = Callable[[bool, bool, int | None, Callable[[], GPTModel]], GPTModel]
+"""Makes a stage: is it the first, is it the last, its number among a rank's virtual stages, and headrace's own."""
 
 # Megatron's constants for Llama 3's frequencies; only the factor is an argument there.
 _MEGATRON_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -73,30 +79,47 @@ def transformer_config(architecture: Architecture, args: MegatronArgs, layout: L
 
 
 def build_stages(
-    architecture: Architecture, config: TransformerConfig, layout: Layout, packing: Packing
+    architecture: Architecture,
+    config: TransformerConfig,
+    layout: Layout,
+    packing: Packing,
+    provider: ModelProvider | None = None,
 ) -> list[GPTModel]:
     """This rank's share of its stage, or of each of its virtual stages. Its weights are torch's: load a checkpoint.
 
     The last stage answers with hidden states; log-probs are services/trainer/model/head.py's.
     """
     _require_whole_latents(architecture, config, layout)
-    return [_stage(architecture, config, layout, packing, number) for number in range(layout.vpp_size)]
+    stages = []
+    for number in range(layout.vpp_size):
+        virtual = number if layout.vpp_size > 1 else None
+        is_first = layout.is_first_stage and number == 0
+        is_last = layout.is_last_stage and number == layout.vpp_size - 1
+        default = partial(_stage, architecture, config, layout, packing, virtual, is_first, is_last)
+        model = default() if provider is None else provider(is_first, is_last, virtual, default)
+        stages.append(in_dtype(give_hidden_states(model), config.params_dtype).to(layout.device))
+    return stages
 
 
 def _stage(
-    architecture: Architecture, config: TransformerConfig, layout: Layout, packing: Packing, number: int
+    architecture: Architecture,
+    config: TransformerConfig,
+    layout: Layout,
+    packing: Packing,
+    virtual: int | None,
+    is_first: bool,
+    is_last: bool,
 ) -> GPTModel:
-    virtual = number if layout.vpp_size > 1 else None
     spec = layer_specs(architecture, config, layout, virtual)
     if uses_segment_attention(layout, packing):
         spec = with_segment_attention(spec)
-    model = GPTModel(
+    return GPTModel(
         config=config,
         transformer_layer_spec=spec,
         vocab_size=architecture.vocab_size,
         max_sequence_length=architecture.max_position_embeddings,
-        pre_process=layout.is_first_stage and number == 0,
-        post_process=layout.is_last_stage and number == layout.vpp_size - 1,
+        pre_process=is_first,
+        post_process=is_last,
         parallel_output=True,
         share_embeddings_and_output_weights=not architecture.untie_embeddings_and_output_weights,
         position_embedding_type="rope",
@@ -106,7 +129,6 @@ def _stage(
         rope_scaling_factor=_rope_factor(architecture),
         vp_stage=virtual,
     )
-    return in_dtype(give_hidden_states(model), config.params_dtype).to(layout.device)
 
 
 def in_dtype(model: GPTModel, dtype: torch.dtype) -> GPTModel:

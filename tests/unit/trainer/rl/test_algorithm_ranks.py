@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +18,20 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from headrace.trajectory import Sample
+from tests.support.models.float64_reference import (
+    GAMMA,
+    HIGH,
+    KL_COEF,
+    LAMBDA,
+    LOW,
+    OPD_COEF,
+    Answer,
+    advantages_of,
+    cispo,
+    clipped,
+    gspo,
+    trained,
+)
 from tests.support.models.tiny_families import make_tiny
 from tests.support.ranks.algorithm_cases import AlgorithmCase, told
 from tests.support.ranks.rank_results import metrics, weights
@@ -28,7 +40,7 @@ from tests.support.ranks.ranks import run_cases
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 Sections = Mapping[str, Mapping[str, Any]]
-TEMPERATURE, LOW, HIGH, GAMMA, LAMBDA, KL_COEF, OPD_COEF, CONSTANT = 0.8, 0.8, 1.2, 0.9, 0.7, 0.2, 0.3, 16.0
+CONSTANT = 16.0
 REFERENCE = {"ref_load": "{folder}/reference"}
 WHITENED = {"normalize_advantages": True, "kl_coef": KL_COEF}
 MIS_LOW = 0.35
@@ -115,6 +127,20 @@ OTHERS: dict[str, Sections] = {
         "hooks": {"custom_pg_loss_reducer_function_path": f"{HOOKS}.reducer"},
     },
     "hook_post_process": {"hooks": {"custom_reward_post_process_path": f"{HOOKS}.post_process"}},
+    "hook_filter": {"hooks": {"rollout_sample_filter_path": f"{HOOKS}.sample_filter"}},
+    "hook_train_data": {"hooks": {"custom_convert_samples_to_train_data_path": f"{HOOKS}.train_data"}},
+    "hook_log": {"hooks": {"custom_rollout_log_function_path": f"{HOOKS}.rollout_log"}},
+    "hook_model": {
+        "hooks": {
+            "custom_megatron_init_path": f"{HOOKS}.megatron_init",
+            "custom_model_provider_path": f"{HOOKS}.model_provider",
+        }
+    },
+    "hook_log_prob": {
+        "train": {**RECOMPUTED, "use_kl_loss": True, "kl_loss_coef": 0.1},
+        "model": REFERENCE,
+        "hooks": {"custom_megatron_before_log_prob_hook_path": f"{HOOKS}.before_log_prob"},
+    },
     "hook_loss": {
         "train": {"loss_type": "custom_loss"},
         "hooks": {"custom_loss_function_path": f"{HOOKS}.loss"},
@@ -128,6 +154,7 @@ OTHERS: dict[str, Sections] = {
     },
 }
 SPREAD = ("ppo", "reinforce_plus_plus", "gspo", "normalized", "hook_reducer", "hook_post_process", "hook_loss")
+SPREAD += ("hook_filter", "hook_train_data", "hook_log", "hook_model")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},
     "tp2": {"tensor_model_parallel_size": 2},
@@ -161,12 +188,12 @@ def test_the_first_step_has_the_loss_and_gradient_of_the_specification(runs: Pat
     network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
     reference = AutoModelForCausalLM.from_pretrained(runs / "reference").double()
     answers = [Answer(network, reference, sample) for sample in told(0) if sample.reward is not None]
-    advantages = _advantages(name, answers)
+    advantages = advantages_of(name, answers)
     length = {
         "per_token": lambda a: sum(x.mask.sum() for x in answers) / len(answers),
         "dr_grpo": lambda a: CONSTANT,
     }.get(name, lambda a: a.mask.sum())
-    token_loss = {"gspo": _gspo, "cispo": _cispo}.get(name, _clipped)
+    token_loss = {"gspo": gspo, "cispo": cispo}.get(name, clipped)
     loss = torch.zeros((), dtype=torch.float64)
     for answer, advantage in zip(answers, advantages, strict=True):
         if answer.mask.any():
@@ -182,7 +209,7 @@ def test_the_first_step_has_the_loss_and_gradient_of_the_specification(runs: Pat
 def test_the_distance_to_the_teacher_is_the_mean_over_the_trained_tokens(runs: Path, name: str) -> None:
     network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
     reference = AutoModelForCausalLM.from_pretrained(runs / "reference").double()
-    answers = _trained([Answer(network, reference, sample) for sample in told(0) if sample.reward is not None])
+    answers = trained([Answer(network, reference, sample) for sample in told(0) if sample.reward is not None])
     teacher = {"opd_sglang": lambda a: a.teacher, "opd_megatron": lambda a: a.reference}[name]
     gaps = torch.cat([(a.old - teacher(a))[a.mask > 0] for a in answers])
     assert metrics(runs / name)[0]["opd/kl"] == pytest.approx(gaps.mean().item(), rel=1e-4)
@@ -194,7 +221,7 @@ def test_a_critic_that_knows_nothing_yet_has_the_mean_square_of_the_returns_as_i
     answers = [Answer(network, reference, sample) for sample in told(0) if sample.reward is not None]
     expected = sum(
         float((a.mask * returns**2).sum() / a.mask.sum())
-        for a, returns in zip(answers, _advantages("ppo", answers), strict=True)
+        for a, returns in zip(answers, advantages_of("ppo", answers), strict=True)
         if a.mask.any()
     ) / len(answers)
     first, second = metrics(runs / "ppo")
@@ -221,7 +248,7 @@ def test_unbiased_kl_is_the_estimate_times_the_ratio(runs: Path) -> None:
     reference = AutoModelForCausalLM.from_pretrained(runs / "reference").double()
     answers = [Answer(network, reference, sample) for sample in told(0) if sample.reward is not None]
     expected = 0.0
-    for a in _trained(answers):
+    for a in trained(answers):
         d = a.log_probs - a.reference
         kl = a.ratio * ((-d).exp() - 1 + d)
         expected += float(((a.mask * kl).sum() / a.mask.sum()).detach()) / len(answers)
@@ -253,7 +280,7 @@ def test_off_policy_corrections_weigh_the_loss(runs: Path, name: str) -> None:
     network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
     answers = [Answer(network, network, sample) for sample in told(0) if sample.reward is not None]
     expected, weights = 0.0, []
-    for answer, advantage in zip(answers, _advantages("grpo", answers), strict=True):
+    for answer, advantage in zip(answers, advantages_of("grpo", answers), strict=True):
         if answer.mask.any():
             gap = (answer.log_probs - answer.old).detach()
             ratio = gap.exp() if name == "icepop" else (gap * answer.mask).sum().div(answer.mask.sum()).exp() + 0 * gap
@@ -281,7 +308,7 @@ def test_normalized_weights_have_a_mean_of_one_over_the_optimizer_step(runs: Pat
     mean = of_tokens if name == "normalized" else of_answers
     expected = sum(
         float((a.mask * w / mean * -advantage).sum() / a.mask.sum())
-        for w, a, advantage in zip(weights, answers, _advantages("grpo", answers), strict=True)
+        for w, a, advantage in zip(weights, answers, advantages_of("grpo", answers), strict=True)
         if a.mask.any()
     ) / len(answers)
     assert metrics(runs / name)[0]["loss/policy"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
@@ -292,7 +319,7 @@ def test_what_is_rejected_stays_in_the_divisor(runs: Path) -> None:
     network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
     answers = [Answer(network, network, sample) for sample in told(0) if sample.reward is not None]
     expected = 0.0
-    for a, advantage in zip(answers, _advantages("grpo", answers), strict=True):
+    for a, advantage in zip(answers, advantages_of("grpo", answers), strict=True):
         ratio = (a.log_probs - a.old).detach().exp()
         kept = a.mask * ((ratio >= 0.5) & (ratio <= 1.5))
         expected += float((kept * -advantage).sum() / a.mask.sum()) / len(answers) if a.mask.any() else 0.0
@@ -312,7 +339,7 @@ def test_the_ratio_is_reported_over_all_trained_tokens(runs: Path) -> None:
 def test_what_a_users_tis_reports_is_averaged_as_the_loss_is(runs: Path) -> None:
     network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
     answers = [Answer(network, network, sample) for sample in told(0) if sample.reward is not None]
-    means = [float((a.ratio.detach() * a.mask).sum() / a.mask.sum()) for a in _trained(answers)]
+    means = [float((a.ratio.detach() * a.mask).sum() / a.mask.sum()) for a in trained(answers)]
     expected = sum(means) / len(answers)
     found = metrics(runs / "hook_tis_once")[0]
     assert found["tis/tis"] == pytest.approx(expected, rel=1e-4)
@@ -341,7 +368,7 @@ def test_a_custom_loss_is_what_is_minimised(runs: Path) -> None:
     network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
     answers = [Answer(network, network, sample) for sample in told(0) if sample.reward is not None]
     loss = torch.zeros((), dtype=torch.float64)
-    for answer, advantage in zip(answers, _advantages("grpo", answers), strict=True):
+    for answer, advantage in zip(answers, advantages_of("grpo", answers), strict=True):
         if answer.mask.any():
             loss = loss - (answer.mask * advantage * answer.log_probs).sum() / answer.mask.sum() / len(answers)
     loss.backward()
@@ -357,9 +384,9 @@ def test_post_processed_rewards_are_what_is_trained_on(runs: Path) -> None:
     network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
     answers = [Answer(network, network, sample) for sample in told(0) if sample.reward is not None]
     expected = 0.0
-    for answer, advantage in zip(answers, _advantages("dr_grpo", answers), strict=True):
+    for answer, advantage in zip(answers, advantages_of("dr_grpo", answers), strict=True):
         if answer.mask.any():
-            token_loss = _clipped(answer, 2 * advantage)
+            token_loss = clipped(answer, 2 * advantage)
             expected += float((answer.mask * token_loss).sum() / answer.mask.sum()) / len(answers)
     assert metrics(runs / "hook_post_process")[0]["loss/policy"] == pytest.approx(expected, rel=1e-4)
     assert len(_notes(runs, "post_process")) == 2
@@ -384,94 +411,56 @@ def test_the_hooks_around_a_step_are_told_where_they_are(runs: Path) -> None:
     assert [note[:2] for note in _notes(runs, "data_postprocess")] == [[0, 9], [1, 9]]
 
 
-class Answer:
-    """A sample under a network and a reference, in float64."""
-
-    def __init__(self, network: Any, reference: Any, sample: Sample) -> None:
-        self.sample = sample
-        self.mask = torch.from_numpy(sample.loss_mask).double()
-        self.old = torch.from_numpy(sample.rollout_log_probs).double()
-        self.teacher = torch.from_numpy(sample.columns["teacher_log_probs"]).double()
-        self.log_probs = _log_probs(network, sample)
-        with torch.no_grad():
-            self.reference = _log_probs(reference, sample)
-
-    @property
-    def ratio(self) -> Tensor:
-        return (self.log_probs - self.old).exp()
-
-
-def _log_probs(network: Any, sample: Sample) -> Tensor:
-    tokens = torch.from_numpy(sample.tokens).long()
-    start = sample.prompt_length
-    table = (network(tokens[None]).logits[0, start - 1 : -1] / TEMPERATURE).log_softmax(-1)
-    found: Tensor = table.gather(1, tokens[start:, None])[:, 0]
-    return found
+@pytest.mark.parametrize("run", ["hook_filter", *(f"hook_filter@{layout}" for layout in LAYOUTS)])
+def test_what_a_sample_filter_leaves_out_counts_for_its_group_alone(runs: Path, run: str) -> None:
+    network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
+    answers = [Answer(network, network, sample) for sample in told(0) if sample.reward is not None]
+    seen, expected = set(), 0.0
+    for answer, advantage in zip(answers, advantages_of("grpo", answers), strict=True):
+        mask = answer.mask.clone()
+        mask[-1] = 0
+        if answer.sample.group_id in seen and mask.any():
+            expected += float((mask * clipped(answer, advantage)).sum() / mask.sum()) / len(answers)
+        seen.add(answer.sample.group_id)
+    first = metrics(runs / run)[0]
+    assert first["loss/policy"] == pytest.approx(expected, rel=1e-4)
+    assert first["samples/removed"] == len(seen)
 
 
-def _trained(answers: list[Answer]) -> list[Answer]:
-    return [a for a in answers if a.mask.any()]
+@pytest.mark.parametrize("run", ["hook_train_data", *(f"hook_train_data@{layout}" for layout in LAYOUTS)])
+def test_converted_rewards_masks_and_log_probs_are_what_is_trained_on(runs: Path, run: str) -> None:
+    network = AutoModelForCausalLM.from_pretrained(runs / "model").double()
+    answers = [Answer(network, network, sample) for sample in told(0) if sample.failure is None]
+    expected = 0.0
+    for reward, answer in enumerate(answers):
+        ratio = (answer.log_probs - (answer.old - 0.1)).exp()
+        losses = torch.maximum(-ratio * reward, -ratio.clamp(LOW, HIGH) * reward)
+        expected += float(losses.mean()) / len(answers)
+    assert metrics(runs / run)[0]["loss/policy"] == pytest.approx(expected, rel=1e-4)
 
 
-def _clipped(answer: Answer, advantage: Tensor) -> Tensor:
-    return torch.maximum(-answer.ratio * advantage, -answer.ratio.clamp(LOW, HIGH) * advantage)
+def test_a_log_function_sees_every_sample_once_and_what_it_raises_ends_no_step(runs: Path) -> None:
+    known = [sample for sample in told(0) if sample.failure is None]
+    assert _notes(runs, "rollout_log") == [[0, len(known), True], [1, len(known), True]]
+    assert len(_notes(runs, "rollout_log", "notes-of-two")) == 2 * len(LAYOUTS)
+    for run in ("hook_log", *(f"hook_log@{layout}" for layout in LAYOUTS)):
+        first, second = metrics(runs / run)
+        assert first["rollout/longest"] == max(sample.response_length for sample in known)
+        assert "what" not in first
+        assert "loss/policy" in second
+    _assert_same(runs, "hook_log", "grpo")
 
 
-def _gspo(answer: Answer, advantage: Tensor) -> Tensor:
-    ratio = ((answer.log_probs - answer.old) * answer.mask).sum().div(answer.mask.sum()).exp()
-    return torch.maximum(-ratio * advantage, -ratio.clamp(LOW, HIGH) * advantage)
+def test_a_users_model_and_its_start_are_those_of_the_trainer(runs: Path) -> None:
+    _assert_same(runs, "hook_model", "grpo")
+    assert _notes(runs, "megatron_init") == [[1234, 1]]
+    assert _notes(runs, "model_provider") == [[True, True, None]]
+    assert True in _notes(runs, "forward")
+    assert sorted(_notes(runs, "model_provider", "notes-of-two"))[:2] == [[False, True, None], [True, False, None]]
 
 
-def _cispo(answer: Answer, advantage: Tensor) -> Tensor:
-    return -answer.ratio.detach().clamp(LOW, HIGH) * advantage * answer.log_probs
-
-
-def _advantages(name: str, answers: list[Answer]) -> list[Tensor]:
-    """SPEC.md §5, one tensor a sample; old log-probs are the engine's."""
-    groups: dict[str, list[float]] = defaultdict(list)
-    for a in answers:
-        assert a.sample.reward is not None
-        groups[a.sample.group_id].append(a.sample.reward)
-    rewards = [_against_group(name, a.sample.reward or 0.0, groups[a.sample.group_id]) for a in answers]
-    token: Callable[[Answer, float], Tensor] = {
-        "reinforce_plus_plus": lambda a, r: _discounted(a, _token_rewards(a, r), GAMMA),
-        "reinforce_plus_plus_baseline": lambda a, r: r - KL_COEF * (a.old - a.reference),
-        "ppo": lambda a, r: _discounted(a, _token_rewards(a, r), GAMMA * LAMBDA),
-        "opd_sglang": lambda a, r: r - OPD_COEF * (a.old - a.teacher),
-        "opd_megatron": lambda a, r: r - OPD_COEF * (a.old - a.reference),
-    }.get(name, lambda a, r: r + 0 * a.old)
-    found = [token(a, r) for a, r in zip(answers, rewards, strict=True)]
-    if name.startswith("reinforce"):
-        flat = torch.cat([f[a.mask > 0] for f, a in zip(found, answers, strict=True)])
-        found = [(f - flat.mean()) / (flat.var() + 1e-8).sqrt() for f in found]
-    return found
-
-
-def _against_group(name: str, reward: float, group: list[float]) -> float:
-    if name in ("reinforce_plus_plus", "ppo"):
-        return reward
-    rewards = torch.tensor(group, dtype=torch.float64)
-    if name == "rloo":
-        return float(reward - (rewards.sum() - reward) / (len(group) - 1)) if len(group) > 1 else 0.0
-    if name in ("dr_grpo", "reinforce_plus_plus_baseline"):
-        return float(reward - rewards.mean())
-    return float((reward - rewards.mean()) / (rewards.std() + 1e-6)) if len(group) > 1 else 0.0
-
-
-def _token_rewards(answer: Answer, reward: float) -> Tensor:
-    found = -KL_COEF * (answer.old - answer.reference) * answer.mask
-    if answer.mask.any():
-        found[int(answer.mask.nonzero()[-1])] += reward
-    return found
-
-
-def _discounted(answer: Answer, rewards: Tensor, factor: float) -> Tensor:
-    """Over trained tokens; with a critic of zeros GAE is the same sum with factor γλ."""
-    found, total = torch.zeros_like(rewards), 0.0
-    for t in reversed(answer.mask.nonzero()[:, 0].tolist()):
-        total = float(rewards[t]) + factor * total
-        found[t] = total
-    return found
+def test_a_hook_hears_whose_log_probs_are_next(runs: Path) -> None:
+    assert _notes(runs, "before_log_prob") == [["", 1], ["ref_", 1]] * 2
 
 
 _MODULE = "tests.support.ranks.algorithm_cases"

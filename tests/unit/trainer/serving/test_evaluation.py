@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -126,6 +127,38 @@ async def test_an_evaluation_of_which_samples_have_no_score_says_how_many(tmp_pa
     assert first["warnings"] == ["1 of 4 samples of sums have no score and are left out of its mean"]
 
 
+USERS_LOG = """
+import json, pathlib
+
+def log_eval(rollout_id, args, data, extra_metrics):
+    seen = {n: [row["rewards"], row["truncated"], [s.response for s in row["samples"]]] for n, row in data.items()}
+    pathlib.Path(__file__).with_suffix(f".{rollout_id}").write_text(json.dumps(seen))
+    extra_metrics |= {"mine/best": max(data["sums"]["rewards"]), "mine/text": "no number"}
+    if rollout_id == 2:
+        raise OSError("the tracker is away")
+    return True
+"""
+
+
+async def test_a_users_log_is_given_every_evaluated_sample(tmp_path: Path, load_with) -> None:
+    (tmp_path / "mine.py").write_text(USERS_LOG)
+    flags = ("--eval-exact-version", "--custom-eval-rollout-log-function-path", str(tmp_path / "mine.py"))
+    run = run_of(tmp_path, load_with, Rollout([RESULT]), *flags)
+    tracked: list[tuple[int, set[str]]] = []
+    tracker = SimpleNamespace(log=lambda step, metrics: tracked.append((step, set(metrics))), close=lambda: None)
+    run.report._trackers = [tracker]
+    await run.train()
+    assert json.loads((tmp_path / "mine.0").read_text()) == {"sums": [[1.0], [False], [" 4"]]}
+    first, _, last = (row for row in run.rows() if "eval_error" in row)
+    assert (first["eval/sums"], first["mine/best"]) == (0.5, 1.0)
+    assert "mine/text" not in first
+    evaluated = [names for step, names in tracked if "eval_step" in names]
+    assert evaluated[0] == {"mine/best", "eval_step"}, "the function has logged the rest itself"
+    assert "eval/sums" in evaluated[-1]
+    assert "mine.py:log_eval could not log the evaluation: OSError('the tracker is away')" in last["warnings"][1]
+    assert last["eval/sums"] == 0.5
+
+
 async def test_training_goes_on_beside_an_evaluation_whose_row_has_the_versions_that_answered(
     tmp_path: Path, load_with
 ) -> None:
@@ -243,7 +276,7 @@ async def test_evaluated_samples_stay_in_the_runs_folder(tmp_path: Path, load_wi
 async def test_a_row_that_cannot_be_written_ends_the_run(tmp_path: Path, load_with, monkeypatch) -> None:
     run = run_of(tmp_path, load_with, Rollout([RESULT]))
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(run.report, "write", full)

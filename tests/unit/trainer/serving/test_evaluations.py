@@ -69,7 +69,7 @@ async def test_a_row_that_cannot_be_written_ends_the_run_at_the_next_evaluation(
     asked = Asked()
     evaluations = evaluations_of(tmp_path, asked, often=1)
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(evaluations._report, "write", full)

@@ -1,0 +1,104 @@
+"""The specification's advantages and losses in float64, on the model that transformers makes of a folder."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.trajectory import Sample
+
+TEMPERATURE, LOW, HIGH, GAMMA, LAMBDA, KL_COEF, OPD_COEF = 0.8, 0.8, 1.2, 0.9, 0.7, 0.2, 0.3
+
+
+class Answer:
+    """A sample under a network and a reference, in float64."""
+
+    def __init__(self, network: Any, reference: Any, sample: Sample) -> None:
+        self.sample = sample
+        self.mask = torch.from_numpy(sample.loss_mask).double()
+        self.old = torch.from_numpy(sample.rollout_log_probs).double()
+        self.teacher = torch.from_numpy(sample.columns["teacher_log_probs"]).double()
+        self.log_probs = log_probs_of(network, sample)
+        with torch.no_grad():
+            self.reference = log_probs_of(reference, sample)
+
+    @property
+    def ratio(self) -> Tensor:
+        return (self.log_probs - self.old).exp()
+
+
+def log_probs_of(network: Any, sample: Sample) -> Tensor:
+    tokens = torch.from_numpy(sample.tokens).long()
+    start = sample.prompt_length
+    table = (network(tokens[None]).logits[0, start - 1 : -1] / TEMPERATURE).log_softmax(-1)
+    found: Tensor = table.gather(1, tokens[start:, None])[:, 0]
+    return found
+
+
+def trained(answers: list[Answer]) -> list[Answer]:
+    return [a for a in answers if a.mask.any()]
+
+
+def clipped(answer: Answer, advantage: Tensor) -> Tensor:
+    return torch.maximum(-answer.ratio * advantage, -answer.ratio.clamp(LOW, HIGH) * advantage)
+
+
+def gspo(answer: Answer, advantage: Tensor) -> Tensor:
+    ratio = ((answer.log_probs - answer.old) * answer.mask).sum().div(answer.mask.sum()).exp()
+    return torch.maximum(-ratio * advantage, -ratio.clamp(LOW, HIGH) * advantage)
+
+
+def cispo(answer: Answer, advantage: Tensor) -> Tensor:
+    return -answer.ratio.detach().clamp(LOW, HIGH) * advantage * answer.log_probs
+
+
+def advantages_of(name: str, answers: list[Answer]) -> list[Tensor]:
+    """SPEC.md §5, one tensor a sample; old log-probs are the engine's."""
+    groups: dict[str, list[float]] = defaultdict(list)
+    for a in answers:
+        assert a.sample.reward is not None
+        groups[a.sample.group_id].append(a.sample.reward)
+    rewards = [_against_group(name, a.sample.reward or 0.0, groups[a.sample.group_id]) for a in answers]
+    token: Callable[[Answer, float], Tensor] = {
+        "reinforce_plus_plus": lambda a, r: _discounted(a, _token_rewards(a, r), GAMMA),
+        "reinforce_plus_plus_baseline": lambda a, r: r - KL_COEF * (a.old - a.reference),
+        "ppo": lambda a, r: _discounted(a, _token_rewards(a, r), GAMMA * LAMBDA),
+        "opd_sglang": lambda a, r: r - OPD_COEF * (a.old - a.teacher),
+        "opd_megatron": lambda a, r: r - OPD_COEF * (a.old - a.reference),
+    }.get(name, lambda a, r: r + 0 * a.old)
+    found = [token(a, r) for a, r in zip(answers, rewards, strict=True)]
+    if name.startswith("reinforce"):
+        flat = torch.cat([f[a.mask > 0] for f, a in zip(found, answers, strict=True)])
+        found = [(f - flat.mean()) / (flat.var() + 1e-8).sqrt() for f in found]
+    return found
+
+
+def _against_group(name: str, reward: float, group: list[float]) -> float:
+    if name in ("reinforce_plus_plus", "ppo"):
+        return reward
+    rewards = torch.tensor(group, dtype=torch.float64)
+    if name == "rloo":
+        return float(reward - (rewards.sum() - reward) / (len(group) - 1)) if len(group) > 1 else 0.0
+    if name in ("dr_grpo", "reinforce_plus_plus_baseline"):
+        return float(reward - rewards.mean())
+    return float((reward - rewards.mean()) / (rewards.std() + 1e-6)) if len(group) > 1 else 0.0
+
+
+def _token_rewards(answer: Answer, reward: float) -> Tensor:
+    found = -KL_COEF * (answer.old - answer.reference) * answer.mask
+    if answer.mask.any():
+        found[int(answer.mask.nonzero()[-1])] += reward
+    return found
+
+
+def _discounted(answer: Answer, rewards: Tensor, factor: float) -> Tensor:
+    """Over trained tokens; with a critic of zeros GAE is the same sum with factor γλ."""
+    found, total = torch.zeros_like(rewards), 0.0
+    for t in reversed(answer.mask.nonzero()[:, 0].tolist()):
+        total = float(rewards[t]) + factor * total
+        found[t] = total
+    return found
