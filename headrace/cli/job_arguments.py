@@ -49,10 +49,10 @@ def load_job(argv: Sequence[str], scope_of: Callable[[Job], Scope] = Scope.of_tr
     """
     has_file = bool(argv) and not argv[0].startswith("-")
     path = Path(argv[0]) if has_file else None
-    return load(path, argv[1:] if has_file else argv, os.environ, scope_of, _note)
+    return load(path, argv[1:] if has_file else argv, os.environ, scope_of, note)
 
 
-def _note(line: str) -> None:
+def note(line: str) -> None:
     Console(stderr=True).print(f"headrace: {line}", highlight=False, markup=False, soft_wrap=True)
 
 

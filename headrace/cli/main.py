@@ -42,6 +42,11 @@ def _imported(name: str) -> Callable[[Sequence[str]], int]:
 
 _COMMANDS: Mapping[str, Command] = {
     "train": Command(_imported("train"), "train JOB.toml [flags]", "run a job to its end"),
+    "replay": Command(
+        _imported("replay"),
+        "replay RUN [--from-step K] [flags]",
+        "train the recorded steps of a run again, and compare",
+    ),
     "check": Command(
         _imported("check"), "check JOB.toml [flags] | check hook PATH", "show the plan of a job, or try a hook"
     ),

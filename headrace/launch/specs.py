@@ -91,7 +91,7 @@ def specs(job: Job, service: str, folder: RunFolder) -> list[ServiceSpec]:
 def spec(job: Job, process: str, folder: RunFolder) -> ServiceSpec:
     """Describes how to start one of `processes` of an addressed job."""
     service, shard = service_of(process), shard_of(process)
-    for needed in _NEEDED[service]:
+    for needed in () if job.debug.trains_alone else _NEEDED[service]:
         address_of(job, needed)
     address, metrics_address = address_of(job, service), f"127.0.0.1:{free_port()}"
     if shard is not None:
@@ -131,7 +131,9 @@ def _restarts(job: Job, service: str) -> dict[str, Any]:
 
 def _program(job: Job, service: str, folder: RunFolder) -> list[str]:
     program = [sys.executable, "-m", f"services.{service}"]
-    return program if service != "trainer" else [*starter(job.placement, folder), *program]
+    if service != "trainer" or job.debug.debug_rollout_only:
+        return program
+    return [*starter(job.placement, folder), *program]
 
 
 def _environment(job: Job, service: str) -> Mapping[str, str]:

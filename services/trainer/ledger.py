@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from headrace.api.trainer.v1 import trainer_pb2 as pb
-from headrace.client.port import Buffer
+from services.trainer.alone.step_recorder import StepRecorder
 from services.trainer.breaker import Breaker
+from services.trainer.data.buffer_port import TrainerBuffer
 from services.trainer.metrics.all_rewards import AllRewards
 from services.trainer.plan.batch import Batch
 from services.trainer.serving.console import TrainerConsole
@@ -15,11 +16,19 @@ _WAIT_SECONDS = 2.0
 class StreamLedger:
     """The buffer's stream that is trained on; waiting for a batch shows on the console."""
 
-    def __init__(self, buffer: Buffer, stream: str, console: TrainerConsole, breaker: Breaker) -> None:
+    def __init__(
+        self,
+        buffer: TrainerBuffer,
+        stream: str,
+        console: TrainerConsole,
+        breaker: Breaker,
+        recorder: StepRecorder | None = None,
+    ) -> None:
         self._buffer = buffer
         self._stream = stream
         self._console = console
         self._breaker = breaker
+        self._recorder = recorder
         self._rewards = AllRewards()
 
     async def rewind(self, step: int) -> int:
@@ -40,6 +49,8 @@ class StreamLedger:
             return None
         if not reply.ready:
             return None
+        if self._recorder is not None:
+            await self._recorder.keep(step, reply)
         self._console.produced(self._rewards.since(stats))
         return Batch.of(reply)
 

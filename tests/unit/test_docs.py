@@ -35,7 +35,7 @@ _OTHERS_FLAGS = {
     *("--no-deps", "--logdir", "--schema", "--trace-python-allocators", "--picture", "--write"),
 }
 """Of torchrun and sbatch; of pip, TensorBoard, pg_dump, memray, a bench and tools.flags."""
-_OF_A_JOB = ("train", "check", "up")
+_OF_A_JOB = ("train", "check", "up", "replay")
 _HELP = {"--help", "--config"}
 
 

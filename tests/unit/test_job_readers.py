@@ -15,6 +15,8 @@ READERS = {
     "headrace/job/schema/batch.py": "it derives sizes of one section from those of another",
     "headrace/cli/commands/check.py": "checks",
     "headrace/cli/commands/evaluate.py": "it derives the job of the services that evaluate",
+    "headrace/cli/commands/replay.py": "it derives the job of a replay",
+    "headrace/cli/commands/train.py": "starts",
     "headrace/cli/eval_services.py": "it derives the job of the services that evaluate",
     "headrace/cli/job_arguments.py": "a command's job",
     "headrace/cli/view/memory.py": "shows it",

@@ -13,6 +13,7 @@ from headrace.cli.view.live import show
 from headrace.cli.view.plan import in_short
 from headrace.cli.view.run_view import RunView
 from headrace.job.rules.scope import Scope
+from headrace.job.schema.job import Job
 from headrace.launch.earlier import earlier_start, is_finished, resumption, saved_step
 from headrace.launch.launcher import Launcher, until_signal
 from headrace.launch.specs import without_address
@@ -35,9 +36,14 @@ def train(argv: Sequence[str]) -> int:
         return 0
     if earlier is not None:
         print(f"{run.path}: {resumption(earlier, job)}", flush=True)
-    print(f"{run.path}: checking that the job can start", flush=True)
+    return start(job, resumed_step=earlier.saved_step if earlier else 0)
+
+
+def start(job: Job, *, resumed_step: int) -> int:
+    """Checks the job, starts its services and shows them until the run ends."""
+    print(f"{job.run.run_dir / job.run.run_name}: checking that the job can start", flush=True)
     found = require_startable(job, Scope.of_train(job))
-    view = RunView(job.run, job.rollout.num_rollout, resumed_step=earlier.saved_step if earlier else 0)
+    view = RunView(job.run, job.rollout.num_rollout, resumed_step=resumed_step)
     view.note(in_short(job))
     for warning in found.warnings:
         view.note(f"warning: {warning}")
@@ -61,7 +67,7 @@ def _interrupted(run: RunFolder, step: int, num_rollout: int) -> str:
 async def _train(launcher: Launcher, view: RunView) -> int:
     console = Console()
     followers = [
-        asyncio.create_task(follow(launcher.address_of, view)),
+        asyncio.create_task(follow(launcher.address_of, view, alone=launcher.job.debug.trains_alone)),
         asyncio.create_task(show(view, console)),
     ]
     try:

@@ -19,11 +19,13 @@ _PATIENCE_SECONDS = 5.0
 T = TypeVar("T")
 
 
-async def follow(address_of: Callable[[str], str], view: RunView) -> None:
-    """Feeds the view until it is cancelled. `address_of` knows where a service is."""
+async def follow(address_of: Callable[[str], str], view: RunView, *, alone: bool = False) -> None:
+    """Feeds the view until it is cancelled. `address_of` knows where a service is; `alone`: the trainer is all."""
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(_progress(address_of, view))
         tasks.create_task(_status(address_of, view))
+        if alone:
+            return
         tasks.create_task(_fleet(address_of, view))
         tasks.create_task(_stats(address_of, view))
 

@@ -61,9 +61,22 @@ def in_short(job: Job) -> str:
     return (
         f"{job.model.hf_checkpoint.name}, {_parameters(job)}: {rollout.num_rollout} steps of "
         f"{rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt} samples, "
-        f"{_count(job.placement.num_ranks, 'trainer rank')}, {_count(engines, 'engine')}, {shards}"
-        f"{_meaning(job.buffer.max_staleness)}"
+    ) + (
+        _alone(job)
+        or (
+            f"{_count(job.placement.num_ranks, 'trainer rank')}, {_count(engines, 'engine')}, {shards}"
+            f"{_meaning(job.buffer.max_staleness)}"
+        )
     )
+
+
+def _alone(job: Job) -> str | None:
+    """Says what a part of a run does by itself."""
+    if job.debug.debug_rollout_only:
+        return "generation alone: nothing is trained"
+    if (pattern := job.debug.load_debug_rollout_data) is not None:
+        return f"{_count(job.placement.num_ranks, 'trainer rank')} on the steps of {pattern}: nothing is generated"
+    return None
 
 
 def _count(number: int, what: str) -> str:

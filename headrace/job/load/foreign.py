@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-_NO_MODE = "headrace has no such mode; start a single service with `headrace up SERVICE`"
 _LEDGER = "every sample is in the ledger: `headrace samples` shows it, `headrace buffer export` writes Parquet"
 _RESUME = "a resumed run continues its whole state; to begin with weights alone, name them with "
 _RESUME += "--initial-megatron-checkpoint"
@@ -25,8 +24,7 @@ _REASONS: Mapping[str, Sequence[str]] = {
     "groups are produced by headrace itself: generate with --custom-generate-function-path, and train conversations "
     "with --loss-type sft_loss --loss-mask-type": ("rollout_function_path", "eval_function_path"),
     "--loss-type sft_loss computes none": ("disable_compute_advantages_and_returns",),
-    _NO_MODE: ("debug_train_only", "debug_rollout_only"),
-    _LEDGER: ("save_debug_rollout_data", "load_debug_rollout_data", "save_debug_train_data", "dump_details"),
+    _LEDGER: ("save_debug_train_data", "dump_details"),
     _RESUME: (
         "no_load_rng",
         "no_load_optim",

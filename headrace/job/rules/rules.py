@@ -12,6 +12,7 @@ from headrace.job.model.transformer_config import contradictions
 from headrace.job.model.virtual_stages import virtual_stages
 from headrace.job.rules.algorithm_rules import check_algorithm
 from headrace.job.rules.buffer_rules import check_buffer
+from headrace.job.rules.debug_rules import check_debug
 from headrace.job.rules.engine_rules import check_engine_ranks, check_engines, check_lengths
 from headrace.job.rules.eval_rules import check_evaluations
 from headrace.job.rules.files import check_files
@@ -277,4 +278,5 @@ _RULES: Sequence[Callable[[Job], None]] = (
     check_algorithm,
     _agents,
     check_evaluations,
+    check_debug,
 )

@@ -46,7 +46,12 @@ class Scope:
 
 
 def services_here(job: Job) -> list[str]:
-    """The services that `headrace train` starts: those without an address in the job, and the trainer."""
+    """The services that `headrace train` starts: those without an address in the job, and the trainer.
+
+    The trainer alone where it trains on recorded steps.
+    """
+    if job.debug.trains_alone:
+        return ["trainer"]
     addresses = job.services.model_dump()
     return [name for name in _ADDRESSED if addresses[f"{name}_address"] is None] + ["trainer"]
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from headrace.job.schema.buffer import BufferSection
+from headrace.job.schema.debug import DebugSection
 from headrace.job.schema.production import DataSection, EvalSection, RewardSection, RolloutSection
 from headrace.job.schema.run import (
     CheckpointSection,
@@ -45,6 +46,7 @@ class Job(Section):
     publish: PublishSection = PublishSection()
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    debug: DebugSection = DebugSection()
     services: ServicesSection = ServicesSection()
     placement: PlacementSection = PlacementSection()
     tracking: TrackingSection = TrackingSection()

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.client.port import Buffer
 from headrace.client.rollout import RolloutClient
 from headrace.errors import ConfigError
 from headrace.hooks import hook_args
@@ -17,10 +16,15 @@ from headrace.job.eval_sets import eval_sets
 from headrace.job.schema.job import Job
 from headrace.job_buffer import buffer_of
 from headrace.models.block_fp8 import BlockFp8
+from headrace.recorded_steps import RecordedSteps
 from headrace.rpc.log import log
 from headrace.rpc.net import Address
 from headrace.run_folder import RunFolder
 from headrace.sample_log import SampleLog
+from services.trainer.alone.no_engines import NoEngines
+from services.trainer.alone.recorded_buffer import RecordedBuffer
+from services.trainer.alone.step_recorder import StepRecorder
+from services.trainer.alone.untrained import UntrainedRanks
 from services.trainer.breaker import Breaker
 from services.trainer.checkpoint.checkpoint import Checkpoints, checkpoint_folder
 from services.trainer.control.publication import Publisher
@@ -33,6 +37,7 @@ from services.trainer.control.transport.port import Sender
 from services.trainer.control.transport.source import QuantizedWeights
 from services.trainer.control.worker import RankWorker
 from services.trainer.control.writer import WeightWriter
+from services.trainer.data.buffer_port import TrainerBuffer
 from services.trainer.data.evaluated_samples import EvaluatedSamples
 from services.trainer.data.fetch import Fetch
 from services.trainer.data.sample_log import TrainedSamples
@@ -77,9 +82,25 @@ class TrainerBuild:
             )
         return address
 
-    def buffer(self) -> Buffer:
+    def buffer(self) -> TrainerBuffer:
         """A client of the job's buffer. Raises ConfigError when the job names none."""
+        if (pattern := self._job.debug.load_debug_rollout_data) is not None:
+            return RecordedBuffer(RecordedSteps(pattern))
         return buffer_of(self._job.services)
+
+    def rollout(self) -> RolloutClient | None:
+        """A client of the job's rollout service; None where the trainer is alone."""
+        return None if self._job.debug.trains_alone else RolloutClient(self.rollout_address)
+
+    def recorder(self, buffer: TrainerBuffer, stream: str) -> StepRecorder | None:
+        """Keeps each step for later, if the job asks for it."""
+        pattern = self._job.debug.save_debug_rollout_data
+        return None if pattern is None else StepRecorder(RecordedSteps(pattern), buffer, stream)
+
+    @property
+    def trains(self) -> bool:
+        """False where the run only generates."""
+        return not self._job.debug.debug_rollout_only
 
     def join(self) -> Layout:
         """Joins the other ranks, or is alone. In the compute thread."""
@@ -126,7 +147,7 @@ class TrainerBuild:
             source,
             layout,
             is_aborted,
-            host=_sender_host(self.rollout_address),
+            host="127.0.0.1" if self._job.debug.trains_alone else _sender_host(self.rollout_address),
             bucket_bytes=publish.update_weight_buffer_size,
             timeout_seconds=publish.update_weight_timeout_seconds,
             hashes=self.knows_checksums(layout),
@@ -138,7 +159,23 @@ class TrainerBuild:
 
     def schedule(self) -> JobSchedule:
         """The steps at which weights move, checkpoints are written and evaluations run."""
-        return schedule_of(self._job)
+        return schedule_of(self._job, self._recorded_steps())
+
+    def _recorded_steps(self) -> int | None:
+        """The step before which a run on recorded steps ends; None where it is num_rollout."""
+        if (pattern := self._job.debug.load_debug_rollout_data) is None:
+            return None
+        steps = RecordedSteps(pattern).steps()
+        if not steps:
+            raise ConfigError(
+                f"load_debug_rollout_data {pattern}: there is no such file: name those of an earlier run's "
+                "--save-debug-rollout-data",
+                field="load_debug_rollout_data",
+            )
+        num_steps = min(self._job.rollout.num_rollout, steps[-1] + 1)
+        if num_steps < self._job.rollout.num_rollout:
+            log.warning("recorded_steps_end", num_steps=num_steps, num_rollout=self._job.rollout.num_rollout)
+        return num_steps
 
     def report(self) -> RunReport:
         """The report that keeps the run's metrics and gives them to the trackers that the job asks for."""
@@ -147,7 +184,7 @@ class TrainerBuild:
             self._run_dir, trackers(job.tracking, job.run.run_name, job.model_dump(mode="json"), self._run_dir)
         )
 
-    def console(self, report: RunReport, rollout: RolloutClient, schedule: JobSchedule) -> TrainerConsole:
+    def console(self, report: RunReport, rollout: RolloutClient | None, schedule: JobSchedule) -> TrainerConsole:
         """Shows the run to people and serves their requests."""
         job = self._job
         return TrainerConsole(
@@ -166,15 +203,13 @@ class TrainerBuild:
             [checkpoint_folder(checkpoint, self._run_dir), run.ledger, run.logs, run.samples, self.weights_root],
         )
 
-    def ranks(self, group: RankGroup, built: Built, rollout: RolloutClient, console: TrainerConsole) -> TrainerRanks:
+    def ranks(
+        self, group: RankGroup, built: Built, rollout: RolloutClient | None, console: TrainerConsole
+    ) -> TrainerRanks:
         """All ranks as the loop sees them."""
-        backend, services = "nccl" if built.layout.device.type == "cuda" else "gloo", self._job.services
-        away_seconds = services.start_timeout_seconds + services.peer_wait_seconds  # its engines may be starting
-        publish = self._job.publish
-        transport = transport_of(publish, group, rollout, self.weights_root, hashes=self.knows_checksums(built.layout))
         return TrainerRanks(
             group,
-            Publisher(group, rollout, transport, publish, backend=backend, away_seconds=away_seconds),
+            NoEngines() if rollout is None else self._publisher(group, built, rollout),
             console,
             self._run_dir,
             built.checkpoints,
@@ -182,6 +217,17 @@ class TrainerBuild:
             num_steps=self._job.rollout.num_rollout,
             save_hf=self._job.checkpoint.save_hf,
         )
+
+    def _publisher(self, group: RankGroup, built: Built, rollout: RolloutClient) -> Publisher:
+        backend, services = "nccl" if built.layout.device.type == "cuda" else "gloo", self._job.services
+        away_seconds = services.start_timeout_seconds + services.peer_wait_seconds  # its engines may be starting
+        publish = self._job.publish
+        transport = transport_of(publish, group, rollout, self.weights_root, hashes=self.knows_checksums(built.layout))
+        return Publisher(group, rollout, transport, publish, backend=backend, away_seconds=away_seconds)
+
+    def untrained(self, step: int) -> UntrainedRanks:
+        """In the place of all ranks, where the run only generates."""
+        return UntrainedRanks(step, self._run_dir)
 
     def breaker(self) -> Breaker:
         """Ends a run that cannot learn."""
@@ -195,10 +241,10 @@ class TrainerBuild:
         return TrainedSamples(SampleLog(RunFolder(self._run_dir).samples), layout.data_rank, num_bytes)
 
 
-def schedule_of(job: Job) -> JobSchedule:
-    """The rhythm that the job's intervals give."""
+def schedule_of(job: Job, num_steps: int | None = None) -> JobSchedule:
+    """The rhythm that the job's intervals give, for num_rollout steps unless another number is given."""
     return JobSchedule(
-        job.rollout.num_rollout,
+        num_steps or job.rollout.num_rollout,
         publish_every=job.publish.update_weights_interval,
         save_every=job.checkpoint.save_interval,
         evaluation=job.eval,
@@ -207,10 +253,10 @@ def schedule_of(job: Job) -> JobSchedule:
 
 
 def evaluations_of(
-    job: Job, rollout: RolloutClient, schedule: JobSchedule, report: RunReport, folder: RunFolder
+    job: Job, rollout: RolloutClient | None, schedule: JobSchedule, report: RunReport, folder: RunFolder
 ) -> Evaluations:
-    """Evaluates on the data sets that the job names."""
-    if not job.eval.is_asked_for:
+    """Evaluates on the data sets that the job names, where there are engines."""
+    if rollout is None or not job.eval.is_asked_for:
         return NoEvaluations()
     datasets = [eval_dataset(each, job.eval, job.rollout, job.data) for each in eval_sets(job.eval)]
     num_bytes = job.tracking.sample_log_bytes

@@ -8,17 +8,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from headrace.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
-from headrace.client.port import Buffer
-from headrace.client.rollout import RolloutClient
 from headrace.errors import NothingToLearn
 from headrace.rpc.server import RpcServer, Service
 from services.trainer import loop as training
 from services.trainer.control.build import TrainerBuild
 from services.trainer.control.rank import meet
 from services.trainer.control.rank_group import RankGroup
+from services.trainer.data.buffer_port import TrainerBuffer
 from services.trainer.data.fetch import Fetch
 from services.trainer.ledger import StreamLedger
 from services.trainer.megatron.parallel import FILES_TIMEOUT
+from services.trainer.serving.console import Steered
 from services.trainer.serving.servicer import TrainerServicer
 
 
@@ -32,31 +32,39 @@ class Serving:
 
 
 async def lead(
-    build: TrainerBuild, serving: Serving, buffer: Buffer, fetch: Fetch, compute: ThreadPoolExecutor
+    build: TrainerBuild, serving: Serving, buffer: TrainerBuffer, fetch: Fetch, compute: ThreadPoolExecutor
 ) -> None:
     """Returns when the run is finished or left; raises what ended it otherwise."""
-    rollout = RolloutClient(build.rollout_address)
+    rollout = build.rollout()
     schedule, report = build.schedule(), build.report()
     console = build.console(report, rollout, schedule)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, console.leave)
     server = _server(serving, TrainerServicer(console, report, build.exports()))
     await server.start(ready=False)
 
-    async def work() -> None:
+    async def run(ranks: training.Ranks, steered: Steered, world_size: int, step: int) -> None:
+        report.resume(step)
+        console.open(steered, world_size, step)
+        await server.set_ready()
+        recorder = build.recorder(buffer, fetch.stream)
+        ledger = StreamLedger(buffer, fetch.stream, console, build.breaker(), recorder)
+        await training.train(ledger, ranks, console, schedule)
+
+    async def train() -> None:
         built = await asyncio.get_running_loop().run_in_executor(compute, build.rank, fetch, met)
         group = RankGroup(met.channel, built.worker.execute, compute)
         ranks = build.ranks(group, built, rollout, console)
-        report.resume(built.restored_step)
-        console.open(ranks, built.layout.world_size, built.restored_step)
-        await server.set_ready()
-        ledger = StreamLedger(buffer, fetch.stream, console, build.breaker())
-        await training.train(ledger, ranks, console, schedule)
+        await run(ranks, ranks, built.layout.world_size, built.restored_step)
         await group.leave(deadline_seconds=FILES_TIMEOUT.total_seconds())
 
     try:
-        met = await meet(build.join, compute)
-        await met.channel.guard(work())
-        await met.channel.close()
+        if build.trains:
+            met = await meet(build.join, compute)
+            await met.channel.guard(train())
+            await met.channel.close()
+        else:
+            ranks = build.untrained((await buffer.stats(fetch.stream)).committed_step)
+            await run(ranks, ranks, 0, await ranks.restore())
         if console.verdict:
             raise NothingToLearn(console.verdict)
         console.finished()
@@ -65,7 +73,8 @@ async def lead(
         raise
     finally:
         await server.stop()
-        await rollout.close()
+        if rollout is not None:
+            await rollout.close()
         await asyncio.to_thread(build.clear_memory)
 
 

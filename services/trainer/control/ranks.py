@@ -8,8 +8,8 @@ from pathlib import Path
 
 from headrace.api.trainer.v1 import trainer_pb2 as pb
 from headrace.models.exported import is_whole
+from services.trainer.alone.no_engines import Publications
 from services.trainer.checkpoint.checkpoint import Checkpoints
-from services.trainer.control.publication import Publisher
 from services.trainer.control.rank_group import RankGroup
 from services.trainer.data.record import TrainingRecord
 from services.trainer.data.set_aside import SetAside
@@ -29,7 +29,7 @@ class TrainerRanks:
     def __init__(
         self,
         group: RankGroup,
-        publisher: Publisher,
+        publisher: Publications,
         console: TrainerConsole,
         run_dir: Path,
         checkpoints: Checkpoints,

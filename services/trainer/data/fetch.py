@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 from headrace.api.sample.v1 import sample_pb2
-from headrace.client.port import Buffer
 from headrace.errors import DataLoss, HeadraceError, InvalidArgument, NotFound
 from headrace.trajectory import Sample
+from services.trainer.data.buffer_port import TrainerBuffer
 from services.trainer.data.reading import Read, UnusableSample
 
 _SECONDS = 600.0
@@ -25,7 +25,7 @@ class Fetch:
     What was begun before is only waited for. Two may be under way, a step's and the next one's; a third ends the first.
     """
 
-    def __init__(self, buffer: Buffer, stream: str, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, buffer: TrainerBuffer, stream: str, loop: asyncio.AbstractEventLoop) -> None:
         self._buffer = buffer
         self.stream = stream
         self._loop = loop

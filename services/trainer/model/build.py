@@ -39,7 +39,7 @@ from services.trainer.model.optimizer_steps import OptimizerSteps
 from services.trainer.model.pipeline import Pipeline
 from services.trainer.model.policy import Policy
 from services.trainer.model.preparation import Preparation, teacher_log_probs
-from services.trainer.model.provider import model_provider_of
+from services.trainer.model.provider import model_provider
 from services.trainer.model.reference import ReferencePolicy
 from services.trainer.model.runner import Runner
 from services.trainer.model.saved import POLICY, SavedParts
@@ -140,7 +140,7 @@ def critic_of(job: Job, layout: Layout, stopwatch: Stopwatch) -> Critic:
 
 def _model(job: Job, architecture: Architecture, args: MegatronArgs, layout: Layout) -> RankModel:
     """The model with the weights that the run begins with; parameters that are not trained are frozen."""
-    provider = model_provider_of(job)
+    provider = model_provider(job.hooks.custom_model_provider_path)
     model = RankModel.of(architecture, args, layout, job.train.packing, provider)
     model.converter.load(job.model.hf_checkpoint)
     if (initial := job.checkpoint.initial_megatron_checkpoint) is not None:

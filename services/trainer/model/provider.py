@@ -9,19 +9,17 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from headrace.errors import ConfigError
 from headrace.hooks.trainer import trainer_hook
-from headrace.job.schema.job import Job
 from services.trainer.megatron.gpt.gpt import ModelProvider
 
 _DEFAULT = "build_default"
 
 
-def model_provider_of(job: Job) -> ModelProvider | None:
+def model_provider(path: str | None) -> ModelProvider | None:
     """`f(pre_process, post_process, vp_stage) -> GPTModel`, or with `build_default` as a fourth; None without.
 
     `build_default()` makes the module that would be used without the function, to be changed. Weights are loaded by the
     names and shapes of the checkpoint's family, so that they must stay. The critic is made without it.
     """
-    path = job.hooks.custom_model_provider_path
     if path is None:
         return None
     target = trainer_hook(path, "model_provider").target

@@ -15,7 +15,7 @@ from headrace.job.load.load import load, read
 from headrace.job.megatron.arguments import megatron
 from headrace.job.model.transformer_config import contradictions
 from headrace.job.option import ALIASES, OPPOSITES, options
-from headrace.job.rules.warnings import warnings
+from headrace.job.rules.warned.warnings import warnings
 from headrace.models.presets import PRESETS
 from headrace.models.registry import architecture
 from tests.support.slime_flags import MODEL_ARGS, REFUSED, TAKEN

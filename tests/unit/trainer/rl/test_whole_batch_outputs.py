@@ -16,7 +16,7 @@ from headrace.hooks import to_hook
 from headrace.hooks.args import HookArgs
 from headrace.hooks.load import load_hook
 from headrace.trajectory import Sample
-from services.trainer.model.provider import model_provider_of
+from services.trainer.model.provider import model_provider
 from services.trainer.rl.rollout_log import numbers
 from services.trainer.rl.train_data import TrainData
 from services.trainer.rl.whole_batch import WholeBatch
@@ -102,9 +102,9 @@ def test_metrics_that_are_no_numbers_are_left_out() -> None:
     assert numbers("mine", {"a": 1, "b": "x", "c": float("inf"), "d": np.float32(0.5)}) == {"a": 1.0, "d": 0.5}
 
 
-def test_a_model_provider_must_return_a_model(hook: str, load_with: Any) -> None:
+def test_a_model_provider_must_return_a_model(hook: str) -> None:
     path = hook.replace(":convert", ":model")
-    provide = model_provider_of(load_with("--custom-model-provider-path", path))
+    provide = model_provider(path)
     assert provide is not None
     load_hook(path).target.__globals__["made"]["answer"] = lambda _: nn.Linear(1, 1)
     with pytest.raises(ConfigError, match="returned Linear; it must return a megatron.core GPTModel"):

@@ -1,0 +1,103 @@
+"""Rollout steps as files: what comes back is what was kept, and what is not a step is refused with the way out."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.api.buffer.v1 import buffer_pb2
+from headrace.errors import DataLoss, DiskFull, NotFound
+from headrace.recorded_steps import RecordedStep, RecordedSteps
+from headrace.trajectory import Sample
+from services.trainer.alone.recorded_buffer import RecordedBuffer
+from services.trainer.alone.step_recorder import StepRecorder
+from tests.support.ledgers.answers import answered
+
+
+def step_of(*names: str, group: str = "g") -> RecordedStep:
+    samples = [answered(name, group_id=group).pack() for name in names]
+    batch = buffer_pb2.LeaseBatchResponse(ready=True, digest=b"d" * 32)
+    batch.groups.add(group_id=group, samples=[sample.envelope for sample in samples])
+    return RecordedStep(batch, samples)
+
+
+@given(names=st.lists(st.text("abcdef", min_size=1, max_size=4), min_size=1, max_size=5, unique=True))
+def test_what_is_read_is_what_was_written(tmp_path_factory: pytest.TempPathFactory, names: list[str]) -> None:
+    steps = RecordedSteps(str(tmp_path_factory.mktemp("steps") / "new" / "step-{rollout_id}.samples"))
+    steps.write(7, step_of(*names))
+    found = steps.read(7)
+    assert found.batch == step_of(*names).batch
+    assert list(found.samples) == list(step_of(*names).samples)
+    assert [Sample.unpack(sample).sample_id for sample in found.samples] == names == steps.read_ids(7)
+    assert steps.steps() == [7]
+
+
+def test_steps_are_those_whose_file_has_the_patterns_name(tmp_path: Path) -> None:
+    steps = RecordedSteps(str(tmp_path / "a{rollout_id}.x"))
+    for step in (0, 2, 10):
+        steps.write(step, step_of("a"))
+    for other in ("a.x", "a1", "ba1.x", "a1.x.tmp", "aone.x"):
+        (tmp_path / other).write_text("")
+    assert steps.steps() == [0, 2, 10]
+    folders = RecordedSteps(str(tmp_path / "{rollout_id}" / "samples"))
+    assert folders.steps() == []
+    for step in (0, 1, 3):
+        folders.write(step, step_of("a"))
+    assert folders.steps() == [0, 1], "folders are counted from 0"
+    with pytest.raises(NotFound, match="there is no rollout step 1: .* is not a file; steps 0 to 10 are there"):
+        steps.read(1)
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda whole: whole[:-3], "damaged"),
+        (lambda whole: whole + b"\x05ab", "damaged"),
+        (lambda whole: b"", "it has 0 of the 0 samples"),
+        (lambda whole: whole[: 2 + step_of("a", "b").batch.ByteSize()], "it has 0 of the 2 samples that it names"),
+        (lambda whole: b"\xff" * 400, "damaged"),
+        (lambda whole: b"PK\x03\x04 torch", "is a file of PyTorch, which is not opened"),
+        (lambda whole: pickle.dumps({"samples": []}), "is a file of PyTorch, which is not opened"),
+    ],
+)
+def test_what_is_no_step_is_refused(tmp_path: Path, harm: Callable[[bytes], bytes], said: str) -> None:
+    steps = RecordedSteps(str(tmp_path / "{rollout_id}"))
+    steps.write(0, step_of("a", "b"))
+    steps.path_of(0).write_bytes(harm(steps.path_of(0).read_bytes()))
+    with pytest.raises(DataLoss, match=said):
+        steps.read(0)
+
+
+async def test_a_rank_finds_the_step_of_its_samples(tmp_path: Path) -> None:
+    steps = RecordedSteps(str(tmp_path / "{rollout_id}"))
+    for step in range(4):
+        steps.write(step, step_of(f"{step}a", f"{step}b"))
+    buffer = RecordedBuffer(steps)
+    for step in (2, 3, 0, 1):
+        found = await buffer.fetch_samples("train", [f"{step}b", f"{step}a"])
+        assert [sample.envelope.sample_id for sample in found] == [f"{step}b", f"{step}a"]
+    assert await buffer.fetch_samples("train", []) == []
+    assert (await buffer.try_lease_batch("train", 1, 2)).digest == b"d" * 32
+    for missing in (["x"], ["0a", "1a"]):
+        with pytest.raises(NotFound, match="no sample"):
+            await buffer.fetch_samples("train", missing)
+
+
+async def test_a_step_is_kept_once_whole_and_a_disk_that_is_full_says_so(tmp_path: Path) -> None:
+    source, kept = RecordedSteps(str(tmp_path / "{rollout_id}")), RecordedSteps(str(tmp_path / "kept-{rollout_id}"))
+    source.write(0, step_of("a", "b"))
+    buffer = RecordedBuffer(source)
+    recorder = StepRecorder(kept, buffer, "train")
+    await recorder.keep(0, (await buffer.try_lease_batch("train", 1, 0)))
+    assert kept.path_of(0).read_bytes() == source.path_of(0).read_bytes()
+    kept.path_of(0).unlink()
+    await recorder.keep(0, (await buffer.try_lease_batch("train", 1, 0)))
+    assert not kept.path_of(0).exists(), "a batch that is leased again is kept already"
+    full = StepRecorder(RecordedSteps("/dev/full/{rollout_id}"), buffer, "train")
+    with pytest.raises(DiskFull, match="rollout step 0 cannot be kept at /dev/full/0"):
+        await full.keep(0, (await buffer.try_lease_batch("train", 1, 0)))
