@@ -35,7 +35,7 @@ _OTHERS_FLAGS = {
     *("--no-deps", "--logdir", "--schema", "--trace-python-allocators", "--picture", "--write"),
 }
 """Of torchrun and sbatch; of pip, TensorBoard, pg_dump, memray, a bench and tools.flags."""
-_OF_A_JOB = ("train", "check", "up", "replay")
+_OF_A_JOB = ("train", "check", "up")
 _HELP = {"--help", "--config"}
 
 
@@ -75,7 +75,7 @@ def test_every_command_has_the_arguments_that_are_given(document: Path) -> None:
         if name == "buffer" and rest:
             assert rest[0] in buffer_command._COMMANDS, f"headrace {' '.join(words)}"
             name = f"buffer {rest[0]}"
-        known = own_flags(name) | (job_flags() | _HELP if name in (*_OF_A_JOB, "eval") else set())
+        known = own_flags(name) | (job_flags() | _HELP if name in (*_OF_A_JOB, "eval", "replay") else set())
         flags = {flag for word in rest for flag in _FLAG.findall(word) if not flag.startswith("--sglang")}
         assert flags - known == set(), f"headrace {' '.join(words)}"
 
