@@ -7,11 +7,13 @@ with tokens, masks and log-probs.
 from headrace.hooks.kit.completion import Completion, build_loss_mask
 from headrace.hooks.kit.generate import generate_single
 from headrace.hooks.kit.tool_call import ToolCall, extract_tool_call, extract_tool_calls
+from headrace.hooks.kit.tools import Tools
 from headrace.hooks.kit.trajectory import Trajectory
 
 __all__ = [
     "Completion",
     "ToolCall",
+    "Tools",
     "Trajectory",
     "build_loss_mask",
     "extract_tool_call",

@@ -24,6 +24,8 @@ class Call:
     sampling_params: Mapping[str, Any]
     completions: dict[int, tuple[object, Completion]] = field(default_factory=dict)
     """The latest completion of each conversation, by the conversation's id; the object is stored so that it lives."""
+    of_texts: list[Completion] = field(default_factory=list)
+    """Those that answered a text and not messages."""
     latest: Completion | None = None
     _requests: int = 0
 
@@ -31,6 +33,8 @@ class Call:
         """Stores the latest completion of a conversation."""
         self.completions[id(conversation)] = (conversation, completion)
         self.latest = completion
+        if isinstance(conversation, str):
+            self.of_texts.append(completion)
 
     def params(self) -> dict[str, Any]:
         """Returns the job's sampling parameters; each request has its own seed, which depends on the job's alone."""

@@ -25,7 +25,8 @@ async def generate_single(
     """Returns the policy's response to messages, or to a text as it is. Call it from a generate function.
 
     When the messages hold an earlier Completion as it was returned, its tokens are continued, and only what was said
-    since is rendered. Messages that were edited before it are a new prompt. A response is empty, and its sample is
+    since is rendered; so is a text that goes on where an earlier one and its Completion end. Messages that were edited
+    before it are a new prompt. A response is empty, and its sample is
     TRUNCATED, once --max-turns or --rollout-max-context-len leave no room. `tools` default to those of the row.
     Raises InvalidArgument when the chat template or the engine refuse, Unavailable when no engine answers in time.
     """
@@ -48,15 +49,34 @@ async def generate_single(
 
 
 def _continued(call: Call, template: Template, conversation: Conversation, tools: Sequence[Any] | None) -> Trajectory:
+    if isinstance(conversation, str) and (before := _text_before(call, conversation)) is not None:
+        completion, since = before
+        return _with_context(completion.trajectory, template.text(since))
     position = None if isinstance(conversation, str) else _last_completion(conversation)
     if position is None:
         is_rendered = bool(call.args.get("apply_chat_template"))
         return Trajectory(template.prompt(conversation, tools, is_rendered=is_rendered))
     messages: Any = conversation
-    trajectory: Trajectory = messages[position]["content"].trajectory.copy()
-    last_token = trajectory.tokens[-1]
-    trajectory.append_context(template.since(messages, position, tools, last_token))
-    return trajectory
+    continued: Trajectory = messages[position]["content"].trajectory
+    return _with_context(continued, template.since(messages, position, tools, continued.tokens[-1]))
+
+
+def _with_context(trajectory: Trajectory, tokens: Sequence[int]) -> Trajectory:
+    """A copy that goes on with what the policy did not write."""
+    continued = trajectory.copy()
+    continued.append_context(tokens)
+    return continued
+
+
+def _text_before(call: Call, text: str) -> tuple[Completion, str] | None:
+    """The longest text of this call that `text` begins with, its response included, and what was written since."""
+    found: tuple[Completion, str] | None = None
+    for completion in call.of_texts:
+        for written in (completion.raw, str(completion)):
+            whole = f"{completion.seen}{written}"
+            if written and text.startswith(whole) and (found is None or len(text) - len(whole) < len(found[1])):
+                found = completion, text[len(whole) :]
+    return found
 
 
 def _last_completion(messages: Sequence[Mapping[str, Any]]) -> int | None:

@@ -38,6 +38,10 @@ class Template:
             return self._encode(conversation, special=not is_rendered)
         return self._encode(self._render(conversation, tools))
 
+    def text(self, text: str) -> list[int]:
+        """Returns the tokens of a text in the midst of a conversation."""
+        return self._encode(text)
+
     def since(self, messages: Sequence[Any], position: int, tools: Sequence[Any] | None, last_token: int) -> list[int]:
         """Returns the tokens behind the response at `position`, up to the policy's next turn.
 

@@ -56,6 +56,28 @@ async def test_a_later_turn_continues_the_tokens_that_were_sampled(engine: Scrip
     assert whole.loss_mask == [1] * len(engine.turns[0]) + [0] * between + [1] * len(engine.turns[1])
 
 
+async def test_a_text_that_goes_on_where_a_response_ended_continues_its_tokens(
+    engine: ScriptedEngine, tmp_path: Path
+) -> None:
+    text, since_then = "3 + 4 =<|im_start|>assistant\n", " Sure?<|im_start|>assistant\n"
+    with calling(call_of(engine, tmp_path)):
+        first = await generate_single(text)
+        second = await generate_single(f"{text}{first}{since_then}")
+    whole, size = second.trajectory, len(first.trajectory.tokens)
+    assert whole.tokens[:size] == first.trajectory.tokens
+    since = whole.response_tokens[len(engine.turns[0]) : -len(engine.turns[1])]
+    assert Template(str(tmp_path)).decode(since, special=True) == since_then
+    assert whole.loss_mask == [1] * len(engine.turns[0]) + [0] * len(since) + [1] * len(engine.turns[1])
+
+
+async def test_a_text_that_does_not_go_on_is_a_new_prompt(engine: ScriptedEngine, tmp_path: Path) -> None:
+    with calling(call_of(engine, tmp_path)):
+        first = await generate_single("3 + 4 =<|im_start|>assistant\n")
+        again = await generate_single("3 + 4 =<|im_start|>assistant\n")
+    assert again.trajectory.turns == 1
+    assert again.trajectory.prompt_tokens == first.trajectory.prompt_tokens
+
+
 async def test_messages_that_were_edited_before_a_response_are_a_new_prompt(
     engine: ScriptedEngine, tmp_path: Path
 ) -> None:
