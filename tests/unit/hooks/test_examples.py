@@ -61,12 +61,9 @@ async def test_the_calculators_answer_is_in_the_response_and_is_not_trained(
         ((sample,),) = await run_generate(f"{CALCULATOR}:generate", args, [asked], params, evaluation=False)
     finally:
         await engine.stop()
-    said = tokenizer.decode(sample.tokens[-sample.response_length :])
-    given = [
-        token
-        for token, mask in zip(sample.tokens[-sample.response_length :], sample.loss_mask, strict=True)
-        if not mask
-    ]
+    response = sample.tokens[-sample.response_length :]
+    said = tokenizer.decode(response, skip_special_tokens=True)  # the fake ends a turn by a token, not by >>
+    given = [token for token, mask in zip(response, sample.loss_mask or [], strict=True) if not mask]
     assert (" <<57 * 81>> 4617" in said) == calls
     assert tokenizer.decode(given) == (" 4617" if calls else "")
     assert await load_hook(f"{CALCULATOR}:reward").target(args, sample) == worth
