@@ -18,6 +18,7 @@ from headrace.models.architecture import Architecture
 from headrace.models.registry import read_architecture
 from headrace.process.openmp import threads_of_each
 from headrace.process.scratch import delete_leftovers
+from headrace.rpc.net import Address
 from headrace.run_folder import RunFolder
 from headrace.sample_checks import ModelBounds
 from services.rollout.agents.sampler import AgentSampler
@@ -26,6 +27,7 @@ from services.rollout.agents.session import AgentPolicy, AgentSessions, SessionL
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.arguments import EngineOptions, evaluation_priority
 from services.rollout.engine.client import EngineClient
+from services.rollout.engine.external import ExternalEngine
 from services.rollout.engine.fleet import Fleet, FleetTiming
 from services.rollout.engine.process import EngineFactory, SglangProcess
 from services.rollout.engine.router import Router
@@ -73,12 +75,13 @@ def rollout_service(
     router_client = EngineClient(router.url, routed_experts=asks_for_experts, vocab_size=architecture.vocab_size)
     buffer = buffer_of(job.services)
     fleet = Fleet(
-        job.placement.rollout_num_gpus // job.placement.rollout_num_gpus_per_engine,
+        job.placement.num_engines,
         job.placement.rollout_num_gpus_per_engine,
         factory,
         router,
         timing,
         metrics,
+        begins_with_checkpoint=not job.placement.rollout_external_engine_addrs,
     )
     generator = Generator(
         router_client,
@@ -222,8 +225,14 @@ def openai_parts(
 
 
 def sglang_factory(job: Job, log_dir: Path, *, has_accelerator: bool) -> EngineFactory:
-    """Makes real engines. Their start raises ConfigError for --sglang-* flags that SGLang does not know."""
+    """Makes real engines, or finds those that the job has addresses of.
+
+    Their start raises ConfigError for --sglang-* flags that SGLang does not know.
+    """
     delete_leftovers(log_dir, "engine-*")
+    if addresses := [Address.parse(text) for text in job.placement.rollout_external_engine_addrs]:
+        size = job.placement.rollout_num_gpus_per_engine
+        return lambda number: ExternalEngine(addresses[number], size)
     options = engine_options(job)
     return lambda number: SglangProcess(
         options, number, log_dir / f"engine-{number}.log", has_accelerator=has_accelerator

@@ -32,9 +32,10 @@ _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*\b")
 _VARIABLE = re.compile(r"\bHEADRACE_[A-Z_]+\b")
 _OTHERS_FLAGS = {
     *("--nnodes", "--standalone", "--nodes", "--gpus-per-node"),
+    *("--model-path", "--tp-size", "--host", "--port"),
     *("--no-deps", "--logdir", "--schema", "--trace-python-allocators", "--picture", "--write"),
 }
-"""Of torchrun and sbatch; of pip, TensorBoard, pg_dump, memray, a bench and tools.flags."""
+"""Of torchrun and sbatch; of SGLang's server; of pip, TensorBoard, pg_dump, memray, a bench and tools.flags."""
 _OF_A_JOB = ("train", "check", "up")
 _HELP = {"--help", "--config"}
 

@@ -56,7 +56,7 @@ def _shards(job: Job) -> list[tuple[str, str]]:
 def in_short(job: Job) -> str:
     """The plan in one line."""
     rollout = job.rollout
-    engines = job.placement.rollout_num_gpus // job.placement.rollout_num_gpus_per_engine
+    engines = job.placement.num_engines
     shards = f"{job.buffer.num_shards} buffer shards, " if job.buffer.num_shards > 1 else ""
     return (
         f"{job.model.hf_checkpoint.name}, {_parameters(job)}: {rollout.num_rollout} steps of "
@@ -141,8 +141,9 @@ def _trainer(job: Job, scope: Scope | None) -> str:
 
 def _engines(job: Job) -> str:
     each = job.placement.rollout_num_gpus_per_engine
-    count = job.placement.rollout_num_gpus // each
-    return f"{count} behind the router ({job.rollout.router_policy}), {each} tensor-parallel processes in each"
+    count, addresses = job.placement.num_engines, ", ".join(job.placement.rollout_external_engine_addrs)
+    where = f", started elsewhere: {addresses}" if addresses else ""
+    return f"{count}{where} behind the router ({job.rollout.router_policy}), {each} tensor-parallel processes in each"
 
 
 def _weights(job: Job) -> str:

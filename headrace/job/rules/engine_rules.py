@@ -10,6 +10,7 @@ from headrace.job.rules.machine import num_gpus
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 from headrace.models.architecture import Architecture
+from headrace.rpc.net import Address
 
 OURS: Mapping[str, str] = {
     "model_path": "set hf_checkpoint instead",
@@ -46,6 +47,7 @@ def check_engines(job: Job) -> None:
         if name in _COUNTS and not (isinstance(value, int) and not isinstance(value, bool) and value > 0):
             raise _refusal(name, f"{value}: should be a number of 1 or more")
     _groups(job)
+    _external(job)
 
 
 def check_lengths(job: Job, architecture: Architecture) -> None:
@@ -84,9 +86,44 @@ def check_engine_ranks(job: Job, architecture: Architecture, scope: Scope) -> No
         )
 
 
+def _external(job: Job) -> None:
+    """Engines that are started elsewhere, and what a job cannot ask of them."""
+    addresses, placement = job.placement.rollout_external_engine_addrs, job.placement
+    if not addresses:
+        return
+    if len({str(Address.parse(address)) for address in addresses}) < len(addresses):
+        raise ConfigError(
+            f"rollout_external_engine_addrs {list(addresses)} has an address twice: name each engine once",
+            field="rollout_external_engine_addrs",
+        )
+    size = len(addresses) * placement.rollout_num_gpus_per_engine
+    for name, is_set, why in (
+        (
+            "rollout_num_gpus",
+            placement.rollout_num_gpus not in (1, size),
+            f"{len(addresses)} engines of {placement.rollout_num_gpus_per_engine} have {size}",
+        ),
+        ("debug_rollout_only", job.debug.debug_rollout_only, "nothing would give them hf_checkpoint's weights"),
+        (
+            "use_rollout_routing_replay",
+            job.train.use_rollout_routing_replay,
+            "only engines that are started here are known to return experts",
+        ),
+    ):
+        if is_set:
+            raise ConfigError(f"{name} with rollout_external_engine_addrs: {why}; leave one of them out", field=name)
+    far = [address for address in addresses if not Address.parse(address).is_loopback]
+    if far and job.publish.update_weight_transport == "ipc":
+        raise ConfigError(
+            f"update_weight_transport ipc is memory of this machine, and {far[0]} may be another: choose collective or "
+            "disk",
+            field="update_weight_transport",
+        )
+
+
 def _groups(job: Job) -> None:
     gpus, each = job.placement.rollout_num_gpus, job.placement.rollout_num_gpus_per_engine
-    if gpus % each:
+    if gpus % each and not job.placement.rollout_external_engine_addrs:
         raise ConfigError(
             f"rollout_num_gpus {gpus} cannot be divided by rollout_num_gpus_per_engine {each}", field="rollout_num_gpus"
         )

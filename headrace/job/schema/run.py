@@ -120,6 +120,9 @@ class PlacementSection(Section):
         1, description="GPUs of all engines together, or processes on a machine without."
     )
     rollout_num_gpus_per_engine: Positive = Field(1, description="Tensor-parallel size of an engine.")
+    rollout_external_engine_addrs: tuple[str, ...] = Field(
+        (), description="host:port of SGLang servers that are started elsewhere, in place of engines started here."
+    )
     colocate: bool = Field(False, description="Trainer and engines share the GPUs.")
     placement: Literal["local", "torchrun", "slurm", "ray"] = Field(
         "local", description="Who starts the trainer's ranks: headrace, torchrun, srun in an allocation, or Ray actors."
@@ -140,6 +143,11 @@ class PlacementSection(Section):
     rollout_health_check_misses: Positive = Field(
         5, description="Checks missed in a row before an engine or the router is ended and replaced."
     )
+
+    @property
+    def num_engines(self) -> int:
+        """The engines behind the router, whoever starts them."""
+        return len(self.rollout_external_engine_addrs) or self.rollout_num_gpus // self.rollout_num_gpus_per_engine
 
     @property
     def num_ranks(self) -> int:

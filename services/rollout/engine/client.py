@@ -124,6 +124,14 @@ class EngineClient:
         """Returns the name of the weights that the engine serves. It is the cheapest health check."""
         return read_weights_name((await self._http.request("GET", "/model_info", None, seconds=seconds)).json())
 
+    async def tensor_parallel_size(self, *, seconds: float) -> int:
+        """Returns the number of its ranks. Raises BadAnswer when it says something else."""
+        reply = (await self._http.request("GET", "/server_info", None, seconds=seconds)).json()
+        size = reply.get("tp_size") if isinstance(reply, dict) else None
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise BadAnswer("server_info", f"{self.url}/server_info has no tp_size")
+        return size
+
     async def pause(self, mode: str) -> None:
         """`mode` is `in_place`, `retract` or `abort`."""
         await self._post("/pause_generation", {"mode": mode})

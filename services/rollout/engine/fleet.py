@@ -50,13 +50,17 @@ class Fleet:
         routing: Routing,
         timing: FleetTiming,
         observer: FleetObserver | None = None,
+        *,
+        begins_with_checkpoint: bool = True,
     ) -> None:
+        """`begins_with_checkpoint`: an engine that starts has hf_checkpoint's weights; else nobody knows which."""
         self.engines: Sequence[Engine] = [Engine(number, tensor_parallel_size) for number in range(count)]
         self.weights = ServedWeights()
         self.activity = Activity(count)
         self._observer = observer or FleetObserver()
         self._factory = factory
         self._routing = routing
+        self._begins_with_checkpoint = begins_with_checkpoint
         self._timing = timing
         self._watch_over = Watch(timing, self._observer)
         self._watchers: list[asyncio.Task[None]] = []
@@ -175,6 +179,9 @@ class Fleet:
         engine.weights_name = self.weights.new_name(INITIAL_VERSION, engine.engine_id)
         await engine.client.freeze_gc()
         await engine.client.name_weights(engine.weights_name)
+        if not self._begins_with_checkpoint:
+            await self.hold_back(engine)
+            return
         self.weights.accept([engine.weights_name])
         await self.serve(engine, INITIAL_VERSION, is_initial=True)
 

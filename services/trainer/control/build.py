@@ -147,11 +147,18 @@ class TrainerBuild:
             source,
             layout,
             is_aborted,
-            host="127.0.0.1" if self._job.debug.trains_alone else _sender_host(self.rollout_address),
+            host=_sender_host(self._engines_are_here()),
             bucket_bytes=publish.update_weight_buffer_size,
             timeout_seconds=publish.update_weight_timeout_seconds,
             hashes=self.knows_checksums(layout),
         )
+
+    def _engines_are_here(self) -> bool:
+        """True where all of them are on this machine, or there are none."""
+        if self._job.debug.trains_alone:
+            return True
+        addresses = (self.rollout_address, *self._job.placement.rollout_external_engine_addrs)
+        return all(Address.parse(address).is_loopback for address in addresses)
 
     def knows_checksums(self, layout: Layout) -> bool:
         """True where senders have the tensors that engines hash: those of several GPUs hash shards."""
@@ -269,7 +276,6 @@ def evaluations_of(
     return JobEvaluations(evaluator, schedule, report, exact=job.eval.eval_exact_version)
 
 
-def _sender_host(rollout_address: str) -> str:
-    """The address at which engines find this rank: loopback when the rollout service is on this machine."""
-    is_here = Address.parse(rollout_address).is_loopback
+def _sender_host(is_here: bool) -> str:
+    """The address at which engines find this rank: loopback when they are on this machine."""
     return "127.0.0.1" if is_here else socket.gethostbyname(socket.gethostname())

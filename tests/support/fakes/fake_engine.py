@@ -125,6 +125,8 @@ class FakeEngine:
         match path:
             case "/model_info":
                 return web.json_response({"weight_version": self._version})
+            case "/server_info":
+                return web.json_response({"tp_size": 1, "internal_states": []})
             case "/pause_generation":
                 self._running.clear()
                 self._aborting = body["mode"] == "abort"
