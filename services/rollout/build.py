@@ -30,7 +30,7 @@ from services.rollout.engine.client import EngineClient
 from services.rollout.engine.external import ExternalEngine
 from services.rollout.engine.fleet import Fleet, FleetTiming
 from services.rollout.engine.process import EngineFactory, SglangProcess
-from services.rollout.engine.router import Router
+from services.rollout.engine.routing.router import Router
 from services.rollout.evaluation.eval_file import EvalFiles
 from services.rollout.evaluation.evaluate import SAMPLES_AT_ONCE, Evaluator
 from services.rollout.evaluation.evaluation_slots import EvaluationSlots

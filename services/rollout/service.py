@@ -17,7 +17,7 @@ from services.rollout.agents.server import EndpointServer
 from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Fleet
-from services.rollout.engine.router import Router
+from services.rollout.engine.routing.router import Router
 from services.rollout.evaluation.evaluate import Evaluator
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.custom import HookSampler

@@ -23,7 +23,7 @@ from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from services.rollout.engine.machine import has_accelerator
 from services.rollout.engine.process import SglangProcess
-from services.rollout.engine.router import Router
+from services.rollout.engine.routing.router import Router
 from services.rollout.production.generator import Generator
 from services.rollout.publication.receiver import Receiver
 from tests.support.engine_stack import (

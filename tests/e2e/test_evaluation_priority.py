@@ -17,7 +17,7 @@ from services.rollout.engine.arguments import evaluation_priority
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Fleet, FleetTiming
 from services.rollout.engine.machine import has_accelerator
-from services.rollout.engine.router import Router
+from services.rollout.engine.routing.router import Router
 from tests.support.models.tiny_model import make_tiny_qwen3
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]

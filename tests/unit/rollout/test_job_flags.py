@@ -13,7 +13,7 @@ from headrace.job.schema.job import Job
 from headrace.job.schema.run import PlacementSection
 from headrace.trajectory import Status
 from services.rollout.build import rollout_service
-from services.rollout.engine.router import command
+from services.rollout.engine.routing.router import command
 from services.rollout.engine.watch import FleetTiming
 from services.rollout.production.custom import custom_args
 from services.rollout.production.prompts import EncodedPrompt

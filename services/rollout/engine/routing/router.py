@@ -34,7 +34,7 @@ _FIRST_BACKOFF_SECONDS = 0.5
 def command(policy: str, port: int, metrics_port: int, request_seconds: float) -> list[str]:
     """Returns the router's command. Retries are done here, and the fleet is the circuit breaker."""
     return [
-        *(sys.executable, "-m", "services.rollout.engine.router_process"),
+        *(sys.executable, "-m", "services.rollout.engine.routing.router_process"),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)),
         *("--policy", policy, "--log-level", "warn"),

@@ -1,4 +1,4 @@
-"""`python -m services.rollout.engine.router_process`: sglang-router, with its own arguments.
+"""`python -m services.rollout.engine.routing.router_process`: sglang-router, with its own arguments.
 
 Its own launcher also imports a second router, written in Python, and with it FastAPI, SGLang and torch.
 """
@@ -13,7 +13,7 @@ from sglang_router.router_args import RouterArgs
 
 def main() -> None:
     """Serves until it is ended."""
-    parser = argparse.ArgumentParser(prog="python -m services.rollout.engine.router_process")
+    parser = argparse.ArgumentParser(prog="python -m services.rollout.engine.routing.router_process")
     RouterArgs.add_cli_args(parser)
     Router.from_args(RouterArgs.from_cli_args(parser.parse_args())).start()
 
