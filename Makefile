@@ -1,4 +1,4 @@
-# quickstart | test | test-fast | lint | protos | bench | chaos | mutants: each sets up what it needs, once.
+# quickstart | examples | test | test-fast | lint | protos | bench | chaos | mutants: each sets up what it needs, once.
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -11,11 +11,16 @@ DATA   := models/quickstart
 NODE   := tests/contract/node
 PIP     = $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 
-.PHONY: quickstart test test-fast lint format protos check-protos bench bench-trl bench-learning chaos mutants clean
+.PHONY: quickstart examples test test-fast lint format protos check-protos bench bench-trl bench-learning chaos mutants clean
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMPS)/headrace $(MODEL)/model.safetensors $(DATA)/train.jsonl
 	@examples/quickstart/run.sh $(BIN) $(MODEL)
+
+# Every example, a few steps long (STEPS); `make test` plays their functions with an engine that stands in for SGLang.
+STEPS ?= 3
+examples: $(STAMPS)/headrace $(STAMPS)/dev $(MODEL)/model.safetensors $(DATA)/train.jsonl
+	@examples/run.sh $(BIN) $(STEPS)
 
 # All of it, or `make test T=tests/unit/wire` (a folder, a file, one test) without the lint.
 # Two files of tests at a time: most of them wait for processes that they have started.
