@@ -94,6 +94,8 @@ MAX_STOPS: Final = 1_024
 """Stop strings, and stop token ids."""
 MAX_TEMPERATURE: Final = 1e6
 """temperature."""
+MAX_RESPONSES: Final = 128
+"""`n` of Generate."""
 MAX_EVAL_DATASETS: Final = 256
 """Evaluate."""
 MAX_EVAL_FILE_BYTES: Final = 256 << 20

@@ -10,11 +10,14 @@ import grpc
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.api.rollout.v1 import rollout_pb2_grpc
+from headrace.api.sample.v1 import sample_pb2
 from headrace.rpc.request_limits import RequestLimits
-from headrace.wire.checks import cut_text, require_id
-from headrace.wire.limits import MAX_PUBLISH_FIELDS
+from headrace.wire.checks import cut_text, require_at_most, require_id
+from headrace.wire.limits import MAX_PUBLISH_FIELDS, MAX_RESPONSES
+from services.rollout.production.prompts import EncodedPrompt
 from services.rollout.publication.plan import plan_from_proto
 from services.rollout.service import RolloutParts
+from services.rollout.side_by_side import side_by_side
 from services.rollout.text_pieces import TextPieces
 from services.rollout.wire import (
     checksums_from_proto,
@@ -36,10 +39,24 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._parts = parts
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+        require_at_most(request.n, MAX_RESPONSES, "n")
         encoder = self._parts.encoder
         prompt = await encoder.off_loop(prompt_from_proto, request, encoder)
-        sent_tokens, pieces = 0, TextPieces(encoder.decode)
-        async for so_far in self._parts.ask(prompt, request.sampling):
+        responses = [self._response(request, prompt, index) for index in range(max(1, request.n))]
+        async with contextlib.aclosing(side_by_side(responses)) as replies:
+            async for reply in replies:
+                yield reply
+
+    async def _response(
+        self, request: pb.GenerateRequest, prompt: EncodedPrompt, index: int
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """The messages of one of the responses."""
+        sampling = sample_pb2.SamplingParams()
+        sampling.CopyFrom(request.sampling)
+        if index and sampling.HasField("seed"):
+            sampling.seed += index
+        sent_tokens, pieces = 0, TextPieces(self._parts.encoder.decode)
+        async for so_far in self._parts.ask(prompt, sampling):
             is_last = so_far.finish is not None and so_far.finish.is_final
             if (text := pieces.next(so_far.tokens, is_last=is_last)) is None:
                 continue
@@ -49,6 +66,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 so_far.log_probs[sent_tokens:],
                 return_tokens=request.return_tokens,
             )
+            response.index = index
             sent_tokens = len(so_far.tokens)
             yield finish_response(response, so_far, len(prompt.tokens)) if is_last else response
 

@@ -21,10 +21,11 @@ def generate(argv: Sequence[str]) -> int:
     parser.add_argument("--rollout-address", help="host:port of the rollout service, instead of a run")
     parser.add_argument("--temperature", type=temperature, default=0.0)
     parser.add_argument("--max-new-tokens", type=count, default=256)
+    parser.add_argument("-n", type=count, default=1, help="responses; several are printed as they end")
     parser.add_argument("--raw", action="store_true", help="give the text to the tokenizer without the chat template")
     args = parser.parse_intermixed_args(argv)
     sampling = sample_pb2.SamplingParams(temperature=args.temperature, max_new_tokens=args.max_new_tokens)
-    request = rollout_pb2.GenerateRequest(sampling=sampling)
+    request = rollout_pb2.GenerateRequest(sampling=sampling, n=args.n)
     if args.raw:
         request.text = args.text
     else:
@@ -34,9 +35,14 @@ def generate(argv: Sequence[str]) -> int:
 
 
 async def _generate(address: str, request: rollout_pb2.GenerateRequest) -> None:
-    versions: list[int] = []
+    versions: set[int] = set()
+    texts: dict[int, str] = {}
     async with RolloutClient(address) as rollout:
         async for reply in rollout.generate(request):
-            print(reply.text, end="", flush=True)
-            versions += [each.policy_version for each in reply.policy_ranges]
-    print(f"\n(policy version {', '.join(str(version) for version in versions) or 'unknown'})")
+            texts[reply.index] = texts.get(reply.index, "") + reply.text
+            if request.n == 1:
+                print(reply.text, end="", flush=True)
+            elif reply.status:
+                print(f"── {reply.index + 1} of {request.n}\n{texts[reply.index]}", flush=True)
+            versions |= {each.policy_version for each in reply.policy_ranges}
+    print(f"\n(policy version {', '.join(str(version) for version in sorted(versions)) or 'unknown'})")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace.api.sample.v1 import sample_pb2
 from headrace.client.rollout import RolloutClient
+from headrace.errors import InvalidArgument
 from headrace.rpc.server import RpcServer, Service
 from headrace.trajectory import unpack_column
 from services.rollout.engine.api import SamplingParams
@@ -16,19 +22,23 @@ from services.rollout.production.generator import Generator
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.production.sampling import merged_params
 from services.rollout.servicer import RolloutServicer
+from services.rollout.side_by_side import side_by_side
 from tests.support.fakes.fake_engine import response_to
 from tests.support.fakes.fake_fleet import FakeFleet
 from tests.support.models.tiny_model import make_tiny_tokenizer
 
 
-async def test_pieces_put_together_are_the_whole_response(fakes: FakeFleet, tmp_path: Path) -> None:
-    make_tiny_tokenizer().save_pretrained(tmp_path)
-    encoder = PromptEncoder(tmp_path, apply_chat_template=False)
-    generator = Generator(fakes.fleet.engines[0].client, fakes.fleet.weights)
+@asynccontextmanager
+async def served(fakes: FakeFleet, folder: Path) -> AsyncIterator[tuple[RolloutClient, PromptEncoder, list[int]]]:
+    """A client, the service's encoder, and the seeds that engines were asked with."""
+    make_tiny_tokenizer().save_pretrained(folder)
+    encoder = PromptEncoder(folder, apply_chat_template=False)
+    generator, seeds = Generator(fakes.fleet.engines[0].client, fakes.fleet.weights), list[int]()
 
     def ask(prompt: EncodedPrompt, sampling: sample_pb2.SamplingParams) -> Any:
         params = merged_params(sampling, SamplingParams(max_new_tokens=9))
-        return generator.stream(prompt.tokens, params, request_id="r", seconds=20)
+        seeds.append(params.seed or 0)
+        return generator.stream(prompt.tokens, params, request_id=f"r{len(seeds)}", seconds=20)
 
     parts = cast(Any, SimpleNamespace(encoder=encoder, ask=ask))
     name = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
@@ -39,11 +49,16 @@ async def test_pieces_put_together_are_the_whole_response(fakes: FakeFleet, tmp_
     )
     await server.start()
     async with RolloutClient(server.address) as client:
+        yield client, encoder, seeds
+    await server.stop(0.1)
+
+
+async def test_pieces_put_together_are_the_whole_response(fakes: FakeFleet, tmp_path: Path) -> None:
+    async with served(fakes, tmp_path) as (client, encoder, _):
         request = rollout_pb2.GenerateRequest(
             text="hé", return_tokens=True, sampling=sample_pb2.SamplingParams(max_new_tokens=30)
         )
         replies = [reply async for reply in client.generate(request)]
-    await server.stop(0.1)
     prompt = encoder.encode_text("hé").tokens
     tokens = [int(token) for reply in replies for token in unpack_column(reply.tokens)]
     assert tokens == response_to(prompt, 30)
@@ -52,3 +67,50 @@ async def test_pieces_put_together_are_the_whole_response(fakes: FakeFleet, tmp_
     assert [reply.status for reply in replies[:-1]] == [0] * (len(replies) - 1)
     assert replies[-1].status == sample_pb2.SAMPLE_STATUS_TRUNCATED
     assert (replies[-1].prompt_tokens, replies[-1].policy_ranges[0].end) == (len(prompt), 30)
+
+
+async def test_several_responses_come_side_by_side_each_with_its_own_seed_and_end(
+    fakes: FakeFleet, tmp_path: Path
+) -> None:
+    sampling = sample_pb2.SamplingParams(max_new_tokens=8, seed=5)
+    async with served(fakes, tmp_path) as (client, encoder, seeds):
+        request = rollout_pb2.GenerateRequest(text="hé", return_tokens=True, sampling=sampling, n=3)
+        replies = [reply async for reply in client.generate(request)]
+        for wrong, said in ((129, "n has 129"), (4_000_000_000, "n has 4000000000")):
+            with pytest.raises(InvalidArgument, match=said):
+                [reply async for reply in client.generate(rollout_pb2.GenerateRequest(text="h", n=wrong))]
+    assert sorted(seeds) == [5, 6, 7]
+    expected = response_to(encoder.encode_text("hé").tokens, 8)
+    for index in range(3):
+        own = [reply for reply in replies if reply.index == index]
+        assert [int(token) for reply in own for token in unpack_column(reply.tokens)] == expected
+        assert [bool(reply.status) for reply in own] == [False] * (len(own) - 1) + [True]
+
+
+async def test_streams_end_with_their_reader_and_an_error_of_one_ends_all() -> None:
+    ended: list[str] = []
+
+    async def counted(name: str, fails_at: int = -1) -> AsyncIterator[str]:
+        try:
+            for number in range(1_000):
+                if number == fails_at:
+                    raise InvalidArgument(name)
+                yield f"{name}{number}"
+                await asyncio.sleep(0)
+        finally:
+            ended.append(name)
+
+    seen: list[str] = []
+
+    async def see() -> None:
+        async for part in side_by_side([counted("a"), counted("b", fails_at=3)]):
+            seen.append(part)
+
+    with pytest.raises(InvalidArgument, match="b"):
+        await see()
+    assert {"b0", "b1", "b2"} <= set(seen)
+    async with aclosing(side_by_side([counted("c"), counted("d")])) as parts:
+        assert await anext(parts) == "c0"
+    async with asyncio.timeout(10):
+        while sorted(ended) != ["a", "b", "c", "d"]:
+            await asyncio.sleep(0)

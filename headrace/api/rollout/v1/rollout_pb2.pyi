@@ -148,10 +148,13 @@ class GenerateRequest(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     RETURN_TOKENS_FIELD_NUMBER: _builtins.int
+    N_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Tokenized as it is."""
     return_tokens: _builtins.bool
     """Also answer token ids and log-probabilities."""
+    n: _builtins.int
+    """Responses to the prompt, at most 128, generated side by side. Response k is sampled with sampling.seed + k. 0: one."""
     @_builtins.property
     def messages(self) -> _sample_pb2.ChatMessages:
         """Given to the model's chat template."""
@@ -172,10 +175,11 @@ class GenerateRequest(_message.Message):
         tokens: _sample_pb2.Column | None = ...,
         sampling: _sample_pb2.SamplingParams | None = ...,
         return_tokens: _builtins.bool = ...,
+        n: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "prompt", b"prompt", "return_tokens", b"return_tokens", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "n", b"n", "prompt", b"prompt", "return_tokens", b"return_tokens", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "messages", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -195,12 +199,15 @@ class GenerateResponse(_message.Message):
     STATUS_FIELD_NUMBER: _builtins.int
     POLICY_RANGES_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """New text."""
     status: _sample_pb2.SampleStatus.ValueType
-    """Set on the last message only."""
+    """Set on a response's last message only."""
     prompt_tokens: _builtins.int
     """On the last message: tokens of the prompt."""
+    index: _builtins.int
+    """The response that it is a part of, from 0. Each has a last message of its own."""
     @_builtins.property
     def tokens(self) -> _sample_pb2.Column:
         """New token ids, int32 [n]; with return_tokens."""
@@ -222,10 +229,11 @@ class GenerateResponse(_message.Message):
         status: _sample_pb2.SampleStatus.ValueType = ...,
         policy_ranges: _abc.Iterable[_sample_pb2.PolicyRange] | None = ...,
         prompt_tokens: _builtins.int = ...,
+        index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["log_probs", b"log_probs", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_probs", b"log_probs", "policy_ranges", b"policy_ranges", "prompt_tokens", b"prompt_tokens", "status", b"status", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "log_probs", b"log_probs", "policy_ranges", b"policy_ranges", "prompt_tokens", b"prompt_tokens", "status", b"status", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
