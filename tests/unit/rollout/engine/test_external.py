@@ -69,7 +69,7 @@ async def test_one_that_goes_away_is_tried_again_and_is_not_trusted_when_it_come
     assert routing.urls == set()
     others.faults.clear()
     await until(lambda: engine.state is EngineState.STALE)
-    assert engine.restarts == 1
+    assert engine.restarts >= 1
     await fleet.stop()
 
 
