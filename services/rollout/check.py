@@ -55,12 +55,16 @@ def _data(options: CheckOptions, read_prompts: ReadPrompts) -> Report:
 async def _hooks(options: CheckOptions) -> Report:
     from headrace.hooks.agent import require_agent
     from headrace.hooks.generate import generate_form
+    from headrace.hooks.kit.sandbox import sandbox_used_by
 
     report, rollout = Report(), options.job.rollout
     async with hook_pool(options, report) as pool:
         if path := rollout.custom_generate_function_path:
             form = await pool.run(generate_form, path, timeout_seconds=LOAD_SECONDS, name=f"hook {path}")
             report.facts.append(("generate", f"{path}, called with {form}"))
+            sandbox = await pool.run(sandbox_used_by, path, timeout_seconds=LOAD_SECONDS, name=f"hook {path}")
+            if sandbox is not None:
+                report.facts.append(("programs", f"of {path} run in {sandbox}"))
         for each in eval_sets(options.job.eval):
             if path := each.custom_generate_function_path:
                 form = await pool.run(generate_form, path, timeout_seconds=LOAD_SECONDS, name=f"hook {path}")

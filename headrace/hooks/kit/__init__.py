@@ -6,12 +6,14 @@ with tokens, masks and log-probs.
 
 from headrace.hooks.kit.completion import Completion, build_loss_mask
 from headrace.hooks.kit.generate import generate_single
+from headrace.hooks.kit.sandbox import Ran, run_python, sandbox_of
 from headrace.hooks.kit.tool_call import ToolCall, extract_tool_call, extract_tool_calls
 from headrace.hooks.kit.tools import Tools
 from headrace.hooks.kit.trajectory import Trajectory
 
 __all__ = [
     "Completion",
+    "Ran",
     "ToolCall",
     "Tools",
     "Trajectory",
@@ -19,4 +21,6 @@ __all__ = [
     "extract_tool_call",
     "extract_tool_calls",
     "generate_single",
+    "run_python",
+    "sandbox_of",
 ]
