@@ -147,7 +147,7 @@ def _bubblewrapped(folder: str) -> Sequence[str]:
 
 
 async def _spoken(process: asyncio.subprocess.Process, stdin: str, most_bytes: int) -> bytes:
-    """What it writes, as far as somebody reads it; the rest is read and dropped, so that it is not held up."""
+    """Its output, as far as somebody reads it; the rest is read and dropped, so that it is not held up."""
     assert process.stdin is not None
     assert process.stdout is not None
     sending = asyncio.create_task(_send(process.stdin, stdin))
