@@ -109,7 +109,10 @@ async def _trainer(address: str) -> str:
     phase = trainer_pb2.Phase.Name(said.phase).removeprefix("PHASE_").lower()
     if said.phase == trainer_pb2.PHASE_WAITING:
         phase = f"waiting for {duration(said.waiting_seconds)}, {said.groups_ready}/{said.groups_per_step} groups ready"
-    return f"step {said.step}/{said.num_steps} {phase}, policy version {said.policy_version}, {said.world_size} ranks"
+    is_beside = said.HasField("evaluating_step") and said.phase != trainer_pb2.PHASE_EVALUATING
+    beside = f", the evaluation of step {said.evaluating_step} runs" if is_beside else ""
+    ranks = f"{said.world_size} ranks"
+    return f"step {said.step}/{said.num_steps} {phase}{beside}, policy version {said.policy_version}, {ranks}"
 
 
 async def _rollout(address: str) -> str:

@@ -90,6 +90,9 @@ class TrainerConsole:
         """The run's step, phase and figures."""
         is_waiting = self._status.phase == pb.PHASE_WAITING
         self._status.waiting_seconds = time.monotonic() - self._waiting_since if is_waiting else 0.0
+        self._status.ClearField("evaluating_step")
+        if (evaluating := self._evaluations.running_step) is not None:
+            self._status.evaluating_step = evaluating
         return self._status
 
     @property

@@ -43,6 +43,10 @@ class _Due:
 class Evaluations(Protocol):
     """The evaluations of a run, as the console sees them."""
 
+    @property
+    def running_step(self) -> int | None:
+        """The step of the one that runs; None when none does."""
+
     async def at(self, state: TrainState) -> None:
         """Starts the evaluation that is due at this step, if one is."""
 
@@ -55,6 +59,8 @@ class Evaluations(Protocol):
 
 class NoEvaluations:
     """The evaluations of a job without evaluation data."""
+
+    running_step = None
 
     async def at(self, state: TrainState) -> None: ...
 
@@ -76,6 +82,11 @@ class JobEvaluations:
         self._waiting: _Due | None = None
         self._is_first = True
         self._stopped = False
+
+    @property
+    def running_step(self) -> int | None:
+        """The step of the one that runs; None when none does."""
+        return None if self._running is None else self._running.state.step
 
     async def at(self, state: TrainState) -> None:
         """Returns at once, or with `exact` when the evaluation has ended. Raises what kept a row from being written."""

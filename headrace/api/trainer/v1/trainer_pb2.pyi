@@ -108,6 +108,7 @@ class GetStatusResponse(_message.Message):
     GROUPS_READY_FIELD_NUMBER: _builtins.int
     GROUPS_PER_STEP_FIELD_NUMBER: _builtins.int
     WAITING_SECONDS_FIELD_NUMBER: _builtins.int
+    EVALUATING_STEP_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run."""
     phase: Global___Phase.ValueType
@@ -130,6 +131,8 @@ class GetStatusResponse(_message.Message):
     """While WAITING: groups in a batch."""
     waiting_seconds: _builtins.float
     """While WAITING: seconds since this step's batch was first asked for."""
+    evaluating_step: _builtins.int
+    """The step after which the evaluation that runs was due, beside training or instead of it; absent: none runs."""
     def __init__(
         self,
         *,
@@ -144,12 +147,15 @@ class GetStatusResponse(_message.Message):
         groups_ready: _builtins.int = ...,
         groups_per_step: _builtins.int = ...,
         waiting_seconds: _builtins.float = ...,
+        evaluating_step: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_evaluating_step", b"_evaluating_step", "evaluating_step", b"evaluating_step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "error", b"error", "groups_per_step", b"groups_per_step", "groups_ready", b"groups_ready", "num_steps", b"num_steps", "phase", b"phase", "policy_version", b"policy_version", "run", b"run", "step", b"step", "waiting_seconds", b"waiting_seconds", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_evaluating_step", b"_evaluating_step", "epoch", b"epoch", "error", b"error", "evaluating_step", b"evaluating_step", "groups_per_step", b"groups_per_step", "groups_ready", b"groups_ready", "num_steps", b"num_steps", "phase", b"phase", "policy_version", b"policy_version", "run", b"run", "step", b"step", "waiting_seconds", b"waiting_seconds", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__evaluating_step: _TypeAlias = _typing.Literal["evaluating_step"]  # noqa: Y015
+    _WhichOneofArgType__evaluating_step: _TypeAlias = _typing.Literal["_evaluating_step", b"_evaluating_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__evaluating_step) -> _WhichOneofReturnType__evaluating_step | None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
 

@@ -7,13 +7,14 @@ import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.api.trainer.v1 import trainer_pb2 as pb
 from headrace.api.trainer.v1 import trainer_pb2_grpc
 from headrace.client.trainer import TrainerClient
-from headrace.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, ResourceExhausted
+from headrace.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from headrace.rpc.call import call
 from headrace.rpc.channel import connect
 from headrace.rpc.server import RpcServer, Service
@@ -56,6 +57,7 @@ class Desk:
     stub: trainer_pb2_grpc.TrainerServiceStub
     running: asyncio.Task[TrainState]
     folder: Path
+    console: TrainerConsole
 
 
 @pytest.fixture
@@ -76,7 +78,7 @@ async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
     client = TrainerClient(server.address)
     channel = connect(server.address)
     stub = trainer_pb2_grpc.TrainerServiceStub(channel)  # type: ignore[no-untyped-call]  # generated
-    yield Desk(everything, client, stub, running, tmp_path)
+    yield Desk(everything, client, stub, running, tmp_path, console)
     running.cancel()
     await client.close()
     await channel.close(None)
@@ -211,12 +213,15 @@ async def test_an_export_is_done_once_for_its_path_while_it_is_there_and_a_faile
 async def test_a_caller_that_gives_up_changes_nothing_and_gets_its_save_when_it_asks_again(desk: Desk) -> None:
     await until(desk, pb.PHASE_WAITING, 0)
     hurried = pb.SaveCheckpointRequest(request_id="mine")
-    for method, request in (
-        (desk.stub.SaveCheckpoint, hurried),
-        (desk.stub.ExportModel, pb.ExportModelRequest(path=str(desk.folder / "run" / "new"))),
-    ):
-        with pytest.raises(DeadlineExceeded):
-            await call(method, request, deadline_seconds=0.2)
+    exported = pb.ExportModelRequest(path=str(desk.folder / "run" / "new"))
+    calls: list[tuple[Any, Any]] = [(desk.stub.SaveCheckpoint, hurried), (desk.stub.ExportModel, exported)]
+    for count, (method, request) in enumerate(calls):
+        asking = asyncio.create_task(call(method, request, deadline_seconds=60))
+        while len(desk.console._requests) == count:
+            await asyncio.sleep(0.01)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
     let(desk, 4)
     assert (await desk.running).step == 4
     assert desk.everything.diary.count("save 1") == 1

@@ -175,9 +175,11 @@ async def test_training_goes_on_beside_an_evaluation_whose_row_has_the_versions_
         assert not training.done(), "the last evaluation is waited for"
         while not rollout.asked:
             await asyncio.sleep(0)
+        assert run.console.status.evaluating_step == 0
         assert rollout.asked == [0]
         rollout.held.set()
         await training
+    assert not run.console.status.HasField("evaluating_step")
     assert rollout.asked == [0, 2]
     left_out, first, last = (row for row in run.rows() if "eval_error" in row)
     assert (left_out["step"], left_out["eval_error"]) == (1, 1.0)
