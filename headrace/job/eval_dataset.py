@@ -8,6 +8,7 @@ from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.sample.v1 import sample_pb2
 from headrace.job.eval_sets import EvalSet
 from headrace.job.schema.production import DataSection, EvalSection, RolloutSection
+from headrace.wire.json_text import to_json
 
 T = TypeVar("T")
 
@@ -46,6 +47,8 @@ def eval_dataset(
             of_set.max_context_len, evaluation.eval_max_context_len, rollout.rollout_max_context_len
         ),
         rm_type=of_set.rm_type or "",
+        reward_key=_first(of_set.reward_key, evaluation.eval_reward_key) or "",
+        metadata_overrides_json=to_json(of_set.metadata_overrides) if of_set.metadata_overrides else "",
         generate_function_path=of_set.custom_generate_function_path or "",
         pass_reward=_first(of_set.pass_reward, evaluation.eval_pass_reward),
     )

@@ -7,17 +7,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, InvalidArgument
 from headrace.job.schema.production import EvalSection
 from headrace.job.schema.section import NonNegative, Positive, Score, Section, Share, Temperature
 from headrace.suggest import did_you_mean
 from headrace.wire.checks import shown
+from headrace.wire.json_text import to_json
 from headrace.wire.limits import MAX_EVAL_DATASETS, MAX_SAMPLES_PER_GROUP
 
 _MAX_FILE_BYTES = 1 << 20
 _TABLES = ("defaults", "datasets")
+
+
+def _encodable(metadata: dict[str, Any]) -> dict[str, Any]:
+    try:
+        to_json(metadata)
+    except InvalidArgument as error:
+        raise ValueError(error.message) from error
+    return metadata
 
 
 class EvalSet(Section):
@@ -41,6 +50,8 @@ class EvalSet(Section):
     metadata_key: str | None = None
     tool_key: str | None = None
     rm_type: str | None = None
+    reward_key: str | None = None
+    metadata_overrides: Annotated[dict[str, Any], AfterValidator(_encodable)] | None = None
     custom_generate_function_path: str | None = None
     pass_reward: Score | None = None
 

@@ -23,6 +23,7 @@ _OF_EVALUATIONS = (
     "eval_input_key",
     "eval_label_key",
     "eval_tool_key",
+    "eval_reward_key",
     "eval_exact_version",
     "eval_pass_reward",
     "eval_samples_in_flight",

@@ -193,6 +193,9 @@ class EvalSection(Section):
     eval_input_key: str | None = Field(None, description="Key of the prompt in evaluation data; absent: input_key.")
     eval_label_key: str | None = Field(None, description="Key of the reference answer there; absent: label_key.")
     eval_tool_key: str | None = Field(None, description="Key of the tool definitions there; absent: tool_key.")
+    eval_reward_key: str | None = Field(
+        None, description="Of dict rewards, the part that evaluations report; absent: reward_key."
+    )
     eval_exact_version: bool = Field(
         False,
         description="Training waits for each evaluation, so that one version generates all its samples; off: it goes "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,6 +30,8 @@ class EvalKeys:
     tools: str | None = None
     rm_type: str | None = None
     """No key: the scorer of rows whose metadata names none."""
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """No keys: what is laid over each row's metadata."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ def _row(where: str, line: bytes, keys: EvalKeys) -> EvalRow:
         metadata = metadata if isinstance(metadata, dict) else {}
         if keys.rm_type:
             metadata = {"rm_type": keys.rm_type, **metadata}
-        found = EvalRow(where, prompt, label, metadata, _tools(row, keys.tools))
+        found = EvalRow(where, prompt, label, {**metadata, **keys.overrides}, _tools(row, keys.tools))
         check_text("label", found.label or "")
         to_json(found.metadata)
         ordered_json(prompt)

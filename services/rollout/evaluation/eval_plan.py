@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.errors import InvalidArgument
@@ -16,6 +17,7 @@ from headrace.wire.checks import (
     require_path,
     shown,
 )
+from headrace.wire.json_text import from_json
 from headrace.wire.limits import MAX_SAMPLES_PER_GROUP
 from services.rollout.engine.api import SamplingParams
 from services.rollout.evaluation.eval_file import EvalFiles, EvalKeys, EvalRow
@@ -25,7 +27,10 @@ from services.rollout.production.sampling import merged_params
 
 @dataclass(frozen=True, slots=True)
 class EvalPlan:
-    """`generate` is a generate function of the job's eval_config, or None for the job's own way."""
+    """`generate` is a generate function of the job's eval_config, or None for the job's own way.
+
+    `reward_key` is the part of dict rewards that counts, or None for the reward service's choice.
+    """
 
     name: str
     rows: tuple[EvalRow, ...]
@@ -33,6 +38,7 @@ class EvalPlan:
     params: SamplingParams
     pass_reward: float
     generate: str | None
+    reward_key: str | None
     max_prompt_tokens: int | None
     max_context_tokens: int | None
 
@@ -76,6 +82,7 @@ def read_plan(
         optional_name(dataset.metadata_key, "datasets.metadata_key"),
         optional_name(dataset.tool_key, "datasets.tool_key"),
         optional_name(dataset.rm_type, "datasets.rm_type"),
+        _overrides(dataset),
     )
     limit = dataset.max_prompts if dataset.HasField("max_prompts") else None
     return EvalPlan(
@@ -84,6 +91,7 @@ def read_plan(
         params=merged_params(dataset.sampling, defaults),
         pass_reward=_pass_reward(dataset),
         generate=_generate(dataset, generate_functions),
+        reward_key=optional_name(dataset.reward_key, "datasets.reward_key"),
         max_prompt_tokens=dataset.max_prompt_tokens if dataset.HasField("max_prompt_tokens") else None,
         max_context_tokens=dataset.max_context_tokens if dataset.HasField("max_context_tokens") else None,
         rows=tuple(files.read(require_path(dataset.path, "datasets.path"), keys, limit)),
@@ -99,6 +107,13 @@ def _generate(dataset: pb.EvalDataset, known: Collection[str]) -> str | None:
             field="datasets.generate_function_path",
         )
     return path or None
+
+
+def _overrides(dataset: pb.EvalDataset) -> dict[str, Any]:
+    try:
+        return from_json(dataset.metadata_overrides_json) if dataset.metadata_overrides_json else {}
+    except InvalidArgument as error:
+        raise InvalidArgument(error.message, field="datasets.metadata_overrides_json") from error
 
 
 def _pass_reward(dataset: pb.EvalDataset) -> float:

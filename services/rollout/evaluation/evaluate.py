@@ -16,7 +16,7 @@ from types import MappingProxyType
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.errors import FailedPrecondition, HeadraceError, InvalidArgument, ResourceExhausted
 from headrace.rpc.log import log
-from headrace.trajectory import Failure, Sample
+from headrace.trajectory import Failure, Sample, Status
 from headrace.wire.checks import require_at_most
 from headrace.wire.limits import MAX_EVAL_DATASETS, MAX_EVAL_SAMPLES, MAX_EVALUATIONS
 from services.rollout.engine.api import SamplingParams
@@ -149,7 +149,7 @@ class Evaluator:
         generated = await asyncio.gather(*(self._generated(job.plan, request, row) for request in requests))
         samples = [sample for samples in generated for sample in samples]
         try:
-            return job, await self._scorer.score(samples)
+            return job, [_by_key(job.plan.reward_key, sample) for sample in await self._scorer.score(samples)]
         except Exception as error:  # noqa: BLE001  # one row of many
             return job, [_failed(request, row, error) for request in requests]
 
@@ -185,6 +185,17 @@ def _request(job: _Job, row: EvalRow, index: int, evaluation_id: str, seed: int)
         metadata=row.metadata,
         params=replace(job.plan.params, seed=seed_of(seed, group_id, 0, index)),
     )
+
+
+def _by_key(key: str | None, sample: Sample) -> Sample:
+    """The sample with the part of its reward that counts. One without that part fails: it is no reward of 0."""
+    if key is None or sample.status is Status.FAILED:
+        return sample
+    if key not in sample.reward_parts:
+        parts = ", ".join(sample.reward_parts) or "none: it is one number"
+        failure = Failure("REWARD_WITHOUT_KEY", f"the reward has no part {key}; its parts are {parts}")
+        return replace(sample, reward=None, status=Status.FAILED, failure=failure)
+    return replace(sample, reward=sample.reward_parts[key])
 
 
 def _failed(request: SampleRequest, row: EvalRow, error: Exception) -> Sample:

@@ -34,6 +34,8 @@ input_key = "question"
 metadata_key = "extra"
 tool_key = "functions"
 rm_type = "math"
+reward_key = "right"
+metadata_overrides = {level = 5, hint = false}
 custom_generate_function_path = "agent.py:generate"
 pass_reward = 0.5
 interval = 10
@@ -57,7 +59,7 @@ def test_each_data_set_of_an_eval_config_is_asked_for_as_it_says(tmp_path: Path)
         "name": "aime", "path": str(tmp_path / "aime.jsonl"), "n_samples_per_prompt": 16, "max_prompt_tokens": 100,
         "max_context_tokens": 5000, "input_key": "question", "label_key": "answer", "metadata_key": "extra",
         "tool_key": "functions", "rm_type": "math", "generate_function_path": f"{tmp_path}/agent.py:generate",
-        "pass_reward": 0.5,
+        "pass_reward": 0.5, "reward_key": "right", "metadata_overrides_json": '{"hint":false,"level":5}',
     }  # fmt: skip
     assert {name: getattr(aime, name) for name in expected} == expected
     sampling = aime.sampling
@@ -66,6 +68,12 @@ def test_each_data_set_of_an_eval_config_is_asked_for_as_it_says(tmp_path: Path)
     assert (list(sampling.stop), list(sampling.stop_token_ids)) == (["</answer>"], [7])
     assert (gsm8k.path, gsm8k.n_samples_per_prompt, gsm8k.sampling.max_new_tokens) == ("/data/gsm8k.jsonl", 4, 99)
     assert (gsm8k.input_key, gsm8k.rm_type, gsm8k.generate_function_path) == ("prompt", "", "")
+    assert (gsm8k.reward_key, gsm8k.metadata_overrides_json) == ("", "")
+    job = job_of(tmp_path, CONFIG, eval_reward_key="short")
+    assert [eval_dataset(each, job.eval, job.rollout, job.data).reward_key for each in eval_sets(job.eval)] == [
+        "right",
+        "short",
+    ]
 
 
 def test_the_config_is_added_to_eval_prompt_data(tmp_path: Path) -> None:

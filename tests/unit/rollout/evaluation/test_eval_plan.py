@@ -68,6 +68,20 @@ async def test_a_data_sets_tools_scorer_and_lengths_reach_its_samples(tmp_path: 
     assert (plain.params.max_new_tokens, plain.params.min_new_tokens) == (room, room)
 
 
+async def test_overrides_are_laid_over_each_rows_metadata(tmp_path: Path) -> None:
+    data, sampler = tmp_path / "rows.jsonl", Keeping()
+    data.write_text(ROWS)
+    asked = dataset(data)
+    asked.metadata_key, asked.metadata_overrides_json = "m", '{"rm_type": "f1", "level": 5}'
+    async for _ in evaluator_with(sampler, tmp_path, data).run([asked]):
+        pass
+    assert {(r.metadata["rm_type"], r.metadata["level"]) for r in sampler.requests} == {("f1", 5)}
+    asked.metadata_overrides_json = "[1]"
+    with pytest.raises(InvalidArgument, match="object"):
+        async for _ in evaluator_with(sampler, tmp_path, data).run([asked]):
+            pass
+
+
 @pytest.mark.parametrize("limit", ["max_prompt_tokens", "max_context_tokens"])
 async def test_samples_of_prompts_that_are_too_long_fail_and_are_counted(tmp_path: Path, limit: str) -> None:
     data = tmp_path / "rows.jsonl"
