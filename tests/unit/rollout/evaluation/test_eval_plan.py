@@ -9,6 +9,8 @@ from typing import cast
 
 import pytest
 
+from headrace.api.reward.v1 import reward_pb2
+from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.errors import InvalidArgument
 from headrace.hooks import HookArgs
 from headrace.trajectory import Sample, Status
@@ -21,8 +23,10 @@ from services.rollout.production.custom import HookSampler
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import SampleRequest
 from services.rollout.scoring import SampleScorer
+from tests.support.fakes.fake_fleet import FakeFleet
+from tests.support.fakes.scripted_reward import score, scripted_reward
 from tests.support.models.tiny_model import make_tiny_tokenizer
-from tests.unit.rollout.evaluation.test_evaluate import Agreeing, Counting, dataset, evaluator_with, fifty
+from tests.unit.rollout.evaluation.test_evaluate import Agreeing, Counting, dataset, evaluation, evaluator_with, fifty
 
 ROWS = """
 {"q": [{"role": "user", "content": "two"}], "tools": [{"name": "add"}]}
@@ -140,3 +144,29 @@ async def test_tools_that_are_no_array_are_refused_with_the_line(tmp_path: Path,
     asked.tool_key = "tools"
     with pytest.raises(InvalidArgument, match=r"bad\.jsonl:1: 'tools' must be an array"):
         await anext(evaluator_with(Counting(), tmp_path, data).run([asked]))
+
+
+async def test_the_part_of_a_dict_reward_that_a_set_names_is_reported(fakes: FakeFleet, tmp_path: Path) -> None:
+    def parts(item: reward_pb2.ScoreItem) -> reward_pb2.ScoreResult:
+        found = score(0.5)(item)
+        if item.label != "3":
+            found.score.parts.update({"right": float(item.label), "short": 0.25})
+        return found
+
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"q": "one", "a": 1}\n{"q": "two", "a": 2}\n{"q": "three", "a": 3}\n')
+    asked = pb.EvalDataset(name="d", path=str(data), n_samples_per_prompt=1, input_key="q", label_key="a")
+    async with scripted_reward(parts) as reward:
+        evaluator = evaluation(fakes, tmp_path, reward.address)
+        plain = [p async for p in evaluator.run([asked])][-1].results[0]
+        asked.reward_key = "right"
+        progress = [p async for p in evaluator.run([asked])]
+    (result,) = progress[-1].results
+    assert (plain.mean_reward, plain.num_samples) == (0.5, 3)
+    assert (result.mean_reward, result.num_samples, result.num_failed) == (1.5, 2, 1)
+    (failed,) = (s.failure for p in progress for s in p.samples if s.status is Status.FAILED)
+    assert failed is not None
+    assert (failed.reason, failed.message) == (
+        "REWARD_WITHOUT_KEY",
+        "the reward has no part right; its parts are none: it is one number",
+    )

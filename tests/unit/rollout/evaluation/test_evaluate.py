@@ -10,7 +10,6 @@ from typing import cast
 
 import pytest
 
-from headrace.api.reward.v1 import reward_pb2
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from headrace.trajectory import Failure, Sample, Status
@@ -42,32 +41,6 @@ async def test_progress_then_means_over_the_scored_samples_only(fakes: FakeFleet
     (result,) = progress[-1].results
     assert (result.name, result.mean_reward, result.num_samples, result.num_failed) == ("d", 1.0, 2, 2)
     assert (result.mean_response_tokens, result.truncated_ratio) == (5.0, 1.0)
-
-
-async def test_the_part_of_a_dict_reward_that_a_set_names_is_reported(fakes: FakeFleet, tmp_path: Path) -> None:
-    def parts(item: reward_pb2.ScoreItem) -> reward_pb2.ScoreResult:
-        found = score(0.5)(item)
-        if item.label != "3":
-            found.score.parts.update({"right": float(item.label), "short": 0.25})
-        return found
-
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"q": "one", "a": 1}\n{"q": "two", "a": 2}\n{"q": "three", "a": 3}\n')
-    asked = pb.EvalDataset(name="d", path=str(data), n_samples_per_prompt=1, input_key="q", label_key="a")
-    async with scripted_reward(parts) as reward:
-        evaluator = evaluation(fakes, tmp_path, reward.address)
-        plain = [p async for p in evaluator.run([asked])][-1].results[0]
-        asked.reward_key = "right"
-        progress = [p async for p in evaluator.run([asked])]
-    (result,) = progress[-1].results
-    assert (plain.mean_reward, plain.num_samples) == (0.5, 3)
-    assert (result.mean_reward, result.num_samples, result.num_failed) == (1.5, 2, 1)
-    (failed,) = (s.failure for p in progress for s in p.samples if s.status is Status.FAILED)
-    assert failed is not None
-    assert (failed.reason, failed.message) == (
-        "REWARD_WITHOUT_KEY",
-        "the reward has no part right; its parts are none: it is one number",
-    )
 
 
 @pytest.mark.parametrize(
