@@ -48,10 +48,17 @@ def eval_dataset(
         ),
         rm_type=of_set.rm_type or "",
         reward_key=_first(of_set.reward_key, evaluation.eval_reward_key) or "",
-        metadata_overrides_json=to_json(of_set.metadata_overrides) if of_set.metadata_overrides else "",
+        metadata_overrides_json=_overrides(of_set),
         generate_function_path=of_set.custom_generate_function_path or "",
         pass_reward=_first(of_set.pass_reward, evaluation.eval_pass_reward),
     )
+
+
+def _overrides(of_set: EvalSet) -> str:
+    """A function of the set's own scores all its rows, whatever they name: the reward service has it by its path."""
+    scorer = {} if of_set.custom_rm_path is None else {"rm_type": of_set.custom_rm_path}
+    overrides = {**(of_set.metadata_overrides or {}), **scorer}
+    return to_json(overrides) if overrides else ""
 
 
 def _first(*values: T | None) -> T | None:

@@ -50,6 +50,7 @@ class EvalSet(Section):
     metadata_key: str | None = None
     tool_key: str | None = None
     rm_type: str | None = None
+    custom_rm_path: str | None = None
     reward_key: str | None = None
     metadata_overrides: Annotated[dict[str, Any], AfterValidator(_encodable)] | None = None
     custom_generate_function_path: str | None = None
@@ -68,6 +69,11 @@ def eval_sets(evaluation: EvalSection) -> Sequence[EvalSet]:
         if names.count(name) > 1:
             raise ConfigError(f"two data sets are called {name}: rename one", field="eval_prompt_data")
     return found
+
+
+def own_rewards(sets: Sequence[EvalSet]) -> list[str]:
+    """The paths of the functions that score single data sets, each once."""
+    return list(dict.fromkeys(each.custom_rm_path for each in sets if each.custom_rm_path is not None))
 
 
 def _read(path: Path) -> list[EvalSet]:
@@ -102,10 +108,13 @@ def _set(path: Path, number: int, table: Mapping[str, Any]) -> EvalSet:
         key = ".".join(map(str, first["loc"]))
         what = "is missing" if first["type"] == "missing" else f"{first['msg']}, got {shown(first['input'])}"
         raise _refusal(path, f"{where}: {key}: {what.removeprefix('Value error, ')}") from error
+    if read.custom_rm_path is not None and read.rm_type is not None:
+        raise _refusal(path, f"{where}: rm_type {read.rm_type} and custom_rm_path both score it: leave one of them out")
     return read.model_copy(
         update={
             "path": (path.parent / read.path.expanduser()).absolute(),
             "custom_generate_function_path": _beside(path, read.custom_generate_function_path),
+            "custom_rm_path": _beside(path, read.custom_rm_path),
         }
     )
 

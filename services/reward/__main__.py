@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.hooks import HookArgs, hook_args, section_args
+from headrace.job.eval_sets import eval_sets, own_rewards
 from headrace.job.load.resolved import read_job
 from headrace.job.schema.production import RewardSection
 from headrace.process.service_main import run_service
@@ -25,24 +26,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _serve(options: dict[str, Any]) -> None:
-    reward, args = _settings(options)
+    reward, args, of_evaluations = _settings(options)
     server = await RewardServer.start(
         *(reward, args, options["address"]),
         metrics_address=options["metrics_address"],
         insecure=options["insecure"],
+        of_evaluations=of_evaluations,
     )
     await server.run_until_signal()
 
 
-def _settings(options: dict[str, Any]) -> tuple[RewardSection, HookArgs]:
+def _settings(options: dict[str, Any]) -> tuple[RewardSection, HookArgs, Sequence[str]]:
     given = {name: options[name] for name in RewardSection.model_fields if options[name] is not None}
     if options["config"] is None:
         reward = RewardSection.model_validate(given)
-        return reward, section_args(reward)
+        return reward, section_args(reward), ()
     job = read_job(options["config"])
     configure_logging("reward", run=job.run.run_name)
     reward = RewardSection.model_validate(job.reward.model_dump() | given)
-    return reward, hook_args(job.model_copy(update={"reward": reward}))
+    return reward, hook_args(job.model_copy(update={"reward": reward})), own_rewards(eval_sets(job.eval))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from headrace.errors import HeadraceError
 from headrace.hooks import RewardForm, RewardHook, hook_args
-from headrace.job.eval_sets import eval_sets
+from headrace.job.eval_sets import eval_sets, own_rewards
 from headrace.job.schema.job import Job
 from headrace.preflight.hooks import hook_pool
 from headrace.preflight.process import CheckOptions, ReadPrompts, serve_check
@@ -20,7 +20,7 @@ from services.reward.evaluations import scorers_of
 from services.reward.metrics import RewardMetrics
 from services.reward.registry import CUSTOM, Registry
 from services.reward.scoring import BatchScorer
-from services.reward.service import describe, worker_pool
+from services.reward.service import describe, describe_each, worker_pool
 
 _TRIED_LABELS = 4
 _SHOWN = 60
@@ -37,7 +37,8 @@ async def check(options: CheckOptions, read_prompts: ReadPrompts) -> Report:
         return report
     try:
         hook = await describe(job.reward)
-        registry = Registry.of(job.reward.rm_type, hook)
+        of_evaluations = await describe_each(own_rewards(eval_sets(job.eval)))
+        registry = Registry.of(job.reward.rm_type, hook, of_evaluations)
     except HeadraceError as error:
         report.refuse(error, elsewhere=options.elsewhere and job.reward.custom_rm_path is not None)
         return report
@@ -46,7 +47,11 @@ async def check(options: CheckOptions, read_prompts: ReadPrompts) -> Report:
     if registry.default is None and not prompts.rm_types:
         report.warnings.append(f"no reward: only prompts that have a metadata.rm_type will be scored; else {_WAY}")
     _everyone_has_a_scorer(job, registry, prompts.rm_types, prompts.num_rows, report)
+    for own in of_evaluations:
+        report.facts.append(("evaluation's reward", f"{own.path}, called with {own.form.value}"))
     for each in eval_sets(job.eval):
+        if each.custom_rm_path is not None:
+            continue
         rm_types = await asyncio.to_thread(scorers_of, each.path, each.metadata_key or job.data.metadata_key)
         if each.rm_type and "" in rm_types:
             rm_types[each.rm_type] = rm_types.pop("")

@@ -1,8 +1,8 @@
 """The scorers of a service, and which of them scores an item.
 
-A custom function, where one is configured, scores every item unless the request names another scorer: such functions
-tell rm_types apart themselves. Otherwise the item's `metadata.rm_type` decides, then the request's scorer, then the
-default.
+A function that the job's eval_config names scores the items whose `metadata.rm_type` is its path. A custom function,
+where one is configured, scores every other item unless the request names another scorer: such functions tell rm_types
+apart themselves. Otherwise the item's `metadata.rm_type` decides, then the request's scorer, then the default.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ class Scorer:
 class Registry:
     """The scorers by name. Raises ConfigError when the default is none of them."""
 
-    def __init__(self, scorers: Iterable[Scorer], default: str | None) -> None:
+    def __init__(self, scorers: Iterable[Scorer], default: str | None, of_evaluations: Iterable[Scorer] = ()) -> None:
         self._scorers = {scorer.name: scorer for scorer in scorers}
+        self._of_evaluations = {scorer.name: scorer for scorer in of_evaluations}
         if default is not None and default not in self._scorers:
             raise ConfigError(f"rm_type is {self._unknown(default)}")
         self.default = default
 
     @classmethod
-    def of(cls, rm_type: str | None, custom: RewardHook | None) -> Registry:
-        """Takes the installed scorers and, as the default, the user's function."""
+    def of(cls, rm_type: str | None, custom: RewardHook | None, of_evaluations: Iterable[RewardHook] = ()) -> Registry:
+        """Takes the installed scorers, as the default the user's function, and those of single evaluations by path."""
         versions = installed()
         scorers = [
             Scorer(b.name, versions[b.name], b.description, max_seconds=b.max_seconds, cpu_seconds=b.cpu_seconds)
@@ -52,8 +53,8 @@ class Registry:
             if b.name in versions
         ]
         if custom:
-            scorers.append(Scorer(CUSTOM, f"{custom.path} {custom.version}", custom.description, custom))
-        return cls(scorers, CUSTOM if custom else rm_type)
+            scorers.append(_users(CUSTOM, custom))
+        return cls(scorers, CUSTOM if custom else rm_type, [_users(hook.path, hook) for hook in of_evaluations])
 
     def all(self) -> list[Scorer]:
         return [self._scorers[name] for name in sorted(self._scorers)]
@@ -66,9 +67,11 @@ class Registry:
 
     def choose(self, item: ScoreItem, requested: Scorer | None) -> Scorer | ScoreError:
         """Returns the item's scorer, or the error SCORER_UNKNOWN."""
+        named = item.metadata.get("rm_type")
+        if isinstance(named, str) and named in self._of_evaluations:
+            return self._of_evaluations[named]
         if self.default == CUSTOM:
             return requested or self._scorers[CUSTOM]
-        named = item.metadata.get("rm_type")
         if named is None and requested:
             return requested
         name = self.default if named is None else named
@@ -86,3 +89,7 @@ class Registry:
         near = nearest(name, self._scorers)
         hint = f"did you mean {near!r}? " if near else ""
         return f"{shown(name)}: {hint}There are {', '.join(sorted(self._scorers))}"
+
+
+def _users(name: str, hook: RewardHook) -> Scorer:
+    return Scorer(name, f"{hook.path} {hook.version}", hook.description, hook)

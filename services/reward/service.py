@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from headrace.api.reward.v1 import reward_pb2
@@ -44,10 +44,14 @@ class RewardServer:
         *,
         metrics_address: str | None = None,
         insecure: bool = False,
+        of_evaluations: Sequence[str] = (),
     ) -> RewardServer:
-        """Returns when it serves. Raises ConfigError for a wrong hook or rm_type, Unavailable for a port in use."""
+        """Returns when it serves; `of_evaluations` are functions of single evaluations, by path.
+
+        Raises ConfigError for a wrong hook or rm_type, Unavailable for a port in use.
+        """
         hook = await describe(reward)
-        registry = Registry.of(reward.rm_type, hook)
+        registry = Registry.of(reward.rm_type, hook, await describe_each(of_evaluations))
         pool, slow_pool = worker_pool(reward, registry, hook), slow_worker_pool(reward, registry)
         metrics = RewardMetrics()
         batch_scorer = BatchScorer(
@@ -89,6 +93,26 @@ class RewardServer:
 
     async def _close(self) -> None:
         await asyncio.gather(self.pool.close(), self._slow_pool.close())
+
+
+async def describe_each(paths: Sequence[str]) -> list[RewardHook]:
+    """The functions of single evaluations. Raises ConfigError for one that cannot be called with a sample."""
+    if not paths:
+        return []
+    pool = WorkerPool(1)
+    try:
+        found = [await pool.run(reward_hook, path, False, timeout_seconds=_LOAD_SECONDS) for path in paths]
+    except WorkerError as error:
+        raise ConfigError(error.message) from error
+    finally:
+        await pool.close()
+    for hook in found:
+        if hook.form is RewardForm.BATCH:
+            raise ConfigError(
+                f"{hook.path} is a class made with a model's folder, which no data set has: its custom_rm_path is a "
+                "function f(args, sample)"
+            )
+    return found
 
 
 async def describe(reward: RewardSection) -> RewardHook | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from headrace.errors import ConfigError
 from headrace.job.eval_dataset import eval_dataset
-from headrace.job.eval_sets import eval_sets
+from headrace.job.eval_sets import eval_sets, own_rewards
 from headrace.job.schema.job import Job
 
 CONFIG = """
@@ -79,6 +80,19 @@ def test_each_data_set_of_an_eval_config_is_asked_for_as_it_says(tmp_path: Path)
 def test_the_config_is_added_to_eval_prompt_data(tmp_path: Path) -> None:
     job = job_of(tmp_path, CONFIG, eval_prompt_data=(("sums", "sums.jsonl"),))
     assert [each.name for each in eval_sets(job.eval)] == ["sums", "aime", "gsm8k"]
+
+
+def test_a_set_may_have_a_reward_function_of_its_own(tmp_path: Path) -> None:
+    config = CONFIG.replace('rm_type = "math"', 'custom_rm_path = "judge.py:fair"')
+    job = job_of(tmp_path, config)
+    sets = eval_sets(job.eval)
+    assert own_rewards(sets) == [f"{tmp_path}/judge.py:fair"]
+    aime, gsm8k = (eval_dataset(each, job.eval, job.rollout, job.data) for each in sets)
+    expected = {"level": 5, "hint": False, "rm_type": f"{tmp_path}/judge.py:fair"}
+    assert (json.loads(aime.metadata_overrides_json), gsm8k.metadata_overrides_json) == (expected, "")
+    both = job_of(tmp_path, CONFIG.replace('rm_type = "math"', 'rm_type = "math"\ncustom_rm_path = "judge.py:fair"'))
+    with pytest.raises(ConfigError, match="data set aime: rm_type math and custom_rm_path both score it"):
+        eval_sets(both.eval)
 
 
 AIME = '[[datasets]]\nname = "aime"\npath = "aime.jsonl"\n'
