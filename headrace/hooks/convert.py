@@ -91,6 +91,12 @@ def from_hook(
     )
 
 
+def cache_and_speculation(sample: WireSample) -> tuple[SampleSpecInfo, SamplePrefixCacheInfo]:
+    """Returns what engines counted for the sample: zeros where nobody has written that down."""
+    kept = _Kept.of(sample)
+    return kept.spec_info, kept.prefix_cache_info
+
+
 class _Kept(msgspec.Struct):
     """The fields that users' functions alone read, as they are in `hook_fields`."""
 

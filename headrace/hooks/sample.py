@@ -41,10 +41,15 @@ class SampleSpecInfo:
 
     def add(self, meta_info: Mapping[str, Any]) -> None:
         """Counts one engine answer."""
-        self.spec_accept_token_num += meta_info.get("spec_accept_token_num", 0)
-        self.spec_draft_token_num += meta_info.get("spec_draft_token_num", 0)
+        self.spec_accept_token_num += _first(meta_info, "spec_accept_token_num", "spec_num_correct_drafts")
+        self.spec_draft_token_num += _first(meta_info, "spec_draft_token_num", "spec_num_proposed_drafts")
         self.spec_verify_ct += meta_info.get("spec_verify_ct", 0)
         self.completion_token_num += meta_info.get("completion_tokens", 0)
+
+
+def _first(meta_info: Mapping[str, Any], *names: str) -> int:
+    """SGLang has given these counts other names since slime's functions were written."""
+    return next((meta_info[name] for name in names if name in meta_info), 0)
 
 
 @dataclass

@@ -75,6 +75,16 @@ def marked(name: str, value: str) -> list[int]:
     return found
 
 
+def threads_of_user() -> int:
+    """Threads of this user's processes, as RLIMIT_NPROC counts them."""
+    count = 0
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):  # it ended while we looked
+            if entry.name.isdigit() and entry.stat().st_uid == os.getuid():
+                count += len(os.listdir(entry / "task"))
+    return count
+
+
 def first_to_go() -> None:
     """Makes the kernel choose this process and its children first when memory runs out."""
     Path("/proc/self/oom_score_adj").write_text("1000")

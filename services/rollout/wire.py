@@ -15,7 +15,7 @@ from headrace.sample_checks import ROLLOUT_LOG_PROBS, TOKENS, check_log_probs, c
 from headrace.trajectory import Status, pack_column, unpack_column
 from headrace.wire.checks import cut_text, optional_name, require_at_most, require_id, require_name
 from headrace.wire.limits import MAX_MESSAGES, MAX_PROBE_TOKENS, MAX_PROMPT_TOKENS, MAX_TENSORS
-from services.rollout.engine.answer import Finish
+from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import Generation
 from services.rollout.engine.fleet import Engine
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder

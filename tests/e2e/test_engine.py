@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 from headrace.errors import ChecksumMismatch, InvalidArgument, PublicationAborted, Unavailable
 from headrace.job.schema.job import Job
 from services.rollout.build import sglang_factory
-from services.rollout.engine.answer import BadAnswer, Finish
+from services.rollout.engine.answers.bad_answer import BadAnswer
+from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.arguments import EngineOptions
 from services.rollout.engine.client import EngineClient

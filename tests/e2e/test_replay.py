@@ -99,6 +99,7 @@ async def test_generation_alone_survives_a_kill_and_what_it_kept_can_be_trained(
             for _ in range(5):
                 supply.release()
             await run.until_step(2)
+            await run.until_told("trainer ready after")  # two steps may take less time than the launcher's next look
             run.kill("trainer")
             for _ in range(2 * STEPS):
                 supply.release()

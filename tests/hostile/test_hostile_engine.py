@@ -14,7 +14,7 @@ from headrace.api.buffer.v1 import buffer_pb2
 from headrace.errors import DeadlineExceeded, HeadraceError, InvalidArgument
 from headrace.rpc.net import free_port
 from headrace.trajectory import Sample, Status
-from services.rollout.engine.answer import BadAnswer
+from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming

@@ -24,7 +24,7 @@ from typing import Literal
 
 from headrace.errors import InvalidArgument
 from headrace.hooks.load import load_hook
-from headrace.process.linux import marked
+from headrace.process.linux import marked, threads_of_user
 
 Sandbox = Literal["bubblewrap", "process"]
 
@@ -77,7 +77,10 @@ async def run_python(
     with tempfile.TemporaryDirectory(prefix="headrace-sandbox-") as folder:
         program = Path(folder) / "program.py"
         program.write_text(code, errors="replace")
-        limits = (max(1, round(seconds)), memory_bytes, _FILE_BYTES, _PROCESSES, 0)
+        is_apart = sandbox_of() == "bubblewrap"
+        # A user namespace counts its own processes; without one, all that the user runs is counted.
+        processes = _PROCESSES + (0 if is_apart else await asyncio.to_thread(threads_of_user))
+        limits = (max(1, round(seconds)), memory_bytes, _FILE_BYTES, processes, 0)
         inner = [
             sys.executable,
             "-I",
@@ -91,7 +94,7 @@ async def run_python(
             str(program),
         ]
         process = await asyncio.create_subprocess_exec(
-            *(_bubblewrapped(folder) if sandbox_of() == "bubblewrap" else ()),
+            *(_bubblewrapped(folder) if is_apart else ()),
             *inner,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,

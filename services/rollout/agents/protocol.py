@@ -18,7 +18,7 @@ from headrace.wire.checks import require_between, require_finite
 from headrace.wire.limits import MAX_MESSAGES, MAX_NEW_TOKENS, MAX_SAMPLES_PER_GROUP, MAX_STOPS, MAX_TEMPERATURE
 from services.rollout.agents.messages import Message
 from services.rollout.agents.record import RecordedAnswer
-from services.rollout.engine.answer import Finish
+from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import SamplingParams
 
 T = TypeVar("T", bound="_Request")

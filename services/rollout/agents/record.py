@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from headrace.errors import InvalidArgument
 from headrace.policy_range import PolicyRange
 from services.rollout.agents.messages import Message, prefix_keys
-from services.rollout.engine.answer import Finish
+from services.rollout.engine.answers.response import Finish
 
 Tokens = tuple[int, ...]
 

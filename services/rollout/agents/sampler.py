@@ -18,7 +18,7 @@ from headrace.trajectory import Failure, Sample, Status
 from headrace.wire.limits import MAX_ID_CHARACTERS
 from services.rollout.agents.record import Branch
 from services.rollout.agents.session import AgentSessions, Session, SessionLimits
-from services.rollout.engine.answer import Finish
+from services.rollout.engine.answers.response import Finish
 from services.rollout.production.sampling import SampleRequest, failed_sample
 
 _WORKERS = 2

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.trajectory import PolicyRange
-from services.rollout.engine.answer import EngineResponse, Finish
+from services.rollout.engine.answers.counts import NO_COUNTS, EngineCounts
+from services.rollout.engine.answers.response import EngineResponse, Finish
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +70,23 @@ class Generation:
     finish: Finish | None
     policy_ranges: tuple[PolicyRange, ...]
     routed_experts: bytes | None = None
+    counts: EngineCounts = NO_COUNTS
 
     @classmethod
     def of(cls, answer: EngineResponse, policy_ranges: tuple[PolicyRange, ...], num_prompt_tokens: int) -> Generation:
         """Takes the response as far as its ranges go: tokens of refused weights are cut off, to be sampled again."""
         length = policy_ranges[-1].end if policy_ranges else 0
         if length == len(answer.tokens):
-            return cls(answer.tokens, answer.log_probs, answer.finish, policy_ranges, answer.routed_experts)
+            return cls(
+                answer.tokens, answer.log_probs, answer.finish, policy_ranges, answer.routed_experts, answer.counts
+            )
         experts = answer.routed_experts
         if experts is not None:
             row_bytes = len(experts) // (num_prompt_tokens + len(answer.tokens) - 1)
             experts = experts[: row_bytes * max(num_prompt_tokens + length - 1, 0)]
-        return cls(answer.tokens[:length], answer.log_probs[:length], Finish.ABORT, policy_ranges, experts)
+        return cls(
+            answer.tokens[:length], answer.log_probs[:length], Finish.ABORT, policy_ranges, experts, answer.counts
+        )
 
     def then(self, later: Generation) -> Generation:
         """Appends what came when it was continued; neighbouring ranges of one version become one."""
@@ -93,7 +99,8 @@ class Generation:
         known = self.routed_experts or b""  # what came before was made with these, whatever the prefill chose
         experts = None if later.routed_experts is None else known + later.routed_experts[len(known) :]
         log_probs = self.log_probs + later.log_probs
-        return Generation(self.tokens + later.tokens, log_probs, later.finish, tuple(ranges), experts)
+        counts = self.counts + later.counts
+        return Generation(self.tokens + later.tokens, log_probs, later.finish, tuple(ranges), experts, counts)
 
 
 NOTHING_YET = Generation((), (), Finish.ABORT, ())

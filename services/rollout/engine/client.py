@@ -9,16 +9,9 @@ from typing import Any
 
 from headrace.errors import FailedPrecondition, InvalidArgument
 from headrace.wire.tensor_spec import TensorSpec
-from services.rollout.engine.answer import (
-    Asked,
-    BadAnswer,
-    EngineResponse,
-    message_of,
-    read_checksums,
-    read_response,
-    read_scores,
-    read_weights_name,
-)
+from services.rollout.engine.answers.bad_answer import BadAnswer, message_of
+from services.rollout.engine.answers.others import read_checksums, read_scores, read_weights_name
+from services.rollout.engine.answers.response import Asked, EngineResponse, read_response
 from services.rollout.engine.api import GroupJoin, SamplingParams
 from services.rollout.engine.http import Http
 

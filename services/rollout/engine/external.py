@@ -7,7 +7,7 @@ import time
 
 from headrace.errors import FailedPrecondition, HeadraceError, Unavailable
 from headrace.rpc.net import Address
-from services.rollout.engine.answer import BadAnswer
+from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.client import EngineClient
 
 _POLL_SECONDS = 0.5

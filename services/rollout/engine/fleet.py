@@ -18,7 +18,7 @@ from headrace.background import kept_running
 from headrace.errors import HeadraceError, Unavailable
 from headrace.rpc.log import log
 from services.rollout.engine.activity import Activity
-from services.rollout.engine.answer import BadAnswer
+from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.engine import Engine, EngineState
 from services.rollout.engine.process import EngineFactory, EngineProcess
 from services.rollout.engine.watch import FleetObserver, FleetTiming, Watch

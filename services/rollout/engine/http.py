@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 
 from headrace.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
-from services.rollout.engine.answer import BadAnswer, parse
+from services.rollout.engine.answers.bad_answer import BadAnswer, parse
 
 CONTROL_ANSWER_BYTES = 16 << 20
 """Enough for the checksums of all tensors of the largest models."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from headrace.errors import FailedPrecondition, HeadraceError, InvalidArgument
 from headrace.job.schema.run import PlacementSection
 from headrace.rpc.log import log
-from services.rollout.engine.answer import BadAnswer
+from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.engine import Engine, EngineState
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from headrace.trajectory import PolicyRange
-from services.rollout.engine.answer import BadAnswer, NamedSpan
+from services.rollout.engine.answers.bad_answer import BadAnswer
+from services.rollout.engine.answers.response import NamedSpan
 
 INITIAL_VERSION = 0
 """The policy version of hf_checkpoint's weights."""

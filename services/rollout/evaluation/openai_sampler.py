@@ -16,7 +16,7 @@ import numpy as np
 
 from headrace.errors import HeadraceError, Unavailable
 from headrace.trajectory import Failure, Sample, Status
-from services.rollout.engine.answer import BadAnswer
+from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.http import Http
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.production.sampling import SampleRequest, failed_sample

@@ -15,7 +15,8 @@ from dataclasses import replace
 from headrace.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
 from headrace.job.model.context_limit import ContextLimit
 from services.rollout.engine.activity import Activity
-from services.rollout.engine.answer import BadAnswer, EngineResponse, Finish
+from services.rollout.engine.answers.bad_answer import BadAnswer
+from services.rollout.engine.answers.response import EngineResponse, Finish
 from services.rollout.engine.api import NOTHING_YET, Generation, SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.weights import ServedWeights

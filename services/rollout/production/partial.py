@@ -18,7 +18,8 @@ from headrace.api.buffer.v1 import buffer_pb2
 from headrace.errors import HeadraceError
 from headrace.rpc.log import log
 from headrace.trajectory import ROUTED_EXPERTS, Sample, Status
-from services.rollout.engine.answer import Finish
+from services.rollout.engine.answers.counts import EngineCounts
+from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import Generation
 from services.rollout.production.prompts import EncodedPrompt
 
@@ -83,4 +84,5 @@ def generation_of(sample: Sample) -> Generation:
         finish=_FINISH[sample.status],
         policy_ranges=tuple(sample.policy_ranges),
         routed_experts=None if experts is None else experts.astype("<i4").tobytes(),
+        counts=EngineCounts.of(sample),
     )

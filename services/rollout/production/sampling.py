@@ -18,7 +18,8 @@ from headrace.rpc.log import log
 from headrace.trajectory import ROUTED_EXPERTS, Failure, Sample, Status
 from headrace.wire.checks import require_at_most, require_between, require_finite
 from headrace.wire.limits import MAX_COUNTER, MAX_NEW_TOKENS, MAX_STOPS, MAX_TEMPERATURE, MAX_TEXT_CHARACTERS
-from services.rollout.engine.answer import BadAnswer, Finish
+from services.rollout.engine.answers.bad_answer import BadAnswer
+from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import NOTHING_YET, Generation, SamplingParams
 from services.rollout.production.generator import Generator
 from services.rollout.production.partial import generation_of
@@ -181,6 +182,7 @@ class EngineSampler:
             sampling_params=asdict(request.params),
             policy_ranges=generation.policy_ranges,
             columns=self._columns(request, generation),
+            hook_fields=generation.counts.hook_fields(),
         )
 
     def _columns(self, request: SampleRequest, generation: Generation) -> dict[str, NDArray[Any]]:

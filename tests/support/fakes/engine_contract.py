@@ -13,7 +13,7 @@ from typing import Literal
 import pytest
 
 from headrace.errors import FailedPrecondition, InvalidArgument
-from services.rollout.engine.answer import EngineResponse, Finish
+from services.rollout.engine.answers.response import EngineResponse, Finish
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Engine, EngineState
@@ -89,6 +89,10 @@ async def a_whole_answer_has_as_many_tokens_log_probs_and_named_tokens(it: Engin
     assert answer.finish in (Finish.STOP, Finish.LENGTH)
     assert [(span.name, span.start, span.end) for span in answer.spans] == [(name, 0, len(answer.tokens))]
     assert await it.client.weights_name() == name
+    counts = answer.counts
+    assert (counts.prompt_tokens, counts.completion_tokens) == (len(PROMPT), len(answer.tokens))
+    assert 0 <= counts.cached_tokens < len(PROMPT)
+    assert counts.verifications == 0
 
 
 async def a_stream_grows_while_it_is_made(it: EngineUnderTest) -> None:

@@ -254,6 +254,9 @@ def _reply(
         "meta_info": {
             "finish_reason": {"type": finish} if finish else None,
             "input_token_logprobs": list(scores),
+            "prompt_tokens": len(scores),
+            "completion_tokens": len(made),
+            "cached_tokens": 0,
             "output_token_logprobs": [[-(token % 7 + 1) / 10, token, None] for token in made],
             "weight_version": versions[-1] if versions else "0",
             **({"weight_versions": spans} if finish else {}),  # as SGLang: not in mid-stream

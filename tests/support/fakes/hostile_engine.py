@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from services.rollout.engine.answer import EngineResponse
+from services.rollout.engine.answers.response import EngineResponse
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
 from tests.support.fakes.fake_engine import VOCAB_SIZE, FakeEngine
@@ -286,6 +286,9 @@ HOSTILE: Mapping[str, Hostile] = {
     "many digits": Hostile("not_json", body(b'{"meta_info": ' + b"9" * 50_000 + b"}")),
     "a list": Hostile("not_an_object", body(b"[]")),
     "null": Hostile("not_an_object", body(b"null")),
+    "a negative count": Hostile("counts", put("meta_info", "cached_tokens", value=-1)),
+    "a count as text": Hostile("counts", put("meta_info", "prompt_tokens", value="5")),
+    "a count beyond 64 bits": Hostile("counts", put("meta_info", "spec_verify_ct", value=1 << 64)),
     "no meta_info": Hostile("not_an_object", without("meta_info")),
     "meta_info a list": Hostile("not_an_object", put("meta_info", value=[])),
     "packed": Hostile("encoded", lambda _: gzip.compress(b" " * 9_000_000), headers={"Content-Encoding": "gzip"}),

@@ -112,6 +112,12 @@ class TrainingRun:
             assert self.is_running, self.last_words()
             await asyncio.sleep(0.1)
 
+    async def until_told(self, words: str) -> None:
+        """Waits until the launcher has printed the words. Raises AssertionError when the run ends before it."""
+        while words not in self.log.read_text(errors="replace"):
+            assert self.is_running, self.last_words()
+            await asyncio.sleep(0.05)
+
     async def until_step(self, step: int) -> None:
         """Waits until a step is reported. Raises AssertionError when the run ends before it."""
         assert self._process is not None

@@ -179,6 +179,11 @@ def test_the_engines_answer_is_taken_over(args) -> None:
     mine.update_from_meta_info(args, info)
     assert (mine.status, mine.weight_versions) == (Sample.Status.TRUNCATED, ["3"])
     assert mine.prefix_cache_info.prefix_cache_hit_rate == 0.5
+    drafts = {"spec_num_correct_drafts": 6, "spec_num_proposed_drafts": 8, "spec_verify_ct": 4, "completion_tokens": 10}
+    mine.update_from_meta_info(args, info | drafts)
+    mine.update_from_meta_info(args, info | {"spec_accept_token_num": 1, "spec_draft_token_num": 4})
+    assert mine.spec_info == Sample.SpecInfo(7, 12, 4, 10)
+    assert mine.spec_info.spec_accept_length == 2.5
     assert Sample.from_dict(mine.to_dict()) == mine
 
 

@@ -6,6 +6,9 @@ import asyncio
 import os
 import shutil
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -54,13 +57,32 @@ async def test_what_does_not_end_is_ended_with_all_that_it_started(kind: str, co
     assert set(descendants(os.getpid())) <= before
 
 
-async def test_what_outlives_its_program_is_ended(kind: str) -> None:
+async def test_what_outlives_its_program_is_ended(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code = "import os, time\nif os.fork() == 0:\n    os.setsid(); os.close(1); os.close(2); time.sleep(60)"
     mark = threading.active_count()
     ran = await run_python(code)
     assert ran.exit_code == 0
     assert threading.active_count() <= mark + 1
-    assert not [pid for pid in _all() if b"headrace-sandbox-" in _command(pid)]
+    assert not [pid for pid in _all() if bytes(tmp_path) in _command(pid)]
+
+
+_OTHER_USER = """
+import asyncio, concurrent.futures.thread, os, sys, threading, time
+from headrace.hooks.kit import run_python, sandbox
+sandbox.sandbox_of = lambda: "process"
+sys.executable = "/usr/bin/python3"
+os.setgid(65534); os.setuid(65534)
+for _ in range(100):
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+print(asyncio.run(run_python("import os; print(os.fork() and os.wait()[1])", seconds=30)))
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0 or not Path("/usr/bin/python3").exists(), reason="only root becomes another user")
+def test_a_user_who_runs_much_else_may_still_start_programs_that_fork() -> None:
+    ended = subprocess.run([sys.executable, "-c", _OTHER_USER], capture_output=True, text=True, timeout=120, check=True)
+    assert "0\n" in ended.stdout, ended.stdout
 
 
 async def test_memory_files_and_output_are_bounded(kind: str) -> None:

@@ -18,7 +18,7 @@ from headrace.errors import DeadlineExceeded, HeadraceError, Unavailable
 from headrace.process.guarded import GuardedProcess
 from headrace.rpc.log import log
 from headrace.rpc.net import free_port
-from services.rollout.engine.answer import BadAnswer
+from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.http import Http
 from services.rollout.engine.watch import FleetTiming
 

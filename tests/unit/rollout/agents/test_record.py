@@ -14,7 +14,7 @@ from headrace.policy_range import PolicyRange, check_ranges
 from services.rollout.agents.messages import Message, ToolCallMessage
 from services.rollout.agents.record import Ask, Branch, RecordedAnswer, SessionRecord
 from services.rollout.agents.tool_calls import divided
-from services.rollout.engine.answer import Finish
+from services.rollout.engine.answers.response import Finish
 from services.rollout.production.prompts import PromptEncoder
 from tests.support.models.chat_templates import make_chat_tokenizer
 

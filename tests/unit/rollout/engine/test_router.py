@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import Unavailable
-from services.rollout.engine.answer import Finish
+from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.rollout.engine.answer import BadAnswer, NamedSpan
+from services.rollout.engine.answers.bad_answer import BadAnswer
+from services.rollout.engine.answers.response import NamedSpan
 from services.rollout.engine.weights import ServedWeights
 
 

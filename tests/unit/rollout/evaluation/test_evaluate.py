@@ -14,7 +14,7 @@ from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from headrace.trajectory import Failure, Sample, Status
 from headrace.wire.limits import MAX_EVALUATIONS, MAX_SAMPLES_PER_GROUP
-from services.rollout.engine.answer import BadAnswer
+from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.api import SamplingParams
 from services.rollout.evaluation.eval_file import EvalFiles
 from services.rollout.evaluation.evaluate import Evaluator

@@ -6,7 +6,7 @@ import pytest
 
 from headrace.errors import InvalidArgument, Unavailable
 from headrace.job.model.context_limit import ContextLimit
-from services.rollout.engine.answer import Finish
+from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import EngineState
@@ -34,6 +34,8 @@ async def test_an_aborted_request_is_continued_from_its_tokens(fakes: FakeFleet)
     first, second = pieces[-1].policy_ranges
     assert (first.policy_version, first.start, second.policy_version, second.end) == (0, 0, 1, 60)
     assert first.end == second.start >= 5
+    assert pieces[-1].counts.completion_tokens == 60
+    assert pieces[-1].counts.prompt_tokens == len(PROMPT) + len(PROMPT) + first.end, "each request sends its prompt"
 
 
 async def test_mid_stream_has_tokens_of_the_first_weights_and_the_end_has_all(fakes: FakeFleet) -> None:
