@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from headrace.errors import FailedPrecondition
 from headrace.job.schema.job import Job
+from headrace.launch.gpus import gpu_environments
 from headrace.launch.grace import grace_seconds
 from headrace.launch.process import ServiceSpec
 from headrace.launch.shards import require_shards
@@ -44,8 +46,9 @@ class Launcher:
             if BUFFER in services:
                 require_shards(self.folder, job.buffer)
             self.job = addressed(job, services, self.folder)
+        gpus = gpu_environments(self.job, self._services, os.environ)
         self._specs: list[ServiceSpec] = [
-            each for name in self._services for each in specs(self.job, name, self.folder)
+            each for name in self._services for each in specs(self.job, name, self.folder, gpus.get(name, {}))
         ]
         self._tell = tell
         self._policy = policy

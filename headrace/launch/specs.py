@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from headrace.errors import ConfigError, Unavailable
@@ -83,12 +84,14 @@ def address_of(job: Job, service: str) -> str:
     return address
 
 
-def specs(job: Job, service: str, folder: RunFolder) -> list[ServiceSpec]:
-    """Describes how to start the processes of one service of an addressed job."""
-    return [spec(job, process, folder) for process in processes(job, service)]
+def specs(
+    job: Job, service: str, folder: RunFolder, gpus: Mapping[str, str] = MappingProxyType({})
+) -> list[ServiceSpec]:
+    """Describes how to start the processes of one service of an addressed job. `gpus`: variables that name its GPUs."""
+    return [spec(job, process, folder, gpus) for process in processes(job, service)]
 
 
-def spec(job: Job, process: str, folder: RunFolder) -> ServiceSpec:
+def spec(job: Job, process: str, folder: RunFolder, gpus: Mapping[str, str] = MappingProxyType({})) -> ServiceSpec:
     """Describes how to start one of `processes` of an addressed job."""
     service, shard = service_of(process), shard_of(process)
     for needed in () if job.debug.trains_alone else _NEEDED[service]:
@@ -109,7 +112,7 @@ def spec(job: Job, process: str, folder: RunFolder) -> ServiceSpec:
         address=address,
         metrics_address=metrics_address,
         log_file=folder.logs / f"{process}.log",
-        environment=_environment(job, service),
+        environment={**_environment(job, service), **gpus},
         loads=_LOADS.get(service),
         ending=folder.ending if service == "trainer" else None,
         keeps_exit_code=service != "trainer" or job.placement.placement not in LOSING_EXIT_CODES,

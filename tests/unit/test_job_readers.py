@@ -23,6 +23,7 @@ READERS = {
     "headrace/cli/view/plan.py": "shows it",
     "headrace/hooks/args.py": "a hook sees all options",
     "headrace/launch/earlier.py": "compares it with an earlier start's",
+    "headrace/launch/gpus.py": "counts of two sections, and what starts here",
     "headrace/launch/launcher.py": "starts",
     "headrace/launch/specs.py": "it says what to start, and where",
     "headrace/preflight/preflight.py": "each service checks its part of it",

@@ -7,10 +7,11 @@ import sys
 from collections.abc import Sequence
 
 from headrace.cli.view.memory import memory, num_parameters, version_bytes
+from headrace.devices.inventory import num_gpus
 from headrace.job.eval_sets import eval_sets
 from headrace.job.megatron.arguments import megatron
 from headrace.job.rules.algorithm_rules import uses_critic, uses_reference
-from headrace.job.rules.machine import num_gpus
+from headrace.job.rules.gpus import device_plan
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 from headrace.launch.specs import SERVICES, address_in
@@ -32,6 +33,7 @@ def plan(job: Job, scope: Scope | None = None) -> list[tuple[str, str]]:
         ("loss", _loss(job)),
         ("trainer", _trainer(job, scope)),
         ("engines", _engines(job)),
+        *_gpus(job, scope),
         ("weights", _weights(job)),
         ("batch", _batch(job)),
         ("staleness", _staleness(job)),
@@ -51,6 +53,16 @@ def _shards(job: Job) -> list[tuple[str, str]]:
     most, least = (share_of_count(groups, shard, num_shards) for shard in (0, num_shards - 1))
     share = f"{most}" if most == least else f"{most} or {least}"
     return [("buffer shards", f"{num_shards}, each with {share} of the {groups} groups of a step")]
+
+
+def _gpus(job: Job, scope: Scope | None) -> list[tuple[str, str]]:
+    """Nothing where it is not known which GPUs there are."""
+    found = device_plan(job, scope or Scope.of_train(job))
+    if found is None:
+        return []
+    trainer = [f"trainer {share}" for share in found.trainer]
+    engines = [f"engine {number} {share}" for number, share in enumerate(found.engines)]
+    return [("GPUs", "; ".join([*trainer, *engines]))]
 
 
 def in_short(job: Job) -> str:

@@ -37,7 +37,6 @@ _REASONS: Mapping[str, Sequence[str]] = {
     _COLOCATE: ("offload", "offload_train", "offload_rollout", "release_train"),
     _ROUTER: ("use_slime_router", "slime_router_middleware_paths", "sglang_router_ip", "sglang_router_port"),
     "--max-groups-in-flight bounds what is generated at once": ("sglang_server_concurrency",),
-    "engines are placed by --rollout-num-gpus and --rollout-num-gpus-per-engine": ("num_gpus_per_node",),
     _FSDP: ("gradient_checkpointing", "attn_implementation", "fsdp_cpu_offload"),
     "weights are converted by headrace's own tables": ("megatron_to_hf_mode", "model_name"),
     _MTP: ("enable_mtp_training",),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from headrace.devices.inventory import num_gpus
 from headrace.errors import ConfigError
 from headrace.job.model.context_limit import ContextLimit
-from headrace.job.rules.machine import num_gpus
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 from headrace.models.architecture import Architecture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from headrace.devices.inventory import num_gpus
 from headrace.errors import ConfigError
 from headrace.job.megatron.arguments import megatron
 from headrace.job.model.layout import check_layout
@@ -17,7 +18,7 @@ from headrace.job.rules.engine_rules import check_engine_ranks, check_engines, c
 from headrace.job.rules.eval_rules import check_evaluations
 from headrace.job.rules.files import check_files
 from headrace.job.rules.folders import check_folders
-from headrace.job.rules.machine import num_gpus
+from headrace.job.rules.gpus import check_gpus
 from headrace.job.rules.megatron_rules import check_megatron, require_gpus
 from headrace.job.rules.needs import check_needs
 from headrace.job.rules.routing_rules import check_routing_replay
@@ -45,6 +46,7 @@ def check(job: Job, scope: Scope) -> None:
     if "trainer" in scope.services or "rollout" in scope.services:
         _architecture(job, scope)
         _engines_compute_in_fp8(job, scope)
+        check_gpus(job, scope)
 
 
 def _agents(job: Job) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from headrace.devices.inventory import num_gpus
 from headrace.errors import ConfigError
 from headrace.job.megatron.arguments import megatron
-from headrace.job.rules.machine import num_gpus
 from headrace.job.schema.job import Job
 
 _ADDRESSED = ("buffer", "reward", "rollout")

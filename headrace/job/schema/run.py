@@ -116,6 +116,11 @@ class PlacementSection(Section):
     actor_num_gpus_per_node: Positive = Field(
         1, description="The trainer's ranks on each machine: GPUs, or processes on a machine without."
     )
+    num_gpus_per_node: Positive | None = Field(
+        None,
+        description="GPUs of a machine that the job may use, nearest to each other first; absent: all that are there. "
+        "In a check for other machines, the number that each has.",
+    )
     rollout_num_gpus: Positive = Field(
         1, description="GPUs of all engines together, or processes on a machine without."
     )

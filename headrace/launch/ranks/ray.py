@@ -22,6 +22,7 @@ from ray.util import get_node_ip_address
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from headrace.launch.gpus import rank_devices
 from headrace.launch.process import meaning
 from headrace.launch.ranks.local import PEER_SECONDS, new_rendezvous
 from headrace.process.exit_codes import PEER_LOST
@@ -123,6 +124,7 @@ class RankActors:
             "LOCAL_RANK": str(rank % self._per_node),
             "LOCAL_WORLD_SIZE": str(self._per_node),
             "HEADRACE_RENDEZVOUS": str(rendezvous),
+            **rank_devices(os.environ),
         }
         return found if world_size == self._per_node else found | {"MASTER_ADDR": host}
 

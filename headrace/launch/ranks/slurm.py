@@ -11,6 +11,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from headrace.launch.gpus import rank_devices
+
 
 def main(argv: list[str]) -> None:
     """Replaces this process by the command."""
@@ -30,6 +32,7 @@ def rank_environment(slurm: Mapping[str, str], log_dir: Path) -> dict[str, str]:
         "WORLD_SIZE": slurm["SLURM_NTASKS"],
         "LOCAL_WORLD_SIZE": str(int(slurm["SLURM_NTASKS"]) // int(slurm["SLURM_NNODES"])),
         "HEADRACE_RENDEZVOUS": str(log_dir / f".rendezvous-{step}"),
+        **rank_devices(slurm),
     }
     if int(slurm["SLURM_NNODES"]) > 1:
         found["MASTER_ADDR"] = first_host(slurm["SLURM_STEP_NODELIST"])

@@ -1,0 +1,66 @@
+"""Plans the GPUs of a job's trainer and engines, where GPUs are known: found here, or counted by the job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from headrace.devices.host import Host, machine_of
+from headrace.devices.inventory import this_machine
+from headrace.devices.plan import DevicePlan, Wanted, plan_devices
+from headrace.errors import ConfigError
+from headrace.job.rules.scope import Scope
+from headrace.job.schema.job import Job
+from headrace.rpc.net import Address
+
+
+def check_gpus(job: Job, scope: Scope) -> None:
+    """Raises ConfigError for more ranks and engines than this machine has GPUs for."""
+    device_plan(job, scope)
+
+
+def device_plan(job: Job, scope: Scope) -> DevicePlan | None:
+    """The trainer's GPUs on this machine, and each engine's. None where none is known.
+
+    The trainer's other machines are like this one. Raises ConfigError when there are too few.
+    """
+    machine = _machine(job, scope)
+    trains, engines = _trains_here(job, scope), _engine_sizes(job, scope)
+    if machine is None or not (trains or engines):
+        return None
+    ranks = job.placement.actor_num_gpus_per_node if trains else 0
+    plan = plan_devices([machine], Wanted(int(trains), ranks, engines, job.placement.colocate))
+    return plan if "trainer" in scope.services else replace(plan, trainer=[])
+
+
+def _machine(job: Job, scope: Scope) -> Host | None:
+    limit = job.placement.num_gpus_per_node
+    if scope.elsewhere is not None:
+        return None if limit is None else machine_of("a machine", limit)
+    machine = this_machine()
+    if limit is None or not machine.devices:
+        return machine if machine.devices else None
+    if limit > len(machine.devices):
+        raise ConfigError(
+            f"num_gpus_per_node {limit} is more than there is: {machine}. Lower it, or leave it out",
+            field="num_gpus_per_node",
+        )
+    return replace(machine, devices=machine.nearest_first()[:limit])
+
+
+def _trains_here(job: Job, scope: Scope) -> bool:
+    """The trainer is here if it starts here, or if the engines start at an address that only this machine reaches."""
+    if job.debug.debug_rollout_only:
+        return False
+    if "trainer" in scope.services:
+        return True
+    address = job.services.rollout_address
+    return "rollout" in scope.services and (address is None or Address.parse(address).is_loopback)
+
+
+def _engine_sizes(job: Job, scope: Scope) -> Sequence[int]:
+    """GPUs of each engine that is started here."""
+    placement = job.placement
+    if "rollout" not in scope.services or placement.rollout_external_engine_addrs or job.debug.trains_alone:
+        return ()
+    return (placement.rollout_num_gpus_per_engine,) * placement.num_engines

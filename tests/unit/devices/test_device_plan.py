@@ -1,0 +1,157 @@
+"""Which GPU is whose: a table written by hand, and what holds for every shape that fits."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from headrace.devices.host import Device, Host, machine_of, named
+from headrace.devices.plan import DevicePlan, Wanted, engines_alone, plan_devices
+from headrace.errors import ConfigError
+
+
+def machine(name: str, *numa_nodes: int) -> Host:
+    """A machine whose device k is close to memory numa_nodes[k]."""
+    return Host(name, [Device(str(k), f"0000:{k:02x}:00.0", node) for k, node in enumerate(numa_nodes)])
+
+
+ALL = "0,1,2,3,4,5,6,7"
+ONE = [machine_of("a", 1)]
+EIGHT = [machine_of("a", 8)]
+TWO_SOCKETS = [machine("a", 0, 0, 0, 0, 1, 1, 1, 1)]
+INTERLEAVED = [machine("a", 0, 1, 0, 1, 0, 1, 0, 1)]
+FOUR_NODES = [machine("a", 0, 0, 1, 1, 2, 2, 3, 3)]
+PAIR = [machine_of("a", 8), machine_of("b", 8)]
+UNEQUAL = [machine_of("a", 2), machine_of("b", 8), machine_of("c", 8)]
+
+# machines, (trainer machines, ranks each), engine sizes, colocate → the trainer's shares, the engines' shares
+BY_HAND = [
+    (EIGHT, (1, 4), [4], False, ["a 0,1,2,3"], ["a 4,5,6,7"]),
+    (EIGHT, (1, 4), [2, 2], False, ["a 0,1,2,3"], ["a 4,5", "a 6,7"]),
+    (EIGHT, (1, 4), [1, 1, 1, 1], False, ["a 0,1,2,3"], ["a 4", "a 5", "a 6", "a 7"]),
+    (EIGHT, (1, 1), [1], False, ["a 0"], ["a 1"]),
+    (EIGHT, (1, 6), [2], False, ["a 0,1,2,3,4,5"], ["a 6,7"]),
+    (EIGHT, (1, 2), [4], False, ["a 0,1"], ["a 2,3,4,5"]),
+    (EIGHT, (1, 8), [8], True, [f"a {ALL}"], [f"a {ALL}"]),
+    (EIGHT, (1, 8), [2, 2, 2, 2], True, [f"a {ALL}"], ["a 0,1", "a 2,3", "a 4,5", "a 6,7"]),
+    (EIGHT, (1, 4), [2], True, ["a 0,1,2,3"], ["a 0,1"]),
+    (ONE, (1, 1), [1], True, ["a 0"], ["a 0"]),
+    (TWO_SOCKETS, (1, 4), [4], False, ["a 0,1,2,3"], ["a 4,5,6,7"]),
+    (TWO_SOCKETS, (1, 2), [4], False, ["a 0,1"], ["a 4,5,6,7"]),
+    (TWO_SOCKETS, (1, 2), [2, 4], False, ["a 0,1"], ["a 2,3", "a 4,5,6,7"]),
+    (TWO_SOCKETS, (1, 3), [1, 4], False, ["a 0,1,2"], ["a 3", "a 4,5,6,7"]),
+    (TWO_SOCKETS, (1, 6), [1, 1], False, ["a 0,1,2,3,4,5"], ["a 6", "a 7"]),
+    (INTERLEAVED, (1, 4), [4], False, ["a 0,2,4,6"], ["a 1,3,5,7"]),
+    (INTERLEAVED, (1, 2), [2, 2, 2], False, ["a 0,2"], ["a 4,6", "a 1,3", "a 5,7"]),
+    (INTERLEAVED, (1, 6), [2], False, ["a 0,2,4,6,1,3"], ["a 5,7"]),
+    (INTERLEAVED, (1, 8), [4, 4], True, ["a 0,2,4,6,1,3,5,7"], ["a 0,2,4,6", "a 1,3,5,7"]),
+    (FOUR_NODES, (1, 2), [2, 2, 2], False, ["a 0,1"], ["a 2,3", "a 4,5", "a 6,7"]),
+    (FOUR_NODES, (1, 4), [4], False, ["a 0,1,2,3"], ["a 4,5,6,7"]),
+    (FOUR_NODES, (1, 1), [2, 1], False, ["a 0"], ["a 2,3", "a 1"]),
+    (PAIR, (1, 8), [4, 4], False, [f"a {ALL}"], ["b 0,1,2,3", "b 4,5,6,7"]),
+    (PAIR, (2, 4), [4, 4], False, ["a 0,1,2,3", "b 0,1,2,3"], ["a 4,5,6,7", "b 4,5,6,7"]),
+    (
+        PAIR,
+        (2, 8),
+        [8, 8],
+        True,
+        [f"a {ALL}", f"b {ALL}"],
+        [f"a {ALL}", f"b {ALL}"],
+    ),
+    (PAIR, (1, 6), [4, 2], False, ["a 0,1,2,3,4,5"], ["b 0,1,2,3", "a 6,7"]),
+    (UNEQUAL, (2, 8), [2], False, [f"b {ALL}", f"c {ALL}"], ["a 0,1"]),
+    (UNEQUAL, (1, 2), [8, 8], False, ["a 0,1"], [f"b {ALL}", f"c {ALL}"]),
+]
+
+
+def shown(plan: DevicePlan) -> tuple[list[str], list[str]]:
+    trainer, engines = ([f"{share.machine} {share.visible}" for share in part] for part in (plan.trainer, plan.engines))
+    return trainer, engines
+
+
+@pytest.mark.parametrize(("machines", "ranks", "sizes", "colocate", "trainer", "engines"), BY_HAND)
+def test_devices_are_given_as_the_table_says(machines, ranks, sizes, colocate, trainer, engines) -> None:
+    assert shown(plan_devices(machines, Wanted(ranks[0], ranks[1], sizes, colocate))) == (trainer, engines)
+
+
+SHAPES = [
+    (layout, ranks_machines, ranks, size, count, colocate)
+    for layout in (EIGHT, TWO_SOCKETS, INTERLEAVED, FOUR_NODES, PAIR, UNEQUAL)
+    for ranks_machines in (1, 2)
+    for ranks in (1, 2, 3, 4, 6, 8)
+    for size in (1, 2, 4)
+    for count in (1, 2, 3, 4)
+    for colocate in (False, True)
+]
+
+
+def test_whatever_fits_is_placed_and_no_device_is_given_twice() -> None:
+    """Shapes of which a machine has too few devices are refused; all others are placed, each engine on one machine."""
+    placed = 0
+    for machines, trainer_machines, ranks, size, count, colocate in SHAPES:
+        wanted = Wanted(trainer_machines, ranks, [size] * count, colocate)
+        if not fits(machines, wanted):
+            with pytest.raises(ConfigError):
+                plan_devices(machines, wanted)
+            continue
+        plan = plan_devices(machines, wanted)
+        placed += 1
+        trainer, engines = ([(s.machine, d) for s in part for d in s.devices] for part in (plan.trainer, plan.engines))
+        assert len({share.machine for share in plan.trainer}) == trainer_machines
+        assert [len(share.devices) for share in plan.trainer] == [ranks] * trainer_machines
+        assert [len(share.devices) for share in plan.engines] == [size] * count
+        assert len(set(trainer)) == len(trainer)
+        assert len(set(engines)) == len(engines)
+        assert set(engines) <= set(trainer) if colocate else not set(engines) & set(trainer)
+        there = {(each.name, device) for each in machines for device in each.devices}
+        assert {*trainer, *engines} <= there
+    assert placed > 300, placed
+
+
+def fits(machines: list[Host], wanted: Wanted) -> bool:
+    """Counts alone: the trainer takes the first machines that are large enough, engines of one size fill the rest."""
+    left = [len(each.devices) for each in machines]
+    large = [k for k, count in enumerate(left) if count >= wanted.ranks_per_machine][: wanted.trainer_machines]
+    if len(large) < wanted.trainer_machines:
+        return False
+    if wanted.colocate:
+        left = [wanted.ranks_per_machine if k in large else 0 for k in range(len(left))]
+    else:
+        left = [count - wanted.ranks_per_machine * (k in large) for k, count in enumerate(left)]
+    size = wanted.engine_sizes[0]
+    return sum(count // size for count in left) >= len(wanted.engine_sizes)
+
+
+def test_an_engine_lies_in_one_numa_node_wherever_a_node_has_room_for_it() -> None:
+    for machines, ranks, sizes in itertools.product(
+        (TWO_SOCKETS, INTERLEAVED), (1, 2, 3, 4), ([4], [2], [2, 2], [1, 2], [3])
+    ):
+        plan = plan_devices(machines, Wanted(1, ranks, sizes))
+        for share in plan.engines:
+            assert len({device.numa_node for device in share.devices}) == 1, (ranks, sizes, str(share))
+
+
+def test_too_few_devices_are_refused_with_what_is_there_and_the_way_out() -> None:
+    with pytest.raises(ConfigError) as refused:
+        plan_devices([machine("node-1", 0, 0, 1, 1)], Wanted(1, 4, [2, 2]))
+    assert refused.value.message == (
+        "the job wants 1 x 4 for the trainer and 4 for 2 engines, and there is node-1: GPU 0-1 (NUMA 0), "
+        "GPU 2-3 (NUMA 1): engine 0 wants 2 GPUs of one machine, and no machine has more than 0 left for it. Lower "
+        "--actor-num-gpus-per-node or --rollout-num-gpus, or start the rollout service on a machine of its own"
+    )
+    with pytest.raises(ConfigError, match=r"0 of 1 have 16 GPUs for the trainer, and it wants 1 such machine"):
+        plan_devices(EIGHT, Wanted(1, 16, [1]))
+    with pytest.raises(ConfigError, match=r"engine 0 wants 16 GPUs of one machine, and no machine has more than 8"):
+        plan_devices(PAIR, Wanted(1, 8, [16]))
+    with pytest.raises(ConfigError, match=r"shared with 8 for 1 engines.*no machine has more than 4 left"):
+        plan_devices(EIGHT, Wanted(1, 4, [8], colocate=True))
+
+
+def test_a_machine_of_engines_alone_gives_them_all_devices() -> None:
+    assert shown(engines_alone(TWO_SOCKETS[0], [4, 4])) == ([], ["a 0,1,2,3", "a 4,5,6,7"])
+
+
+def test_names_of_devices_are_short() -> None:
+    assert named([Device(name) for name in ("0", "1", "2", "5", "7", "8")]) == "GPU 0-2, 5, 7-8"
+    assert named([Device("MIG-1f0e"), Device("MIG-2c0d")]) == "GPU MIG-1f0e, MIG-2c0d"
