@@ -205,7 +205,6 @@ REFUSED: Sequence[tuple[str, str]] = (
     ("--enable-mtp-training", "not trained"),
     ("--data-pad-size-multiplier 4096", "as the layout needs"),
     ("--log-probs-chunk-size 1024", "within a fixed memory"),
-    ("--num-gpus-per-node 8", "--rollout-num-gpus"),
     ("--optimizer-cpu-offload", "optimizer_cpu_offload cannot be set by a job: its states are in a form"),
     ("--overlap-cpu-optimizer-d2h-h2d", "overlap_cpu_optimizer_d2h_h2d cannot be set by a job"),
     ("--use-precision-aware-optimizer", "use_precision_aware_optimizer cannot be set by a job"),
