@@ -71,6 +71,7 @@ _COMMANDS: Mapping[str, Command] = {
     "submit": Command(_imported("submit"), "submit [RUN] --prompt TEXT | --file PATH", "submit prompts to a stream"),
     "generate": Command(_imported("generate"), "generate TEXT [RUN]", "ask the current policy"),
     "eval": Command(_imported("evaluate"), "eval [RUN] [--data NAME PATH]", "evaluate the current policy"),
+    "certs": Command(_imported("certs"), "certs FOLDER [--client NAME]", "make or renew certificates for TLS"),
     "export": Command(_imported("export"), "export FOLDER [RUN]", "write the current weights as a Hugging Face folder"),
 }
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from headrace.errors import FailedPrecondition, NotFound, Unavailable
 from headrace.rpc.channel import connect
+from headrace.rpc.tls import VARIABLE, speaks_tls, tls_of, use_tls
 from headrace.run_folder import RunFolder, living_runs, newest_run
 
 RUNS = Path("runs")
@@ -42,7 +44,17 @@ def add_run_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def find_run(text: str | None) -> RunFolder:
-    """Raises NotFound with the runs there are, FailedPrecondition when several runs live and none is named."""
+    """Calls of this command show the run's certificate from now on.
+
+    Raises NotFound with the runs there are, FailedPrecondition when several runs live and none is named.
+    """
+    run = _found(text)
+    if VARIABLE not in os.environ and run.job_file.is_file():
+        use_tls(run.job().services.tls_dir)
+    return run
+
+
+def _found(text: str | None) -> RunFolder:
     if text is None:
         return _default_run()
     for path in (Path(text), RUNS / text):
@@ -78,6 +90,11 @@ async def require_answer(address: str, service: str) -> None:
             try:
                 await asyncio.wait_for(channel.channel_ready(), _ANSWER_SECONDS)
             except TimeoutError as error:
+                if tls_of() is None and await speaks_tls(shard):
+                    raise Unavailable(
+                        f"the {service} service at {shard} takes calls with a certificate only: set {VARIABLE} to a "
+                        "folder that `headrace certs` made"
+                    ) from error
                 raise Unavailable(
                     f"no {service} service answers at {shard} within {_ANSWER_SECONDS:g} s: see `headrace status`"
                 ) from error

@@ -20,6 +20,7 @@ from headrace.launch.shards import require_shards
 from headrace.launch.specs import SERVICES, address_in, address_of, addressed, specs
 from headrace.launch.supervisor import RestartPolicy, Supervisor
 from headrace.process.linux import kill_descendants
+from headrace.rpc.tls import use_tls
 from headrace.run_folder import BUFFER, RunFolder, ServiceEntry, service_of, shard_of
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -40,6 +41,7 @@ class Launcher:
         *,
         policy: RestartPolicy = RestartPolicy(),  # noqa: B008  # frozen
     ) -> None:
+        use_tls(job.services.tls_dir)
         self.folder = RunFolder(job.run.run_dir / job.run.run_name)
         self._services = [name for name in SERVICES if name in services]
         with _usable(self.folder.path):

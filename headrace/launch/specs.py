@@ -100,6 +100,7 @@ def spec(job: Job, process: str, folder: RunFolder, gpus: Mapping[str, str] = Ma
     if shard is not None:
         address = address.split(",")[shard]
     arguments = ["--config", str(folder.job_file), "--address", address, "--metrics-address", metrics_address]
+    arguments += ["--insecure"] if job.services.insecure else []
     extra = {
         "buffer": ["--data-dir", str(folder.ledger_of(shard)), *([] if shard is None else ["--shard", str(shard)])],
         "reward": [],

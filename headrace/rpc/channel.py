@@ -7,13 +7,15 @@ import socket
 import grpc
 
 from headrace.rpc.net import Address
+from headrace.rpc.tls import SERVICE_NAME, channel_credentials, tls_of
 from headrace.wire.limits import MAX_MESSAGE_BYTES
 
 
 def connect(address: str) -> grpc.aio.Channel:
     """A lazy channel to `host:port`, or to whichever of `host:port|host:port` answers.
 
-    Retries are `headrace.rpc.call`'s: gRPC's own end after five tries.
+    Encrypted where HEADRACE_TLS_DIR names a folder; raises ConfigError for one without certificates. Retries are
+    `headrace.rpc.call`'s: gRPC's own end after five tries.
     """
     target = _target(address)
     options: list[tuple[str, str | int]] = [
@@ -31,7 +33,10 @@ def connect(address: str) -> grpc.aio.Channel:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.use_local_subchannel_pool", 1),
     ]
-    return grpc.aio.insecure_channel(target, options=options)
+    if (folder := tls_of()) is None:
+        return grpc.aio.insecure_channel(target, options=options)
+    options += [("grpc.ssl_target_name_override", SERVICE_NAME), ("grpc.default_authority", SERVICE_NAME)]
+    return grpc.aio.secure_channel(target, channel_credentials(folder), options=options)
 
 
 def _target(address: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from types import BuiltinMethodType
 from typing import Any
 
@@ -39,13 +39,16 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         peers: PeerCalls,
         request_limits: RequestLimits,
         gate: Callable[[], None],
+        *,
+        names_callers: bool = False,
     ) -> None:
-        """`gate` raises what every call is to be answered now."""
+        """`gate` raises what every call is to be answered now. `names_callers`: the log has the certificate's name."""
         self._services = services
         self._metrics = metrics
         self._peers = peers
         self._limits = request_limits
         self._gate = gate
+        self._names_callers = names_callers
         self._wrapped: dict[str, Any] = {}
 
     async def intercept_service(
@@ -70,7 +73,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         decode = self._decoder(handler.request_deserializer, method)
 
         async def behavior(data: bytes, context: Context) -> Any:
-            with _Call(method, context, self._metrics) as call:
+            with self._call(method, context) as call:
                 try:
                     self._gate()
                     async with asyncio.timeout(call.seconds_left()):
@@ -86,7 +89,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         decode = self._decoder(handler.request_deserializer, method)
 
         async def behavior(data: bytes, context: Context) -> None:
-            with _Call(method, context, self._metrics) as call:
+            with self._call(method, context) as call:
                 try:
                     self._gate()
                     with self._peers.one_of(context.peer()):
@@ -97,6 +100,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
                     await call.abort(error)
 
         return behavior
+
+    def _call(self, method: str, context: Context) -> _Call:
+        caller = {"caller": _common_name(context)} if self._names_callers else {}
+        return _Call(method, context, self._metrics, {"rpc": method, **caller})
 
     def _decoder(self, deserializer: Any, method: str) -> Callable[[bytes], Awaitable[Any]]:
         """Generated classes parse a request as a whole; a function of a service's own bounds what it reads."""
@@ -127,9 +134,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
 class _Call:
     """One call: its log context, its time and its end."""
 
-    __slots__ = ("_code", "_context", "_method", "_metrics", "_started")
+    __slots__ = ("_code", "_context", "_logged", "_method", "_metrics", "_started")
 
-    def __init__(self, method: str, context: Context, metrics: RpcMetrics) -> None:
+    def __init__(self, method: str, context: Context, metrics: RpcMetrics, logged: Mapping[str, str]) -> None:
+        self._logged = logged
         self._method = method
         self._context = context
         self._metrics = metrics
@@ -137,7 +145,7 @@ class _Call:
         self._code = grpc.StatusCode.OK
 
     def __enter__(self) -> _Call:
-        structlog.contextvars.bind_contextvars(rpc=self._method)
+        structlog.contextvars.bind_contextvars(**self._logged)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -177,3 +185,9 @@ class _Call:
             await self._context.abort(self._code, status.message, trailer)
         except grpc.aio.InternalError as gone:
             raise asyncio.CancelledError from gone
+
+
+def _common_name(context: Context) -> str:
+    """The name in the caller's certificate, which the authority vouches for."""
+    names: Iterable[bytes] = context.auth_context().get("x509_common_name", ())
+    return b", ".join(names).decode(errors="replace")

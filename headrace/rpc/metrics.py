@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from headrace.rpc.net import Address, require_free
+from headrace.rpc.tls import TlsFolder
 
 _SECONDS_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 300.0)
 
@@ -29,8 +31,23 @@ class RpcMetrics:
         self._calls.labels(method, code).inc()
         self._seconds.labels(method).observe(seconds)
 
-    def serve(self, address: Address) -> int:
-        """Shows `/metrics` over HTTP from a thread; returns the bound port. Raises Unavailable when it is taken."""
+    def serve(self, address: Address, tls: TlsFolder | None = None) -> int:
+        """Shows `/metrics` over HTTP from a thread; returns the bound port. Raises Unavailable when it is taken.
+
+        With `tls` over HTTPS, to clients with a certificate.
+        """
         require_free(address)
-        server, _ = start_http_server(address.port, address.host, self.registry)
+        server, _ = start_http_server(address.port, address.host, self.registry, **_https(tls))
         return int(server.server_port)
+
+
+def _https(tls: TlsFolder | None) -> dict[str, Any]:
+    if tls is None:
+        return {}
+    authority = str(tls.authority)
+    return {
+        "certfile": str(tls.certificate),
+        "keyfile": str(tls.key),
+        "client_cafile": authority,
+        "client_auth_required": True,
+    }

@@ -23,6 +23,7 @@ from headrace.rpc.metrics import RpcMetrics
 from headrace.rpc.net import Address, require_free
 from headrace.rpc.peers import DEFAULT_MAX_CALLS, PeerCalls
 from headrace.rpc.request_limits import RequestLimits
+from headrace.rpc.tls import TlsFolder, server_credentials
 from headrace.wire.limits import MAX_MESSAGE_BYTES
 
 DRAIN_SECONDS = 3.0
@@ -64,6 +65,7 @@ class RpcServer:
         *,
         metrics_address: str | None = None,
         insecure: bool = False,
+        tls: TlsFolder | None = None,
         max_calls_per_peer: int = DEFAULT_MAX_CALLS,
         request_limits: RequestLimits = DEFAULT_LIMITS,
         gate: Callable[[], None] = lambda: None,
@@ -79,16 +81,20 @@ class RpcServer:
         self._metrics_address = Address.parse(metrics_address) if metrics_address else None
         self._services = services
         for each in (self._address, self._metrics_address):
-            if not insecure and each is not None and not each.is_loopback:
+            if not (insecure or tls) and each is not None and not each.is_loopback:
                 raise ConfigError(
-                    f"{each} can be reached from other machines and the wire is not encrypted: "
-                    "listen on 127.0.0.1, or pass --insecure on a private network"
+                    f"{each} can be reached from other machines and the wire is not encrypted: make certificates with "
+                    "`headrace certs FOLDER` and pass --tls-dir FOLDER, listen on 127.0.0.1, or pass --insecure on a "
+                    "network that nobody else is in"
                 )
+        self._tls = tls
         self._health = HealthServicer()
         names = frozenset(s.full_name for s in services)
         self.peers = PeerCalls(max_calls_per_peer)
         self.metrics = RpcMetrics(lambda: self.peers.in_progress)
-        interceptor = CallInterceptor(names, self.metrics, self.peers, request_limits, gate)
+        interceptor = CallInterceptor(
+            names, self.metrics, self.peers, request_limits, gate, names_callers=tls is not None
+        )
         self._server = grpc.aio.server(interceptors=[interceptor], options=list(OPTIONS))
 
     @property
@@ -105,15 +111,20 @@ class RpcServer:
         names = [s.full_name for s in self._services]
         reflection.enable_server_reflection([*names, reflection.SERVICE_NAME, "grpc.health.v1.Health"], self._server)
         try:
-            self.port = self._server.add_insecure_port(str(self._address))
+            self.port = self._add_port()
         except RuntimeError as error:
             raise Unavailable(f"cannot listen on {self._address}: choose another --address") from error
         await self._server.start()
         if self._metrics_address:
-            self.metrics_port = self.metrics.serve(self._metrics_address)
+            self.metrics_port = self.metrics.serve(self._metrics_address, self._tls)
         status = health_pb2.HealthCheckResponse
         await self._set_health(status.SERVING if ready else status.NOT_SERVING)
         log.info("serving", address=self.address, metrics_port=self.metrics_port, ready=ready)
+
+    def _add_port(self) -> int:
+        if self._tls is None:
+            return self._server.add_insecure_port(str(self._address))
+        return self._server.add_secure_port(str(self._address), server_credentials(self._tls))
 
     async def set_ready(self) -> None:
         """Health says SERVING from now on."""

@@ -15,6 +15,7 @@ from headrace.errors import DataLoss, Unavailable
 from headrace.job.load.resolved import read_job
 from headrace.job.schema.job import Job
 from headrace.process.service_main import run_service
+from headrace.rpc.listen import add_listen_arguments, listen_of
 from headrace.rpc.log import configure_logging, log
 from headrace.rpc.server import RpcServer, Service
 from services.buffer.allocator import keep_large_blocks
@@ -79,13 +80,15 @@ async def _serve(job: Job, arguments: argparse.Namespace, buffer: BufferApplicat
         log.info("stream_open", stream=config.name, created=created, position=buffer.ledger.position)
     except DataLoss as error:  # its own row is damaged: other streams are served, and its callers are told why
         log.error("stream_damaged", stream=wanted.name, message=error.message)
+    listen = listen_of(vars(arguments))
     service = buffer_pb2.DESCRIPTOR.services_by_name["BufferService"].full_name
     server = RpcServer(
         "buffer",
-        arguments.address,
+        listen.address,
         [Service(BufferServicer(buffer), add_to_server, service)],
-        metrics_address=arguments.metrics_address,
-        insecure=arguments.insecure,
+        metrics_address=listen.metrics_address,
+        insecure=listen.insecure,
+        tls=listen.tls,
         max_calls_per_peer=job.buffer.max_calls_per_peer,
         request_limits=REQUEST_LIMITS,
         gate=buffer.store_watch.require,
@@ -104,11 +107,9 @@ async def _serve(job: Job, arguments: argparse.Namespace, buffer: BufferApplicat
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m services.buffer", description="The sample ledger.")
     parser.add_argument("--config", type=Path, required=True, help="the resolved job, as JSON")
-    parser.add_argument("--address", required=True, help="host:port to listen on")
+    add_listen_arguments(parser)
     parser.add_argument("--data-dir", type=Path, required=True, help="folder of the ledger")
     parser.add_argument("--shard", type=int, help="which of the job's buffer_shards this is, from 0")
-    parser.add_argument("--metrics-address", help="host:port of Prometheus' /metrics")
-    parser.add_argument("--insecure", action="store_true", help="listen where other machines can reach, unencrypted")
     return parser
 
 

@@ -14,6 +14,7 @@ from headrace.job.eval_sets import eval_sets, own_rewards
 from headrace.job.load.resolved import read_job
 from headrace.job.schema.production import RewardSection
 from headrace.process.service_main import run_service
+from headrace.rpc.listen import add_listen_arguments, listen_of
 from headrace.rpc.log import configure_logging
 from services.reward.service import RewardServer
 
@@ -28,9 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 async def _serve(options: dict[str, Any]) -> None:
     reward, args, of_evaluations = _settings(options)
     server = await RewardServer.start(
-        *(reward, args, options["address"]),
-        metrics_address=options["metrics_address"],
-        insecure=options["insecure"],
+        *(reward, args, listen_of(options)),
         of_evaluations=of_evaluations,
     )
     await server.run_until_signal()
@@ -50,9 +49,7 @@ def _settings(options: dict[str, Any]) -> tuple[RewardSection, HookArgs, Sequenc
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m services.reward", description=__doc__)
     parser.add_argument("--config", type=Path, help="the resolved job as JSON; flags below override it")
-    parser.add_argument("--address", default="127.0.0.1:0", help="host:port to listen on")
-    parser.add_argument("--metrics-address", help="host:port of /metrics")
-    parser.add_argument("--insecure", action="store_true", help="allow an address that other machines can reach")
+    add_listen_arguments(parser, address="127.0.0.1:0")
     for name, option in RewardSection.model_fields.items():
         flag = f"--{name.replace('_', '-')}"
         if option.annotation is bool:

@@ -12,6 +12,7 @@ from headrace.errors import ConfigError
 from headrace.hooks import HookArgs, RewardForm, RewardHook, prepare_reward, reward_hook
 from headrace.job.schema.production import RewardSection
 from headrace.process.workers import WorkerError, WorkerPool
+from headrace.rpc.listen import Listen
 from headrace.rpc.request_limits import RequestLimits
 from headrace.rpc.server import RpcServer, Service
 from headrace.wire.limits import MAX_SCORE_ITEMS, MAX_SCORE_REQUEST_BYTES
@@ -40,10 +41,8 @@ class RewardServer:
         cls,
         reward: RewardSection,
         args: HookArgs,
-        address: str,
+        listen: Listen,
         *,
-        metrics_address: str | None = None,
-        insecure: bool = False,
         of_evaluations: Sequence[str] = (),
     ) -> RewardServer:
         """Returns when it serves; `of_evaluations` are functions of single evaluations, by path.
@@ -62,10 +61,11 @@ class RewardServer:
         service = Service(RewardServicer(batch_scorer), add_RewardServiceServicer_to_server, NAME)
         rpc = RpcServer(
             "reward",
-            address,
+            listen.address,
             [service],
-            metrics_address=metrics_address,
-            insecure=insecure,
+            metrics_address=listen.metrics_address,
+            insecure=listen.insecure,
+            tls=listen.tls,
             request_limits=RequestLimits(num_bytes={"Score": MAX_SCORE_REQUEST_BYTES}),
         )
         metrics.show(rpc.metrics.registry, pool)

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from headrace.api.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from headrace.job.schema.job import Job
 from headrace.process.service_main import run_service
+from headrace.rpc.listen import add_listen_arguments, listen_of
 from headrace.rpc.log import configure_logging
 from headrace.rpc.net import Address, require_free
 from headrace.rpc.server import RpcServer, Service
@@ -42,17 +43,19 @@ def main() -> int:
 
 
 async def _serve(job: Job, arguments: argparse.Namespace) -> None:
-    require_free(Address.parse(arguments.address))  # before the engines' half minute, not after it
+    listen = listen_of(vars(arguments))
+    require_free(Address.parse(listen.address))  # before the engines' half minute, not after it
     name = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
     factory = sglang_factory(job, arguments.log_dir, has_accelerator=await has_accelerator())
     registry = CollectorRegistry()
     service = rollout_service(job, factory, arguments.log_dir, registry, arguments.samples_dir)
     server = RpcServer(
         "rollout",
-        arguments.address,
+        listen.address,
         [Service(RolloutServicer(service.parts), rollout_pb2_grpc.add_RolloutServiceServicer_to_server, name)],
-        metrics_address=arguments.metrics_address,
-        insecure=arguments.insecure,
+        metrics_address=listen.metrics_address,
+        insecure=listen.insecure,
+        tls=listen.tls,
         request_limits=REQUEST_LIMITS,
     )
     server.metrics.registry.register(registry)
@@ -72,11 +75,9 @@ async def _serve(job: Job, arguments: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="services.rollout")
     parser.add_argument("--config", type=Path, required=True, help="the resolved job as JSON")
-    parser.add_argument("--address", required=True, help="host:port to listen on")
-    parser.add_argument("--metrics-address", help="host:port of Prometheus metrics")
+    add_listen_arguments(parser)
     parser.add_argument("--log-dir", type=Path, default=Path("logs"), help="logs of engines and router")
     parser.add_argument("--samples-dir", type=Path, help="texts of samples that failed; absent: none are written")
-    parser.add_argument("--insecure", action="store_true", help="listen on an address that other machines can reach")
     return parser
 
 

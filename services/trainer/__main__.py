@@ -21,11 +21,12 @@ from headrace.job.load.resolved import read_job
 from headrace.process.ending import Ending
 from headrace.process.exit_codes import PEER_LOST
 from headrace.process.service_main import run_service
+from headrace.rpc.listen import add_listen_arguments, listen_of
 from headrace.rpc.log import configure_logging, log
 from headrace.run_folder import RunFolder
 from services.trainer.control.build import TrainerBuild
 from services.trainer.control.channel import PeerLost
-from services.trainer.control.lead import Serving, lead
+from services.trainer.control.lead import lead
 from services.trainer.control.rank import meet
 from services.trainer.control.rank_group import follow
 from services.trainer.data.fetch import Fetch
@@ -39,10 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0: the run is finished, or was stopped by request; otherwise the code of `exit_codes`, and a line says why."""
     parser = argparse.ArgumentParser(prog="python -m services.trainer", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="the resolved job (JSON)")
-    parser.add_argument("--address", default="127.0.0.1:0", help="where rank 0 serves")
-    parser.add_argument("--metrics-address", default=None, help="where rank 0 shows /metrics")
+    add_listen_arguments(parser, address="127.0.0.1:0")
     parser.add_argument("--run-dir", type=Path, required=True, help="folder for metrics, curves and checkpoints")
-    parser.add_argument("--insecure", action="store_true", help="allow a routable address without encryption")
     args = parser.parse_args(argv)
     name = f"trainer-{os.environ.get('RANK', '0')}"
     configure_logging(name)
@@ -68,11 +67,11 @@ async def run_rank(build: TrainerBuild, args: argparse.Namespace) -> None:
     """Builds this rank's share, then leads or follows."""
     compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
     loop = asyncio.get_running_loop()
+    listen = listen_of(vars(args))
     buffer = build.buffer()
     fetch = Fetch(buffer, STREAM, loop)
     if int(os.environ.get("RANK", "0")) == 0:
-        serving = Serving(args.address, args.metrics_address, args.insecure)
-        await lead(build, serving, buffer, fetch, compute)
+        await lead(build, listen, buffer, fetch, compute)
     else:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 is asked too, saves with all ranks, and lets them go
         met = await meet(build.join, compute)

@@ -12,6 +12,7 @@ from headrace.client.reward import RewardClient
 from headrace.errors import ConfigError
 from headrace.hooks import section_args
 from headrace.job.schema.production import RewardSection
+from headrace.rpc.listen import Listen
 from headrace.score import Score, ScoreError, ScoreItem
 from services.reward.service import RewardServer
 
@@ -34,7 +35,9 @@ def source(tmp_path: Path) -> str:
 @asynccontextmanager
 async def serving(of_evaluations: Sequence[str], **leaves: object) -> AsyncIterator[RewardClient]:
     section = RewardSection(reward_workers=1, **leaves)
-    server = await RewardServer.start(section, section_args(section), "127.0.0.1:0", of_evaluations=of_evaluations)
+    server = await RewardServer.start(
+        section, section_args(section), Listen("127.0.0.1:0"), of_evaluations=of_evaluations
+    )
     try:
         async with RewardClient(server.rpc.address) as client:
             yield client

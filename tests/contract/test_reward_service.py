@@ -19,7 +19,7 @@ from headrace.client.reward import RewardClient
 from headrace.errors import ConfigError, DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from headrace.hooks import section_args
 from headrace.job.schema.production import RewardSection
-from headrace.rpc import interceptor
+from headrace.rpc import interceptor, listen
 from headrace.rpc.call import call
 from headrace.rpc.net import free_port
 from headrace.score import Score, ScoreError, ScoreItem
@@ -69,7 +69,7 @@ def hooks(tmp_path: Path) -> str:
 @asynccontextmanager
 async def serving(address: str = "127.0.0.1:0", **leaves: object) -> AsyncIterator[RewardClient]:
     section = RewardSection(reward_workers=1, **leaves)
-    server = await RewardServer.start(section, section_args(section), address)
+    server = await RewardServer.start(section, section_args(section), listen.Listen(address))
     try:
         async with RewardClient(server.rpc.address) as client:
             yield client
@@ -272,9 +272,9 @@ def test_a_start_that_cannot_be_ends_with_one_line(arguments: list[str], message
 def test_a_taken_port_is_named() -> None:
     async def take() -> None:
         section = RewardSection(reward_workers=1, rm_type="exact_match")
-        first = await RewardServer.start(section, section_args(section), "127.0.0.1:0")
+        first = await RewardServer.start(section, section_args(section), listen.Listen("127.0.0.1:0"))
         with pytest.raises(Unavailable, match="in use"):
-            await RewardServer.start(section, section_args(section), first.rpc.address)
+            await RewardServer.start(section, section_args(section), listen.Listen(first.rpc.address))
         await first.stop(0)
 
     asyncio.run(take())

@@ -13,6 +13,7 @@ import pytest
 from headrace.client.reward import RewardClient
 from headrace.hooks import section_args
 from headrace.job.schema.production import RewardSection
+from headrace.rpc.listen import Listen
 from headrace.score import Score, ScoreError, ScoreItem
 from headrace.trajectory import PolicyRange, Sample, Status
 from services.reward.service import RewardServer
@@ -43,7 +44,7 @@ def leaves_no_json(args, samples):
 async def serving(folder: Path, name: str, *, group_rm: bool = False) -> AsyncIterator[str]:
     (folder / "hooks.py").write_text(HOOKS)
     section = RewardSection(reward_workers=1, custom_rm_path=f"{folder / 'hooks.py'}:{name}", group_rm=group_rm)
-    server = await RewardServer.start(section, section_args(section), "127.0.0.1:0")
+    server = await RewardServer.start(section, section_args(section), Listen("127.0.0.1:0"))
     try:
         yield server.rpc.address
     finally:

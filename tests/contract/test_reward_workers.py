@@ -6,13 +6,14 @@ import pytest
 
 from headrace.hooks import section_args
 from headrace.job.schema.production import RewardSection
+from headrace.rpc.listen import Listen
 from services.reward.service import RewardServer
 
 
 @pytest.mark.parametrize("count", [1, 3])
 async def test_as_many_processes_score_as_reward_workers_says(count: int) -> None:
     section = RewardSection(reward_workers=count, rm_type="exact_match")
-    server = await RewardServer.start(section, section_args(section), "127.0.0.1:0")
+    server = await RewardServer.start(section, section_args(section), Listen("127.0.0.1:0"))
     try:
         assert len(server.pool.pids) == count
     finally:

@@ -14,6 +14,7 @@ import pytest
 from headrace.client.reward import RewardClient
 from headrace.hooks import section_args
 from headrace.job.schema.production import RewardSection
+from headrace.rpc.listen import Listen
 from headrace.score import Score, ScoreItem
 from services.reward import scoring
 from services.reward.service import RewardServer
@@ -26,7 +27,7 @@ NUM_BOMBS = int(os.environ.get("HEADRACE_BOMBS", "2"))
 @asynccontextmanager
 async def serving(num_clients: int) -> AsyncIterator[list[RewardClient]]:
     section = RewardSection(reward_workers=2, rm_type="math")
-    server = await RewardServer.start(section, section_args(section), "127.0.0.1:0")
+    server = await RewardServer.start(section, section_args(section), Listen("127.0.0.1:0"))
     clients = [RewardClient(server.rpc.address) for _ in range(num_clients)]
     try:
         yield clients

@@ -21,6 +21,7 @@ from headrace.job.schema.production import RewardSection
 from headrace.process.linux import descendants
 from headrace.process.workers import WorkerError, WorkerPool
 from headrace.rpc.call import call
+from headrace.rpc.listen import Listen
 from headrace.score import ScoreItem
 from headrace.trajectory import Status
 from services.reward.service import RewardServer
@@ -41,7 +42,7 @@ REWARDS = {
 @asynccontextmanager
 async def serving(**leaves: Any) -> AsyncIterator[tuple[RewardServer, RewardClient]]:
     section = RewardSection(reward_workers=1, **leaves)
-    server = await RewardServer.start(section, section_args(section), "127.0.0.1:0")
+    server = await RewardServer.start(section, section_args(section), Listen("127.0.0.1:0"))
     try:
         async with RewardClient(server.rpc.address) as client:
             yield server, client
@@ -140,7 +141,7 @@ async def test_what_is_wrong_with_an_item_is_the_items_error() -> None:
 async def test_one_callers_slow_items_do_not_make_another_wait() -> None:
     slow = [ScoreItem(str(i), "", "a" * 60 + "!", metadata={"pattern": "(a+)+$"}) for i in range(16)]
     section = RewardSection(reward_workers=2, rm_type="regex")
-    server = await RewardServer.start(section, section_args(section), "127.0.0.1:0")
+    server = await RewardServer.start(section, section_args(section), Listen("127.0.0.1:0"))
     async with RewardClient(server.rpc.address) as greedy, RewardClient(server.rpc.address) as modest:
         crowd = asyncio.create_task(greedy.score(slow, deadline_seconds=ENDLESS))
         while server.pool.waiting < 14:

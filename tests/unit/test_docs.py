@@ -160,8 +160,9 @@ def own_flags(name: str) -> frozenset[str]:
 @cache
 def of_services() -> frozenset[str]:
     """Of `python -m services.X`, which starts what `headrace up X` starts."""
-    mains = [path.read_text() for path in (ROOT / "services").glob("*/__main__.py")]
-    return frozenset(flag for text in mains for flag in re.findall(r'add_argument\("(--[a-z-]+)"', text))
+    files = [*(ROOT / "services").glob("*/__main__.py"), ROOT / "headrace/rpc/listen.py"]
+    flags = r'add_argument\(\s*"(--[a-z-]+)"'
+    return frozenset(flag for path in files for flag in re.findall(flags, path.read_text()))
 
 
 @cache

@@ -33,7 +33,7 @@ _FAST_READ_SECONDS = 2.0
 def check(argv: Sequence[str]) -> int:
     """Prints the plan and what every service found. Returns 2 when a service refuses the job, with its sentence."""
     if argv and argv[0] == "hook":
-        from headrace.cli.commands.check_hook import check_hook  # only here are hooks' kinds needed
+        from headrace.cli.check_hook import check_hook  # only here are hooks' kinds needed
 
         return check_hook(argv[1:])
     if not argv or wants_help(argv):

@@ -103,6 +103,17 @@ class ServicesSection(Section):
     rollout_address: str | None = Field(None, description="host:port; absent: started here.")
     reward_address: str | None = Field(None, description="host:port; absent: started here.")
     trainer_address: str | None = Field(None, description="host:port to listen on; absent: a free port.")
+    tls_dir: Path | None = Field(
+        None,
+        description="Folder of ca.pem, cert.pem and key.pem (`headrace certs`): calls between services, and metrics, "
+        "are encrypted, and both sides show a certificate. Absent: neither, on addresses that only this machine "
+        "reaches.",
+    )
+    insecure: bool = Field(
+        False,
+        description="Listen on addresses that other machines can reach without tls_dir: for a network that nobody "
+        "else is in.",
+    )
     start_timeout_seconds: Seconds = Field(
         1800.0, description="A service or an engine that does not serve within this time is given up."
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from headrace.api.trainer.v1 import trainer_pb2, trainer_pb2_grpc
 from headrace.errors import NothingToLearn
+from headrace.rpc.listen import Listen
 from headrace.rpc.server import RpcServer, Service
 from services.trainer import loop as training
 from services.trainer.control.build import TrainerBuild
@@ -22,24 +22,15 @@ from services.trainer.serving.console import Steered
 from services.trainer.serving.servicer import TrainerServicer
 
 
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """The addresses, `host:port`, at which rank 0 listens."""
-
-    address: str
-    metrics_address: str | None
-    insecure: bool
-
-
 async def lead(
-    build: TrainerBuild, serving: Serving, buffer: TrainerBuffer, fetch: Fetch, compute: ThreadPoolExecutor
+    build: TrainerBuild, listen: Listen, buffer: TrainerBuffer, fetch: Fetch, compute: ThreadPoolExecutor
 ) -> None:
     """Returns when the run is finished or left; raises what ended it otherwise."""
     rollout = build.rollout()
     schedule, report = build.schedule(), build.report()
     console = build.console(report, rollout, schedule)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, console.leave)
-    server = _server(serving, TrainerServicer(console, report, build.exports()))
+    server = _server(listen, TrainerServicer(console, report, build.exports()))
     await server.start(ready=False)
 
     async def run(ranks: training.Ranks, steered: Steered, world_size: int, step: int) -> None:
@@ -78,12 +69,13 @@ async def lead(
         await asyncio.to_thread(build.clear_memory)
 
 
-def _server(serving: Serving, desk: TrainerServicer) -> RpcServer:
+def _server(listen: Listen, desk: TrainerServicer) -> RpcServer:
     name = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
     return RpcServer(
         "trainer",
-        serving.address,
+        listen.address,
         [Service(desk, trainer_pb2_grpc.add_TrainerServiceServicer_to_server, name)],
-        metrics_address=serving.metrics_address,
-        insecure=serving.insecure,
+        metrics_address=listen.metrics_address,
+        insecure=listen.insecure,
+        tls=listen.tls,
     )
