@@ -10,6 +10,7 @@ from headrace.launch.grace import GRACE_SECONDS
 from headrace.process.ending import Ending
 from headrace.process.guarded import GuardedProcess
 from headrace.process.log_file import doing, last_error, last_words, tail
+from headrace.rpc.net import Address
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,7 @@ class ServiceSpec:
     name: str
     command: Sequence[str]
     address: str
+    """Where others reach it."""
     metrics_address: str
     log_file: Path
     start_seconds: float
@@ -33,6 +35,12 @@ class ServiceSpec:
     """False where what starts it ends with a code of its own: then `ending` counts."""
     no_restart: str | None = None
     """Why it is not started again when it ends badly, and what to do about it; None: it is."""
+    bound: Address | None = None
+    """Where it listens; None: at its address."""
+
+    @property
+    def listens_at(self) -> Address:
+        return self.bound or Address.parse(self.address)
 
 
 class ServiceProcess:

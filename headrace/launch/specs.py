@@ -14,7 +14,7 @@ from headrace.job.schema.job import Job
 from headrace.launch.process import ServiceSpec
 from headrace.launch.ranks.placement import LOSING_EXIT_CODES, starter
 from headrace.process.openmp import openmp, threads_of_each
-from headrace.rpc.net import Address, free_port, require_free
+from headrace.rpc.net import Address, free_port, own_place, require_free
 from headrace.run_folder import BUFFER, RunFolder, ServiceEntry, service_of, shard_name, shard_of
 
 SERVICES = ("buffer", "reward", "rollout", "trainer")
@@ -99,7 +99,8 @@ def spec(job: Job, process: str, folder: RunFolder, gpus: Mapping[str, str] = Ma
     address, metrics_address = address_of(job, service), f"127.0.0.1:{free_port()}"
     if shard is not None:
         address = address.split(",")[shard]
-    arguments = ["--config", str(folder.job_file), "--address", address, "--metrics-address", metrics_address]
+    listens_at = _listens_at(job, address)
+    arguments = ["--config", str(folder.job_file), "--address", str(listens_at), "--metrics-address", metrics_address]
     arguments += ["--insecure"] if job.services.insecure else []
     extra = {
         "buffer": ["--data-dir", str(folder.ledger_of(shard)), *([] if shard is None else ["--shard", str(shard)])],
@@ -111,6 +112,7 @@ def spec(job: Job, process: str, folder: RunFolder, gpus: Mapping[str, str] = Ma
         name=process,
         command=[*_program(job, service, folder), *arguments, *extra[service]],
         address=address,
+        bound=listens_at,
         metrics_address=metrics_address,
         log_file=folder.logs / f"{process}.log",
         environment={**_environment(job, service), **gpus},
@@ -120,6 +122,14 @@ def spec(job: Job, process: str, folder: RunFolder, gpus: Mapping[str, str] = Ma
         start_seconds=job.services.start_timeout_seconds,
         **_restarts(job, service),
     )
+
+
+def _listens_at(job: Job, address: str) -> Address:
+    """Of a server and its standby, at the place that is on this machine."""
+    host = job.services.listen_host
+    if host is None:
+        return own_place(address)
+    return Address(host.strip("[]"), Address.parse(address.partition("|")[0]).port)
 
 
 def _restarts(job: Job, service: str) -> dict[str, Any]:

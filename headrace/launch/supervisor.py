@@ -21,7 +21,7 @@ from headrace.launch.grace import GRACE_SECONDS
 from headrace.launch.health import is_serving
 from headrace.launch.process import ServiceProcess, ServiceSpec, meaning
 from headrace.process.exit_codes import NOT_WORTH_RESTARTING, NOTHING_TO_LEARN, PEER_AWAY
-from headrace.rpc.net import Address, require_free
+from headrace.rpc.net import require_free
 
 _ASK_AGAIN_SECONDS = 0.25
 _WORTH_SAYING_SECONDS = 2.0
@@ -134,7 +134,7 @@ class Supervisor:
         """True once it serves, False when it ends first. Raises ServiceFailed when it takes too long."""
         started = said = time.monotonic()
         while process.exit_code is None:
-            if await is_serving(process.spec.address):
+            if await is_serving(str(process.spec.listens_at.from_here)):
                 self._tell(f"{process.spec.name} ready after {time.monotonic() - started:.0f} s")
                 return True
             if time.monotonic() - started > process.spec.start_seconds:
@@ -199,9 +199,9 @@ def _starting(process: ServiceProcess, seconds: float) -> str:
 
 def _require_free(spec: ServiceSpec) -> None:
     try:
-        require_free(Address.parse(spec.address))
+        require_free(spec.listens_at)
     except Unavailable as error:
         raise ServiceFailed(
-            f"{spec.name} cannot be started: {spec.address} is taken: end the process that listens there, or choose "
+            f"{spec.name} cannot be started: {spec.listens_at} is taken: end the process that listens there, or choose "
             "another address"
         ) from error

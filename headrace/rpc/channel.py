@@ -6,7 +6,7 @@ import socket
 
 import grpc
 
-from headrace.rpc.net import Address
+from headrace.rpc.net import Address, resolved
 from headrace.rpc.tls import SERVICE_NAME, channel_credentials, tls_of
 from headrace.wire.limits import MAX_MESSAGE_BYTES
 
@@ -42,10 +42,14 @@ def connect(address: str) -> grpc.aio.Channel:
 def _target(address: str) -> str:
     """Resolves several addresses, because gRPC needs numeric ones.
 
-    gRPC tries them in order and stays with the first that answers.
+    gRPC tries them in order and stays with the first that answers. All are of one family, the first place's.
     """
     places = [Address.parse(place) for place in address.split("|")]
     if len(places) == 1:
         return address
-    numbers = [Address(socket.gethostbyname(place.host), place.port) for place in places]
-    return "ipv4:" + ",".join(map(str, numbers))
+    family, found = 0, []
+    for place in places:
+        known = [row for row in resolved(place) if family in (0, row[0])]
+        family = family or known[0][0]
+        found += [str(Address(row[4][0], place.port)) for row in known[:1]]
+    return ("ipv6:" if family == socket.AF_INET6 else "ipv4:") + ",".join(found)

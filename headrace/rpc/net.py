@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import secrets
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from headrace.errors import ConfigError, Unavailable
 
@@ -39,8 +42,53 @@ class Address:
         except ValueError:
             return False
 
+    @property
+    def from_here(self) -> Address:
+        """Where this machine reaches a server that listens here: on all interfaces includes loopback."""
+        loopback = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host)  # noqa: S104  # asked for, not chosen
+        return self if loopback is None else Address(loopback, self.port)
+
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def own_place(address: str) -> Address:
+    """The place of `host:port|host:port` that is this machine's. Raises ConfigError where none is."""
+    places = [Address.parse(place) for place in address.split("|")]
+    if len(places) == 1:
+        return places[0]
+    for place in places:
+        if _is_ours(place.host):
+            return place
+    raise ConfigError(f"no place of {address} is an address of this machine: name the one that is, or add it")
+
+
+def _is_ours(host: str) -> bool:
+    for family, kind, protocol, _, where in resolved(Address(host, 0)):
+        with socket.socket(family, kind, protocol) as probe, contextlib.suppress(OSError):
+            probe.bind(where)
+            return True
+    return False
+
+
+def resolved(address: Address) -> Sequence[tuple[int, int, int, str, Any]]:
+    """What a name means, as getaddrinfo answers it. Raises Unavailable for a name that means nothing here."""
+    try:
+        return socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise Unavailable(f"{address.host} is no name of a machine here: {error.strerror or error}") from error
+
+
+def host_towards(peer: Address) -> str:
+    """This machine's address on the way to the peer, which is one that the peer can answer to; nothing is sent.
+
+    A machine's own name may mean 127.0.1.1, or an interface that the peer does not see.
+    """
+    for family, _, _, _, where in resolved(peer):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(where)
+            return str(probe.getsockname()[0])
+    raise Unavailable(f"there is no way from this machine to {peer}: see its routes")
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -103,6 +103,11 @@ class ServicesSection(Section):
     rollout_address: str | None = Field(None, description="host:port; absent: started here.")
     reward_address: str | None = Field(None, description="host:port; absent: started here.")
     trainer_address: str | None = Field(None, description="host:port to listen on; absent: a free port.")
+    listen_host: str | None = Field(
+        None,
+        description="Host on which services started here listen, where it is not that of their addresses: 0.0.0.0 or "
+        ":: in a container, whose address is a name that others know.",
+    )
     tls_dir: Path | None = Field(
         None,
         description="Folder of ca.pem, cert.pem and key.pem (`headrace certs`): calls between services, and metrics, "

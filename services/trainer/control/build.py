@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from headrace.job_buffer import buffer_of
 from headrace.models.block_fp8 import BlockFp8
 from headrace.recorded_steps import RecordedSteps
 from headrace.rpc.log import log
-from headrace.rpc.net import Address
+from headrace.rpc.net import Address, host_towards
 from headrace.run_folder import RunFolder
 from headrace.sample_log import SampleLog
 from services.trainer.alone.no_engines import NoEngines
@@ -147,7 +146,7 @@ class TrainerBuild:
             source,
             layout,
             is_aborted,
-            host=_sender_host(self._engines_are_here()),
+            host=self._host_for_engines(),
             bucket_bytes=publish.update_weight_buffer_size,
             timeout_seconds=publish.update_weight_timeout_seconds,
             hashes=self.knows_checksums(layout),
@@ -155,10 +154,19 @@ class TrainerBuild:
 
     def _engines_are_here(self) -> bool:
         """True where all of them are on this machine, or there are none."""
+        return not self._far_engines()
+
+    def _far_engines(self) -> list[Address]:
+        """Addresses on the way to engines of other machines."""
         if self._job.debug.trains_alone:
-            return True
-        addresses = (self.rollout_address, *self._job.placement.rollout_external_engine_addrs)
-        return all(Address.parse(address).is_loopback for address in addresses)
+            return []
+        places = (self.rollout_address, *self._job.placement.rollout_external_engine_addrs)
+        return [address for address in map(Address.parse, places) if not address.is_loopback]
+
+    def _host_for_engines(self) -> str:
+        """The address of this machine that engines reach."""
+        far = self._far_engines()
+        return host_towards(far[0]) if far else "127.0.0.1"
 
     def knows_checksums(self, layout: Layout) -> bool:
         """True where senders have the tensors that engines hash: those of several GPUs hash shards."""
@@ -274,8 +282,3 @@ def evaluations_of(
         datasets, rollout, seconds=job.eval.eval_timeout_seconds, samples=samples, users_log=users_log
     )
     return JobEvaluations(evaluator, schedule, report, exact=job.eval.eval_exact_version)
-
-
-def _sender_host(is_here: bool) -> str:
-    """The address at which engines find this rank: loopback when they are on this machine."""
-    return "127.0.0.1" if is_here else socket.gethostbyname(socket.gethostname())

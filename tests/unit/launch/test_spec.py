@@ -32,3 +32,12 @@ def test_a_trainer_is_started_again_as_often_as_max_trainer_restarts_says(tmp_pa
     job = job_of(tmp_path, use_fault_tolerance=True, max_trainer_restarts=3)
     assert spec(job, "trainer", RunFolder(tmp_path)).max_restarts == 3
     assert spec(job_of(tmp_path), "trainer", RunFolder(tmp_path)).no_restart is not None
+
+
+def test_a_service_listens_at_listen_host_and_is_known_by_its_address(tmp_path: Path) -> None:
+    services = {**ADDRESSES, "buffer_address": "buffer.example:7010", "listen_host": "0.0.0.0"}  # noqa: S104
+    job = Job.model_validate({"model": {"hf_checkpoint": "m"}, "run": {"run_dir": str(tmp_path)}, "services": services})
+    found = spec(job, "buffer", RunFolder(tmp_path))
+    assert found.command[list(found.command).index("--address") + 1] == "0.0.0.0:7010"
+    assert found.address == "buffer.example:7010"
+    assert str(found.listens_at.from_here) == "127.0.0.1:7010"
