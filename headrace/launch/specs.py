@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -144,7 +143,7 @@ def _restarts(job: Job, service: str) -> dict[str, Any]:
 
 
 def _program(job: Job, service: str, folder: RunFolder) -> list[str]:
-    program = [sys.executable, "-m", f"services.{service}"]
+    program = [*job.services.python_of(service), "-m", f"services.{service}"]
     if service != "trainer" or job.debug.debug_rollout_only:
         return program
     return [*starter(job.placement, folder), *program]

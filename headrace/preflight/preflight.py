@@ -55,10 +55,14 @@ async def _run(
     services = [name for name in _CHECKED if name in scope.services and (name != "trainer" or _has_hooks(job))]
     environment = dict(os.environ)
     started: list[CheckProcess] = []
+
+    async def start(service: str) -> CheckProcess:
+        return await CheckProcess.start(service, job.services.python_of(service), config, environment, *flags)
+
     try:
         if "buffer" in scope.services:
-            started.append(await CheckProcess.start("buffer", config, environment, *flags))
-        others = [await CheckProcess.start(name, config, environment, *flags) for name in services]
+            started.append(await start("buffer"))
+        others = [await start(name) for name in services]
         started += others
         prompts = await _prompts(started[0], report, tell) if "buffer" in scope.services else Prompts()
         data = msgspec.json.encode(prompts)

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import functools
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,9 +77,11 @@ class CheckProcess:
         self._process = process
 
     @classmethod
-    async def start(cls, service: str, config: Path, environment: dict[str, str], *flags: str) -> CheckProcess:
-        """Starts the module `services.SERVICE.check` with the job in a file."""
-        command = [sys.executable, "-m", f"services.{service}.check", "--config", str(config), *flags]
+    async def start(
+        cls, service: str, python: Sequence[str], config: Path, environment: dict[str, str], *flags: str
+    ) -> CheckProcess:
+        """Starts the module `services.SERVICE.check` with the job in a file, in the service's own Python."""
+        command = [*python, "-m", f"services.{service}.check", "--config", str(config), *flags]
         return cls(service, await OneShot.start(command, {**environment, **openmp(1)}))
 
     async def result(self, data: bytes, tell: Callable[[str], None] = lambda _: None) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from itertools import islice
 from pathlib import Path
 
@@ -19,6 +20,8 @@ _LINES_LOOKED_AT = 1000
 
 def check_files(job: Job, scope: Scope) -> None:
     """Raises ConfigError that names the option and the path."""
+    for service in scope.services:
+        _python(job, service, scope)
     if "trainer" in scope.services or "rollout" in scope.services:
         _model("hf_checkpoint", job.model.hf_checkpoint, scope)
     if "buffer" in scope.services:
@@ -29,6 +32,17 @@ def check_files(job: Job, scope: Scope) -> None:
         _of_reward(job, scope)
     if "trainer" in scope.services:
         _of_trainer(job, scope)
+
+
+def _python(job: Job, service: str, scope: Scope) -> None:
+    option = f"{service}_python"
+    try:
+        words = job.services.python_of(service)
+    except ValueError as error:  # shlex's
+        raise ConfigError(f"{option}: {error}: close its quotes", field=option) from error
+    if not words or shutil.which(words[0]) is None:
+        program = words[0] if words else "an empty text"
+        scope.missing(ConfigError(f"{option}: {program} is no program here: name a Python interpreter", field=option))
 
 
 def _of_buffer(job: Job, scope: Scope) -> None:

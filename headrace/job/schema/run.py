@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -119,12 +122,37 @@ class ServicesSection(Section):
         description="Listen on addresses that other machines can reach without tls_dir: for a network that nobody "
         "else is in.",
     )
+    buffer_python: str | None = Field(
+        None, description="Python of the buffer, or a command that ends with one; absent: the one that runs headrace."
+    )
+    reward_python: str | None = Field(
+        None,
+        description="Python of the reward service, or a command that ends with one; absent: the one that runs headrace.",
+    )
+    rollout_python: str | None = Field(
+        None,
+        description="Python of the rollout service and its engines, or a command that ends with one; absent: the one that runs headrace.",
+    )
+    trainer_python: str | None = Field(
+        None,
+        description="Python of the trainer's ranks, or a command that ends with one; absent: the one that runs headrace.",
+    )
     start_timeout_seconds: Seconds = Field(
         1800.0, description="A service or an engine that does not serve within this time is given up."
     )
     peer_wait_seconds: Seconds = Field(
         300.0, description="The trainer waits this long for a service that does not answer, and rollout for a score."
     )
+
+    def python_of(self, service: str) -> Sequence[str]:
+        """The words before `-m services.SERVICE`."""
+        given = {
+            "buffer": self.buffer_python,
+            "reward": self.reward_python,
+            "rollout": self.rollout_python,
+            "trainer": self.trainer_python,
+        }[service]
+        return [sys.executable] if given is None else shlex.split(given)
 
 
 class PlacementSection(Section):

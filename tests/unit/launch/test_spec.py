@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
+from headrace.errors import ConfigError
 from headrace.job.schema.job import Job
 from headrace.launch.specs import spec
 from headrace.run_folder import RunFolder
@@ -41,3 +43,23 @@ def test_a_service_listens_at_listen_host_and_is_known_by_its_address(tmp_path: 
     assert found.command[list(found.command).index("--address") + 1] == "0.0.0.0:7010"
     assert found.address == "buffer.example:7010"
     assert str(found.listens_at.from_here) == "127.0.0.1:7010"
+
+
+@pytest.mark.parametrize("service", ["buffer", "reward", "rollout", "trainer"])
+def test_a_service_runs_in_the_python_that_the_job_names(tmp_path: Path, service: str) -> None:
+    named = {"buffer_python": "podman run 'the image' python", "reward_python": "/opt/reward/bin/python"}
+    named |= {"rollout_python": "/opt/rollout/bin/python", "trainer_python": "/opt/trainer/bin/python"}
+    job = job_of(tmp_path)
+    job = job.model_copy(update={"services": job.services.model_copy(update=named)})
+    words = list(spec(job, service, RunFolder(tmp_path)).command)
+    at = words.index(f"services.{service}") - 1
+    expected = {"buffer": ["podman", "run", "the image", "python"]}.get(service, [f"/opt/{service}/bin/python"])
+    assert words[at - len(expected) : at + 2] == [*expected, "-m", f"services.{service}"]
+    assert sys.executable in list(spec(job_of(tmp_path), service, RunFolder(tmp_path)).command)
+
+
+def test_a_python_that_is_not_there_is_refused_by_name(load_with) -> None:
+    with pytest.raises(ConfigError, match="rollout_python: /no/python is no program here"):
+        load_with("--rollout-python", "/no/python")
+    with pytest.raises(ConfigError, match="trainer_python: No closing quotation"):
+        load_with("--trainer-python", "python '")
