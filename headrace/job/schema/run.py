@@ -123,19 +123,19 @@ class ServicesSection(Section):
         "else is in.",
     )
     buffer_python: str | None = Field(
-        None, description="Python of the buffer, or a command that ends with one; absent: the one that runs headrace."
+        None, description="Python of the buffer, or a command that ends with one; absent: headrace's."
     )
     reward_python: str | None = Field(
         None,
-        description="Python of the reward service, or a command that ends with one; absent: the one that runs headrace.",
+        description="Python of the reward service, or a command that ends with one; absent: headrace's.",
     )
     rollout_python: str | None = Field(
         None,
-        description="Python of the rollout service and its engines, or a command that ends with one; absent: the one that runs headrace.",
+        description="Python of the rollout service and its engines, or a command that ends with one; absent: headrace's.",
     )
     trainer_python: str | None = Field(
         None,
-        description="Python of the trainer's ranks, or a command that ends with one; absent: the one that runs headrace.",
+        description="Python of the trainer's ranks, or a command that ends with one; absent: headrace's.",
     )
     start_timeout_seconds: Seconds = Field(
         1800.0, description="A service or an engine that does not serve within this time is given up."
