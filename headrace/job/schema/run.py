@@ -131,7 +131,7 @@ class ServicesSection(Section):
     )
     rollout_python: str | None = Field(
         None,
-        description="Python of the rollout service and its engines, or a command that ends with one; absent: headrace's.",
+        description="Python of the rollout service and engines, or a command that ends with one; absent: headrace's.",
     )
     trainer_python: str | None = Field(
         None,
