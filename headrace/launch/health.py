@@ -1,6 +1,12 @@
-"""Asks a service whether it serves, with the standard gRPC health protocol."""
+"""Asks a service whether it serves, with the standard gRPC health protocol.
+
+`python -m headrace.launch.health HOST:PORT` ends with 0 if it does: for the health check of a container.
+"""
 
 from __future__ import annotations
+
+import asyncio
+import sys
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -20,3 +26,7 @@ async def is_serving(address: str) -> bool:
         except grpc.aio.AioRpcError:
             return False
     return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+if __name__ == "__main__":
+    sys.exit(0 if asyncio.run(is_serving(sys.argv[1])) else 1)

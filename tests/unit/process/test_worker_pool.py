@@ -251,5 +251,5 @@ async def test_workers_end_with_a_parent_that_was_killed(tmp_path: Path) -> None
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # before, or while it was read
         return False
