@@ -124,7 +124,7 @@ def spec(job: Job, process: str, folder: RunFolder, gpus: Mapping[str, str] = Ma
 
 
 def _listens_at(job: Job, address: str) -> Address:
-    """Of a server and its standby, at the place that is on this machine."""
+    """The place on this machine, of a server and its standby."""
     host = job.services.listen_host
     if host is None:
         return own_place(address)

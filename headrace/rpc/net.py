@@ -44,7 +44,7 @@ class Address:
 
     @property
     def from_here(self) -> Address:
-        """Where this machine reaches a server that listens here: on all interfaces includes loopback."""
+        """The address of a server that listens here, for callers of this machine: all interfaces include loopback."""
         loopback = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host)  # noqa: S104  # asked for, not chosen
         return self if loopback is None else Address(loopback, self.port)
 
@@ -72,7 +72,7 @@ def _is_ours(host: str) -> bool:
 
 
 def resolved(address: Address) -> Sequence[tuple[int, int, int, str, Any]]:
-    """What a name means, as getaddrinfo answers it. Raises Unavailable for a name that means nothing here."""
+    """The meanings of a host name, as getaddrinfo answers them. Raises Unavailable for a name that means nothing here."""
     try:
         return socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     except OSError as error:
