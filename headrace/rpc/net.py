@@ -72,7 +72,7 @@ def _is_ours(host: str) -> bool:
 
 
 def resolved(address: Address) -> Sequence[tuple[int, int, int, str, Any]]:
-    """The meanings of a host name, as getaddrinfo answers them. Raises Unavailable for a name that means nothing here."""
+    """The meanings of a host name, as getaddrinfo answers them. Raises Unavailable for one that has none."""
     try:
         return socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     except OSError as error:
