@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,9 +58,17 @@ _EVALUATION_SHARE = 8
 
 
 def rollout_service(
-    job: Job, factory: EngineFactory, log_dir: Path, registry: CollectorRegistry, samples_dir: Path | None = None
+    job: Job,
+    factory: EngineFactory,
+    log_dir: Path,
+    registry: CollectorRegistry,
+    samples_dir: Path | None = None,
+    number: int | None = None,
 ) -> RolloutService:
-    """Starts nothing. Raises ConfigError when the job names no buffer or no reward service."""
+    """Starts nothing. `number`: which of several services it is.
+
+    Raises ConfigError when the job names no buffer or no reward service.
+    """
     seconds = job.rollout.generate_timeout_seconds
     params, seed = job_params(job.rollout), job.data.rollout_seed
     encoder = PromptEncoder(
@@ -142,7 +151,7 @@ def rollout_service(
         partial_rollout=_partial_rollout(job),
         teacher=teacher,
         bounds=ModelBounds.of(architecture),
-        failed_samples=FailedSamples.of(job.tracking, samples_dir),
+        failed_samples=FailedSamples.of(job.tracking, samples_dir, number),
     )
     producer = Producer(
         BufferLedger(buffer, _STREAM),
@@ -224,18 +233,20 @@ def openai_parts(
     return OpenaiParts(server, sampler)
 
 
-def sglang_factory(job: Job, log_dir: Path, *, has_accelerator: bool) -> EngineFactory:
+def sglang_factory(job: Job, log_dir: Path, *, has_accelerator: bool, service: int = 0) -> EngineFactory:
     """Makes real engines, or finds those that the job has addresses of.
 
-    Their start raises ConfigError for --sglang-* flags that SGLang does not know.
+    Engines of several rollout services of one machine are laid out over its GPUs after each other, in the services'
+    order. Their start raises ConfigError for --sglang-* flags that SGLang does not know.
     """
     delete_leftovers(log_dir, "engine-*")
     if addresses := [Address.parse(text) for text in job.placement.rollout_external_engine_addrs]:
         size = job.placement.rollout_num_gpus_per_engine
         return lambda number: ExternalEngine(addresses[number], size)
     options = engine_options(job)
+    first = service * job.placement.num_engines if job.services.rollout_services > 1 else 0
     return lambda number: SglangProcess(
-        options, number, log_dir / f"engine-{number}.log", has_accelerator=has_accelerator
+        options, first + number, log_dir / f"engine-{number}.log", has_accelerator=has_accelerator
     )
 
 
@@ -247,7 +258,7 @@ def engine_options(job: Job) -> EngineOptions:
         tensor_parallel_size=job.placement.rollout_num_gpus_per_engine,
         seed=job.data.rollout_seed,
         sglang=job.sglang,
-        threads=threads_of_each(job.placement.rollout_num_gpus, share=share),
+        threads=threads_of_each(job.placement.rollout_num_gpus * job.services.rollout_services, share=share),
         returns_experts=job.train.use_rollout_routing_replay,
     )
 
@@ -284,8 +295,11 @@ def _context(job: Job, architecture: Architecture) -> ContextLimit | None:
 
 
 def _groups_at_once(job: Job) -> int:
+    """Of one of several services its share: on-policy of a step, so that all have work from its beginning."""
     groups_per_step = job.rollout.over_sampling_batch_size or job.rollout.rollout_batch_size or 1
-    return job.rollout.max_groups_in_flight or 2 * groups_per_step
+    num_services = job.services.num_rollout_services
+    groups = groups_per_step if num_services > 1 and not job.buffer.max_staleness else 2 * groups_per_step
+    return job.rollout.max_groups_in_flight or math.ceil(groups / num_services)
 
 
 def _samples_at_once(job: Job) -> int:

@@ -97,15 +97,15 @@ async def broadcast(stack: Stack, version: int, spoiled: Mapping[str, str] | Non
     sender = WeightSender(
         stack.source(), ALONE, lambda _: False, host="127.0.0.1", bucket_bytes=512 << 20, timeout_seconds=240
     )
-    opened = sender.open()
+    opened = sender.open(0)
     assert opened is not None
     plan = plan_of(stack, version, group=GroupPlan(opened.name, opened.host, opened.port, (0,), joined=False))
     receiver = Receiver(stack.fleet)
     begun = await receiver.begin(plan)
-    sending = asyncio.create_task(asyncio.to_thread(sender.send, plan.publication_id, begun.world_size))
+    sending = asyncio.create_task(asyncio.to_thread(sender.send, plan.publication_id, {0: begun.world_size}))
     await receiver.receive(plan.publication_id, 0)
     sent = await sending
-    sender.drop()
+    sender.drop([0])
     assert sent is not None
     assert sent.error is None
     return await receiver.commit(plan.publication_id, sent.checksums | (spoiled or {}))

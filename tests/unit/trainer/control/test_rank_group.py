@@ -29,7 +29,7 @@ from services.trainer.control.messages import (
     Train,
     Trained,
 )
-from services.trainer.control.rank_group import Execute, RankGroup, follow
+from services.trainer.control.rank_group import Execute, RankGroup, SentByAll, follow
 from services.trainer.megatron.rendezvous import listener
 from services.trainer.state import TrainState
 from tests.support.ledgers.facts import facts
@@ -81,7 +81,7 @@ async def test_a_stage_that_fails_stops_the_others_at_once() -> None:
 
     async with ranks(3, work) as group:
         with pytest.raises(PublicationAborted, match="stage 1: no engine"):
-            await group.send_weights("p", 2, deadline_seconds=60.0)
+            await group.send_weights("p", {0: 2}, deadline_seconds=60.0)
         await group.leave(deadline_seconds=60.0)
 
 
@@ -96,12 +96,13 @@ async def test_a_publication_that_is_given_up_stops_the_senders_of_that_one_alon
         return Sent(rank, {f"w{rank}": "sum"})
 
     async with ranks(2, work) as group:
-        sending = asyncio.create_task(group.send_weights("first", 2, deadline_seconds=60.0))
+        sending = asyncio.create_task(group.send_weights("first", {0: 2}, deadline_seconds=60.0))
         await asyncio.sleep(0)
         group.abort("first")
         with pytest.raises(PublicationAborted, match="given up"):
             await sending
-        assert await group.send_weights("second", 2, deadline_seconds=60.0) == {"w0": "sum", "w1": "sum"}
+        sent = await group.send_weights("second", {0: 2}, deadline_seconds=60.0)
+        assert sent == SentByAll({"w0": "sum", "w1": "sum"}, {})
         await group.leave(deadline_seconds=60.0)
 
 

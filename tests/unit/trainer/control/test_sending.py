@@ -76,13 +76,13 @@ def test_weights_that_were_kept_are_sent_as_they_were_after_the_model_has_others
         kept = {name: tensor.clone() for name, tensor in policy.weights.items()}
         for tensor in policy.weights.values():
             tensor += 1.0
-    opened = sender.open()
+    opened = sender.open(0)
     assert opened is not None
     with ThreadPoolExecutor(1) as engine:
         receiving = engine.submit(receive_late, opened, policy)
-        sent = sender.send("p", 2, kept=True)
+        sent = sender.send("p", {0: 2}, kept=True)
         received = receiving.result()
-    sender.drop()
+    sender.drop([0])
     assert sent is not None
     assert sent.checksums == engine_checksums(kept)
     assert all(torch.equal(a.view(torch.float32), b) for a, b in zip(received, kept.values(), strict=True))
@@ -108,13 +108,13 @@ def test_weights_that_cannot_be_hashed_end_no_rank(monkeypatch: pytest.MonkeyPat
 def test_a_bucket_is_gathered_while_the_one_before_it_is_on_its_way() -> None:
     policy = WatchedPolicy()
     sender = sender_of(policy)
-    opened = sender.open()
+    opened = sender.open(0)
     assert opened is not None
     with ThreadPoolExecutor(1) as engine:
         receiving = engine.submit(receive_late, opened, policy)
-        sent = sender.send("p", 2)
+        sent = sender.send("p", {0: 2})
         received = receiving.result()
-    sender.drop()
+    sender.drop([0])
     assert sent is not None
     assert sent.error is None
     assert sent.checksums == engine_checksums(policy.weights)
