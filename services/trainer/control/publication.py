@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.client.rollout import RolloutClient
-from headrace.errors import Fenced, GroupGone, HeadraceError, Unavailable
+from headrace.errors import Fenced, GroupGone, HeadraceError
 from headrace.job.schema.run import PublishSection
 from headrace.probe import Probe
 from headrace.rpc.log import log
@@ -29,8 +29,6 @@ from services.trainer.state import TrainState
 from services.trainer.weights.lacking import EngineIds, Lacking
 
 _TRIES = 3
-_ABORT_SECONDS = 10.0
-"""A service that was left behind has this long to say that it has given the publication up; the others go on."""
 _PAUSE_MODES = {
     "in_place": pb.PAUSE_MODE_IN_PLACE,
     "retract": pb.PAUSE_MODE_RETRACT,
@@ -80,6 +78,7 @@ class Publisher:
         self._seconds = config.update_weight_timeout_seconds
         self._backend = backend
         self._before: Version | None = None
+        self._aborting: set[asyncio.Task[None]] = set()
 
     async def publish(self, state: TrainState) -> dict[str, float]:
         """Returns once every engine in routing serves `state.step`, of all services that were not left behind.
@@ -227,12 +226,9 @@ class Publisher:
             )
         await self._transport.leave(list(left))
         slow = {number for number in complete if isinstance(left.get(number), Straggler)}
-        gone = {number for number, error in left.items() if isinstance(error, Unavailable)}
-        try:
-            async with asyncio.timeout(_ABORT_SECONDS):
-                await self._abort(attempt, left.keys() - slow - gone, "this rollout service was left behind")
-        except TimeoutError:
-            log.warning("abort_failed", publication_id=attempt.publication_id, error="no answer")
+        aborting = asyncio.create_task(self._abort(attempt, left.keys() - slow, "this rollout service was left behind"))
+        self._aborting.add(aborting)  # nobody waits for it: a service that is gone is asked until the call's deadline
+        aborting.add_done_callback(self._aborting.discard)
 
     async def _abort(self, attempt: Attempt, numbers: Collection[int], reason: str) -> None:
         async def abort(number: int) -> None:
