@@ -29,7 +29,7 @@ def process_name(service: str, number: int) -> str:
 
 
 def number_of(process: str) -> int | None:
-    """Which of several processes of its service the process is; None for one that is the whole service."""
+    """The number of the process among those of its service; None for one that is the whole service."""
     service, _, number = process.partition("-")
     return int(number) if service in _OF_SEVERAL and number.isdecimal() and len(number) <= _MAX_DIGITS else None
 

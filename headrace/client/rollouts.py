@@ -58,7 +58,7 @@ class RolloutClients(Rollout):
         return_samples: bool = False,
         deadline_seconds: float = 3600.0,
     ) -> AsyncIterator[pb.EvaluateResponse]:
-        """Of one service. One that ends before its first message is replaced; later its caller asks again."""
+        """One service evaluates. If it ends before its first message another does; later the caller asks again."""
         replies = self._of_one(
             lambda service: service.watch_evaluation(
                 evaluation_id, datasets, return_samples=return_samples, deadline_seconds=deadline_seconds
@@ -69,7 +69,7 @@ class RolloutClients(Rollout):
                 yield reply
 
     async def get_fleet(self, *, deadline_seconds: float | None = None) -> pb.GetFleetResponse:
-        """Of the services that answer; an engine's id has its service's name before it.
+        """Merges the fleets of the services that answer; an engine's id has its service's name before it.
 
         The policy version is the newest: the services of an older one do not produce. Raises when none answers.
         """

@@ -60,7 +60,7 @@ def processes(job: Job, service: str) -> Sequence[str]:
 
 
 def _chosen(job: Job, service: str) -> int | None:
-    """Which of several addresses of the service is that of the process that is started here, if the job says so."""
+    """The index, among the addresses of the service, of the one that the job says is started here."""
     return {BUFFER: job.buffer.buffer_shard, ROLLOUT: job.services.rollout_service}.get(service)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +35,7 @@ from services.rollout.evaluation.eval_file import EvalFiles
 from services.rollout.evaluation.evaluate import SAMPLES_AT_ONCE, Evaluator
 from services.rollout.evaluation.evaluation_slots import EvaluationSlots
 from services.rollout.metrics import RolloutMetrics
+from services.rollout.one_of_several import groups_at_once, samples_at_once
 from services.rollout.production.custom import HookSampler, custom_args
 from services.rollout.production.failed_samples import FailedSamples
 from services.rollout.production.filter import GroupFilter
@@ -65,7 +65,7 @@ def rollout_service(
     samples_dir: Path | None = None,
     number: int | None = None,
 ) -> RolloutService:
-    """Starts nothing. `number`: which of several services it is.
+    """Starts nothing. `number` is that of one of several services.
 
     Raises ConfigError when the job names no buffer or no reward service.
     """
@@ -108,7 +108,7 @@ def rollout_service(
             custom_args(args, router.url),
             fleet.weights,
             seconds=seconds,
-            calls_at_once=_samples_at_once(job) + SAMPLES_AT_ONCE,
+            calls_at_once=samples_at_once(job) + SAMPLES_AT_ONCE,
             per_sample=job.rollout.generate_per_sample,
             activity=fleet.activity,
             warn=warnings.append,
@@ -158,7 +158,7 @@ def rollout_service(
         groups,
         lambda: fleet.policy_version,
         metrics,
-        max_groups_in_flight=_groups_at_once(job),
+        max_groups_in_flight=groups_at_once(job),
         interrupt=fleet.interrupt,
     )
     parts = RolloutParts(
@@ -226,7 +226,7 @@ def openai_parts(
     sampler = AgentSampler(
         *(agent, args, sessions, server.url),
         limits=SessionLimits(seconds, job.rollout.max_turns, context.tokens if context else None),
-        calls_at_once=_samples_at_once(job) + SAMPLES_AT_ONCE,
+        calls_at_once=samples_at_once(job) + SAMPLES_AT_ONCE,
         evaluation_priority=evaluation_priority(job.sglang),
         warn=warn,
     )
@@ -273,7 +273,7 @@ def evaluated_beside_training(job: Job) -> int:
         return job.eval.eval_samples_in_flight
     if job.eval.eval_exact_version:
         return SAMPLES_AT_ONCE
-    return max(1, _samples_at_once(job) // _EVALUATION_SHARE)
+    return max(1, samples_at_once(job) // _EVALUATION_SHARE)
 
 
 def _partial_rollout(job: Job) -> PartialRollout | None:
@@ -292,18 +292,6 @@ def _context(job: Job, architecture: Architecture) -> ContextLimit | None:
     if not asks_engines and job.rollout.rollout_max_context_len is None:
         return None
     return ContextLimit.of(job.rollout, job.sglang, architecture)
-
-
-def _groups_at_once(job: Job) -> int:
-    """Of one of several services its share: on-policy of a step, so that all have work from its beginning."""
-    groups_per_step = job.rollout.over_sampling_batch_size or job.rollout.rollout_batch_size or 1
-    num_services = job.services.num_rollout_services
-    groups = groups_per_step if num_services > 1 and not job.buffer.max_staleness else 2 * groups_per_step
-    return job.rollout.max_groups_in_flight or math.ceil(groups / num_services)
-
-
-def _samples_at_once(job: Job) -> int:
-    return _groups_at_once(job) * (job.rollout.n_samples_per_prompt or 1)
 
 
 def _required(value: str | None, name: str) -> str:

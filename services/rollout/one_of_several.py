@@ -1,6 +1,8 @@
-"""The job as one of several rollout services reads it."""
+"""The share that one of several rollout services has of the job: engines, port, and how much is generated at once."""
 
 from __future__ import annotations
+
+import math
 
 from headrace.job.schema.job import Job
 
@@ -21,3 +23,16 @@ def job_of_service(job: Job, number: int | None) -> Job:
             "rollout": job.rollout.model_copy(update={"openai_port": None if port is None else port + number}),
         }
     )
+
+
+def groups_at_once(job: Job) -> int:
+    """Several services share a step where they are on-policy, so that all have work from its beginning; else two."""
+    groups_per_step = job.rollout.over_sampling_batch_size or job.rollout.rollout_batch_size or 1
+    num_services = job.services.num_rollout_services
+    groups = groups_per_step if num_services > 1 and not job.buffer.max_staleness else 2 * groups_per_step
+    return job.rollout.max_groups_in_flight or math.ceil(groups / num_services)
+
+
+def samples_at_once(job: Job) -> int:
+    """Samples of those groups."""
+    return groups_at_once(job) * (job.rollout.n_samples_per_prompt or 1)

@@ -46,7 +46,7 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class _Published:
-    """What the services answered that serve it, by their numbers."""
+    """The answers of the services that serve it, by their numbers."""
 
     attempt: Attempt
     replies: Mapping[int, pb.CommitPublishResponse]

@@ -47,7 +47,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class SentByAll:
-    """What engines must hold, and the rollout services that a stage could not send all of it to, with the reason."""
+    """The checksums that engines must have, and why a stage could not send everything to some services."""
 
     checksums: Mapping[str, str]
     left: Mapping[int, str]

@@ -1,4 +1,4 @@
-"""Which rollout services there are to publish to, and which lack the served weights.
+"""The rollout services that there are to publish to, and those that lack the served weights.
 
 No publication waits for a service that was left behind or is away; when it answers again, it is given the served
 weights alone.

@@ -29,18 +29,11 @@ from tests.unit.trainer.test_loop import Everything
 
 
 class Rollout:
-    """Answers an evaluation with what it was given, or raises it; `held` keeps it from ending.
+    """Its services answer an evaluation with what they were given, or raise it; `held` keeps them from ending."""
 
-    With `then` there is another service, which answers that.
-    """
-
-    def __init__(
-        self,
-        answer: Exception | Sequence[rollout_pb2.EvalResult],
-        then: Exception | Sequence[rollout_pb2.EvalResult] | None = None,
-    ) -> None:
-        self._answers = [answer] if then is None else [answer, then]
-        self.services = tuple(self._answers)
+    def __init__(self, *answers: Exception | Sequence[rollout_pb2.EvalResult]) -> None:
+        self._answers = list(answers)
+        self.services = answers
         self.held = asyncio.Event()
         self.held.set()
         self.asked: list[int] = []
@@ -304,14 +297,3 @@ def test_warnings_survive_a_start_of_the_trainer(tmp_path: Path) -> None:
         (1, ["why"], {"eval_error": 1.0})
     ]
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["warnings"] == ["why"]
-
-
-async def test_an_evaluation_whose_rollout_service_dies_is_begun_again_by_another_one(
-    tmp_path: Path, load_with
-) -> None:
-    rollout = Rollout(Unavailable("it is gone"), then=[RESULT])
-    run = run_of(tmp_path, load_with, rollout, "--eval-exact-version")
-    await run.train()
-    assert run.evaluated() == [(0, 0.0), (1, 0.0), (2, 0.0)]
-    assert rollout.asked == [0, 0, 1, 2]
-    assert len(list(SampleLog(tmp_path / "samples").of_evaluation(0))) == 1, "those of the second one alone"
