@@ -72,11 +72,11 @@ async def test_a_run_goes_on_without_a_rollout_service_that_is_killed_and_takes_
                 await first.end()  # without it the service that the launcher starts again has none yet
                 last = run.metrics()[-1]["step"]
                 await run.until_step(last + 4)
+                asked = await asyncio.to_thread(printed, capsys, "generate", "--run", str(run.folder.path), "1 + 1")
                 await first.begin()
                 await until_it_produces(run, rollout.services[0], last)
                 assert (await rollout.services[1].get_fleet()).groups_produced
                 said = await asyncio.to_thread(printed, capsys, "status", str(run.folder.path))
-                asked = await asyncio.to_thread(printed, capsys, "generate", "--run", str(run.folder.path), "1 + 1")
     lines = re.findall(r"^ *(rollout-\d) +127\.0\.0\.1:\d+ +\d+ +engine-0 ", said, re.M)
     assert lines == ["rollout-0", "rollout-1"]
     assert re.search(r"^ *rollout +2 services +– +rollout-0/engine-0 \w+ version ", said, re.M)

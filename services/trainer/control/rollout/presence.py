@@ -19,9 +19,9 @@ from services.trainer.weights.lacking import EVERYBODY, NOBODY, EngineIds, Lacki
 _FLEET_SECONDS = 2.0
 _SILENCE_GAP_SECONDS = 60.0
 """A fleet that was not asked for so long, because a batch was trained, may have answered meanwhile."""
-_PRESENT_SECONDS = 10.0
+_PRESENT_SECONDS = 5.0
 """Services that took part in the last publication are waited for, when another one has answered."""
-_ABSENT_SECONDS = 1.0
+_ABSENT_SECONDS = 0.25
 """So are those that did not."""
 _AGAIN_SECONDS = 30.0
 """A service or engines that could not be given the served weights are not offered them sooner."""
