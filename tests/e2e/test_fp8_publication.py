@@ -115,13 +115,13 @@ async def through_files(stack: Stack, way: str, version: int) -> Committed:
     root, memory = stack.roots[way], MemoryFiles() if way == "ipc" else None
     writer = WeightWriter(stack.source(), ALONE, lambda _: False, root=root, file_bytes=1 << 20, memory=memory)
     plan = plan_of(stack, version, root=root)
-    sent = await asyncio.to_thread(writer.send, plan.publication_id, 0)
+    sent = await asyncio.to_thread(writer.send, plan.publication_id, {})
     assert sent is not None
     assert sent.error is None
     receiver = Receiver(stack.fleet, root)
     await receiver.begin(plan)
     await receiver.receive(plan.publication_id, 0)
-    kept = await asyncio.to_thread(writer.send, plan.publication_id, 0, kept=True)
+    kept = await asyncio.to_thread(writer.send, plan.publication_id, {}, kept=True)
     assert kept is not None
     return await receiver.commit(plan.publication_id, kept.checksums)
 
