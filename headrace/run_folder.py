@@ -18,30 +18,32 @@ from headrace.process.shared_memory import memory_folder
 from headrace.whole_file import replacing
 
 BUFFER = "buffer"
-_SHARD_DIGITS = 4
+ROLLOUT = "rollout"
+_OF_SEVERAL = (BUFFER, ROLLOUT)
+_MAX_DIGITS = 4
 
 
-def shard_name(shard: int) -> str:
-    """The name of a shard's process, in services.json, in logs/ and to a person."""
-    return f"{BUFFER}-{shard}"
+def process_name(service: str, number: int) -> str:
+    """The name of one of several processes of a service, in services.json, in logs/ and to a person."""
+    return f"{service}-{number}"
 
 
-def shard_of(process: str) -> int | None:
-    """The number of the shard that the process is; None for one that is a whole service."""
-    service, _, shard = process.partition("-")
-    return int(shard) if service == BUFFER and shard.isdecimal() and len(shard) <= _SHARD_DIGITS else None
+def number_of(process: str) -> int | None:
+    """The number of the process among those of its service; None for one that is the whole service."""
+    service, _, number = process.partition("-")
+    return int(number) if service in _OF_SEVERAL and number.isdecimal() and len(number) <= _MAX_DIGITS else None
 
 
 def service_of(process: str) -> str:
-    """The service that a process is, or is a shard of."""
-    return process if shard_of(process) is None else BUFFER
+    """The service that a process is, or is one of several of."""
+    return process if number_of(process) is None else process.partition("-")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceEntry:
     """A service's addresses; `pid` is absent for one that this run did not start.
 
-    A buffer of several shards has an entry `buffer` with all addresses, separated by commas, and one for each shard.
+    A service of several processes has an entry with all addresses, separated by commas, and one for each process.
     """
 
     address: str
@@ -69,6 +71,10 @@ class RunFolder:
     def ledger(self) -> Path:
         """Holds the buffer's data, or a folder for each of its shards."""
         return self.path / "ledger"
+
+    def logs_of(self, rollout_service: int | None) -> Path:
+        """Holds the logs of the engines and the router of one of several rollout services, or of the only one."""
+        return self.logs if rollout_service is None else self.logs / process_name(ROLLOUT, rollout_service)
 
     def ledger_of(self, shard: int | None) -> Path:
         """Holds the data of one of several shards, or of the only buffer."""
@@ -146,7 +152,7 @@ class RunFolder:
         return {name: entry for name, entry in services if entry.pid and Path(f"/proc/{entry.pid}").exists()}
 
     def running_addresses(self) -> dict[str, str]:
-        """Maps services that run to their addresses; a buffer's are those of all shards, also of one that restarts."""
+        """Maps services that run to their addresses; those of all its processes, also of one that restarts."""
         running = {service_of(name) for name in self.running_services()}
         services = self.services() if running else {}
         return {name: entry.address for name, entry in services.items() if name in running}

@@ -23,7 +23,7 @@ from headrace.whole_file import replacing
 from headrace.wire.json_text import to_json
 
 _STEP = re.compile(r"step-(?P<step>\d{7,})-rank-\d+\.jsonl\.gz")
-_FAILED = re.compile(r"failed-(?P<number>\d{6,})\.jsonl\.gz")
+_FAILED = re.compile(r"failed-(?P<number>\d{6,})(-\d+)?\.jsonl\.gz")
 _EVALUATED = re.compile(r"eval-(?P<step>\d{7,})\.jsonl\.gz")
 _LEVEL = 3
 _FAILED_SHARE, _FAILED_FILES = 10, 4
@@ -93,8 +93,10 @@ _LINE = TypeAdapter(Answer)
 class SampleLog:
     """The files of one run. Everything here touches the disk: call it from a thread that may wait."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, writer: int | None = None) -> None:
+        """`writer` tells several rollout services apart, which must not write into one file."""
         self.folder = folder
+        self._ending = "" if writer is None else f"-{writer}"
 
     def write_step(self, step: int, rank: int, answers: Sequence[Answer], max_bytes: int) -> int:
         """Returns how many of them fitted. Replaces the file of an earlier attempt at the step."""
@@ -130,7 +132,7 @@ class SampleLog:
     def new_failed_file(self) -> Path:
         """A file numbered after all others: the end of an earlier one may be torn."""
         numbers = [int(match["number"]) for _, match in self._files(_FAILED)]
-        return self.folder / f"failed-{max(numbers, default=0) + 1:06}.jsonl.gz"
+        return self.folder / f"failed-{max(numbers, default=0) + 1:06}{self._ending}.jsonl.gz"
 
     def is_empty(self) -> bool:
         return not (self._files(_STEP) or self._files(_FAILED) or self._files(_EVALUATED))

@@ -17,7 +17,7 @@ from rich.progress import Progress
 
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.sample.v1 import sample_pb2
-from headrace.client.rollout import RolloutClient
+from headrace.client.open import open_rollout
 from headrace.errors import FailedPrecondition, Unavailable
 from headrace.job.schema.job import Job
 from headrace.launch.launcher import Launcher
@@ -41,12 +41,13 @@ def serving(job: Job, folder: Path, *, hf_checkpoint: Path) -> Job:
     """The job as these services need it: other weights, no prompts to train on, nobody else's services."""
     data = job.data.model_copy(update={"prompt_data": (), "prompt_data_weights": (), "data_source_path": None})
     addresses = {f"{name}_address": None for name in (*SERVICES, "trainer")}
+    alone = {"rollout_services": 1, "rollout_service": None}
     buffer = {"buffer_store": "memory", "buffer_shards": 1, "buffer_addresses": (), "buffer_shard": None}
     return job.model_copy(
         update={
             "data": data,
             "model": job.model.model_copy(update={"hf_checkpoint": hf_checkpoint}),
-            "services": job.services.model_copy(update=addresses),
+            "services": job.services.model_copy(update=addresses | alone),
             "buffer": job.buffer.model_copy(update=buffer),
             "run": job.run.model_copy(update={"run_dir": folder, "run_name": "eval"}),
         }
@@ -122,7 +123,7 @@ async def ask(
 ) -> Sequence[rollout_pb2.EvalResult]:
     """Evaluates with the rollout service at the address, shows how far it is, and writes the samples as they finish."""
     results: Sequence[rollout_pb2.EvalResult] = ()
-    async with RolloutClient(address) as rollout:
+    async with open_rollout(address) as rollout:
         with Progress(transient=True) as progress, _written(samples) as write:
             bar = progress.add_task("evaluating", total=None)
             replies = rollout.watch_evaluation(

@@ -12,7 +12,7 @@ from typing import Any
 from headrace.errors import FailedPrecondition, NotFound, Unavailable
 from headrace.rpc.channel import connect
 from headrace.rpc.tls import VARIABLE, speaks_tls, tls_of, use_tls
-from headrace.run_folder import RunFolder, living_runs, newest_run
+from headrace.run_folder import ROLLOUT, RunFolder, living_runs, newest_run
 
 RUNS = Path("runs")
 _ANSWER_SECONDS = 10.0
@@ -84,20 +84,37 @@ def address_of(run: str | None, service: str, given: str | None = None) -> str:
 
 
 async def require_answer(address: str, service: str) -> None:
-    """Raises Unavailable when nothing at the address speaks gRPC."""
-    for shard in address.split(","):
-        async with connect(shard) as channel:
-            try:
-                await asyncio.wait_for(channel.channel_ready(), _ANSWER_SECONDS)
-            except TimeoutError as error:
-                if tls_of() is None and await speaks_tls(shard):
-                    raise Unavailable(
-                        f"the {service} service at {shard} takes calls with a certificate only: set {VARIABLE} to a "
-                        "folder that `headrace certs` made"
-                    ) from error
-                raise Unavailable(
-                    f"no {service} service answers at {shard} within {_ANSWER_SECONDS:g} s: see `headrace status`"
-                ) from error
+    """Raises Unavailable when nothing at the address speaks gRPC.
+
+    All shards of a buffer must, and of several rollout services one.
+    """
+    asked = {each: asyncio.ensure_future(_answers(each)) for each in address.split(",")}
+    for answer in asyncio.as_completed(asked.values()):
+        if await answer and service == ROLLOUT:
+            break
+    others = [call for call in asked.values() if not call.done()]
+    for call in others:
+        call.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    silent = [each for each, call in asked.items() if not call.cancelled() and not call.result()]
+    if len(silent) == len(asked) or (silent and service != ROLLOUT):
+        if tls_of() is None and await speaks_tls(silent[0]):
+            raise Unavailable(
+                f"the {service} service at {silent[0]} takes calls with a certificate only: set {VARIABLE} to a folder "
+                "that `headrace certs` made"
+            )
+        raise Unavailable(
+            f"no {service} service answers at {silent[0]} within {_ANSWER_SECONDS:g} s: see `headrace status`"
+        )
+
+
+async def _answers(address: str) -> bool:
+    async with connect(address) as channel:
+        try:
+            await asyncio.wait_for(channel.channel_ready(), _ANSWER_SECONDS)
+        except TimeoutError:
+            return False
+    return True
 
 
 def _address_in(folder: RunFolder, service: str) -> str:

@@ -1,9 +1,12 @@
-"""Opens a client for the address that a job names: one buffer, or the shards of one ledger."""
+"""Opens a client for the address that a job names: of one service, or of several with commas between them."""
 
 from __future__ import annotations
 
 from headrace.client.buffer import BufferClient
 from headrace.client.port import DEFAULT_DEADLINE_SECONDS, Buffer
+from headrace.client.rollout import DEFAULT_DEADLINE_SECONDS as ROLLOUT_DEADLINE_SECONDS
+from headrace.client.rollout import Rollout, RolloutClient
+from headrace.client.rollouts import RolloutClients
 from headrace.client.shards import ShardedBuffer
 
 
@@ -13,3 +16,11 @@ def open_buffer(address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECO
     if len(addresses) == 1:
         return BufferClient(address, deadline_seconds=deadline_seconds)
     return ShardedBuffer(addresses, deadline_seconds=deadline_seconds)
+
+
+def open_rollout(address: str, *, deadline_seconds: float = ROLLOUT_DEADLINE_SECONDS) -> Rollout:
+    """Connects lazily. Several addresses with commas between them are the rollout services of one run."""
+    addresses = address.split(",")
+    if len(addresses) == 1:
+        return RolloutClient(address, deadline_seconds=deadline_seconds)
+    return RolloutClients(addresses, deadline_seconds=deadline_seconds)

@@ -1,7 +1,11 @@
-"""The rollout service's client: one method for each call, with plain arguments, the server's errors and deadlines."""
+"""The rollout service's client: one method for each call, with plain arguments, the server's errors and deadlines.
+
+`Rollout` is what one service and several (`rollouts`) have in common; publications are each service's own.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,26 +22,17 @@ from headrace.rpc.channel import connect
 DEFAULT_DEADLINE_SECONDS = 60.0
 
 
-class RolloutClient(Closing):
-    """Speaks to one rollout service. Close it, or use it as a context."""
+class Rollout(Closing):
+    """The rollout services of a run: one, or several that are asked as one."""
 
-    def __init__(self, address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> None:
-        self._channel = connect(address)
-        self._peer = f"the rollout service at {address}"
-        self._stub = rollout_pb2_grpc.RolloutServiceStub(self._channel)
-        self._deadline_seconds = deadline_seconds
+    services: Sequence[RolloutClient]
+    """Each service by itself, in the order of their addresses."""
 
-    async def close(self) -> None:
-        await self._channel.close(None)
-
-    # Sampling and evaluating the policy
-
-    async def generate(
+    @abstractmethod
+    def generate(
         self, request: pb.GenerateRequest, *, deadline_seconds: float = 600.0
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Yields text as it is generated; the last message has the status and the policy ranges."""
-        async for reply in stream(self._stub.Generate, request, deadline_seconds=deadline_seconds, peer=self._peer):
-            yield reply
 
     async def evaluate(
         self,
@@ -57,7 +52,8 @@ class RolloutClient(Closing):
             raise Unavailable(f"evaluation {evaluation_id} ended without results: ask again")
         return results
 
-    async def watch_evaluation(
+    @abstractmethod
+    def watch_evaluation(
         self,
         evaluation_id: str,
         datasets: Sequence[pb.EvalDataset],
@@ -66,12 +62,62 @@ class RolloutClient(Closing):
         deadline_seconds: float = 3600.0,
     ) -> AsyncIterator[pb.EvaluateResponse]:
         """Yields progress, and the samples if requested; the last message has the results."""
+
+    @abstractmethod
+    async def get_fleet(self, *, deadline_seconds: float | None = None) -> pb.GetFleetResponse:
+        """State of the engines, the router and production."""
+
+    @abstractmethod
+    async def pause_production(self) -> int:
+        """Stops producers from leasing groups; returns the number of samples that still finish."""
+
+    @abstractmethod
+    async def resume_production(self) -> None:
+        """Lets producers lease groups again."""
+
+    @abstractmethod
+    async def set_reward(self, *, address: str | None = None, scorer: str | None = None) -> pb.SetRewardResponse:
+        """Changes the reward service or the scorer from the next sample on.
+
+        None keeps the current one, and an empty scorer means the service's default.
+        """
+
+
+class RolloutClient(Rollout):
+    """Speaks to one rollout service. Close it, or use it as a context."""
+
+    def __init__(self, address: str, *, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> None:
+        self.services = [self]
+        self.address = address
+        self._channel = connect(address)
+        self._peer = f"the rollout service at {address}"
+        self._stub = rollout_pb2_grpc.RolloutServiceStub(self._channel)
+        self._deadline_seconds = deadline_seconds
+
+    async def close(self) -> None:
+        await self._channel.close(None)
+
+    # Sampling and evaluating the policy
+
+    async def generate(
+        self, request: pb.GenerateRequest, *, deadline_seconds: float = 600.0
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        async for reply in stream(self._stub.Generate, request, deadline_seconds=deadline_seconds, peer=self._peer):
+            yield reply
+
+    async def watch_evaluation(
+        self,
+        evaluation_id: str,
+        datasets: Sequence[pb.EvalDataset],
+        *,
+        return_samples: bool = False,
+        deadline_seconds: float = 3600.0,
+    ) -> AsyncIterator[pb.EvaluateResponse]:
         request = pb.EvaluateRequest(evaluation_id=evaluation_id, datasets=datasets, return_samples=return_samples)
         async for reply in stream(self._stub.Evaluate, request, deadline_seconds=deadline_seconds, peer=self._peer):
             yield reply
 
     async def get_fleet(self, *, deadline_seconds: float | None = None) -> pb.GetFleetResponse:
-        """State of the engines, the router and production."""
         reply: pb.GetFleetResponse = await self._call(self._stub.GetFleet, pb.GetFleetRequest(), deadline_seconds)
         return reply
 
@@ -116,7 +162,6 @@ class RolloutClient(Closing):
     # Production
 
     async def pause_production(self) -> int:
-        """Stops producers from leasing groups; returns the number of samples that still finish."""
         reply: pb.PauseProductionResponse = await self._call(self._stub.PauseProduction, pb.PauseProductionRequest())
         return reply.samples_in_flight
 
@@ -124,10 +169,6 @@ class RolloutClient(Closing):
         await self._call(self._stub.ResumeProduction, pb.ResumeProductionRequest())
 
     async def set_reward(self, *, address: str | None = None, scorer: str | None = None) -> pb.SetRewardResponse:
-        """Changes the reward service or the scorer from the next sample on.
-
-        None keeps the current one, and an empty scorer means the service's default.
-        """
         reply: pb.SetRewardResponse = await self._call(
             self._stub.SetReward, pb.SetRewardRequest(address=address, scorer=scorer)
         )

@@ -21,7 +21,7 @@ from headrace.launch.specs import SERVICES, address_in, address_of, addressed, s
 from headrace.launch.supervisor import RestartPolicy, Supervisor
 from headrace.process.linux import kill_descendants
 from headrace.rpc.tls import use_tls
-from headrace.run_folder import BUFFER, RunFolder, ServiceEntry, service_of, shard_of
+from headrace.run_folder import BUFFER, RunFolder, ServiceEntry, number_of, service_of
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -68,7 +68,7 @@ class Launcher:
                     held.enter_context(_lock(self.folder.path, name))
                 self.folder.create(self.job)
                 for each in self._specs:  # all of them at once: their number is the ledger's number of shards
-                    if (shard := shard_of(each.name)) is not None:
+                    if service_of(each.name) == BUFFER and (shard := number_of(each.name)) is not None:
                         self.folder.ledger_of(shard).mkdir(exist_ok=True)
                 self._write_services({})
             self._tell(f"run {self.folder.path}: starting {names}; their output is in its logs/")
@@ -98,9 +98,9 @@ class Launcher:
 
 
 def _rank(process: str) -> tuple[int, int]:
-    """Services in the order of starting, each before its shards; what this version does not know comes last."""
-    service, shard = service_of(process), shard_of(process)
-    return SERVICES.index(service) if service in SERVICES else len(SERVICES), -1 if shard is None else shard
+    """Services in the order of starting, each before its processes; what this version does not know comes last."""
+    service, number = service_of(process), number_of(process)
+    return SERVICES.index(service) if service in SERVICES else len(SERVICES), -1 if number is None else number
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from headrace.launch.process import ServiceSpec
 from headrace.launch.ranks.placement import LOSING_EXIT_CODES, starter
 from headrace.process.openmp import openmp, threads_of_each
 from headrace.rpc.net import Address, free_port, own_place, require_free
-from headrace.run_folder import BUFFER, RunFolder, ServiceEntry, service_of, shard_name, shard_of
+from headrace.run_folder import BUFFER, ROLLOUT, RunFolder, ServiceEntry, number_of, process_name, service_of
 
 SERVICES = ("buffer", "reward", "rollout", "trainer")
 """In the order of starting; they are ended the other way round."""
@@ -45,15 +45,23 @@ def addressed(job: Job, services: Sequence[str], folder: RunFolder) -> Job:
         entries = [before.get(each) for each in processes(job, name)]
         found[name] = ",".join(_earlier(entry) or f"127.0.0.1:{free_port()}" for entry in entries)
     found |= {name: address for name in SERVICES if (address := address_in(job, name))}
+    if job.services.rollout_address is not None:
+        found[ROLLOUT] = job.services.rollout_address  # one of several has the share of as many as there are
     addresses = {f"{name}_address": address for name, address in found.items()}
     return job.model_copy(update={"services": job.services.model_copy(update=addresses)})
 
 
 def processes(job: Job, service: str) -> Sequence[str]:
-    """The names of the processes that a service is: one, or one for each shard of the buffer."""
-    if service != BUFFER or job.buffer.buffer_shards == 1 or job.buffer.buffer_shard is not None:
+    """The names of the processes that a service is: one, or one for each shard of the buffer or rollout service."""
+    counts = {BUFFER: job.buffer.buffer_shards, ROLLOUT: job.services.rollout_services}
+    if counts.get(service, 1) == 1 or _chosen(job, service) is not None:
         return [service]
-    return [shard_name(shard) for shard in range(job.buffer.buffer_shards)]
+    return [process_name(service, number) for number in range(counts[service])]
+
+
+def _chosen(job: Job, service: str) -> int | None:
+    """The index, among the addresses of the service, of the one that the job says is started here."""
+    return {BUFFER: job.buffer.buffer_shard, ROLLOUT: job.services.rollout_service}.get(service)
 
 
 def _earlier(entry: ServiceEntry | None) -> str | None:
@@ -68,11 +76,12 @@ def _earlier(entry: ServiceEntry | None) -> str | None:
 
 
 def address_in(job: Job, service: str) -> str | None:
-    """The job's address of the service, or of the shard that is started here. None when the job has none."""
-    if service == "buffer" and job.buffer.buffer_shard is not None:
-        return job.buffer.buffer_addresses[job.buffer.buffer_shard]
+    """The job's address of the service, or of the one of several that is started here. None when the job has none."""
     address: str | None = job.services.model_dump()[f"{service}_address"]
-    return address
+    number = _chosen(job, service)
+    if address is None or number is None:
+        return address
+    return (job.buffer.buffer_addresses if service == BUFFER else address.split(","))[number]
 
 
 def address_of(job: Job, service: str) -> str:
@@ -92,19 +101,22 @@ def specs(
 
 def spec(job: Job, process: str, folder: RunFolder, gpus: Mapping[str, str] = MappingProxyType({})) -> ServiceSpec:
     """Describes how to start one of `processes` of an addressed job."""
-    service, shard = service_of(process), shard_of(process)
+    service, number = service_of(process), number_of(process)
     for needed in () if job.debug.trains_alone else _NEEDED[service]:
         address_of(job, needed)
     address, metrics_address = address_of(job, service), f"127.0.0.1:{free_port()}"
-    if shard is not None:
-        address = address.split(",")[shard]
+    if number is not None:
+        address = address.split(",")[number]
     listens_at = _listens_at(job, address)
     arguments = ["--config", str(folder.job_file), "--address", str(listens_at), "--metrics-address", metrics_address]
     arguments += ["--insecure"] if job.services.insecure else []
     extra = {
-        "buffer": ["--data-dir", str(folder.ledger_of(shard)), *([] if shard is None else ["--shard", str(shard)])],
+        "buffer": ["--data-dir", str(folder.ledger_of(number)), *_flag("--shard", number)],
         "reward": [],
-        "rollout": ["--log-dir", str(folder.logs), "--samples-dir", str(folder.samples)],
+        "rollout": [
+            *("--log-dir", str(folder.logs_of(number)), "--samples-dir", str(folder.samples)),
+            *_flag("--number", job.services.rollout_service if number is None else number),
+        ],
         "trainer": ["--run-dir", str(folder.path)],
     }
     return ServiceSpec(
@@ -129,6 +141,10 @@ def _listens_at(job: Job, address: str) -> Address:
     if host is None:
         return own_place(address)
     return Address(host.strip("[]"), Address.parse(address.partition("|")[0]).port)
+
+
+def _flag(name: str, number: int | None) -> list[str]:
+    return [] if number is None else [name, str(number)]
 
 
 def _restarts(job: Job, service: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from headrace.rpc.net import Address, require_free
 from headrace.rpc.server import RpcServer, Service
 from services.rollout.build import rollout_service, sglang_factory
 from services.rollout.engine.machine import has_accelerator
+from services.rollout.one_of_several import job_of_service
 from services.rollout.servicer import REQUEST_LIMITS, RolloutServicer
 
 
@@ -35,7 +36,7 @@ def main() -> int:
     configure_logging("rollout")
 
     def body() -> None:
-        job = Job.model_validate_json(arguments.config.read_text())
+        job = job_of_service(Job.model_validate_json(arguments.config.read_text()), arguments.number)
         configure_logging("rollout", run=job.run.run_name)
         asyncio.run(_serve(job, arguments))
 
@@ -46,9 +47,11 @@ async def _serve(job: Job, arguments: argparse.Namespace) -> None:
     listen = listen_of(vars(arguments))
     require_free(Address.parse(listen.address))  # before the engines' half minute, not after it
     name = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
-    factory = sglang_factory(job, arguments.log_dir, has_accelerator=await has_accelerator())
+    factory = sglang_factory(
+        job, arguments.log_dir, has_accelerator=await has_accelerator(), service=arguments.number or 0
+    )
     registry = CollectorRegistry()
-    service = rollout_service(job, factory, arguments.log_dir, registry, arguments.samples_dir)
+    service = rollout_service(job, factory, arguments.log_dir, registry, arguments.samples_dir, arguments.number)
     server = RpcServer(
         "rollout",
         listen.address,
@@ -77,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", type=Path, required=True, help="the resolved job as JSON")
     add_listen_arguments(parser)
     parser.add_argument("--log-dir", type=Path, default=Path("logs"), help="logs of engines and router")
+    parser.add_argument("--number", type=int, help="which of several rollout services of the job this is, from 0")
     parser.add_argument("--samples-dir", type=Path, help="texts of samples that failed; absent: none are written")
     return parser
 

@@ -35,6 +35,7 @@ from services.rollout.evaluation.eval_file import EvalFiles
 from services.rollout.evaluation.evaluate import SAMPLES_AT_ONCE, Evaluator
 from services.rollout.evaluation.evaluation_slots import EvaluationSlots
 from services.rollout.metrics import RolloutMetrics
+from services.rollout.one_of_several import groups_at_once, samples_at_once
 from services.rollout.production.custom import HookSampler, custom_args
 from services.rollout.production.failed_samples import FailedSamples
 from services.rollout.production.filter import GroupFilter
@@ -57,9 +58,17 @@ _EVALUATION_SHARE = 8
 
 
 def rollout_service(
-    job: Job, factory: EngineFactory, log_dir: Path, registry: CollectorRegistry, samples_dir: Path | None = None
+    job: Job,
+    factory: EngineFactory,
+    log_dir: Path,
+    registry: CollectorRegistry,
+    samples_dir: Path | None = None,
+    number: int | None = None,
 ) -> RolloutService:
-    """Starts nothing. Raises ConfigError when the job names no buffer or no reward service."""
+    """Starts nothing. `number` is that of one of several services.
+
+    Raises ConfigError when the job names no buffer or no reward service.
+    """
     seconds = job.rollout.generate_timeout_seconds
     params, seed = job_params(job.rollout), job.data.rollout_seed
     encoder = PromptEncoder(
@@ -99,7 +108,7 @@ def rollout_service(
             custom_args(args, router.url),
             fleet.weights,
             seconds=seconds,
-            calls_at_once=_samples_at_once(job) + SAMPLES_AT_ONCE,
+            calls_at_once=samples_at_once(job) + SAMPLES_AT_ONCE,
             per_sample=job.rollout.generate_per_sample,
             activity=fleet.activity,
             warn=warnings.append,
@@ -142,14 +151,14 @@ def rollout_service(
         partial_rollout=_partial_rollout(job),
         teacher=teacher,
         bounds=ModelBounds.of(architecture),
-        failed_samples=FailedSamples.of(job.tracking, samples_dir),
+        failed_samples=FailedSamples.of(job.tracking, samples_dir, number),
     )
     producer = Producer(
         BufferLedger(buffer, _STREAM),
         groups,
         lambda: fleet.policy_version,
         metrics,
-        max_groups_in_flight=_groups_at_once(job),
+        max_groups_in_flight=groups_at_once(job),
         interrupt=fleet.interrupt,
     )
     parts = RolloutParts(
@@ -217,25 +226,27 @@ def openai_parts(
     sampler = AgentSampler(
         *(agent, args, sessions, server.url),
         limits=SessionLimits(seconds, job.rollout.max_turns, context.tokens if context else None),
-        calls_at_once=_samples_at_once(job) + SAMPLES_AT_ONCE,
+        calls_at_once=samples_at_once(job) + SAMPLES_AT_ONCE,
         evaluation_priority=evaluation_priority(job.sglang),
         warn=warn,
     )
     return OpenaiParts(server, sampler)
 
 
-def sglang_factory(job: Job, log_dir: Path, *, has_accelerator: bool) -> EngineFactory:
+def sglang_factory(job: Job, log_dir: Path, *, has_accelerator: bool, service: int = 0) -> EngineFactory:
     """Makes real engines, or finds those that the job has addresses of.
 
-    Their start raises ConfigError for --sglang-* flags that SGLang does not know.
+    Engines of several rollout services of one machine are laid out over its GPUs after each other, in the services'
+    order. Their start raises ConfigError for --sglang-* flags that SGLang does not know.
     """
     delete_leftovers(log_dir, "engine-*")
     if addresses := [Address.parse(text) for text in job.placement.rollout_external_engine_addrs]:
         size = job.placement.rollout_num_gpus_per_engine
         return lambda number: ExternalEngine(addresses[number], size)
     options = engine_options(job)
+    first = service * job.placement.num_engines if job.services.rollout_services > 1 else 0
     return lambda number: SglangProcess(
-        options, number, log_dir / f"engine-{number}.log", has_accelerator=has_accelerator
+        options, first + number, log_dir / f"engine-{number}.log", has_accelerator=has_accelerator
     )
 
 
@@ -247,7 +258,7 @@ def engine_options(job: Job) -> EngineOptions:
         tensor_parallel_size=job.placement.rollout_num_gpus_per_engine,
         seed=job.data.rollout_seed,
         sglang=job.sglang,
-        threads=threads_of_each(job.placement.rollout_num_gpus, share=share),
+        threads=threads_of_each(job.placement.rollout_num_gpus * job.services.rollout_services, share=share),
         returns_experts=job.train.use_rollout_routing_replay,
     )
 
@@ -262,7 +273,7 @@ def evaluated_beside_training(job: Job) -> int:
         return job.eval.eval_samples_in_flight
     if job.eval.eval_exact_version:
         return SAMPLES_AT_ONCE
-    return max(1, _samples_at_once(job) // _EVALUATION_SHARE)
+    return max(1, samples_at_once(job) // _EVALUATION_SHARE)
 
 
 def _partial_rollout(job: Job) -> PartialRollout | None:
@@ -281,15 +292,6 @@ def _context(job: Job, architecture: Architecture) -> ContextLimit | None:
     if not asks_engines and job.rollout.rollout_max_context_len is None:
         return None
     return ContextLimit.of(job.rollout, job.sglang, architecture)
-
-
-def _groups_at_once(job: Job) -> int:
-    groups_per_step = job.rollout.over_sampling_batch_size or job.rollout.rollout_batch_size or 1
-    return job.rollout.max_groups_in_flight or 2 * groups_per_step
-
-
-def _samples_at_once(job: Job) -> int:
-    return _groups_at_once(job) * (job.rollout.n_samples_per_prompt or 1)
 
 
 def _required(value: str | None, name: str) -> str:

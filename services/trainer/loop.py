@@ -7,14 +7,14 @@ that cannot be written does not end the run before its last step: the next inter
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 from typing import Protocol
 
 from headrace.errors import Fenced, HeadraceError
 from headrace.rpc.log import log
 from services.trainer.plan.batch import Batch
 from services.trainer.state import TrainState
-from services.trainer.weights.lacking import Lacking
+from services.trainer.weights.lacking import EngineIds, Lacking
 
 
 class TrainerLedger(Protocol):
@@ -60,7 +60,7 @@ class Ranks(Protocol):
     async def lacking(self, state: TrainState) -> Lacking:
         """The engines, or the whole fleet, that started again and lack these weights."""
 
-    async def rejoin(self, state: TrainState, engine_ids: Sequence[str]) -> None:
+    async def rejoin(self, state: TrainState, engine_ids: EngineIds) -> None:
         """Engines that started again get the served weights, while the others go on."""
 
     async def save(self, state: TrainState) -> None:

@@ -63,6 +63,7 @@ class InProcess:
     """The rollout service's client, without a network."""
 
     evaluator: Evaluator
+    services: Sequence[str] = ("the only one",)
 
     async def watch_evaluation(
         self, evaluation_id: str, datasets: Sequence[rollout_pb2.EvalDataset], **_: object

@@ -15,7 +15,7 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -36,7 +36,7 @@ from services.rollout.service import RolloutParts
 from services.trainer.loop import train
 from services.trainer.plan.batch import Batch
 from services.trainer.state import TrainState
-from services.trainer.weights.lacking import NOBODY, Lacking
+from services.trainer.weights.lacking import NOBODY, EngineIds, Lacking
 from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.fakes.fake_fleet import WIRE
 from tests.support.fakes.scripted_reward import score, scripted_reward
@@ -109,7 +109,7 @@ class SleepingRanks:
     async def lacking(self, state: TrainState) -> Lacking:
         return NOBODY
 
-    async def rejoin(self, state: TrainState, engine_ids: Sequence[str]) -> None: ...
+    async def rejoin(self, state: TrainState, engine_ids: EngineIds) -> None: ...
 
     async def save(self, state: TrainState) -> None: ...
 

@@ -73,7 +73,7 @@ async def publish(
     policy, name = SameWeights(dict(stack.model.named_parameters()), stack.checkpoint), f"e1-v{version}-0a1b2c3d"
     root = stack.memory_root if memory else stack.root
     writer = WeightWriter(cast(Policy, policy), ALONE, lambda _: False, root=root, file_bytes=100_000, memory=memory)
-    sent = await asyncio.to_thread(writer.send, name, 0)
+    sent = await asyncio.to_thread(writer.send, name, {})
     assert sent is not None
     assert sent.error is None
     file = max((root / name).glob("*.safetensors"))
@@ -94,7 +94,7 @@ async def publish(
     await receiver.begin(plan)
     await receiver.receive(name, 0)
     if memory:
-        sent = await asyncio.to_thread(writer.send, name, 0, kept=True)
+        sent = await asyncio.to_thread(writer.send, name, {}, kept=True)
         assert sent is not None
     probe = Probe(PROMPT, hugging_face_log_probs(stack.model, PROMPT[:1], PROMPT[1:]).tolist(), 1e-3)
     return await receiver.commit(name, sent.checksums, probe)

@@ -97,15 +97,15 @@ async def broadcast(stack: Stack, version: int, spoiled: Mapping[str, str] | Non
     sender = WeightSender(
         stack.source(), ALONE, lambda _: False, host="127.0.0.1", bucket_bytes=512 << 20, timeout_seconds=240
     )
-    opened = sender.open()
+    opened = sender.open(0)
     assert opened is not None
     plan = plan_of(stack, version, group=GroupPlan(opened.name, opened.host, opened.port, (0,), joined=False))
     receiver = Receiver(stack.fleet)
     begun = await receiver.begin(plan)
-    sending = asyncio.create_task(asyncio.to_thread(sender.send, plan.publication_id, begun.world_size))
+    sending = asyncio.create_task(asyncio.to_thread(sender.send, plan.publication_id, {0: begun.world_size}))
     await receiver.receive(plan.publication_id, 0)
     sent = await sending
-    sender.drop()
+    sender.drop([0])
     assert sent is not None
     assert sent.error is None
     return await receiver.commit(plan.publication_id, sent.checksums | (spoiled or {}))
@@ -115,13 +115,13 @@ async def through_files(stack: Stack, way: str, version: int) -> Committed:
     root, memory = stack.roots[way], MemoryFiles() if way == "ipc" else None
     writer = WeightWriter(stack.source(), ALONE, lambda _: False, root=root, file_bytes=1 << 20, memory=memory)
     plan = plan_of(stack, version, root=root)
-    sent = await asyncio.to_thread(writer.send, plan.publication_id, 0)
+    sent = await asyncio.to_thread(writer.send, plan.publication_id, {})
     assert sent is not None
     assert sent.error is None
     receiver = Receiver(stack.fleet, root)
     await receiver.begin(plan)
     await receiver.receive(plan.publication_id, 0)
-    kept = await asyncio.to_thread(writer.send, plan.publication_id, 0, kept=True)
+    kept = await asyncio.to_thread(writer.send, plan.publication_id, {}, kept=True)
     assert kept is not None
     return await receiver.commit(plan.publication_id, kept.checksums)
 

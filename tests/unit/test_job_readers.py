@@ -36,6 +36,7 @@ READERS = {
     "services/rollout/build.py": "builds",
     "services/rollout/check.py": "checks",
     "services/rollout/evaluate_url.py": "builds",
+    "services/rollout/one_of_several.py": "it derives the job of one of several services",
     "services/trainer/control/build.py": "builds",
     "services/trainer/export_checkpoint.py": "builds",
     "services/trainer/model/build.py": "builds",

@@ -10,7 +10,7 @@ from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.sample.v1 import sample_pb2
 from headrace.cli.runs import add_run_argument, address_of
 from headrace.cli.words import count, temperature, text
-from headrace.client.rollout import RolloutClient
+from headrace.client.open import open_rollout
 
 
 def generate(argv: Sequence[str]) -> int:
@@ -37,7 +37,7 @@ def generate(argv: Sequence[str]) -> int:
 async def _generate(address: str, request: rollout_pb2.GenerateRequest) -> None:
     versions: set[int] = set()
     texts: dict[int, str] = {}
-    async with RolloutClient(address) as rollout:
+    async with open_rollout(address) as rollout:
         async for reply in rollout.generate(request):
             texts[reply.index] = texts.get(reply.index, "") + reply.text
             if request.n == 1:

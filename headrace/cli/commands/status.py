@@ -18,15 +18,14 @@ from headrace.cli.view.failures import failures_line
 from headrace.cli.view.overdue import overdue
 from headrace.cli.view.run_view import WARNING_CHARACTERS
 from headrace.cli.view.step_line import duration
-from headrace.client.open import open_buffer
-from headrace.client.rollout import RolloutClient
+from headrace.client.open import open_buffer, open_rollout
 from headrace.client.trainer import TrainerClient
 from headrace.errors import DataLoss, DeadlineExceeded, HeadraceError
 from headrace.launch.earlier import earlier_start, has_ended
 from headrace.launch.health import is_serving
 from headrace.process.ending import Ending
 from headrace.process.log_file import doing
-from headrace.run_folder import BUFFER, RunFolder, ServiceEntry, service_of, shard_of
+from headrace.run_folder import BUFFER, RunFolder, ServiceEntry, service_of
 from headrace.wire.checks import one_line
 
 _PATIENCE_SECONDS = 3.0
@@ -78,10 +77,10 @@ async def _status(folder: RunFolder) -> int:
 
 
 def _where(name: str, services: Mapping[str, ServiceEntry]) -> tuple[str, str]:
-    """(address, process); those of a buffer of several shards are in the rows of its shards."""
-    shards = [each for each in services if shard_of(each) is not None]
-    if name == BUFFER and shards:
-        return f"{len(shards)} shards", "–"
+    """(address, process); those of a service of several processes are in the rows of these."""
+    processes = [each for each in services if each != name and service_of(each) == name]
+    if processes:
+        return f"{len(processes)} {'shards' if name == BUFFER else 'services'}", "–"
     return services[name].address, str(services[name].pid or "elsewhere")
 
 
@@ -116,7 +115,7 @@ async def _trainer(address: str) -> str:
 
 
 async def _rollout(address: str) -> str:
-    async with RolloutClient(address, deadline_seconds=_PATIENCE_SECONDS) as rollout:
+    async with open_rollout(address, deadline_seconds=_PATIENCE_SECONDS) as rollout:
         fleet = await rollout.get_fleet()
     engines = ", ".join(
         f"{engine.engine_id} {rollout_pb2.EngineState.Name(engine.state).removeprefix('ENGINE_STATE_').lower()} "

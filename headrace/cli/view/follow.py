@@ -8,8 +8,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from headrace.cli.view.run_view import RunView
-from headrace.client.open import open_buffer
-from headrace.client.rollout import RolloutClient
+from headrace.client.open import open_buffer, open_rollout
 from headrace.client.trainer import TrainerClient
 from headrace.errors import HeadraceError
 
@@ -52,7 +51,7 @@ async def _stats(address_of: Callable[[str], str], view: RunView) -> None:
 
 
 async def _fleet(address_of: Callable[[str], str], view: RunView) -> None:
-    async with RolloutClient(address_of("rollout"), deadline_seconds=_PATIENCE_SECONDS) as rollout:
+    async with open_rollout(address_of("rollout"), deadline_seconds=_PATIENCE_SECONDS) as rollout:
         await _asked(view, "rollout", rollout.get_fleet, view.on_fleet)
 
 

@@ -9,8 +9,7 @@ from typing import TypeVar
 
 from headrace.api.trainer.v1 import trainer_pb2
 from headrace.cli.view.awaited import Patience, awaited
-from headrace.client.open import open_buffer
-from headrace.client.rollout import RolloutClient
+from headrace.client.open import open_buffer, open_rollout
 from headrace.client.trainer import TrainerClient
 from headrace.errors import HeadraceError
 from headrace.run_folder import RunFolder
@@ -34,7 +33,7 @@ async def overdue(folder: RunFolder, deadline_seconds: float) -> str | None:
         return None
     fleet = None
     if "rollout" in addresses:
-        async with RolloutClient(addresses["rollout"], deadline_seconds=deadline_seconds) as rollout:
+        async with open_rollout(addresses["rollout"], deadline_seconds=deadline_seconds) as rollout:
             fleet = await _answer(rollout.get_fleet())
     if "buffer" not in addresses:
         return awaited(status, fleet, None)

@@ -32,6 +32,7 @@ def plan(job: Job, scope: Scope | None = None) -> list[tuple[str, str]]:
         ("algorithm", _algorithm(job)),
         ("loss", _loss(job)),
         ("trainer", _trainer(job, scope)),
+        *_rollout_services(job),
         ("engines", _engines(job)),
         *_gpus(job, scope),
         ("weights", _weights(job)),
@@ -65,10 +66,21 @@ def _gpus(job: Job, scope: Scope | None) -> list[tuple[str, str]]:
     return [("GPUs", "; ".join([*trainer, *engines]))]
 
 
+def _rollout_services(job: Job) -> list[tuple[str, str]]:
+    """Nothing for one."""
+    count = job.services.num_rollout_services
+    if count == 1:
+        return []
+    return [("rollout services", f"{count} on one ledger; the line about engines is that of each of them")]
+
+
 def in_short(job: Job) -> str:
     """The plan in one line."""
     rollout = job.rollout
-    engines = job.placement.num_engines
+    num_services = job.services.num_rollout_services
+    engines = _count(_engines_of_each(job), "engine") + (
+        f" in each of {num_services} rollout services" if num_services > 1 else ""
+    )
     shards = f"{job.buffer.num_shards} buffer shards, " if job.buffer.num_shards > 1 else ""
     return (
         f"{job.model.hf_checkpoint.name}, {_parameters(job)}: {rollout.num_rollout} steps of "
@@ -76,7 +88,7 @@ def in_short(job: Job) -> str:
     ) + (
         _alone(job)
         or (
-            f"{_count(job.placement.num_ranks, 'trainer rank')}, {_count(engines, 'engine')}, {shards}"
+            f"{_count(job.placement.num_ranks, 'trainer rank')}, {engines}, {shards}"
             f"{_meaning(job.buffer.max_staleness)}"
         )
     )
@@ -153,9 +165,15 @@ def _trainer(job: Job, scope: Scope | None) -> str:
 
 def _engines(job: Job) -> str:
     each = job.placement.rollout_num_gpus_per_engine
-    count, addresses = job.placement.num_engines, ", ".join(job.placement.rollout_external_engine_addrs)
+    count, addresses = _engines_of_each(job), ", ".join(job.placement.rollout_external_engine_addrs)
     where = f", started elsewhere: {addresses}" if addresses else ""
     return f"{count}{where} behind the router ({job.rollout.router_policy}), {each} tensor-parallel processes in each"
+
+
+def _engines_of_each(job: Job) -> int:
+    """Those that are started elsewhere are divided over all rollout services."""
+    elsewhere = len(job.placement.rollout_external_engine_addrs)
+    return elsewhere // job.services.num_rollout_services or job.placement.num_engines
 
 
 def _weights(job: Job) -> str:

@@ -96,12 +96,19 @@ def _external(job: Job) -> None:
             f"rollout_external_engine_addrs {list(addresses)} has an address twice: name each engine once",
             field="rollout_external_engine_addrs",
         )
-    size = len(addresses) * placement.rollout_num_gpus_per_engine
+    of_each, rest = divmod(len(addresses), job.services.num_rollout_services)
+    if rest:
+        raise ConfigError(
+            f"rollout_external_engine_addrs names {len(addresses)} engines, which {job.services.num_rollout_services} "
+            "rollout services cannot divide evenly: name as many for each",
+            field="rollout_external_engine_addrs",
+        )
+    size = of_each * placement.rollout_num_gpus_per_engine
     for name, is_set, why in (
         (
             "rollout_num_gpus",
             placement.rollout_num_gpus not in (1, size),
-            f"{len(addresses)} engines of {placement.rollout_num_gpus_per_engine} have {size}",
+            f"{of_each} engines of {placement.rollout_num_gpus_per_engine} have {size}",
         ),
         ("debug_rollout_only", job.debug.debug_rollout_only, "nothing would give them hf_checkpoint's weights"),
         (

@@ -54,13 +54,13 @@ def _trains_here(job: Job, scope: Scope) -> bool:
         return False
     if "trainer" in scope.services:
         return True
-    address = job.services.rollout_address
-    return "rollout" in scope.services and (address is None or Address.parse(address).is_loopback)
+    addresses = (job.services.rollout_address or "127.0.0.1:0").split(",")
+    return "rollout" in scope.services and all(Address.parse(address).is_loopback for address in addresses)
 
 
 def _engine_sizes(job: Job, scope: Scope) -> Sequence[int]:
-    """GPUs of each engine that is started here."""
+    """GPUs of each engine that is started here, those of one rollout service after those of the service before."""
     placement = job.placement
     if "rollout" not in scope.services or placement.rollout_external_engine_addrs or job.debug.trains_alone:
         return ()
-    return (placement.rollout_num_gpus_per_engine,) * placement.num_engines
+    return (placement.rollout_num_gpus_per_engine,) * placement.num_engines * job.services.rollout_services

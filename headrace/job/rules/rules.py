@@ -23,6 +23,7 @@ from headrace.job.rules.megatron_rules import check_megatron, require_gpus
 from headrace.job.rules.needs import check_needs
 from headrace.job.rules.routing_rules import check_routing_replay
 from headrace.job.rules.scope import Scope
+from headrace.job.rules.service_rules import addresses_of, check_services
 from headrace.job.schema.job import Job
 from headrace.job.schema.old_log_probs import trains_on_old_log_probs
 from headrace.job.schema.secrets import passwords
@@ -31,7 +32,6 @@ from headrace.models.block_fp8 import BlockFp8
 from headrace.models.exported import is_torn
 from headrace.models.presets import differences, find
 from headrace.models.registry import architecture, read_architecture
-from headrace.rpc.net import Address
 
 
 def check(job: Job, scope: Scope) -> None:
@@ -174,7 +174,7 @@ def _several_machines(job: Job) -> None:
         return
     services = {"buffer": job.services.buffer_address, "rollout": job.services.rollout_address}
     for name, address in services.items():
-        if address is None or Address.parse(address).is_loopback:
+        if address is None or any(each.is_loopback for each in addresses_of(address)):
             where = "is started on this machine's loopback" if address is None else f"is at {address}"
             raise ConfigError(
                 f"actor_num_nodes {job.placement.actor_num_nodes}: ranks on other machines cannot reach {name}, which "
@@ -195,7 +195,7 @@ def _weights_are_shared(job: Job) -> None:
             field="update_weight_rollback",
         )
     address = job.services.rollout_address
-    is_here = address is None or Address.parse(address).is_loopback
+    is_here = all(each.is_loopback for each in addresses_of(address))
     if is_here and job.placement.actor_num_nodes == 1:
         return
     where = f"rollout at {address}" if not is_here else f"{job.placement.actor_num_nodes} machines"
@@ -272,6 +272,7 @@ _RULES: Sequence[Callable[[Job], None]] = (
     check_megatron,
     _frozen_parameters,
     _old_actor_is_used,
+    check_services,
     check_engines,
     _context_length,
     _no_passwords,

@@ -98,8 +98,8 @@ class RolloutSection(Section):
     )
     openai_port: Annotated[int, Field(gt=0, lt=65536)] | None = Field(
         None,
-        description="Port of the OpenAI-compatible endpoint on this machine's loopback interface; absent: any free "
-        "one, with agent_function_path alone.",
+        description="Port of the OpenAI-compatible endpoint on this machine's loopback interface, and of several "
+        "rollout services those after it; absent: any free one, with agent_function_path alone.",
     )
     generate_per_sample: bool = Field(
         False,
@@ -110,7 +110,9 @@ class RolloutSection(Section):
     )
     generate_timeout_seconds: Seconds = Field(600.0, description="Limit of one sample's generation.")
     max_groups_in_flight: Positive | None = Field(
-        None, description="Groups generated at once; absent: two steps' worth."
+        None,
+        description="Groups generated at once by a rollout service; absent: two steps' worth, or of several services "
+        "their share.",
     )
     max_failed_share: Share = Field(
         0.5,

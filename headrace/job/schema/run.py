@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from headrace.job.schema.section import Above, Bytes, NonNegative, Positive, Seconds, Section, Seed
+from headrace.wire.limits import MAX_ROLLOUT_SERVICES
 
 
 def _one_folder(name: str) -> str:
@@ -103,7 +104,17 @@ class ServicesSection(Section):
     buffer_address: str | None = Field(
         None, description="host:port, or host:port|host:port of a server and its standby; absent: started here."
     )
-    rollout_address: str | None = Field(None, description="host:port; absent: started here.")
+    rollout_address: str | None = Field(
+        None, description="host:port, or host:port,host:port of several rollout services; absent: started here."
+    )
+    rollout_services: Annotated[Positive, Field(le=MAX_ROLLOUT_SERVICES)] = Field(
+        1,
+        description="Rollout services on the one ledger that are started here, each with engines, a router and "
+        "producers of its own: the trainer publishes to all of them, and one may die while the others go on.",
+    )
+    rollout_service: NonNegative | None = Field(
+        None, description="Which of several in rollout_address, from 0, `headrace up rollout` starts here."
+    )
     reward_address: str | None = Field(None, description="host:port; absent: started here.")
     trainer_address: str | None = Field(None, description="host:port to listen on; absent: a free port.")
     listen_host: str | None = Field(
@@ -154,6 +165,11 @@ class ServicesSection(Section):
         }[service]
         return [sys.executable] if given is None else shlex.split(given)
 
+    @property
+    def num_rollout_services(self) -> int:
+        """The number of rollout services, wherever they are started."""
+        return len(self.rollout_address.split(",")) if self.rollout_address else self.rollout_services
+
 
 class PlacementSection(Section):
     actor_num_nodes: Positive = Field(1, description="Machines for the trainer.")
@@ -166,11 +182,14 @@ class PlacementSection(Section):
         "In a check for other machines, the number that each has.",
     )
     rollout_num_gpus: Positive = Field(
-        1, description="GPUs of all engines together, or processes on a machine without."
+        1,
+        description="GPUs of all engines of a rollout service together, or processes on a machine without.",
     )
     rollout_num_gpus_per_engine: Positive = Field(1, description="Tensor-parallel size of an engine.")
     rollout_external_engine_addrs: tuple[str, ...] = Field(
-        (), description="host:port of SGLang servers that are started elsewhere, in place of engines started here."
+        (),
+        description="host:port of SGLang servers that are started elsewhere, in place of engines started here; several "
+        "rollout services divide them, in their order.",
     )
     colocate: bool = Field(False, description="Trainer and engines share the GPUs.")
     placement: Literal["local", "torchrun", "slurm", "ray"] = Field(

@@ -22,10 +22,10 @@ class FailedSamples:
         self._writing = asyncio.Lock()
 
     @classmethod
-    def of(cls, config: TrackingSection, folder: Path | None) -> FailedSamples | None:
-        """Returns None without a folder, or when the job wants none written."""
+    def of(cls, config: TrackingSection, folder: Path | None, service: int | None = None) -> FailedSamples | None:
+        """Returns None without a folder, or when the job wants none written. `service`: one of several that write."""
         max_bytes = config.sample_log_bytes
-        return cls(SampleLog(folder), max_bytes) if folder and max_bytes else None
+        return cls(SampleLog(folder, service), max_bytes) if folder and max_bytes else None
 
     async def write(self, samples: Sequence[Sample]) -> None:
         """Writes those of a group that failed."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from services.trainer.state import TrainState
-from services.trainer.weights.lacking import NOBODY, Lacking
+from services.trainer.weights.lacking import NOBODY, EngineIds, Lacking
 
 
 class Publications(Protocol):
@@ -18,7 +17,7 @@ class Publications(Protocol):
     async def lacking(self, state: TrainState) -> Lacking:
         """The engines that do not serve the policy version."""
 
-    async def rejoin(self, state: TrainState, engine_ids: Sequence[str]) -> None:
+    async def rejoin(self, state: TrainState, engine_ids: EngineIds) -> None:
         """Gives engines that came back the served weights."""
 
 
@@ -31,4 +30,4 @@ class NoEngines:
     async def lacking(self, state: TrainState) -> Lacking:
         return NOBODY
 
-    async def rejoin(self, state: TrainState, engine_ids: Sequence[str]) -> None: ...
+    async def rejoin(self, state: TrainState, engine_ids: EngineIds) -> None: ...

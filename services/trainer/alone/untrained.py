@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.errors import FailedPrecondition
 from services.trainer.data.record import TrainingRecord
 from services.trainer.plan.batch import Batch, statistics
 from services.trainer.state import TrainState
-from services.trainer.weights.lacking import NOBODY, Lacking
+from services.trainer.weights.lacking import NOBODY, EngineIds, Lacking
 
 _NO_MODEL = "this run only generates (--debug-rollout-only): it has no weights to save or export"
 
@@ -43,7 +42,7 @@ class UntrainedRanks:
     async def lacking(self, state: TrainState) -> Lacking:
         return NOBODY
 
-    async def rejoin(self, state: TrainState, engine_ids: Sequence[str]) -> None: ...
+    async def rejoin(self, state: TrainState, engine_ids: EngineIds) -> None: ...
 
     async def save(self, state: TrainState) -> None: ...
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.client.rollout import RolloutClient
+from headrace.client.open import open_rollout
+from headrace.client.rollout import Rollout
 from headrace.errors import ConfigError
 from headrace.hooks import hook_args
 from headrace.job.eval_dataset import eval_dataset
@@ -74,7 +75,7 @@ class TrainerBuild:
 
     @property
     def rollout_address(self) -> str:
-        """`host:port`. Raises ConfigError when the job names none."""
+        """`host:port`; of several services with commas between them. Raises ConfigError when the job names none."""
         if (address := self._job.services.rollout_address) is None:
             raise ConfigError(
                 "services.rollout_address is not set: start the service and pass --rollout-address host:port"
@@ -87,9 +88,9 @@ class TrainerBuild:
             return RecordedBuffer(RecordedSteps(pattern))
         return buffer_of(self._job.services)
 
-    def rollout(self) -> RolloutClient | None:
-        """A client of the job's rollout service; None where the trainer is alone."""
-        return None if self._job.debug.trains_alone else RolloutClient(self.rollout_address)
+    def rollout(self) -> Rollout | None:
+        """A client of the job's rollout services; None where the trainer is alone."""
+        return None if self._job.debug.trains_alone else open_rollout(self.rollout_address)
 
     def recorder(self, buffer: TrainerBuffer, stream: str) -> StepRecorder | None:
         """Keeps each step for later, if the job asks for it."""
@@ -160,7 +161,7 @@ class TrainerBuild:
         """Addresses on the way to engines of other machines."""
         if self._job.debug.trains_alone:
             return []
-        places = (self.rollout_address, *self._job.placement.rollout_external_engine_addrs)
+        places = (*self.rollout_address.split(","), *self._job.placement.rollout_external_engine_addrs)
         return [address for address in map(Address.parse, places) if not address.is_loopback]
 
     def _host_for_engines(self) -> str:
@@ -199,7 +200,7 @@ class TrainerBuild:
             self._run_dir, trackers(job.tracking, job.run.run_name, job.model_dump(mode="json"), self._run_dir)
         )
 
-    def console(self, report: RunReport, rollout: RolloutClient | None, schedule: JobSchedule) -> TrainerConsole:
+    def console(self, report: RunReport, rollout: Rollout | None, schedule: JobSchedule) -> TrainerConsole:
         """Shows the run to people and serves their requests."""
         job = self._job
         return TrainerConsole(
@@ -218,9 +219,7 @@ class TrainerBuild:
             [checkpoint_folder(checkpoint, self._run_dir), run.ledger, run.logs, run.samples, self.weights_root],
         )
 
-    def ranks(
-        self, group: RankGroup, built: Built, rollout: RolloutClient | None, console: TrainerConsole
-    ) -> TrainerRanks:
+    def ranks(self, group: RankGroup, built: Built, rollout: Rollout | None, console: TrainerConsole) -> TrainerRanks:
         """All ranks as the loop sees them."""
         return TrainerRanks(
             group,
@@ -233,12 +232,12 @@ class TrainerBuild:
             save_hf=self._job.checkpoint.save_hf,
         )
 
-    def _publisher(self, group: RankGroup, built: Built, rollout: RolloutClient) -> Publisher:
+    def _publisher(self, group: RankGroup, built: Built, rollout: Rollout) -> Publisher:
         backend, services = "nccl" if built.layout.device.type == "cuda" else "gloo", self._job.services
         away_seconds = services.start_timeout_seconds + services.peer_wait_seconds  # its engines may be starting
         publish = self._job.publish
-        transport = transport_of(publish, group, rollout, self.weights_root, hashes=self.knows_checksums(built.layout))
-        return Publisher(group, rollout, transport, publish, backend=backend, away_seconds=away_seconds)
+        transport = transport_of(publish, group, self.weights_root, hashes=self.knows_checksums(built.layout))
+        return Publisher(group, rollout.services, transport, publish, backend=backend, away_seconds=away_seconds)
 
     def untrained(self, step: int) -> UntrainedRanks:
         """In the place of all ranks, where the run only generates."""
@@ -268,7 +267,7 @@ def schedule_of(job: Job, num_steps: int | None = None) -> JobSchedule:
 
 
 def evaluations_of(
-    job: Job, rollout: RolloutClient | None, schedule: JobSchedule, report: RunReport, folder: RunFolder
+    job: Job, rollout: Rollout | None, schedule: JobSchedule, report: RunReport, folder: RunFolder
 ) -> Evaluations:
     """Evaluates on the data sets that the job names, where there are engines."""
     if rollout is None or not job.eval.is_asked_for:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TypeVar
@@ -42,6 +43,7 @@ _CONNECT_SECONDS = 60.0
 _CONNECT_AGAIN_SECONDS = 0.1
 _HANDSHAKE_SECONDS = 10.0
 _MAX_STRANGERS = 64
+_REMEMBERED = 64
 
 R = TypeVar("R")
 
@@ -67,7 +69,7 @@ class Channel:
         self._closed = False
         self._orders: asyncio.Queue[Order] = asyncio.Queue()
         self._expected: dict[tuple[int, int], Callable[[msgspec.Raw], None]] = {}
-        self._aborted: str | None = None
+        self._aborted: deque[str] = deque(maxlen=_REMEMBERED)
 
     async def listen(self, listener: socket.socket) -> int:
         """Called on rank 0; returns the port that the others connect to."""
@@ -110,12 +112,12 @@ class Channel:
 
     def abort(self, publication_id: str) -> None:
         """Called on rank 0: tells all senders of this publication to stop."""
-        self._aborted = publication_id
+        self._aborted.append(publication_id)
         self._write(frame(Abort(publication_id)))
 
     def is_aborted(self, publication_id: str) -> bool:
         """True when rank 0 gave this publication up. It may be called on every rank and from any thread."""
-        return self._aborted == publication_id
+        return publication_id in self._aborted
 
     async def guard(self, work: Awaitable[None]) -> None:
         """Does the work. Raises PeerLost as soon as a rank is gone, also in place of the error that this brought."""
@@ -220,7 +222,7 @@ class Channel:
                 if take := self._expected.pop((peer, number), None):
                     take(result)
             case Abort(publication_id):
-                self._aborted = publication_id
+                self._aborted.append(publication_id)
 
     def _lose(self, peer: int, why: str) -> None:
         if self._closed or self._lost.done():

@@ -37,7 +37,9 @@ class DescribeWeights(_Message, frozen=True):
 
 
 class OpenGroups(_Message, frozen=True):
-    """Each sender listens for its group of engines; a group that lives on is kept."""
+    """Each sender listens for its group of a rollout service's engines; a group that lives on is kept."""
+
+    service: int = 0
 
 
 class ProbeWeights(_Message, frozen=True):
@@ -48,7 +50,8 @@ class SendWeights(_Message, frozen=True):
     """Senders join their groups and broadcast their buckets, of the current weights or of those that they kept."""
 
     publication_id: str
-    world_size: int
+    world_sizes: dict[int, int]
+    """Processes in the groups of each rollout service, the sender included"""
     kept: bool = False
 
 
@@ -61,7 +64,9 @@ class KeepWeights(_Message, frozen=True):
 
 
 class DropGroups(_Message, frozen=True):
-    """A publication failed: its groups are torn down."""
+    """A publication to these rollout services failed: its groups are torn down."""
+
+    services: tuple[int, ...] = (0,)
 
 
 class Save(_Message, frozen=True):
@@ -138,6 +143,8 @@ class Sent(_Message, frozen=True):
     stage: int
     checksums: dict[str, str]
     error: str | None = None
+    left: dict[int, str] = {}  # msgspec copies it
+    """Rollout services that could not be sent all of it while others could, and why"""
 
 
 Result = StageWeights | StageGroup | Probed | Sent | None
@@ -145,6 +152,11 @@ Result = StageWeights | StageGroup | Probed | Sent | None
 
 _commands = msgspec.msgpack.Decoder(Command)
 _results = msgspec.msgpack.Decoder(Result)
+
+
+def part_of(publication_id: str, service: int) -> str:
+    """The name under which a publication is given up for one of its rollout services alone."""
+    return f"{publication_id}/{service}"
 
 
 def packed(found: Command | Result) -> msgspec.Raw:

@@ -1,32 +1,34 @@
-"""The sending half of a publication: the coordinator of the transaction that the rollout service takes part in.
+"""The sending half of a publication: the coordinator of the transaction that the rollout services take part in.
 
 begin → (the transport brings the weights to the engines) → commit, or abort. A publication that fails leaves the
 engines' old version in charge and is tried again from the start. When all tries failed, engines may hold a mixture:
 they are given the version that was served before, if the transport still has it, and the error ends the run.
+
+Of several rollout services each commits by itself. The version is published when all have that still answer; one that
+fails, refuses what it got or hangs is left behind, and given the served weights alone once it answers again.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.client.rollout import RolloutClient
-from headrace.errors import DeadlineExceeded, Fenced, GroupGone, HeadraceError, Unavailable
+from headrace.errors import Fenced, GroupGone, HeadraceError
 from headrace.job.schema.run import PublishSection
 from headrace.probe import Probe
 from headrace.rpc.log import log
 from services.trainer.control.messages import Probed
 from services.trainer.control.rank_group import RankGroup
-from services.trainer.control.transport.port import Attempt, Source, Transport
+from services.trainer.control.rollout.presence import Presence
+from services.trainer.control.rollout.recipients import Recipients, Straggler
+from services.trainer.control.transport.port import Attempt, Offer, Source, Transport
 from services.trainer.state import TrainState
-from services.trainer.weights.lacking import EVERYBODY, NOBODY, Lacking
+from services.trainer.weights.lacking import EngineIds, Lacking
 
 _TRIES = 3
-_FLEET_SECONDS = 2.0
-_SILENCE_GAP_SECONDS = 60.0
-"""A fleet that was not asked for so long, because a batch was trained, may have answered meanwhile."""
 _PAUSE_MODES = {
     "in_place": pb.PAUSE_MODE_IN_PLACE,
     "retract": pb.PAUSE_MODE_RETRACT,
@@ -42,39 +44,51 @@ class Version:
     probe: Probed
 
 
+@dataclass(frozen=True, slots=True)
+class _Published:
+    """The answers of the services that serve it, by their numbers."""
+
+    attempt: Attempt
+    replies: Mapping[int, pb.CommitPublishResponse]
+
+    @property
+    def num_engines(self) -> int:
+        return sum(len(reply.engine_ids) for reply in self.replies.values())
+
+
 class Publisher:
     """Gives the current weights to all engines."""
 
     def __init__(
         self,
         ranks: RankGroup,
-        rollout: RolloutClient,
+        services: Sequence[RolloutClient],
         transport: Transport,
         config: PublishSection,
         *,
         backend: str,
         away_seconds: float,
     ) -> None:
-        """A rollout service that is silent for more than `away_seconds` while a batch is awaited ends the wait."""
+        """Rollout services that are silent for more than `away_seconds` while a batch is awaited end the wait."""
         self._ranks = ranks
-        self._rollout = rollout
+        self._services = services
+        self._presence = Presence(services, away_seconds=away_seconds)
         self._transport = transport
         self._config = config
         self._seconds = config.update_weight_timeout_seconds
         self._backend = backend
-        self._away_seconds = away_seconds
         self._before: Version | None = None
-        self._silent_from = self._silent_at = -_SILENCE_GAP_SECONDS
+        self._aborting: set[asyncio.Task[None]] = set()
 
     async def publish(self, state: TrainState) -> dict[str, float]:
-        """Returns once every engine in routing serves `state.step`.
+        """Returns once every engine in routing serves `state.step`, of all services that were not left behind.
 
         Raises the last try's error, once engines serve the version before it again.
         """
         for tries_left in reversed(range(_TRIES)):
             try:
                 version = await self._current(state)
-                attempt, reply = await self._attempt(version, state.epoch, Source.NEW)
+                published = await self._attempt(version, state.epoch, Source.NEW, await self._present())
             except HeadraceError as error:
                 if isinstance(error, Fenced):
                     raise
@@ -83,57 +97,38 @@ class Publisher:
                     raise
                 log.warning("publication_failed", policy_version=state.step, reason=error.reason, error=str(error))
             else:
-                log.info("published", policy_version=state.step, engines=len(reply.engine_ids))
-                if await self._transport.accept(attempt):
+                log.info("published", policy_version=state.step, engines=published.num_engines)
+                self._presence.took_part(published.replies)
+                if await self._transport.accept(published.attempt):
                     self._before = version
-                return _figures(reply)
+                return _figures(published, len(self._services))
         raise AssertionError("unreachable: the last try returns or raises")
 
     async def lacking(self, state: TrainState) -> Lacking:
-        """The engines that do not serve the policy version.
+        """The engines that do not serve the policy version (`Presence`)."""
+        return await self._presence.lacking(state)
 
-        None of a fleet that does not answer or is in a publication: other calls wait for it. Between two publications
-        of an update interval the served weights are gone here: an engine without them waits for the next publication.
-        Raises Unavailable once the rollout service has been silent for too long.
-        """
-        try:
-            fleet = await self._rollout.get_fleet(deadline_seconds=_FLEET_SECONDS)
-        except (DeadlineExceeded, Unavailable) as error:
-            self._endure_silence(error)
-            return NOBODY
-        self._silent_at = -_SILENCE_GAP_SECONDS
-        if fleet.policy_version != state.policy_version:
-            return EVERYBODY
-        if fleet.publication_id or state.step != state.policy_version:
-            return NOBODY
-        stale = [engine.engine_id for engine in fleet.engines if engine.state == pb.ENGINE_STATE_STALE]
-        return Lacking(engine_ids=tuple(stale))
-
-    async def rejoin(self, state: TrainState, engine_ids: Sequence[str]) -> None:
+    async def rejoin(self, state: TrainState, engine_ids: EngineIds) -> None:
         """Gives the served weights to the engines that came back without them; the others do not notice.
 
-        One that fails again is left to the next time, or to the next publication.
+        Those that fail again are left to a later time, or to the next publication.
         """
+        ids = {number: list(some) for number, some in engine_ids.items()}
         try:
-            _, reply = await self._attempt(await self._current(state), state.epoch, Source.SERVED, engine_ids)
+            published = await self._attempt(await self._current(state), state.epoch, Source.SERVED, engine_ids)
         except Fenced:
             raise
         except HeadraceError as error:
-            log.warning("rejoin_failed", engines=list(engine_ids), reason=error.reason, error=str(error))
+            self._presence.could_not_rejoin(engine_ids)
+            log.warning("rejoin_failed", engines=ids, reason=error.reason, error=str(error))
         else:
-            log.info("engines_rejoined", policy_version=state.step, engines=list(reply.engine_ids))
-            await self._transport.rejoined()
+            self._presence.rejoined(published.replies)
+            self._presence.could_not_rejoin(engine_ids.keys() - published.replies.keys())
+            log.info("engines_rejoined", policy_version=state.step, engines=_engines(published))
+            await self._transport.rejoined(list(published.replies))
 
-    def _endure_silence(self, error: HeadraceError) -> None:
-        now = time.monotonic()
-        if now - self._silent_at >= _SILENCE_GAP_SECONDS:
-            self._silent_from = now
-        self._silent_at = now
-        if now - self._silent_from > self._away_seconds:
-            raise Unavailable(
-                f"{error}; nor any call in {now - self._silent_from:.0f} s while a batch was awaited. See its log; "
-                "a fleet that takes longer to start needs a larger --start-timeout-seconds"
-            ) from error
+    async def _present(self) -> EngineIds:
+        return dict.fromkeys(await self._presence.present(self._seconds), ())
 
     async def _roll_back(self, state: TrainState) -> None:
         """Gives engines the version before; what keeps them from it is logged: the error that led here says more."""
@@ -142,7 +137,7 @@ class Publisher:
         before = self._before.policy_version
         for _ in range(_TRIES):
             try:
-                await self._attempt(self._before, state.epoch, Source.BEFORE)
+                await self._attempt(self._before, state.epoch, Source.BEFORE, await self._present())
             except HeadraceError as error:
                 log.error("rollback_failed", policy_version=before, reason=error.reason, error=str(error))
                 if isinstance(error, Fenced):
@@ -151,65 +146,115 @@ class Publisher:
                 log.warning("rolled_back", policy_version=before, instead_of=state.step)
                 return
 
-    async def _attempt(
-        self, version: Version, epoch: int, source: Source, engine_ids: Sequence[str] = ()
-    ) -> tuple[Attempt, pb.CommitPublishResponse]:
+    async def _attempt(self, version: Version, epoch: int, source: Source, whom: EngineIds) -> _Published:
         """Raises what ended it, once it is given up."""
         attempt = Attempt.of(version.policy_version, epoch, source)
+        recipients = Recipients({number: self._services[number] for number in whom})
         try:
-            return attempt, await self._exchange(attempt, version.probe, engine_ids)
-        except GroupGone as error:
-            log.info("groups_renewed", why=str(error))
-            await self._transport.drop()
+            replies = await self._exchange(attempt, version.probe, recipients, whom)
         except HeadraceError as error:
-            goes_another_way = await self._give_up(attempt.publication_id, str(error))
+            goes_another_way = await self._transport.drop(list(whom))
+            await self._abort(attempt, whom, str(error))
             if isinstance(error, Fenced) or not goes_another_way:
                 raise
             log.info("weights_are_sent", why=str(error))
-        return await self._attempt(version, epoch, source, engine_ids)  # with new groups, or another way: once
+            return await self._attempt(version, epoch, source, whom)  # another way: once
+        return _Published(attempt, replies)
 
-    async def _exchange(self, attempt: Attempt, probe: Probed, engine_ids: Sequence[str]) -> pb.CommitPublishResponse:
-        offer = await self._transport.prepare(attempt)
-        begun = await self._rollout.begin_publish(
-            pb.BeginPublishRequest(
-                publication_id=attempt.publication_id,
-                policy_version=attempt.policy_version,
-                manifest=offer.manifest,
-                groups=offer.groups,
-                backend=self._backend,
-                pause_mode=_PAUSE_MODES[self._config.update_weight_pause_mode],
-                transport=offer.transport,
+    async def _exchange(
+        self, attempt: Attempt, probe: Probed, recipients: Recipients, whom: EngineIds
+    ) -> Mapping[int, pb.CommitPublishResponse]:
+        offer = await self._transport.prepare(attempt, list(whom))
+
+        async def begin(number: int, client: RolloutClient) -> pb.BeginPublishResponse:
+            try:
+                return await self._begin(attempt, offer, number, whom[number])
+            except GroupGone as error:
+                log.info("groups_renewed", why=str(error))
+                await self._transport.leave([number])
+                renewed = await self._transport.prepare(attempt, [number])
+                return await self._begin(attempt, renewed, number, whom[number])
+
+        async def commit(_: int, client: RolloutClient) -> pb.CommitPublishResponse:
+            return await client.commit_publish(
+                attempt.publication_id,
+                checksums,
+                probe=Probe(probe.tokens, probe.log_probs, self._config.update_weight_probe_tolerance),
                 deadline_seconds=self._seconds,
-                disk_path=offer.disk_path,
-                epoch=attempt.epoch,
-                engine_ids=engine_ids,
-            ),
+            )
+
+        begun = await recipients.each(begin)
+        checksums = await self._transport.deliver(attempt, recipients, begun)
+        complete = set(recipients.remaining)
+        replies = await recipients.each(commit, is_slow_alike=False)
+        if recipients.left:
+            await self._leave_behind(attempt, recipients.left, complete)
+        return replies
+
+    async def _begin(
+        self, attempt: Attempt, offer: Offer, number: int, engine_ids: Sequence[str]
+    ) -> pb.BeginPublishResponse:
+        request = pb.BeginPublishRequest(
+            publication_id=attempt.publication_id,
+            policy_version=attempt.policy_version,
+            manifest=offer.manifest,
+            groups=offer.groups.get(number, ()),
+            backend=self._backend,
+            pause_mode=_PAUSE_MODES[self._config.update_weight_pause_mode],
+            transport=offer.transport,
             deadline_seconds=self._seconds,
+            disk_path=offer.disk_path,
+            epoch=attempt.epoch,
+            engine_ids=engine_ids,
         )
-        checksums = await self._transport.deliver(attempt, begun)
-        return await self._rollout.commit_publish(
-            attempt.publication_id,
-            checksums,
-            probe=Probe(probe.tokens, probe.log_probs, self._config.update_weight_probe_tolerance),
-            deadline_seconds=self._seconds,
-        )
+        return await self._services[number].begin_publish(request, deadline_seconds=self._seconds)
 
     async def _current(self, state: TrainState) -> Version:
         return Version(state.step, await self._ranks.probe(deadline_seconds=self._seconds))
 
-    async def _give_up(self, publication_id: str, reason: str) -> bool:
-        goes_another_way = await self._transport.drop()
-        try:
-            await self._rollout.abort_publish(publication_id, reason)
-        except HeadraceError as error:
-            log.warning("abort_failed", publication_id=publication_id, error=str(error))  # its own deadline ends it
-        return goes_another_way
+    async def _leave_behind(
+        self, attempt: Attempt, left: Mapping[int, HeadraceError], complete: Collection[int]
+    ) -> None:
+        """The services that failed give the publication up, but not those that only commit slowly."""
+        for number, error in left.items():
+            log.warning(
+                "service_left_behind",
+                service=number,
+                policy_version=attempt.policy_version,
+                reason=error.reason,
+                error=str(error),
+            )
+        await self._transport.leave(list(left))
+        slow = {number for number in complete if isinstance(left.get(number), Straggler)}
+        aborting = asyncio.create_task(self._abort(attempt, left.keys() - slow, "this rollout service was left behind"))
+        self._aborting.add(aborting)  # nobody waits for it: a service that is gone is asked until the call's deadline
+        aborting.add_done_callback(self._aborting.discard)
+
+    async def _abort(self, attempt: Attempt, numbers: Collection[int], reason: str) -> None:
+        async def abort(number: int) -> None:
+            try:
+                await self._services[number].abort_publish(attempt.publication_id, reason)
+            except HeadraceError as error:  # its own deadline ends it
+                log.warning("abort_failed", publication_id=attempt.publication_id, error=str(error))
+
+        await asyncio.gather(*map(abort, numbers))
 
 
-def _figures(reply: pb.CommitPublishResponse) -> dict[str, float]:
+def _engines(published: _Published) -> list[str]:
+    return [engine_id for reply in published.replies.values() for engine_id in reply.engine_ids]
+
+
+def _figures(published: _Published, num_services: int) -> dict[str, float]:
+    replies = published.replies.values()
     figures = {
-        "publish/paused_seconds": reply.paused_seconds,
-        "publish/engines": float(len(reply.engine_ids)),
-        "publish/engines_lost": float(len(reply.lost_engine_ids)),
+        "publish/paused_seconds": max(reply.paused_seconds for reply in replies),
+        "publish/engines": float(published.num_engines),
+        "publish/engines_lost": float(sum(len(reply.lost_engine_ids) for reply in replies)),
     }
-    return figures | ({"busy/engines": reply.busy_share} if reply.HasField("busy_share") else {})
+    if num_services > 1:
+        figures["publish/services"] = float(len(replies))
+        figures["publish/services_left"] = float(num_services - len(replies))
+    busy = [(reply.busy_share, max(1, len(reply.engine_ids))) for reply in replies if reply.HasField("busy_share")]
+    if num_engines := sum(count for _, count in busy):
+        figures["busy/engines"] = sum(share * count for share, count in busy) / num_engines
+    return figures

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,6 +35,7 @@ from services.trainer.control.messages import (
     Trained,
     command_of,
     packed,
+    part_of,
     result_of,
 )
 from services.trainer.plan.batch import SampleFacts
@@ -41,6 +43,14 @@ from services.trainer.state import TrainState
 
 Execute = Callable[[Command], Result | Trained]
 R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class SentByAll:
+    """The checksums that engines must have, and why a stage could not send everything to some services."""
+
+    checksums: Mapping[str, str]
+    left: Mapping[int, str]
 
 
 class RankGroup:
@@ -73,10 +83,11 @@ class RankGroup:
             key=lambda found: found.stage,
         )
 
-    async def open_groups(self, *, deadline_seconds: float) -> list[StageGroup]:
-        """The groups at which the stages' senders listen, by stage."""
+    async def open_groups(self, service: int = 0, *, deadline_seconds: float) -> list[StageGroup]:
+        """The groups at which the stages' senders listen for a rollout service's engines, by stage."""
         return sorted(
-            await self._results(self._ask(OpenGroups()), StageGroup, deadline_seconds), key=lambda found: found.stage
+            await self._results(self._ask(OpenGroups(service)), StageGroup, deadline_seconds),
+            key=lambda found: found.stage,
         )
 
     async def probe(self, *, deadline_seconds: float) -> Probed:
@@ -93,11 +104,12 @@ class RankGroup:
         await self._order(KeepWeights())
 
     async def send_weights(
-        self, publication_id: str, world_size: int, *, kept: bool = False, deadline_seconds: float
-    ) -> dict[str, str]:
+        self, publication_id: str, world_sizes: Mapping[int, int], *, kept: bool = False, deadline_seconds: float
+    ) -> SentByAll:
         """The checksums that engines must hold, once every stage has sent what it has, or what it `kept`.
 
-        Raises PublicationAborted when a stage could not send, or not in time: the first failure stops all.
+        `world_sizes` are of the groups of each rollout service. Raises PublicationAborted when a stage could send to
+        none of them, or not in time: the first failure stops all.
         """
 
         def fail(why: str) -> None:
@@ -114,7 +126,7 @@ class RankGroup:
         deadline = asyncio.get_running_loop().call_later(
             deadline_seconds, fail, f"weights were not sent within {deadline_seconds:g} s"
         )
-        answers = self._ask(SendWeights(publication_id, world_size, kept))
+        answers = self._ask(SendWeights(publication_id, dict(world_sizes), kept))
         for answer in answers:
             answer.add_done_callback(hear)
         try:
@@ -123,15 +135,16 @@ class RankGroup:
             deadline.cancel()
         if errors:
             raise PublicationAborted(errors[0])
-        return _checksums(sent)
+        left = {service: f"stage {each.stage}: {why}" for each in sent for service, why in each.left.items()}
+        return SentByAll(_checksums(sent), left)
 
-    def abort(self, publication_id: str) -> None:
-        """Senders that are at it stop."""
-        self._channel.abort(publication_id)
+    def abort(self, publication_id: str, service: int | None = None) -> None:
+        """Senders that are at it stop, or go on without this rollout service."""
+        self._channel.abort(publication_id if service is None else part_of(publication_id, service))
 
-    async def drop_groups(self) -> None:
-        """The next publication opens others."""
-        await self._order(DropGroups())
+    async def drop_groups(self, services: Collection[int] = (0,)) -> None:
+        """The next publication opens others for these rollout services."""
+        await self._order(DropGroups(tuple(services)))
 
     async def save(self, state: TrainState) -> None:
         """Writes a checkpoint. Raises a HeadraceError of any rank's files on all ranks alike."""

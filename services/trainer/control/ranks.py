@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.api.trainer.v1 import trainer_pb2 as pb
@@ -16,7 +15,7 @@ from services.trainer.data.set_aside import SetAside
 from services.trainer.plan.batch import Batch, statistics
 from services.trainer.serving.console import TrainerConsole
 from services.trainer.state import TrainState
-from services.trainer.weights.lacking import Lacking
+from services.trainer.weights.lacking import EngineIds, Lacking
 
 
 class TrainerRanks:
@@ -80,7 +79,7 @@ class TrainerRanks:
         """Engines that do not serve its policy version."""
         return await self._publisher.lacking(state)
 
-    async def rejoin(self, state: TrainState, engine_ids: Sequence[str]) -> None:
+    async def rejoin(self, state: TrainState, engine_ids: EngineIds) -> None:
         """Engines that started again get the served weights, while the others go on."""
         await self._publisher.rejoin(state, engine_ids)
 

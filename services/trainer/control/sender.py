@@ -9,8 +9,8 @@ that no rank is left waiting in a collective.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 import torch
@@ -18,9 +18,10 @@ import torch
 from headrace.errors import HeadraceError, PublicationAborted
 from headrace.rpc.log import log
 from headrace.wire.tensor_spec import TensorSpec
-from services.trainer.control.messages import Probed, Sent, StageGroup, StageWeights
+from services.trainer.control.messages import Probed, Sent, StageGroup, StageWeights, part_of
 from services.trainer.control.transport.source import WeightSource
 from services.trainer.megatron.parallel import Layout
+from services.trainer.weights.broadcasts import Broadcasts
 from services.trainer.weights.buckets import cut, filling_bytes
 from services.trainer.weights.engine_layout import EngineChecksums
 from services.trainer.weights.flat_buckets import FlatBuckets
@@ -32,7 +33,7 @@ Gathered = Sequence[tuple[str, torch.Tensor]]
 
 
 class WeightSender:
-    """Opens, uses and drops this stage's group of engines."""
+    """Opens, uses and drops this stage's groups of engines: one for each rollout service."""
 
     def __init__(
         self,
@@ -59,7 +60,8 @@ class WeightSender:
         self._flat_buckets = FlatBuckets(layout.device)
         self._kept = KeptWeights(layout.device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hashing")
-        self._group: WeightGroup | None = None
+        self._groups: dict[int, WeightGroup] = {}
+        """By rollout service."""
 
     def describe(self) -> StageWeights | None:
         """This stage's weights, the same at every publication; None on ranks that send nothing."""
@@ -70,14 +72,15 @@ class WeightSender:
         found = self._policy.probe()
         return Probed(*found) if found and self._is_sender else None
 
-    def open(self) -> StageGroup | None:
-        """The address at which this stage's group listens; None on ranks that send nothing."""
+    def open(self, service: int) -> StageGroup | None:
+        """The address at which this stage's group of the service listens; None on ranks that send nothing."""
         if not self._is_sender:
             return None
-        if self._group is None:
+        if service not in self._groups:
             name = f"headrace-{uuid.uuid4().hex[:12]}-stage{self._stage}"
-            self._group = WeightGroup(name, self._host, self._backend, self._timeout_seconds)
-        return StageGroup(self._stage, self._group.name, self._host, self._group.port, self._group.joined)
+            self._groups[service] = WeightGroup(name, self._host, self._backend, self._timeout_seconds)
+        group = self._groups[service]
+        return StageGroup(self._stage, group.name, self._host, group.port, group.joined)
 
     def hashed(self) -> Sent | None:
         """Collective: what engines print over the current weights; None on ranks that send nothing.
@@ -104,17 +107,18 @@ class WeightSender:
         for _ in tensors:
             pass
 
-    def send(self, publication_id: str, world_size: int, *, kept: bool = False) -> Sent | None:
+    def send(self, publication_id: str, world_sizes: Mapping[int, int], *, kept: bool = False) -> Sent | None:
         """Joins if need be and broadcasts every bucket, of the current weights or of those that it `kept`.
 
-        An error is in the answer; None on ranks that send nothing.
+        `world_sizes` are of the groups by service. An error is in the answer; None on ranks that send nothing.
         """
         hashing = Hashing(self._thread)
         failure: HeadraceError | None = None
+        broadcasts = self._broadcasts(publication_id, world_sizes)
         tensors = self._kept.tensors() if kept else self._policy.hf_tensors()
         try:
             try:
-                self._send_all(tensors, publication_id, world_size, hashing)
+                self._send_all(tensors, broadcasts, hashing)
             finally:
                 for _ in tensors:
                     pass
@@ -123,49 +127,39 @@ class WeightSender:
             log.warning("sending_failed", publication_id=publication_id, error=str(error))
         if not self._is_sender:
             return None
-        return Sent(self._stage, {}, failure.message) if failure else Sent(self._stage, hashing.result())
+        if failure:
+            return Sent(self._stage, {}, failure.message)
+        return Sent(self._stage, hashing.result(), left=broadcasts.left)
 
-    def drop(self) -> None:
-        """Tears this stage's group down; the next publication opens another."""
-        if self._group is not None:
-            self._group.drop()
-            self._group = None
+    def drop(self, services: Collection[int]) -> None:
+        """Tears this stage's groups of the services down; the next publication opens others."""
+        for service in services:
+            if (group := self._groups.pop(service, None)) is not None:
+                group.drop()
 
-    def _send_all(
-        self,
-        tensors: Iterator[tuple[str, torch.Tensor]],
-        publication_id: str,
-        world_size: int,
-        hashing: Hashing,
-    ) -> None:
-        """Returns when every bucket is sent."""
+    def _broadcasts(self, publication_id: str, world_sizes: Mapping[int, int]) -> Broadcasts:
+        def aborted(service: int) -> bool:
+            return self._is_aborted(publication_id) or self._is_aborted(part_of(publication_id, service))
 
-        def aborted() -> bool:
-            return self._is_aborted(publication_id)
+        groups = {service: group for service, group in self._groups.items() if service in world_sizes}
+        return Broadcasts(groups, world_sizes, aborted)
 
-        sending: Future[None] | None = None
+    def _send_all(self, tensors: Iterator[tuple[str, torch.Tensor]], broadcasts: Broadcasts, hashing: Hashing) -> None:
+        """Returns when every bucket is sent to every group that is left."""
         for bucket in self._buckets:
             gathered = self._gather(bucket, tensors)
-            if self._group is None:
+            if not self._is_sender:
                 return
             flat = self._flat_buckets.lay([tensor for _, tensor in gathered])
-            if sending is None:
-                self._join(self._group, world_size, aborted)
-            else:
-                self._group.finish(sending, aborted)
-            sending = self._group.start_broadcast(flat)
+            broadcasts.finish()
+            broadcasts.start(flat)
             if self._hashes:
                 hashing.add(gathered)
-        if self._group is not None and sending is not None:
-            self._group.finish(sending, aborted)
-
-    def _join(self, group: WeightGroup, world_size: int, aborted: Callable[[], bool]) -> None:
-        if not group.joined:
-            group.join(world_size, aborted)
+        broadcasts.finish()
 
     def _gather(self, bucket: Sequence[TensorSpec], tensors: Iterator[tuple[str, torch.Tensor]]) -> Gathered:
         gathered = list(islice(tensors, len(bucket)))
-        if self._group is not None and [name for name, _ in gathered] != [spec.name for spec in bucket]:
+        if self._is_sender and [name for name, _ in gathered] != [spec.name for spec in bucket]:
             raise PublicationAborted(
                 f"tensor {gathered[0][0]} was gathered where {bucket[0].name} was announced: this is a bug of headrace"
             )

@@ -61,18 +61,18 @@ class RankWorker:
                 self._fetch.begin(self._policy.own_sample_ids(samples))
             case DescribeWeights():
                 return self._sender.describe()
-            case OpenGroups():
-                return self._sender.open()
+            case OpenGroups(service):
+                return self._sender.open(service)
             case ProbeWeights():
                 return self._sender.probe()
-            case SendWeights(publication_id, world_size, kept):
-                return self._sender.send(publication_id, world_size, kept=kept)
+            case SendWeights(publication_id, world_sizes, kept):
+                return self._sender.send(publication_id, world_sizes, kept=kept)
             case HashWeights():
                 return self._sender.hashed()
             case KeepWeights():
                 self._sender.keep()
-            case DropGroups():
-                self._sender.drop()
+            case DropGroups(services):
+                self._sender.drop(services)
             case Save(step, policy_version, epoch):
                 self._wait_for_samples()
                 self._checkpoints.save(self._policy.saved, step=step, policy_version=policy_version, epoch=epoch)

@@ -7,7 +7,7 @@ files at the same time, a failure on one rank is every rank's, and the folder ge
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -59,7 +59,7 @@ class WeightWriter:
         found = self._policy.probe()
         return Probed(*found) if found and self._is_sender else None
 
-    def open(self) -> None:
+    def open(self, service: int) -> None:
         """Nobody meets anybody."""
 
     def hashed(self) -> None:
@@ -68,7 +68,7 @@ class WeightWriter:
     def keep(self) -> None:
         """The served version's folder stays by itself."""
 
-    def send(self, publication_id: str, world_size: int, *, kept: bool = False) -> Sent | None:
+    def send(self, publication_id: str, world_sizes: Mapping[int, int], *, kept: bool = False) -> Sent | None:
         """Writes the current weights into the publication's folder; with `kept` says the checksums of those there."""
         if kept:
             assert publication_id == self._written_id, "only what was written last is hashed"
@@ -85,7 +85,7 @@ class WeightWriter:
         log.info("weights_written", publication_id=publication_id, num_bytes=num_bytes, seconds=seconds)
         return Sent(self._stage, {} if self._memory else self._hashing.result())
 
-    def drop(self) -> None:
+    def drop(self, services: Collection[int]) -> None:
         """Rank 0 deletes what is not needed any more."""
 
     def _write(self, publication_id: str) -> int:

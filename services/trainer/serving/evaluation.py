@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.api.sample.v1 import sample_pb2
-from headrace.client.rollout import RolloutClient
+from headrace.client.rollout import Rollout
 from headrace.errors import DeadlineExceeded, HeadraceError, Unavailable
 from headrace.rpc.log import log
 from headrace.wire.checks import one_line
@@ -25,7 +25,7 @@ class JobEvaluator:
     def __init__(
         self,
         datasets: Sequence[rollout_pb2.EvalDataset],
-        client: RolloutClient,
+        client: Rollout,
         *,
         seconds: float,
         samples: EvaluatedSamples | None = None,
@@ -42,7 +42,7 @@ class JobEvaluator:
         started = time.monotonic()
         seen: list[sample_pb2.Sample] = []
         try:
-            results = await self._results(state, [each for each in self._datasets if each.name in names], seen)
+            results = await self._of_some_service(state, [each for each in self._datasets if each.name in names], seen)
         except Exception as error:  # noqa: BLE001  # of the client's own, too: no mistake in an evaluation is worth the run
             reason = error.reason if isinstance(error, HeadraceError) else type(error).__name__
             log.error("evaluation_failed", step=state.step, reason=reason, error=str(error))
@@ -57,6 +57,20 @@ class JobEvaluator:
         logged = await self._users_log(state.step, seen)
         untracked = tuple(metrics) if logged.alone else ()
         return Evaluated({**logged.metrics, **metrics}, [*warnings, *logged.warnings], untracked)
+
+    async def _of_some_service(
+        self, state: TrainState, datasets: Sequence[rollout_pb2.EvalDataset], seen: list[sample_pb2.Sample]
+    ) -> Sequence[rollout_pb2.EvalResult]:
+        """From the beginning by another rollout service, if there is one, when the first one ends in the middle."""
+        for others in reversed(range(len(self._client.services))):
+            try:
+                return await self._results(state, datasets, seen)
+            except Unavailable as error:
+                if not others:
+                    raise
+                log.warning("evaluated_by_another_service", step=state.step, error=error.message)
+                seen.clear()
+        raise AssertionError("unreachable: the last service's results are returned, or its error is raised")
 
     async def _results(
         self, state: TrainState, datasets: Sequence[rollout_pb2.EvalDataset], seen: list[sample_pb2.Sample]

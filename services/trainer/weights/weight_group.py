@@ -31,6 +31,7 @@ class WeightGroup:
     def __init__(self, name: str, host: str, backend: str, timeout_seconds: float) -> None:
         self.name = name
         self.joined = False
+        self._is_dropped = False
         self._backend = backend
         self._timeout_seconds = timeout_seconds
         self._timeout = datetime.timedelta(seconds=timeout_seconds)
@@ -43,32 +44,20 @@ class WeightGroup:
         return int(self._store.port)
 
     def join(self, world_size: int, aborted: Callable[[], bool]) -> None:
-        """Waits for all engines. Built as SGLang builds its side (sglang/srt/utils: init_custom_process_group)."""
+        """Waits for all engines."""
+        self._finished(self._started(lambda: self._build(world_size)), aborted)
 
-        def build() -> dist.ProcessGroup:
-            group, _ = _new_process_group_helper(
-                world_size,
-                0,
-                [],
-                Backend(self._backend),
-                dist.PrefixStore(self.name, self._store),
-                group_name=GroupName(self.name),
-                backend_options=None,
-                timeout=self._timeout,
-            )
-            assert isinstance(group, dist.ProcessGroup)
-            _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}  # the helper leaves it out
-            return group
+    def start_broadcast(self, flat: torch.Tensor, world_size: int | None = None) -> Future[None]:
+        """Begins to send one bucket: uint8, shape [bytes], which must stay as it is until `finish` returns.
 
-        self._group = self._finished(self._started(build), aborted)
-        self.joined = True
-
-    def start_broadcast(self, flat: torch.Tensor) -> Future[None]:
-        """Begins to send one bucket: uint8, shape [bytes], which must stay as it is until `finish` returns."""
+        With `world_size` it waits for all engines first, unless they have joined.
+        """
         options = dist.BroadcastOptions()
         options.rootRank = 0
 
         def send() -> None:
+            if world_size is not None and not self.joined:
+                self._build(world_size)
             self._joined_group().broadcast([flat], options).wait(self._timeout)
 
         return self._started(send)
@@ -83,10 +72,31 @@ class WeightGroup:
 
     def drop(self) -> None:
         """Closes the connections; engines that still wait on them get an error instead of waiting on."""
-        self.joined = False
+        self.joined, self._is_dropped = False, True
         if self._group is not None:
             last, self._group = [self._group], None
             threading.Thread(target=_close, args=(last,), name=f"close-{self.name}", daemon=True).start()
+
+    def _build(self, world_size: int) -> None:
+        """As SGLang builds its side (sglang/srt/utils: init_custom_process_group)."""
+        group, _ = _new_process_group_helper(
+            world_size,
+            0,
+            [],
+            Backend(self._backend),
+            dist.PrefixStore(self.name, self._store),
+            group_name=GroupName(self.name),
+            backend_options=None,
+            timeout=self._timeout,
+        )
+        assert isinstance(group, dist.ProcessGroup)
+        _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}  # the helper leaves it out
+        self._group = group
+        del group
+        self.joined = True
+        if self._is_dropped:
+            self.drop()
+            raise PublicationAborted(f"group {self.name}: it was dropped before all engines had joined")
 
     def _joined_group(self) -> dist.ProcessGroup:
         """Never keep it in a variable: an error's traceback would hold it open."""

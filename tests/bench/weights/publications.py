@@ -37,7 +37,7 @@ class Publications:
         """The whole, and its standstill."""
         self._version = version
         started = time.perf_counter()
-        group = self._sender.open()
+        group = self._sender.open(0)
         assert group is not None
         plan = Plan(
             publication_id=f"bench-{self._version}",
@@ -50,7 +50,7 @@ class Publications:
             epoch=1,
         )
         begun = await self._receiver.begin(plan)
-        sending = asyncio.create_task(asyncio.to_thread(self._sender.send, plan.publication_id, begun.world_size))
+        sending = asyncio.create_task(asyncio.to_thread(self._sender.send, plan.publication_id, {0: begun.world_size}))
         for number in range(len(self.buckets)):
             await self._receiver.receive(plan.publication_id, number)
         sent = await sending
@@ -60,7 +60,7 @@ class Publications:
         return time.perf_counter() - started, committed.paused_seconds
 
     def close(self) -> None:
-        self._sender.drop()
+        self._sender.drop([0])
 
 
 class FilePublications:
@@ -86,7 +86,7 @@ class FilePublications:
     async def seconds(self, version: int) -> tuple[float, float, int]:
         """The whole, its standstill, and the bytes in the folder."""
         started, name = time.perf_counter(), f"e1-v{version}-0a1b2c3d"
-        sent = await asyncio.to_thread(self._writer.send, name, 0)
+        sent = await asyncio.to_thread(self._writer.send, name, {})
         assert sent is not None
         assert sent.error is None, sent.error
         plan = Plan(
@@ -103,7 +103,7 @@ class FilePublications:
         await self._receiver.begin(plan)
         await self._receiver.receive(name, 0)
         if self._in_memory:
-            sent = await asyncio.to_thread(self._writer.send, name, 0, kept=True)
+            sent = await asyncio.to_thread(self._writer.send, name, {}, kept=True)
             assert sent is not None
         committed = await self._receiver.commit(name, sent.checksums)
         seconds = time.perf_counter() - started

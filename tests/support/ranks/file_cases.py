@@ -109,7 +109,7 @@ def run_case(case: FilesCase) -> None:  # noqa: PLR0915  # one case, told in ord
 
 def _send(writer: WeightWriter, publication_id: str, rank: int, run: Path) -> None:
     """Leaves the error of this rank's answer in a file: a publication raises none."""
-    sent = writer.send(publication_id, 0)
+    sent = writer.send(publication_id, {})
     (run / f"sent-{publication_id}-{rank}.txt").write_text(str(sent and sent.error))
 
 

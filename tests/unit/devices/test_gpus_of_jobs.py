@@ -114,3 +114,12 @@ def test_ranks_of_slurm_take_the_trainers_gpus_of_their_machine_only_beside_engi
     assert "CUDA_VISIBLE_DEVICES" not in rank_environment(slurm, Path("logs"))
     assert rank_environment(slurm | {RANK_DEVICES: "1"}, Path("logs"))["CUDA_VISIBLE_DEVICES"] == "1"
     assert rank_devices({}) == {}
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_several_rollout_services_of_a_machine_see_the_gpus_of_all_and_use_their_own(load_with, tmp_path: Path) -> None:
+    flags = ("--rollout-services", "2", "--rollout-num-gpus", "2", "--actor-num-gpus-per-node", "4")
+    job = load_with("--run-dir", str(tmp_path / "runs"), *flags)
+    found = {each.name: each.environment.get("CUDA_VISIBLE_DEVICES") for each in Launcher(job, ALL, print)._specs}
+    assert found["rollout-0"] == found["rollout-1"] == "4,5,6,7"
+    assert found["trainer"] == "0,1,2,3"

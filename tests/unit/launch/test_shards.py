@@ -17,7 +17,7 @@ from headrace.launch.earlier import earlier_start, resumption
 from headrace.launch.launcher import Launcher
 from headrace.launch.specs import SERVICES
 from headrace.rpc.net import free_port
-from headrace.run_folder import RunFolder, ServiceEntry, service_of, shard_of
+from headrace.run_folder import RunFolder, ServiceEntry, number_of, service_of
 
 GONE = 2**22 + 1
 
@@ -217,7 +217,7 @@ def test_the_plan_of_one_buffer_says_nothing_of_shards(load_with, tmp_path: Path
     ],
 )
 def test_a_process_is_named_after_its_service(process: str, service: str, shard: int | None) -> None:
-    assert (service_of(process), shard_of(process)) == (service, shard)
+    assert (service_of(process), number_of(process)) == (service, shard)
 
 
 def test_a_backup_is_of_one_shard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -11,7 +10,7 @@ from headrace.errors import Fenced, ResourceExhausted
 from services.trainer.loop import train
 from services.trainer.plan.batch import Batch
 from services.trainer.state import TrainState
-from services.trainer.weights.lacking import Lacking
+from services.trainer.weights.lacking import EngineIds, Lacking
 
 
 @dataclass
@@ -26,7 +25,7 @@ class Everything:
     empty_leases: int = 0
     ready_to: int = -1
     everybody_lacks: bool = False
-    lack: tuple[str, ...] = ()
+    lack: EngineIds = field(default_factory=dict)
     background_steps: int = 0
     """So many steps after it was taken, a checkpoint is safe."""
     full_disk_at: frozenset[int] = frozenset()
@@ -81,9 +80,9 @@ class Everything:
     async def lacking(self, state: TrainState) -> Lacking:
         return Lacking(self.everybody_lacks, self.lack)
 
-    async def rejoin(self, state: TrainState, engine_ids: Sequence[str]) -> None:
-        self.lack = ()
-        self.diary.append(f"rejoin {','.join(engine_ids)}/{state.step}")
+    async def rejoin(self, state: TrainState, engine_ids: EngineIds) -> None:
+        self.lack = {}
+        self.diary.append(f"rejoin {','.join(engine_ids[0])}/{state.step}")
 
     async def publish(self, state: TrainState) -> dict[str, float]:
         self.everybody_lacks = False
@@ -232,5 +231,5 @@ async def test_engines_that_came_back_without_their_weights_get_them_while_the_b
 
 
 async def test_one_engine_that_came_back_gets_the_served_weights_alone_while_the_batch_is_awaited() -> None:
-    diary = await run(Everything(num_steps=3, restored=2, empty_leases=2, lack=("engine-1",)))
+    diary = await run(Everything(num_steps=3, restored=2, empty_leases=2, lack={0: ["engine-1"]}))
     assert diary[1:7] == ["publish 2", "version 7/2", "lease 7/2", "rejoin engine-1/2", "lease 7/2", "lease 7/2"]

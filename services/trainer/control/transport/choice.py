@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headrace.client.rollout import RolloutClient
 from headrace.job.schema.run import PublishSection
 from services.trainer.control.rank_group import RankGroup
 from services.trainer.control.transport.collective import CollectiveTransport
@@ -12,16 +11,14 @@ from services.trainer.control.transport.disk import DiskTransport
 from services.trainer.control.transport.port import Transport
 
 
-def transport_of(
-    config: PublishSection, ranks: RankGroup, rollout: RolloutClient, root: Path, *, hashes: bool
-) -> Transport:
+def transport_of(config: PublishSection, ranks: RankGroup, root: Path, *, hashes: bool) -> Transport:
     """`root` is where versions lie that travel through files; `hashes` when ranks know what engines print."""
     seconds = config.update_weight_timeout_seconds
     match config.update_weight_transport:
         case "collective":
             keeps = config.update_weight_rollback == "host"
-            return CollectiveTransport(ranks, rollout, seconds=seconds, keeps=keeps, hashes=hashes)
+            return CollectiveTransport(ranks, seconds=seconds, keeps=keeps, hashes=hashes)
         case "disk":
-            return DiskTransport(ranks, rollout, root, seconds=seconds)
+            return DiskTransport(ranks, root, seconds=seconds)
         case "ipc":
-            return DiskTransport(ranks, rollout, root, seconds=seconds, in_memory=True)
+            return DiskTransport(ranks, root, seconds=seconds, in_memory=True)

@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 
 from headrace.api.rollout.v1 import rollout_pb2 as pb
-from headrace.client.rollout import RolloutClient
 from headrace.errors import DeadlineExceeded
 from headrace.rpc.log import log
 from services.trainer.control.publication_plan import PublicationPlan
 from services.trainer.control.rank_group import RankGroup
+from services.trainer.control.rollout.recipients import Recipients
 from services.trainer.control.transport.port import Attempt, Offer, Source
 from services.trainer.files.durable import remove
 
@@ -45,11 +45,8 @@ class DiskTransport:
     With `in_memory` that is shared memory: senders compute checksums while engines load.
     """
 
-    def __init__(
-        self, ranks: RankGroup, rollout: RolloutClient, root: Path, *, seconds: float, in_memory: bool = False
-    ) -> None:
+    def __init__(self, ranks: RankGroup, root: Path, *, seconds: float, in_memory: bool = False) -> None:
         self._ranks = ranks
-        self._rollout = rollout
         self._root = root
         self._seconds = seconds
         self._in_memory = in_memory
@@ -60,7 +57,7 @@ class DiskTransport:
         self._is_doubted = False
         self._epoch = 0
 
-    async def prepare(self, attempt: Attempt) -> Offer:
+    async def prepare(self, attempt: Attempt, services: Collection[int]) -> Offer:
         """The version lies in its folder, whole and durable."""
         if self._manifest is None:
             stages = await self._ranks.describe_weights(deadline_seconds=self._seconds)
@@ -70,12 +67,16 @@ class DiskTransport:
         transport = pb.TRANSPORT_IPC if self._in_memory else pb.TRANSPORT_DISK
         return Offer(transport, self._manifest, disk_path=str(self._offered.folder))
 
-    async def deliver(self, attempt: Attempt, begun: pb.BeginPublishResponse) -> Mapping[str, str]:
+    async def deliver(
+        self, attempt: Attempt, recipients: Recipients, begun: Mapping[int, pb.BeginPublishResponse]
+    ) -> Mapping[str, str]:
         assert self._offered is not None, "prepare comes first"
-        await self._rollout.publish_bucket(attempt.publication_id, 0, deadline_seconds=self._seconds)
+        await recipients.each(
+            lambda _, client: client.publish_bucket(attempt.publication_id, 0, deadline_seconds=self._seconds)
+        )
         if self._offered.checksums is None:
-            found = await self._ranks.send_weights(attempt.publication_id, 0, kept=True, deadline_seconds=self._seconds)
-            self._offered = replace(self._offered, checksums=found)
+            sent = await self._ranks.send_weights(attempt.publication_id, {}, kept=True, deadline_seconds=self._seconds)
+            self._offered = replace(self._offered, checksums=sent.checksums)
         assert self._offered.checksums is not None, "set above"
         return self._offered.checksums
 
@@ -84,10 +85,13 @@ class DiskTransport:
         await self._serve_offered()
         return True
 
-    async def rejoined(self) -> None:
+    async def rejoined(self, services: Collection[int]) -> None:
         await self._serve_offered()
 
-    async def drop(self) -> bool:
+    async def leave(self, services: Collection[int]) -> None:
+        """The others load what lies there."""
+
+    async def drop(self, services: Collection[int]) -> bool:
         """A served folder that could not be loaded is written again for the engines that come back next."""
         if self._offered is not None and self._offered is self._served:
             self._is_doubted = True
@@ -105,15 +109,15 @@ class DiskTransport:
     async def _write(self, attempt: Attempt) -> Written:
         assert attempt.source is not Source.BEFORE, "the model has newer weights than those"
         await self._sweep()  # what a trainer that died has left may be what fills the disk
-        writing = self._ranks.send_weights(attempt.publication_id, 0, deadline_seconds=self._seconds)
+        writing = self._ranks.send_weights(attempt.publication_id, {}, deadline_seconds=self._seconds)
         try:
-            checksums = await asyncio.wait_for(writing, 2 * self._seconds)  # only a disk that hangs takes so long
+            sent = await asyncio.wait_for(writing, 2 * self._seconds)  # only a disk that hangs takes so long
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"weights were not written below {self._root} within {2 * self._seconds:g} s, and its disk does not "
                 "answer: name a folder on another disk with --update-weight-disk-path"
             ) from error
-        known = None if self._in_memory else checksums
+        known = None if self._in_memory else sent.checksums
         return Written(self._root / attempt.publication_id, attempt.policy_version, known)
 
     async def _serve_offered(self) -> None:

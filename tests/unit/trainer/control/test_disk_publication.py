@@ -115,7 +115,7 @@ async def lost(run: Run, number: int) -> None:
 
 
 async def rejoin(run: Run) -> None:
-    await run.publisher.rejoin(TrainState(step=1, policy_version=1, epoch=1), ["engine-1"])
+    await run.publisher.rejoin(TrainState(step=1, policy_version=1, epoch=1), {0: ["engine-1"]})
 
 
 async def rejoin_all_from(run: Run, root: Path) -> None:

@@ -84,8 +84,8 @@ async def publisher(
 
     channel = Channel(0, 1, b"")
     ranks, rollout = RankGroup(channel, execute, ThreadPoolExecutor(1)), cast(RolloutClient, engines)
-    transport = CollectiveTransport(ranks, rollout, seconds=20.0, keeps=True, hashes=hashes)
-    yield Publisher(ranks, rollout, transport, PublishSection(), backend="gloo", away_seconds=60.0)
+    transport = CollectiveTransport(ranks, seconds=20.0, keeps=True, hashes=hashes)
+    yield Publisher(ranks, [rollout], transport, PublishSection(), backend="gloo", away_seconds=60.0)
     await channel.close()
 
 

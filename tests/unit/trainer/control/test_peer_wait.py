@@ -19,10 +19,10 @@ from headrace.job_buffer import buffer_of
 from headrace.process.exit_codes import PEER_AWAY
 from headrace.rpc.net import free_port
 from services.trainer import __main__ as trainer
-from services.trainer.control import publication
 from services.trainer.control.build import Built, TrainerBuild
 from services.trainer.control.publication import Publisher
 from services.trainer.control.rank_group import RankGroup
+from services.trainer.control.rollout import presence
 from services.trainer.control.transport.port import Transport
 from services.trainer.serving.console import TrainerConsole
 from services.trainer.state import TrainState
@@ -90,7 +90,7 @@ def test_a_trainer_that_awaits_a_batch_gives_up_a_rollout_service_that_has_had_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(trainer, "lead", lead_that_awaits_a_batch)
-    monkeypatch.setattr(publication, "_FLEET_SECONDS", 0.1)
+    monkeypatch.setattr(presence, "_FLEET_SECONDS", 0.1)
     services = {"buffer_address": "127.0.0.1:9", "rollout_address": f"127.0.0.1:{free_port()}"}
     services |= {"start_timeout_seconds": 0.4, "peer_wait_seconds": 0.2}
     config = tmp_path / "job.json"
@@ -102,10 +102,10 @@ def test_a_trainer_that_awaits_a_batch_gives_up_a_rollout_service_that_has_had_t
 
 
 async def test_a_rollout_service_that_answers_now_and_then_is_not_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publication, "_FLEET_SECONDS", 0.05)
+    monkeypatch.setattr(presence, "_FLEET_SECONDS", 0.05)
     asked = FleetThatAnswersEveryOtherTime()
     ranks, rollout, transport = cast(RankGroup, None), cast(RolloutClient, asked), cast(Transport, None)
-    publisher = Publisher(ranks, rollout, transport, PublishSection(), backend="gloo", away_seconds=0.0)
+    publisher = Publisher(ranks, [rollout], transport, PublishSection(), backend="gloo", away_seconds=0.0)
     for _ in range(6):
         assert await publisher.lacking(TrainState(0, 0, 1)) == NOBODY
     asked.answers = False

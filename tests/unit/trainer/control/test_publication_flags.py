@@ -139,8 +139,8 @@ def sender_in(**publish: Any) -> Sender:
 def publisher_of(ranks: RankGroup, rollout: AskedRollout, **publish: Any) -> Publisher:
     config, client = job_of(**publish).publish, cast(RolloutClient, rollout)
     root = RunFolder(Path("run")).weights_of(config)
-    transport = transport_of(config, ranks, client, root, hashes=False)
-    return Publisher(ranks, client, transport, config, backend="gloo", away_seconds=60.0)
+    transport = transport_of(config, ranks, root, hashes=False)
+    return Publisher(ranks, [client], transport, config, backend="gloo", away_seconds=60.0)
 
 
 @pytest.mark.parametrize(("update_weight_buffer_size", "sizes"), [(80, [2, 2]), (100_000, [4]), (1, [1, 1, 1, 1])])
@@ -154,11 +154,11 @@ def test_update_weight_buffer_size_bounds_what_travels_at_once(
 
 def test_after_update_weight_timeout_seconds_a_sender_gives_up_engines_that_do_not_come() -> None:
     sender = sender_in(update_weight_timeout_seconds=0.2)
-    sender.open()
-    sent = sender.send("v1", world_size=2)
+    sender.open(0)
+    sent = sender.send("v1", {0: 2})
     assert sent is not None
     assert sent.error is not None
-    sender.drop()
+    sender.drop([0])
 
 
 async def test_after_update_weight_timeout_seconds_a_rank_that_hangs_ends_the_publication() -> None:

@@ -28,8 +28,9 @@ from services.trainer.control.messages import (
     StageGroup,
     Train,
     Trained,
+    part_of,
 )
-from services.trainer.control.rank_group import Execute, RankGroup, follow
+from services.trainer.control.rank_group import Execute, RankGroup, SentByAll, follow
 from services.trainer.megatron.rendezvous import listener
 from services.trainer.state import TrainState
 from tests.support.ledgers.facts import facts
@@ -81,7 +82,25 @@ async def test_a_stage_that_fails_stops_the_others_at_once() -> None:
 
     async with ranks(3, work) as group:
         with pytest.raises(PublicationAborted, match="stage 1: no engine"):
-            await group.send_weights("p", 2, deadline_seconds=60.0)
+            await group.send_weights("p", {0: 2}, deadline_seconds=60.0)
+        await group.leave(deadline_seconds=60.0)
+
+
+async def test_a_service_that_a_stage_could_not_send_to_is_left_with_the_stages_reason() -> None:
+    def work(rank: int, channel: Channel, command: Command) -> Result:
+        if not isinstance(command, SendWeights):
+            return None
+        if rank == 1:
+            until(lambda: channel.is_aborted(part_of("p", 1)))
+            assert not channel.is_aborted("p")
+            return Sent(1, {"w1": "sum"}, left={1: "given up"})
+        return Sent(0, {"w0": "sum"})
+
+    async with ranks(2, work) as group:
+        sending = asyncio.create_task(group.send_weights("p", {0: 2, 1: 3}, deadline_seconds=60.0))
+        await asyncio.sleep(0)
+        group.abort("p", 1)
+        assert await sending == SentByAll({"w0": "sum", "w1": "sum"}, {1: "stage 1: given up"})
         await group.leave(deadline_seconds=60.0)
 
 
@@ -96,12 +115,13 @@ async def test_a_publication_that_is_given_up_stops_the_senders_of_that_one_alon
         return Sent(rank, {f"w{rank}": "sum"})
 
     async with ranks(2, work) as group:
-        sending = asyncio.create_task(group.send_weights("first", 2, deadline_seconds=60.0))
+        sending = asyncio.create_task(group.send_weights("first", {0: 2}, deadline_seconds=60.0))
         await asyncio.sleep(0)
         group.abort("first")
         with pytest.raises(PublicationAborted, match="given up"):
             await sending
-        assert await group.send_weights("second", 2, deadline_seconds=60.0) == {"w0": "sum", "w1": "sum"}
+        sent = await group.send_weights("second", {0: 2}, deadline_seconds=60.0)
+        assert sent == SentByAll({"w0": "sum", "w1": "sum"}, {})
         await group.leave(deadline_seconds=60.0)
 
 

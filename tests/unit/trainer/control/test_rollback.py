@@ -230,8 +230,8 @@ class Run:
         self.channel = Channel(0, 1, b"")
         self.execute = self.model.execute
         ranks = RankGroup(self.channel, lambda command: self.execute(command), ThreadPoolExecutor(1))
-        way = transport_of(job.publish, ranks, rollout, root, hashes=False)
-        self.publisher = Publisher(ranks, rollout, way, job.publish, backend="gloo", away_seconds=60.0)
+        way = transport_of(job.publish, ranks, root, hashes=False)
+        self.publisher = Publisher(ranks, [rollout], way, job.publish, backend="gloo", away_seconds=60.0)
 
     async def __aenter__(self) -> Run:
         await self.fleet.start()
@@ -273,7 +273,7 @@ class Run:
         ready = [engine for engine in self.fleet.engines if engine.state is EngineState.READY]
         if not ready and self.model.version == version:
             stale = [engine.engine_id for engine in self.fleet.engines]
-            await self.publisher.rejoin(TrainState(step=version, policy_version=version, epoch=1), stale)
+            await self.publisher.rejoin(TrainState(step=version, policy_version=version, epoch=1), {0: stale})
             ready = [engine for engine in self.fleet.engines if engine.state is EngineState.READY]
         assert self.fleet.policy_version == version
         assert ready, "nobody serves"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from headrace.errors import InvalidArgument
 from headrace.wire.tensor_spec import TensorSpec
-from services.trainer.control.messages import Sent, StageGroup
+from services.trainer.control.messages import Sent, StageGroup, part_of
 from services.trainer.control.sender import WeightSender
 from services.trainer.megatron.parallel import Layout
 from services.trainer.model.policy import Policy
@@ -45,23 +45,34 @@ class WatchedPolicy:
 
 def receive_late(opened: StageGroup, policy: WatchedPolicy) -> list[torch.Tensor]:
     """As an engine, but each bucket only once the sender gathers the next one."""
-    store = dist.TCPStore(opened.host, opened.port, 2, False, timedelta(seconds=SECONDS))
-    prefixed = dist.PrefixStore("cpu/", dist.PrefixStore(f"{opened.name}/", dist.PrefixStore(opened.name, store)))
-    group = dist.ProcessGroupGloo(prefixed, 1, 2, timedelta(seconds=SECONDS))
-    received = []
+    buckets, received = receive(opened, len(policy.weights)), []
     for following in [*policy.gathered[1:], None]:
         assert following is None or following.wait(SECONDS), "the sender waits for this bucket first"
-        received.append(torch.empty(MEGABYTES << 20, dtype=torch.uint8))
-        group.broadcast([received[-1]], dist.BroadcastOptions()).wait()  # type: ignore[attr-defined]  # torch leaves it out
+        received.append(next(buckets))
     return received
 
 
-def sender_of(policy: WatchedPolicy) -> WeightSender:
+def joined(opened: StageGroup) -> dist.ProcessGroupGloo:
+    store = dist.TCPStore(opened.host, opened.port, 2, False, timedelta(seconds=SECONDS))
+    prefixed = dist.PrefixStore("cpu/", dist.PrefixStore(f"{opened.name}/", dist.PrefixStore(opened.name, store)))
+    return dist.ProcessGroupGloo(prefixed, 1, 2, timedelta(seconds=SECONDS))
+
+
+def receive(opened: StageGroup, num_buckets: int) -> Iterator[torch.Tensor]:
+    """As an engine, one bucket after the other."""
+    group = joined(opened)
+    for _ in range(num_buckets):
+        received = torch.empty(MEGABYTES << 20, dtype=torch.uint8)
+        group.broadcast([received], dist.BroadcastOptions()).wait()  # type: ignore[attr-defined]  # torch leaves it out
+        yield received
+
+
+def sender_of(policy: WatchedPolicy, is_aborted: Callable[[str], bool] = lambda _: False) -> WeightSender:
     layout = SimpleNamespace(device=torch.device("cpu"), pp_rank=0, tp_rank=0, dp_rank=0)
     return WeightSender(
         cast(Policy, policy),
         cast(Layout, layout),
-        lambda _: False,
+        is_aborted,
         host="127.0.0.1",
         bucket_bytes=MEGABYTES << 20,
         timeout_seconds=SECONDS,
@@ -76,13 +87,13 @@ def test_weights_that_were_kept_are_sent_as_they_were_after_the_model_has_others
         kept = {name: tensor.clone() for name, tensor in policy.weights.items()}
         for tensor in policy.weights.values():
             tensor += 1.0
-    opened = sender.open()
+    opened = sender.open(0)
     assert opened is not None
     with ThreadPoolExecutor(1) as engine:
         receiving = engine.submit(receive_late, opened, policy)
-        sent = sender.send("p", 2, kept=True)
+        sent = sender.send("p", {0: 2}, kept=True)
         received = receiving.result()
-    sender.drop()
+    sender.drop([0])
     assert sent is not None
     assert sent.checksums == engine_checksums(kept)
     assert all(torch.equal(a.view(torch.float32), b) for a, b in zip(received, kept.values(), strict=True))
@@ -108,13 +119,13 @@ def test_weights_that_cannot_be_hashed_end_no_rank(monkeypatch: pytest.MonkeyPat
 def test_a_bucket_is_gathered_while_the_one_before_it_is_on_its_way() -> None:
     policy = WatchedPolicy()
     sender = sender_of(policy)
-    opened = sender.open()
+    opened = sender.open(0)
     assert opened is not None
     with ThreadPoolExecutor(1) as engine:
         receiving = engine.submit(receive_late, opened, policy)
-        sent = sender.send("p", 2)
+        sent = sender.send("p", {0: 2})
         received = receiving.result()
-    sender.drop()
+    sender.drop([0])
     assert sent is not None
     assert sent.error is None
     assert sent.checksums == engine_checksums(policy.weights)
@@ -139,3 +150,41 @@ def test_there_are_many_buckets_but_no_small_ones() -> None:
     assert len(cut(smollm2, filling_bytes(smollm2, 16 << 20))) == 32, "never more bytes than the job allows"
     large = [TensorSpec(f"t{n}", (1 << 26,), "float32") for n in range(128)]
     assert len(cut(large, filling_bytes(large, 4 << 30))) == 16
+
+
+def test_a_group_that_is_given_up_does_not_keep_the_others_from_their_buckets() -> None:
+    """The engine of service 0 joins and receives nothing; the first buckets of service 1 are sent beside it."""
+    policy, given_up = WatchedPolicy(), set[str]()
+    sender = sender_of(policy, given_up.__contains__)
+    opened = [sender.open(service) for service in (0, 1)]
+    assert opened[0] is not None
+    assert opened[1] is not None
+    with ThreadPoolExecutor(2) as threads:
+        absent = threads.submit(joined, opened[0])
+        sending = threads.submit(sender.send, "p", {0: 2, 1: 2})
+        buckets = receive(opened[1], len(policy.weights))
+        received = [next(buckets)]
+        assert not sending.done()
+        given_up.add(part_of("p", 0))
+        received += buckets
+        sent = sending.result()
+        absent.result()
+    sender.drop([0, 1])
+    assert sent is not None
+    assert sent.error is None
+    assert list(sent.left) == [0]
+    assert "given up while sending" in sent.left[0]
+    assert sent.checksums == engine_checksums(policy.weights)
+    assert all(torch.equal(a.view(torch.float32), b) for a, b in zip(received, policy.weights.values(), strict=True))
+
+
+def test_sending_has_failed_when_no_group_is_left() -> None:
+    policy, given_up = WatchedPolicy(), {"p"}
+    sender = sender_of(policy, given_up.__contains__)
+    for service in (0, 1):
+        sender.open(service)
+    sent = sender.send("p", {0: 2, 1: 2})
+    sender.drop([0, 1])
+    assert sent is not None
+    assert sent.error is not None
+    assert "given up while sending" in sent.error

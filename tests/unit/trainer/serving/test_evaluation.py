@@ -29,10 +29,11 @@ from tests.unit.trainer.test_loop import Everything
 
 
 class Rollout:
-    """Answers an evaluation with what it was given, or raises it; `held` keeps it from ending."""
+    """Its services answer an evaluation with what they were given, or raise it; `held` keeps them from ending."""
 
-    def __init__(self, answer: Exception | Sequence[rollout_pb2.EvalResult]) -> None:
-        self._answer = answer
+    def __init__(self, *answers: Exception | Sequence[rollout_pb2.EvalResult]) -> None:
+        self._answers = list(answers)
+        self.services = answers
         self.held = asyncio.Event()
         self.held.set()
         self.asked: list[int] = []
@@ -44,9 +45,10 @@ class Rollout:
         sample = answered(f"{evaluation_id}/sums/0/0", "2 + 2 =", " 4", reward=1.0, group_id="eval/sums/0")
         yield rollout_pb2.EvaluateResponse(done=1, total=1, samples=[sample.pack()])
         await self.held.wait()
-        if isinstance(self._answer, Exception):
-            raise self._answer
-        yield rollout_pb2.EvaluateResponse(results=self._answer)
+        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        yield rollout_pb2.EvaluateResponse(results=answer)
 
 
 class Steps(Everything):

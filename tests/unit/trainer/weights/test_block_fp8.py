@@ -198,9 +198,9 @@ def test_a_publication_of_weights_that_are_not_finite_fails_with_the_weights_nam
         else WeightWriter(policy, ALONE, lambda _: False, root=tmp_path / "weights", file_bytes=1)
     )
     with all_ranks():
-        sender.open()
-        sent = sender.send("e1-v1-0a1b2c3d", 2)
-        sender.drop()
+        sender.open(0)
+        sent = sender.send("e1-v1-0a1b2c3d", {0: 2})
+        sender.drop([0])
     assert sent is not None
     assert "a.weight has values that are not finite" in (sent.error or "")
     assert not list((tmp_path / "weights").glob("*"))

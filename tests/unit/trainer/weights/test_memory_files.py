@@ -109,10 +109,10 @@ def test_a_writer_says_the_checksums_of_what_it_laid_when_it_is_asked(tmp_path: 
     with all_ranks():
         for version in (1, 2):
             name = f"e1-v{version}-0a1b2c3d"
-            written = writer.send(name, 0)
+            written = writer.send(name, {})
             assert written is not None
             assert (written.error, written.checksums) == (None, {})
-            kept = writer.send(name, 0, kept=True)
+            kept = writer.send(name, {}, kept=True)
             assert kept is not None
             assert kept.checksums == engine_checksums(weights)
             found = {k: t for file in (root / name).glob("*.safetensors") for k, t in load_file(file).items()}

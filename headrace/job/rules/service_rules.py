@@ -1,0 +1,47 @@
+"""Rules of several rollout services: their number, their addresses, and what they would otherwise share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace.errors import ConfigError
+from headrace.job.schema.job import Job
+from headrace.rpc.net import Address
+
+_LAST_PORT = 65_535
+
+
+def addresses_of(address: str | None) -> Sequence[Address]:
+    """Those of a service's processes; none for one that is started here. Raises ConfigError for what is no address."""
+    return [Address.parse(each) for each in address.split(",")] if address else []
+
+
+def check_services(job: Job) -> None:
+    """Raises ConfigError when addresses and numbers of the rollout services contradict each other."""
+    services = job.services
+    addresses, count = addresses_of(services.rollout_address), services.rollout_services
+    if len(set(addresses)) < len(addresses):
+        raise ConfigError(
+            f"rollout_address {services.rollout_address} has an address twice: give each rollout service its own",
+            field="rollout_address",
+        )
+    if count > 1 and addresses and len(addresses) != count:
+        raise ConfigError(
+            f"rollout_services {count} contradicts rollout_address, which names {len(addresses)}: leave "
+            "--rollout-services out where they are started elsewhere, or leave the address out to have them started "
+            "here",
+            field="rollout_services",
+        )
+    if services.rollout_service is not None and addresses and services.rollout_service >= len(addresses):
+        raise ConfigError(
+            f"rollout_service {services.rollout_service} is not an index of the {len(addresses)} addresses of "
+            "rollout_address, which are counted from 0",
+            field="rollout_service",
+        )
+    port = job.rollout.openai_port
+    if port is not None and port + services.num_rollout_services - 1 > _LAST_PORT:
+        raise ConfigError(
+            f"openai_port {port}: rollout service k of {services.num_rollout_services} listens k ports above it, and "
+            f"there is none above {_LAST_PORT}: choose a lower one",
+            field="openai_port",
+        )

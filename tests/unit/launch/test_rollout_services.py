@@ -1,0 +1,114 @@
+"""One number in the job starts several rollout services on one ledger; one of them is what it was without it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from headrace.cli.main import main
+from headrace.cli.view.plan import in_short, plan
+from headrace.errors import ConfigError
+from headrace.launch.launcher import Launcher
+from headrace.launch.specs import SERVICES
+from headrace.run_folder import number_of, service_of
+from headrace.sample_log import SampleLog
+from services.rollout.build import engine_options
+from services.rollout.one_of_several import groups_at_once, job_of_service
+from tests.unit.launch.test_shards import after, processes_of
+
+ELSEWHERE = ("--rollout-address", "10.0.0.1:7000,10.0.0.2:7000")
+ENGINES = ("--rollout-external-engine-addrs", "e:1", "e:2", "e:3", "e:4")
+
+
+def test_each_service_has_its_own_process_port_logs_and_number(load_with, tmp_path: Path) -> None:
+    launcher = Launcher(load_with("--run-dir", str(tmp_path), "--rollout-services", "2"), SERVICES, print)
+    commands = processes_of(launcher)
+    assert list(commands) == ["buffer", "reward", "rollout-0", "rollout-1", "trainer"]
+    services = [commands[name] for name in ("rollout-0", "rollout-1")]
+    assert [after(command, "--number") for command in services] == ["0", "1"]
+    logs = launcher.folder.logs
+    assert [after(command, "--log-dir") for command in services] == [str(logs / f"rollout-{k}") for k in range(2)]
+    addresses = [after(command, "--address") for command in services]
+    assert len(set(addresses)) == 2
+    assert launcher.job.services.rollout_address == ",".join(addresses)
+    assert [each.log_file.name for each in launcher._specs[2:4]] == ["rollout-0.log", "rollout-1.log"]
+
+
+def test_one_service_has_the_names_and_folders_that_it_always_had(load_with, tmp_path: Path) -> None:
+    (only,) = Launcher(
+        load_with("--run-dir", str(tmp_path), "--buffer-address", "b:1", "--reward-address", "r:1"), ["rollout"], print
+    )._specs
+    assert (only.name, only.log_file.name) == ("rollout", "rollout.log")
+    assert "--number" not in only.command
+
+
+def test_a_service_by_hand_listens_at_its_own_address_and_knows_of_all(load_with, tmp_path: Path) -> None:
+    flags = ("--run-dir", str(tmp_path), *ELSEWHERE, "--buffer-address", "b:1", "--reward-address", "r:1")
+    launcher = Launcher(load_with(*flags, "--rollout-service", "1"), ["rollout"], print)
+    (only,) = launcher._specs
+    assert (only.name, only.address, after(list(only.command), "--number")) == ("rollout", "10.0.0.2:7000", "1")
+    assert launcher.job.services.num_rollout_services == 2
+
+
+def test_services_divide_the_engines_elsewhere_the_cores_and_what_is_generated_at_once(load_with) -> None:
+    job = load_with("--rollout-services", "2", "--openai-port", "9000", *ENGINES)
+    shares = [job_of_service(job, number) for number in range(2)]
+    assert [each.placement.rollout_external_engine_addrs for each in shares] == [("e:1", "e:2"), ("e:3", "e:4")]
+    assert [each.rollout.openai_port for each in shares] == [9000, 9001]
+    assert job_of_service(job, None) is job
+    many = load_with("--rollout-services", "64")
+    assert engine_options(many).threads == 1
+    at_once = [groups_at_once(load_with("--rollout-services", str(count))) for count in (1, 2, 3)]
+    assert at_once == [8, 2, 2], "two steps' worth; of several a step's, so that the first does not take all"
+    stale = ("--max-staleness", "1")
+    assert [groups_at_once(load_with("--rollout-services", str(count), *stale)) for count in (1, 2)] == [8, 4]
+
+
+def test_failed_samples_of_two_services_do_not_go_into_one_file(tmp_path: Path) -> None:
+    logs = [SampleLog(tmp_path), *(SampleLog(tmp_path, number) for number in range(2))]
+    files = {log.write_failed(log.new_failed_file(), [], 1 << 20) for log in logs}
+    assert len(files) == 3
+    assert list(SampleLog(tmp_path).failed()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--rollout-address", "a:1,a:1"), "has an address twice"),
+        (("--rollout-address", "a:1,b"), "'b' is not host:port"),
+        (("--rollout-services", "3", *ELSEWHERE), "3 contradicts rollout_address, which names 2: leave"),
+        ((*ELSEWHERE, "--rollout-service", "2"), "is not an index of the 2 addresses"),
+        (("--rollout-service", "0"), "rollout_service has no effect without rollout_address"),
+        (("--rollout-services", "0"), "--rollout-services: should be greater than 0"),
+        (("--rollout-services", "257"), "--rollout-services: should be less than or equal to 256"),
+        (("--rollout-services", "3", *ENGINES), "names 4 engines, which 3 rollout services cannot divide evenly"),
+        (("--rollout-services", "2", "--rollout-num-gpus", "4", *ENGINES), "2 engines of 1 have 2"),
+        (("--rollout-services", "2", "--openai-port", "65535"), "openai_port 65535: rollout service k of 2 listens"),
+        (
+            ("--rollout-address", "127.0.0.1:1,10.0.0.2:7000", "--update-weight-transport", "ipc"),
+            "ipc with rollout at 127.0.0.1:1,10.0.0.2:7000: trainer and engines share no memory",
+        ),
+    ],
+)
+def test_services_that_do_not_add_up(load_with, flags: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_with(*flags)
+
+
+def test_check_says_how_many_there_are_and_that_engines_are_those_of_each(
+    job_file: Path, load_with, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["check", str(job_file), "--fast", "--rollout-services", "2", "--rollout-num-gpus", "3"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"rollout services 2 on one ledger; the line about engines is that of each of them", printed)
+    assert "3 engines in each of 2 rollout services, " in in_short(
+        load_with("--rollout-services", "2", "--rollout-num-gpus", "3")
+    )
+    assert "rollout services" not in str(plan(load_with()))
+
+
+@pytest.mark.parametrize(("process", "service", "number"), [("rollout", "rollout", None), ("rollout-1", "rollout", 1)])
+def test_a_process_is_named_after_its_service(process: str, service: str, number: int | None) -> None:
+    assert (service_of(process), number_of(process)) == (service, number)
