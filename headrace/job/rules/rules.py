@@ -20,6 +20,7 @@ from headrace.job.rules.folders import check_folders
 from headrace.job.rules.machine import num_gpus
 from headrace.job.rules.megatron_rules import check_megatron, require_gpus
 from headrace.job.rules.needs import check_needs
+from headrace.job.rules.remote_code import check_remote_code
 from headrace.job.rules.routing_rules import check_routing_replay
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
@@ -38,6 +39,7 @@ def check(job: Job, scope: Scope) -> None:
     for rule in _RULES:
         rule(job)
     check_files(job, scope)
+    check_remote_code(job, scope)
     check_folders(job, scope)
     if "trainer" in scope.services:
         require_gpus(job, scope)
