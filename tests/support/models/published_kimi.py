@@ -25,7 +25,8 @@ PATTERN = (
 SPECIAL = ("[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>")
 TEMPLATE = (
     "{% for message in messages %}<|im_{{ message['role'] }}|>{{ message['role'] }}<|im_middle|>"
-    "{{ message['content'] }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
+    "{{ message['content'] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
 )
 _CORPUS = (
     "What is 12 + 345? It's the answer, isn't it. 今天天气很好，我们去公园。今天我们。  The other THE They're\n\n" * 3

@@ -77,6 +77,24 @@ _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "norm_topk_prob": True,
         },
     ),
+    "llama3_2": ("llama", {"head_dim": 24, "rope_parameters": _LLAMA3_ROPE | {"factor": 32.0}}),
+    "mistral": ("mistral", {"head_dim": 32, "sliding_window": None, "rms_norm_eps": 1e-5}),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {
+            "moe_intermediate_size": 48,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": False,
+            "shared_expert_intermediate_size": 80,
+        },
+    ),
+    "glm4_32b": ("glm4", {"head_dim": 32, "attention_bias": False, "rms_norm_eps": 1e-5}),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        _SIGMOID_EXPERTS | _LATENT_ATTENTION | {"q_lora_rank": 32, "n_shared_experts": 1, "rms_norm_eps": 1e-5},
+    ),
     "glm4": ("glm4", {"head_dim": 32, "attention_bias": True, "rms_norm_eps": 1e-5}),
     "glm4_moe": ("glm4_moe", _SIGMOID_EXPERTS | {"head_dim": 32, "attention_bias": True, "use_qk_norm": True}),
     "deepseek_v3": (

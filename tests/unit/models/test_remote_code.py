@@ -1,4 +1,4 @@
-"""Code that a folder brings for its tokenizer, as Kimi K2 and Moonlight are published, runs only where it is trusted."""
+"""Code that a folder brings for its tokenizer, as Kimi K2 and Moonlight do, runs only where it is trusted."""
 
 from __future__ import annotations
 
