@@ -79,7 +79,10 @@ _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "llama3_2": ("llama", {"head_dim": 24, "rope_parameters": _LLAMA3_ROPE | {"factor": 32.0}}),
     "mistral": ("mistral", {"head_dim": 32, "sliding_window": None, "rms_norm_eps": 1e-5}),
-    "smollm3": ("smollm3", {"no_rope_layer_interval": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}),
+    "smollm3": (
+        "smollm3",
+        {"no_rope_layer_interval": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+    ),
     "qwen2_moe": (
         "qwen2_moe",
         {
