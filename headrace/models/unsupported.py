@@ -13,7 +13,7 @@ _SPARSE = "its sparse attention (an indexer that chooses the keys) is not built"
 _IMAGES = "it reads images, and this trainer reads text"
 _WINDOWS = "it attends within windows, and headrace trains full attention only"
 
-_WHY: Mapping[str, tuple[str, tuple[str, ...]]] = {
+WHY: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "qwen3_next": (_LINEAR, ("qwen3_moe", "qwen2_moe")),
     "qwen3_5": (_LINEAR, ("qwen3",)),
     "qwen3_5_text": (_LINEAR, ("qwen3",)),
@@ -49,7 +49,7 @@ def unsupported(model_type: object, known: Collection[str]) -> str:
     """A sentence that names the type, the reason if it is known, the nearest supported types, and what to do."""
     if not isinstance(model_type, str):
         return f"it has no model_type (found {model_type!r:.40}): name the folder of a Hugging Face model"
-    why, near = _WHY.get(model_type, ("headrace has no family for it", ()))
+    why, near = WHY.get(model_type, ("headrace has no family for it", ()))
     near = near or tuple(difflib.get_close_matches(model_type[:128], sorted(known), n=_NEAREST, cutoff=_LIKE))
     nearest = f"; the nearest that it trains: {', '.join(near)}" if near else ""
     return (

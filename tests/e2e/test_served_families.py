@@ -79,7 +79,7 @@ async def test_a_family_is_served_with_the_log_probs_of_transformers_or_says_why
 
 async def _differences(client: EngineClient, checkpoint: Path, first: int) -> Sequence[float]:
     prompt = list(range(first, first + 9))
-    params = SamplingParams(max_new_tokens=24, min_new_tokens=24)
+    params = SamplingParams(max_new_tokens=24)
     response = await client.generate(prompt, params, request_id=f"served-{first}", cache_key="0", seconds=120)
     expected = hugging_face_log_probs(network(checkpoint).float(), prompt, response.tokens)
     return (torch.tensor(response.log_probs) - expected).abs().tolist()
