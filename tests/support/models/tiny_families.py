@@ -63,6 +63,14 @@ _LATENT_ATTENTION = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 24,
 }
+EXPERTS_OF_ENGINES = {"moe_intermediate_size": 64}
+"""SGLang pads experts on a CPU to multiples of this, and its checksums are over what is padded."""
+LATENTS_OF_ENGINES = EXPERTS_OF_ENGINES | {
+    "moe_layer_freq": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+"""What SGLang reads of DeepSeek's published config and transformers does not write."""
 _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("llama", {}),
     "qwen2": ("qwen2", {}),
