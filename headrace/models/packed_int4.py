@@ -26,7 +26,7 @@ def int4_group(config: Mapping[str, Any]) -> int:
     wrong = [f"{name} {said.get(name)!r}" for name, value in wanted.items() if said.get(name) != value]
     if quantization.get("format") != "pack-quantized":
         wrong.append(f"format {quantization.get('format')!r}")
-    size = said.get("group_size")
+    size: Any = said.get("group_size")
     if type(size) is not int or size < 1:
         wrong.append(f"group_size {size!r}")
     if wrong:

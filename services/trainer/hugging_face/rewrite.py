@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -22,7 +22,7 @@ Named = tuple[str, Tensor]
 def rewrite(
     source: HfFolder,
     folder: Path,
-    transform: Callable[[Iterable[Named]], Iterable[Named]],
+    transform: Callable[[Iterator[Named]], Iterator[Named]],
     quantization: Mapping[str, object] | None,
     file_bytes: int = FILE_BYTES,
 ) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ def to_plain(model: Path, folder: Path, file_bytes: int = FILE_BYTES) -> int:
     return len(source.names)
 
 
-def _plain(weights: Iterable[Named]) -> Iterator[Named]:
+def _plain(weights: Iterator[Named]) -> Iterator[Named]:
     for name, weight in weights:
         yield name, weight.bfloat16() if weight.ndim > 1 else weight
 

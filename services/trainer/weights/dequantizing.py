@@ -37,5 +37,5 @@ def unpacked_int4(packed: Tensor, scale: Tensor, shape: tuple[int, ...], group: 
             f"{list(scale.shape)}; groups of {group} need {needs[0]} and {needs[1]}: look at group_size in config.json"
         )
     places = torch.arange(0, 32, _BITS, dtype=torch.int32)
-    values = ((packed[..., None] >> places) & (2**_BITS - 1)).flatten(1)[:, :columns] - 2 ** (_BITS - 1)
+    values: Tensor = ((packed[..., None] >> places) & (2**_BITS - 1)).flatten(1)[:, :columns] - 2 ** (_BITS - 1)
     return values.float() * scale.float().repeat_interleave(group, dim=1)[:, :columns]
