@@ -43,6 +43,8 @@ class Experts:
     normalized: bool
     """The weights of a token's experts sum to one (before scaling)."""
     scaling_factor: float | None
+    has_shared_gate: bool
+    """The shared experts' output is multiplied by a sigmoid gate of the token."""
     has_router_bias: bool
     """A bias per expert that chooses experts and does not weigh them (https://arxiv.org/abs/2408.15664)."""
     num_groups: int | None
@@ -89,6 +91,8 @@ class Architecture:
     add_qkv_bias: bool
     post_norms: bool
     """Norms behind attention and MLP too, before the residual is added."""
+    unrotated_layers: Sequence[int]
+    """Layers, counted from 0, whose attention has no positions at all."""
     untie_embeddings_and_output_weights: bool
     rope_scaling: Llama3Rope | YarnRope | None
     experts: Experts | None

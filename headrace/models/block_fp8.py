@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from headrace.errors import ConfigError
 from headrace.models.exported import tensor_names
+from headrace.models.packed_int4 import METHOD, TO_PLAIN
 
 SCALE = "_scale_inv"
 
@@ -59,6 +60,12 @@ def _block(folder: Path, quantization: Mapping[str, Any]) -> tuple[int, int]:
         if scale_format not in (None, "float")
         else None
     )
+    if method == METHOD:
+        raise ConfigError(
+            f"{folder} is in INT4 ({METHOD}), in which engines cannot be given new weights: write it in another form "
+            f"and name that folder: {TO_PLAIN}, or python -m services.trainer.hugging_face.to_fp8 MODEL FOLDER",
+            field="hf_checkpoint",
+        )
     if wrong:
         raise ConfigError(
             f"{folder}: its quantization_config has {wrong}. headrace gives engines bfloat16, or FP8 (e4m3) with a "

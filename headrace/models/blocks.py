@@ -94,7 +94,11 @@ def mixture(a: Architecture, experts: Experts, hf: str) -> list[Row]:
         name = f"{hf}.mlp.gate.e_score_correction_bias"
         rows.append(one("mlp.router.expert_bias", name, (experts.count,), Replicated()))
     if experts.shared_ffn_hidden_size is not None:
-        rows += mlp(a, "mlp.shared_experts", f"{hf}.mlp.shared_experts", experts.shared_ffn_hidden_size)
+        name = f"{hf}.mlp.shared_expert" + ("" if experts.has_shared_gate else "s")
+        rows += mlp(a, "mlp.shared_experts", name, experts.shared_ffn_hidden_size)
+    if experts.has_shared_gate:
+        gate = (1, a.hidden_size)
+        rows.append(one("mlp.shared_experts.gate_weight", f"{hf}.mlp.shared_expert_gate.weight", gate, Replicated()))
     for expert in range(experts.count):
         name = f"{hf}.mlp.experts.{expert}"
         rows += mlp(a, "mlp.experts.local_experts.{expert}", name, experts.ffn_hidden_size, expert)

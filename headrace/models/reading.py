@@ -11,6 +11,7 @@ from headrace.models.architecture import Architecture, Llama3Rope, YarnRope
 
 def read_decoder(raw: Mapping[str, Any], **particular: Any) -> Architecture:
     """A dense Llama-like decoder; `particular` are the fields in which the family differs."""
+    _require_whole_attention(raw)
     heads = raw["num_attention_heads"]
     rope = rope_parameters(raw)
     fields: dict[str, Any] = {
@@ -32,6 +33,7 @@ def read_decoder(raw: Mapping[str, Any], **particular: Any) -> Architecture:
         "qk_layernorm": False,
         "add_qkv_bias": bool(raw.get("attention_bias", False)),
         "post_norms": False,
+        "unrotated_layers": (),
         "untie_embeddings_and_output_weights": not raw.get("tie_word_embeddings", False),
         "rope_scaling": llama3_rope(raw),
         "experts": None,
@@ -88,6 +90,14 @@ def yarn_rope(raw: Mapping[str, Any]) -> YarnRope | None:
         mscale=float(rope.get("mscale") or 1.0),
         mscale_all_dim=float(rope.get("mscale_all_dim") or 0.0),
     )
+
+
+def _require_whole_attention(raw: Mapping[str, Any]) -> None:
+    """Raises ConfigError for layers that attend within a window."""
+    windowed = [number for number, kind in enumerate(raw.get("layer_types") or ()) if kind != "full_attention"]
+    if windowed or raw.get("use_sliding_window"):
+        which = f"layer {windowed[0]} is {raw['layer_types'][windowed[0]]!r}" if windowed else "use_sliding_window true"
+        raise ConfigError(f"{which}: headrace trains full attention only")
 
 
 def _is_swiglu(raw: Mapping[str, Any]) -> bool:

@@ -9,17 +9,34 @@ from typing import Any
 
 from headrace.errors import ConfigError
 from headrace.models.architecture import Architecture
-from headrace.models.families import deepseek_v3, glm4, glm4_moe, llama, qwen2, qwen3, qwen3_moe
+from headrace.models.families import (
+    deepseek_v3,
+    glm4,
+    glm4_moe,
+    glm4_moe_lite,
+    llama,
+    mistral,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
 from headrace.models.family import Family
 from headrace.models.rows import Table
+from headrace.models.unsupported import unsupported
 
 FAMILIES: Sequence[Family] = (
     llama.FAMILY,
+    mistral.FAMILY,
+    smollm3.FAMILY,
     qwen2.FAMILY,
+    qwen2_moe.FAMILY,
     qwen3.FAMILY,
     qwen3_moe.FAMILY,
     glm4.FAMILY,
     glm4_moe.FAMILY,
+    glm4_moe_lite.FAMILY,
     deepseek_v3.FAMILY,
 )
 _BY_MODEL_TYPE: Mapping[str, Family] = {name: family for family in FAMILIES for name in family.model_types}
@@ -40,11 +57,10 @@ def read_architecture(folder: Path) -> Architecture:
 
 def architecture(raw: Mapping[str, Any]) -> Architecture:
     """Reads the content of a config.json."""
-    family = _BY_MODEL_TYPE.get(raw.get("model_type", ""))
-    if family is None:
-        known = ", ".join(_BY_MODEL_TYPE)
-        raise ConfigError(f"model_type {raw.get('model_type')!r} is not supported; supported: {known}")
-    return family.read(raw)
+    named = raw.get("model_type")
+    if not isinstance(named, str) or named not in _BY_MODEL_TYPE:
+        raise ConfigError(unsupported(named, _BY_MODEL_TYPE), field="hf_checkpoint")
+    return _BY_MODEL_TYPE[named].read(raw)
 
 
 def table(a: Architecture) -> Table:

@@ -71,11 +71,13 @@ def rollout_service(
     """
     seconds = job.rollout.generate_timeout_seconds
     params, seed = job_params(job.rollout), job.data.rollout_seed
-    encoder = PromptEncoder(
+    folder, trusts, variables = (
         job.model.hf_checkpoint,
-        apply_chat_template=job.data.apply_chat_template,
-        variables=job.data.apply_chat_template_kwargs,
+        job.model.trust_remote_code,
+        job.data.apply_chat_template_kwargs,
     )
+    apply = job.data.apply_chat_template
+    encoder = PromptEncoder(folder, apply_chat_template=apply, variables=variables, trust_remote_code=trusts)
     metrics = RolloutMetrics(registry)
     timing = FleetTiming.of(job.placement, start_seconds=job.services.start_timeout_seconds)
     router = Router(job.rollout.router_policy, log_dir / "router.log", request_seconds=seconds, timing=timing)
@@ -138,7 +140,7 @@ def rollout_service(
         item_seconds=job.reward.reward_timeout_seconds,
         patience_seconds=job.services.peer_wait_seconds,
     )
-    supervised = supervised_parts(job.train, job.model.hf_checkpoint, job.data.apply_chat_template_kwargs)
+    supervised = supervised_parts(job.train, folder, variables, trust_remote_code=trusts)
     groups = GroupSampler(
         supervised.encoder if supervised else encoder,
         supervised.sampler if supervised else sampler,

@@ -112,10 +112,12 @@ def _encoder(job: Job, report: Report) -> PromptEncoder | None:
 
 def _made(job: Job) -> PromptEncoder:
     variables = job.data.apply_chat_template_kwargs
-    supervised = supervised_parts(job.train, job.model.hf_checkpoint, variables)
+    folder, trusts = job.model.hf_checkpoint, job.model.trust_remote_code
+    supervised = supervised_parts(job.train, folder, variables, trust_remote_code=trusts)
     if supervised:
         return supervised.encoder
-    return PromptEncoder(job.model.hf_checkpoint, apply_chat_template=job.data.apply_chat_template, variables=variables)
+    apply = job.data.apply_chat_template
+    return PromptEncoder(folder, apply_chat_template=apply, variables=variables, trust_remote_code=trusts)
 
 
 def _tokenize(job: Job, encoder: PromptEncoder, prompts: Prompts, report: Report) -> None:

@@ -22,7 +22,7 @@ from headrace.rpc.net import free_port
 from services.rollout.build import engine_options
 from services.rollout.engine.machine import has_accelerator
 from services.rollout.engine.process import SglangProcess
-from tests.support.models.tiny_families import make_tiny
+from tests.support.models.tiny_families import EXPERTS_OF_ENGINES, LATENTS_OF_ENGINES, make_tiny
 from tests.support.models.tiny_model import make_tiny_qwen3
 from tests.support.processes.training_run import STREAM, SUMS, TrainingRun
 
@@ -39,9 +39,6 @@ async def vowels(args, sample, **kwargs):
 SMALL = ("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1", "--rollout-batch-size", "2", "--lr", "3e-3")
 ENGINE_BOUND = 1e-3
 """Nats by which trainer and engine may differ on a token of the same weights."""
-
-EXPERTS = {"moe_intermediate_size": 64}
-"""SGLang pads experts on a CPU to multiples of this, and its checksums are over what is padded."""
 Row = Mapping[str, Any]
 
 
@@ -169,8 +166,11 @@ async def shards(folder: Path, addresses: Sequence[str]) -> AsyncIterator[None]:
     ("family", "shape"),
     [
         ("glm4", {}),
-        ("qwen3_moe", EXPERTS),
-        ("glm4_moe", EXPERTS),
+        ("qwen3_moe", EXPERTS_OF_ENGINES),
+        ("glm4_moe", EXPERTS_OF_ENGINES),
+        ("qwen2_moe", EXPERTS_OF_ENGINES | {"shared_expert_intermediate_size": 64}),
+        ("glm4_moe_lite", LATENTS_OF_ENGINES),
+        ("deepseek_v3", LATENTS_OF_ENGINES),
     ],
 )
 async def test_a_family_is_served_trained_and_published(tmp_path: Path, family: str, shape: Mapping[str, Any]) -> None:

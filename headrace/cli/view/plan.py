@@ -11,7 +11,7 @@ from headrace.devices.inventory import num_gpus
 from headrace.job.eval_sets import eval_sets
 from headrace.job.megatron.arguments import megatron
 from headrace.job.rules.algorithm_rules import uses_critic, uses_reference
-from headrace.job.rules.gpus import device_plan
+from headrace.job.rules.remote_code import where_code_runs
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 from headrace.launch.specs import SERVICES, address_in
@@ -27,6 +27,7 @@ def plan(job: Job, scope: Scope | None = None) -> list[tuple[str, str]]:
     return [
         ("run", f"{job.run.run_dir / job.run.run_name}, seed {job.run.seed}"),
         ("model", f"{job.model.hf_checkpoint}, {_parameters(job)}"),
+        *([("remote code", code)] if (code := where_code_runs(job)) else []),
         ("services", "; ".join(f"{name} {address_in(job, name) or 'started here'}" for name in SERVICES)),
         *_shards(job),
         ("algorithm", _algorithm(job)),

@@ -6,31 +6,38 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from headrace.errors import InvalidArgument
 from headrace.hooks.args import HookArgs
+from headrace.models.tokenizer.tokenizer import load_tokenizer
 
 
 def template_of(args: HookArgs) -> Template:
     """The template of the job's checkpoint with the job's variables. Loads the tokenizer, once a process."""
-    return _loaded(str(args.hf_checkpoint), json.dumps(args.get("apply_chat_template_kwargs") or {}))
+    variables = json.dumps(args.get("apply_chat_template_kwargs") or {})
+    return _loaded(str(args.hf_checkpoint), variables, bool(args.get("trust_remote_code")))
 
 
 @cache
-def _loaded(hf_checkpoint: str, variables: str) -> Template:
-    return Template(hf_checkpoint, json.loads(variables))
+def _loaded(hf_checkpoint: str, variables: str, trust_remote_code: bool) -> Template:
+    return Template(hf_checkpoint, json.loads(variables), trust_remote_code=trust_remote_code)
 
 
 class Template:
     """A tokenizer and its chat template."""
 
-    def __init__(self, hf_checkpoint: str, variables: Mapping[str, Any] = MappingProxyType({})) -> None:
-        from transformers import AutoTokenizer  # takes seconds: only for those who use it
-
+    def __init__(
+        self,
+        hf_checkpoint: str,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        trust_remote_code: bool = False,
+    ) -> None:
         self._variables = variables
-        self._tokenizer = AutoTokenizer.from_pretrained(hf_checkpoint)
+        self._tokenizer = load_tokenizer(Path(hf_checkpoint), trust_remote_code=trust_remote_code)
 
     def prompt(self, conversation: Any, tools: Sequence[Any] | None, *, is_rendered: bool) -> list[int]:
         """Returns the tokens of messages up to the policy's turn, or those of a text as it is."""

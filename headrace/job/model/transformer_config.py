@@ -35,6 +35,9 @@ def megatron_fields(a: Architecture) -> dict[str, Any]:
         # Latent attention always has its norms.
         "qk_layernorm": a.qk_layernorm or a.latent_attention is not None,
         "rotary_interleaved": a.rotary_interleaved,
+        "no_rope_freq": [int(layer in a.unrotated_layers) for layer in range(a.num_layers)]
+        if a.unrotated_layers
+        else None,
     }
     if a.experts:
         fields |= _experts(a.experts, a.num_layers)
@@ -50,6 +53,7 @@ def _experts(experts: Experts, num_layers: int) -> dict[str, Any]:
         "moe_router_topk": experts.topk,
         "moe_layer_freq": [int(experts.in_layer(layer)) for layer in range(num_layers)],
         "moe_shared_expert_intermediate_size": experts.shared_ffn_hidden_size,
+        "moe_shared_expert_gate": experts.has_shared_gate,
         "moe_router_score_function": experts.score_function,
         # Scores of all experts first, then the best: then they do not sum to one.
         "moe_router_pre_softmax": experts.score_function == "softmax" and not experts.normalized,
@@ -111,7 +115,9 @@ def _means_nothing(a: Architecture, name: str, wanted: Any) -> bool:
     return name == "moe_router_pre_softmax" and a.experts.score_function == "sigmoid"
 
 
-def _agrees(a: Architecture, wanted: Any, said: Any) -> bool:
+def _agrees(a: Architecture, name: str, wanted: Any, said: Any) -> bool:
+    if name == "no_rope_freq" and isinstance(wanted, int):
+        return list(said or ()) == [int(not (layer + 1) % wanted) for layer in range(a.num_layers)]
     if isinstance(said, list):  # Megatron takes a list of the layers, or says that every n-th has experts
         return list(wanted) == said if isinstance(wanted, tuple) else _every(a.num_layers, wanted) == said
     return bool(wanted == said)
@@ -132,7 +138,7 @@ def contradictions(a: Architecture, given: MegatronArgs) -> list[str]:
         f"--{name.replace('_', '-')} {_shown(wanted)} contradicts the checkpoint, whose config.json says "
         f"{_shown(mine.get(name, 'nothing about it'))}: leave the flag out"
         for name, wanted in given.given(ARCHITECTURAL).items()
-        if not _agrees(a, wanted, mine.get(name, False)) and not _means_nothing(a, name, wanted)
+        if not _agrees(a, name, wanted, mine.get(name, False)) and not _means_nothing(a, name, wanted)
     ]
     if given.seq_length is not None and given.seq_length > a.max_position_embeddings:
         wrong.append(

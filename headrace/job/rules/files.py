@@ -14,7 +14,7 @@ from headrace.job.schema.job import Job
 from headrace.job.schema.prompt_path import PromptPath
 from headrace.prompt_row import parse_row
 
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
 _LINES_LOOKED_AT = 1000
 
 

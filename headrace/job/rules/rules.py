@@ -21,6 +21,7 @@ from headrace.job.rules.folders import check_folders
 from headrace.job.rules.gpus import check_gpus
 from headrace.job.rules.megatron_rules import check_megatron, require_gpus
 from headrace.job.rules.needs import check_needs
+from headrace.job.rules.remote_code import check_remote_code
 from headrace.job.rules.routing_rules import check_routing_replay
 from headrace.job.rules.scope import Scope
 from headrace.job.rules.service_rules import addresses_of, check_services
@@ -39,6 +40,7 @@ def check(job: Job, scope: Scope) -> None:
     for rule in _RULES:
         rule(job)
     check_files(job, scope)
+    check_remote_code(job, scope)
     check_folders(job, scope)
     if "trainer" in scope.services:
         require_gpus(job, scope)

@@ -41,6 +41,11 @@ class ModelSection(Section):
         "where the job gives none.",
     )
     hf_checkpoint: Path = Field(description="Hugging Face folder: weights, config, tokenizer.")
+    trust_remote_code: bool = Field(
+        False,
+        description="Run the code that hf_checkpoint brings for its tokenizer: in the rollout service, its check, and "
+        "where a hook uses headrace.hooks.kit. Engines have --sglang-trust-remote-code; no other process runs any.",
+    )
     ref_load: Path | None = Field(
         None, description="Hugging Face folder of the reference policy; hf_checkpoint if absent."
     )

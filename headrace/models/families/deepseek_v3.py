@@ -143,5 +143,6 @@ FAMILY = Family(
         Preset("deepseek-v3.1", _DEEPSEEK_V3, 671e9, _LAYOUT),
         Preset("deepseek-r1", _DEEPSEEK_V3, 671e9, _LAYOUT),
         Preset("kimi-k2", _KIMI_K2, 1.04e12, _LAYOUT),
+        Preset("kimi-k2-Thinking", _KIMI_K2 | {"max_position_embeddings": 262144}, 1.04e12, _LAYOUT),
     ),
 )

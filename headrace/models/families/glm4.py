@@ -35,32 +35,44 @@ def table(a: Architecture) -> Table:
     return Table(embedding(a), layer, head(a), a.num_layers)
 
 
+def _config(hidden: int, mlp: int, layers: int, heads: int, bias: bool) -> dict[str, Any]:
+    return {
+        "model_type": "glm4",
+        "attention_bias": bias,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 151552,
+    }
+
+
+_9B = _config(4096, 13696, 40, 32, bias=True)
+_32B = _config(6144, 23040, 61, 48, bias=False)
+_TP2_PP2 = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+# 61 layers: seven stages of eight and one of five.
+_TP2_PP8 = {
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 8,
+    "num_layers_in_last_pipeline_stage": 5,
+}
+
 FAMILY = Family(
     model_types=("glm4",),
     read=read,
     table=table,
     presets=(
-        Preset(
-            "glm-z1-9B",
-            {
-                "model_type": "glm4",
-                "attention_bias": True,
-                "head_dim": 128,
-                "hidden_act": "silu",
-                "hidden_size": 4096,
-                "intermediate_size": 13696,
-                "max_position_embeddings": 32768,
-                "num_attention_heads": 32,
-                "num_hidden_layers": 40,
-                "num_key_value_heads": 2,
-                "partial_rotary_factor": 0.5,
-                "rms_norm_eps": 1e-05,
-                "rope_theta": 10000.0,
-                "tie_word_embeddings": False,
-                "vocab_size": 151552,
-            },
-            9.4e9,
-            {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
-        ),
+        Preset("glm-4-9B-0414", _9B, 9.4e9, _TP2_PP2),
+        Preset("glm-z1-9B", _9B, 9.4e9, _TP2_PP2),
+        Preset("glm-4-32B-0414", _32B, 32.6e9, _TP2_PP8),
+        Preset("glm-z1-32B", _32B, 32.6e9, _TP2_PP8),
     ),
 )

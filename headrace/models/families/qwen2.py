@@ -34,11 +34,16 @@ def _config(hidden: int, mlp: int, layers: int, heads: int, groups: int, vocab: 
 _TP4 = {"tensor_model_parallel_size": 4}
 _TP8 = {"tensor_model_parallel_size": 8}
 _PP2 = {"pipeline_model_parallel_size": 2}
+_PP4 = {"pipeline_model_parallel_size": 4}
 
 FAMILY = Family(
     model_types=("qwen2",),
     read=read,
     presets=(
+        Preset("qwen2-0.5B", _config(896, 4864, 24, 14, 2, 151936, True), 0.494e9, {}),
+        Preset("qwen2-1.5B", _config(1536, 8960, 28, 12, 2, 151936, True), 1.54e9, {}),
+        Preset("qwen2-7B", _config(3584, 18944, 28, 28, 4, 152064, False), 7.61e9, _TP4),
+        Preset("qwen2-72B", _config(8192, 29568, 80, 64, 8, 152064, False), 72.7e9, _TP8 | _PP4),
         Preset("qwen2.5-0.5B", _config(896, 4864, 24, 14, 2, 151936, True), 0.494e9, {}),
         Preset("qwen2.5-1.5B", _config(1536, 8960, 28, 12, 2, 151936, True), 1.54e9, {}),
         Preset("qwen2.5-3B", _config(2048, 11008, 36, 16, 2, 151936, True), 3.09e9, {}),
@@ -54,7 +59,7 @@ FAMILY = Family(
             "qwen2.5-72B",
             _config(8192, 29568, 80, 64, 8, 152064, False),
             72.7e9,
-            _TP8 | {"pipeline_model_parallel_size": 4},
+            _TP8 | _PP4,
         ),
     ),
 )

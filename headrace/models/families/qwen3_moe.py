@@ -5,35 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.models.architecture import Architecture, Experts
+from headrace.models.architecture import Architecture
 from headrace.models.family import SHARED_OPTIMIZER, Family, Preset
 from headrace.models.reading import read_decoder
+from headrace.models.routing import read_softmax_experts
 
 
 def read(raw: Mapping[str, Any]) -> Architecture:
-    experts = Experts(
-        # transformers 5 renamed it when it writes a config
-        count=raw["num_local_experts"] if "num_local_experts" in raw else raw["num_experts"],
-        ffn_hidden_size=raw["moe_intermediate_size"],
-        topk=raw["num_experts_per_tok"],
-        dense_layers=_dense_layers(raw),
-        shared_ffn_hidden_size=None,
-        score_function="softmax",
-        normalized=bool(raw["norm_topk_prob"]),
-        scaling_factor=None,
-        has_router_bias=False,
-        num_groups=None,
-        groups_per_token=None,
-    )
-    return read_decoder(raw, qk_layernorm=True, experts=experts)
+    return read_decoder(raw, qk_layernorm=True, experts=read_softmax_experts(raw))
 
 
-def _dense_layers(raw: Mapping[str, Any]) -> tuple[int, ...]:
-    only, step = raw.get("mlp_only_layers") or (), raw.get("decoder_sparse_step") or 1
-    return tuple(n for n in range(raw["num_hidden_layers"]) if n in only or (n + 1) % step)
-
-
-def _config(hidden: int, mlp: int, expert: int, layers: int, heads: int) -> dict[str, Any]:
+def _config(
+    hidden: int, mlp: int, expert: int, layers: int, heads: int, experts: int = 128, groups: int = 4
+) -> dict[str, Any]:
     return {
         "model_type": "qwen3_moe",
         "attention_bias": False,
@@ -47,10 +31,10 @@ def _config(hidden: int, mlp: int, expert: int, layers: int, heads: int) -> dict
         "moe_intermediate_size": expert,
         "norm_topk_prob": True,
         "num_attention_heads": heads,
-        "num_experts": 128,
+        "num_experts": experts,
         "num_experts_per_tok": 8,
         "num_hidden_layers": layers,
-        "num_key_value_heads": 4,
+        "num_key_value_heads": groups,
         "rms_norm_eps": 1e-06,
         "rope_theta": 1000000.0,
         "tie_word_embeddings": False,
@@ -61,6 +45,14 @@ def _config(hidden: int, mlp: int, expert: int, layers: int, heads: int) -> dict
 def _layout(expert_ranks: int) -> dict[str, int]:
     return {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": expert_ranks, **SHARED_OPTIMIZER}
 
+
+# 62 layers: seven stages of eight and one of six.
+_CODER = {
+    "pipeline_model_parallel_size": 8,
+    "num_layers_in_last_pipeline_stage": 6,
+    "expert_model_parallel_size": 32,
+    **SHARED_OPTIMIZER,
+}
 
 FAMILY = Family(
     model_types=("qwen3_moe",),
@@ -73,5 +65,6 @@ FAMILY = Family(
             235e9,
             _layout(64),
         ),
+        Preset("qwen3-coder-480B-A35B", _config(6144, 8192, 2560, 62, 96, experts=160, groups=8), 480e9, _CODER),
     ),
 )

@@ -15,7 +15,8 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from headrace.api.sample.v1 import sample_pb2 as pb
-from headrace.errors import ConfigError, InvalidArgument
+from headrace.errors import InvalidArgument
+from headrace.models.tokenizer.tokenizer import load_tokenizer
 from headrace.sample_checks import check_text
 from headrace.wire.checks import require_bytes, require_json_array, require_json_object
 from headrace.wire.limits import MAX_PROMPT_BYTES
@@ -44,9 +45,15 @@ class PromptEncoder:
     """The checkpoint's tokenizer and chat template."""
 
     def __init__(
-        self, hf_checkpoint: Path, *, apply_chat_template: bool, variables: Mapping[str, Any] = MappingProxyType({})
+        self,
+        hf_checkpoint: Path,
+        *,
+        apply_chat_template: bool,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        trust_remote_code: bool = False,
     ) -> None:
         self._hf_checkpoint = hf_checkpoint
+        self._trust_remote_code = trust_remote_code
         self.variables = variables
         self._threads = ThreadPoolExecutor(_THREADS, "tokenize")
         self._apply_chat_template = apply_chat_template
@@ -60,16 +67,8 @@ class PromptEncoder:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Transformers' tokenizer, also for hooks. Raises ConfigError when the checkpoint has none."""
-        from transformers import AutoTokenizer  # takes seconds: only for those who encode
-
-        try:
-            return AutoTokenizer.from_pretrained(str(self._hf_checkpoint))
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"no tokenizer in {self._hf_checkpoint}: {str(error).splitlines()[0]}: give a Hugging Face folder",
-                field="model.hf_checkpoint",
-            ) from error
+        """Transformers' tokenizer. Raises ConfigError when the checkpoint has none, or code that is not trusted."""
+        return load_tokenizer(self._hf_checkpoint, trust_remote_code=self._trust_remote_code)
 
     async def off_loop(self, work: Callable[..., T], *args: Any) -> T:
         """Runs `work(*args)` in one of the encoder's threads."""

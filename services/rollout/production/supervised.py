@@ -30,14 +30,22 @@ class SupervisedParts:
 
 
 def supervised_parts(
-    config: TrainSection, hf_checkpoint: Path, variables: Mapping[str, Any] = MappingProxyType({})
+    config: TrainSection,
+    hf_checkpoint: Path,
+    variables: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    trust_remote_code: bool = False,
 ) -> SupervisedParts | None:
     """Returns None unless the job has --loss-mask-type."""
     family = config.loss_mask_type
     if family is None:
         return None
     encoder = ConversationEncoder(
-        hf_checkpoint, family, keep_earlier_thoughts=config.keep_earlier_thoughts, variables=variables
+        hf_checkpoint,
+        family,
+        keep_earlier_thoughts=config.keep_earlier_thoughts,
+        variables=variables,
+        trust_remote_code=trust_remote_code,
     )
     return SupervisedParts(encoder, SupervisedSampler())
 
@@ -52,8 +60,11 @@ class ConversationEncoder(PromptEncoder):
         *,
         keep_earlier_thoughts: bool = False,
         variables: Mapping[str, Any] = MappingProxyType({}),
+        trust_remote_code: bool = False,
     ) -> None:
-        super().__init__(hf_checkpoint, apply_chat_template=False, variables=variables)
+        super().__init__(
+            hf_checkpoint, apply_chat_template=False, variables=variables, trust_remote_code=trust_remote_code
+        )
         self._family = family
         self._keep_earlier_thoughts = keep_earlier_thoughts
 

@@ -13,16 +13,18 @@ from safetensors import safe_open
 from torch import Tensor
 
 from headrace.errors import ConfigError
-from services.trainer.weights.dequantizing import dequantized
+from headrace.models.packed_int4 import PACKED, SCALE, SHAPE, int4_group
+from services.trainer.weights.dequantizing import dequantized, unpacked_int4
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _SCALE = "_scale_inv"
+_BESIDE = (_SCALE, f".weight{SCALE}", f".weight{SHAPE}")
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class HfFolder:
-    """Reads through the index if there is one; FP8 blocks are multiplied out."""
+    """Reads through the index if there is one; FP8 blocks and packed INT4 are multiplied out."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -30,16 +32,25 @@ class HfFolder:
 
     @property
     def names(self) -> frozenset[str]:
-        """All weights; the scales of FP8 blocks are not weights."""
-        return frozenset(name for name in self._files if not name.endswith(_SCALE))
+        """All weights; what quantized ones have beside them is none."""
+        return frozenset(
+            name.removesuffix(PACKED) if name.endswith(f".weight{PACKED}") else name
+            for name in self._files
+            if not name.endswith(_BESIDE)
+        )
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, without reading it."""
+        if self._is_packed(name):
+            return self._shape_of_packed(name)
         with safe_open(str(self.folder / self._files[name]), framework="pt") as file:
             return tuple(file.get_slice(name).get_shape())
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, on the CPU; FP8 comes back as float32."""
+        """One tensor, on the CPU; FP8 and INT4 come back as float32."""
+        if self._is_packed(name):
+            scale, shape = self._raw(name + SCALE), self._shape_of_packed(name)
+            return unpacked_int4(self._raw(name + PACKED), scale, shape, self._group)
         raw = self._raw(name)
         if raw.dtype not in _FP8:
             return raw
@@ -50,6 +61,17 @@ class HfFolder:
             )
         return dequantized(raw, self._raw(name + _SCALE), self._block)
 
+    def _is_packed(self, name: str) -> bool:
+        return name not in self._files and name + PACKED in self._files
+
+    def _shape_of_packed(self, name: str) -> tuple[int, ...]:
+        if lacking := [part for part in (name + SCALE, name + SHAPE) if part not in self._files]:
+            raise ConfigError(f"{self.folder}: {name}{PACKED} is there without {lacking[0]}: download the whole model")
+        shape = self._raw(name + SHAPE)
+        if shape.numel() != 2:
+            raise ConfigError(f"{self.folder}: {name}{SHAPE} has {shape.numel()} numbers, not rows and columns")
+        return tuple(int(size) for size in shape)
+
     def _raw(self, name: str) -> Tensor:
         with safe_open(str(self.folder / self._files[name]), framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
@@ -57,9 +79,20 @@ class HfFolder:
 
     @cached_property
     def _block(self) -> tuple[int, int]:
-        config: Mapping[str, Any] = json.loads((self.folder / "config.json").read_text())
-        rows, columns = (config.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
+        rows, columns = (self._config.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
         return int(rows), int(columns)
+
+    @cached_property
+    def _group(self) -> int:
+        try:
+            return int4_group(self._config)
+        except ConfigError as error:
+            raise ConfigError(f"{self.folder}: {error.message}", field="hf_checkpoint") from error
+
+    @cached_property
+    def _config(self) -> Mapping[str, Any]:
+        config: Mapping[str, Any] = json.loads((self.folder / "config.json").read_text())
+        return config
 
     def _weight_map(self) -> Mapping[str, str]:
         if (self.folder / INDEX).is_file():

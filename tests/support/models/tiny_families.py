@@ -63,6 +63,14 @@ _LATENT_ATTENTION = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 24,
 }
+EXPERTS_OF_ENGINES = {"moe_intermediate_size": 64}
+"""SGLang pads experts on a CPU to multiples of this, and its checksums are over what is padded."""
+LATENTS_OF_ENGINES = EXPERTS_OF_ENGINES | {
+    "moe_layer_freq": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+"""What SGLang reads of DeepSeek's published config and transformers does not write."""
 _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("llama", {}),
     "qwen2": ("qwen2", {}),
@@ -76,6 +84,27 @@ _FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "num_experts_per_tok": 2,
             "norm_topk_prob": True,
         },
+    ),
+    "llama3_2": ("llama", {"head_dim": 24, "rope_parameters": _LLAMA3_ROPE | {"factor": 32.0}}),
+    "mistral": ("mistral", {"head_dim": 32, "sliding_window": None, "rms_norm_eps": 1e-5}),
+    "smollm3": (
+        "smollm3",
+        {"no_rope_layer_interval": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+    ),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {
+            "moe_intermediate_size": 48,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": False,
+            "shared_expert_intermediate_size": 80,
+        },
+    ),
+    "glm4_32b": ("glm4", {"head_dim": 32, "attention_bias": False, "rms_norm_eps": 1e-5}),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        _SIGMOID_EXPERTS | _LATENT_ATTENTION | {"q_lora_rank": 32, "n_shared_experts": 1, "rms_norm_eps": 1e-5},
     ),
     "glm4": ("glm4", {"head_dim": 32, "attention_bias": True, "rms_norm_eps": 1e-5}),
     "glm4_moe": ("glm4_moe", _SIGMOID_EXPERTS | {"head_dim": 32, "attention_bias": True, "use_qk_norm": True}),

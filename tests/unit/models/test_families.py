@@ -16,6 +16,7 @@ from headrace.job.model.transformer_config import contradictions
 from headrace.job.schema.job import Job
 from headrace.models.presets import PRESETS
 from headrace.models.registry import FAMILIES, architecture, table
+from headrace.models.unsupported import WHY
 
 DEEPSEEK = dict(PRESETS["deepseek-v3"].config)
 
@@ -54,6 +55,65 @@ def test_a_presets_layout_divides_the_model_and_fits_80_gigabytes(name: str) -> 
     assert a.experts is None or (tensor == 1 and a.experts.count % experts == 0)
     dense = (shared + a.vocab_size * a.hidden_size) / tensor
     assert 18 * of_experts / experts + (6 + 12 / experts) * dense < 65e9
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        (
+            "qwen3_mo",
+            r"'qwen3_mo' is not supported: headrace has no family for it; the nearest that it trains: qwen3_moe",
+        ),
+        (
+            "qwen3_next",
+            "flash-linear-attention, whose kernels need a GPU.*; the nearest that it trains: qwen3_moe, qwen2_m",
+        ),
+        ("deepseek_v32", "its sparse attention .* is not built; the nearest that it trains: deepseek_v3"),
+        ("gpt_oss", "it attends within windows"),
+        ("kimi_k25", "it reads images, and this trainer reads text; the nearest that it trains: kimi_k2"),
+        ("zzz", r"'zzz' is not supported: headrace has no family for it. Supported: llama, mistral"),
+        (None, "it has no model_type .found None.: name the folder of a Hugging Face model"),
+        (["llama"], r"it has no model_type .found \['llama'\]"),
+    ],
+)
+def test_an_unsupported_model_type_is_told_why_and_what_comes_nearest(model_type: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        architecture({"model_type": model_type})
+
+
+def test_every_nearest_type_is_one_that_is_trained_and_no_reason_is_for_such_a_one() -> None:
+    known = {name for family in FAMILIES for name in family.model_types}
+    assert {each for _, near in WHY.values() for each in near} <= known
+    assert not WHY.keys() & known
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        ("mistral-7B-v0.3", {"sliding_window": 4096}, "sliding_window 4096 below max_position_embeddings 32768"),
+        ("qwen2-7B", {"use_sliding_window": True}, "use_sliding_window true: headrace trains full attention only"),
+        ("qwen3-8B", {"layer_types": ["full_attention", "sliding_attention"]}, "layer 1 is 'sliding_attention'"),
+        ("smollm3-3B", {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling of type 'yarn' is not supported"),
+    ],
+)
+def test_attention_within_a_window_is_refused(name: str, changed: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        architecture(dict(PRESETS[name].config) | changed)
+
+
+@pytest.mark.parametrize(
+    ("rope", "layers"),
+    [
+        ({}, (3, 7, 11, 15, 19, 23, 27, 31, 35)),
+        ({"no_rope_layer_interval": 18}, (17, 35)),
+        ({"no_rope_layers": [1] * 35 + [0]}, (35,)),
+    ],
+)
+def test_smollm3s_layers_without_positions_are_those_of_its_config(rope: dict[str, object], layers: object) -> None:
+    found = architecture(dict(PRESETS["smollm3-3B"].config) | rope)
+    assert found.unrotated_layers == layers
+    every = MegatronArgs.model_validate({"no_rope_freq": 4})
+    assert (contradictions(found, every) == []) == (rope == {})
 
 
 def test_a_model_type_belongs_to_one_family() -> None:

@@ -1,11 +1,13 @@
 """Families with experts, latent attention or norms behind the layers, in real ranks over gloo.
 
 They equal transformers, go through every layout and back bit for bit, and are trained alike.
+`HEADRACE_FAMILY_LAYOUTS=all` adds families and layouts that have no code of their own.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +28,17 @@ from tests.support.ranks.ranks import run_cases
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
-FAMILIES = ("qwen3_moe", "glm4", "glm4_moe", "deepseek_v3", "moonlight", "kimi_k2")
+ALL = os.environ.get("HEADRACE_FAMILY_LAYOUTS") == "all"
+FAMILIES = (
+    *("qwen3_moe", "glm4", "glm4_moe", "deepseek_v3", "moonlight", "kimi_k2"),
+    *("llama3_2", "smollm3", "qwen2_moe", "glm4_moe_lite"),
+    *(("mistral", "glm4_32b") if ALL else ()),
+)
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_layers": 4},  # enough for two virtual stages in each of two pipeline ranks
     "glm4": {"num_layers": 4},
+    "llama3_2": {"tied": True},
+    "smollm3": {"num_layers": 4},
     # The layer behind the last is in the checkpoint and not in the model.
     "glm4_moe": {"num_layers": 3, "num_nextn_predict_layers": 1},
 }
@@ -52,6 +61,8 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "deepseek_v3@ep2": (2, EP2),
     "deepseek_v3@pp2": (2, PP2),
     "moonlight@ep2": (2, EP2),
+    "smollm3@pp2": (2, PP2),
+    "qwen2_moe@sp2": (2, SP2),
     "qwen3_moe@ep2-pp2": (4, EP2 | PP2),
     "qwen3_moe@ep2-sp2": (4, EP2 | SP2 | {"expert_tensor_parallel_size": 1}),
     "glm4@sp2-vpp2": (4, SP2 | VPP2),
@@ -61,6 +72,16 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "glm4@tp2-pp2": (4, TP2 | PP2),
     "glm4@tp2-vpp2": (4, TP2 | PP2 | {"num_layers_per_virtual_pipeline_stage": 1}),
 }
+MORE: dict[str, tuple[int, dict[str, Any]]] = {
+    "llama3_2@tp2": (2, TP2),
+    "mistral@tp2": (2, TP2),
+    "qwen2_moe@ep2": (2, EP2),
+    "glm4_32b@tp2": (2, TP2),
+    "glm4_moe_lite@ep2": (2, EP2),
+    "glm4_moe_lite@pp2": (2, PP2),
+}
+if ALL:
+    RUNS |= MORE
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from services.trainer.plan.experts import ExpertChoices, RolloutChoices
 from services.trainer.plan.rows import Packing
 from tests.support.ranks.algorithm_cases import told
 
-EXPERTS = Experts(4, 48, 2, (), None, "softmax", True, None, False, None, None)
+EXPERTS = Experts(4, 48, 2, (), None, "softmax", True, None, False, False, None, None)
 CHOICES = RolloutChoices(2, EXPERTS)
 
 

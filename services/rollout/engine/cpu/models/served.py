@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from services.rollout.engine.cpu.models import CHECKPOINT
+from services.rollout.engine.cpu.without_kernels import use_torch
 
 _PACKAGE = "sglang.srt.models"
 _ENTRIES = re.compile(r"^EntryClass\s*=\s*(\[[^\]]*\]|\w+)", re.MULTILINE)
@@ -37,3 +38,5 @@ def _model(name: str) -> Any:
 
 
 EntryClass = served_models(Path(os.environ.get(CHECKPOINT, "")))
+if EntryClass:
+    use_torch()

@@ -1,0 +1,58 @@
+"""The answer to a model_type that headrace has no family for: why, where it is known, and what comes nearest."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+
+_LINEAR = (
+    "its gated delta net is computed by Megatron-core through flash-linear-attention, whose kernels need a GPU, so "
+    "no CPU could check it"
+)
+_SPARSE = "its sparse attention (an indexer that chooses the keys) is not built"
+_IMAGES = "it reads images, and this trainer reads text"
+_WINDOWS = "it attends within windows, and headrace trains full attention only"
+
+WHY: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "qwen3_next": (_LINEAR, ("qwen3_moe", "qwen2_moe")),
+    "qwen3_5": (_LINEAR, ("qwen3",)),
+    "qwen3_5_text": (_LINEAR, ("qwen3",)),
+    "qwen3_5_moe": (_LINEAR, ("qwen3_moe",)),
+    "qwen3_5_moe_text": (_LINEAR, ("qwen3_moe",)),
+    "kimi_linear": (_LINEAR, ("kimi_k2", "deepseek_v3")),
+    "deepseek_v32": (_SPARSE, ("deepseek_v3",)),
+    "glm_moe_dsa": (_SPARSE, ("glm4_moe", "glm4_moe_lite")),
+    "deepseek_v2": ("its routing has softmax scores over groups, without a router bias", ("deepseek_v3",)),
+    "kimi_k25": (_IMAGES, ("kimi_k2",)),
+    "qwen2_vl": (_IMAGES, ("qwen2",)),
+    "qwen2_5_vl": (_IMAGES, ("qwen2",)),
+    "qwen3_vl": (_IMAGES, ("qwen3",)),
+    "qwen3_vl_moe": (_IMAGES, ("qwen3_moe",)),
+    "glm4v": (_IMAGES, ("glm4",)),
+    "glm4v_moe": (_IMAGES, ("glm4_moe",)),
+    "mistral3": (_IMAGES, ("mistral",)),
+    "mixtral": ("its experts have other names and no shared expert", ("qwen3_moe", "mistral")),
+    "chatglm": ("it is GLM-4 in the form before 0414, which transformers calls glm", ("glm4",)),
+    "glm": ("it is GLM-4 in the form before 0414", ("glm4",)),
+    "qwen": ("it is the first Qwen, whose weights have other names", ("qwen2",)),
+    "gpt_oss": (f"{_WINDOWS}, and its attention has sinks", ("qwen3_moe",)),
+    "gemma2": (_WINDOWS, ("llama",)),
+    "gemma3": (_WINDOWS, ("llama",)),
+    "gemma3_text": (_WINDOWS, ("llama",)),
+    "olmo3": (_WINDOWS, ("llama",)),
+}
+_NEAREST = 3
+_LIKE = 0.4
+
+
+def unsupported(model_type: object, known: Collection[str]) -> str:
+    """A sentence that names the type, the reason if it is known, the nearest supported types, and what to do."""
+    if not isinstance(model_type, str):
+        return f"it has no model_type (found {model_type!r:.40}): name the folder of a Hugging Face model"
+    why, near = WHY.get(model_type, ("headrace has no family for it", ()))
+    near = near or tuple(difflib.get_close_matches(model_type[:128], sorted(known), n=_NEAREST, cutoff=_LIKE))
+    nearest = f"; the nearest that it trains: {', '.join(near)}" if near else ""
+    return (
+        f"model_type {model_type!r:.80} is not supported: {why}{nearest}. Supported: {', '.join(known)}. `headrace "
+        "models` lists sizes; docs/models.md says what a new family needs"
+    )
