@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from headrace.errors import ConfigError
+from headrace.models.rows import Row
 from services.trainer.weights.dequantizing import dequantized
 
 INDEX = "model.safetensors.index.json"
@@ -49,6 +50,10 @@ class HfFolder:
                 "scales, or in bfloat16"
             )
         return dequantized(raw, self._raw(name + _SCALE), self._block)
+
+    def parts(self, row: Row) -> list[Tensor]:
+        """The tensors that a parameter is made of."""
+        return [self.tensor(tensor.name) for tensor in row.hf]
 
     def _raw(self, name: str) -> Tensor:
         with safe_open(str(self.folder / self._files[name]), framework="pt") as file:
