@@ -14,13 +14,13 @@ from typing import Any
 from headrace.errors import ConfigError
 from headrace.models.architecture import Architecture
 from headrace.models.torch_dist.folder import COMMON
-from headrace.models.torch_dist.pickled import Record, read_pickle
+from headrace.models.torch_dist.pickled import StandIn, read_pickle
 
 _MAX_PICKLE_BYTES = 256 << 20
-_PLAIN = {"set": set, "frozenset": frozenset, "list": list, "dict": dict, "tuple": tuple, "complex": Record}
+_PLAIN = {"set": set, "frozenset": frozenset, "list": list, "dict": dict, "tuple": tuple, "complex": StandIn}
 _PACKAGES = ("argparse", "collections", "copyreg", "_codecs", "datetime", "enum", "functools", "megatron", "numpy")
 _PACKAGES += ("pathlib", "sglang", "signal", "slime", "torch", "transformer_engine", "transformers", "types")
-"""Arguments hold objects of these, each of which is read as a record."""
+"""Arguments hold objects of these packages, which are read as stand-ins."""
 
 
 def require_same_arguments(folder: Path, architecture: Architecture) -> None:
@@ -50,7 +50,7 @@ def arguments(path: Path) -> Mapping[str, Any]:
         raise ConfigError(f"{path} is not a file of torch.save: {str(error)[:200]}: copy it again") from error
     found = read_pickle(io.BytesIO(content), path, _resolve)
     args = found.get("args") if isinstance(found, dict) else None
-    state = args.state if isinstance(args, Record) else None
+    state = args.state if isinstance(args, StandIn) else None
     return state if isinstance(state, dict) else {}
 
 
@@ -59,11 +59,11 @@ def _resolve(module: str, name: str) -> Any:
         return _PLAIN.get(name)
     if (module, name) == ("collections", "OrderedDict"):
         return dict
-    return type(name, (Record,), {}) if module.partition(".")[0] in _PACKAGES else None
+    return type(name, (StandIn,), {}) if module.partition(".")[0] in _PACKAGES else None
 
 
 def facts(a: Architecture) -> dict[str, Any]:
-    """What Megatron's arguments say of every model; `argparse` leaves None where nothing was said."""
+    """The arguments that Megatron has of every model; `argparse` leaves None where nothing was said."""
     found: dict[str, Any] = {
         "num_layers": a.num_layers,
         "hidden_size": a.hidden_size,

@@ -49,7 +49,7 @@ def matched(folder: Path, architecture: Architecture) -> Matched:
         else:
             found[row.hf[0].name] = there[0]
     _refuse(chosen, "lacks {} tensors of this model", missing)
-    _refuse(chosen, "is of another model: {} tensors differ", differing)
+    _refuse(chosen, "is of another model: {} tensors differ", list(dict.fromkeys(differing)))
     _refuse(chosen, "holds {} tensors that this model does not have", _extra(tensors, known, architecture))
     return Matched(chosen, tensors, found)
 

@@ -1,7 +1,7 @@
 """Reads a stranger's pickle as data: what it names is never imported, and nothing of it is run.
 
-A pickle builds objects by naming callables. Here a name that the file's format has is answered with a `Record`, which
-keeps what it is given and does nothing; another name is refused. So a pickle can build lists, dicts and records only.
+A pickle builds objects by naming callables. Here a name that the file's format has is answered with a `StandIn`, which
+keeps what it is given and does nothing; another name is refused. So a pickle can build lists, dicts and stand-ins only.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Resolve = Callable[[str, str], Any]
 _SHOWN = 200
 
 
-class Record:
+class StandIn:
     """Stands for an object: what its class would have been called with, and its state."""
 
-    def __new__(cls, *args: Any, **_: Any) -> Record:
+    def __new__(cls, *args: Any, **_: Any) -> StandIn:
         record = super().__new__(cls)
         record.args, record.state = args, None
         return record
@@ -71,5 +71,5 @@ def read_pickle(file: BinaryIO, path: Path, resolve: Resolve) -> Any:
         return _Reader(file, path, resolve).load()
     except ConfigError:
         raise
-    except Exception as error:  # bytes from anywhere may fail in any way, and nothing but records was built
+    except Exception as error:  # bytes from anywhere may fail in any way, and nothing but stand-ins was built
         raise ConfigError(f"{path} is damaged: {type(error).__name__} {str(error)[:_SHOWN]}: copy it again") from error

@@ -1,4 +1,4 @@
-"""What a checkpoint's `.metadata` says: each tensor's type and shape, and where its chunks lie in which file."""
+"""A checkpoint's `.metadata`: each tensor's type and shape, and where its chunks lie in which file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace.errors import ConfigError
 from headrace.models.torch_dist.folder import METADATA
-from headrace.models.torch_dist.pickled import Record, read_pickle
+from headrace.models.torch_dist.pickled import StandIn, read_pickle
 
 MAX_METADATA_BYTES = 1 << 30
 _MAX_RANK = 8
@@ -20,7 +20,7 @@ _FILE = re.compile(r"[A-Za-z0-9_]+\.distcp")
 _DTYPES = ("float64", "float32", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64", "bool")
 _DTYPES += ("float8_e4m3fn", "float8_e5m2")
 _DCP, _MCORE = "torch.distributed.checkpoint", "megatron.core.dist_checkpointing.strategies.torch"
-_RECORDS: Mapping[str, tuple[str, ...]] = {
+_CLASSES: Mapping[str, tuple[str, ...]] = {
     f"{_DCP}.metadata": (
         "Metadata",
         "TensorStorageMetadata",
@@ -40,7 +40,7 @@ _RECORDS: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class StoredChunk:
     """A box of a tensor, and the bytes of a file that hold it."""
 
     offsets: tuple[int, ...]
@@ -56,7 +56,7 @@ class StoredTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[StoredChunk, ...]
 
 
 def read_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -68,13 +68,7 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
         metadata = read_pickle(file, path, _resolve)
     try:
         return _tensors(metadata, _sizes(folder))
-    except (
-        ValueError,
-        TypeError,
-        AttributeError,
-        KeyError,
-        IndexError,
-    ) as error:  # records are not what they should be
+    except (ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
         raise ConfigError(f"{path} is no checkpoint's {METADATA}: {str(error)[:300]}: copy it again") from error
 
 
@@ -83,7 +77,7 @@ def _resolve(module: str, name: str) -> Any:
         return tuple if name == "Size" else name if name in _DTYPES else None
     if (module, name) == ("collections", "OrderedDict"):
         return dict
-    return type(name, (Record,), {}) if name in _RECORDS.get(module, ()) else None
+    return type(name, (StandIn,), {}) if name in _CLASSES.get(module, ()) else None
 
 
 def _sizes(folder: Path) -> dict[str, int]:
@@ -92,7 +86,7 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _tensors(metadata: Any, sizes: Mapping[str, int]) -> dict[str, StoredTensor]:
-    _require(isinstance(metadata, Record), "it is no Metadata")
+    _require(isinstance(metadata, StandIn), "it is no Metadata")
     storage = {}
     for index, info in metadata.field("storage_data").items():
         fqn, offset = index.field("fqn"), index.field("offset")
@@ -117,7 +111,7 @@ def _tensor(key: str, entry: Any, storage: Mapping[Any, Any], sizes: Mapping[str
 
 def _chunks(
     key: str, shape: tuple[int, ...], entries: list[Any], storage: Mapping[Any, Any], sizes: Mapping[str, int]
-) -> Iterator[Chunk]:
+) -> Iterator[StoredChunk]:
     for entry in entries:
         offsets, extent = _numbers(entry.field("offsets")), _numbers(entry.field("sizes"))
         _require(len(offsets) == len(extent) == len(shape), f"a chunk of {key} has another rank")
@@ -130,7 +124,7 @@ def _chunks(
         start, length = _numbers((start, length))
         _require(file in sizes, f"{file}, which holds {key}, is not there")
         _require(start + length <= sizes[file], f"{file} has {sizes[file]} bytes, and {key} ends at {start + length}")
-        yield Chunk(offsets, extent, file, start, length)
+        yield StoredChunk(offsets, extent, file, start, length)
 
 
 def _numbers(values: Any) -> tuple[int, ...]:

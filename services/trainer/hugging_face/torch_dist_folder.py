@@ -22,7 +22,7 @@ from headrace.models.architecture import Architecture
 from headrace.models.rows import Row
 from headrace.models.torch_dist.keys import whole_shape
 from headrace.models.torch_dist.match import matched
-from headrace.models.torch_dist.tensors import Chunk
+from headrace.models.torch_dist.tensors import StoredChunk
 from services.trainer.hugging_face.shards import merge
 
 _CLASS = re.compile(r"(?:GLOBAL|Unsupported class|global) ([\w.]+)")
@@ -60,7 +60,7 @@ class TorchDistFolder:
             raise ConfigError(f"{self._found.folder}: the chunks of {key} leave gaps: get the checkpoint again")
         return whole
 
-    def _chunks_by_index(self, key: str, stacked: int) -> dict[tuple[int, ...], list[Chunk]]:
+    def _chunks_by_index(self, key: str, stacked: int) -> dict[tuple[int, ...], list[StoredChunk]]:
         found = defaultdict(list)
         for chunk in self._found.tensors[key].chunks:
             ranges = zip(chunk.offsets[:stacked], chunk.sizes[:stacked], strict=True)
@@ -68,7 +68,7 @@ class TorchDistFolder:
                 found[index].append(chunk)
         return dict(found)
 
-    def _load(self, key: str, chunk: Chunk, dtype: str) -> Tensor:
+    def _load(self, key: str, chunk: StoredChunk, dtype: str) -> Tensor:
         path = self._found.folder / chunk.file
         with path.open("rb") as file:
             file.seek(chunk.start)

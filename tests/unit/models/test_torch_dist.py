@@ -18,13 +18,16 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from headrace.errors import ConfigError
+from headrace.job.rules.files import check_files
+from headrace.job.rules.scope import Scope
+from headrace.job.schema.job import Job
 from headrace.models.architecture import Architecture
 from headrace.models.registry import architecture as read
 from headrace.models.torch_dist.keys import rows_of
 from headrace.models.torch_dist.match import matched
 from services.trainer.hugging_face.shards import merge
 from services.trainer.hugging_face.torch_dist_folder import TorchDistFolder
-from tests.support.models.tiny_families import tiny_config
+from tests.support.models.tiny_families import make_tiny, tiny_config
 from tests.support.models.torch_dist import make_torch_dist, random_weights
 
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
@@ -107,13 +110,19 @@ def _other_format(folder: Path) -> None:
 
 TORN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no tracker": (lambda f: (f / TRACKER).unlink(), "has no latest_checkpointed_iteration.txt"),
-    "a path in the tracker": (lambda f: (f / TRACKER).write_text("../../etc"), "says '../../etc': it has to be the num"),
+    "a path in the tracker": (
+        lambda f: (f / TRACKER).write_text("../../etc"),
+        "says '../../etc': it has to be the num",
+    ),
     "no such iteration": (lambda f: (f / TRACKER).write_text("7"), "iter_0000007 has no metadata.json, no .metadata"),
     "no metadata": (lambda f: (f / RELEASE / ".metadata").unlink(), "release has no .metadata: Megatron writes them"),
     "no common": (lambda f: (f / RELEASE / "common.pt").unlink(), "release has no common.pt"),
     "no data": (lambda f: (f / RELEASE / "__0_0.distcp").unlink(), "__0_0.distcp, which holds .*, is not there"),
     "half the data": (_cut, "__0_0.distcp has [0-9]+ bytes, and .* ends at"),
-    "bytes for metadata": (lambda f: (f / RELEASE / ".metadata").write_bytes(b"\x80\x04nothing"), "metadata is damaged"),
+    "bytes for metadata": (
+        lambda f: (f / RELEASE / ".metadata").write_bytes(b"\x80\x04nothing"),
+        "metadata is damaged",
+    ),
     "a list for metadata": (lambda f: (f / RELEASE / ".metadata").write_bytes(pickle.dumps([1])), "it is no Metadata"),
     "bytes for common": (lambda f: (f / RELEASE / "common.pt").write_bytes(b"PK"), "not a file of torch.save"),
     "nested json": (_no_json, "is no checkpoint's metadata.json"),
@@ -153,7 +162,9 @@ def test_a_program_in_the_metadata_is_named_and_not_run(folder: Path, dense: Arc
 def test_a_program_among_the_arguments_is_named_and_not_run(folder: Path, dense: Architecture) -> None:
     path, mark = folder / RELEASE / "common.pt", folder / "ran"
     torch.save({"args": Namespace(seed=Evil(mark))}, path)
-    with pytest.raises(ConfigError, match=r"common\.pt asks for posix.mkdir, which no checkpoint of Megatron-core holds"):
+    with pytest.raises(
+        ConfigError, match=r"common\.pt asks for posix.mkdir, which no checkpoint of Megatron-core holds"
+    ):
         matched(folder, dense)
     assert not mark.exists()
 
@@ -231,3 +242,25 @@ def test_the_state_of_an_optimizer_is_passed_over(tmp_path: Path, dense: Archite
     metadata.storage_data[MetadataIndex(other, at)] = metadata.storage_data[MetadataIndex(key, at)]
     path.write_bytes(pickle.dumps(metadata))
     assert matched(folder, dense).names.keys() == random_weights(dense).keys()
+
+
+@pytest.mark.parametrize("option", ["initial_megatron_checkpoint", "load", "ref_load", "critic_load"])
+def test_a_job_is_refused_before_it_starts_with_another_models_folder(
+    tmp_path: Path, folder: Path, option: str
+) -> None:
+    section = {"ref_load": "model", "critic_load": "critic"}.get(option, "checkpoint")
+    job = Job.model_validate({"model": {"hf_checkpoint": str(make_tiny(tmp_path / "model", "qwen3"))}})
+    job = job.model_copy(update={section: getattr(job, section).model_copy(update={option: folder})})
+    check_files(job, Scope(["trainer"]))
+    other = json.loads((tmp_path / "model" / "config.json").read_text()) | {"intermediate_size": 128}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(other))
+    with pytest.raises(ConfigError, match=rf"{option}: .*release is of another model: 2 tensors differ: "):
+        check_files(job, Scope(["trainer"]))
+
+
+def test_two_folders_to_start_from_are_refused(tmp_path: Path, folder: Path) -> None:
+    model = make_tiny(tmp_path / "model", "qwen3")
+    both = {"load": str(folder), "initial_megatron_checkpoint": str(folder)}
+    job = Job.model_validate({"model": {"hf_checkpoint": str(model)}, "checkpoint": both})
+    with pytest.raises(ConfigError, match="those to start with, and initial_megatron_checkpoint .*: give only one"):
+        check_files(job, Scope(["trainer"]))
