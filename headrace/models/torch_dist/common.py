@@ -18,7 +18,17 @@ from headrace.models.torch_dist.pickled import StandIn, read_pickle
 
 _MAX_PICKLE_BYTES = 256 << 20
 _PLAIN = {"set": set, "frozenset": frozenset, "list": list, "dict": dict, "tuple": tuple, "complex": StandIn}
-_PACKAGES = ("argparse", "collections", "copyreg", "_codecs", "datetime", "enum", "functools", "megatron", "numpy")
+_PACKAGES: tuple[str, ...] = (
+    "argparse",
+    "collections",
+    "copyreg",
+    "_codecs",
+    "datetime",
+    "enum",
+    "functools",
+    "megatron",
+    "numpy",
+)
 _PACKAGES += ("pathlib", "sglang", "signal", "slime", "torch", "transformer_engine", "transformers", "types")
 """Arguments hold objects of these packages, which are read as stand-ins."""
 

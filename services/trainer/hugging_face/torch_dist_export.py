@@ -108,7 +108,8 @@ class _Writer:
         self._file_bytes = file_bytes
         self._number = 0
         self._file: BinaryIO = self._path.open("wb")
-        self._tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        self._tensors: dict[str, TensorStorageMetadata] = {}
+        self._states: dict[str, BytesStorageMetadata] = {}
         self._storage: dict[MetadataIndex, _StorageInfo] = {}
 
     def add(self, name: Name, weight: Tensor) -> None:
@@ -126,14 +127,15 @@ class _Writer:
         """Gives each key the same bytes, an empty state."""
         nothing = self._saved([None])
         for key in keys:
-            self._tensors[key] = BytesStorageMetadata()
+            self._states[key] = BytesStorageMetadata()
             self._storage[MetadataIndex(key)] = nothing
 
     def finish(self, common: Mapping[str, object]) -> None:
         """Writes what Megatron reads first, last; all of it is on the disk when it returns."""
         self._close()
         torch.save(dict(common), self._folder / COMMON)
-        metadata = Metadata(state_dict_metadata=self._tensors, storage_data=self._storage, version="1.0.0")
+        everything: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {**self._tensors, **self._states}
+        metadata = Metadata(state_dict_metadata=everything, storage_data=self._storage, version="1.0.0")
         (self._folder / METADATA).write_bytes(pickle.dumps(metadata))
         backends = {"sharded_backend": FORMAT, "common_backend": "torch"}
         versions = {"sharded_backend_version": 1, "common_backend_version": 1}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,10 @@ from tests.support.ranks.torch_dist_cases import DENSE, MIXED, TOKENS, TorchDist
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 TP2, PP2, EP2 = ({f"{kind}_model_parallel_size": 2} for kind in ("tensor", "pipeline", "expert"))
-VARIANTS = {"one-by-one": {"metadata": {"singleton_local_shards": True}}, "stacked": {"moe_layer_freq": 1}}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "one-by-one": {"metadata": {"singleton_local_shards": True}},
+    "stacked": {"moe_layer_freq": 1},
+}
 
 
 @pytest.fixture(scope="module")
