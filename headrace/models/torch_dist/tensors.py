@@ -17,7 +17,18 @@ from headrace.models.torch_dist.pickled import StandIn, read_pickle
 MAX_METADATA_BYTES = 1 << 30
 _MAX_RANK = 8
 _FILE = re.compile(r"[A-Za-z0-9_]+\.distcp")
-_DTYPES: tuple[str, ...] = ("float64", "float32", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64", "bool")
+_DTYPES: tuple[str, ...] = (
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "bool",
+)
 _DTYPES += ("float8_e4m3fn", "float8_e5m2")
 _DCP, _MCORE = "torch.distributed.checkpoint", "megatron.core.dist_checkpointing.strategies.torch"
 _CLASSES: Mapping[str, tuple[str, ...]] = {
