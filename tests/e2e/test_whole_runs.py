@@ -44,7 +44,7 @@ SMALL = ("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1", "--rollout
 ENGINE_BOUND = 1e-3
 """Nats by which trainer and engine may differ on a token of the same weights."""
 
-EXPERTS = {"moe_intermediate_size": 64}
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 64}
 """SGLang pads experts on a CPU to multiples of this, and its checksums are over what is padded."""
 Row = Mapping[str, Any]
 
