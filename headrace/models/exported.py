@@ -10,6 +10,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+HUGGING_FACE = "hf"
+"""What `headrace export` calls the format."""
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _LONGEST_HEADER = 100 << 20

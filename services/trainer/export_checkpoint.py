@@ -1,4 +1,4 @@
-"""Writes a checkpoint's weights as a Hugging Face folder.
+"""Writes a checkpoint's weights as a Hugging Face folder, or as one that Megatron-core loads.
 
 `python -m services.trainer.export_checkpoint --config RUN/job.json STEP_FOLDER FOLDER` is one process on CPUs, whatever
 layout wrote the checkpoint. No other part of the run has to live.
@@ -15,12 +15,15 @@ from headrace.errors import HeadraceError
 from headrace.job.load.resolved import read_job
 from headrace.job.megatron.arguments import megatron
 from headrace.job.schema.job import Job
+from headrace.models.exported import HUGGING_FACE
 from headrace.models.registry import read_architecture
+from headrace.models.torch_dist.folder import FORMAT
 from headrace.rpc.log import configure_logging
 from services.trainer.checkpoint.model_state import ModelState
 from services.trainer.checkpoint.reader import opened
 from services.trainer.hugging_face.export import export
 from services.trainer.hugging_face.rank_model import RankModel
+from services.trainer.hugging_face.torch_dist_export import write_torch_dist
 from services.trainer.model.build import join_ranks
 from services.trainer.model.saved import POLICY, require_same_model
 
@@ -33,17 +36,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, required=True, help="the run's job.json")
     parser.add_argument("checkpoint", type=Path, help="a step-… folder")
     parser.add_argument("folder", type=Path, help="must not exist or be empty")
+    parser.add_argument("--format", choices=(HUGGING_FACE, FORMAT), default=HUGGING_FACE)
     args = parser.parse_args(argv)
     configure_logging("export")
     try:
-        export_checkpoint(read_job(args.config), args.checkpoint, args.folder)
+        export_checkpoint(read_job(args.config), args.checkpoint, args.folder, args.format)
     except HeadraceError as error:
         print(error.message, file=sys.stderr)  # noqa: T201  # one line to a person
         return 1
     return 0
 
 
-def export_checkpoint(job: Job, checkpoint: Path, folder: Path) -> None:
+def export_checkpoint(job: Job, checkpoint: Path, folder: Path, into: str = HUGGING_FACE) -> None:
     """Raises DataLoss for a checkpoint that is damaged or of another model, AlreadyExists for a folder in use."""
     job = job.model_copy(update={"megatron": {k: v for k, v in job.megatron.items() if k in _PRECISION}})
     layout = join_ranks(job)
@@ -52,6 +56,10 @@ def export_checkpoint(job: Job, checkpoint: Path, folder: Path) -> None:
     require_same_model(reader, architecture)
     converter = RankModel.of(architecture, megatron(job.megatron), layout, job.train.packing).converter
     ModelState(POLICY, converter.shards(), None).restore_weights(reader)
+    if into == FORMAT:
+        weights = {shard.key: shard.parameter for shard in converter.shards()}
+        write_torch_dist(folder, architecture, weights)
+        return
     export(converter.hf_tensors(), converter.hf_tensor_specs(), job.model.hf_checkpoint, folder, layout)
 
 

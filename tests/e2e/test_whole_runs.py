@@ -13,18 +13,22 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from headrace.cli.main import main
 from headrace.client.buffer import BufferClient
 from headrace.job.schema.job import Job
+from headrace.recorded_steps import RecordedSteps
 from headrace.rpc.net import free_port
+from headrace.trajectory import ROUTED_EXPERTS
 from services.rollout.build import engine_options
 from services.rollout.engine.machine import has_accelerator
 from services.rollout.engine.process import SglangProcess
+from tests.support.models.chosen_experts import ChosenExperts
 from tests.support.models.tiny_families import EXPERTS_OF_ENGINES, LATENTS_OF_ENGINES, make_tiny
 from tests.support.models.tiny_model import make_tiny_qwen3
-from tests.support.processes.training_run import STREAM, SUMS, TrainingRun
+from tests.support.processes.training_run import STREAM, SUMS, TrainingRun, unpacked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -39,6 +43,9 @@ async def vowels(args, sample, **kwargs):
 SMALL = ("--actor-num-gpus-per-node", "1", "--rollout-num-gpus", "1", "--rollout-batch-size", "2", "--lr", "3e-3")
 ENGINE_BOUND = 1e-3
 """Nats by which trainer and engine may differ on a token of the same weights."""
+
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 64}
+"""SGLang pads experts on a CPU to multiples of this, and its checksums are over what is padded."""
 Row = Mapping[str, Any]
 
 
@@ -63,16 +70,16 @@ async def rows_of(run: TrainingRun, steps: int) -> Sequence[Row]:
     return rows
 
 
-async def test_ppo_with_a_critic_that_warms_up_alone(tmp_path: Path) -> None:
+async def test_ppo_with_a_critic_that_warms_up_alone_and_experts_that_the_engine_chose(tmp_path: Path) -> None:
     flags = ("--advantage-estimator", "ppo", "--critic-lr", "2e-3", "--num-critic-only-steps", "1")
-    async with started(tmp_path, "--num-rollout", "5", *flags) as run:
-        rows = await rows_of(run, 5)
+    checkpoint = make_tiny(tmp_path / "model", "qwen3_moe", **EXPERTS)
+    rows, compared = await trained_as_the_engine_chose(tmp_path, checkpoint, 5, *flags)
+    assert compared > 100
     first, *others = rows
     assert "grad_norm" not in first, "the first step trained the critic alone"
     assert [row["updated"] for row in others] == [1.0] * 4
     misses = [abs(row["critic/value"] - row["critic/return"]) for row in rows]
     assert min(misses[1:]) < misses[0], "the critic learns what returns are like"
-    assert max(row["log_prob_diff/max"] for row in others) < ENGINE_BOUND
 
 
 async def test_generations_that_a_publication_aborts_go_on_where_they_were(tmp_path: Path) -> None:
@@ -93,6 +100,33 @@ async def test_generations_that_a_publication_aborts_go_on_where_they_were(tmp_p
         assert not all(ranges[-1].masked for ranges in group), "a lease is given again for what was not finished"
     released = [event["why"] for event in run.events("rollout") if event["event"] == "group_released"]
     assert any(why.startswith("interrupted with") for why in released), released
+
+
+async def trained_as_the_engine_chose(
+    tmp_path: Path, checkpoint: Path, steps: int, *flags: str
+) -> tuple[Sequence[Row], int]:
+    """A run with routing replay. Returns its rows, and how many tokens' experts of the first step were compared."""
+    kept = str(tmp_path / "steps" / "{rollout_id}.samples")
+    flags = ("--num-rollout", str(steps), "--use-rollout-routing-replay", "--save-debug-rollout-data", kept, *flags)
+    async with started(tmp_path, *flags, checkpoint=checkpoint) as run:
+        rows = await rows_of(run, steps)
+    reference, compared = ChosenExperts(checkpoint), 0
+    for sample in unpacked(list(RecordedSteps(kept).read(0).samples)):
+        found = sample.columns[ROUTED_EXPERTS]
+        for layer, expected in reference.of(sample.tokens.tolist()).items():
+            assert np.array_equal(np.sort(found[:, layer], -1), expected), "transformers chooses the same experts"
+        compared += len(found)
+    assert max(row["log_prob_diff/max"] for row in rows if "log_prob_diff/max" in row) < ENGINE_BOUND
+    return rows, compared
+
+
+@long
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+async def test_training_follows_the_experts_that_a_real_engine_chose(tmp_path: Path, family: str) -> None:
+    checkpoint = make_tiny(tmp_path / "model", family, **EXPERTS)
+    rows, compared = await trained_as_the_engine_chose(tmp_path, checkpoint, 3)
+    assert [row["policy_version"] for row in rows] == [1, 2, 3]
+    assert compared > 100
 
 
 @long

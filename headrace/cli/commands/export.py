@@ -1,4 +1,4 @@
-"""`headrace export FOLDER [RUN]`: weights as a Hugging Face folder, of a running trainer or of a run's checkpoint."""
+"""`headrace export FOLDER [RUN]`: weights of a running trainer or of a run's checkpoint, for others to read."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from headrace.cli.words import count
 from headrace.client.trainer import TrainerClient
 from headrace.errors import FailedPrecondition, NotFound
 from headrace.launch.earlier import checkpoints_of, has_ended
+from headrace.models.exported import HUGGING_FACE
+from headrace.models.torch_dist.folder import FORMAT
 from headrace.process.one_shot import run_once
 from headrace.run_folder import RunFolder
 
@@ -29,12 +31,21 @@ def export(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--step", type=count, help="export this step's checkpoint (default: the current or newest weights)"
     )
+    parser.add_argument(
+        "--format",
+        choices=(HUGGING_FACE, FORMAT),
+        default=HUGGING_FACE,
+        help="a Hugging Face folder, or a checkpoint folder of Megatron-core, from a checkpoint of the run "
+        "(default: %(default)s)",
+    )
     parser.add_argument("--trainer-address", help="host:port of the trainer, instead of a run")
     args = parser.parse_intermixed_args(argv)
+    if args.trainer_address and args.format != HUGGING_FACE:
+        parser.error(f"--format {args.format} is written from a run's checkpoint: name the run, not --trainer-address")
     if not args.trainer_address:
         run = find_run(args.run)
-        if args.step is not None or has_ended(run):
-            return _of_checkpoint(run, args.step, args.folder.absolute())
+        if args.step is not None or args.format != HUGGING_FACE or has_ended(run):
+            return _of_checkpoint(run, args.step, args.folder.absolute(), args.format)
     address = address_of(args.run, "trainer", args.trainer_address)
     with Console().status("exporting after the current step"):
         reply = asyncio.run(_export(address, args.folder.absolute()))
@@ -47,13 +58,13 @@ async def _export(address: str, folder: Path) -> trainer_pb2.ExportModelResponse
         return await trainer.export_model(folder)
 
 
-def _of_checkpoint(run: RunFolder, step: int | None, folder: Path) -> int:
-    wanted = export_step(run, step, folder)
+def _of_checkpoint(run: RunFolder, step: int | None, folder: Path, into: str) -> int:
+    wanted = export_step(run, step, folder, into)
     print(f"{folder}: weights of step {wanted}, from {checkpoints_of(run, run.job())[wanted]}")
     return 0
 
 
-def export_step(run: RunFolder, step: int | None, folder: Path) -> int:
+def export_step(run: RunFolder, step: int | None, folder: Path, into: str = HUGGING_FACE) -> int:
     """Writes the weights of this step's checkpoint, or of the newest one, and returns its step.
 
     One process reads the checkpoint on CPUs: it needs no GPU and none of the run's services. Raises NotFound for a step
@@ -68,7 +79,7 @@ def export_step(run: RunFolder, step: int | None, folder: Path) -> int:
     with Console().status(f"exporting the checkpoint of step {wanted}"):
         program = [sys.executable, "-m", "services.trainer.export_checkpoint", "--config", str(run.job_file)]
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
-        done = asyncio.run(run_once([*program, str(found[wanted]), str(folder)], environment))
+        done = asyncio.run(run_once([*program, "--format", into, str(found[wanted]), str(folder)], environment))
     if done.exit_code:
         said = [line for line in done.last_lines if line.strip()]
         raise FailedPrecondition(said[-1] if said else "the export ended with an error and wrote no message")

@@ -10,11 +10,11 @@ from headrace.errors import ConfigError, InvalidArgument
 from headrace.job.eval_sets import eval_sets
 from headrace.job.rules.hook_files import definitions, refuse_slimes
 from headrace.job.rules.scope import Scope
+from headrace.job.rules.weight_folders import check_model, check_starting_weights, check_weights
 from headrace.job.schema.job import Job
 from headrace.job.schema.prompt_path import PromptPath
 from headrace.prompt_row import parse_row
 
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
 _LINES_LOOKED_AT = 1000
 
 
@@ -23,7 +23,7 @@ def check_files(job: Job, scope: Scope) -> None:
     for service in scope.services:
         _python(job, service, scope)
     if "trainer" in scope.services or "rollout" in scope.services:
-        _model("hf_checkpoint", job.model.hf_checkpoint, scope)
+        check_model("hf_checkpoint", job.model.hf_checkpoint, scope)
     if "buffer" in scope.services:
         _of_buffer(job, scope)
     if "rollout" in scope.services:
@@ -94,34 +94,10 @@ def _of_trainer(job: Job, scope: Scope) -> None:
         ("opd_teacher_load", job.distillation.opd_teacher_load),
     ):
         if folder is not None:
-            _model(name, folder, scope)
-    initial = job.checkpoint.initial_megatron_checkpoint
-    if initial and not (initial / "manifest.json").is_file():
-        scope.missing(
-            ConfigError(
-                f"initial_megatron_checkpoint {initial} has no manifest.json: name a step-… folder of a headrace run",
-                field="initial_megatron_checkpoint",
-            )
-        )
-    if job.checkpoint.load and job.checkpoint.load.exists() and not job.checkpoint.load.is_dir():
-        raise ConfigError(f"load {job.checkpoint.load} is not a folder: name the folder of checkpoints", field="load")
+            check_weights(name, folder, job, scope)
+    check_starting_weights(job, scope)
     for name, path in job.hooks:
         _hook(name, path, scope)
-
-
-def _model(option: str, folder: Path, scope: Scope) -> None:
-    if not folder.is_dir():
-        scope.missing(ConfigError(f"{option} {folder} is not a folder: name a Hugging Face model folder", field=option))
-        return
-    missing = [] if (folder / "config.json").is_file() else ["config.json"]
-    if not any((folder / name).is_file() for name in _TOKENIZERS):
-        missing.append(f"tokenizer ({' or '.join(_TOKENIZERS)})")
-    if not any(folder.glob("*.safetensors")):
-        missing.append("weights (*.safetensors)")
-    if missing:
-        scope.missing(
-            ConfigError(f"{option} {folder} is not a complete model: it has no {', no '.join(missing)}", field=option)
-        )
 
 
 def _prompts(option: str, part: PromptPath, job: Job, scope: Scope) -> None:

@@ -47,7 +47,8 @@ class ModelSection(Section):
         "where a hook uses headrace.hooks.kit. Engines have --sglang-trust-remote-code; no other process runs any.",
     )
     ref_load: Path | None = Field(
-        None, description="Hugging Face folder of the reference policy; hf_checkpoint if absent."
+        None,
+        description="Hugging Face or torch_dist folder of the reference policy; the starting weights if absent.",
     )
 
 
@@ -84,7 +85,11 @@ class PublishSection(Section):
 
 class CheckpointSection(Section):
     save: Path | None = Field(None, description="Folder of checkpoints; absent: checkpoints/ in the run's folder.")
-    load: Path | None = Field(None, description="Folder to resume from; absent: save's, if there is a checkpoint.")
+    load: Path | None = Field(
+        None,
+        description="Folder to resume from; absent: save's, if there is a checkpoint. Megatron's own "
+        "(torch_dist) gives its weights alone.",
+    )
     save_interval: Positive | None = Field(
         None, description="Rollout steps between checkpoints; absent: only the last."
     )
@@ -97,7 +102,9 @@ class CheckpointSection(Section):
         "reward/mean", description="Metric of keep_best, e.g. of an evaluation; more is better."
     )
     initial_megatron_checkpoint: Path | None = Field(
-        None, description="A step-… folder of another run, with whose weights this run starts."
+        None,
+        description="Megatron's torch_dist folder, or a step-… folder of another run, with whose weights this run "
+        "starts.",
     )
     save_hf: Path | None = Field(None, description="Export the final weights as a Hugging Face folder.")
     export_root: Path | None = Field(

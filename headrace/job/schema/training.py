@@ -158,7 +158,7 @@ class CriticSection(Section):
     """The critic of advantage_estimator ppo."""
 
     critic_load: Path | None = Field(
-        None, description="Hugging Face folder that the critic starts from; absent: hf_checkpoint."
+        None, description="Hugging Face or torch_dist folder that the critic starts from; absent: hf_checkpoint."
     )
     critic_lr: Rate = Field(1e-6, description="The critic's highest learning rate.")
     critic_lr_warmup_iters: NonNegative = Field(0, description="Optimizer steps of the critic's warm-up.")
@@ -181,7 +181,9 @@ class DistillationSection(Section):
     opd_teacher_url: str | None = Field(
         None, description="An SGLang server of the teacher, with the policy's tokenizer."
     )
-    opd_teacher_load: Path | None = Field(None, description="Hugging Face folder of the teacher; same architecture.")
+    opd_teacher_load: Path | None = Field(
+        None, description="Hugging Face or torch_dist folder of the teacher; same architecture."
+    )
 
 
 class HooksSection(Section):

@@ -81,12 +81,6 @@ def words(options: EngineOptions, machine: Machine, *, engine: int, port: int) -
     if _schedules_by_priority(options.sglang):
         arguments.setdefault("default_priority_value", _DEFAULT_PRIORITY)
     if options.returns_experts:
-        if not machine.has_accelerator:
-            raise ConfigError(
-                "use_rollout_routing_replay: SGLang keeps its experts' record in memory that it registers with CUDA, "
-                "and engines run on a CPU here: use a GPU, or pass --use-routing-replay",
-                field="use_rollout_routing_replay",
-            )
         arguments["enable_return_routed_experts"] = True
     if machine.has_accelerator:
         arguments["base_gpu_id"] = engine * options.tensor_parallel_size

@@ -18,6 +18,7 @@ from services.rollout.engine import arguments
 from services.rollout.engine.arguments import EngineOptions
 from services.rollout.engine.cpu import startup
 from services.rollout.engine.machine import Machine
+from services.rollout.engine.routed_experts import always_returned
 
 REFUSED = 78
 """The exit code for a job's argument that cannot be given (sysexits.h: EX_CONFIG), after a line that says why."""
@@ -50,6 +51,8 @@ def main() -> int:
         return REFUSED
     if not machine.has_accelerator:
         startup.fork_processes()
+    if options.returns_experts:
+        always_returned()
     sys.argv = ["sglang.launch_server", *words]
     runpy.run_module("sglang.launch_server", run_name="__main__")
     return 0

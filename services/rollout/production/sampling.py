@@ -186,8 +186,12 @@ class EngineSampler:
         )
 
     def _columns(self, request: SampleRequest, generation: Generation) -> dict[str, NDArray[Any]]:
-        if self._num_layers is None or not generation.routed_experts:
+        if self._num_layers is None or not generation.tokens:
             return {}
+        if not generation.routed_experts:
+            raise BadAnswer(
+                "routed_experts", f"{len(generation.tokens)} tokens, and no experts that they were routed to"
+            )
         num_tokens = len(request.prompt.tokens) + len(generation.tokens) - 1
         chosen = np.frombuffer(generation.routed_experts, dtype="<i4").astype(np.int16)
         if not chosen.size or chosen.size % (num_tokens * self._num_layers):

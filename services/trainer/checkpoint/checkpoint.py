@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from headrace.errors import ConfigError, DataLoss, FailedPrecondition, Fenced, HeadraceError
 from headrace.job.schema.run import CheckpointSection
+from headrace.models.torch_dist.folder import is_torch_dist
 from headrace.rpc.log import log
 from services.trainer.checkpoint.manifest import FileFacts, Manifest, versions
 from services.trainer.checkpoint.ownership import FolderOwner
@@ -141,7 +142,7 @@ class Checkpoints:
         found = self._newest_true(self._folder)
         if found is None and self._load is not None and self._load != self._folder:
             found = self._newest_true(self._load)
-            if found is None and not _is_new(self._load):
+            if found is None and not _is_new(self._load) and not is_torch_dist(self._load):
                 raise ConfigError(f"--load {self._load} holds no whole checkpoint: name a folder of step-… folders")
         if found is None:
             return 0

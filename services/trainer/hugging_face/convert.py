@@ -15,12 +15,14 @@ from headrace.errors import ConfigError, InvalidArgument
 from headrace.models.architecture import Architecture
 from headrace.models.registry import table
 from headrace.models.rows import Replicated, Sharding
+from headrace.models.torch_dist.folder import is_torch_dist
 from headrace.wire.tensor_spec import TensorSpec
 from services.trainer.hugging_face.hf_folder import HfFolder
 from services.trainer.hugging_face.model_shard import ModelShard
 from services.trainer.hugging_face.names import check_names
 from services.trainer.hugging_face.placement import Placed, placed_rows
 from services.trainer.hugging_face.shards import cut, merge
+from services.trainer.hugging_face.torch_dist_folder import TorchDistFolder
 from services.trainer.hugging_face.transformer_engine import fused_name
 from services.trainer.hugging_face.weights import weights_of
 from services.trainer.megatron.marks import mark_tensor_parallel
@@ -45,15 +47,17 @@ class Converter:
         self._mark_sharded()
 
     def load(self, folder: Path) -> None:
-        """Fills this rank's weights. Raises ConfigError that lists missing and extra tensors of the folder."""
-        source = HfFolder(folder)
-        check_names(source, self._architecture)
+        """Fills this rank's weights from a Hugging Face folder, or from one of Megatron's checkpoints.
+
+        Raises ConfigError that lists missing and extra tensors of the folder.
+        """
+        source = self._source(folder)
         for placed in self._placed:
             if self._is_here(placed):
-                self._fill(self._weights[placed.name], placed, [source.tensor(t.name) for t in placed.row.hf])
+                self._fill(self._weights[placed.name], placed, source.parts(placed.row))
         if self._has_tied_copy:
             embedding = self._tied_embedding()
-            self._fill(self._weights[self._tied_copy], embedding, [source.tensor(embedding.row.hf[0].name)])
+            self._fill(self._weights[self._tied_copy], embedding, source.parts(embedding.row))
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Collective over a stage: yields (name, whole tensor) on its first rank, nothing elsewhere."""
@@ -77,6 +81,13 @@ class Converter:
             copy = self._shard(self._tied_embedding())
             found.append(replace(copy, replica=0, num_replicas=0, speaks=False))
         return found
+
+    def _source(self, folder: Path) -> HfFolder | TorchDistFolder:
+        if is_torch_dist(folder):
+            return TorchDistFolder(folder, self._architecture)
+        source = HfFolder(folder)
+        check_names(source, self._architecture)
+        return source
 
     def _shard(self, placed: Placed) -> ModelShard:
         layout, sharding, shared = self._layout, self._sharding(placed), placed.row.expert is None

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from headrace.errors import ConfigError
 from headrace.models.packed_int4 import PACKED, SCALE, SHAPE, int4_group
+from headrace.models.rows import Row
 from services.trainer.weights.dequantizing import dequantized, unpacked_int4
 
 INDEX = "model.safetensors.index.json"
@@ -71,6 +72,10 @@ class HfFolder:
         if shape.numel() != 2:
             raise ConfigError(f"{self.folder}: {name}{SHAPE} has {shape.numel()} numbers, not rows and columns")
         return tuple(int(size) for size in shape)
+
+    def parts(self, row: Row) -> list[Tensor]:
+        """The tensors that a parameter is made of."""
+        return [self.tensor(tensor.name) for tensor in row.hf]
 
     def _raw(self, name: str) -> Tensor:
         with safe_open(str(self.folder / self._files[name]), framework="pt") as file:

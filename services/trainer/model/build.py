@@ -17,6 +17,7 @@ from headrace.job.rules.routing_rules import replays_routing
 from headrace.job.schema.job import Job
 from headrace.models.architecture import Architecture
 from headrace.models.registry import read_architecture
+from headrace.models.torch_dist.folder import is_torch_dist
 from headrace.sample_checks import ModelBounds
 from headrace.trajectory import Sample
 from services.trainer.checkpoint.model_state import ModelState
@@ -68,7 +69,7 @@ def join_ranks(job: Job) -> Layout:
 
 
 def policy_of(job: Job, layout: Layout) -> Policy:
-    """Loads job.model.hf_checkpoint into this rank's shard. Raises ConfigError when it does not fit."""
+    """Loads the starting weights into this rank's shard. Raises ConfigError when they do not fit."""
     args, architecture = megatron(job.megatron), read_architecture(job.model.hf_checkpoint)
     if wrong := contradictions(architecture, args):
         raise ConfigError("; ".join(wrong))
@@ -142,8 +143,10 @@ def _model(job: Job, architecture: Architecture, args: MegatronArgs, layout: Lay
     """The model with the weights that the run begins with; parameters that are not trained are frozen."""
     provider = model_provider(job.hooks.custom_model_provider_path)
     model = RankModel.of(architecture, args, layout, job.train.packing, provider)
-    model.converter.load(job.model.hf_checkpoint)
-    if (initial := job.checkpoint.initial_megatron_checkpoint) is not None:
+    initial = job.checkpoint.initial_megatron_checkpoint
+    of_megatron = [path for path in (initial, job.checkpoint.load) if path is not None and is_torch_dist(path)]
+    model.converter.load(of_megatron[0] if of_megatron else job.model.hf_checkpoint)
+    if initial is not None and not of_megatron:
         ModelState(POLICY, model.converter.shards(), None).restore_weights(opened(initial, layout))
     choose_trainable(model.stages, job.train, layout)
     return model

@@ -131,16 +131,26 @@ def make_tiny(
 ) -> Path:
     """A float32 Hugging Face folder with a tokenizer; untied Llama has Llama 3's stretched rotary frequencies."""
     torch.manual_seed(seed)
-    model_type, particular = _FAMILIES[family]
-    rope = {"rope_parameters": _LLAMA3_ROPE} if family == "llama" and not tied else {}
-    chosen = {"tie_word_embeddings": tied, "num_hidden_layers": num_layers} | rope | shape
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**(_SHAPE | dict(particular) | chosen)))
+    model = AutoModelForCausalLM.from_config(_config(family, tied=tied, num_layers=num_layers, **shape))
     _shake(model)
     model.save_pretrained(folder, max_shard_size="100KB")
     make_tiny_tokenizer().save_pretrained(folder)
     if family == "kimi_k2":
         _call_it(folder, "kimi_k2")
     return folder
+
+
+def tiny_config(family: str) -> dict[str, Any]:
+    """The config.json of a tiny model with a head of its own, without making the model."""
+    config: dict[str, Any] = json.loads(_config(family, tied=False, num_layers=2).to_json_string(use_diff=False))
+    return config
+
+
+def _config(family: str, *, tied: bool, num_layers: int, **shape: Any) -> Any:
+    model_type, particular = _FAMILIES[family]
+    rope = {"rope_parameters": _LLAMA3_ROPE} if family == "llama" and not tied else {}
+    chosen = {"tie_word_embeddings": tied, "num_hidden_layers": num_layers} | rope | shape
+    return CONFIG_MAPPING[model_type](**(_SHAPE | dict(particular) | chosen))
 
 
 def _shake(model: Any) -> None:

@@ -104,7 +104,10 @@ from headrace.launch.specs import address_in
         ("--lr-decay-style WSD", "lr_decay_style is WSD and wsd_decay_steps is None: set both or neither"),
         ("--keep-best-metric eval/gsm8k", "keep_best_metric has no effect without keep_best"),
         ("--keep-best 1 --keep-best-metric eval/gsm8k", "Let it wait for them with --eval-exact-version"),
-        ("--initial-megatron-checkpoint /nowhere", "/nowhere has no manifest.json: name a step-… folder"),
+        (
+            "--initial-megatron-checkpoint /nowhere",
+            "/nowhere has no manifest.json, and no latest_.*: name a step-… folder",
+        ),
         ("--freeze-params mlp --train-params attn", "set the same thing: give only one"),
         ("--freeze-params layers.[0", "'layers.\\[0' is not a regular expression"),
         (

@@ -20,6 +20,7 @@ from services.rollout.engine.cpu import models
 
 _ENGINE = "sglang.srt.entrypoints.engine.Engine"
 _GET_TOKENIZER = "sglang.srt.utils.hf_transformers.tokenizer.get_tokenizer"
+_REGISTER = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
 _SHARED_FILE = "sglang.srt.managers.load_snapshot.shm_path_for"
 
 
@@ -45,6 +46,7 @@ def fork_processes() -> None:
     HookRegistry.register(_GET_TOKENIZER, tokenizer.get, HookType.AROUND)
     HookRegistry.register(f"{_ENGINE}._launch_scheduler_processes", tokenizer.load, HookType.BEFORE)
     HookRegistry.register(_SHARED_FILE, _in_own_folder, HookType.AROUND)
+    HookRegistry.register(_REGISTER, _unregistered, HookType.AROUND)
     for start in ("_launch_scheduler_processes", "_launch_detokenizer_subprocesses"):
         HookRegistry.register(f"{_ENGINE}.{start}", _forking, HookType.AROUND)
 
@@ -85,6 +87,10 @@ def _as_it_is(function: Any = None, *_: Any, **__: Any) -> Any:
 def _in_own_folder(path: Callable[..., str], *args: Any) -> str:
     """SGLang's file in /dev/shm outlives an engine; the temporary folder is the engine's own and goes with it."""
     return os.path.join(tempfile.gettempdir(), os.path.basename(path(*args)))
+
+
+def _unregistered(*_: Any, **__: Any) -> None:
+    """SGLang keeps the experts of every token in memory that it would register with CUDA, for faster copies."""
 
 
 def _forking(start: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
