@@ -20,8 +20,9 @@ from headrace.process.service_main import run_service
 from headrace.rpc.log import configure_logging
 from headrace.rpc.net import Address, require_free
 from headrace.rpc.server import RpcServer, Service
-from services.rollout.build import rollout_service, sglang_factory
+from services.rollout.build import rollout_service
 from services.rollout.engine.machine import has_accelerator
+from services.rollout.fleet_build import sglang_factory
 from services.rollout.servicer import REQUEST_LIMITS, RolloutServicer
 
 
@@ -44,9 +45,10 @@ def main() -> int:
 async def _serve(job: Job, arguments: argparse.Namespace) -> None:
     require_free(Address.parse(arguments.address))  # before the engines' half minute, not after it
     name = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
-    factory = sglang_factory(job, arguments.log_dir, has_accelerator=await has_accelerator())
+    on_gpus = await has_accelerator()
+    factory = sglang_factory(job, arguments.log_dir, has_accelerator=on_gpus)
     registry = CollectorRegistry()
-    service = rollout_service(job, factory, arguments.log_dir, registry, arguments.samples_dir)
+    service = rollout_service(job, factory, arguments.log_dir, registry, arguments.samples_dir, has_accelerator=on_gpus)
     server = RpcServer(
         "rollout",
         arguments.address,

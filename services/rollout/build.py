@@ -16,24 +16,22 @@ from headrace.job.schema.job import Job
 from headrace.job_buffer import buffer_of
 from headrace.models.architecture import Architecture
 from headrace.models.registry import read_architecture
-from headrace.process.openmp import threads_of_each
-from headrace.process.scratch import delete_leftovers
-from headrace.rpc.net import Address
 from headrace.run_folder import RunFolder
 from headrace.sample_checks import ModelBounds
 from services.rollout.agents.sampler import AgentSampler
 from services.rollout.agents.server import EndpointServer
 from services.rollout.agents.session import AgentPolicy, AgentSessions, SessionLimits
 from services.rollout.engine.api import SamplingParams
-from services.rollout.engine.arguments import EngineOptions, evaluation_priority
+from services.rollout.engine.arguments import evaluation_priority
 from services.rollout.engine.client import EngineClient
-from services.rollout.engine.external import ExternalEngine
 from services.rollout.engine.fleet import Fleet, FleetTiming
-from services.rollout.engine.process import EngineFactory, SglangProcess
+from services.rollout.engine.process import EngineFactory
 from services.rollout.engine.routing.router import Router
+from services.rollout.engine.scaling.scaler import Scaler
 from services.rollout.evaluation.eval_file import EvalFiles
 from services.rollout.evaluation.evaluate import SAMPLES_AT_ONCE, Evaluator
 from services.rollout.evaluation.evaluation_slots import EvaluationSlots
+from services.rollout.fleet_build import capacity
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.custom import HookSampler, custom_args
 from services.rollout.production.failed_samples import FailedSamples
@@ -57,7 +55,13 @@ _EVALUATION_SHARE = 8
 
 
 def rollout_service(
-    job: Job, factory: EngineFactory, log_dir: Path, registry: CollectorRegistry, samples_dir: Path | None = None
+    job: Job,
+    factory: EngineFactory,
+    log_dir: Path,
+    registry: CollectorRegistry,
+    samples_dir: Path | None = None,
+    *,
+    has_accelerator: bool = False,
 ) -> RolloutService:
     """Starts nothing. Raises ConfigError when the job names no buffer or no reward service."""
     seconds = job.rollout.generate_timeout_seconds
@@ -166,6 +170,7 @@ def rollout_service(
             samplers=of_data_sets,
         ),
         fleet=fleet,
+        scaler=Scaler(fleet, capacity(job, has_accelerator=has_accelerator), metrics),
         receiver=Receiver(fleet, RunFolder(job.run.run_dir / job.run.run_name).weights_of(job.publish)),
         producer=producer,
         metrics=metrics,
@@ -222,34 +227,6 @@ def openai_parts(
         warn=warn,
     )
     return OpenaiParts(server, sampler)
-
-
-def sglang_factory(job: Job, log_dir: Path, *, has_accelerator: bool) -> EngineFactory:
-    """Makes real engines, or finds those that the job has addresses of.
-
-    Their start raises ConfigError for --sglang-* flags that SGLang does not know.
-    """
-    delete_leftovers(log_dir, "engine-*")
-    if addresses := [Address.parse(text) for text in job.placement.rollout_external_engine_addrs]:
-        size = job.placement.rollout_num_gpus_per_engine
-        return lambda number: ExternalEngine(addresses[number], size)
-    options = engine_options(job)
-    return lambda number: SglangProcess(
-        options, number, log_dir / f"engine-{number}.log", has_accelerator=has_accelerator
-    )
-
-
-def engine_options(job: Job) -> EngineOptions:
-    """On-policy, engines use all cores while the trainer waits; otherwise they leave half of them to it."""
-    share = 0.5 if job.buffer.max_staleness else 1.0
-    return EngineOptions(
-        hf_checkpoint=job.model.hf_checkpoint,
-        tensor_parallel_size=job.placement.rollout_num_gpus_per_engine,
-        seed=job.data.rollout_seed,
-        sglang=job.sglang,
-        threads=threads_of_each(job.placement.rollout_num_gpus, share=share),
-        returns_experts=job.train.use_rollout_routing_replay,
-    )
 
 
 def _eval_files(job: Job) -> EvalFiles:

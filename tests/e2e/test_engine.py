@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 from headrace.errors import ChecksumMismatch, InvalidArgument, PublicationAborted, Unavailable
 from headrace.job.schema.job import Job
-from services.rollout.build import sglang_factory
 from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import SamplingParams
@@ -25,6 +24,7 @@ from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from services.rollout.engine.machine import has_accelerator
 from services.rollout.engine.process import SglangProcess
 from services.rollout.engine.routing.router import Router
+from services.rollout.fleet_build import sglang_factory
 from services.rollout.production.generator import Generator
 from services.rollout.publication.receiver import Receiver
 from tests.support.engine_stack import (

@@ -19,9 +19,9 @@ from headrace.cli.main import main
 from headrace.client.buffer import BufferClient
 from headrace.job.schema.job import Job
 from headrace.rpc.net import free_port
-from services.rollout.build import engine_options
 from services.rollout.engine.machine import has_accelerator
 from services.rollout.engine.process import SglangProcess
+from services.rollout.fleet_build import engine_options
 from tests.support.models.tiny_families import make_tiny
 from tests.support.models.tiny_model import make_tiny_qwen3
 from tests.support.processes.training_run import STREAM, SUMS, TrainingRun

@@ -120,6 +120,11 @@ class PlacementSection(Section):
         1, description="GPUs of all engines together, or processes on a machine without."
     )
     rollout_num_gpus_per_engine: Positive = Field(1, description="Tensor-parallel size of an engine.")
+    rollout_max_engines: Positive | None = Field(
+        None,
+        description="Most engines that `headrace rollout scale` may ask for; absent: on GPUs those of "
+        "rollout_num_gpus, on a CPU what its free memory has room for.",
+    )
     rollout_external_engine_addrs: tuple[str, ...] = Field(
         (), description="host:port of SGLang servers that are started elsewhere, in place of engines started here."
     )

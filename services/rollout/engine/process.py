@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from headrace.errors import ConfigError, HeadraceError, Unavailable
+from headrace.process import memory
 from headrace.process.guarded import GuardedProcess
 from headrace.process.log_file import last_words
 from headrace.process.scratch import Scratch
@@ -39,6 +40,9 @@ class EngineProcess(Protocol):
 
     async def stop(self, grace_seconds: float = 8.0) -> None:
         """Ends the process and everything that it started."""
+
+    def memory_bytes(self) -> int | None:
+        """Returns the memory of this machine that it takes now; None where nobody knows."""
 
     def last_lines(self) -> str:
         """Returns the end of the log."""
@@ -84,6 +88,10 @@ class ServerProcess:
     async def stop(self, grace_seconds: float = 8.0) -> None:
         """Ends the process and everything that it started."""
         await self._child.stop(grace_seconds)
+
+    def memory_bytes(self) -> int | None:
+        """Returns the memory of its process and those below it."""
+        return memory.of_tree(self.pid) if self.exit_code is None else None
 
     def last_lines(self) -> str:
         """Returns the end of the log."""

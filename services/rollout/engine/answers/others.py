@@ -14,6 +14,8 @@ from services.rollout.engine.answers.bad_answer import (
     shown,
 )
 
+_REQUESTS = ("num_running_reqs", "num_waiting_reqs")
+
 
 def read_scores(reply: Mapping[str, Any], tokens: Sequence[int]) -> list[float]:
     """Returns log-probs of all of `tokens` but the first. Raises BadAnswer for scores of other tokens."""
@@ -35,6 +37,17 @@ def read_weights_name(reply: Mapping[str, Any]) -> str:
     if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME:
         raise BadAnswer("model_info", f"weight_version is {shown(name)}")
     return name
+
+
+def read_num_requests(reply: Mapping[str, Any]) -> int:
+    """Adds up running and waiting requests of all ranks of /v1/loads. Raises BadAnswer."""
+    loads = reply.get("loads")
+    if not isinstance(loads, list):
+        raise BadAnswer("loads", f"loads are {shown(loads)}")
+    counts = [require_object(load, "a load").get(name) for load in loads for name in _REQUESTS]
+    if not all(isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in counts):
+        raise BadAnswer("loads", f"{' and '.join(_REQUESTS)} of its loads are {shown(counts)}")
+    return sum(counts)
 
 
 def read_checksums(reply: Mapping[str, Any], *, may_be_empty: bool = False) -> list[dict[str, str]]:
