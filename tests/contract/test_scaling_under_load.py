@@ -50,9 +50,7 @@ class Publisher:
 async def settled(run: Whole, num_engines: int) -> None:
     serving = (EngineState.READY, EngineState.STALE)
     await run.fakes.until(
-        lambda: (
-            len(run.fakes.fleet.engines) == num_engines and all(e.state in serving for e in run.fakes.fleet.engines)
-        )
+        lambda: len(run.fakes.fleet.engines) == num_engines and all(e.state in serving for e in run.fakes.fleet.engines)
     )
 
 

@@ -48,6 +48,7 @@ def check_engines(job: Job) -> None:
             raise _refusal(name, f"{value}: should be a number of 1 or more")
     _groups(job)
     _external(job)
+    _most(job)
 
 
 def check_lengths(job: Job, architecture: Architecture) -> None:
@@ -118,6 +119,24 @@ def _external(job: Job) -> None:
             f"update_weight_transport ipc is memory of this machine, and {far[0]} may be another: choose collective or "
             "disk",
             field="update_weight_transport",
+        )
+
+
+def _most(job: Job) -> None:
+    most, count = job.placement.rollout_max_engines, job.placement.num_engines
+    if most is None:
+        return
+    if job.placement.rollout_external_engine_addrs:
+        raise ConfigError(
+            "rollout_max_engines with rollout_external_engine_addrs: engines are started and ended elsewhere; leave "
+            "it out",
+            field="rollout_max_engines",
+        )
+    if most < count:
+        raise ConfigError(
+            f"rollout_max_engines {most} is below the {count} engines with which the job begins: raise it, or lower "
+            "--rollout-num-gpus",
+            field="rollout_max_engines",
         )
 
 
