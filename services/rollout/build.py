@@ -31,7 +31,7 @@ from services.rollout.engine.scaling.scaler import Scaler
 from services.rollout.evaluation.eval_file import EvalFiles
 from services.rollout.evaluation.evaluate import SAMPLES_AT_ONCE, Evaluator
 from services.rollout.evaluation.evaluation_slots import EvaluationSlots
-from services.rollout.fleet_build import capacity
+from services.rollout.fleet_build import capacity, slots
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.custom import HookSampler, custom_args
 from services.rollout.production.failed_samples import FailedSamples
@@ -80,7 +80,7 @@ def rollout_service(
     buffer = buffer_of(job.services)
     fleet = Fleet(
         job.placement.num_engines,
-        job.placement.rollout_num_gpus_per_engine,
+        slots(job),
         factory,
         router,
         timing,
@@ -91,7 +91,7 @@ def rollout_service(
         router_client,
         fleet.weights,
         fleet.suspect,
-        context=ContextLimit.of_engines(job.sglang, architecture),
+        context=ContextLimit.of_engines(job.sglang, architecture, job.placement.engine_groups),
         activity=fleet.activity,
     )
     hook, args = job.rollout.custom_generate_function_path, hook_args(job)
@@ -218,7 +218,7 @@ def openai_parts(
     server = EndpointServer(endpoint.application(), job.rollout.openai_port)
     if agent is None:
         return OpenaiParts(server, None)
-    context = ContextLimit.of(job.rollout, job.sglang, architecture)
+    context = ContextLimit.of(job.rollout, job.sglang, architecture, job.placement.engine_groups)
     sampler = AgentSampler(
         *(agent, args, sessions, server.url),
         limits=SessionLimits(seconds, job.rollout.max_turns, context.tokens if context else None),
@@ -257,7 +257,7 @@ def _context(job: Job, architecture: Architecture) -> ContextLimit | None:
     asks_engines = job.train.loss_mask_type is None and job.rollout.user_function is None
     if not asks_engines and job.rollout.rollout_max_context_len is None:
         return None
-    return ContextLimit.of(job.rollout, job.sglang, architecture)
+    return ContextLimit.of(job.rollout, job.sglang, architecture, job.placement.engine_groups)
 
 
 def _groups_at_once(job: Job) -> int:

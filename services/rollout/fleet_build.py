@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+from headrace.job.schema.engine_group import EngineGroup
 from headrace.job.schema.job import Job
 from headrace.process.openmp import threads_of_each
 from headrace.process.scratch import delete_leftovers
@@ -12,6 +15,7 @@ from services.rollout.engine.arguments import EngineOptions
 from services.rollout.engine.external import ExternalEngine
 from services.rollout.engine.process import EngineFactory, SglangProcess
 from services.rollout.engine.scaling.capacity import Capacity
+from services.rollout.engine.slots import Slot, SlotOf, alike
 
 
 def sglang_factory(job: Job, log_dir: Path, *, has_accelerator: bool) -> EngineFactory:
@@ -23,10 +27,37 @@ def sglang_factory(job: Job, log_dir: Path, *, has_accelerator: bool) -> EngineF
     if addresses := [Address.parse(text) for text in job.placement.rollout_external_engine_addrs]:
         size = job.placement.rollout_num_gpus_per_engine
         return lambda number: ExternalEngine(addresses[number], size)
-    options = engine_options(job)
+    options_of = slot_options(job)
     return lambda number: SglangProcess(
-        options, number, log_dir / f"engine-{number}.log", has_accelerator=has_accelerator
+        options_of(number), number, log_dir / f"engine-{number}.log", has_accelerator=has_accelerator
     )
+
+
+def slots(job: Job) -> SlotOf:
+    """The slots of the job's engine groups, one after the other; what comes after them is of the last group."""
+    groups = _group_of_each(job)
+    if not groups:
+        return alike(job.placement.rollout_num_gpus_per_engine)
+    return lambda number: Slot(_of(groups, number).size, _of(groups, number).name)
+
+
+def slot_options(job: Job) -> Callable[[int], EngineOptions]:
+    """The options of each engine by its number: those of the job, with those of its group over them."""
+    options, groups = engine_options(job), _group_of_each(job)
+    if not groups:
+        return lambda _: options
+    by_group: dict[str, EngineOptions] = {}
+    first_engine = first_gpu = 0
+    for group in job.placement.engine_groups:
+        by_group[group.name] = replace(
+            options,
+            tensor_parallel_size=group.size,
+            sglang={**options.sglang, **group.overrides},
+            first_engine=first_engine,
+            first_gpu=first_gpu,
+        )
+        first_engine, first_gpu = first_engine + group.count, first_gpu + group.count * group.size
+    return lambda number: by_group[_of(groups, number).name]
 
 
 def engine_options(job: Job) -> EngineOptions:
@@ -50,3 +81,12 @@ def capacity(job: Job, *, has_accelerator: bool) -> Capacity:
         most=placement.rollout_max_engines,
         elsewhere=bool(placement.rollout_external_engine_addrs),
     )
+
+
+def _group_of_each(job: Job) -> list[EngineGroup]:
+    """The group of each of the job's engines, by number; nothing where it has no groups."""
+    return [group for group in job.placement.engine_groups for _ in range(group.count)]
+
+
+def _of(groups: list[EngineGroup], number: int) -> EngineGroup:
+    return groups[min(number, len(groups) - 1)]

@@ -17,6 +17,7 @@ from headrace.job.rules.engine_rules import check_engine_ranks, check_engines, c
 from headrace.job.rules.eval_rules import check_evaluations
 from headrace.job.rules.files import check_files
 from headrace.job.rules.folders import check_folders
+from headrace.job.rules.group_rules import check_engine_groups, check_group_sizes
 from headrace.job.rules.machine import num_gpus
 from headrace.job.rules.megatron_rules import check_megatron, require_gpus
 from headrace.job.rules.needs import check_needs
@@ -42,6 +43,8 @@ def check(job: Job, scope: Scope) -> None:
     if "trainer" in scope.services:
         require_gpus(job, scope)
         _export_folder_is_new(job)
+    if "rollout" in scope.services:
+        check_group_sizes(job, scope)
     if "trainer" in scope.services or "rollout" in scope.services:
         _architecture(job, scope)
         _engines_compute_in_fp8(job, scope)
@@ -271,6 +274,7 @@ _RULES: Sequence[Callable[[Job], None]] = (
     _frozen_parameters,
     _old_actor_is_used,
     check_engines,
+    check_engine_groups,
     _context_length,
     _no_passwords,
     _several_machines,

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from headrace.job.schema.engine_group import EngineGroup
+from headrace.job.schema.literal import FromJson
 from headrace.job.schema.section import Above, Bytes, NonNegative, Positive, Seconds, Section, Seed
 
 
@@ -120,6 +122,14 @@ class PlacementSection(Section):
         1, description="GPUs of all engines together, or processes on a machine without."
     )
     rollout_num_gpus_per_engine: Positive = Field(1, description="Tensor-parallel size of an engine.")
+    engine_groups: tuple[Annotated[EngineGroup, FromJson], ...] = Field(
+        (),
+        description="Engines with arguments of their own: tables [[placement.engine_groups]] in the job file, or JSON "
+        "objects, each with name, num_engines or num_gpus, num_gpus_per_engine, and overrides of SGLang's arguments.",
+    )
+    sglang_config: Path | None = Field(
+        None, description="YAML file of slime's form with one model, whose server_groups are read as engine_groups."
+    )
     rollout_max_engines: Positive | None = Field(
         None,
         description="Most engines that `headrace rollout scale` may ask for; absent: on GPUs those of "
@@ -152,6 +162,8 @@ class PlacementSection(Section):
     @property
     def num_engines(self) -> int:
         """The engines behind the router, whoever starts them."""
+        if self.engine_groups:
+            return sum(group.count for group in self.engine_groups)
         return len(self.rollout_external_engine_addrs) or self.rollout_num_gpus // self.rollout_num_gpus_per_engine
 
     @property

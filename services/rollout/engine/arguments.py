@@ -53,6 +53,10 @@ class EngineOptions:
     """On a machine without an accelerator."""
     returns_experts: bool = False
     """Each token comes with the experts that it was routed to."""
+    first_engine: int = 0
+    """The number of the first engine with these options."""
+    first_gpu: int = 0
+    """Where its GPUs begin; those of the others follow."""
 
 
 def check(sglang: Mapping[str, Any], machine: Machine) -> None:
@@ -89,7 +93,7 @@ def words(options: EngineOptions, machine: Machine, *, engine: int, port: int) -
             )
         arguments["enable_return_routed_experts"] = True
     if machine.has_accelerator:
-        arguments["base_gpu_id"] = engine * options.tensor_parallel_size
+        arguments["base_gpu_id"] = options.first_gpu + (engine - options.first_engine) * options.tensor_parallel_size
     return [word for name, value in arguments.items() for word in _words(*machine.flags[name], value)]
 
 
