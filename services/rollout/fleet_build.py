@@ -15,7 +15,7 @@ from services.rollout.engine.arguments import EngineOptions
 from services.rollout.engine.external import ExternalEngine
 from services.rollout.engine.process import EngineFactory, SglangProcess
 from services.rollout.engine.scaling.capacity import Capacity
-from services.rollout.engine.slots import Slot, SlotOf, alike
+from services.rollout.engine.slots import EngineSlot, SlotOf, alike
 
 
 def sglang_factory(job: Job, log_dir: Path, *, has_accelerator: bool) -> EngineFactory:
@@ -38,7 +38,7 @@ def slots(job: Job) -> SlotOf:
     groups = _group_of_each(job)
     if not groups:
         return alike(job.placement.rollout_num_gpus_per_engine)
-    return lambda number: Slot(_of(groups, number).size, _of(groups, number).name)
+    return lambda number: EngineSlot(_of(groups, number).size, _of(groups, number).name)
 
 
 def slot_options(job: Job) -> Callable[[int], EngineOptions]:
@@ -74,7 +74,7 @@ def engine_options(job: Job) -> EngineOptions:
 
 
 def capacity(job: Job, *, has_accelerator: bool) -> Capacity:
-    """How many engines may be asked for while the job runs."""
+    """Returns how many engines may be asked for while the job runs."""
     placement = job.placement
     return Capacity(
         num_slots=placement.num_engines if has_accelerator else None,

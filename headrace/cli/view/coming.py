@@ -19,7 +19,7 @@ _SENTENCES = {
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Where the change came to."""
+    """The sentence and the exit code with which the watching ends."""
 
     sentence: str
     exit_code: int

@@ -100,7 +100,7 @@ def _messages(
 
 
 def _inside(location: Sequence[int | str]) -> str:
-    """Where in a list of tables the mistake is."""
+    """Names the table of a list, and its key, that are mistaken."""
     match location:
         case [_, _, int(number), str(key), *_]:
             return f"number {number + 1}, {key}: "

@@ -28,6 +28,7 @@ _CPU_RECIPE: Mapping[str, Any] = {
     "max_total_tokens": 65536,
     "max_running_requests": 64,
     "dtype": "float32",
+    "load_snapshot_publish_interval": 1,  # decode steps: an engine that leaves is asked whether it has requests
 }
 _GPU_RECIPE: Mapping[str, Any] = {"skip_server_warmup": True, "enable_metrics": True}
 # NumPy's threads begin with its import, and a process that has threads cannot be forked (`launch`).

@@ -9,7 +9,9 @@ from headrace.errors import HeadraceError
 from headrace.rpc.log import log
 from services.rollout.engine.engine import Engine
 
-_POLL_SECONDS = 0.25
+_POLL_SECONDS = 0.5
+_TIMES_FREE = 2
+"""An engine notes its requests every few steps, so a count of 0 may be older than the latest request."""
 _ENDING_SECONDS = 5.0
 """Responses that were aborted have so long to reach their callers."""
 
@@ -30,6 +32,9 @@ async def drain(engine: Engine, seconds: float) -> None:
 
 
 async def _finished(engine: Engine, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and await engine.client.num_requests():
+    end, times_free = time.monotonic() + seconds, 0
+    while time.monotonic() < end:
+        times_free = 0 if await engine.client.num_requests() else times_free + 1
+        if times_free == _TIMES_FREE:
+            return
         await asyncio.sleep(_POLL_SECONDS)

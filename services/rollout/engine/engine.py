@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.process import EngineProcess
-from services.rollout.engine.slots import Slot
+from services.rollout.engine.slots import EngineSlot
 from services.rollout.engine.weights import INITIAL_VERSION
 
 _FORGIVEN_BAD_ANSWERS = 2
@@ -29,7 +29,7 @@ class EngineState(StrEnum):
 class Engine:
     """One slot of the fleet. The process in it changes; `incarnation` tells which one it is."""
 
-    def __init__(self, number: int, slot: Slot) -> None:
+    def __init__(self, number: int, slot: EngineSlot) -> None:
         self.engine_id = f"engine-{number}"
         self.number = number
         self.tensor_parallel_size, self.group = slot.tensor_parallel_size, slot.group

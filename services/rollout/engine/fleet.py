@@ -4,7 +4,7 @@
      └──────► STALE ⇄ UPDATING          a restarted engine has hf_checkpoint's weights: it is READY only while those
                                         are the served version, else STALE until the next commit; so is one that
                                         holds a mixture after an aborted publication
-  any but UPDATING ──► LEAVING ──► gone   the fleet has fewer slots from then on; `add` begins with a new one
+  (any but UPDATING) ──► LEAVING ──► gone  the fleet has a slot less from then on, and `add` begins with a new one
 Nothing here is durable: weights come back by publication. An engine that gives bad responses, or that names other
 weights than it was given, goes DOWN.
 """

@@ -1,4 +1,4 @@
-"""What the engine in each slot of a fleet is, by its number."""
+"""Describes the engine in each slot of a fleet, by its number."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class EngineSlot:
     """`group` is the name of the job's engine group; empty where it has none."""
 
     tensor_parallel_size: int
     group: str = ""
 
 
-SlotOf = Callable[[int], Slot]
+SlotOf = Callable[[int], EngineSlot]
 """The slot with a number."""
 
 
 def alike(tensor_parallel_size: int) -> SlotOf:
     """Slots that are all the same."""
-    slot = Slot(tensor_parallel_size)
+    slot = EngineSlot(tensor_parallel_size)
     return lambda _: slot

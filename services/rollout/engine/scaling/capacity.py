@@ -1,4 +1,4 @@
-"""How many engines a job and its machine have room for."""
+"""Knows how many engines a job and its machine have room for."""
 
 from __future__ import annotations
 

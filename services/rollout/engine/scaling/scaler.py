@@ -26,7 +26,7 @@ _OF_LITTLE_USE = (EngineState.QUARANTINED, EngineState.DOWN, EngineState.STARTIN
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """What a call changed."""
+    """The change that a call made."""
 
     wanted: int
     wanted_before: int

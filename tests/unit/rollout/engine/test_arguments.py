@@ -23,7 +23,7 @@ FLAGS = {
         *("device", "attention_backend", "sampling_backend", "disable_overlap_schedule", "skip_server_warmup"),
         *("sleep_on_idle", "max_total_tokens", "max_running_requests", "dtype", "model_path", "tp_size", "host"),
         *("port", "weight_version", "random_seed", "base_gpu_id", "mem_fraction_static", "enable_metrics"),
-        *("enable_priority_scheduling", "default_priority_value"),
+        *("enable_priority_scheduling", "default_priority_value", "load_snapshot_publish_interval"),
     )
 }
 CPU = Machine(has_accelerator=False, flags=FLAGS)

@@ -9,7 +9,14 @@ from dataclasses import replace
 
 import pytest
 
-from headrace.errors import FailedPrecondition, GroupGone, InvalidArgument, ResourceExhausted, Unavailable
+from headrace.errors import (
+    ChecksumMismatch,
+    FailedPrecondition,
+    GroupGone,
+    InvalidArgument,
+    ResourceExhausted,
+    Unavailable,
+)
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.engine import Engine
 from services.rollout.engine.fleet import EngineState
@@ -244,6 +251,25 @@ async def test_without_a_limit_of_the_job_memory_decides(fakes: FakeFleet) -> No
         await scaler.scale(5, drain_seconds=0)
     await scaler.scale(1, drain_seconds=0)
     await to_be(fakes, engine_0=READY)
+
+
+@pytest.mark.parametrize("right", [True, False])
+async def test_engines_of_one_size_are_compared_with_each_other(fakes: FakeFleet, right: bool) -> None:
+    """Each size cuts the weights in its own way: engine-0 and engine-2 are of one, engine-1 is of another."""
+    async with scaled(fakes) as (scaler, receiver):
+        await scaler.scale(3, drain_seconds=0)
+        await to_be(fakes, engine_0=READY, engine_1=READY, engine_2=READY)
+        fakes.fleet.engines[1].tensor_parallel_size = 2
+        begun = await receiver.begin(PLAN)
+        assert begun.world_size == 1 + 1 + 2 + 1
+        await receiver.receive("p1", 0)
+        await receiver.receive("p1", 1)
+        process_of(fakes.fleet.engines[1 if right else 2]).weights["a"] = "cut in another way"
+        if right:
+            assert len((await receiver.commit("p1", {})).engine_ids) == 3
+        else:
+            with pytest.raises(ChecksumMismatch, match="engines differ from each other"):
+                await receiver.commit("p1", {})
 
 
 async def test_the_busy_share_follows_the_engines_that_serve(fakes: FakeFleet) -> None:
