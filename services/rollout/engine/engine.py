@@ -59,6 +59,11 @@ class Engine:
         return self.process.url if self.process else ""
 
     @property
+    def is_leaving(self) -> bool:
+        """True from the moment from which it gets no more requests, for good."""
+        return self.state is EngineState.LEAVING
+
+    @property
     def client(self) -> EngineClient:
         """The client of the current process."""
         assert self._client is not None, f"{self.engine_id} was never started"

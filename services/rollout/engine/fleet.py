@@ -160,7 +160,7 @@ class Fleet:
 
         `is_initial`: they are hf_checkpoint's, which a publication of the same version may have replaced.
         """
-        if engine.state is EngineState.LEAVING:
+        if engine.is_leaving:
             return
         engine.policy_version = policy_version
         if policy_version != self.policy_version or (is_initial and self._published):
@@ -170,10 +170,10 @@ class Fleet:
         try:
             await self._routing.add(engine.url)
         except HeadraceError as error:
-            if engine.state is not EngineState.LEAVING:
+            if not engine.is_leaving:
                 await self.give_up(engine, error.message)
             return
-        if engine.state is EngineState.LEAVING:  # since it was asked for
+        if engine.is_leaving:  # since it was asked for
             await self._take_out(engine)
             return
         engine.state, engine.has_served = EngineState.READY, True
@@ -275,13 +275,13 @@ class Fleet:
         return True
 
     def _note_if_lost(self) -> None:
-        staying = [each for each in self.engines if each.state is not EngineState.LEAVING]
+        staying = [each for each in self.engines if not each.is_leaving]
         if all(each.state is EngineState.QUARANTINED for each in staying):
             self._all_quarantined.set()
 
     def _num_sharing(self) -> int:
         """The engines among which requests are divided: one that was added counts once it has served."""
-        return sum(each.has_served and each.state is not EngineState.LEAVING for each in self.engines)
+        return sum(each.has_served and not each.is_leaving for each in self.engines)
 
     async def _take_out(self, engine: Engine) -> None:
         try:

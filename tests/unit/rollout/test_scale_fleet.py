@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -120,7 +121,7 @@ def test_what_a_person_types_wrong_is_said_in_one_line(capsys: pytest.CaptureFix
 
 
 def test_engines_that_wait_or_stay_down_are_said_with_what_helps() -> None:
-    def engine(number: int, state: str, **more: str) -> rollout_pb2.Engine:
+    def engine(number: int, state: str, **more: Any) -> rollout_pb2.Engine:
         return rollout_pb2.Engine(
             engine_id=f"engine-{number}", state=rollout_pb2.EngineState.Value(f"ENGINE_STATE_{state}"), **more
         )

@@ -44,10 +44,14 @@ def read_num_requests(reply: Mapping[str, Any]) -> int:
     loads = reply.get("loads")
     if not isinstance(loads, list):
         raise BadAnswer("loads", f"loads are {shown(loads)}")
-    counts = [require_object(load, "a load").get(name) for load in loads for name in _REQUESTS]
-    if not all(isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in counts):
-        raise BadAnswer("loads", f"{' and '.join(_REQUESTS)} of its loads are {shown(counts)}")
-    return sum(counts)
+    return sum(_count(require_object(load, "a load"), name) for load in loads for name in _REQUESTS)
+
+
+def _count(load: Mapping[str, Any], name: str) -> int:
+    count = load.get(name)
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise BadAnswer("loads", f"{name} of a load is {shown(count)}")
+    return count
 
 
 def read_checksums(reply: Mapping[str, Any], *, may_be_empty: bool = False) -> list[dict[str, str]]:
