@@ -167,6 +167,12 @@ class PlacementSection(Section):
         return len(self.rollout_external_engine_addrs) or self.rollout_num_gpus // self.rollout_num_gpus_per_engine
 
     @property
+    def engine_sizes(self) -> tuple[int, ...]:
+        """The tensor-parallel sizes of its engines, the smallest first."""
+        sizes = {group.size for group in self.engine_groups} or {self.rollout_num_gpus_per_engine}
+        return tuple(sorted(sizes))
+
+    @property
     def num_ranks(self) -> int:
         """The number of the trainer's processes."""
         return self.actor_num_nodes * self.actor_num_gpus_per_node

@@ -162,7 +162,7 @@ class TrainerBuild:
 
     def knows_checksums(self, layout: Layout) -> bool:
         """True where senders have the tensors that engines hash: those of several GPUs hash shards."""
-        return layout.device.type == "cpu" or self._job.placement.rollout_num_gpus_per_engine == 1
+        return layout.device.type == "cpu" or self._job.placement.engine_sizes == (1,)
 
     def schedule(self) -> JobSchedule:
         """The steps at which weights move, checkpoints are written and evaluations run."""
