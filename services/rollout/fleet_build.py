@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from headrace.job.schema.engine_group import EngineGroup
@@ -28,9 +29,30 @@ def sglang_factory(job: Job, log_dir: Path, *, has_accelerator: bool) -> EngineF
         size = job.placement.rollout_num_gpus_per_engine
         return lambda number: ExternalEngine(addresses[number], size)
     options_of = slot_options(job)
+    if job.placement.rollout_placement == "ray":
+        return _ray_factory(options_of, log_dir)
     return lambda number: SglangProcess(
         options_of(number), number, log_dir / f"engine-{number}.log", has_accelerator=has_accelerator
     )
+
+
+def _ray_factory(options_of: Callable[[int], EngineOptions], log_dir: Path) -> EngineFactory:
+    from services.rollout.engine.placed.ray_engine import RayEngine, join_cluster  # a package of its own
+
+    has_gpus = join_cluster()
+
+    def factory(number: int) -> RayEngine:
+        options = replace(options_of(number), first_engine=number, first_gpu=0)  # Ray shows it its own GPUs alone
+        make = partial(_on_its_machine, options, number, log_dir, has_gpus)
+        return RayEngine(make, options.tensor_parallel_size if has_gpus else 0)
+
+    return factory
+
+
+def _on_its_machine(options: EngineOptions, number: int, log_dir: Path, has_gpus: bool, host: str) -> SglangProcess:
+    log_dir.mkdir(parents=True, exist_ok=True)
+    own = replace(options, host=host)
+    return SglangProcess(own, number, log_dir / f"engine-{number}.log", has_accelerator=has_gpus)
 
 
 def slots(job: Job) -> SlotOf:
@@ -76,6 +98,8 @@ def engine_options(job: Job) -> EngineOptions:
 def capacity(job: Job, *, has_accelerator: bool) -> Capacity:
     """Returns how many engines may be asked for while the job runs."""
     placement = job.placement
+    if placement.rollout_placement == "ray":  # whose machines have GPUs and memory that nothing here knows
+        return Capacity(most=placement.rollout_max_engines or placement.num_engines)
     return Capacity(
         num_slots=placement.num_engines if has_accelerator else None,
         most=placement.rollout_max_engines,

@@ -52,7 +52,7 @@ IMPORTS = {
     ),
     "servers import no client": ("services/reward/breach.py", "import headrace.client"),
     "services know neither the command line nor the launcher": ("services/reward/breach.py", "import headrace.cli"),
-    "Ray is one module's": ("headrace/launch/breach.py", "import ray"),
+    "Ray is two modules'": ("headrace/launch/breach.py", "import ray"),
     "Weights & Biases is one module's": ("services/trainer/serving/breach.py", "import wandb"),
     "psycopg is one store's": ("services/buffer/store/breach.py", "import psycopg"),
     "SQLite is one store's": ("services/buffer/store/breach.py", "import sqlite3"),

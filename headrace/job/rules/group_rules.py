@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+
 from headrace.errors import ConfigError
 from headrace.job.rules.engine_rules import check_argument
 from headrace.job.rules.machine import num_gpus
@@ -53,6 +56,31 @@ def check_engine_groups(job: Job) -> None:
             f"rollout_num_gpus {placement.rollout_num_gpus} is not what the engine groups have, {parts} = {gpus}: "
             "leave it out, or change a group",
             field="rollout_num_gpus",
+        )
+
+
+def check_engine_placement(job: Job, scope: Scope) -> None:
+    """Raises ConfigError for engines placed by Ray where there is no Ray, or that must be on this machine."""
+    placement = job.placement
+    if placement.rollout_placement != "ray":
+        return
+    if placement.rollout_external_engine_addrs:
+        raise ConfigError(
+            "rollout_placement ray with rollout_external_engine_addrs: those engines are started elsewhere; leave one "
+            "of them out",
+            field="rollout_placement",
+        )
+    if importlib.util.find_spec("ray") is None:
+        scope.missing(
+            ConfigError("rollout_placement ray needs the package ray: pip install 'headrace[ray]'", field="placement")
+        )
+    if "RAY_ADDRESS" not in os.environ:
+        scope.missing(
+            ConfigError(
+                "rollout_placement ray starts engines in a cluster that runs: start one with `ray start`, and set "
+                "RAY_ADDRESS",
+                field="rollout_placement",
+            )
         )
 
 

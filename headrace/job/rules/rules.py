@@ -17,7 +17,7 @@ from headrace.job.rules.engine_rules import check_engine_ranks, check_engines, c
 from headrace.job.rules.eval_rules import check_evaluations
 from headrace.job.rules.files import check_files
 from headrace.job.rules.folders import check_folders
-from headrace.job.rules.group_rules import check_engine_groups, check_group_sizes
+from headrace.job.rules.group_rules import check_engine_groups, check_engine_placement, check_group_sizes
 from headrace.job.rules.machine import num_gpus
 from headrace.job.rules.megatron_rules import check_megatron, require_gpus
 from headrace.job.rules.needs import check_needs
@@ -45,6 +45,7 @@ def check(job: Job, scope: Scope) -> None:
         _export_folder_is_new(job)
     if "rollout" in scope.services:
         check_group_sizes(job, scope)
+        check_engine_placement(job, scope)
     if "trainer" in scope.services or "rollout" in scope.services:
         _architecture(job, scope)
         _engines_compute_in_fp8(job, scope)
@@ -197,9 +198,11 @@ def _weights_are_shared(job: Job) -> None:
         )
     address = job.services.rollout_address
     is_here = address is None or Address.parse(address).is_loopback
-    if is_here and job.placement.actor_num_nodes == 1:
+    on_ray = job.placement.rollout_placement == "ray"
+    if is_here and not on_ray and job.placement.actor_num_nodes == 1:
         return
     where = f"rollout at {address}" if not is_here else f"{job.placement.actor_num_nodes} machines"
+    where = "engines that Ray places" if on_ray else where
     if transport == "ipc":
         raise ConfigError(
             f"update_weight_transport ipc with {where}: trainer and engines share no memory. Use "

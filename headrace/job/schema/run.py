@@ -142,6 +142,11 @@ class PlacementSection(Section):
     placement: Literal["local", "torchrun", "slurm", "ray"] = Field(
         "local", description="Who starts the trainer's ranks: headrace, torchrun, srun in an allocation, or Ray actors."
     )
+    rollout_placement: Literal["local", "ray"] = Field(
+        "local",
+        description="Who starts the engines: the rollout service on its machine, or Ray actors on machines of the "
+        "cluster of RAY_ADDRESS. Those listen on their machine's address, without a key.",
+    )
     use_fault_tolerance: bool = Field(
         False, description="A trainer that dies starts again from its last checkpoint, and the ledger rewinds with it."
     )

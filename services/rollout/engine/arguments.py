@@ -56,6 +56,8 @@ class EngineOptions:
     """Each token comes with the experts that it was routed to."""
     first_engine: int = 0
     """The number of the first engine with these options."""
+    host: str = "127.0.0.1"
+    """Where it listens."""
     first_gpu: int = 0
     """Where its GPUs begin; those of the others follow."""
 
@@ -78,7 +80,7 @@ def words(options: EngineOptions, machine: Machine, *, engine: int, port: int) -
         **options.sglang,
         "model_path": str(options.hf_checkpoint),
         "tp_size": options.tensor_parallel_size,
-        "host": "127.0.0.1",
+        "host": options.host,
         "port": port,
         "weight_version": str(INITIAL_VERSION),
         "random_seed": options.seed + engine,

@@ -66,7 +66,9 @@ class Engine:
     @property
     def client(self) -> EngineClient:
         """The client of the current process."""
-        assert self._client is not None, f"{self.engine_id} was never started"
+        if self._client is None:
+            assert self.process is not None, f"{self.engine_id} was never started"
+            self._client = EngineClient(self.process.url)  # which another machine may choose when it starts it
         return self._client
 
     async def occupy(self, process: EngineProcess) -> None:
@@ -75,7 +77,7 @@ class Engine:
             await self._client.close()
         self.incarnation = f"{self.engine_id}#{secrets.token_hex(4)}"
         self.is_suspect, self.bad_answers, self.distrust = False, 0, ""
-        self.process, self._client = process, EngineClient(process.url)
+        self.process, self._client = process, None
 
     async def leave(self) -> None:
         if self._client:

@@ -275,8 +275,7 @@ class Fleet:
         return True
 
     def _note_if_lost(self) -> None:
-        staying = [each for each in self.engines if not each.is_leaving]
-        if all(each.state is EngineState.QUARANTINED for each in staying):
+        if all(each.state is EngineState.QUARANTINED for each in self.engines):
             self._all_quarantined.set()
 
     def _num_sharing(self) -> int:

@@ -15,7 +15,7 @@ from headrace.process import memory
 from headrace.process.guarded import GuardedProcess
 from headrace.process.log_file import last_words
 from headrace.process.scratch import Scratch
-from headrace.rpc.net import free_port
+from headrace.rpc.net import Address, free_port
 from services.rollout.engine import arguments, launch
 from services.rollout.engine.arguments import EngineOptions
 from services.rollout.engine.client import EngineClient
@@ -111,7 +111,7 @@ class SglangProcess(ServerProcess):
     """A real engine. Its ranks meet by a file: SGLang's own store would listen on every interface."""
 
     def __init__(self, options: EngineOptions, engine: int, log_path: Path, *, has_accelerator: bool) -> None:
-        port = free_port()
+        port = free_port(options.host)
         command = launch.command(options, engine=engine, port=port)
         self._scratch = Scratch(log_path.parent, f"engine-{engine}")
         environment = arguments.environment(options, has_accelerator=has_accelerator) | {
@@ -121,7 +121,7 @@ class SglangProcess(ServerProcess):
             "MASTER_ADDR": "127.0.0.1",  # with the port, the name of its shared memory
             "MASTER_PORT": str(port),
         }
-        super().__init__(f"http://127.0.0.1:{port}", command, log_path, environment)
+        super().__init__(f"http://{Address(options.host, port)}", command, log_path, environment)
 
     async def start(self, *, seconds: float) -> None:
         self._scratch.make()

@@ -157,6 +157,8 @@ class TrainerBuild:
         """True where all of them are on this machine, or there are none."""
         if self._job.debug.trains_alone:
             return True
+        if self._job.placement.rollout_placement == "ray":
+            return False
         addresses = (self.rollout_address, *self._job.placement.rollout_external_engine_addrs)
         return all(Address.parse(address).is_loopback for address in addresses)
 

@@ -281,5 +281,7 @@ async def test_the_busy_share_follows_the_engines_that_serve(fakes: FakeFleet) -
         await scaler.scale(3, drain_seconds=0)
         await to_be(fakes, engine_0=READY, engine_1=STALE, engine_2=STALE)
         assert fakes.fleet.activity.num_engines == 1
+        await publish(receiver, replace(PLAN, publication_id="alone", engine_ids=("engine-1",)))
+        assert fakes.fleet.activity.num_engines == 2
         await publish(receiver, replace(PLAN, publication_id="p2", policy_version=4))
         assert fakes.fleet.activity.num_engines == 3
