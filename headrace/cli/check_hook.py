@@ -13,7 +13,7 @@ from headrace.hooks.trial.check import KINDS
 from headrace.hooks.trial.check import check_hook as run_check
 from headrace.job.load.load import read
 from headrace.job.load.resolve import resolve
-from headrace.job.rules.hook_files import hooks_of
+from headrace.job.rules.paths.hook_files import hooks_of
 from headrace.rpc.log import drop_logs
 
 

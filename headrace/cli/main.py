@@ -56,6 +56,7 @@ _COMMANDS: Mapping[str, Command] = {
         "up SERVICE --config JOB.toml [flags]",
         "run one service here: buffer, reward, rollout, trainer",
     ),
+    "rollout": Command(_imported("rollout"), "rollout scale N [RUN]", "change the number of engines of a live run"),
     "status": Command(_imported("status"), "status [RUN]", "show the state of a run and its services"),
     "samples": Command(
         _imported("samples"), "samples [RUN] [-n 5]", "show what the policy generated: by step, group, reward, text"

@@ -121,6 +121,16 @@ class RolloutClient(Rollout):
         reply: pb.GetFleetResponse = await self._call(self._stub.GetFleet, pb.GetFleetRequest(), deadline_seconds)
         return reply
 
+    async def scale_fleet(self, num_engines: int, *, drain_seconds: float | None = None) -> pb.ScaleFleetResponse:
+        """Asks for so many engines; `get_fleet` shows how they come and go.
+
+        Raises FailedPrecondition for engines that are started elsewhere, InvalidArgument above the job's limit,
+        ResourceExhausted where the machine's memory has no room for more.
+        """
+        request = pb.ScaleFleetRequest(num_engines=num_engines, drain_seconds=drain_seconds)
+        reply: pb.ScaleFleetResponse = await self._call(self._stub.ScaleFleet, request)
+        return reply
+
     # New weights
 
     async def begin_publish(

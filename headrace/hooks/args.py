@@ -69,6 +69,18 @@ def default_args() -> HookArgs:
 
 def section_args(section: Section) -> HookArgs:
     """The options of one section alone."""
-    return HookArgs(
-        {name: str(option) if isinstance(option, Path) else option for name, option in section.__dict__.items()}
-    )
+    return HookArgs({name: _for_hooks(option) for name, option in section.__dict__.items()})
+
+
+def _for_hooks(option: object) -> object:
+    """As hooks get it: no class that the processes of user code would have to import."""
+    from headrace.job.schema.section import Section
+
+    match option:
+        case Path():
+            return str(option)
+        case Section():
+            return option.model_dump()
+        case tuple():
+            return tuple(_for_hooks(each) if isinstance(each, Section) else each for each in option)
+    return option

@@ -6,23 +6,20 @@ from collections.abc import Mapping, Sequence
 
 from headrace.devices.inventory import ORDER
 from headrace.devices.plan import DeviceShare
+from headrace.devices.ranks import RANK_DEVICES
 from headrace.job.rules.gpus import device_plan
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
-
-RANK_DEVICES = "HEADRACE_RANK_DEVICES"
-"""The ranks' CUDA_VISIBLE_DEVICES on each machine, where Slurm or Ray would set another."""
+from headrace.launch.specs import processes
 
 
 def gpu_environments(job: Job, services: Sequence[str], given: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """The variables of each service that gets GPUs here. Empty on a machine without.
+    """The variables of each process that gets GPUs here. Empty on a machine without.
 
-    What a person exports (`given`) for one service that is started by itself is that service's as it is.
+    What a person exports (`given`) for one service that is started by itself is for that service alone.
     """
     alone = not {"trainer", "rollout"} <= set(services)
-    if alone and "CUDA_VISIBLE_DEVICES" in given:
-        return {}
-    plan = device_plan(job, Scope(services))
+    plan = device_plan(job, Scope(services), leaves_the_trainers="CUDA_VISIBLE_DEVICES" not in given or not alone)
     if plan is None:
         return {}
     found = {}
@@ -30,15 +27,11 @@ def gpu_environments(job: Job, services: Sequence[str], given: Mapping[str, str]
         found["trainer"] = ORDER | {"CUDA_VISIBLE_DEVICES": _all(plan.trainer)}
         if not alone:
             found["trainer"][RANK_DEVICES] = _all(plan.trainer)
-    if plan.engines:
-        found["rollout"] = ORDER | {"CUDA_VISIBLE_DEVICES": _all(plan.engines)}
+    each = len(plan.engines) // job.services.rollout_services
+    for number, process in enumerate(processes(job, "rollout") if each else ()):
+        share = plan.engines[number * each : (number + 1) * each]
+        found[process] = ORDER | {"CUDA_VISIBLE_DEVICES": _all(share)}
     return found
-
-
-def rank_devices(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables to add to a rank that Slurm or Ray has started."""
-    devices = environment.get(RANK_DEVICES)
-    return {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
 
 
 def _all(shares: Sequence[DeviceShare]) -> str:

@@ -50,7 +50,7 @@ class Launcher:
             self.job = addressed(job, services, self.folder)
         gpus = gpu_environments(self.job, self._services, os.environ)
         self._specs: list[ServiceSpec] = [
-            each for name in self._services for each in specs(self.job, name, self.folder, gpus.get(name, {}))
+            each for name in self._services for each in specs(self.job, name, self.folder, gpus)
         ]
         self._tell = tell
         self._policy = policy

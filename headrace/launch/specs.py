@@ -93,10 +93,13 @@ def address_of(job: Job, service: str) -> str:
 
 
 def specs(
-    job: Job, service: str, folder: RunFolder, gpus: Mapping[str, str] = MappingProxyType({})
+    job: Job, service: str, folder: RunFolder, gpus: Mapping[str, Mapping[str, str]] = MappingProxyType({})
 ) -> list[ServiceSpec]:
-    """Describes how to start the processes of one service of an addressed job. `gpus`: variables that name its GPUs."""
-    return [spec(job, process, folder, gpus) for process in processes(job, service)]
+    """Describes how to start the processes of one service of an addressed job.
+
+    `gpus`: variables that name the GPUs of a process.
+    """
+    return [spec(job, process, folder, gpus.get(process, {})) for process in processes(job, service)]
 
 
 def spec(job: Job, process: str, folder: RunFolder, gpus: Mapping[str, str] = MappingProxyType({})) -> ServiceSpec:

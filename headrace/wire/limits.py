@@ -114,6 +114,8 @@ MAX_PUBLISH_GROUPS: Final = 1_024
 """Collective groups of a publication."""
 MAX_PUBLISH_SECONDS: Final = 86_400.0
 """deadline_seconds of a publication."""
+MAX_DRAIN_SECONDS: Final = 86_400.0
+"""drain_seconds of ScaleFleet."""
 MAX_ENGINES: Final = 65_536
 """engine_ids."""
 MAX_PROBE_TOKENS: Final = 4_096

@@ -21,8 +21,9 @@ from headrace.rpc.listen import add_listen_arguments, listen_of
 from headrace.rpc.log import configure_logging
 from headrace.rpc.net import Address, require_free
 from headrace.rpc.server import RpcServer, Service
-from services.rollout.build import rollout_service, sglang_factory
+from services.rollout.build import rollout_service
 from services.rollout.engine.machine import has_accelerator
+from services.rollout.fleet_build import sglang_factory
 from services.rollout.one_of_several import job_of_service
 from services.rollout.servicer import REQUEST_LIMITS, RolloutServicer
 
@@ -47,11 +48,12 @@ async def _serve(job: Job, arguments: argparse.Namespace) -> None:
     listen = listen_of(vars(arguments))
     require_free(Address.parse(listen.address))  # before the engines' half minute, not after it
     name = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
-    factory = sglang_factory(
-        job, arguments.log_dir, has_accelerator=await has_accelerator(), service=arguments.number or 0
+    on_gpus = await has_accelerator()
+    factory = sglang_factory(job, arguments.log_dir, has_accelerator=on_gpus, service=arguments.number or 0)
+    registry, samples = CollectorRegistry(), arguments.samples_dir
+    service = rollout_service(
+        *(job, factory, arguments.log_dir, registry, samples, arguments.number), has_accelerator=on_gpus
     )
-    registry = CollectorRegistry()
-    service = rollout_service(job, factory, arguments.log_dir, registry, arguments.samples_dir, arguments.number)
     server = RpcServer(
         "rollout",
         listen.address,

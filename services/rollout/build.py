@@ -16,24 +16,22 @@ from headrace.job.schema.job import Job
 from headrace.job_buffer import buffer_of
 from headrace.models.architecture import Architecture
 from headrace.models.registry import read_architecture
-from headrace.process.openmp import threads_of_each
-from headrace.process.scratch import delete_leftovers
-from headrace.rpc.net import Address
 from headrace.run_folder import RunFolder
 from headrace.sample_checks import ModelBounds
 from services.rollout.agents.sampler import AgentSampler
 from services.rollout.agents.server import EndpointServer
 from services.rollout.agents.session import AgentPolicy, AgentSessions, SessionLimits
 from services.rollout.engine.api import SamplingParams
-from services.rollout.engine.arguments import EngineOptions, evaluation_priority
+from services.rollout.engine.arguments import evaluation_priority
 from services.rollout.engine.client import EngineClient
-from services.rollout.engine.external import ExternalEngine
 from services.rollout.engine.fleet import Fleet, FleetTiming
-from services.rollout.engine.process import EngineFactory, SglangProcess
+from services.rollout.engine.process import EngineFactory
 from services.rollout.engine.routing.router import Router
+from services.rollout.engine.scaling.scaler import Scaler
 from services.rollout.evaluation.eval_file import EvalFiles
 from services.rollout.evaluation.evaluate import SAMPLES_AT_ONCE, Evaluator
 from services.rollout.evaluation.evaluation_slots import EvaluationSlots
+from services.rollout.fleet_build import capacity, slots
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.one_of_several import groups_at_once, samples_at_once
 from services.rollout.production.custom import HookSampler, custom_args
@@ -64,6 +62,8 @@ def rollout_service(
     registry: CollectorRegistry,
     samples_dir: Path | None = None,
     number: int | None = None,
+    *,
+    has_accelerator: bool = False,
 ) -> RolloutService:
     """Starts nothing. `number` is that of one of several services.
 
@@ -87,7 +87,7 @@ def rollout_service(
     buffer = buffer_of(job.services)
     fleet = Fleet(
         job.placement.num_engines,
-        job.placement.rollout_num_gpus_per_engine,
+        slots(job),
         factory,
         router,
         timing,
@@ -98,7 +98,7 @@ def rollout_service(
         router_client,
         fleet.weights,
         fleet.suspect,
-        context=ContextLimit.of_engines(job.sglang, architecture),
+        context=ContextLimit.of_engines(job.sglang, architecture, job.placement.engine_groups),
         activity=fleet.activity,
     )
     hook, args = job.rollout.custom_generate_function_path, hook_args(job)
@@ -177,6 +177,7 @@ def rollout_service(
             samplers=of_data_sets,
         ),
         fleet=fleet,
+        scaler=Scaler(fleet, capacity(job, has_accelerator=has_accelerator), metrics),
         receiver=Receiver(fleet, RunFolder(job.run.run_dir / job.run.run_name).weights_of(job.publish)),
         producer=producer,
         metrics=metrics,
@@ -224,7 +225,7 @@ def openai_parts(
     server = EndpointServer(endpoint.application(), job.rollout.openai_port)
     if agent is None:
         return OpenaiParts(server, None)
-    context = ContextLimit.of(job.rollout, job.sglang, architecture)
+    context = ContextLimit.of(job.rollout, job.sglang, architecture, job.placement.engine_groups)
     sampler = AgentSampler(
         *(agent, args, sessions, server.url),
         limits=SessionLimits(seconds, job.rollout.max_turns, context.tokens if context else None),
@@ -233,36 +234,6 @@ def openai_parts(
         warn=warn,
     )
     return OpenaiParts(server, sampler)
-
-
-def sglang_factory(job: Job, log_dir: Path, *, has_accelerator: bool, service: int = 0) -> EngineFactory:
-    """Makes real engines, or finds those that the job has addresses of.
-
-    Engines of several rollout services of one machine are laid out over its GPUs after each other, in the services'
-    order. Their start raises ConfigError for --sglang-* flags that SGLang does not know.
-    """
-    delete_leftovers(log_dir, "engine-*")
-    if addresses := [Address.parse(text) for text in job.placement.rollout_external_engine_addrs]:
-        size = job.placement.rollout_num_gpus_per_engine
-        return lambda number: ExternalEngine(addresses[number], size)
-    options = engine_options(job)
-    first = service * job.placement.num_engines if job.services.rollout_services > 1 else 0
-    return lambda number: SglangProcess(
-        options, first + number, log_dir / f"engine-{number}.log", has_accelerator=has_accelerator
-    )
-
-
-def engine_options(job: Job) -> EngineOptions:
-    """On-policy, engines use all cores while the trainer waits; otherwise they leave half of them to it."""
-    share = 0.5 if job.buffer.max_staleness else 1.0
-    return EngineOptions(
-        hf_checkpoint=job.model.hf_checkpoint,
-        tensor_parallel_size=job.placement.rollout_num_gpus_per_engine,
-        seed=job.data.rollout_seed,
-        sglang=job.sglang,
-        threads=threads_of_each(job.placement.rollout_num_gpus * job.services.rollout_services, share=share),
-        returns_experts=job.train.use_rollout_routing_replay,
-    )
 
 
 def _eval_files(job: Job) -> EvalFiles:
@@ -293,7 +264,7 @@ def _context(job: Job, architecture: Architecture) -> ContextLimit | None:
     asks_engines = job.train.loss_mask_type is None and job.rollout.user_function is None
     if not asks_engines and job.rollout.rollout_max_context_len is None:
         return None
-    return ContextLimit.of(job.rollout, job.sglang, architecture)
+    return ContextLimit.of(job.rollout, job.sglang, architecture, job.placement.engine_groups)
 
 
 def _required(value: str | None, name: str) -> str:

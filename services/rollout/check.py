@@ -173,7 +173,8 @@ def _context(job: Job) -> int | None:
 
     if not (job.model.hf_checkpoint / "config.json").is_file():
         return None
-    return ContextLimit.of_engines(job.sglang, read_architecture(job.model.hf_checkpoint)).tokens - 1
+    found = read_architecture(job.model.hf_checkpoint)
+    return ContextLimit.of_engines(job.sglang, found, job.placement.engine_groups).tokens - 1
 
 
 def _shown(text: str) -> str:

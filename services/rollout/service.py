@@ -18,6 +18,7 @@ from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Fleet
 from services.rollout.engine.routing.router import Router
+from services.rollout.engine.scaling.scaler import Scaler
 from services.rollout.evaluation.evaluate import Evaluator
 from services.rollout.metrics import RolloutMetrics
 from services.rollout.production.custom import HookSampler
@@ -41,6 +42,7 @@ class RolloutParts:
     scorer: SampleScorer
     evaluator: Evaluator
     fleet: Fleet
+    scaler: Scaler
     receiver: Receiver
     producer: Producer
     metrics: RolloutMetrics
@@ -133,6 +135,7 @@ class RolloutService:
         if self._endpoint:
             await self._endpoint.stop()
         await self.parts.receiver.close()
+        await self.parts.scaler.stop()
         if self._router_kept:
             self._router_kept.cancel()
             await asyncio.gather(self._router_kept, return_exceptions=True)

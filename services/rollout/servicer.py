@@ -27,6 +27,7 @@ from services.rollout.wire import (
     probe_from_proto,
     prompt_from_proto,
     reward_target_from_proto,
+    scale_from_proto,
 )
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -93,6 +94,17 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             scorer=parts.scorer.target.scorer,
             samples_being_scored=parts.scorer.being_scored,
             warnings=parts.warnings,
+            wanted_engines=parts.scaler.wanted,
+        )
+
+    async def ScaleFleet(self, request: pb.ScaleFleetRequest, context: Context) -> pb.ScaleFleetResponse:
+        num_engines, drain_seconds = scale_from_proto(request)
+        scaled = await self._parts.scaler.scale(num_engines, drain_seconds=drain_seconds)
+        return pb.ScaleFleetResponse(
+            wanted_engines=scaled.wanted,
+            wanted_before=scaled.wanted_before,
+            coming_ids=scaled.coming,
+            leaving_ids=scaled.leaving,
         )
 
     async def BeginPublish(self, request: pb.BeginPublishRequest, context: Context) -> pb.BeginPublishResponse:

@@ -13,12 +13,21 @@ from headrace.probe import Probe
 from headrace.rpc.net import Address
 from headrace.sample_checks import ROLLOUT_LOG_PROBS, TOKENS, check_log_probs, check_row, check_token_ids
 from headrace.trajectory import Status, pack_column, unpack_column
-from headrace.wire.checks import cut_text, optional_name, require_at_most, require_id, require_name
-from headrace.wire.limits import MAX_MESSAGES, MAX_PROBE_TOKENS, MAX_PROMPT_TOKENS, MAX_TENSORS
+from headrace.wire.checks import cut_text, optional_name, require_at_most, require_finite, require_id, require_name
+from headrace.wire.limits import (
+    MAX_DRAIN_SECONDS,
+    MAX_ENGINES,
+    MAX_MESSAGES,
+    MAX_PROBE_TOKENS,
+    MAX_PROMPT_TOKENS,
+    MAX_TENSORS,
+)
 from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import Generation
 from services.rollout.engine.fleet import Engine
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
+
+_DRAIN_SECONDS = 30.0
 
 
 def probe_from_proto(request: pb.CommitPublishRequest) -> Probe | None:
@@ -73,6 +82,13 @@ def reward_target_from_proto(request: pb.SetRewardRequest) -> tuple[str | None, 
     return address, scorer
 
 
+def scale_from_proto(request: pb.ScaleFleetRequest) -> tuple[int, float]:
+    """Returns the number of engines and the seconds that requests of those that leave have. Raises InvalidArgument."""
+    require_at_most(request.num_engines, MAX_ENGINES, "num_engines")
+    seconds = request.drain_seconds if request.HasField("drain_seconds") else _DRAIN_SECONDS
+    return request.num_engines, require_finite(seconds, "drain_seconds", most=MAX_DRAIN_SECONDS)
+
+
 def _token_ids(column: sample_pb2.Column, most: int, field: str, vocab_size: int | None = None) -> tuple[int, ...]:
     tokens = unpack_column(column)
     check_row(f"{field} {TOKENS}", tokens)
@@ -113,4 +129,5 @@ def engine_to_proto(engine: Engine) -> pb.Engine:
         tensor_parallel_size=engine.tensor_parallel_size,
         weights_digest=engine.weights_digest,
         trouble=cut_text(engine.trouble),
+        group=engine.group,
     )

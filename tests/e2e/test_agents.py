@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headrace.trajectory import Status
-from services.rollout.build import sglang_factory
 from services.rollout.engine.machine import has_accelerator
+from services.rollout.fleet_build import sglang_factory
 from tests.support.agents import SAMPLES, producing
 
 pytestmark = pytest.mark.engine

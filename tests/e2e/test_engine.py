@@ -13,9 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from headrace.errors import ChecksumMismatch, InvalidArgument, PublicationAborted, Unavailable
+from headrace.errors import ChecksumMismatch, GroupGone, InvalidArgument, PublicationAborted, Unavailable
 from headrace.job.schema.job import Job
-from services.rollout.build import sglang_factory
 from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import SamplingParams
@@ -25,6 +24,9 @@ from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from services.rollout.engine.machine import has_accelerator
 from services.rollout.engine.process import SglangProcess
 from services.rollout.engine.routing.router import Router
+from services.rollout.engine.scaling.capacity import Capacity
+from services.rollout.engine.scaling.scaler import Scaler
+from services.rollout.fleet_build import sglang_factory
 from services.rollout.production.generator import Generator
 from services.rollout.publication.receiver import Receiver
 from tests.support.engine_stack import (
@@ -86,7 +88,7 @@ async def test_an_sglang_engine_keeps_the_contract(stack: Stack, promise: str) -
 
 async def test_engines_and_router_listen_on_loopback_alone(stack: Stack) -> None:
     listens = listening_of_tree(os.getpid())
-    assert sum("services.rollout.engine.launch" in command for command in listens.values()) >= 2
+    assert sum("services.rollout.engine.server.launch" in command for command in listens.values()) >= 2
     assert open_to_others(listens) == [], listens
 
 
@@ -235,6 +237,36 @@ async def test_engines_that_compute_something_else_than_the_trainer_are_refused(
             await asyncio.sleep(0.1)
     again = a_group()
     assert len((await publish(stack, again, shifted(stack.model, 0.01), version=version + 1)).engine_ids) == 2
+
+
+async def test_an_engine_leaves_the_fleet_while_it_generates_and_its_group_is_gone(stack: Stack) -> None:
+    version, sender = stack.fleet.policy_version + 1, a_group()
+    async with always_in_flight(stack, "through-the-leaving") as finished:
+        await publish(stack, sender, shifted(stack.model, 0.01), version=version)
+        assert (await Scaler(stack.fleet, Capacity()).scale(1, drain_seconds=0)).leaving == ("engine-1",)
+        async with asyncio.timeout(120):
+            while len(stack.fleet.engines) > 1:  # another party's state
+                await asyncio.sleep(0.05)
+        with pytest.raises(GroupGone):
+            await publish(stack, sender, shifted(stack.model, 0), version=version + 1)
+        alone = await publish(stack, a_group(), shifted(stack.model, 0.01), version=version + 1)
+    assert alone.engine_ids == ("engine-0",)
+    assert {generation.finish for generation in finished} <= {Finish.STOP, Finish.LENGTH}
+
+
+@pytest.mark.skipif(os.environ.get("HEADRACE_WHOLE_RUNS") != "all", reason="long: make chaos sets HEADRACE_WHOLE_RUNS")
+async def test_an_engine_comes_to_the_fleet_while_another_generates(stack: Stack) -> None:
+    version = stack.fleet.policy_version
+    async with always_in_flight(stack, "through-the-coming") as finished:
+        assert (await Scaler(stack.fleet, Capacity()).scale(2, drain_seconds=0)).coming == ("engine-1",)
+        async with asyncio.timeout(600):
+            while [e.state for e in stack.fleet.engines] != [EngineState.READY, EngineState.STALE]:
+                await asyncio.sleep(0.1)  # another party's state
+        served = dict(stack.model.named_parameters())
+        await publish(stack, a_group(), served, version=version, engine_ids=("engine-1",))
+        both = await publish(stack, a_group(), shifted(stack.model, 0.01), version=version + 1)
+    assert both.engine_ids == ("engine-0", "engine-1")
+    assert {generation.finish for generation in finished} <= {Finish.STOP, Finish.LENGTH}
 
 
 async def test_weights_that_differ_from_the_senders_checksums_are_refused(stack: Stack) -> None:

@@ -11,13 +11,13 @@ import aiohttp
 import pytest
 
 from headrace.job.schema.job import Job
-from services.rollout.build import sglang_factory
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.arguments import evaluation_priority
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Fleet, FleetTiming
 from services.rollout.engine.machine import has_accelerator
 from services.rollout.engine.routing.router import Router
+from services.rollout.fleet_build import sglang_factory
 from tests.support.models.tiny_model import make_tiny_qwen3
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]

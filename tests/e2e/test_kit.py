@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 from headrace.hooks import hook_args
 from headrace.job.schema.job import Job
 from headrace.trajectory import Status
-from services.rollout.build import sglang_factory
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.machine import has_accelerator
 from services.rollout.engine.weights import ServedWeights
+from services.rollout.fleet_build import sglang_factory
 from services.rollout.production.custom import HookSampler, custom_args
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import SampleRequest

@@ -16,11 +16,11 @@ import torch
 
 from headrace.errors import HeadraceError
 from headrace.job.schema.job import Job
-from services.rollout.build import engine_options
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.machine import has_accelerator
 from services.rollout.engine.process import SglangProcess
+from services.rollout.fleet_build import engine_options
 from tests.support.engine_stack import hugging_face_log_probs
 from tests.support.models.tiny_families import EXPERTS_OF_ENGINES, LATENTS_OF_ENGINES, make_tiny
 from tests.support.ranks.rank_results import network

@@ -22,9 +22,9 @@ from headrace.job.schema.job import Job
 from headrace.recorded_steps import RecordedSteps
 from headrace.rpc.net import free_port
 from headrace.trajectory import ROUTED_EXPERTS
-from services.rollout.build import engine_options
 from services.rollout.engine.machine import has_accelerator
 from services.rollout.engine.process import SglangProcess
+from services.rollout.fleet_build import engine_options
 from tests.support.models.chosen_experts import ChosenExperts
 from tests.support.models.tiny_families import EXPERTS_OF_ENGINES, LATENTS_OF_ENGINES, make_tiny
 from tests.support.models.tiny_model import make_tiny_qwen3

@@ -14,6 +14,7 @@ import pytest
 
 from headrace.cli import main as command_line
 from headrace.cli.commands import buffer as buffer_command
+from headrace.cli.commands import rollout as rollout_command
 from headrace.job.option import ALIASES, Arity, options
 
 ROOT = Path(__file__).parents[2]
@@ -76,6 +77,9 @@ def test_every_command_has_the_arguments_that_are_given(document: Path) -> None:
         if name == "buffer" and rest:
             assert rest[0] in buffer_command._COMMANDS, f"headrace {' '.join(words)}"
             name = f"buffer {rest[0]}"
+        if name == "rollout" and rest:
+            assert rest[0] in rollout_command._COMMANDS, f"headrace {' '.join(words)}"
+            name = f"rollout {rest[0]}"
         known = own_flags(name) | (job_flags() | _HELP if name in (*_OF_A_JOB, "eval", "replay") else set())
         flags = {flag for word in rest for flag in _FLAG.findall(word) if not flag.startswith("--sglang")}
         assert flags - known == set(), f"headrace {' '.join(words)}"
@@ -143,7 +147,9 @@ def job_flags() -> frozenset[str]:
 
 
 def names() -> list[str]:
-    return [*command_line._COMMANDS, "check hook", *(f"buffer {name}" for name in buffer_command._COMMANDS)]
+    of_rollout = [f"rollout {name}" for name in rollout_command._COMMANDS]
+    of_buffer = [f"buffer {name}" for name in buffer_command._COMMANDS]
+    return [*command_line._COMMANDS, "check hook", *of_buffer, *of_rollout]
 
 
 @cache

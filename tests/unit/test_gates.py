@@ -52,7 +52,7 @@ IMPORTS = {
     ),
     "servers import no client": ("services/reward/breach.py", "import headrace.client"),
     "services know neither the command line nor the launcher": ("services/reward/breach.py", "import headrace.cli"),
-    "Ray is one module's": ("headrace/launch/breach.py", "import ray"),
+    "Ray is two modules'": ("headrace/launch/breach.py", "import ray"),
     "Weights & Biases is one module's": ("services/trainer/serving/breach.py", "import wandb"),
     "psycopg is one store's": ("services/buffer/store/breach.py", "import psycopg"),
     "SQLite is one store's": ("services/buffer/store/breach.py", "import sqlite3"),
@@ -137,7 +137,7 @@ def test_a_client_loads_no_library_of_a_server() -> None:
     [
         ("from headrace.cli.main import main; main(['--help'])", ["grpc", "rich", "numpy", "asyncio"]),
         ("import services.rollout.__main__", ["torch", "transformers", "sglang"]),
-        ("import services.rollout.engine.launch", ["torch", "sglang"]),
+        ("import services.rollout.engine.server.launch", ["torch", "sglang"]),
         ("import services.rollout.engine.routing.router_process", ["torch", "fastapi", "sglang"]),
     ],
 )

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.commands import drop, retry
-from headrace.cli.of_buffer import add_stream_arguments
+from headrace.cli.ledger import drop, retry
+from headrace.cli.ledger.of_buffer import add_stream_arguments
 from headrace.cli.runs import find_run
 from headrace.client.buffer import BufferClient
 from headrace.client.open import open_buffer

@@ -119,12 +119,14 @@ async def _rollout(address: str) -> str:
         fleet = await rollout.get_fleet()
     engines = ", ".join(
         f"{engine.engine_id} {rollout_pb2.EngineState.Name(engine.state).removeprefix('ENGINE_STATE_').lower()} "
-        f"version {engine.policy_version}"
+        f"version {engine.policy_version}{f' of group {engine.group}' if engine.group else ''}"
         for engine in fleet.engines
     )
     samples = f"{fleet.samples_in_flight} samples in flight, {fleet.samples_being_scored} being scored"
     warnings = "".join(f"\n{one_line(warning, WARNING_CHARACTERS)}" for warning in fleet.warnings)
-    return f"{engines}; {samples}, {fleet.groups_produced} groups produced{warnings}"
+    staying = sum(engine.state != rollout_pb2.ENGINE_STATE_LEAVING for engine in fleet.engines)
+    wanted = f" ({fleet.wanted_engines} wanted)" if fleet.wanted_engines not in (0, staying) else ""
+    return f"{engines}{wanted}; {samples}, {fleet.groups_produced} groups produced{warnings}"
 
 
 async def _buffer(address: str) -> str:

@@ -9,11 +9,13 @@ from headrace.wire.checks import one_line
 
 
 def engines_line(engines: Sequence[rollout_pb2.Engine]) -> str:
-    """`3/4 engines ready, engine-2 ended too often and stays down: …`."""
+    """`3/4 engines ready, engine-2 ended too often and stays down: …, engine-4 leaves`."""
+    staying = [engine for engine in engines if engine.state != rollout_pb2.ENGINE_STATE_LEAVING]
+    leaving = [f", {engine.engine_id} leaves" for engine in engines if engine not in staying]
     ready = sum(engine.state == rollout_pb2.ENGINE_STATE_READY for engine in engines)
     down = [
         f", {engine.engine_id} ended too often and stays down: {one_line(engine.trouble)}"
         for engine in engines
         if engine.state == rollout_pb2.ENGINE_STATE_QUARANTINED
     ]
-    return f"{ready}/{len(engines)} engines ready{''.join(down)}"
+    return f"{ready}/{len(staying)} engines ready{''.join(down + leaving)}"

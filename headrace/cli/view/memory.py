@@ -52,7 +52,7 @@ def memory(job: Job) -> Memory | None:
         "teacher": frozen if job.distillation.use_opd and job.distillation.opd_type == "megatron" else 0.0,
         "old actor": frozen if job.train.keep_old_actor else 0.0,
     }
-    engine = parameters * weight / job.placement.rollout_num_gpus_per_engine
+    engine = parameters * weight / job.placement.engine_sizes[0]
     keeps = job.publish.update_weight_rollback == "host"
     kept = parameters / args.pipeline_model_parallel_size * weight if keeps else 0.0
     return Memory(trained, {name: size for name, size in beside.items() if size}, engine, kept)

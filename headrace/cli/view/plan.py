@@ -14,6 +14,7 @@ from headrace.job.rules.algorithm_rules import uses_critic, uses_reference
 from headrace.job.rules.gpus import device_plan
 from headrace.job.rules.remote_code import where_code_runs
 from headrace.job.rules.scope import Scope
+from headrace.job.schema.engine_group import EngineGroup
 from headrace.job.schema.job import Job
 from headrace.launch.specs import SERVICES, address_in
 from headrace.models.block_fp8 import BlockFp8
@@ -166,7 +167,10 @@ def _trainer(job: Job, scope: Scope | None) -> str:
 
 
 def _engines(job: Job) -> str:
-    each = job.placement.rollout_num_gpus_per_engine
+    each, groups = job.placement.rollout_num_gpus_per_engine, job.placement.engine_groups
+    if groups:
+        own = "".join(f"\n{_group(group)}" for group in groups)
+        return f"{job.placement.num_engines} behind the router ({job.rollout.router_policy}), in groups:{own}"
     count, addresses = _engines_of_each(job), ", ".join(job.placement.rollout_external_engine_addrs)
     where = f", started elsewhere: {addresses}" if addresses else ""
     return f"{count}{where} behind the router ({job.rollout.router_policy}), {each} tensor-parallel processes in each"
@@ -176,6 +180,11 @@ def _engines_of_each(job: Job) -> int:
     """Those that are started elsewhere are divided over all rollout services."""
     elsewhere = len(job.placement.rollout_external_engine_addrs)
     return elsewhere // job.services.num_rollout_services or job.placement.num_engines
+
+
+def _group(group: EngineGroup) -> str:
+    own = ", ".join(f"{name} {value}" for name, value in group.overrides.items()) or "the job's arguments"
+    return f"{group.name}: {_count(group.count, 'engine')} of {group.size} tensor-parallel processes, {own}"
 
 
 def _weights(job: Job) -> str:

@@ -74,9 +74,9 @@ def _setting(flag: str, words: list[str], known: Mapping[str, Option]) -> Settin
     foreign = FOREIGN.get(flag.removeprefix("--").replace("-", "_"))
     if foreign is not None:
         raise ConfigError(f"{flag} is not a flag of headrace: {foreign}", field=flag)
-    if flag.startswith(SGLANG_PREFIX):
-        return _sglang(flag, words)
     name = _name(flag.removeprefix("--"))
+    if flag.startswith(SGLANG_PREFIX) and name not in known:
+        return _sglang(flag, words)
     if name in known:
         option = known[name]
         return Setting(option.section, option.name, option_value(option, words, flag), flag)

@@ -96,4 +96,12 @@ def _messages(
             yield f"{name} is not given: set it under [{section}] of the job file or pass {known[name].flag}"
         else:
             message = each["msg"].removeprefix("Input ").removeprefix("Value error, ")
-            yield f"{settings[section, name].origin}: {message}, got {shown(each['input'])}"
+            yield f"{settings[section, name].origin}: {_inside(each['loc'])}{message}, got {shown(each['input'])}"
+
+
+def _inside(location: Sequence[int | str]) -> str:
+    """Names the table of a list, and its key, that are mistaken."""
+    match location:
+        case [_, _, int(number), str(key), *_]:
+            return f"number {number + 1}, {key}: "
+    return ""

@@ -8,7 +8,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from headrace.errors import ConfigError
-from headrace.job.rules.hook_files import HOOK_LEAVES, completed
+from headrace.job.load.engine_groups import with_engine_groups
+from headrace.job.rules.paths.hook_files import HOOK_LEAVES, completed
 from headrace.job.schema.batch import derive
 from headrace.job.schema.debug import STEP_FILES
 from headrace.job.schema.job import Job
@@ -22,7 +23,7 @@ def resolve(job: Job) -> Job:
     Paths are taken from the working directory, a hook's file is completed by its only function, parallel sizes come
     from the preset, and one of the four batch sizes is derived.
     """
-    job = _engine_ranks(job)
+    job = with_engine_groups(_engine_ranks(job))
     sections = {name: value for name, value in job if isinstance(value, BaseModel)}
     absolute = job.model_copy(update={name: _absolute(section) for name, section in sections.items()})
     return derive(_generation_alone(_shards(_layout(_hooks(absolute)))))

@@ -99,7 +99,7 @@ def _unknown_top(key: str, known: Mapping[str, Option]) -> str:
 
 
 def _of_environment(variable: str, text: str, known: Mapping[str, Option]) -> Setting:
-    if variable.startswith(SGLANG_PREFIX):
+    if variable.startswith(SGLANG_PREFIX) and variable.removeprefix(PREFIX).lower() not in known:
         name = variable.removeprefix(SGLANG_PREFIX).lower()
         sglang.require_known(name, variable)
         return Setting("sglang", name, literal(text), variable)

@@ -33,26 +33,32 @@ _SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 def check_engines(job: Job) -> None:
     """Raises ConfigError for an argument of SGLang that headrace sets, that is secret, or that is out of range."""
     for name, value in job.sglang.items():
-        if name in OURS:
-            raise _refusal(name, f"cannot be given: {OURS[name]}")
-        if name in _SECRETS:
-            raise ConfigError(
-                f"sglang {name}: engines listen on 127.0.0.1 and need no key, and a run's folder stores its job "
-                "as plain text: leave it out",
-                field=f"sglang.{name}",
-            )
-        if name in _SHARES and not _is_share(name, value):
-            limit = "a number above 0 and below 1" if name in _AT_MOST_ONE else "a number above 0"
-            raise _refusal(name, f"{value}: should be {limit}")
-        if name in _COUNTS and not (isinstance(value, int) and not isinstance(value, bool) and value > 0):
-            raise _refusal(name, f"{value}: should be a number of 1 or more")
+        check_argument(name, value)
     _groups(job)
     _external(job)
+    _most(job)
+
+
+def check_argument(name: str, value: object, where: str = "") -> None:
+    """Raises ConfigError, which begins with `where`, for one argument of SGLang's."""
+    if name in OURS:
+        raise _refusal(name, f"cannot be given: {OURS[name]}", where)
+    if name in _SECRETS:
+        raise ConfigError(
+            f"{where}sglang {name}: engines listen on 127.0.0.1 and need no key, and a run's folder stores its job "
+            "as plain text: leave it out",
+            field=f"sglang.{name}",
+        )
+    if name in _SHARES and not _is_share(name, value):
+        limit = "a number above 0 and below 1" if name in _AT_MOST_ONE else "a number above 0"
+        raise _refusal(name, f"{value}: should be {limit}", where)
+    if name in _COUNTS and not (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        raise _refusal(name, f"{value}: should be a number of 1 or more", where)
 
 
 def check_lengths(job: Job, architecture: Architecture) -> None:
     """Raises ConfigError for a response or a context that is longer than what the engines can hold."""
-    engines = ContextLimit.of_engines(job.sglang, architecture)
+    engines = ContextLimit.of_engines(job.sglang, architecture, job.placement.engine_groups)
     limit, whose = engines.tokens, engines.name
     for name, length in (
         ("rollout_max_response_len", job.rollout.rollout_max_response_len),
@@ -74,13 +80,17 @@ def check_lengths(job: Job, architecture: Architecture) -> None:
 
 def check_engine_ranks(job: Job, architecture: Architecture, scope: Scope) -> None:
     """Raises ConfigError when an engine's tensor ranks cannot divide the heads. On a CPU, SGLang adds heads."""
-    ranks = job.placement.rollout_num_gpus_per_engine
     if not num_gpus() and scope.elsewhere is None:
         return
+    of_groups = {group.size: f"engine group {group.name}: num_gpus_per_engine" for group in job.placement.engine_groups}
     heads, groups = architecture.num_attention_heads, architecture.num_query_groups
-    if heads % ranks or (groups % ranks and ranks % groups):
+    for ranks, name in (
+        of_groups or {job.placement.rollout_num_gpus_per_engine: "rollout_num_gpus_per_engine"}
+    ).items():
+        if not heads % ranks and (not groups % ranks or not ranks % groups):
+            continue
         raise ConfigError(
-            f"rollout_num_gpus_per_engine {ranks} does not divide the {heads} heads in {groups} groups of this model: "
+            f"{name} {ranks} does not divide the {heads} heads in {groups} groups of this model: "
             "choose a divisor of both",
             field="rollout_num_gpus_per_engine",
         )
@@ -128,9 +138,27 @@ def _external(job: Job) -> None:
         )
 
 
+def _most(job: Job) -> None:
+    most, count = job.placement.rollout_max_engines, job.placement.num_engines
+    if most is None:
+        return
+    if job.placement.rollout_external_engine_addrs:
+        raise ConfigError(
+            "rollout_max_engines with rollout_external_engine_addrs: engines are started and ended elsewhere; leave "
+            "it out",
+            field="rollout_max_engines",
+        )
+    if most < count:
+        raise ConfigError(
+            f"rollout_max_engines {most} is below the {count} engines with which the job begins: raise it, or lower "
+            "--rollout-num-gpus",
+            field="rollout_max_engines",
+        )
+
+
 def _groups(job: Job) -> None:
     gpus, each = job.placement.rollout_num_gpus, job.placement.rollout_num_gpus_per_engine
-    if gpus % each and not job.placement.rollout_external_engine_addrs:
+    if gpus % each and not job.placement.rollout_external_engine_addrs and not job.placement.engine_groups:
         raise ConfigError(
             f"rollout_num_gpus {gpus} cannot be divided by rollout_num_gpus_per_engine {each}", field="rollout_num_gpus"
         )
@@ -142,5 +170,5 @@ def _is_share(name: str, value: object) -> bool:
     return value > 0 and (value < 1 or name not in _AT_MOST_ONE)
 
 
-def _refusal(name: str, message: str) -> ConfigError:
-    return ConfigError(f"--sglang-{name.replace('_', '-')} {message}", field=f"sglang.{name}")
+def _refusal(name: str, message: str, where: str = "") -> ConfigError:
+    return ConfigError(f"{where}--sglang-{name.replace('_', '-')} {message}", field=f"sglang.{name}")

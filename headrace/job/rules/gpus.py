@@ -19,13 +19,15 @@ def check_gpus(job: Job, scope: Scope) -> None:
     device_plan(job, scope)
 
 
-def device_plan(job: Job, scope: Scope) -> DevicePlan | None:
+def device_plan(job: Job, scope: Scope, *, leaves_the_trainers: bool = True) -> DevicePlan | None:
     """The trainer's GPUs on this machine, and each engine's. None where none is known.
 
-    The trainer's other machines are like this one. Raises ConfigError when there are too few.
+    The trainer's other machines are like this one. Engines that start without it leave it what it will need, unless
+    what there is was chosen for them. Raises ConfigError when there are too few.
     """
     machine = _machine(job, scope)
-    trains, engines = _trains_here(job, scope), _engine_sizes(job, scope)
+    engines = _engine_sizes(job, scope)
+    trains = "trainer" in scope.services if not leaves_the_trainers else _trains_here(job, scope)
     if machine is None or not (trains or engines):
         return None
     ranks = job.placement.actor_num_gpus_per_node if trains else 0
@@ -61,6 +63,9 @@ def _trains_here(job: Job, scope: Scope) -> bool:
 def _engine_sizes(job: Job, scope: Scope) -> Sequence[int]:
     """GPUs of each engine that is started here, those of one rollout service after those of the service before."""
     placement = job.placement
-    if "rollout" not in scope.services or placement.rollout_external_engine_addrs or job.debug.trains_alone:
+    elsewhere = placement.rollout_external_engine_addrs or placement.rollout_placement == "ray"
+    if "rollout" not in scope.services or elsewhere or job.debug.trains_alone:
         return ()
-    return (placement.rollout_num_gpus_per_engine,) * placement.num_engines * job.services.rollout_services
+    groups = [group.size for group in placement.engine_groups for _ in range(group.count)]
+    of_one = groups or [placement.rollout_num_gpus_per_engine] * placement.num_engines
+    return of_one * job.services.rollout_services

@@ -16,11 +16,12 @@ from headrace.job.rules.buffer_rules import check_buffer
 from headrace.job.rules.debug_rules import check_debug
 from headrace.job.rules.engine_rules import check_engine_ranks, check_engines, check_lengths
 from headrace.job.rules.eval_rules import check_evaluations
-from headrace.job.rules.files import check_files
-from headrace.job.rules.folders import check_folders
 from headrace.job.rules.gpus import check_gpus
+from headrace.job.rules.group_rules import check_engine_groups, check_engine_placement, check_group_sizes
 from headrace.job.rules.megatron_rules import check_megatron, require_gpus
 from headrace.job.rules.needs import check_needs
+from headrace.job.rules.paths.files import check_files
+from headrace.job.rules.paths.folders import check_folders
 from headrace.job.rules.remote_code import check_remote_code
 from headrace.job.rules.routing_rules import check_routing_replay
 from headrace.job.rules.scope import Scope
@@ -45,6 +46,9 @@ def check(job: Job, scope: Scope) -> None:
     if "trainer" in scope.services:
         require_gpus(job, scope)
         _export_folder_is_new(job)
+    if "rollout" in scope.services:
+        check_group_sizes(job, scope)
+        check_engine_placement(job, scope)
     if "trainer" in scope.services or "rollout" in scope.services:
         _architecture(job, scope)
         _engines_compute_in_fp8(job, scope)
@@ -198,9 +202,11 @@ def _weights_are_shared(job: Job) -> None:
         )
     address = job.services.rollout_address
     is_here = all(each.is_loopback for each in addresses_of(address))
-    if is_here and job.placement.actor_num_nodes == 1:
+    on_ray = job.placement.rollout_placement == "ray"
+    if is_here and not on_ray and job.placement.actor_num_nodes == 1:
         return
     where = f"rollout at {address}" if not is_here else f"{job.placement.actor_num_nodes} machines"
+    where = "engines that Ray places" if on_ray else where
     if transport == "ipc":
         raise ConfigError(
             f"update_weight_transport ipc with {where}: trainer and engines share no memory. Use "
@@ -276,6 +282,7 @@ _RULES: Sequence[Callable[[Job], None]] = (
     _old_actor_is_used,
     check_services,
     check_engines,
+    check_engine_groups,
     _context_length,
     _no_passwords,
     _several_machines,

@@ -65,7 +65,8 @@ def meant_for_gpus(job: Job) -> str | None:
         return "--bf16"
     if job.placement.placement in ("slurm", "ray"):
         return f"--placement {job.placement.placement}"
-    if given := [name for name in _GPU_SGLANG if name in job.sglang]:
+    of_groups = [name for group in job.placement.engine_groups for name in group.overrides]
+    if given := [name for name in _GPU_SGLANG if name in (*job.sglang, *of_groups)]:
         return f"--sglang-{given[0].replace('_', '-')}"
     for name in ("actor_num_gpus_per_node", "rollout_num_gpus"):
         count, cores = getattr(job.placement, name), os.cpu_count() or 1

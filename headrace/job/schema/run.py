@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from headrace.job.schema.engine_group import EngineGroup
+from headrace.job.schema.literal import FromJson
 from headrace.job.schema.section import Above, Bytes, NonNegative, Positive, Seconds, Section, Seed
 from headrace.wire.limits import MAX_ROLLOUT_SERVICES
 
@@ -198,6 +200,19 @@ class PlacementSection(Section):
         description="GPUs of all engines of a rollout service together, or processes on a machine without.",
     )
     rollout_num_gpus_per_engine: Positive = Field(1, description="Tensor-parallel size of an engine.")
+    engine_groups: tuple[Annotated[EngineGroup, FromJson], ...] = Field(
+        (),
+        description="Engines with arguments of their own: tables [[placement.engine_groups]] in the job file, or JSON "
+        "objects, each with name, num_engines or num_gpus, num_gpus_per_engine, and overrides of SGLang's arguments.",
+    )
+    sglang_config: Path | None = Field(
+        None, description="YAML file of slime's form with one model, whose server_groups are read as engine_groups."
+    )
+    rollout_max_engines: Positive | None = Field(
+        None,
+        description="Most engines that `headrace rollout scale` may ask for; absent: on GPUs those of "
+        "rollout_num_gpus, on a CPU what its free memory has room for.",
+    )
     rollout_external_engine_addrs: tuple[str, ...] = Field(
         (),
         description="host:port of SGLang servers that are started elsewhere, in place of engines started here; several "
@@ -206,6 +221,11 @@ class PlacementSection(Section):
     colocate: bool = Field(False, description="Trainer and engines share the GPUs.")
     placement: Literal["local", "torchrun", "slurm", "ray"] = Field(
         "local", description="Who starts the trainer's ranks: headrace, torchrun, srun in an allocation, or Ray actors."
+    )
+    rollout_placement: Literal["local", "ray"] = Field(
+        "local",
+        description="Who starts the engines: the rollout service on its machine, or Ray actors on machines of the "
+        "cluster of RAY_ADDRESS. Those listen on their machine's address, without a key.",
     )
     use_fault_tolerance: bool = Field(
         False, description="A trainer that dies starts again from its last checkpoint, and the ledger rewinds with it."
@@ -227,7 +247,15 @@ class PlacementSection(Section):
     @property
     def num_engines(self) -> int:
         """The engines behind the router, whoever starts them."""
+        if self.engine_groups:
+            return sum(group.count for group in self.engine_groups)
         return len(self.rollout_external_engine_addrs) or self.rollout_num_gpus // self.rollout_num_gpus_per_engine
+
+    @property
+    def engine_sizes(self) -> tuple[int, ...]:
+        """The tensor-parallel sizes of its engines, the smallest first."""
+        sizes = {group.size for group in self.engine_groups} or {self.rollout_num_gpus_per_engine}
+        return tuple(sorted(sizes))
 
     @property
     def num_ranks(self) -> int:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from headrace.launch.gpus import rank_devices
+from headrace.devices.ranks import rank_devices
 
 
 def main(argv: list[str]) -> None:

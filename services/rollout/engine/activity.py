@@ -11,7 +11,7 @@ class Activity:
     """Adds up engines' busy seconds. N requests keep at most N engines busy, and a standstill keeps none busy."""
 
     def __init__(self, num_engines: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._num_engines = num_engines
+        self.num_engines = num_engines
         self._clock = clock
         self._requests = 0
         self._stands_still = False
@@ -29,6 +29,11 @@ class Activity:
         finally:
             self._count()
             self._requests -= count
+
+    def resize(self, num_engines: int) -> None:
+        """So many engines share the requests from now on."""
+        self._count()
+        self.num_engines = num_engines
 
     def stand_still(self) -> None:
         """All engines are about to pause for new weights."""
@@ -51,7 +56,7 @@ class Activity:
 
     def _count(self) -> None:
         now = self._clock()
-        if self._num_engines and not self._stands_still:
-            share = min(self._requests / self._num_engines, 1.0)
+        if self.num_engines and not self._stands_still:
+            share = min(self._requests / self.num_engines, 1.0)
             self._busy_seconds += (now - self._counted_until) * share
         self._counted_until = now

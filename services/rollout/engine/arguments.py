@@ -28,6 +28,7 @@ _CPU_RECIPE: Mapping[str, Any] = {
     "max_total_tokens": 65536,
     "max_running_requests": 64,
     "dtype": "float32",
+    "load_snapshot_publish_interval": 1,  # decode steps: an engine that leaves is asked whether it has requests
 }
 _GPU_RECIPE: Mapping[str, Any] = {"skip_server_warmup": True, "enable_metrics": True}
 # NumPy's threads begin with its import, and a process that has threads cannot be forked (`launch`).
@@ -53,6 +54,12 @@ class EngineOptions:
     """On a machine without an accelerator."""
     returns_experts: bool = False
     """Each token comes with the experts that it was routed to."""
+    first_engine: int = 0
+    """The number of the first engine with these options."""
+    host: str = "127.0.0.1"
+    """Where it listens."""
+    first_gpu: int = 0
+    """Where its GPUs begin; those of the others follow."""
 
 
 def check(sglang: Mapping[str, Any], machine: Machine) -> None:
@@ -73,7 +80,7 @@ def words(options: EngineOptions, machine: Machine, *, engine: int, port: int) -
         **options.sglang,
         "model_path": str(options.hf_checkpoint),
         "tp_size": options.tensor_parallel_size,
-        "host": "127.0.0.1",
+        "host": options.host,
         "port": port,
         "weight_version": str(INITIAL_VERSION),
         "random_seed": options.seed + engine,
@@ -83,7 +90,7 @@ def words(options: EngineOptions, machine: Machine, *, engine: int, port: int) -
     if options.returns_experts:
         arguments["enable_return_routed_experts"] = True
     if machine.has_accelerator:
-        arguments["base_gpu_id"] = engine * options.tensor_parallel_size
+        arguments["base_gpu_id"] = options.first_gpu + (engine - options.first_engine) * options.tensor_parallel_size
     return [word for name, value in arguments.items() for word in _words(*machine.flags[name], value)]
 
 

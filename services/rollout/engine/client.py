@@ -10,7 +10,7 @@ from typing import Any
 from headrace.errors import FailedPrecondition, InvalidArgument
 from headrace.wire.tensor_spec import TensorSpec
 from services.rollout.engine.answers.bad_answer import BadAnswer, message_of
-from services.rollout.engine.answers.others import read_checksums, read_scores, read_weights_name
+from services.rollout.engine.answers.others import read_checksums, read_num_requests, read_scores, read_weights_name
 from services.rollout.engine.answers.response import Asked, EngineResponse, read_response
 from services.rollout.engine.api import GroupJoin, SamplingParams
 from services.rollout.engine.http import Http
@@ -116,6 +116,10 @@ class EngineClient:
     async def weights_name(self, *, seconds: float = 5.0) -> str:
         """Returns the name of the weights that the engine serves. It is the cheapest health check."""
         return read_weights_name((await self._http.request("GET", "/model_info", None, seconds=seconds)).json())
+
+    async def num_requests(self, *, seconds: float = 5.0) -> int:
+        """Returns the number of requests that run or wait, as the engine noted it a moment ago."""
+        return read_num_requests((await self._http.request("GET", "/v1/loads", None, seconds=seconds)).json())
 
     async def tensor_parallel_size(self, *, seconds: float) -> int:
         """Returns the number of its ranks. Raises BadAnswer when it says something else."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from enum import StrEnum
 
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.process import EngineProcess
+from services.rollout.engine.slots import EngineSlot
 from services.rollout.engine.weights import INITIAL_VERSION
 
 _FORGIVEN_BAD_ANSWERS = 2
@@ -21,18 +23,21 @@ class EngineState(StrEnum):
     STALE = "STALE"
     DOWN = "DOWN"
     QUARANTINED = "QUARANTINED"
+    LEAVING = "LEAVING"
 
 
 class Engine:
-    """One slot of the fleet. The process in it changes; `restarts` tells which one it is."""
+    """One slot of the fleet. The process in it changes; `incarnation` tells which one it is."""
 
-    def __init__(self, number: int, tensor_parallel_size: int) -> None:
+    def __init__(self, number: int, slot: EngineSlot) -> None:
         self.engine_id = f"engine-{number}"
         self.number = number
-        self.tensor_parallel_size = tensor_parallel_size
+        self.tensor_parallel_size, self.group = slot.tensor_parallel_size, slot.group
         self.state = EngineState.STARTING
         self.policy_version = INITIAL_VERSION
         self.restarts = 0
+        self.incarnation = ""
+        """The current process: no other has it, nor one of an engine that had this number before."""
         self.weights_digest = ""
         self.weights_name = ""
         self.is_suspect = False
@@ -41,6 +46,8 @@ class Engine:
         """Why it may serve no more; empty while it may."""
         self.trouble = ""
         """Why its process was ended last; empty if none was."""
+        self.has_served = False
+        """True once it was in routing."""
         self._short_lives = 0
         self._serves_since = 0.0
         self.process: EngineProcess | None = None
@@ -52,22 +59,25 @@ class Engine:
         return self.process.url if self.process else ""
 
     @property
-    def client(self) -> EngineClient:
-        """The client of the current process."""
-        assert self._client is not None, f"{self.engine_id} was never started"
-        return self._client
+    def is_leaving(self) -> bool:
+        """True from the moment from which it gets no more requests, for good."""
+        return self.state is EngineState.LEAVING
 
     @property
-    def incarnation(self) -> str:
-        """It changes with the process."""
-        return f"{self.engine_id}#{self.restarts}"
+    def client(self) -> EngineClient:
+        """The client of the current process."""
+        if self._client is None:
+            assert self.process is not None, f"{self.engine_id} was never started"
+            self._client = EngineClient(self.process.url)  # which another machine may choose when it starts it
+        return self._client
 
     async def occupy(self, process: EngineProcess) -> None:
         """Puts another process in the slot."""
         if self._client:
             await self._client.close()
+        self.incarnation = f"{self.engine_id}#{secrets.token_hex(4)}"
         self.is_suspect, self.bad_answers, self.distrust = False, 0, ""
-        self.process, self._client = process, EngineClient(process.url)
+        self.process, self._client = process, None
 
     async def leave(self) -> None:
         if self._client:

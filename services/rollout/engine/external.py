@@ -64,6 +64,10 @@ class ExternalEngine:
             except HeadraceError:
                 return  # it is away, and its requests with it
 
+    def memory_bytes(self) -> int | None:
+        """Unknown here."""
+        return None
+
     def last_lines(self) -> str:
         """Says where its log is not."""
         return f"{self.url} was started elsewhere, and its log is there"

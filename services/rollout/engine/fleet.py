@@ -4,6 +4,7 @@
      └──────► STALE ⇄ UPDATING          a restarted engine has hf_checkpoint's weights: it is READY only while those
                                         are the served version, else STALE until the next commit; so is one that
                                         holds a mixture after an aborted publication
+  (any but UPDATING) ──► LEAVING ──► gone  the fleet has a slot less from then on, and `add` begins with a new one
 Nothing here is durable: weights come back by publication. An engine that gives bad responses, or that names other
 weights than it was given, goes DOWN.
 """
@@ -19,8 +20,10 @@ from headrace.errors import HeadraceError, Unavailable
 from headrace.rpc.log import log
 from services.rollout.engine.activity import Activity
 from services.rollout.engine.answers.bad_answer import BadAnswer
+from services.rollout.engine.drain import drain
 from services.rollout.engine.engine import Engine, EngineState
 from services.rollout.engine.process import EngineFactory, EngineProcess
+from services.rollout.engine.slots import SlotOf, alike
 from services.rollout.engine.watch import FleetObserver, FleetTiming, Watch
 from services.rollout.engine.weights import INITIAL_VERSION, ServedWeights
 
@@ -45,7 +48,7 @@ class Fleet:
     def __init__(
         self,
         count: int,
-        tensor_parallel_size: int,
+        slots: int | SlotOf,
         factory: EngineFactory,
         routing: Routing,
         timing: FleetTiming,
@@ -53,8 +56,13 @@ class Fleet:
         *,
         begins_with_checkpoint: bool = True,
     ) -> None:
-        """`begins_with_checkpoint`: an engine that starts has hf_checkpoint's weights; else nobody knows which."""
-        self.engines: Sequence[Engine] = [Engine(number, tensor_parallel_size) for number in range(count)]
+        """`slots` says what each engine is; a number is the tensor-parallel size of all.
+
+        `begins_with_checkpoint`: an engine that starts has hf_checkpoint's weights; else nobody knows which.
+        """
+        self._slot_of = alike(slots) if isinstance(slots, int) else slots
+        self.engines: Sequence[Engine] = [Engine(number, self._slot_of(number)) for number in range(count)]
+        """By number, those that leave included."""
         self.weights = ServedWeights()
         self.activity = Activity(count)
         self._observer = observer or FleetObserver()
@@ -63,7 +71,7 @@ class Fleet:
         self._begins_with_checkpoint = begins_with_checkpoint
         self._timing = timing
         self._watch_over = Watch(timing, self._observer)
-        self._watchers: list[asyncio.Task[None]] = []
+        self._watchers: dict[Engine, asyncio.Task[None]] = {}
         self._published = False
         self._all_quarantined = asyncio.Event()
 
@@ -82,12 +90,13 @@ class Fleet:
                 start.cancel()
             await asyncio.gather(*starts, return_exceptions=True)
             raise
-        self._watchers = [asyncio.create_task(self._watched(engine)) for engine in self.engines]
+        for engine in self.engines:
+            self._watchers[engine] = asyncio.create_task(self._watched(engine))
 
     async def stop(self) -> None:
-        for watcher in self._watchers:
+        for watcher in self._watchers.values():
             watcher.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
+        await asyncio.gather(*self._watchers.values(), return_exceptions=True)
         await asyncio.gather(*(engine.leave() for engine in self.engines))
 
     async def lost(self) -> None:
@@ -100,9 +109,37 @@ class Fleet:
         """Returns the engines that can take part in a publication."""
         return [e for e in self.engines if e.state in (EngineState.READY, EngineState.STALE)]
 
+    def add(self, number: int) -> Engine:
+        """Returns an engine that is started from now on, again and again where it fails, as one that was lost is."""
+        engine = Engine(number, self._slot_of(number))
+        self.engines = sorted([*self.engines, engine], key=lambda each: each.number)
+        self._watchers[engine] = asyncio.create_task(self._watched(engine))
+        return engine
+
+    async def retire(self, engine: Engine, *, drain_seconds: float) -> None:
+        """Returns once the engine is gone. Its requests have `drain_seconds`; the rest is continued by other engines.
+
+        It must not be UPDATING. Calling it again goes on with it.
+        """
+        seconds = drain_seconds if engine.state in (EngineState.READY, EngineState.LEAVING) else 0.0
+        engine.state = EngineState.LEAVING
+        self.activity.resize(self._num_sharing())
+        log.info("engine_leaves", engine=engine.engine_id)
+        if watcher := self._watchers.pop(engine, None):
+            watcher.cancel()
+            await asyncio.gather(watcher, return_exceptions=True)
+        self.weights.refuse(engine.weights_name)
+        await self._take_out(engine)
+        await drain(engine, seconds)
+        await engine.leave()
+        self.engines = [each for each in self.engines if each is not engine]
+        self._note_if_lost()
+        log.info("engine_left", engine=engine.engine_id)
+
     async def interrupt(self) -> None:
         """Ends every request at every engine; their responses have the tokens so far."""
-        ends = (engine.client.abort_all() for engine in self.engines if engine.state is EngineState.READY)
+        generating = (EngineState.READY, EngineState.LEAVING)
+        ends = (e.client.abort_all() for e in self.engines if e.process and e.state in generating)
         for result in await asyncio.gather(*ends, return_exceptions=True):
             if isinstance(result, HeadraceError):
                 log.warning("requests_not_aborted", error=result.message)
@@ -123,6 +160,8 @@ class Fleet:
 
         `is_initial`: they are hf_checkpoint's, which a publication of the same version may have replaced.
         """
+        if engine.is_leaving:
+            return
         engine.policy_version = policy_version
         if policy_version != self.policy_version or (is_initial and self._published):
             engine.state = EngineState.STALE
@@ -131,10 +170,15 @@ class Fleet:
         try:
             await self._routing.add(engine.url)
         except HeadraceError as error:
-            await self.give_up(engine, error.message)
-        else:
-            engine.state = EngineState.READY
-            self.activity.go_on()
+            if not engine.is_leaving:
+                await self.give_up(engine, error.message)
+            return
+        if engine.is_leaving:  # since it was asked for
+            await self._take_out(engine)
+            return
+        engine.state, engine.has_served = EngineState.READY, True
+        self.activity.resize(self._num_sharing())
+        self.activity.go_on()
 
     async def switch_to(self, policy_version: int) -> None:
         """Serves this version from now on; engines in routing with another one become STALE."""
@@ -206,7 +250,7 @@ class Fleet:
         """False when it was put in quarantine."""
         backoff_seconds = 0.5
         while True:
-            engine.restarts += 1
+            engine.restarts += engine.process is not None  # an engine that was added starts for the first time
             engine.weights_digest = ""
             try:
                 await self._start(engine)
@@ -227,9 +271,16 @@ class Fleet:
             return False
         engine.state = EngineState.QUARANTINED
         log.error("engine_quarantined", engine=engine.engine_id, ended_times=times, why=why)
+        self._note_if_lost()
+        return True
+
+    def _note_if_lost(self) -> None:
         if all(each.state is EngineState.QUARANTINED for each in self.engines):
             self._all_quarantined.set()
-        return True
+
+    def _num_sharing(self) -> int:
+        """The engines among which requests are divided: one that was added counts once it has served."""
+        return sum(each.has_served and not each.is_leaving for each in self.engines)
 
     async def _take_out(self, engine: Engine) -> None:
         try:

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Protocol
 
 from headrace.errors import ConfigError, HeadraceError, Unavailable
+from headrace.process import memory
 from headrace.process.guarded import GuardedProcess
 from headrace.process.log_file import last_words
 from headrace.process.scratch import Scratch
-from headrace.rpc.net import free_port
-from services.rollout.engine import arguments, launch
+from headrace.rpc.net import Address, free_port
+from services.rollout.engine import arguments
 from services.rollout.engine.arguments import EngineOptions
 from services.rollout.engine.client import EngineClient
+from services.rollout.engine.server import launch
 
 _POLL_SECONDS = 0.25
 
@@ -39,6 +41,9 @@ class EngineProcess(Protocol):
 
     async def stop(self, grace_seconds: float = 8.0) -> None:
         """Ends the process and everything that it started."""
+
+    def memory_bytes(self) -> int | None:
+        """Returns the memory of this machine that it takes now; None where nobody knows."""
 
     def last_lines(self) -> str:
         """Returns the end of the log."""
@@ -85,6 +90,10 @@ class ServerProcess:
         """Ends the process and everything that it started."""
         await self._child.stop(grace_seconds)
 
+    def memory_bytes(self) -> int | None:
+        """Returns the memory of its process and those below it."""
+        return memory.of_tree(self.pid) if self.exit_code is None else None
+
     def last_lines(self) -> str:
         """Returns the end of the log."""
         return self._child.last_lines()
@@ -103,7 +112,7 @@ class SglangProcess(ServerProcess):
     """A real engine. Its ranks meet by a file: SGLang's own store would listen on every interface."""
 
     def __init__(self, options: EngineOptions, engine: int, log_path: Path, *, has_accelerator: bool) -> None:
-        port = free_port()
+        port = free_port(options.host)
         command = launch.command(options, engine=engine, port=port)
         self._scratch = Scratch(log_path.parent, f"engine-{engine}")
         environment = arguments.environment(options, has_accelerator=has_accelerator) | {
@@ -113,7 +122,7 @@ class SglangProcess(ServerProcess):
             "MASTER_ADDR": "127.0.0.1",  # with the port, the name of its shared memory
             "MASTER_PORT": str(port),
         }
-        super().__init__(f"http://127.0.0.1:{port}", command, log_path, environment)
+        super().__init__(f"http://{Address(options.host, port)}", command, log_path, environment)
 
     async def start(self, *, seconds: float) -> None:
         self._scratch.make()

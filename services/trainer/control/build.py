@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,7 +156,7 @@ class TrainerBuild:
 
     def _engines_are_here(self) -> bool:
         """True where all of them are on this machine, or there are none."""
-        return not self._far_engines()
+        return not self._far_engines() and self._job.placement.rollout_placement == "local"
 
     def _far_engines(self) -> list[Address]:
         """Addresses on the way to engines of other machines."""
@@ -166,12 +167,13 @@ class TrainerBuild:
 
     def _host_for_engines(self) -> str:
         """The address of this machine that engines reach."""
-        far = self._far_engines()
-        return host_towards(far[0]) if far else "127.0.0.1"
+        if far := self._far_engines():
+            return host_towards(far[0])
+        return "127.0.0.1" if self._engines_are_here() else socket.gethostbyname(socket.gethostname())
 
     def knows_checksums(self, layout: Layout) -> bool:
         """True where senders have the tensors that engines hash: those of several GPUs hash shards."""
-        return layout.device.type == "cpu" or self._job.placement.rollout_num_gpus_per_engine == 1
+        return layout.device.type == "cpu" or self._job.placement.engine_sizes == (1,)
 
     def schedule(self) -> JobSchedule:
         """The steps at which weights move, checkpoints are written and evaluations run."""

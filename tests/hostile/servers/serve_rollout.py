@@ -48,7 +48,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         ),
         services=ServicesSection(buffer_address=arguments.buffer, reward_address=arguments.reward),
         eval=EvalSection(eval_prompt_data=(("e", folder / "prompts.jsonl"),)),
-        placement=PlacementSection(rollout_num_gpus=NUM_ENGINES),
+        placement=PlacementSection(rollout_num_gpus=NUM_ENGINES, rollout_max_engines=NUM_ENGINES + 1),
     )
     registry = CollectorRegistry()
     service = rollout_service(job, lambda number: FakeEngine(WIRE, token_seconds=TOKEN_SECONDS), folder, registry)

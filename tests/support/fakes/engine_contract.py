@@ -162,6 +162,23 @@ async def garbage_collection_can_be_told_to_leave_what_is_there(it: EngineUnderT
     await it.client.freeze_gc()
 
 
+async def its_requests_are_counted_until_they_end(it: EngineUnderTest) -> None:
+    for attempt in range(20):  # a request may end before it is counted
+        stream, _ = await _begun(it, f"counted-{attempt}")
+        async with contextlib.aclosing(stream):
+            for _ in range(20):  # it notes them a step or two later
+                if counted := await it.client.num_requests():
+                    break
+            await it.client.abort_all()
+            _ = [answer async for answer in stream]
+        if counted:
+            break
+    assert counted > 0
+    async with asyncio.timeout(60):
+        while await it.client.num_requests():  # another party's state
+            await asyncio.sleep(0.01)
+
+
 async def checksums_are_of_all_tensors_but_the_skipped(it: EngineUnderTest) -> None:
     whole = await it.client.checksums()
     rest = await it.client.checksums(skipped=["layers.0."])
@@ -191,6 +208,7 @@ CONTRACT: Mapping[str, Callable[[EngineUnderTest], Awaitable[None]]] = {
         scores_are_log_probs_of_all_tokens_but_the_first,
         garbage_collection_can_be_told_to_leave_what_is_there,
         prefixes_are_not_forgotten_beside_requests,
+        its_requests_are_counted_until_they_end,
         checksums_are_of_all_tensors_but_the_skipped,
         a_folder_without_weights_is_refused_and_changes_nothing,
         a_group_that_it_is_not_in_cannot_be_left,

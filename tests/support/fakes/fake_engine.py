@@ -44,6 +44,7 @@ class FakeEngine:
         self.weights: dict[str, str] = {}
         self.cache_keys: list[str] = []
         self.num_tokens = 0
+        self.takes_bytes: int | None = None
         self.groups: set[str] = set()
         self.log_prob_error = 0.0
         self._wire = wire or {}
@@ -65,7 +66,7 @@ class FakeEngine:
             self._exit.set_result(1)
             raise Unavailable("the engine ended: told to", reason="ENGINE_START_FAILED")
         app = web.Application()
-        app.add_routes([web.route("*", "/{path}", self._answer)])
+        app.add_routes([web.route("*", "/{path:.*}", self._answer)])
         self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
@@ -93,6 +94,10 @@ class FakeEngine:
             for connection in self._runner.server.connections:
                 if connection.transport:
                     connection.transport.abort()
+
+    def memory_bytes(self) -> int | None:
+        """As it was told."""
+        return self.takes_bytes
 
     def last_lines(self) -> str:
         """It says nothing."""
@@ -125,6 +130,8 @@ class FakeEngine:
         match path:
             case "/model_info":
                 return web.json_response({"weight_version": self._version})
+            case "/v1/loads":
+                return web.json_response({"loads": [{"num_running_reqs": self.num_in_flight, "num_waiting_reqs": 0}]})
             case "/server_info":
                 return web.json_response({"tp_size": 1, "internal_states": []})
             case "/pause_generation":

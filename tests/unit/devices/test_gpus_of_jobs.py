@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from headrace.cli.view.plan import plan
+from headrace.devices.ranks import RANK_DEVICES, rank_devices
 from headrace.errors import ConfigError
 from headrace.job.rules.gpus import device_plan
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
-from headrace.launch.gpus import RANK_DEVICES, gpu_environments, rank_devices
+from headrace.launch.gpus import gpu_environments
 from headrace.launch.launcher import Launcher
 from headrace.launch.ranks.slurm import rank_environment
 
@@ -67,11 +68,11 @@ def test_engines_at_an_address_that_others_reach_have_their_machine_to_themselve
 
 
 @pytest.mark.usefixtures("eight_gpus")
-def test_what_a_person_exports_bounds_a_run_and_is_left_alone_for_one_service(monkeypatch) -> None:
+def test_what_a_person_exports_bounds_a_run_and_is_for_one_service_alone(monkeypatch) -> None:
     job = job_of(actor_num_gpus_per_node=1, rollout_num_gpus=1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,2")
     assert visible(job, CUDA_VISIBLE_DEVICES="6,2") == {"trainer": "2", "rollout": "6"}
-    assert visible(job, ("rollout",), CUDA_VISIBLE_DEVICES="6,2") == {}
+    assert visible(job, ("rollout",), CUDA_VISIBLE_DEVICES="6,2") == {"rollout": "2"}
 
 
 @pytest.mark.usefixtures("eight_gpus")
@@ -117,9 +118,19 @@ def test_ranks_of_slurm_take_the_trainers_gpus_of_their_machine_only_beside_engi
 
 
 @pytest.mark.usefixtures("eight_gpus")
-def test_several_rollout_services_of_a_machine_see_the_gpus_of_all_and_use_their_own(load_with, tmp_path: Path) -> None:
+def test_each_of_several_rollout_services_has_gpus_of_its_own(load_with, tmp_path: Path) -> None:
     flags = ("--rollout-services", "2", "--rollout-num-gpus", "2", "--actor-num-gpus-per-node", "4")
     job = load_with("--run-dir", str(tmp_path / "runs"), *flags)
     found = {each.name: each.environment.get("CUDA_VISIBLE_DEVICES") for each in Launcher(job, ALL, print)._specs}
-    assert found["rollout-0"] == found["rollout-1"] == "4,5,6,7"
-    assert found["trainer"] == "0,1,2,3"
+    assert [found[name] for name in ("trainer", "rollout-0", "rollout-1")] == ["0,1,2,3", "4,5", "6,7"]
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_engines_of_groups_have_as_many_as_their_group_says() -> None:
+    groups = [
+        {"name": "large", "num_engines": 1, "num_gpus": 4, "num_gpus_per_engine": 4},
+        {"name": "small", "num_engines": 2, "num_gpus": 2, "num_gpus_per_engine": 1},
+    ]
+    found = device_plan(job_of(actor_num_gpus_per_node=2, rollout_num_gpus=6, engine_groups=groups), Scope(ALL))
+    assert found is not None
+    assert [share.visible for share in found.engines] == ["2,3,4,5", "6", "7"]

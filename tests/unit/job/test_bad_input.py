@@ -37,6 +37,8 @@ from headrace.launch.specs import address_in
         ),
         ("--actor-num-gpus-per-node 32", "global_batch_size 16 is smaller than the 32 data-parallel ranks"),
         ("--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2", "rollout_num_gpus 3 cannot be divided by"),
+        ("--rollout-num-gpus 3 --rollout-max-engines 2", "rollout_max_engines 2 is below the 3 engines with which the"),
+        ("--rollout-external-engine-addrs 10.0.0.7:1 --rollout-max-engines 2", "started and ended elsewhere; leave it"),
         ("--colocate --max-staleness 1", r"colocate cannot be combined with asynchronous training \(max_staleness 1"),
         ("--colocate --async-buffer-size 4", "Leave --colocate out"),
         ("--colocate", "colocate is not built yet"),

@@ -15,8 +15,8 @@ from headrace.launch.specs import SERVICES, spec
 from headrace.process.guarded import GuardedProcess
 from headrace.process.openmp import openmp, threads_of_each
 from headrace.run_folder import RunFolder
-from services.rollout.build import engine_options
 from services.rollout.engine import arguments
+from services.rollout.fleet_build import engine_options
 
 NAMES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 SHOW = f"import os; print(*(os.environ.get(name, '-') for name in {NAMES!r}))"

@@ -14,7 +14,7 @@ from headrace.launch.launcher import Launcher
 from headrace.launch.specs import SERVICES
 from headrace.run_folder import number_of, service_of
 from headrace.sample_log import SampleLog
-from services.rollout.build import engine_options
+from services.rollout.fleet_build import engine_options
 from services.rollout.one_of_several import groups_at_once, job_of_service
 from tests.unit.launch.test_shards import after, processes_of
 

@@ -53,6 +53,8 @@ class _EngineStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EngineSta
     """Ended or hung; being restarted."""
     ENGINE_STATE_QUARANTINED: _EngineState.ValueType  # 6
     """Ended too often; it stays down as long as this service runs."""
+    ENGINE_STATE_LEAVING: _EngineState.ValueType  # 7
+    """Out of routing for good by ScaleFleet: what it generates finishes, or is continued elsewhere, then it ends."""
 
 class EngineState(_EngineState, metaclass=_EngineStateEnumTypeWrapper):
     """How an engine is."""
@@ -71,6 +73,8 @@ ENGINE_STATE_DOWN: EngineState.ValueType  # 5
 """Ended or hung; being restarted."""
 ENGINE_STATE_QUARANTINED: EngineState.ValueType  # 6
 """Ended too often; it stays down as long as this service runs."""
+ENGINE_STATE_LEAVING: EngineState.ValueType  # 7
+"""Out of routing for good by ScaleFleet: what it generates finishes, or is continued elsewhere, then it ends."""
 Global___EngineState: _TypeAlias = EngineState  # noqa: Y015
 
 class _PauseMode:
@@ -538,6 +542,7 @@ class Engine(_message.Message):
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     TROUBLE_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """engine-0, engine-1, …"""
     address: _builtins.str
@@ -554,6 +559,8 @@ class Engine(_message.Message):
     """Its digest at the latest commit, hexadecimal."""
     trouble: _builtins.str
     """Why its process was ended last, with the end of its log. Empty: none was."""
+    group: _builtins.str
+    """The engine group of the job that it is of. Empty: the job has none."""
     def __init__(
         self,
         *,
@@ -565,10 +572,11 @@ class Engine(_message.Message):
         tensor_parallel_size: _builtins.int = ...,
         weights_digest: _builtins.str = ...,
         trouble: _builtins.str = ...,
+        group: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine_id", b"engine_id", "policy_version", b"policy_version", "restarts", b"restarts", "state", b"state", "tensor_parallel_size", b"tensor_parallel_size", "trouble", b"trouble", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "engine_id", b"engine_id", "group", b"group", "policy_version", b"policy_version", "restarts", b"restarts", "state", b"state", "tensor_parallel_size", b"tensor_parallel_size", "trouble", b"trouble", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -609,6 +617,7 @@ class GetFleetResponse(_message.Message):
     SCORER_FIELD_NUMBER: _builtins.int
     SAMPLES_BEING_SCORED_FIELD_NUMBER: _builtins.int
     WARNINGS_FIELD_NUMBER: _builtins.int
+    WANTED_ENGINES_FIELD_NUMBER: _builtins.int
     router_address: _builtins.str
     """The router's HTTP address; private."""
     policy_version: _builtins.int
@@ -629,6 +638,8 @@ class GetFleetResponse(_message.Message):
     """The scorer asked. Empty: its default."""
     samples_being_scored: _builtins.int
     """Samples that the reward service is asked to score now."""
+    wanted_engines: _builtins.int
+    """Engines that there should be: the job's number, or what ScaleFleet asked for last."""
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___Engine]:
         """Sorted by id."""
@@ -652,14 +663,83 @@ class GetFleetResponse(_message.Message):
         scorer: _builtins.str = ...,
         samples_being_scored: _builtins.int = ...,
         warnings: _abc.Iterable[_builtins.str] | None = ...,
+        wanted_engines: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "groups_produced", b"groups_produced", "paused", b"paused", "policy_version", b"policy_version", "publication_id", b"publication_id", "reward_address", b"reward_address", "router_address", b"router_address", "samples_being_scored", b"samples_being_scored", "samples_in_flight", b"samples_in_flight", "scorer", b"scorer", "tokens_produced", b"tokens_produced", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "groups_produced", b"groups_produced", "paused", b"paused", "policy_version", b"policy_version", "publication_id", b"publication_id", "reward_address", b"reward_address", "router_address", b"router_address", "samples_being_scored", b"samples_being_scored", "samples_in_flight", b"samples_in_flight", "scorer", b"scorer", "tokens_produced", b"tokens_produced", "wanted_engines", b"wanted_engines", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetFleetResponse: _TypeAlias = GetFleetResponse  # noqa: Y015
+
+@_typing.final
+class ScaleFleetRequest(_message.Message):
+    """Changes the number of engines until the service starts again, which begins with the job's number."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_ENGINES_FIELD_NUMBER: _builtins.int
+    DRAIN_SECONDS_FIELD_NUMBER: _builtins.int
+    num_engines: _builtins.int
+    """At least 1; at most rollout_max_engines, and on GPUs what rollout_num_gpus has room for."""
+    drain_seconds: _builtins.float
+    """Seconds for which requests of an engine that leaves may finish; then they end, and producers continue them elsewhere
+    from their tokens. 0: at once. Absent: 30.
+    """
+    def __init__(
+        self,
+        *,
+        num_engines: _builtins.int = ...,
+        drain_seconds: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drain_seconds", b"_drain_seconds", "drain_seconds", b"drain_seconds"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drain_seconds", b"_drain_seconds", "drain_seconds", b"drain_seconds", "num_engines", b"num_engines"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__drain_seconds: _TypeAlias = _typing.Literal["drain_seconds"]  # noqa: Y015
+    _WhichOneofArgType__drain_seconds: _TypeAlias = _typing.Literal["_drain_seconds", b"_drain_seconds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__drain_seconds) -> _WhichOneofReturnType__drain_seconds | None: ...
+
+Global___ScaleFleetRequest: _TypeAlias = ScaleFleetRequest  # noqa: Y015
+
+@_typing.final
+class ScaleFleetResponse(_message.Message):
+    """The change, which goes on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WANTED_ENGINES_FIELD_NUMBER: _builtins.int
+    WANTED_BEFORE_FIELD_NUMBER: _builtins.int
+    COMING_IDS_FIELD_NUMBER: _builtins.int
+    LEAVING_IDS_FIELD_NUMBER: _builtins.int
+    wanted_engines: _builtins.int
+    """Engines that there should be now."""
+    wanted_before: _builtins.int
+    """Engines that there should have been before."""
+    @_builtins.property
+    def coming_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Engines that this call adds. An engine whose GPUs another one still has comes once that has ended."""
+
+    @_builtins.property
+    def leaving_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Engines that this call takes out: those that do not serve first, then those with the highest numbers."""
+
+    def __init__(
+        self,
+        *,
+        wanted_engines: _builtins.int = ...,
+        wanted_before: _builtins.int = ...,
+        coming_ids: _abc.Iterable[_builtins.str] | None = ...,
+        leaving_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coming_ids", b"coming_ids", "leaving_ids", b"leaving_ids", "wanted_before", b"wanted_before", "wanted_engines", b"wanted_engines"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScaleFleetResponse: _TypeAlias = ScaleFleetResponse  # noqa: Y015
 
 @_typing.final
 class TensorSpec(_message.Message):

@@ -52,6 +52,11 @@ class RolloutServiceStub:
                 request_serializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.GetFleetRequest.SerializeToString,
                 response_deserializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.GetFleetResponse.FromString,
                 _registered_method=True)
+        self.ScaleFleet = channel.unary_unary(
+                '/headrace.api.rollout.v1.RolloutService/ScaleFleet',
+                request_serializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.ScaleFleetRequest.SerializeToString,
+                response_deserializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.ScaleFleetResponse.FromString,
+                _registered_method=True)
         self.BeginPublish = channel.unary_unary(
                 '/headrace.api.rollout.v1.RolloutService/BeginPublish',
                 request_serializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.BeginPublishRequest.SerializeToString,
@@ -111,6 +116,15 @@ class RolloutServiceServicer:
 
     def GetFleet(self, request, context):
         """Engines, router and production as they are.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ScaleFleet(self, request, context):
+        """Changes the number of engines, and answers at once: GetFleet shows how they come and go. Idempotent: the same number
+        twice is one change. FAILED_PRECONDITION: engines are started elsewhere. RESOURCE_EXHAUSTED: the machine's memory has
+        no room for so many. During a publication engines come as always, and those that take part in it leave after it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -182,6 +196,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.GetFleet,
                     request_deserializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.GetFleetRequest.FromString,
                     response_serializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.GetFleetResponse.SerializeToString,
+            ),
+            'ScaleFleet': grpc.unary_unary_rpc_method_handler(
+                    servicer.ScaleFleet,
+                    request_deserializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.ScaleFleetRequest.FromString,
+                    response_serializer=headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.ScaleFleetResponse.SerializeToString,
             ),
             'BeginPublish': grpc.unary_unary_rpc_method_handler(
                     servicer.BeginPublish,
@@ -303,6 +322,33 @@ class RolloutService:
             '/headrace.api.rollout.v1.RolloutService/GetFleet',
             headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.GetFleetRequest.SerializeToString,
             headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.GetFleetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScaleFleet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/headrace.api.rollout.v1.RolloutService/ScaleFleet',
+            headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.ScaleFleetRequest.SerializeToString,
+            headrace_dot_api_dot_rollout_dot_v1_dot_rollout__pb2.ScaleFleetResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -54,6 +54,11 @@ class RolloutServiceStub:
     """Runs an evaluation on whatever version the engines serve; production goes on beside it. Progress, then the result."""
     GetFleet: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.GetFleetRequest, _rollout_pb2.GetFleetResponse]
     """Engines, router and production as they are."""
+    ScaleFleet: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ScaleFleetRequest, _rollout_pb2.ScaleFleetResponse]
+    """Changes the number of engines, and answers at once: GetFleet shows how they come and go. Idempotent: the same number
+    twice is one change. FAILED_PRECONDITION: engines are started elsewhere. RESOURCE_EXHAUSTED: the machine's memory has
+    no room for so many. During a publication engines come as always, and those that take part in it leave after it.
+    """
     BeginPublish: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.BeginPublishRequest, _rollout_pb2.BeginPublishResponse]
     """Opens a publication. Idempotent by publication_id. FAILED_PRECONDITION: another one is open."""
     PublishBucket: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.PublishBucketRequest, _rollout_pb2.PublishBucketResponse]
@@ -83,6 +88,11 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """Runs an evaluation on whatever version the engines serve; production goes on beside it. Progress, then the result."""
     GetFleet: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GetFleetRequest, _rollout_pb2.GetFleetResponse]  # type: ignore[assignment]
     """Engines, router and production as they are."""
+    ScaleFleet: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ScaleFleetRequest, _rollout_pb2.ScaleFleetResponse]  # type: ignore[assignment]
+    """Changes the number of engines, and answers at once: GetFleet shows how they come and go. Idempotent: the same number
+    twice is one change. FAILED_PRECONDITION: engines are started elsewhere. RESOURCE_EXHAUSTED: the machine's memory has
+    no room for so many. During a publication engines come as always, and those that take part in it leave after it.
+    """
     BeginPublish: _aio.UnaryUnaryMultiCallable[_rollout_pb2.BeginPublishRequest, _rollout_pb2.BeginPublishResponse]  # type: ignore[assignment]
     """Opens a publication. Idempotent by publication_id. FAILED_PRECONDITION: another one is open."""
     PublishBucket: _aio.UnaryUnaryMultiCallable[_rollout_pb2.PublishBucketRequest, _rollout_pb2.PublishBucketResponse]  # type: ignore[assignment]
@@ -127,6 +137,17 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.GetFleetResponse, _abc.Awaitable[_rollout_pb2.GetFleetResponse]]:
         """Engines, router and production as they are."""
+
+    @_abc_1.abstractmethod
+    def ScaleFleet(
+        self,
+        request: _rollout_pb2.ScaleFleetRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.ScaleFleetResponse, _abc.Awaitable[_rollout_pb2.ScaleFleetResponse]]:
+        """Changes the number of engines, and answers at once: GetFleet shows how they come and go. Idempotent: the same number
+        twice is one change. FAILED_PRECONDITION: engines are started elsewhere. RESOURCE_EXHAUSTED: the machine's memory has
+        no room for so many. During a publication engines come as always, and those that take part in it leave after it.
+        """
 
     @_abc_1.abstractmethod
     def BeginPublish(

@@ -9,9 +9,9 @@ from headrace.errors import ConfigError, Unavailable
 from headrace.job.schema.buffer import BufferSection
 from headrace.job.schema.job import Job
 from headrace.job.schema.run import PlacementSection
-from services.rollout.build import engine_options
 from services.rollout.engine import arguments, machine
 from services.rollout.engine.machine import Machine
+from services.rollout.fleet_build import engine_options
 
 FLAGS = {
     name: (
@@ -23,7 +23,7 @@ FLAGS = {
         *("device", "attention_backend", "sampling_backend", "disable_overlap_schedule", "skip_server_warmup"),
         *("sleep_on_idle", "max_total_tokens", "max_running_requests", "dtype", "model_path", "tp_size", "host"),
         *("port", "weight_version", "random_seed", "base_gpu_id", "mem_fraction_static", "enable_metrics"),
-        *("enable_priority_scheduling", "default_priority_value"),
+        *("enable_priority_scheduling", "default_priority_value", "load_snapshot_publish_interval"),
     )
 }
 CPU = Machine(has_accelerator=False, flags=FLAGS)

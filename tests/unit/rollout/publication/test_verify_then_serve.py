@@ -157,7 +157,7 @@ class Whole:
 
 
 @contextlib.asynccontextmanager
-async def whole(folder: Path, pause_mode: str) -> AsyncIterator[Whole]:
+async def whole(folder: Path, pause_mode: str, *, num_groups: int = NUM_GROUPS) -> AsyncIterator[Whole]:
     make_tiny_tokenizer().save_pretrained(folder / "tokenizer")
     encoder = PromptEncoder(folder / "tokenizer", apply_chat_template=False)
     routing = RememberedRouting()
@@ -176,7 +176,7 @@ async def whole(folder: Path, pause_mode: str) -> AsyncIterator[Whole]:
         await buffer.create_stream(
             buffer_pb2.StreamConfig(name="train", n_samples_per_prompt=2, groups_per_step=2, max_staleness=STEPS)
         )
-        await buffer.submit_prompts("train", text_prompts(*(f"q{number}" for number in range(NUM_GROUPS))))
+        await buffer.submit_prompts("train", text_prompts(*(f"q{number}" for number in range(num_groups))))
         scorer = SampleScorer(reward.address, item_seconds=5.0, call_seconds=60.0, patience_seconds=60.0)
         stack.push_async_callback(scorer.close)
         groups = GroupSampler(

@@ -218,6 +218,9 @@ def test_senders_compute_checksums_where_they_have_the_tensors_that_engines_hash
     job = Job.model_validate({"model": {"hf_checkpoint": "m"}, "placement": placement})
     layout = cast(Layout, SimpleNamespace(device=torch.device(device)))
     assert TrainerBuild(job, Path("run")).knows_checksums(layout) is is_known
+    sizes = [{"num_engines": 1, "num_gpus_per_engine": size} for size in (1, gpus)]
+    in_groups = Job.model_validate({"model": {"hf_checkpoint": "m"}, "placement": {"engine_groups": sizes}})
+    assert TrainerBuild(in_groups, Path("run")).knows_checksums(layout) is is_known
 
 
 def test_check_says_where_versions_lie_and_what_they_take(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`python -m services.rollout.engine.launch --engine N --port P OPTIONS`: one SGLang server.
+"""`python -m services.rollout.engine.server.launch --engine N --port P OPTIONS`: one SGLang server.
 
 The names of the job's own arguments are checked here, because only this process imports SGLang and so knows them.
 """
@@ -18,7 +18,7 @@ from services.rollout.engine import arguments
 from services.rollout.engine.arguments import EngineOptions
 from services.rollout.engine.cpu import startup
 from services.rollout.engine.machine import Machine
-from services.rollout.engine.routed_experts import always_returned
+from services.rollout.engine.server.routed_experts import always_returned
 
 REFUSED = 78
 """The exit code for a job's argument that cannot be given (sysexits.h: EX_CONFIG), after a line that says why."""
@@ -29,13 +29,13 @@ NAME = "engine"
 def command(options: EngineOptions, *, engine: int, port: int) -> list[str]:
     """Returns the command that starts engine number `engine` on 127.0.0.1:`port`."""
     given = msgspec.json.encode({**asdict(options), "hf_checkpoint": str(options.hf_checkpoint)}).decode()
-    program = [sys.executable, "-m", "services.rollout.engine.launch"]
+    program = [sys.executable, "-m", "services.rollout.engine.server.launch"]
     return [*program, "--engine", str(engine), "--port", str(port), given]
 
 
 def main() -> int:
     """Returns after the server has ended, or REFUSED."""
-    parser = argparse.ArgumentParser(prog="python -m services.rollout.engine.launch")
+    parser = argparse.ArgumentParser(prog="python -m services.rollout.engine.server.launch")
     parser.add_argument("--engine", type=int, required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("options", help="EngineOptions as JSON")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from headrace.errors import ConfigError, InvalidArgument
 from headrace.job.eval_sets import eval_sets
-from headrace.job.rules.hook_files import definitions, refuse_slimes
+from headrace.job.rules.paths.hook_files import definitions, refuse_slimes
+from headrace.job.rules.paths.weight_folders import check_model, check_starting_weights, check_weights
 from headrace.job.rules.scope import Scope
-from headrace.job.rules.weight_folders import check_model, check_starting_weights, check_weights
 from headrace.job.schema.job import Job
 from headrace.job.schema.prompt_path import PromptPath
 from headrace.prompt_row import parse_row

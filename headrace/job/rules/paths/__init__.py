@@ -1,0 +1,1 @@
+"""Rules of the files and folders that a job names: they exist, and hold what they should."""

@@ -1,0 +1,40 @@
+"""Reads how much memory processes take, and how much of it this machine or its container still has."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from headrace.process.linux import descendants
+
+_KIB = 1024
+
+
+def of_tree(pid: int) -> int:
+    """Returns the bytes of a process and those below it; what they share counts once."""
+    return sum(_proportional(each) for each in (pid, *descendants(pid)))
+
+
+def free_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Returns the bytes that new processes may take: what the machine has, or the container where that is less."""
+    free = _field(proc / "meminfo", "MemAvailable") * _KIB
+    with suppress(OSError, ValueError):  # there is no such file, or "max" in it: no limit
+        limit = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text()) - _field(cgroup / "memory.stat", "inactive_file")
+        free = min(free, max(limit - used, 0))
+    return free
+
+
+def _proportional(pid: int) -> int:
+    try:
+        return _field(Path(f"/proc/{pid}/smaps_rollup"), "Pss") * _KIB
+    except OSError:  # it ended meanwhile
+        return 0
+
+
+def _field(file: Path, name: str) -> int:
+    for line in file.read_text().splitlines():
+        words = line.split()
+        if words and words[0].removesuffix(":") == name:
+            return int(words[1])
+    return 0

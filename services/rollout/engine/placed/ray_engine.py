@@ -1,0 +1,145 @@
+"""An engine on a machine of a Ray cluster: an actor there starts its process, waits for its end, and ends it.
+
+built → placed (a machine has room for the actor) → started → ended: by itself, by `stop`, or with its machine
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util import get_node_ip_address
+
+from headrace.errors import ConfigError, HeadraceError, Unavailable
+from headrace.rpc.log import log
+from services.rollout.engine.process import EngineProcess
+
+_ANSWER_SECONDS = 20.0
+_PASSED_ON = ("HEADRACE_", "OMP_", "GOMP_", "PYTHON", "NCCL_", "TORCH", "GLOO_", "SGLANG_")
+
+Make = Callable[[str], EngineProcess]
+"""Makes the process on the machine with an address. It is pickled, for machines that have headrace as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The answer of an actor: an address, or the reason why there is none."""
+
+    url: str
+    refusal: str = ""
+    is_config: bool = False
+
+
+class EngineActor:
+    """The actor, on the engine's machine."""
+
+    def __init__(self) -> None:
+        self._process: EngineProcess | None = None
+
+    async def start(self, make: Make, seconds: float) -> Started:
+        """Makes the process and starts it."""
+        self._process = make(get_node_ip_address())
+        try:
+            await self._process.start(seconds=seconds)
+        except HeadraceError as error:  # pickled, it would lose its class
+            return Started("", error.message, isinstance(error, ConfigError))
+        return Started(self._process.url)
+
+    async def wait(self) -> tuple[int, str]:
+        """Returns the exit code and the end of the log, once the process has ended."""
+        assert self._process is not None
+        return await self._process.wait(), self._process.last_lines()
+
+    async def stop(self, grace_seconds: float) -> None:
+        if self._process is not None:
+            await self._process.stop(grace_seconds)
+
+
+class RayEngine:
+    """Needs a share of one machine: so many GPUs where the cluster has some, else a CPU."""
+
+    def __init__(self, make: Make, num_gpus: int) -> None:
+        self.url = ""
+        self._make = make
+        self._share = {"num_gpus": num_gpus, "num_cpus": 0} if num_gpus else {"num_cpus": 1}
+        self._actor: Any = None
+        self._ending: asyncio.Task[tuple[int, str]] | None = None
+
+    async def start(self, *, seconds: float) -> None:
+        """Returns when the engine answers, on whichever machine has room for it.
+
+        Raises Unavailable (ENGINE_START_FAILED) when it does not, or when no machine has room in time.
+        """
+        passed_on = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+        options = {**self._share, "scheduling_strategy": "SPREAD", "runtime_env": {"env_vars": passed_on}}
+        self._actor = ray.remote(EngineActor).options(**options).remote()
+        try:
+            started = await asyncio.wait_for(self._actor.start.remote(self._make, seconds), seconds + _ANSWER_SECONDS)
+        except TimeoutError as error:
+            raise self._not_started(f"found no machine with room for {self._share} within {seconds:g} s") from error
+        except ray.exceptions.RayError as error:
+            raise self._not_started(f"lost its machine: {error}") from error
+        if started.is_config:
+            raise ConfigError(started.refusal)
+        if started.refusal:
+            raise Unavailable(started.refusal, reason="ENGINE_START_FAILED")
+        self.url = started.url
+        self._ending = asyncio.create_task(self._ended())
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs, as far as is known here."""
+        return self._ending.result()[0] if self._ending and self._ending.done() else None
+
+    async def wait(self) -> int:
+        """Returns the exit code once the process has ended; that of SIGKILL where its machine was lost."""
+        assert self._ending is not None, "it was not started"
+        return (await asyncio.shield(self._ending))[0]
+
+    async def stop(self, grace_seconds: float = 8.0) -> None:
+        """Ends the process and everything that it started, and frees its share of the machine."""
+        if self._actor is None:
+            return
+        try:
+            await asyncio.wait_for(self._actor.stop.remote(grace_seconds), grace_seconds + _ANSWER_SECONDS)
+        except (TimeoutError, ray.exceptions.RayError) as error:  # its processes end with the actor
+            log.warning("engine_not_stopped_by_its_actor", error=f"{type(error).__name__}: {error}")
+        ray.kill(self._actor)
+
+    def memory_bytes(self) -> int | None:
+        """Unknown: it is another machine's."""
+        return None
+
+    def last_lines(self) -> str:
+        """Returns the end of its log, once it has ended."""
+        return self._ending.result()[1] if self._ending and self._ending.done() else "(its log is on its machine)"
+
+    async def _ended(self) -> tuple[int, str]:
+        try:
+            code, lines = await self._actor.wait.remote()
+        except ray.exceptions.RayError as error:
+            return 128 + signal.SIGKILL, f"its actor or its machine was lost: {error}"
+        return code, lines
+
+    def _not_started(self, what: str) -> Unavailable:
+        return Unavailable(
+            f"the engine {what}; Ray has {ray.available_resources()}: see `ray status`", reason="ENGINE_START_FAILED"
+        )
+
+
+def join_cluster() -> bool:
+    """Connects this process to the cluster of RAY_ADDRESS. Returns True where it has GPUs.
+
+    Raises Unavailable when there is none.
+    """
+    address = os.environ["RAY_ADDRESS"]
+    try:
+        ray.init(address, log_to_driver=False, configure_logging=False, ignore_reinit_error=True)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise Unavailable(f"no Ray cluster answers at RAY_ADDRESS {address}: {error}") from error
+    return bool(ray.cluster_resources().get("GPU"))

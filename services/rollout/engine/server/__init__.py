@@ -1,0 +1,1 @@
+"""Runs inside an engine's process: SGLang's server, started as this project needs it."""

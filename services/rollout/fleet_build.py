@@ -1,0 +1,118 @@
+"""Builds the parts of a fleet from a job: the engines of its slots, and how many there may be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from headrace.job.schema.engine_group import EngineGroup
+from headrace.job.schema.job import Job
+from headrace.process.openmp import threads_of_each
+from headrace.process.scratch import delete_leftovers
+from headrace.rpc.net import Address
+from services.rollout.engine.arguments import EngineOptions
+from services.rollout.engine.external import ExternalEngine
+from services.rollout.engine.process import EngineFactory, SglangProcess
+from services.rollout.engine.scaling.capacity import Capacity
+from services.rollout.engine.slots import EngineSlot, SlotOf, alike
+
+
+def sglang_factory(job: Job, log_dir: Path, *, has_accelerator: bool, service: int = 0) -> EngineFactory:
+    """Makes real engines, or finds those that the job has addresses of.
+
+    Engines of `service`, one of several, have seeds of their own. Their start raises ConfigError for --sglang-* flags
+    that SGLang does not know.
+    """
+    delete_leftovers(log_dir, "engine-*")
+    if addresses := [Address.parse(text) for text in job.placement.rollout_external_engine_addrs]:
+        size = job.placement.rollout_num_gpus_per_engine
+        return lambda number: ExternalEngine(addresses[number], size)
+    options_of = slot_options(job, seed=job.data.rollout_seed + service * job.placement.num_engines)
+    if job.placement.rollout_placement == "ray":
+        return _ray_factory(options_of, log_dir)
+    return lambda number: SglangProcess(
+        options_of(number), number, log_dir / f"engine-{number}.log", has_accelerator=has_accelerator
+    )
+
+
+def _ray_factory(options_of: Callable[[int], EngineOptions], log_dir: Path) -> EngineFactory:
+    from services.rollout.engine.placed.ray_engine import RayEngine, join_cluster  # a package of its own
+
+    has_gpus = join_cluster()
+
+    def factory(number: int) -> RayEngine:
+        options = replace(options_of(number), first_engine=number, first_gpu=0)  # Ray shows it its own GPUs alone
+        make = partial(_on_its_machine, options, number, log_dir, has_gpus)
+        return RayEngine(make, options.tensor_parallel_size if has_gpus else 0)
+
+    return factory
+
+
+def _on_its_machine(options: EngineOptions, number: int, log_dir: Path, has_gpus: bool, host: str) -> SglangProcess:
+    log_dir.mkdir(parents=True, exist_ok=True)
+    own = replace(options, host=host)
+    return SglangProcess(own, number, log_dir / f"engine-{number}.log", has_accelerator=has_gpus)
+
+
+def slots(job: Job) -> SlotOf:
+    """The slots of the job's engine groups, one after the other; what comes after them is of the last group."""
+    groups = _group_of_each(job)
+    if not groups:
+        return alike(job.placement.rollout_num_gpus_per_engine)
+    return lambda number: EngineSlot(_of(groups, number).size, _of(groups, number).name)
+
+
+def slot_options(job: Job, *, seed: int | None = None) -> Callable[[int], EngineOptions]:
+    """The options of each engine by its number: those of the job, with those of its group over them."""
+    options, groups = engine_options(job), _group_of_each(job)
+    options = options if seed is None else replace(options, seed=seed)
+    if not groups:
+        return lambda _: options
+    by_group: dict[str, EngineOptions] = {}
+    first_engine = first_gpu = 0
+    for group in job.placement.engine_groups:
+        by_group[group.name] = replace(
+            options,
+            tensor_parallel_size=group.size,
+            sglang={**options.sglang, **group.overrides},
+            first_engine=first_engine,
+            first_gpu=first_gpu,
+        )
+        first_engine, first_gpu = first_engine + group.count, first_gpu + group.count * group.size
+    return lambda number: by_group[_of(groups, number).name]
+
+
+def engine_options(job: Job) -> EngineOptions:
+    """On-policy, engines use all cores while the trainer waits; otherwise they leave half of them to it."""
+    share = 0.5 if job.buffer.max_staleness else 1.0
+    return EngineOptions(
+        hf_checkpoint=job.model.hf_checkpoint,
+        tensor_parallel_size=job.placement.rollout_num_gpus_per_engine,
+        seed=job.data.rollout_seed,
+        sglang=job.sglang,
+        threads=threads_of_each(job.placement.rollout_num_gpus * job.services.rollout_services, share=share),
+        returns_experts=job.train.use_rollout_routing_replay,
+    )
+
+
+def capacity(job: Job, *, has_accelerator: bool) -> Capacity:
+    """Returns how many engines may be asked for while the job runs."""
+    placement = job.placement
+    if placement.rollout_placement == "ray":  # whose machines have GPUs and memory that nothing here knows
+        return Capacity(most=placement.rollout_max_engines or placement.num_engines)
+    return Capacity(
+        num_slots=placement.num_engines if has_accelerator else None,
+        most=placement.rollout_max_engines,
+        elsewhere=bool(placement.rollout_external_engine_addrs),
+    )
+
+
+def _group_of_each(job: Job) -> list[EngineGroup]:
+    """The group of each of the job's engines, by number; nothing where it has no groups."""
+    return [group for group in job.placement.engine_groups for _ in range(group.count)]
+
+
+def _of(groups: list[EngineGroup], number: int) -> EngineGroup:
+    return groups[min(number, len(groups) - 1)]
