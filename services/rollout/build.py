@@ -47,6 +47,7 @@ from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import EngineSampler, Sampler, job_params
 from services.rollout.production.supervised import supervised_parts
 from services.rollout.production.teacher import Teacher
+from services.rollout.production.time_limit import GRACE_SECONDS, request_ender
 from services.rollout.publication.receiver import Receiver
 from services.rollout.scoring import SampleScorer
 from services.rollout.service import RolloutParts, RolloutService
@@ -69,7 +70,8 @@ def rollout_service(
     )
     metrics = RolloutMetrics(registry)
     timing = FleetTiming.of(job.placement, start_seconds=job.services.start_timeout_seconds)
-    router = Router(job.rollout.router_policy, log_dir / "router.log", request_seconds=seconds, timing=timing)
+    request_seconds = seconds + GRACE_SECONDS
+    router = Router(job.rollout.router_policy, log_dir / "router.log", request_seconds=request_seconds, timing=timing)
     asks_for_experts = job.train.use_rollout_routing_replay
     architecture = read_architecture(job.model.hf_checkpoint)
     router_client = EngineClient(router.url, routed_experts=asks_for_experts, vocab_size=architecture.vocab_size)
@@ -89,6 +91,7 @@ def rollout_service(
         fleet.suspect,
         context=ContextLimit.of_engines(job.sglang, architecture),
         activity=fleet.activity,
+        end_request=request_ender(fleet.engines),
     )
     hook, args = job.rollout.custom_generate_function_path, hook_args(job)
     warnings: list[str] = []

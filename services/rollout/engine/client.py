@@ -137,6 +137,11 @@ class EngineClient:
         reply = await self._http.request("POST", "/abort_request", {"abort_all": True}, seconds=_CONTROL_SECONDS)
         reply.require_success()
 
+    async def abort(self, request_id: str) -> None:
+        """Ends one request, whose response has finish `abort`; does nothing where the engine does not have it."""
+        reply = await self._http.request("POST", "/abort_request", {"rid": request_id}, seconds=_CONTROL_SECONDS)
+        reply.require_success()
+
     async def freeze_gc(self) -> None:
         """Leaves what the engine holds now out of its garbage collections, one of which is in every `flush_cache`.
 

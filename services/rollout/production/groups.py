@@ -79,7 +79,11 @@ class GroupSampler:
         made = await self._sampler.sample_all(requests, evaluation=False, return_partial=return_partial)
         samples = [_of_version(sample, lease.policy_version) for sample in made]
         if any(s.status is Status.ABORTED for s in samples):
-            return self._interrupted(lease, samples)
+            is_interrupted = return_partial is None or return_partial.is_set()
+            why = None if is_interrupted or not self._partial else self._partial.why_not_again(lease, begun, samples)
+            if why is None:
+                return self._interrupted(lease, samples)
+            samples = [_too_slow(sample, why) for sample in samples]
         samples = [self._bounded(sample) for sample in samples]
         if self._partial:
             samples = [self._partial.finished(sample, lease.policy_version) for sample in samples]
@@ -148,6 +152,14 @@ class GroupSampler:
             metadata=from_json(lease.prompt.metadata_json),
             params=replace(params, seed=seed_of(self._rollout_seed, lease.group_id, lease.attempt, index)),
         )
+
+
+def _too_slow(sample: Sample, why: str) -> Sample:
+    """Makes an unfinished sample FAILED."""
+    if sample.status is not Status.ABORTED:
+        return sample
+    message = f"it had {sample.response_length} tokens when its time was over; {why}"
+    return replace(sample, status=Status.FAILED, failure=Failure("DEADLINE_EXCEEDED", message))
 
 
 def _of_version(sample: Sample, policy_version: int) -> Sample:

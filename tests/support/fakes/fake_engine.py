@@ -22,7 +22,7 @@ from headrace.errors import Unavailable
 from headrace.rpc.net import free_port
 
 VOCAB_SIZE = 300
-Fault = Literal["refuse", "hang", "die", "missing"]
+Fault = Literal["refuse", "refuse_for_now", "hang", "die", "missing"]
 
 
 class FakeEngine:
@@ -54,6 +54,8 @@ class FakeEngine:
         self._aborting = False
         self._num_aborts = 0
         self.num_in_flight = 0
+        self._rids: set[str] = set()
+        self._ended: set[str] = set()
         self._running = asyncio.Event()
         self._running.set()
         self._runner: web.AppRunner | None = None
@@ -107,6 +109,8 @@ class FakeEngine:
             return web.Response(status=503)
         if fault == "hang":
             await asyncio.Event().wait()
+        if fault == "refuse_for_now":
+            return web.Response(status=503)
         if fault == "missing":
             return web.Response(status=404)
         if fault == "refuse":
@@ -115,10 +119,14 @@ class FakeEngine:
         if path == "/generate":
             self.num_in_flight += 1
             self.bodies.append(body)
+            rid = {body["rid"]} if "rid" in body else set()
+            self._rids |= rid
             try:
                 return await self._generate(request, body)
             finally:
                 self.num_in_flight -= 1
+                self._rids -= rid
+                self._ended -= rid
         return self._control(path, body)
 
     def _control(self, path: str, body: dict[str, Any]) -> web.Response:  # noqa: C901  # one branch an endpoint
@@ -134,6 +142,8 @@ class FakeEngine:
             case "/continue_generation":
                 self._aborting = False
                 self._running.set()
+            case "/abort_request" if "rid" in body:
+                self._ended |= {rid for rid in self._rids if rid.startswith(body["rid"])}  # as SGLang
             case "/abort_request":
                 self._num_aborts += 1
             case "/flush_cache" if self.num_in_flight:
@@ -194,7 +204,7 @@ class FakeEngine:
             await stream.prepare(request)
         finish, num_aborts = None, self._num_aborts
         while finish is None:
-            if self._aborting or self._num_aborts > num_aborts:
+            if self._aborting or self._num_aborts > num_aborts or body.get("rid") in self._ended:
                 finish = "abort"
             else:
                 await self._running.wait()
