@@ -15,6 +15,7 @@ from headrace.sample_checks import ROLLOUT_LOG_PROBS, TOKENS, check_log_probs, c
 from headrace.trajectory import Status, pack_column, unpack_column
 from headrace.wire.checks import cut_text, optional_name, require_at_most, require_id, require_name
 from headrace.wire.limits import MAX_MESSAGES, MAX_PROBE_TOKENS, MAX_PROMPT_TOKENS, MAX_TENSORS
+from services.rollout.admission.shares import Kind, Shares
 from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import Generation
 from services.rollout.engine.fleet import Engine
@@ -113,4 +114,10 @@ def engine_to_proto(engine: Engine) -> pb.Engine:
         tensor_parallel_size=engine.tensor_parallel_size,
         weights_digest=engine.weights_digest,
         trouble=cut_text(engine.trouble),
+    )
+
+
+def requests_to_proto(shares: Shares, kind: Kind) -> pb.Requests:
+    return pb.Requests(
+        kind=kind.value, in_flight=shares.in_use(kind), waiting=shares.waiting(kind), slots=shares.slots(kind)
     )

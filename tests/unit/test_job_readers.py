@@ -35,6 +35,7 @@ READERS = {
     "services/rollout/build.py": "builds",
     "services/rollout/check.py": "checks",
     "services/rollout/evaluate_url.py": "builds",
+    "services/rollout/openai_parts.py": "builds",
     "services/trainer/control/build.py": "builds",
     "services/trainer/export_checkpoint.py": "builds",
     "services/trainer/model/build.py": "builds",

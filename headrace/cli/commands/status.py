@@ -123,9 +123,13 @@ async def _rollout(address: str) -> str:
         f"version {engine.policy_version}"
         for engine in fleet.engines
     )
-    samples = f"{fleet.samples_in_flight} samples in flight, {fleet.samples_being_scored} being scored"
+    samples = (
+        f"{fleet.samples_in_flight} samples in flight, {fleet.samples_being_scored} being scored, "
+        f"{fleet.groups_in_flight}/{fleet.max_groups_in_flight} groups"
+    )
+    waiting = "".join(f", {each.waiting} requests of {each.kind} wait" for each in fleet.requests if each.waiting)
     warnings = "".join(f"\n{one_line(warning, WARNING_CHARACTERS)}" for warning in fleet.warnings)
-    return f"{engines}; {samples}, {fleet.groups_produced} groups produced{warnings}"
+    return f"{engines}; {samples}{waiting}, {fleet.groups_produced} groups produced{warnings}"
 
 
 async def _buffer(address: str) -> str:

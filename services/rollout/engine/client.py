@@ -10,6 +10,7 @@ from typing import Any
 from headrace.errors import FailedPrecondition, InvalidArgument
 from headrace.wire.tensor_spec import TensorSpec
 from services.rollout.engine.answers.bad_answer import BadAnswer, message_of
+from services.rollout.engine.answers.load import EngineLoad, read_load
 from services.rollout.engine.answers.others import read_checksums, read_scores, read_weights_name
 from services.rollout.engine.answers.response import Asked, EngineResponse, read_response
 from services.rollout.engine.api import GroupJoin, SamplingParams
@@ -124,6 +125,11 @@ class EngineClient:
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise BadAnswer("server_info", f"{self.url}/server_info has no tp_size")
         return size
+
+    async def load(self, *, seconds: float) -> EngineLoad:
+        """Returns its requests, running and waiting, and how full its cache is. Raises BadAnswer."""
+        path = "/v1/loads?include=core,queues"
+        return read_load((await self._http.request("GET", path, None, seconds=seconds)).json())
 
     async def pause(self, mode: str) -> None:
         """`mode` is `in_place`, `retract` or `abort`."""

@@ -39,7 +39,10 @@ class Generator:
         context: ContextLimit | None = None,
         activity: Activity | None = None,
         end_request: EndRequest | None = None,
+        has_grammars: bool = True,
     ) -> None:
+        """Without `has_grammars`, engines can follow neither a JSON schema nor a regular expression."""
+        self._has_grammars = has_grammars
         self._end_request = end_request
         self._router = router
         self._weights = weights
@@ -81,6 +84,12 @@ class Generator:
 
     def _fitting(self, num_tokens: int, params: SamplingParams) -> SamplingParams:
         """Raises InvalidArgument for a request that no engine could serve, so that no engine is blamed."""
+        if params.is_constrained and not self._has_grammars:
+            raise InvalidArgument(
+                "engines follow no json_schema or regex: the job says --sglang-grammar-backend none",
+                reason="NO_GRAMMARS",
+                field="sampling",
+            )
         if self._context is None:
             return params
         if num_tokens >= self._context.tokens:
@@ -120,7 +129,7 @@ class Generator:
                     *([*prompt, *done.tokens], rest, f"{request_id}#{attempt}", left, streaming, priority),
                     returns_partial=return_partial is not None,
                 )
-                async with contextlib.aclosing(pieces):
+                async with contextlib.aclosing(pieces), _of_grammar(params):
                     async for piece in pieces:
                         if streaming and len(done.tokens) + len(piece.tokens) < len(so_far.tokens):
                             raise Unavailable(
@@ -132,7 +141,8 @@ class Generator:
                 self._suspect(error)
                 failure = error
             except (InvalidArgument, FailedPrecondition) as error:
-                self._suspect(BadAnswer("refused", error.message))  # it may refuse whatever it is asked
+                if not params.is_constrained:
+                    self._suspect(BadAnswer("refused", error.message))  # it may refuse whatever it is asked
                 raise
             except (Unavailable, DeadlineExceeded) as error:
                 failure = error
@@ -144,7 +154,7 @@ class Generator:
                 raise failure
             if failure is None and len(so_far.tokens) > len(done.tokens):
                 backoff_seconds = _FIRST_BACKOFF_SECONDS
-            done = replace(so_far, finish=Finish.ABORT)
+            done = _continuable(so_far, params, streaming=streaming)
             if len(done.tokens) >= params.max_new_tokens:
                 yield replace(done, finish=Finish.LENGTH)
                 return
@@ -203,6 +213,34 @@ class Generator:
         except TimeoutError as error:
             raise DeadlineExceeded("its weights were neither committed nor refused in time") from error
         return Generation.of(answer, ranges, num_prompt_tokens)
+
+
+def _continuable(so_far: Generation, params: SamplingParams, *, streaming: bool) -> Generation:
+    """Returns what the next request continues. Raises Unavailable where the reader has tokens that it cannot."""
+    if not params.is_constrained:
+        return replace(so_far, finish=Finish.ABORT)
+    if streaming and so_far.tokens:
+        raise Unavailable(
+            "an engine was interrupted, and a response that follows a json_schema or regex cannot be continued: send "
+            "the request again",
+            reason="CANNOT_CONTINUE",
+        )
+    return NOTHING_YET
+
+
+@contextlib.asynccontextmanager
+async def _of_grammar(params: SamplingParams) -> AsyncGenerator[None, None]:
+    """Makes an engine's failure over a caller's grammar the caller's error: another engine would fail, too."""
+    try:
+        yield
+    except Unavailable as error:
+        if params.is_constrained and "grammar" in error.message.lower():
+            raise InvalidArgument(
+                f"the engine cannot follow this json_schema or regex: {error.message}",
+                reason="GRAMMAR_FAILED",
+                field="sampling",
+            ) from error
+        raise
 
 
 async def _set_within(event: asyncio.Event | None, seconds: float) -> None:

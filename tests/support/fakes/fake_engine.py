@@ -22,7 +22,7 @@ from headrace.errors import Unavailable
 from headrace.rpc.net import free_port
 
 VOCAB_SIZE = 300
-Fault = Literal["refuse", "refuse_for_now", "hang", "die", "missing"]
+Fault = Literal["refuse", "refuse_for_now", "grammar", "hang", "die", "missing"]
 
 
 class FakeEngine:
@@ -54,6 +54,8 @@ class FakeEngine:
         self._aborting = False
         self._num_aborts = 0
         self.num_in_flight = 0
+        self.max_running = 64
+        self.cache_usage = 0.1
         self._rids: set[str] = set()
         self._ended: set[str] = set()
         self._running = asyncio.Event()
@@ -67,7 +69,7 @@ class FakeEngine:
             self._exit.set_result(1)
             raise Unavailable("the engine ended: told to", reason="ENGINE_START_FAILED")
         app = web.Application()
-        app.add_routes([web.route("*", "/{path}", self._answer)])
+        app.add_routes([web.route("*", "/{path:.*}", self._answer)])
         self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
@@ -111,6 +113,8 @@ class FakeEngine:
             await asyncio.Event().wait()
         if fault == "refuse_for_now":
             return web.Response(status=503)
+        if fault == "grammar":
+            return web.Response(status=500, text="Grammar accept_token failed: Tokens not accepted: 0")
         if fault == "missing":
             return web.Response(status=404)
         if fault == "refuse":
@@ -135,6 +139,10 @@ class FakeEngine:
                 return web.json_response({"weight_version": self._version})
             case "/server_info":
                 return web.json_response({"tp_size": 1, "internal_states": []})
+            case "/v1/loads":
+                running = min(self.num_in_flight, self.max_running)
+                load = {"num_running_reqs": running, "num_waiting_reqs": self.num_in_flight - running}
+                return web.json_response({"loads": [{**load, "token_usage": self.cache_usage}]})
             case "/pause_generation":
                 self._running.clear()
                 self._aborting = body["mode"] == "abort"
