@@ -3,7 +3,8 @@
 Engines are pressed while many requests wait for a place among the running ones, or while their key-value cache is
 nearly full, so that they would soon take running requests back and compute their prefixes again. The limit then falls
 to three quarters of what is in flight, and falls again only once so few groups are left; without pressure it rises, a
-sixteenth of the most at a time, whenever it is what holds production back. It stays between 1 and the most.
+sixteenth of the most at a time, whenever it is what holds production back. It stays between 1 and the most. While no
+group is in flight, pressure is made by others and changes nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class GroupsLimit:
         if not loads:
             return self.now
         self._pressed = self._pressed + 1 if is_pressed(loads) else 0
-        if self._pressed >= _PATIENCE and in_flight <= self.now:
+        if self._pressed >= _PATIENCE and 0 < in_flight <= self.now:
             self.now, self._pressed = max(1, int(_DECREASE * in_flight)), 0
         elif not self._pressed and in_flight >= self.now:
             self.now = min(self.most, self.now + max(1, self.most // _STEPS))

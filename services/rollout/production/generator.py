@@ -230,11 +230,15 @@ def _continuable(so_far: Generation, params: SamplingParams, *, streaming: bool)
 
 @contextlib.asynccontextmanager
 async def _of_grammar(params: SamplingParams) -> AsyncGenerator[None, None]:
-    """Makes an engine's failure over a caller's grammar the caller's error: another engine would fail, too."""
+    """Makes an engine's failure over a caller's grammar the caller's error: another engine would fail, too.
+
+    A grammar that allows no token at all, as `{"$ref": "#"}`, has log-probs that are no numbers in a stream.
+    """
     try:
         yield
     except Unavailable as error:
-        if params.is_constrained and "grammar" in error.message.lower():
+        allows_no_token = isinstance(error, BadAnswer) and error.kind == "log_prob"
+        if params.is_constrained and (allows_no_token or "grammar" in error.message.lower()):
             raise InvalidArgument(
                 f"the engine cannot follow this json_schema or regex: {error.message}",
                 reason="GRAMMAR_FAILED",

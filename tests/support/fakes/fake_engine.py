@@ -22,7 +22,8 @@ from headrace.errors import Unavailable
 from headrace.rpc.net import free_port
 
 VOCAB_SIZE = 300
-Fault = Literal["refuse", "refuse_for_now", "grammar", "hang", "die", "missing"]
+_MASKED = {"output_token_logprobs": [[None, 5, None]]}
+Fault = Literal["refuse", "refuse_for_now", "grammar", "masked", "hang", "die", "missing"]
 
 
 class FakeEngine:
@@ -115,6 +116,9 @@ class FakeEngine:
             return web.Response(status=503)
         if fault == "grammar":
             return web.Response(status=500, text="Grammar accept_token failed: Tokens not accepted: 0")
+        if fault == "masked":
+            reply = _reply([], [5], [self._version], "length")
+            return web.json_response({**reply, "meta_info": {**reply["meta_info"], **_MASKED}})
         if fault == "missing":
             return web.Response(status=404)
         if fault == "refuse":

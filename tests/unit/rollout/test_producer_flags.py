@@ -86,14 +86,16 @@ async def test_adapt_groups_in_flight_follows_the_engines_and_the_fleet_shows_it
     watch = service.load_watch
     assert watch is not None
     try:
+        producer._groups = {str(number): cast(Any, None) for number in range(4)}
         for _ in range(3):
             await watch.look()
-        assert producer.max_groups_in_flight == 1, "three quarters of no group in flight is the least"
-        assert registry.get_sample_value("headrace_rollout_max_groups_in_flight") == 1
+        assert producer.max_groups_in_flight == 3
+        assert registry.get_sample_value("headrace_rollout_max_groups_in_flight") == 3
         shown = await RolloutServicer(service.parts).GetFleet(GetFleetRequest(), cast(Any, None))
-        assert (shown.groups_in_flight, shown.max_groups_in_flight) == (0, 1)
-        assert [(one.kind, one.slots) for one in shown.requests] == [("training", 2), ("evaluation", 2), ("clients", 2)]
+        assert (shown.groups_in_flight, shown.max_groups_in_flight) == (4, 3)
+        assert [(one.kind, one.slots) for one in shown.requests] == [("training", 6), ("evaluation", 2), ("clients", 2)]
     finally:
+        producer._groups = {}
         await service.stop()
     fixed = job.model_copy(update={"rollout": job.rollout.model_copy(update={"adapt_groups_in_flight": False})})
     service = rollout_service(fixed, lambda number: FakeEngine(WIRE), tmp_path, CollectorRegistry())

@@ -76,6 +76,11 @@ def test_it_falls_only_after_several_readings_and_then_waits_until_so_few_groups
     assert [limit.read([QUEUED], 12), limit.read([QUEUED], 12)] == [9, 9]
 
 
+def test_pressure_that_others_make_while_no_group_is_in_flight_changes_nothing() -> None:
+    limit = GroupsLimit(16)
+    assert {limit.read([QUEUED], 0) for _ in range(20)} == {16}
+
+
 def test_a_queue_of_a_moment_changes_nothing() -> None:
     limit = GroupsLimit(16)
     for load in (QUEUED, QUEUED, FREE) * 20:

@@ -12,7 +12,7 @@ from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import EngineState
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.production.generator import Generator
-from tests.support.fakes.fake_engine import FakeEngine, response_to
+from tests.support.fakes.fake_engine import FakeEngine, Fault, response_to
 from tests.support.fakes.fake_fleet import FakeFleet
 
 PROMPT = (1, 2, 3)
@@ -135,11 +135,13 @@ async def test_engines_without_grammars_are_not_asked(fakes: FakeFleet) -> None:
 
 
 async def test_a_grammar_that_an_engine_fails_over_is_the_callers_and_no_engine_is_suspected(fakes: FakeFleet) -> None:
-    fakes.fake(0).faults["/generate"] = "grammar"
     generator = Generator(fakes.fleet.engines[0].client, fakes.fleet.weights, fakes.fleet.suspect)
-    for params in (SCHEMA, SamplingParams(max_new_tokens=9, regex="a")):
-        with pytest.raises(InvalidArgument, match="cannot follow this json_schema or regex"):
-            await generator.generate(PROMPT, params, request_id="r", seconds=60)
+    faults: tuple[Fault, ...] = ("grammar", "masked")
+    for fault in faults:
+        fakes.fake(0).faults["/generate"] = fault
+        for params in (SCHEMA, SamplingParams(max_new_tokens=9, regex="a")):
+            with pytest.raises(InvalidArgument, match="cannot follow this json_schema or regex"):
+                await generator.generate(PROMPT, params, request_id="r", seconds=60)
     fakes.fake(0).faults["/generate"] = "missing"
     with pytest.raises(InvalidArgument):
         await generator.generate(PROMPT, SCHEMA, request_id="r", seconds=60)
