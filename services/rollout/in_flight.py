@@ -1,4 +1,4 @@
-"""How many samples and requests a job may have at its engines at once, by kind."""
+"""The samples and requests that a job may have at its engines at once, by kind."""
 
 from __future__ import annotations
 

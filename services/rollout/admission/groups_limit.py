@@ -1,4 +1,4 @@
-"""How many groups may be generated at once, from what engines say: additive increase, multiplicative decrease.
+"""The number of groups that may be generated at once: additive increase, multiplicative decrease.
 
 Engines are pressed while many requests wait for a place among the running ones, or while their key-value cache is
 nearly full, so that they would soon take running requests back and compute their prefixes again. The limit then falls

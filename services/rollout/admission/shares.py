@@ -1,4 +1,4 @@
-"""Who may ask the engines now: slots for each kind of request, lent to others while they are free.
+"""The shares of the engines: slots for each kind of request, lent to others while they are free.
 
 A kind may always use its own slots. Beyond them it borrows, as long as not all slots of all kinds are in use. What is
 lent is not taken back before its request ends, so all kinds together may for a while have more in use than there are
@@ -12,7 +12,7 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """Who asks."""
+    """The kind of a request."""
 
     TRAINING = "training"
     EVALUATION = "evaluation"
