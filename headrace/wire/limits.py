@@ -94,6 +94,12 @@ MAX_STOPS: Final = 1_024
 """Stop strings, and stop token ids."""
 MAX_TEMPERATURE: Final = 1e6
 """temperature."""
+MAX_SCHEMA_BYTES: Final = 32 << 10
+"""json_schema of sampling parameters."""
+MAX_SCHEMA_DEPTH: Final = 32
+"""Objects and arrays inside of each other in a json_schema."""
+MAX_REGEX_BYTES: Final = 4 << 10
+"""regex of sampling parameters."""
 MAX_RESPONSES: Final = 128
 """`n` of Generate."""
 MAX_EVAL_DATASETS: Final = 256

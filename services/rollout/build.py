@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
 from headrace.errors import ConfigError
-from headrace.hooks import HookArgs, hook_args
+from headrace.hooks import hook_args
 from headrace.job.eval_sets import eval_sets
 from headrace.job.model.context_limit import ContextLimit
 from headrace.job.schema.job import Job
@@ -18,10 +16,9 @@ from headrace.models.architecture import Architecture
 from headrace.models.registry import read_architecture
 from headrace.run_folder import RunFolder
 from headrace.sample_checks import ModelBounds
-from services.rollout.agents.sampler import AgentSampler
-from services.rollout.agents.server import EndpointServer
-from services.rollout.agents.session import AgentPolicy, AgentSessions, SessionLimits
-from services.rollout.engine.api import SamplingParams
+from services.rollout.admission.groups_limit import GroupsLimit
+from services.rollout.admission.load_watch import LoadWatch
+from services.rollout.admission.shares import Kind
 from services.rollout.engine.arguments import evaluation_priority
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Fleet, FleetTiming
@@ -30,10 +27,10 @@ from services.rollout.engine.routing.router import Router
 from services.rollout.engine.scaling.scaler import Scaler
 from services.rollout.evaluation.eval_file import EvalFiles
 from services.rollout.evaluation.evaluate import SAMPLES_AT_ONCE, Evaluator
-from services.rollout.evaluation.evaluation_slots import EvaluationSlots
-from services.rollout.fleet_build import capacity, slots
+from services.rollout.fleet_build import capacity, slots_of
+from services.rollout.in_flight import engine_slots, groups_at_once, samples_at_once, samples_of
 from services.rollout.metrics import RolloutMetrics
-from services.rollout.one_of_several import groups_at_once, samples_at_once
+from services.rollout.openai_parts import openai_parts
 from services.rollout.production.custom import HookSampler, custom_args
 from services.rollout.production.failed_samples import FailedSamples
 from services.rollout.production.filter import GroupFilter
@@ -46,13 +43,12 @@ from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import EngineSampler, Sampler, job_params
 from services.rollout.production.supervised import supervised_parts
 from services.rollout.production.teacher import Teacher
+from services.rollout.production.time_limit import GRACE_SECONDS, request_ender
 from services.rollout.publication.receiver import Receiver
 from services.rollout.scoring import SampleScorer
 from services.rollout.service import RolloutParts, RolloutService
 
 _STREAM = "train"
-_EVALUATION_SHARE = 8
-"""Training has so many samples in flight for each sample of an evaluation."""
 
 
 def rollout_service(
@@ -80,14 +76,15 @@ def rollout_service(
     encoder = PromptEncoder(folder, apply_chat_template=apply, variables=variables, trust_remote_code=trusts)
     metrics = RolloutMetrics(registry)
     timing = FleetTiming.of(job.placement, start_seconds=job.services.start_timeout_seconds)
-    router = Router(job.rollout.router_policy, log_dir / "router.log", request_seconds=seconds, timing=timing)
+    request_seconds = seconds + GRACE_SECONDS
+    router = Router(job.rollout.router_policy, log_dir / "router.log", request_seconds=request_seconds, timing=timing)
     asks_for_experts = job.train.use_rollout_routing_replay
     architecture = read_architecture(job.model.hf_checkpoint)
     router_client = EngineClient(router.url, routed_experts=asks_for_experts, vocab_size=architecture.vocab_size)
     buffer = buffer_of(job.services)
     fleet = Fleet(
         job.placement.num_engines,
-        slots(job),
+        slots_of(job),
         factory,
         router,
         timing,
@@ -100,7 +97,10 @@ def rollout_service(
         fleet.suspect,
         context=ContextLimit.of_engines(job.sglang, architecture, job.placement.engine_groups),
         activity=fleet.activity,
+        end_request=request_ender(lambda: fleet.engines),
+        has_grammars=job.sglang.get("grammar_backend") != "none",
     )
+    slots = engine_slots(job.rollout, job.eval)
     hook, args = job.rollout.custom_generate_function_path, hook_args(job)
     warnings: list[str] = []
 
@@ -110,7 +110,7 @@ def rollout_service(
             custom_args(args, router.url),
             fleet.weights,
             seconds=seconds,
-            calls_at_once=samples_at_once(job) + SAMPLES_AT_ONCE,
+            calls_at_once=samples_at_once(job.rollout) + SAMPLES_AT_ONCE,
             per_sample=job.rollout.generate_per_sample,
             activity=fleet.activity,
             warn=warnings.append,
@@ -119,7 +119,7 @@ def rollout_service(
     custom = hook_sampler(hook) if hook else None
     functions = {each.custom_generate_function_path for each in eval_sets(job.eval)} - {None}
     of_data_sets = {path: hook_sampler(path) for path in sorted(filter(None, functions))}
-    openai = openai_parts(job, args, generator, encoder, params, architecture, warnings.append)
+    openai = openai_parts(job, args, generator, slots, encoder, params, architecture, warnings.append)
     num_layers = architecture.num_layers if asks_for_experts else None
     agents = openai.sampler if openai else None
     sampler: Sampler = (
@@ -154,15 +154,29 @@ def rollout_service(
         teacher=teacher,
         bounds=ModelBounds.of(architecture),
         failed_samples=FailedSamples.of(job.tracking, samples_dir, number),
+        slots=None if supervised else slots,
     )
     producer = Producer(
         BufferLedger(buffer, _STREAM),
         groups,
         lambda: fleet.policy_version,
         metrics,
-        max_groups_in_flight=groups_at_once(job),
+        max_groups_in_flight=groups_at_once(job.rollout),
         interrupt=fleet.interrupt,
     )
+
+    def limit_groups(groups: int) -> None:
+        producer.limit_groups(groups)
+        slots.resize(Kind.TRAINING, samples_of(job.rollout, groups))
+
+    load_watch = LoadWatch(
+        lambda: fleet.engines,
+        GroupsLimit(groups_at_once(job.rollout)),
+        lambda: producer.groups_in_flight,
+        limit_groups,
+        metrics.background_work_ended,
+    )
+    metrics.watch_requests(slots.shares, lambda: producer.max_groups_in_flight)
     parts = RolloutParts(
         encoder=encoder,
         generator=generator,
@@ -172,7 +186,7 @@ def rollout_service(
             *(encoder, sampler, scorer, params),
             seed=seed,
             files=_eval_files(job),
-            slots=EvaluationSlots(sampler, beside=evaluated_beside_training(job), alone=SAMPLES_AT_ONCE),
+            slots=slots,
             scores_groups=job.reward.group_rm,
             samplers=of_data_sets,
         ),
@@ -181,6 +195,7 @@ def rollout_service(
         receiver=Receiver(fleet, RunFolder(job.run.run_dir / job.run.run_name).weights_of(job.publish)),
         producer=producer,
         metrics=metrics,
+        slots=slots,
         params=params,
         generate_seconds=seconds,
         router_url=router.url,
@@ -193,60 +208,12 @@ def rollout_service(
         group_filter=group_filter,
         teacher=teacher,
         conversations=supervised.encoder if supervised else None,
+        load_watch=load_watch if job.rollout.adapt_groups_in_flight and not supervised else None,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class OpenaiParts:
-    """The endpoint of OpenAI's protocol, and the sampler of agents that use it, if the job has one."""
-
-    server: EndpointServer
-    sampler: AgentSampler | None
-
-
-def openai_parts(
-    job: Job,
-    args: HookArgs,
-    generator: Generator,
-    encoder: PromptEncoder,
-    params: SamplingParams,
-    architecture: Architecture,
-    warn: Callable[[str], None],
-) -> OpenaiParts | None:
-    """None unless the job has an agent or asks for the endpoint."""
-    agent = job.rollout.agent_function_path
-    if agent is None and job.rollout.openai_port is None:
-        return None
-    from services.rollout.agents.endpoint import Endpoint  # half a second: only where there is an endpoint
-
-    seconds = job.rollout.generate_timeout_seconds
-    sessions = AgentSessions(encoder, params, SessionLimits(seconds))
-    endpoint = Endpoint(sessions, AgentPolicy(generator, encoder), encoder, job.model.hf_checkpoint.name)
-    server = EndpointServer(endpoint.application(), job.rollout.openai_port)
-    if agent is None:
-        return OpenaiParts(server, None)
-    context = ContextLimit.of(job.rollout, job.sglang, architecture, job.placement.engine_groups)
-    sampler = AgentSampler(
-        *(agent, args, sessions, server.url),
-        limits=SessionLimits(seconds, job.rollout.max_turns, context.tokens if context else None),
-        calls_at_once=samples_at_once(job) + SAMPLES_AT_ONCE,
-        evaluation_priority=evaluation_priority(job.sglang),
-        warn=warn,
-    )
-    return OpenaiParts(server, sampler)
 
 
 def _eval_files(job: Job) -> EvalFiles:
     return EvalFiles([each.path for each in eval_sets(job.eval)], job.buffer.prompt_root)
-
-
-def evaluated_beside_training(job: Job) -> int:
-    """Evaluation's samples in flight beside training's, which does not go first where it waits for the evaluation."""
-    if job.eval.eval_samples_in_flight is not None:
-        return job.eval.eval_samples_in_flight
-    if job.eval.eval_exact_version:
-        return SAMPLES_AT_ONCE
-    return max(1, samples_at_once(job) // _EVALUATION_SHARE)
 
 
 def _partial_rollout(job: Job) -> PartialRollout | None:

@@ -21,10 +21,11 @@ from headrace.job.eval_sets import eval_sets
 from headrace.job.load.resolved import read_job
 from headrace.job.schema.job import Job
 from headrace.rpc.log import configure_logging
+from services.rollout.admission.engine_slots import EngineSlots
+from services.rollout.admission.shares import Kind, Shares
 from services.rollout.engine.http import Http
 from services.rollout.evaluation.eval_file import EvalFiles
 from services.rollout.evaluation.evaluate import SAMPLES_AT_ONCE, Evaluator
-from services.rollout.evaluation.evaluation_slots import EvaluationSlots
 from services.rollout.evaluation.openai_sampler import OpenAiSampler, UntokenizedEncoder
 from services.rollout.production.sampling import job_params
 from services.rollout.scoring import SampleScorer
@@ -72,7 +73,7 @@ async def evaluate_url(
         *(encoder, sampler, scorer, job_params(job.rollout)),
         seed=job.data.rollout_seed,
         files=EvalFiles([each.path for each in eval_sets(job.eval)], job.buffer.prompt_root),
-        slots=EvaluationSlots(sampler, beside=at_once, alone=at_once),
+        slots=EngineSlots(Shares({Kind.EVALUATION: at_once}), max_waiting=0),
         scores_groups=job.reward.group_rm,
     )
     reply, samples = rollout_pb2.EvaluateResponse(), list[sample_pb2.Sample]()

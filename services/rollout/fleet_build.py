@@ -56,7 +56,7 @@ def _on_its_machine(options: EngineOptions, number: int, log_dir: Path, has_gpus
     return SglangProcess(own, number, log_dir / f"engine-{number}.log", has_accelerator=has_gpus)
 
 
-def slots(job: Job) -> SlotOf:
+def slots_of(job: Job) -> SlotOf:
     """The slots of the job's engine groups, one after the other; what comes after them is of the last group."""
     groups = _group_of_each(job)
     if not groups:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+import functools
+from collections.abc import Callable
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from services.rollout.admission.shares import Kind, Shares
 from services.rollout.engine.watch import FleetObserver
 
 _SECONDS_BUCKETS = (0.05, 0.2, 1.0, 5.0, 20.0, 60.0, 300.0)
@@ -36,6 +40,23 @@ class RolloutMetrics(FleetObserver):
         self._groups_raised = Counter(
             "headrace_rollout_groups_raised", "Groups whose work ended in an unexpected error.", registry=registry
         )
+
+        self._in_flight = Gauge(
+            "headrace_rollout_requests_in_flight", "Requests at the engines, by kind.", ["kind"], registry=registry
+        )
+        self._waiting = Gauge(
+            "headrace_rollout_requests_waiting", "Requests that wait for a slot, by kind.", ["kind"], registry=registry
+        )
+        self._groups_limit = Gauge(
+            "headrace_rollout_max_groups_in_flight", "Groups that may be generated at once.", registry=registry
+        )
+
+    def watch_requests(self, shares: Shares, groups_limit: Callable[[], int]) -> None:
+        """Shows requests in flight and waiting, and the limit of groups, as they are when somebody looks."""
+        for kind in Kind:
+            self._in_flight.labels(kind.value).set_function(functools.partial(shares.in_use, kind))
+            self._waiting.labels(kind.value).set_function(functools.partial(shares.waiting, kind))
+        self._groups_limit.set_function(groups_limit)
 
     def bad_answer(self, kind: str) -> None:
         self._bad_answers.labels(kind).inc()

@@ -8,7 +8,7 @@ from headrace.job.schema.job import Job
 
 
 def job_of_service(job: Job, number: int | None) -> Job:
-    """With its share of the engines that are started elsewhere, and a port of its own for agents' requests.
+    """With its share of the engines that are started elsewhere and of the groups, and a port of its own for agents.
 
     None: it is the only one.
     """
@@ -17,22 +17,20 @@ def job_of_service(job: Job, number: int | None) -> Job:
     addresses, port = job.placement.rollout_external_engine_addrs, job.rollout.openai_port
     each = len(addresses) // job.services.num_rollout_services
     share = addresses[number * each : (number + 1) * each]
+    rollout = {
+        "openai_port": None if port is None else port + number,
+        "max_groups_in_flight": job.rollout.max_groups_in_flight or _groups_at_once(job),
+    }
     return job.model_copy(
         update={
             "placement": job.placement.model_copy(update={"rollout_external_engine_addrs": share}),
-            "rollout": job.rollout.model_copy(update={"openai_port": None if port is None else port + number}),
+            "rollout": job.rollout.model_copy(update=rollout),
         }
     )
 
 
-def groups_at_once(job: Job) -> int:
-    """Several services share a step where they are on-policy, so that all have work from its beginning; else two."""
+def _groups_at_once(job: Job) -> int:
+    """Services share a step where they are on-policy, so that all have work from its beginning; else two steps."""
     groups_per_step = job.rollout.over_sampling_batch_size or job.rollout.rollout_batch_size or 1
-    num_services = job.services.num_rollout_services
-    groups = groups_per_step if num_services > 1 and not job.buffer.max_staleness else 2 * groups_per_step
-    return job.rollout.max_groups_in_flight or math.ceil(groups / num_services)
-
-
-def samples_at_once(job: Job) -> int:
-    """Samples of those groups."""
-    return groups_at_once(job) * (job.rollout.n_samples_per_prompt or 1)
+    groups = 2 * groups_per_step if job.buffer.max_staleness else groups_per_step
+    return math.ceil(groups / job.services.num_rollout_services)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +14,9 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.client.port import Buffer
 from headrace.errors import HeadraceError
 from headrace.rpc.log import log
+from services.rollout.admission.engine_slots import EngineSlots
+from services.rollout.admission.load_watch import LoadWatch
+from services.rollout.admission.shares import Kind
 from services.rollout.agents.sampler import AgentSampler
 from services.rollout.agents.server import EndpointServer
 from services.rollout.engine.api import Generation, SamplingParams
@@ -46,20 +51,25 @@ class RolloutParts:
     receiver: Receiver
     producer: Producer
     metrics: RolloutMetrics
+    slots: EngineSlots
     params: SamplingParams
     generate_seconds: float
     router_url: str
     warnings: Sequence[str]
     """Warnings for people about the samples; the list grows."""
 
-    def ask(self, prompt: EncodedPrompt, sampling: sample_pb2.SamplingParams) -> AsyncIterator[Generation]:
-        """Streams one response to a client."""
-        return self.generator.stream(
-            prompt.tokens,
-            merged_params(sampling, self.params),
-            request_id=f"generate-{uuid.uuid4().hex}",
-            seconds=self.generate_seconds,
-        )
+    async def ask(self, prompt: EncodedPrompt, sampling: sample_pb2.SamplingParams) -> AsyncGenerator[Generation, None]:
+        """Streams one response to a client, once it has a slot; both take at most the limit of a generation."""
+        params, end = merged_params(sampling, self.params), time.monotonic() + self.generate_seconds
+        async with self.slots.slot(Kind.CLIENTS, seconds=self.generate_seconds):
+            pieces = self.generator.stream(
+                *(prompt.tokens, params),
+                request_id=f"generate-{uuid.uuid4().hex}",
+                seconds=end - time.monotonic(),
+            )
+            async with aclosing(pieces):
+                async for piece in pieces:
+                    yield piece
 
 
 class RolloutService:
@@ -77,6 +87,7 @@ class RolloutService:
         group_filter: GroupFilter | None,
         teacher: Teacher | None,
         conversations: PromptEncoder | None = None,
+        load_watch: LoadWatch | None = None,
     ) -> None:
         self.parts = parts
         self._encoders = [parts.encoder, *([conversations] if conversations else [])]
@@ -87,6 +98,7 @@ class RolloutService:
         self._endpoint = endpoint
         self._filter = group_filter
         self._teacher = teacher
+        self.load_watch = load_watch
         self._router_kept: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -110,6 +122,8 @@ class RolloutService:
             await self.stop()
             raise
         self.parts.producer.start()
+        if self.load_watch:
+            self.load_watch.start()
 
     async def _start_engines(self) -> None:
         log.info("router_starting")
@@ -131,6 +145,8 @@ class RolloutService:
 
     async def stop(self) -> None:
         """Returns leases, then ends engines and router."""
+        if self.load_watch:
+            await self.load_watch.stop()
         await self.parts.producer.drain()
         if self._endpoint:
             await self._endpoint.stop()

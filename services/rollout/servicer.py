@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import grpc
@@ -14,6 +14,7 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.rpc.request_limits import RequestLimits
 from headrace.wire.checks import cut_text, require_at_most, require_id
 from headrace.wire.limits import MAX_PUBLISH_FIELDS, MAX_RESPONSES
+from services.rollout.admission.shares import Kind
 from services.rollout.production.prompts import EncodedPrompt
 from services.rollout.publication.plan import plan_from_proto
 from services.rollout.service import RolloutParts
@@ -26,6 +27,7 @@ from services.rollout.wire import (
     generate_response,
     probe_from_proto,
     prompt_from_proto,
+    requests_to_proto,
     reward_target_from_proto,
     scale_from_proto,
 )
@@ -41,6 +43,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         require_at_most(request.n, MAX_RESPONSES, "n")
+        self._parts.slots.require_room(max(1, request.n))
         encoder = self._parts.encoder
         prompt = await encoder.off_loop(prompt_from_proto, request, encoder)
         responses = [self._response(request, prompt, index) for index in range(max(1, request.n))]
@@ -50,26 +53,27 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def _response(
         self, request: pb.GenerateRequest, prompt: EncodedPrompt, index: int
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """The messages of one of the responses."""
         sampling = sample_pb2.SamplingParams()
         sampling.CopyFrom(request.sampling)
         if index and sampling.HasField("seed"):
             sampling.seed += index
         sent_tokens, pieces = 0, TextPieces(self._parts.encoder.decode)
-        async for so_far in self._parts.ask(prompt, sampling):
-            is_last = so_far.finish is not None and so_far.finish.is_final
-            if (text := pieces.next(so_far.tokens, is_last=is_last)) is None:
-                continue
-            response = generate_response(
-                text,
-                so_far.tokens[sent_tokens:],
-                so_far.log_probs[sent_tokens:],
-                return_tokens=request.return_tokens,
-            )
-            response.index = index
-            sent_tokens = len(so_far.tokens)
-            yield finish_response(response, so_far, len(prompt.tokens)) if is_last else response
+        async with contextlib.aclosing(self._parts.ask(prompt, sampling)) as answers:
+            async for so_far in answers:
+                is_last = so_far.finish is not None and so_far.finish.is_final
+                if (text := pieces.next(so_far.tokens, is_last=is_last)) is None:
+                    continue
+                response = generate_response(
+                    text,
+                    so_far.tokens[sent_tokens:],
+                    so_far.log_probs[sent_tokens:],
+                    return_tokens=request.return_tokens,
+                )
+                response.index = index
+                sent_tokens = len(so_far.tokens)
+                yield finish_response(response, so_far, len(prompt.tokens)) if is_last else response
 
     async def Evaluate(self, request: pb.EvaluateRequest, context: Context) -> AsyncIterator[pb.EvaluateResponse]:
         async with contextlib.aclosing(self._parts.evaluator.run(request.datasets)) as all_progress:
@@ -95,6 +99,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             samples_being_scored=parts.scorer.being_scored,
             warnings=parts.warnings,
             wanted_engines=parts.scaler.wanted,
+            groups_in_flight=parts.producer.groups_in_flight,
+            max_groups_in_flight=parts.producer.max_groups_in_flight,
+            requests=[requests_to_proto(parts.slots.shares, kind) for kind in Kind],
         )
 
     async def ScaleFleet(self, request: pb.ScaleFleetRequest, context: Context) -> pb.ScaleFleetResponse:

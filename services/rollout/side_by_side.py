@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -12,7 +13,7 @@ _WAITING = 4
 """Parts of each stream that may wait for a slow reader."""
 
 
-async def side_by_side(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[T, None]:
+async def side_by_side(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
     """Every part of every stream, once; raises the first error of one. Close it: the streams' work ends with it."""
     merged = _Merged[T](_WAITING * len(streams))
     reading = [asyncio.create_task(merged.read(stream)) for stream in streams]
@@ -30,10 +31,11 @@ class _Merged(Generic[T]):
     def __init__(self, size: int) -> None:
         self._parts = asyncio.Queue[tuple[T] | tuple[()] | Exception](size)
 
-    async def read(self, stream: AsyncIterator[T]) -> None:
+    async def read(self, stream: AsyncGenerator[T, None]) -> None:
         try:
-            async for part in stream:
-                await self._parts.put((part,))
+            async with aclosing(stream):
+                async for part in stream:
+                    await self._parts.put((part,))
         except Exception as error:  # noqa: BLE001  # it is raised to the reader
             await self._parts.put(error)
         else:

@@ -22,6 +22,7 @@ from headrace.wire.limits import (
     MAX_PROMPT_TOKENS,
     MAX_TENSORS,
 )
+from services.rollout.admission.shares import Kind, Shares
 from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import Generation
 from services.rollout.engine.fleet import Engine
@@ -130,4 +131,10 @@ def engine_to_proto(engine: Engine) -> pb.Engine:
         weights_digest=engine.weights_digest,
         trouble=cut_text(engine.trouble),
         group=engine.group,
+    )
+
+
+def requests_to_proto(shares: Shares, kind: Kind) -> pb.Requests:
+    return pb.Requests(
+        kind=kind.value, in_flight=shares.in_use(kind), waiting=shares.waiting(kind), slots=shares.slots(kind)
     )

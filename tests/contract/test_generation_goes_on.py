@@ -9,10 +9,11 @@ from headrace.api.buffer.v1 import buffer_pb2
 from headrace.api.rollout.v1 import rollout_pb2
 from headrace.client.buffer import BufferClient
 from services.buffer.store.memory import MemoryStore
+from services.rollout.admission.engine_slots import EngineSlots
+from services.rollout.admission.shares import Kind, Shares
 from services.rollout.engine.api import SamplingParams
 from services.rollout.evaluation.eval_file import EvalFiles
 from services.rollout.evaluation.evaluate import Evaluator
-from services.rollout.evaluation.evaluation_slots import EvaluationSlots
 from services.rollout.production.generator import Generator
 from services.rollout.production.sampling import EngineSampler
 from services.trainer.breaker import Breaker
@@ -46,7 +47,7 @@ async def test_groups_are_made_while_an_evaluation_runs(tmp_path: Path) -> None:
             SamplingParams(max_new_tokens=100),
             seed=1,
             files=EvalFiles([], tmp_path),
-            slots=EvaluationSlots(sampler, beside=2, alone=2),
+            slots=EngineSlots(Shares({Kind.EVALUATION: 2}), max_waiting=0),
         )
         dataset = rollout_pb2.EvalDataset(
             name="e", path=str(tmp_path / "eval.jsonl"), n_samples_per_prompt=1, input_key="prompt"

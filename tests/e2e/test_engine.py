@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from services.rollout.engine.scaling.scaler import Scaler
 from services.rollout.fleet_build import sglang_factory
 from services.rollout.production.generator import Generator
 from services.rollout.publication.receiver import Receiver
+from tests.support.engine_requests import REQUESTS
 from tests.support.engine_stack import (
     PROMPT,
     Stack,
@@ -101,6 +102,11 @@ async def test_a_stop_token_ends_the_response_and_stays_in_it(stack: Stack) -> N
     generation = await stack.generator.generate(PROMPT, params, request_id="stop", seconds=240)
     assert generation.finish is Finish.STOP
     assert generation.tokens[-1] < 150
+
+
+@pytest.mark.parametrize("holds", REQUESTS, ids=lambda check: check.__name__)
+async def test_requests_of_every_form(stack: Stack, holds: Callable[[Stack], Awaitable[None]]) -> None:
+    await holds(stack)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

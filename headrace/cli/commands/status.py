@@ -122,11 +122,15 @@ async def _rollout(address: str) -> str:
         f"version {engine.policy_version}{f' of group {engine.group}' if engine.group else ''}"
         for engine in fleet.engines
     )
-    samples = f"{fleet.samples_in_flight} samples in flight, {fleet.samples_being_scored} being scored"
+    samples = (
+        f"{fleet.samples_in_flight} samples in flight, {fleet.samples_being_scored} being scored, "
+        f"{fleet.groups_in_flight}/{fleet.max_groups_in_flight} groups"
+    )
+    waiting = "".join(f", {each.waiting} requests of {each.kind} wait" for each in fleet.requests if each.waiting)
     warnings = "".join(f"\n{one_line(warning, WARNING_CHARACTERS)}" for warning in fleet.warnings)
     staying = sum(engine.state != rollout_pb2.ENGINE_STATE_LEAVING for engine in fleet.engines)
     wanted = f" ({fleet.wanted_engines} wanted)" if fleet.wanted_engines not in (0, staying) else ""
-    return f"{engines}{wanted}; {samples}, {fleet.groups_produced} groups produced{warnings}"
+    return f"{engines}{wanted}; {samples}{waiting}, {fleet.groups_produced} groups produced{warnings}"
 
 
 async def _buffer(address: str) -> str:

@@ -114,6 +114,19 @@ class RolloutSection(Section):
         description="Groups generated at once by a rollout service; absent: two steps' worth, or of several services "
         "their share.",
     )
+    adapt_groups_in_flight: bool = Field(
+        False,
+        description="Lower the number of groups generated at once while engines say that requests queue or their cache "
+        "is full, and raise it to max_groups_in_flight again; off: it is fixed.",
+    )
+    client_requests_in_flight: Positive | None = Field(
+        None,
+        description="Requests of clients (Generate, and the OpenAI endpoint without a session) at the engines at once "
+        "while training's samples are there too; absent: one for each eight that training may have.",
+    )
+    max_waiting_requests: NonNegative = Field(
+        256, description="Requests of clients that may wait for an engine; more are refused, and told to come again."
+    )
     max_failed_share: Share = Field(
         0.5,
         description="The run ends, with the reasons, when a larger share of the latest samples failed, or none of ten "

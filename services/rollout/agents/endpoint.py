@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -24,6 +25,7 @@ from headrace.errors import (
     InvalidArgument,
     NotFound,
     ResourceExhausted,
+    RetryableError,
     Unavailable,
 )
 from headrace.rpc.log import log
@@ -41,6 +43,8 @@ from services.rollout.agents.record import Ask
 from services.rollout.agents.session import AgentPolicy, AgentSessions, Session
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.text_pieces import TextPieces
+
+T = TypeVar("T")
 
 _BODY_BYTES = 2 * MAX_PROMPT_BYTES  # JSON writes some characters in six
 _STATUS: dict[type[HeadraceError], tuple[int, str]] = {
@@ -117,16 +121,18 @@ class Endpoint:
         session.seconds_left()  # whether it is over
         ask = await self._policy.ask(session, asked)
         if asked.stream:
-            first = await self._first_events(session, asked, ask)
+            task = asyncio.current_task()
+            assert task is not None
+            first = await _unless_gone(request, session, self._first_events(session, asked, ask, task))
             return StreamingResponse(first, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         choices = await _unless_gone(request, session, self._policy.choices(session, asked, ask))
         return JSONResponse(body(len(ask.tokens), choices))
 
     async def _first_events(
-        self, session: Session, asked: ChatRequest | CompletionRequest, ask: Ask
+        self, session: Session, asked: ChatRequest | CompletionRequest, ask: Ask, task: asyncio.Task[Any]
     ) -> AsyncIterator[bytes]:
         """Returns the events once there is a first one, so that a refusal still has a status of its own."""
-        events = self._events(session, asked, ask)
+        events = self._events(session, asked, ask, task)
         first = await anext(events)
 
         async def all_events() -> AsyncIterator[bytes]:
@@ -138,11 +144,12 @@ class Endpoint:
         return all_events()
 
     async def _events(
-        self, session: Session, asked: ChatRequest | CompletionRequest, ask: Ask
+        self, session: Session, asked: ChatRequest | CompletionRequest, ask: Ask, task: asyncio.Task[Any]
     ) -> AsyncGenerator[bytes, None]:
         chunks, pieces, sent = Chunks(asked, self._model), TextPieces(self._encoder.decode), ""
-        with _counted(session):
-            held_back = bool(asked.stops or (isinstance(asked, ChatRequest) and asked.offered_tools))
+        has_tools = isinstance(asked, ChatRequest) and bool(asked.offered_tools)
+        held_back = has_tools or bool(asked.stops or session.params.stop)
+        with _counted(session, task):
             generations = self._policy.stream(session, asked, ask)
             started = False
             async with contextlib.aclosing(generations):
@@ -170,7 +177,7 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def _unless_gone(request: Request, session: Session, work: Coroutine[Any, Any, list[Choice]]) -> list[Choice]:
+async def _unless_gone(request: Request, session: Session, work: Coroutine[Any, Any, T]) -> T:
     """Ends the work when the client closes the connection."""
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(_left(request))
@@ -195,10 +202,8 @@ async def _left(request: Request) -> None:
 
 
 @contextlib.contextmanager
-def _counted(session: Session) -> Iterator[None]:
-    """A stream is ended with its session."""
-    task = asyncio.current_task()
-    assert task is not None
+def _counted(session: Session, task: asyncio.Task[Any]) -> Iterator[None]:
+    """A stream is ended with its session: `task` is the one that sends it."""
     session.requests.add(task)
     try:
         yield
@@ -208,9 +213,11 @@ def _counted(session: Session) -> Iterator[None]:
 
 def _refusal(error: HeadraceError) -> Response:
     status, kind = next((known for cls, known in _STATUS.items() if isinstance(error, cls)), (500, "server_error"))
-    return _error(
-        status, kind, error.message, getattr(error, "field", None), _CODES.get(error.reason, error.reason.lower())
-    )
+    code = _CODES.get(error.reason, error.reason.lower())
+    refusal = _error(status, kind, error.message, getattr(error, "field", None), code)
+    if isinstance(error, RetryableError):
+        refusal.headers["Retry-After"] = str(math.ceil(error.retry_after_seconds))
+    return refusal
 
 
 def _error(status: int, kind: str, message: str, param: str | None, code: str | None) -> Response:

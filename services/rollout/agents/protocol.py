@@ -20,6 +20,8 @@ from services.rollout.agents.messages import Message
 from services.rollout.agents.record import RecordedAnswer
 from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import SamplingParams
+from services.rollout.production.constraint import require_regex, require_schema
+from services.rollout.production.sampling import require_one_constraint
 
 T = TypeVar("T", bound="_Request")
 
@@ -40,6 +42,13 @@ class _Request(msgspec.Struct, kw_only=True):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    regex: str | None = None
+    """SGLang's: the response fits it as a whole."""
+
+    @property
+    def schema(self) -> str | None:
+        """The JSON schema that the response must fit."""
+        return None
 
     @property
     def num_choices(self) -> int:
@@ -66,6 +75,10 @@ class _Request(msgspec.Struct, kw_only=True):
             raise InvalidArgument(f"top_p is {self.top_p:g}, must be in (0, 1]", field="top_p")
         if len(self.stops) > MAX_STOPS or "" in self.stops:
             raise InvalidArgument(f"stop must be at most {MAX_STOPS} strings that are not empty", field="stop")
+        if self.schema is not None:
+            require_schema(self.schema, "response_format")
+        if self.regex is not None:
+            require_regex(self.regex, "regex")
         for field in ("frequency_penalty", "presence_penalty", "logit_bias"):
             if getattr(self, field):
                 raise InvalidArgument(f"{field} is not supported: leave it out", field=field)
@@ -73,8 +86,12 @@ class _Request(msgspec.Struct, kw_only=True):
     def params(self, default: SamplingParams, *, is_recorded: bool) -> SamplingParams:
         """Returns the parameters to sample with.
 
-        In a recorded session temperature, top-p and top-k are the job's: a ratio of policies needs them equal.
+        In a recorded session temperature, top-p and top-k are the job's: a ratio of policies needs them equal, and so
+        it refuses a schema.
         """
+        if is_recorded and (self.schema is not None or self.regex is not None):
+            field = "response_format" if self.regex is None else "regex"
+            raise InvalidArgument(f"{field} must be left out: what is trained is sampled freely", field=field)
         most = default.max_new_tokens
         made = replace(
             default,
@@ -83,13 +100,17 @@ class _Request(msgspec.Struct, kw_only=True):
         )
         if is_recorded:
             return made
-        return replace(
+        made = replace(
             made,
             temperature=default.temperature if self.temperature is None else self.temperature,
             top_p=default.top_p if self.top_p is None else self.top_p,
             top_k=self.top_k if self.top_k and self.top_k > 0 else default.top_k,
             seed=self.seed,
+            json_schema=self.schema,
+            regex=self.regex,
         )
+        require_one_constraint(made)
+        return made
 
 
 class ChatRequest(_Request, kw_only=True):
@@ -104,6 +125,23 @@ class ChatRequest(_Request, kw_only=True):
     response_format: dict[str, Any] | None = None
 
     @property
+    def schema(self) -> str | None:
+        """Raises InvalidArgument for another type than text, json_object and json_schema."""
+        form = self.response_format or {"type": "text"}
+        match form.get("type"):
+            case "text":
+                return None
+            case "json_object":
+                return '{"type":"object"}'
+            case "json_schema":
+                described = form.get("json_schema")
+                schema = described.get("schema") if isinstance(described, dict) else None
+                return msgspec.json.encode(schema).decode()  # one that is no object is refused as such
+        raise InvalidArgument(
+            "response_format.type must be text, json_object or json_schema", field="response_format.type"
+        )
+
+    @property
     def most_tokens(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
@@ -114,10 +152,6 @@ class ChatRequest(_Request, kw_only=True):
     def check(self) -> None:
         super().check()
         require_between(len(self.messages), 1, MAX_MESSAGES, "messages")
-        if self.response_format and self.response_format.get("type") != "text":
-            raise InvalidArgument(
-                "response_format must be text: what is trained is sampled freely", field="response_format"
-            )
         if self.top_logprobs:
             raise InvalidArgument(
                 "top_logprobs is not supported: logprobs are those of sampled tokens", field="top_logprobs"

@@ -7,10 +7,12 @@ import hashlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field, replace
 
 from headrace.errors import FailedPrecondition, InvalidArgument, NotFound
+from services.rollout.admission.engine_slots import EngineSlots
+from services.rollout.admission.shares import Kind
 from services.rollout.agents.messages import Message
 from services.rollout.agents.protocol import ChatRequest, Choice, CompletionRequest
 from services.rollout.agents.record import Ask, RecordedAnswer, SessionRecord
@@ -144,9 +146,11 @@ class AgentSessions:
 class AgentPolicy:
     """Answers the requests of sessions with the engines."""
 
-    def __init__(self, generator: Generator, encoder: PromptEncoder) -> None:
+    def __init__(self, generator: Generator, encoder: PromptEncoder, slots: EngineSlots) -> None:
+        """`slots` are for requests of clients; an agent's sample has its slot already."""
         self._generator = generator
         self._encoder = encoder
+        self._slots = slots
 
     async def ask(self, session: Session, request: ChatRequest | CompletionRequest) -> Ask:
         """Returns the request as tokens. Raises InvalidArgument where the chat template refuses it."""
@@ -159,14 +163,19 @@ class AgentPolicy:
         """Returns and records `n` responses."""
         name, left = session.next_request(), session.seconds_left()
         all_params = [session.params_of(request, len(ask.tokens), number) for number in range(request.num_choices)]
-        generations = await asyncio.gather(
-            *(
-                self._generator.generate(
-                    ask.tokens, params, request_id=f"{name}-{number}", seconds=left, priority=session.priority
+        if not session.is_recorded:
+            self._slots.require_room(len(all_params))
+
+        async def generated(number: int, params: SamplingParams) -> Generation:
+            async with self._slot(session, left):
+                return await self._generator.generate(
+                    *(ask.tokens, params),
+                    request_id=f"{name}-{number}",
+                    seconds=session.seconds_left(),
+                    priority=session.priority,
                 )
-                for number, params in enumerate(all_params)
-            )
-        )
+
+        generations = await asyncio.gather(*(generated(*each) for each in enumerate(all_params)))
         return [self.record(session, request, ask, generation) for generation in generations]
 
     async def stream(
@@ -175,10 +184,14 @@ class AgentPolicy:
         """Yields all tokens so far, again and again; the last is not recorded yet."""
         name, left = session.next_request(), session.seconds_left()
         params = session.params_of(request, len(ask.tokens), 0)
-        pieces = self._generator.stream(ask.tokens, params, request_id=name, seconds=left)
-        async with aclosing(pieces):
-            async for so_far in pieces:
-                yield so_far
+        async with self._slot(session, left):
+            pieces = self._generator.stream(ask.tokens, params, request_id=name, seconds=session.seconds_left())
+            async with aclosing(pieces):
+                async for so_far in pieces:
+                    yield so_far
+
+    def _slot(self, session: Session, seconds: float) -> AbstractAsyncContextManager[None]:
+        return nullcontext() if session.is_recorded else self._slots.slot(Kind.CLIENTS, seconds=seconds)
 
     def record(
         self, session: Session, request: ChatRequest | CompletionRequest, ask: Ask, generation: Generation

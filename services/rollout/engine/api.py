@@ -23,6 +23,13 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     seed: int | None = None
     min_new_tokens: int = 0
+    json_schema: str | None = None
+    regex: str | None = None
+
+    @property
+    def is_constrained(self) -> bool:
+        """True for a response that follows a grammar. Engines begin it with the response: it cannot be continued."""
+        return self.json_schema is not None or self.regex is not None
 
     def after(self, num_tokens: int) -> SamplingParams:
         """Returns what remains to be asked for when so many tokens of the response are there."""
@@ -52,6 +59,10 @@ class SamplingParams:
             params["stop_token_ids"] = list(self.stop_token_ids)
         if self.min_new_tokens:
             params["min_new_tokens"] = self.min_new_tokens
+        if self.json_schema is not None:
+            params["json_schema"] = self.json_schema
+        if self.regex is not None:
+            params["regex"] = self.regex
         if self.seed is not None:
             params["sampling_seed"] = self.seed
         return params

@@ -10,6 +10,7 @@ from typing import Any
 from headrace.errors import FailedPrecondition, InvalidArgument
 from headrace.wire.tensor_spec import TensorSpec
 from services.rollout.engine.answers.bad_answer import BadAnswer, message_of
+from services.rollout.engine.answers.load import EngineLoad, read_load
 from services.rollout.engine.answers.others import read_checksums, read_num_requests, read_scores, read_weights_name
 from services.rollout.engine.answers.response import Asked, EngineResponse, read_response
 from services.rollout.engine.api import GroupJoin, SamplingParams
@@ -129,6 +130,11 @@ class EngineClient:
             raise BadAnswer("server_info", f"{self.url}/server_info has no tp_size")
         return size
 
+    async def load(self, *, seconds: float) -> EngineLoad:
+        """Returns its requests, running and waiting, and how full its cache is. Raises BadAnswer."""
+        path = "/v1/loads?include=core,queues"
+        return read_load((await self._http.request("GET", path, None, seconds=seconds)).json())
+
     async def pause(self, mode: str) -> None:
         """`mode` is `in_place`, `retract` or `abort`."""
         await self._post("/pause_generation", {"mode": mode})
@@ -139,6 +145,11 @@ class EngineClient:
     async def abort_all(self) -> None:
         """Ends every request; their responses have finish `abort`."""
         reply = await self._http.request("POST", "/abort_request", {"abort_all": True}, seconds=_CONTROL_SECONDS)
+        reply.require_success()
+
+    async def abort(self, request_id: str) -> None:
+        """Ends one request, whose response has finish `abort`; does nothing where the engine does not have it."""
+        reply = await self._http.request("POST", "/abort_request", {"rid": request_id}, seconds=_CONTROL_SECONDS)
         reply.require_success()
 
     async def freeze_gc(self) -> None:

@@ -19,10 +19,11 @@ from headrace.rpc.log import log
 from headrace.trajectory import Failure, Sample, Status
 from headrace.wire.checks import require_at_most
 from headrace.wire.limits import MAX_EVAL_DATASETS, MAX_EVAL_SAMPLES, MAX_EVALUATIONS
+from services.rollout.admission.engine_slots import EngineSlots
+from services.rollout.admission.shares import Kind
 from services.rollout.engine.api import SamplingParams
 from services.rollout.evaluation.eval_file import EvalFiles, EvalRow
 from services.rollout.evaluation.eval_plan import EvalPlan, read_plan
-from services.rollout.evaluation.evaluation_slots import EvaluationSlots
 from services.rollout.evaluation.tally import Tally
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
 from services.rollout.production.sampling import Sampler, SampleRequest, failed_sample, seed_of
@@ -67,7 +68,7 @@ class Evaluator:
         *,
         seed: int,
         files: EvalFiles,
-        slots: EvaluationSlots,
+        slots: EngineSlots,
         scores_groups: bool = False,
         samplers: Mapping[str, Sampler] = MappingProxyType({}),
     ) -> None:
@@ -159,7 +160,7 @@ class Evaluator:
             prompt = await self._encoder.off_loop(plan.encode, self._encoder, row)
             params = replace(plan.params_for(prompt), seed=request.params.seed)
             request = replace(request, prompt=prompt, params=params)
-            async with self._slots.slot(sampler):
+            async with self._slots.slot(Kind.EVALUATION):
                 return await sampler.sample_all([request], evaluation=True)
         except Exception as error:  # noqa: BLE001  # one sample of many
             return [_failed(request, row, error)]

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 from headrace.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
@@ -20,13 +21,14 @@ from services.rollout.engine.answers.response import EngineResponse, Finish
 from services.rollout.engine.api import NOTHING_YET, Generation, SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.weights import ServedWeights
+from services.rollout.production.time_limit import GRACE_SECONDS, EndRequest, ended_after
 
 _FIRST_BACKOFF_SECONDS = 0.1
 _LONGEST_BACKOFF_SECONDS = 2.0
 
 
 class Generator:
-    """Asks the router. `suspect` is called with every bad response."""
+    """Asks the router. `suspect` is called with every bad response, `end_request` at the time limit of a partial."""
 
     def __init__(
         self,
@@ -36,7 +38,12 @@ class Generator:
         *,
         context: ContextLimit | None = None,
         activity: Activity | None = None,
+        end_request: EndRequest | None = None,
+        has_grammars: bool = True,
     ) -> None:
+        """Without `has_grammars`, engines can follow neither a JSON schema nor a regular expression."""
+        self._has_grammars = has_grammars
+        self._end_request = end_request
         self._router = router
         self._weights = weights
         self._suspect = suspect
@@ -57,7 +64,8 @@ class Generator:
         """Returns a finished response. Raises Unavailable or DeadlineExceeded when there is none within `seconds`.
 
         With `return_partial` it is not continued after an abort: the tokens so far are returned with finish ABORT, and
-        the event is set for all who share it; when another sets it, generation ends at its next interruption.
+        the event is set for all who share it; when another sets it, generation ends at its next interruption. After
+        `seconds` the tokens so far are returned in the same way, if there are any, and the event is not set.
         """
         pieces = self._pieces(
             *(prompt, params, begun, return_partial),
@@ -76,6 +84,12 @@ class Generator:
 
     def _fitting(self, num_tokens: int, params: SamplingParams) -> SamplingParams:
         """Raises InvalidArgument for a request that no engine could serve, so that no engine is blamed."""
+        if params.is_constrained and not self._has_grammars:
+            raise InvalidArgument(
+                "engines follow no json_schema or regex: the job says --sglang-grammar-backend none",
+                reason="NO_GRAMMARS",
+                field="sampling",
+            )
         if self._context is None:
             return params
         if num_tokens >= self._context.tokens:
@@ -109,10 +123,13 @@ class Generator:
             attempt += 1
             rest = params.after(len(done.tokens))
             so_far = done
-            failure: Unavailable | None = None
+            failure: Unavailable | DeadlineExceeded | None = None
             try:
-                pieces = self._ask([*prompt, *done.tokens], rest, f"{request_id}#{attempt}", left, streaming, priority)
-                async with contextlib.aclosing(pieces):
+                pieces = self._ask(
+                    *([*prompt, *done.tokens], rest, f"{request_id}#{attempt}", left, streaming, priority),
+                    returns_partial=return_partial is not None,
+                )
+                async with contextlib.aclosing(pieces), _of_grammar(params):
                     async for piece in pieces:
                         if streaming and len(done.tokens) + len(piece.tokens) < len(so_far.tokens):
                             raise Unavailable(
@@ -124,26 +141,30 @@ class Generator:
                 self._suspect(error)
                 failure = error
             except (InvalidArgument, FailedPrecondition) as error:
-                self._suspect(BadAnswer("refused", error.message))  # it may refuse whatever it is asked
+                if not params.is_constrained:
+                    self._suspect(BadAnswer("refused", error.message))  # it may refuse whatever it is asked
                 raise
-            except Unavailable as error:
+            except (Unavailable, DeadlineExceeded) as error:
                 failure = error
             else:
                 if so_far.finish is not None and so_far.finish.is_final:
                     return
-            if failure is not None and end - time.monotonic() <= backoff_seconds:
+            is_over = end - time.monotonic() <= backoff_seconds
+            if failure is not None and is_over and (return_partial is None or not so_far.tokens):
                 raise failure
             if failure is None and len(so_far.tokens) > len(done.tokens):
                 backoff_seconds = _FIRST_BACKOFF_SECONDS
-            done = replace(so_far, finish=Finish.ABORT)
+            done = _continuable(so_far, params, streaming=streaming)
             if len(done.tokens) >= params.max_new_tokens:
                 yield replace(done, finish=Finish.LENGTH)
                 return
-            if return_partial and failure is None and len(done.tokens) > len(begun.tokens):
+            if return_partial and failure is None and len(done.tokens) > len(begun.tokens) and time.monotonic() < end:
                 return_partial.set()
-            await _set_within(return_partial, backoff_seconds)
+            await _set_within(return_partial, min(backoff_seconds, max(end - time.monotonic(), 0.0)))
             backoff_seconds = min(backoff_seconds * 2, _LONGEST_BACKOFF_SECONDS)
-        raise DeadlineExceeded(f"request {request_id} had {len(done.tokens)} tokens after {seconds:g} s")
+        if return_partial is None or not done.tokens:
+            raise DeadlineExceeded(f"request {request_id} had {len(done.tokens)} tokens after {seconds:g} s")
+        yield done
 
     async def _ask(
         self,
@@ -153,19 +174,26 @@ class Generator:
         seconds: float,
         streaming: bool,
         priority: int | None,
+        *,
+        returns_partial: bool = False,
     ) -> AsyncGenerator[Generation, None]:
+        ending: AbstractAsyncContextManager[None] = contextlib.nullcontext()
+        if returns_partial and self._end_request:
+            ending = ended_after(seconds, request_id, self._end_request)
+            seconds += GRACE_SECONDS
         end = time.monotonic() + seconds
         cache_key = self._weights.cache_key
         if not streaming:
             with self._activity.requests():
-                answer = await self._router.generate(
-                    tokens,
-                    params,
-                    request_id=request_id,
-                    cache_key=cache_key,
-                    seconds=seconds,
-                    priority=priority,
-                )
+                async with ending:
+                    answer = await self._router.generate(
+                        tokens,
+                        params,
+                        request_id=request_id,
+                        cache_key=cache_key,
+                        seconds=seconds,
+                        priority=priority,
+                    )
             yield await self._accepted(answer, len(tokens), end)
             return
         answers = self._router.stream(tokens, params, request_id=request_id, cache_key=cache_key, seconds=seconds)
@@ -185,6 +213,38 @@ class Generator:
         except TimeoutError as error:
             raise DeadlineExceeded("its weights were neither committed nor refused in time") from error
         return Generation.of(answer, ranges, num_prompt_tokens)
+
+
+def _continuable(so_far: Generation, params: SamplingParams, *, streaming: bool) -> Generation:
+    """Returns what the next request continues. Raises Unavailable where the reader has tokens that it cannot."""
+    if not params.is_constrained:
+        return replace(so_far, finish=Finish.ABORT)
+    if streaming and so_far.tokens:
+        raise Unavailable(
+            "an engine was interrupted, and a response that follows a json_schema or regex cannot be continued: send "
+            "the request again",
+            reason="CANNOT_CONTINUE",
+        )
+    return NOTHING_YET
+
+
+@contextlib.asynccontextmanager
+async def _of_grammar(params: SamplingParams) -> AsyncGenerator[None, None]:
+    """Makes an engine's failure over a caller's grammar the caller's error: another engine would fail, too.
+
+    A grammar that allows no token at all, as `{"$ref": "#"}`, has log-probs that are no numbers in a stream.
+    """
+    try:
+        yield
+    except Unavailable as error:
+        allows_no_token = isinstance(error, BadAnswer) and error.kind == "log_prob"
+        if params.is_constrained and (allows_no_token or "grammar" in error.message.lower()):
+            raise InvalidArgument(
+                f"the engine cannot follow this json_schema or regex: {error.message}",
+                reason="GRAMMAR_FAILED",
+                field="sampling",
+            ) from error
+        raise
 
 
 async def _set_within(event: asyncio.Event | None, seconds: float) -> None:

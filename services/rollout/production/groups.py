@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from headrace.job.model.context_limit import ContextLimit
 from headrace.process.workers import WorkerError
 from headrace.sample_checks import ModelBounds
 from headrace.trajectory import Failure, PolicyRange, Sample, Status, from_json
+from services.rollout.admission.engine_slots import EngineSlots
 from services.rollout.engine.api import SamplingParams
 from services.rollout.production.failed_samples import FailedSamples
 from services.rollout.production.filter import GroupFilter
@@ -43,7 +45,9 @@ class GroupSampler:
         teacher: Teacher | None = None,
         bounds: ModelBounds | None = None,
         failed_samples: FailedSamples | None = None,
+        slots: EngineSlots | None = None,
     ) -> None:
+        """`slots` count the samples that engines are asked for."""
         self._encoder = encoder
         self._sampler = sampler
         self._scorer = scorer
@@ -56,6 +60,7 @@ class GroupSampler:
         self._teacher = teacher
         self._bounds = bounds
         self._failed_samples = failed_samples
+        self._slots = slots
 
     @property
     def returns_partials(self) -> bool:
@@ -76,10 +81,15 @@ class GroupSampler:
             replace(self._request(lease, prompt, params, index), begun=begun.get(index))
             for index in range(lease.n_samples)
         ]
-        made = await self._sampler.sample_all(requests, evaluation=False, return_partial=return_partial)
+        with self._slots.training(len(requests)) if self._slots else contextlib.nullcontext():
+            made = await self._sampler.sample_all(requests, evaluation=False, return_partial=return_partial)
         samples = [_of_version(sample, lease.policy_version) for sample in made]
         if any(s.status is Status.ABORTED for s in samples):
-            return self._interrupted(lease, samples)
+            is_interrupted = return_partial is None or return_partial.is_set()
+            why = None if is_interrupted or not self._partial else self._partial.why_not_again(lease, begun, samples)
+            if why is None:
+                return self._interrupted(lease, samples)
+            samples = [_too_slow(sample, why) for sample in samples]
         samples = [self._bounded(sample) for sample in samples]
         if self._partial:
             samples = [self._partial.finished(sample, lease.policy_version) for sample in samples]
@@ -148,6 +158,14 @@ class GroupSampler:
             metadata=from_json(lease.prompt.metadata_json),
             params=replace(params, seed=seed_of(self._rollout_seed, lease.group_id, lease.attempt, index)),
         )
+
+
+def _too_slow(sample: Sample, why: str) -> Sample:
+    """Makes an unfinished sample FAILED."""
+    if sample.status is not Status.ABORTED:
+        return sample
+    message = f"it had {sample.response_length} tokens when its time was over; {why}"
+    return replace(sample, status=Status.FAILED, failure=Failure("DEADLINE_EXCEEDED", message))
 
 
 def _of_version(sample: Sample, policy_version: int) -> Sample:

@@ -63,16 +63,38 @@ class PartialRollout:
             log_probs[old.start : old.end] = 0.0
         return replace(sample, policy_ranges=ranges, loss_mask=loss_mask, rollout_log_probs=log_probs)
 
+    def why_not_again(
+        self, lease: buffer_pb2.GroupLease, begun: Mapping[int, Sample], samples: Sequence[Sample]
+    ) -> str | None:
+        """Returns why a group whose time is over is not released once more, or None.
+
+        Each release has more tokens than the one before, so that no group is leased without end.
+        """
+        if len(begun) < len(lease.partial_samples):
+            return (
+                "its earlier tokens were too old to be continued, and it did not end in time without them: raise "
+                "--generate-timeout-seconds or --max-staleness, or pass --mask-offpolicy-in-partial-rollout"
+            )
+        before = sum(sample.response_length for sample in begun.values())
+        if sum(sample.response_length for sample in _continuable(samples)) <= before:
+            return "none of its group's samples had a new token: engines are stuck or overloaded (headrace status)"
+        return None
+
     def release(self, lease: buffer_pb2.GroupLease, samples: Sequence[Sample]) -> buffer_pb2.LeaseRelease:
-        """Releases the lease with all samples that can be continued; those that fanned out cannot."""
-        count = Counter(sample.index for sample in samples)
-        kept = [s for s in samples if s.status in _FINISH and s.response_length and count[s.index] == 1]
+        """Releases the lease with all samples that can be continued."""
+        kept = _continuable(samples)
         tokens = sum(sample.response_length for sample in kept)
         return buffer_pb2.LeaseRelease(
             lease_id=lease.lease_id,
             partial_samples=[sample.pack() for sample in kept],
             reason=f"interrupted with {tokens} tokens of {len(kept)} samples",
         )
+
+
+def _continuable(samples: Sequence[Sample]) -> list[Sample]:
+    """Samples that fanned out cannot be continued."""
+    count = Counter(sample.index for sample in samples)
+    return [s for s in samples if s.status in _FINISH and s.response_length and count[s.index] == 1]
 
 
 def generation_of(sample: Sample) -> Generation:

@@ -73,8 +73,23 @@ class Producer:
         self._may_lease.set()
         self._groups: dict[str, _GroupInFlight] = {}
         """By lease id."""
-        self._something_ended = asyncio.Event()
+        self._something_changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def groups_in_flight(self) -> int:
+        """The groups that are worked on."""
+        return len(self._groups)
+
+    @property
+    def max_groups_in_flight(self) -> int:
+        """The limit now."""
+        return self._max_groups_in_flight
+
+    def limit_groups(self, most: int) -> None:
+        """Changes how many groups are worked on at once; those in flight go on."""
+        self._max_groups_in_flight = most
+        self._something_changed.set()
 
     @property
     def paused(self) -> bool:
@@ -165,8 +180,8 @@ class Producer:
 
     async def _free_places(self) -> int:
         while len(self._groups) >= self._max_groups_in_flight:
-            self._something_ended.clear()
-            await self._something_ended.wait()
+            self._something_changed.clear()
+            await self._something_changed.wait()
         return self._max_groups_in_flight - len(self._groups)
 
     async def _hand_back(self, leases: list[buffer_pb2.GroupLease]) -> None:
@@ -190,7 +205,7 @@ class Producer:
         finally:
             keeper.cancel()
             del self._groups[lease.lease_id]
-            self._something_ended.set()
+            self._something_changed.set()
 
     async def _sampled(self, lease: buffer_pb2.GroupLease, return_partial: asyncio.Event | None) -> GroupResult:
         try:

@@ -21,6 +21,7 @@ from headrace.wire.limits import MAX_COUNTER, MAX_NEW_TOKENS, MAX_STOPS, MAX_TEM
 from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import NOTHING_YET, Generation, SamplingParams
+from services.rollout.production.constraint import require_regex, require_schema
 from services.rollout.production.generator import Generator
 from services.rollout.production.partial import generation_of
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
@@ -66,7 +67,14 @@ def merged_params(asked: pb.SamplingParams, defaults: SamplingParams) -> Samplin
         stop_token_ids=tuple(asked.stop_token_ids) or defaults.stop_token_ids,
         seed=asked.seed if asked.HasField("seed") else defaults.seed,
         min_new_tokens=asked.min_new_tokens if asked.HasField("min_new_tokens") else defaults.min_new_tokens,
+        json_schema=asked.json_schema if asked.HasField("json_schema") else None,
+        regex=asked.regex if asked.HasField("regex") else None,
     )
+    if params.json_schema is not None:
+        require_schema(params.json_schema, "sampling.json_schema")
+    if params.regex is not None:
+        require_regex(params.regex, "sampling.regex")
+    require_one_constraint(params)
     require_between(params.max_new_tokens, 1, MAX_NEW_TOKENS, "sampling.max_new_tokens")
     require_between(params.min_new_tokens, 0, params.max_new_tokens, "sampling.min_new_tokens")
     require_finite(params.temperature, "sampling.temperature", most=MAX_TEMPERATURE)
@@ -89,6 +97,18 @@ def merged_params(asked: pb.SamplingParams, defaults: SamplingParams) -> Samplin
     if params.top_k is not None:
         require_between(params.top_k, 1, _MAX_TOP_K, "sampling.top_k")
     return params
+
+
+def require_one_constraint(params: SamplingParams) -> None:
+    """Raises InvalidArgument for what no engine can follow together."""
+    if params.json_schema is not None and params.regex is not None:
+        raise InvalidArgument("json_schema and regex are both set: leave one of them out", field="sampling.regex")
+    if params.is_constrained and params.min_new_tokens:
+        raise InvalidArgument(
+            f"min_new_tokens is {params.min_new_tokens}, and json_schema or regex says when the response ends: leave "
+            "one of them out",
+            field="sampling.min_new_tokens",
+        )
 
 
 def seed_of(rollout_seed: int, group_id: str, attempt: int, index: int) -> int:

@@ -22,7 +22,8 @@ from headrace.errors import Unavailable
 from headrace.rpc.net import free_port
 
 VOCAB_SIZE = 300
-Fault = Literal["refuse", "hang", "die", "missing"]
+_MASKED = {"output_token_logprobs": [[None, 5, None]]}
+Fault = Literal["refuse", "refuse_for_now", "grammar", "masked", "hang", "die", "missing"]
 
 
 class FakeEngine:
@@ -55,6 +56,10 @@ class FakeEngine:
         self._aborting = False
         self._num_aborts = 0
         self.num_in_flight = 0
+        self.max_running = 64
+        self.cache_usage = 0.1
+        self._rids: set[str] = set()
+        self._ended: set[str] = set()
         self._running = asyncio.Event()
         self._running.set()
         self._runner: web.AppRunner | None = None
@@ -112,6 +117,13 @@ class FakeEngine:
             return web.Response(status=503)
         if fault == "hang":
             await asyncio.Event().wait()
+        if fault == "refuse_for_now":
+            return web.Response(status=503)
+        if fault == "grammar":
+            return web.Response(status=500, text="Grammar accept_token failed: Tokens not accepted: 0")
+        if fault == "masked":
+            reply = _reply([], [5], [self._version], "length")
+            return web.json_response({**reply, "meta_info": {**reply["meta_info"], **_MASKED}})
         if fault == "missing":
             return web.Response(status=404)
         if fault == "refuse":
@@ -120,10 +132,14 @@ class FakeEngine:
         if path == "/generate":
             self.num_in_flight += 1
             self.bodies.append(body)
+            rid = {body["rid"]} if "rid" in body else set()
+            self._rids |= rid
             try:
                 return await self._generate(request, body)
             finally:
                 self.num_in_flight -= 1
+                self._rids -= rid
+                self._ended -= rid
         return self._control(path, body)
 
     def _control(self, path: str, body: dict[str, Any]) -> web.Response:  # noqa: C901  # one branch an endpoint
@@ -134,6 +150,10 @@ class FakeEngine:
                 return web.json_response({"loads": [{"num_running_reqs": self.num_in_flight, "num_waiting_reqs": 0}]})
             case "/server_info":
                 return web.json_response({"tp_size": 1, "internal_states": []})
+            case "/v1/loads":
+                running = min(self.num_in_flight, self.max_running)
+                load = {"num_running_reqs": running, "num_waiting_reqs": self.num_in_flight - running}
+                return web.json_response({"loads": [{**load, "token_usage": self.cache_usage}]})
             case "/pause_generation":
                 self._running.clear()
                 self._aborting = body["mode"] == "abort"
@@ -141,6 +161,8 @@ class FakeEngine:
             case "/continue_generation":
                 self._aborting = False
                 self._running.set()
+            case "/abort_request" if "rid" in body:
+                self._ended |= {rid for rid in self._rids if rid.startswith(body["rid"])}  # as SGLang
             case "/abort_request":
                 self._num_aborts += 1
             case "/flush_cache" if self.num_in_flight:
@@ -201,7 +223,7 @@ class FakeEngine:
             await stream.prepare(request)
         finish, num_aborts = None, self._num_aborts
         while finish is None:
-            if self._aborting or self._num_aborts > num_aborts:
+            if self._aborting or self._num_aborts > num_aborts or body.get("rid") in self._ended:
                 finish = "abort"
             else:
                 await self._running.wait()

@@ -17,7 +17,7 @@ from headrace.models.registry import read_architecture
 from services.rollout.engine import arguments
 from services.rollout.engine.machine import Machine
 from services.rollout.engine.slots import EngineSlot
-from services.rollout.fleet_build import slot_options, slots
+from services.rollout.fleet_build import slot_options, slots_of
 
 GROUPS = """
 [[placement.engine_groups]]
@@ -60,7 +60,7 @@ def test_engine_groups_give_each_engine_the_arguments_of_its_group(job_file: Pat
         {"max_running_requests": 4, "context_length": 1500},
         *[{"max_running_requests": 64}] * 3,
     ]
-    assert [slots(job)(number) for number in range(4)] == [EngineSlot(1, "long"), *[EngineSlot(1, "group-2")] * 3]
+    assert [slots_of(job)(number) for number in range(4)] == [EngineSlot(1, "long"), *[EngineSlot(1, "group-2")] * 3]
     assert load(job_file, (), {}).placement == load_again(job_file, to_toml(load(job_file, (), {})))
 
 

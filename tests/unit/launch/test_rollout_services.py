@@ -15,7 +15,8 @@ from headrace.launch.specs import SERVICES
 from headrace.run_folder import number_of, service_of
 from headrace.sample_log import SampleLog
 from services.rollout.fleet_build import engine_options
-from services.rollout.one_of_several import groups_at_once, job_of_service
+from services.rollout.in_flight import groups_at_once
+from services.rollout.one_of_several import job_of_service
 from tests.unit.launch.test_shards import after, processes_of
 
 ELSEWHERE = ("--rollout-address", "10.0.0.1:7000,10.0.0.2:7000")
@@ -60,10 +61,15 @@ def test_services_divide_the_engines_elsewhere_the_cores_and_what_is_generated_a
     assert job_of_service(job, None) is job
     many = load_with("--rollout-services", "64")
     assert engine_options(many).threads == 1
-    at_once = [groups_at_once(load_with("--rollout-services", str(count))) for count in (1, 2, 3)]
+
+    def of_one(count: int, *flags: str) -> int:
+        job = load_with("--rollout-services", str(count), *flags)
+        return groups_at_once(job_of_service(job, 0 if count > 1 else None).rollout)
+
+    at_once = [of_one(count) for count in (1, 2, 3)]
     assert at_once == [8, 2, 2], "two steps' worth; of several a step's, so that the first does not take all"
     stale = ("--max-staleness", "1")
-    assert [groups_at_once(load_with("--rollout-services", str(count), *stale)) for count in (1, 2)] == [8, 4]
+    assert [of_one(count, *stale) for count in (1, 2)] == [8, 4]
 
 
 def test_failed_samples_of_two_services_do_not_go_into_one_file(tmp_path: Path) -> None:

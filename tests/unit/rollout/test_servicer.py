@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +17,8 @@ from headrace.client.rollout import RolloutClient
 from headrace.errors import InvalidArgument
 from headrace.rpc.server import RpcServer, Service
 from headrace.trajectory import unpack_column
+from services.rollout.admission.engine_slots import EngineSlots
+from services.rollout.admission.shares import Kind, Shares
 from services.rollout.engine.api import SamplingParams
 from services.rollout.production.generator import Generator
 from services.rollout.production.prompts import EncodedPrompt, PromptEncoder
@@ -40,7 +42,8 @@ async def served(fakes: FakeFleet, folder: Path) -> AsyncIterator[tuple[RolloutC
         seeds.append(params.seed or 0)
         return generator.stream(prompt.tokens, params, request_id=f"r{len(seeds)}", seconds=20)
 
-    parts = cast(Any, SimpleNamespace(encoder=encoder, ask=ask))
+    slots = EngineSlots(Shares({Kind.CLIENTS: 3}), max_waiting=126)
+    parts = cast(Any, SimpleNamespace(encoder=encoder, ask=ask, slots=slots))
     name = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
     server = RpcServer(
         "rollout",
@@ -90,7 +93,7 @@ async def test_several_responses_come_side_by_side_each_with_its_own_seed_and_en
 async def test_streams_end_with_their_reader_and_an_error_of_one_ends_all() -> None:
     ended: list[str] = []
 
-    async def counted(name: str, fails_at: int = -1) -> AsyncIterator[str]:
+    async def counted(name: str, fails_at: int = -1) -> AsyncGenerator[str, None]:
         try:
             for number in range(1_000):
                 if number == fails_at:

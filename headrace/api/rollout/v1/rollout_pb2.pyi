@@ -618,6 +618,9 @@ class GetFleetResponse(_message.Message):
     SAMPLES_BEING_SCORED_FIELD_NUMBER: _builtins.int
     WARNINGS_FIELD_NUMBER: _builtins.int
     WANTED_ENGINES_FIELD_NUMBER: _builtins.int
+    GROUPS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    MAX_GROUPS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
     router_address: _builtins.str
     """The router's HTTP address; private."""
     policy_version: _builtins.int
@@ -640,6 +643,10 @@ class GetFleetResponse(_message.Message):
     """Samples that the reward service is asked to score now."""
     wanted_engines: _builtins.int
     """Engines that there should be: the job's number, or what ScaleFleet asked for last."""
+    groups_in_flight: _builtins.int
+    """Groups that are worked on."""
+    max_groups_in_flight: _builtins.int
+    """Groups that may be worked on at once, now; with --adapt-groups-in-flight it follows what engines say."""
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___Engine]:
         """Sorted by id."""
@@ -647,6 +654,10 @@ class GetFleetResponse(_message.Message):
     @_builtins.property
     def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Warnings for people about the samples: one sentence each, each only once."""
+
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___Requests]:
+        """Requests at the engines: of training, of evaluations, of clients."""
 
     def __init__(
         self,
@@ -664,10 +675,13 @@ class GetFleetResponse(_message.Message):
         samples_being_scored: _builtins.int = ...,
         warnings: _abc.Iterable[_builtins.str] | None = ...,
         wanted_engines: _builtins.int = ...,
+        groups_in_flight: _builtins.int = ...,
+        max_groups_in_flight: _builtins.int = ...,
+        requests: _abc.Iterable[Global___Requests] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "groups_produced", b"groups_produced", "paused", b"paused", "policy_version", b"policy_version", "publication_id", b"publication_id", "reward_address", b"reward_address", "router_address", b"router_address", "samples_being_scored", b"samples_being_scored", "samples_in_flight", b"samples_in_flight", "scorer", b"scorer", "tokens_produced", b"tokens_produced", "wanted_engines", b"wanted_engines", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "groups_in_flight", b"groups_in_flight", "groups_produced", b"groups_produced", "max_groups_in_flight", b"max_groups_in_flight", "paused", b"paused", "policy_version", b"policy_version", "publication_id", b"publication_id", "requests", b"requests", "reward_address", b"reward_address", "router_address", b"router_address", "samples_being_scored", b"samples_being_scored", "samples_in_flight", b"samples_in_flight", "scorer", b"scorer", "tokens_produced", b"tokens_produced", "wanted_engines", b"wanted_engines", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -740,6 +754,40 @@ class ScaleFleetResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ScaleFleetResponse: _TypeAlias = ScaleFleetResponse  # noqa: Y015
+
+@_typing.final
+class Requests(_message.Message):
+    """The requests of one kind."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """"training", "evaluation" or "clients" (Generate, and the OpenAI endpoint without a session)."""
+    in_flight: _builtins.int
+    """Requests at the engines now; samples, for training and evaluation."""
+    waiting: _builtins.int
+    """Requests that wait for a slot."""
+    slots: _builtins.int
+    """The kind's own slots; it borrows others while they are free."""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        in_flight: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        slots: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_flight", b"in_flight", "kind", b"kind", "slots", b"slots", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Requests: _TypeAlias = Requests  # noqa: Y015
 
 @_typing.final
 class TensorSpec(_message.Message):

@@ -14,6 +14,8 @@ import httpx
 import openai
 import pytest
 
+from services.rollout.admission.engine_slots import EngineSlots
+from services.rollout.admission.shares import Kind, Shares
 from services.rollout.agents.endpoint import Endpoint
 from services.rollout.agents.server import EndpointServer
 from services.rollout.agents.session import AgentPolicy, AgentSessions, Session, SessionLimits
@@ -35,6 +37,7 @@ class Served:
     sessions: AgentSessions
     engine: FakeEngine
     warnings: list[str]
+    slots: EngineSlots
 
     def session(self, **limits: Any) -> Session:
         params = SamplingParams(max_new_tokens=8, seed=7)
@@ -55,10 +58,11 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
     weights.accept([name := weights.new_name(INITIAL_VERSION, "engine-0")])
     await client.name_weights(name)
     sessions = AgentSessions(encoder, SamplingParams(max_new_tokens=16), SessionLimits(60.0))
-    endpoint = Endpoint(sessions, AgentPolicy(Generator(client, weights), encoder), encoder, "tiny")
+    slots = EngineSlots(Shares({Kind.CLIENTS: 2}, alone=64), max_waiting=1)
+    endpoint = Endpoint(sessions, AgentPolicy(Generator(client, weights), encoder, slots), encoder, "tiny")
     server = EndpointServer(endpoint.application())
     await server.start()
-    yield Served(server.url, encoder, sessions, engine, [])
+    yield Served(server.url, encoder, sessions, engine, [], slots)
     await server.stop()
     await client.close()
     await engine.stop()
@@ -194,6 +198,53 @@ async def test_temperature_is_the_jobs_in_a_session_and_the_clients_outside(serv
     assert ["0.25" in warning and "--rollout-temperature 1" in warning for warning in served.warnings] == [True]
 
 
+def _with(**fields: object) -> bytes:
+    return json.dumps({"messages": QUESTION, **fields}).encode()
+
+
+def _schema(schema: object) -> dict[str, object]:
+    return {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+
+
+async def test_a_schema_and_stops_reach_the_engine_of_clients_and_no_recorded_session(served: Served) -> None:
+    schema = {"type": "object", "properties": {"z": {"type": "string"}, "a": {"type": "integer"}}}
+    session = served.session()
+    async with served.client() as client, served.client(session) as recorded:
+        asked: Any = {"model": "any", "messages": QUESTION, "response_format": _schema(schema), "stop": ["x", "yy"]}
+        await client.chat.completions.create(**asked)
+        with pytest.raises(openai.BadRequestError, match="what is trained is sampled freely"):
+            await recorded.chat.completions.create(**asked)
+    (body,) = served.engine.bodies
+    params = body["sampling_params"]
+    assert (params["json_schema"], params["stop"]) == (json.dumps(schema, separators=(",", ":")), ["x", "yy"])
+
+
+async def test_clients_wait_for_slots_and_are_refused_with_429_when_too_many_do(served: Served) -> None:
+    served.engine.token_seconds = 0.05
+    async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
+        asking = [
+            asyncio.create_task(http.post("/v1/chat/completions", json={"messages": QUESTION, "stream": stream}))
+            for stream in (False, True)
+        ]
+        async with asyncio.timeout(60):
+            while served.engine.num_in_flight < 2:
+                await asyncio.sleep(0.005)
+        with served.slots.training(64):
+            waiting = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a", "stream": True}))
+            async with asyncio.timeout(60):
+                while not served.slots.shares.waiting(Kind.CLIENTS):
+                    await asyncio.sleep(0.005)
+            refused = await http.post("/v1/completions", json={"prompt": "a"})
+            assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
+            assert refused.headers["Retry-After"] == "5"
+            waiting.cancel()
+            async with asyncio.timeout(60):
+                while served.slots.shares.waiting(Kind.CLIENTS):
+                    await asyncio.sleep(0.005)
+        assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200, 200]
+    assert served.slots.shares.in_use(Kind.CLIENTS) == 0
+
+
 @pytest.mark.parametrize(
     ("body", "status", "said"),
     [
@@ -211,7 +262,13 @@ async def test_temperature_is_the_jobs_in_a_session_and_the_clients_outside(serv
         (json.dumps({"messages": QUESTION, "top_p": 7}).encode(), 400, "top_p"),
         (json.dumps({"messages": QUESTION, "stop": [""]}).encode(), 400, "stop"),
         (json.dumps({"messages": QUESTION, "logit_bias": {"5": 100}}).encode(), 400, "logit_bias"),
-        (json.dumps({"messages": QUESTION, "response_format": {"type": "json_object"}}).encode(), 400, "must be text"),
+        (_with(response_format={"type": "yaml"}), 400, "must be text, json_object or json_schema"),
+        (_with(response_format={"type": "json_schema"}), 400, "must be a JSON object"),
+        (_with(response_format={"type": "json_schema", "json_schema": {"schema": [1]}}), 400, "must be a JSON object"),
+        (_with(response_format=_schema({"$ref": "file:///etc/passwd"})), 400, "references into the schema itself"),
+        (_with(response_format=_schema({"const": "x" * 40_000})), 400, "may have 32768"),
+        (_with(response_format={"type": "json_object"}, regex="a+"), 400, "leave one of them out"),
+        (_with(regex="a" * 5000), 400, "may have 4096"),
         (json.dumps({"messages": [{"role": "nobody", "content": "x"}] * 5000}).encode(), 400, "messages"),
     ],
 )

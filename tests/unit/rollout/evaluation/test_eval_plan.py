@@ -14,11 +14,12 @@ from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.errors import InvalidArgument
 from headrace.hooks import HookArgs
 from headrace.trajectory import Sample, Status
+from services.rollout.admission.engine_slots import EngineSlots
+from services.rollout.admission.shares import Kind, Shares
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.evaluation.eval_file import EvalFiles
 from services.rollout.evaluation.evaluate import Evaluator
-from services.rollout.evaluation.evaluation_slots import EvaluationSlots
 from services.rollout.production.custom import HookSampler
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import SampleRequest
@@ -112,7 +113,7 @@ async def test_a_data_sets_generate_function_is_called_with_evaluation_true(tmp_
         SamplingParams(max_new_tokens=5),
         seed=1,
         files=EvalFiles([data], None),
-        slots=EvaluationSlots(production, beside=8, alone=8),
+        slots=EngineSlots(Shares({Kind.EVALUATION: 8}), max_waiting=0),
         samplers={path: hook},
     )
     asked = dataset(data)

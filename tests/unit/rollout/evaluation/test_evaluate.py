@@ -14,11 +14,12 @@ from headrace.api.rollout.v1 import rollout_pb2 as pb
 from headrace.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from headrace.trajectory import Failure, Sample, Status
 from headrace.wire.limits import MAX_EVALUATIONS, MAX_SAMPLES_PER_GROUP
+from services.rollout.admission.engine_slots import EngineSlots
+from services.rollout.admission.shares import Kind, Shares
 from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.api import SamplingParams
 from services.rollout.evaluation.eval_file import EvalFiles
 from services.rollout.evaluation.evaluate import Evaluator
-from services.rollout.evaluation.evaluation_slots import EvaluationSlots
 from services.rollout.production.generator import Generator
 from services.rollout.production.prompts import PromptEncoder
 from services.rollout.production.sampling import EngineSampler, SampleRequest, failed_sample
@@ -67,7 +68,7 @@ def evaluation(fakes: FakeFleet, folder: Path, reward_address: str) -> Evaluator
     encoder = PromptEncoder(folder / "tokenizer", apply_chat_template=False)
     sampler = EngineSampler(Generator(fakes.fleet.engines[0].client, fakes.fleet.weights), encoder, seconds=60)
     scorer = SampleScorer(reward_address, item_seconds=1)
-    params, slots = SamplingParams(max_new_tokens=5), EvaluationSlots(sampler, beside=64, alone=64)
+    params, slots = SamplingParams(max_new_tokens=5), EngineSlots(Shares({Kind.EVALUATION: 64}), max_waiting=0)
     return Evaluator(encoder, sampler, scorer, params, seed=1, files=EvalFiles([], folder), slots=slots)
 
 
@@ -106,7 +107,7 @@ class Agreeing:
 def evaluator_with(sampler: Counting, folder: Path, *files: Path, root: Path | None = None) -> Evaluator:
     make_tiny_tokenizer().save_pretrained(folder / "tokenizer")
     encoder = PromptEncoder(folder / "tokenizer", apply_chat_template=False)
-    params, slots = SamplingParams(max_new_tokens=5), EvaluationSlots(sampler, beside=64, alone=64)
+    params, slots = SamplingParams(max_new_tokens=5), EngineSlots(Shares({Kind.EVALUATION: 64}), max_waiting=0)
     scorer = cast(SampleScorer, Agreeing())
     return Evaluator(encoder, sampler, scorer, params, seed=1, files=EvalFiles(files, root), slots=slots)
 
@@ -272,7 +273,7 @@ async def test_a_reward_of_groups_sees_all_samples_of_a_prompt_in_one_call(
         SamplingParams(max_new_tokens=5),
         seed=1,
         files=EvalFiles([data], None),
-        slots=EvaluationSlots(sampler, beside=64, alone=64),
+        slots=EngineSlots(Shares({Kind.EVALUATION: 64}), max_waiting=0),
         scores_groups=scores_groups,
     )
     progress = [p async for p in evaluator.run([dataset(data, 4)])]

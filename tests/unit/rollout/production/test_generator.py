@@ -12,7 +12,7 @@ from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import EngineState
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.production.generator import Generator
-from tests.support.fakes.fake_engine import FakeEngine, response_to
+from tests.support.fakes.fake_engine import FakeEngine, Fault, response_to
 from tests.support.fakes.fake_fleet import FakeFleet
 
 PROMPT = (1, 2, 3)
@@ -102,3 +102,47 @@ async def test_prefixes_of_different_weights_are_kept_apart(fakes: FakeFleet) ->
         PROMPT, PARAMS, request_id="r", seconds=60
     )
     assert fakes.fake(0).cache_keys == ["v17"]
+
+
+SCHEMA = SamplingParams(max_new_tokens=60, json_schema='{"type":"object"}')
+
+
+async def test_a_response_of_a_schema_begins_again_when_it_is_interrupted(fakes: FakeFleet) -> None:
+    engine = fakes.fleet.engines[0]
+    asking = asyncio.create_task(
+        Generator(engine.client, fakes.fleet.weights).generate(PROMPT, SCHEMA, request_id="r", seconds=60)
+    )
+    await fakes.until(lambda: fakes.fake(0).num_tokens > 5)
+    await engine.client.abort_all()
+    assert list((await asking).tokens) == response_to(PROMPT, 60)
+    assert [body["input_ids"] for body in fakes.fake(0).bodies] == [list(PROMPT)] * 2
+
+
+async def test_a_reader_of_a_response_of_a_schema_is_told_that_it_was_interrupted(fakes: FakeFleet) -> None:
+    engine = fakes.fleet.engines[0]
+    stream = Generator(engine.client, fakes.fleet.weights).stream(PROMPT, SCHEMA, request_id="r", seconds=60)
+    assert (await anext(stream)).tokens
+    await engine.client.abort_all()
+    with pytest.raises(Unavailable, match="cannot be continued: send the request again"):
+        [piece async for piece in stream]
+
+
+async def test_engines_without_grammars_are_not_asked(fakes: FakeFleet) -> None:
+    generator = Generator(fakes.fleet.engines[0].client, fakes.fleet.weights, has_grammars=False)
+    with pytest.raises(InvalidArgument, match="--sglang-grammar-backend none"):
+        await generator.generate(PROMPT, SCHEMA, request_id="r", seconds=60)
+    assert fakes.fake(0).bodies == []
+
+
+async def test_a_grammar_that_an_engine_fails_over_is_the_callers_and_no_engine_is_suspected(fakes: FakeFleet) -> None:
+    generator = Generator(fakes.fleet.engines[0].client, fakes.fleet.weights, fakes.fleet.suspect)
+    faults: tuple[Fault, ...] = ("grammar", "masked")
+    for fault in faults:
+        fakes.fake(0).faults["/generate"] = fault
+        for params in (SCHEMA, SamplingParams(max_new_tokens=9, regex="a")):
+            with pytest.raises(InvalidArgument, match="cannot follow this json_schema or regex"):
+                await generator.generate(PROMPT, params, request_id="r", seconds=60)
+    fakes.fake(0).faults["/generate"] = "missing"
+    with pytest.raises(InvalidArgument):
+        await generator.generate(PROMPT, SCHEMA, request_id="r", seconds=60)
+    assert not any(engine.is_suspect for engine in fakes.fleet.engines)

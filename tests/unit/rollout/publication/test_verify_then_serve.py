@@ -26,6 +26,8 @@ from headrace.errors import ChecksumMismatch, PublicationAborted
 from headrace.rpc.server import RpcServer, Service
 from headrace.trajectory import Sample, unpack_column
 from services.buffer.store.sqlite.store import SqliteStore
+from services.rollout.admission.engine_slots import EngineSlots
+from services.rollout.admission.shares import Kind, Shares
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.fleet import EngineState, Fleet, FleetTiming
 from services.rollout.metrics import RolloutMetrics
@@ -211,7 +213,8 @@ async def _served(stack: contextlib.AsyncExitStack, encoder: PromptEncoder, gene
         params = SamplingParams(max_new_tokens=sampling.max_new_tokens)
         return generator.stream(prompt.tokens, params, request_id="outside", seconds=60)
 
-    servicer = RolloutServicer(cast(Any, SimpleNamespace(encoder=encoder, ask=ask)))
+    slots = EngineSlots(Shares({Kind.CLIENTS: 64}), max_waiting=0)
+    servicer = RolloutServicer(cast(Any, SimpleNamespace(encoder=encoder, ask=ask, slots=slots)))
     name = rollout_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
     add = rollout_pb2_grpc.add_RolloutServiceServicer_to_server
     server = RpcServer("rollout", "127.0.0.1:0", [Service(servicer, add, name)])

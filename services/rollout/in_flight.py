@@ -1,0 +1,51 @@
+"""The samples and requests that a job may have at its engines at once, by kind."""
+
+from __future__ import annotations
+
+from headrace.job.schema.production import EvalSection, RolloutSection
+from services.rollout.admission.engine_slots import EngineSlots
+from services.rollout.admission.shares import Kind, Shares
+from services.rollout.evaluation.evaluate import SAMPLES_AT_ONCE
+
+_TRAINING_SHARE = 8
+"""Training has so many samples in flight for each sample of an evaluation, and for each request of a client."""
+
+
+def groups_at_once(rollout: RolloutSection) -> int:
+    """Returns the most groups that are worked on at once."""
+    groups_per_step = rollout.over_sampling_batch_size or rollout.rollout_batch_size or 1
+    return rollout.max_groups_in_flight or 2 * groups_per_step
+
+
+def samples_of(rollout: RolloutSection, groups: int) -> int:
+    """Returns the samples of so many groups."""
+    return groups * (rollout.n_samples_per_prompt or 1)
+
+
+def samples_at_once(rollout: RolloutSection) -> int:
+    """Returns training's most samples in flight."""
+    return samples_of(rollout, groups_at_once(rollout))
+
+
+def evaluated_beside_training(rollout: RolloutSection, evaluation: EvalSection) -> int:
+    """Evaluation's samples in flight beside training's, which does not go first where it waits for the evaluation."""
+    if evaluation.eval_samples_in_flight is not None:
+        return evaluation.eval_samples_in_flight
+    if evaluation.eval_exact_version:
+        return SAMPLES_AT_ONCE
+    return max(1, samples_at_once(rollout) // _TRAINING_SHARE)
+
+
+def requested_beside_training(rollout: RolloutSection) -> int:
+    """Clients' requests in flight beside training's samples."""
+    return rollout.client_requests_in_flight or max(1, samples_at_once(rollout) // _TRAINING_SHARE)
+
+
+def engine_slots(rollout: RolloutSection, evaluation: EvalSection) -> EngineSlots:
+    """Returns the slots of all kinds of requests."""
+    slots = {
+        Kind.TRAINING: samples_at_once(rollout),
+        Kind.EVALUATION: evaluated_beside_training(rollout, evaluation),
+        Kind.CLIENTS: requested_beside_training(rollout),
+    }
+    return EngineSlots(Shares(slots, alone=SAMPLES_AT_ONCE), max_waiting=rollout.max_waiting_requests)
