@@ -9,13 +9,14 @@ from typing import Any
 
 from headrace.errors import ConfigError
 from headrace.models.architecture import Architecture
-from headrace.models.families import deepseek_v3, glm4, glm4_moe, llama, qwen2, qwen3, qwen3_moe
+from headrace.models.families import deepseek_v3, glm4, glm4_moe, llama, qwen2, qwen2_5_vl, qwen3, qwen3_moe
 from headrace.models.family import Family
 from headrace.models.rows import Table
 
 FAMILIES: Sequence[Family] = (
     llama.FAMILY,
     qwen2.FAMILY,
+    qwen2_5_vl.FAMILY,
     qwen3.FAMILY,
     qwen3_moe.FAMILY,
     glm4.FAMILY,
