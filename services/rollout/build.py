@@ -24,6 +24,7 @@ from headrace.sample_checks import ModelBounds
 from services.rollout.agents.sampler import AgentSampler
 from services.rollout.agents.server import EndpointServer
 from services.rollout.agents.session import AgentPolicy, AgentSessions, SessionLimits
+from services.rollout.chat.images import image_reader
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.arguments import EngineOptions, evaluation_priority
 from services.rollout.engine.client import EngineClient
@@ -66,6 +67,7 @@ def rollout_service(
         job.model.hf_checkpoint,
         apply_chat_template=job.data.apply_chat_template,
         variables=job.data.apply_chat_template_kwargs,
+        images=image_reader(job.model.hf_checkpoint, job.data, job.eval, job.buffer.prompt_root),
     )
     metrics = RolloutMetrics(registry)
     timing = FleetTiming.of(job.placement, start_seconds=job.services.start_timeout_seconds)

@@ -57,6 +57,7 @@ class RolloutParts:
             merged_params(sampling, self.params),
             request_id=f"generate-{uuid.uuid4().hex}",
             seconds=self.generate_seconds,
+            images=prompt.for_engine,
         )
 
 

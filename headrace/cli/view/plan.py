@@ -10,7 +10,9 @@ from headrace.cli.view.memory import memory, num_parameters, version_bytes
 from headrace.job.eval_sets import eval_sets
 from headrace.job.megatron.arguments import megatron
 from headrace.job.rules.algorithm_rules import uses_critic, uses_reference
+from headrace.job.rules.image_rules import image_plan
 from headrace.job.rules.machine import num_gpus
+from headrace.job.rules.rules import known_architecture
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.job import Job
 from headrace.launch.specs import SERVICES, address_in
@@ -36,6 +38,7 @@ def plan(job: Job, scope: Scope | None = None) -> list[tuple[str, str]]:
         ("batch", _batch(job)),
         ("staleness", _staleness(job)),
         ("prompts", _prompts(job)),
+        *_images(job),
         ("reward", job.reward.custom_rm_path or job.reward.rm_type or "by each prompt's metadata.rm_type"),
         ("evaluation", _evaluation(job)),
         ("memory", _memory(job)),
@@ -51,6 +54,12 @@ def _shards(job: Job) -> list[tuple[str, str]]:
     most, least = (share_of_count(groups, shard, num_shards) for shard in (0, num_shards - 1))
     share = f"{most}" if most == least else f"{most} or {least}"
     return [("buffer shards", f"{num_shards}, each with {share} of the {groups} groups of a step")]
+
+
+def _images(job: Job) -> list[tuple[str, str]]:
+    """Nothing for a model of text."""
+    found = image_plan(job, known_architecture(job))
+    return [] if found is None else [("images", found)]
 
 
 def in_short(job: Job) -> str:

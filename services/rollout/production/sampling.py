@@ -158,6 +158,7 @@ class EngineSampler:
                 begun=begun,
                 return_partial=return_partial,
                 priority=priority,
+                images=request.prompt.for_engine,
             )
             return self._sample(request, generation)
         except HeadraceError as error:
@@ -186,15 +187,16 @@ class EngineSampler:
         )
 
     def _columns(self, request: SampleRequest, generation: Generation) -> dict[str, NDArray[Any]]:
+        images = dict(request.prompt.images.columns) if request.prompt.images else {}
         if self._num_layers is None or not generation.routed_experts:
-            return {}
+            return images
         num_tokens = len(request.prompt.tokens) + len(generation.tokens) - 1
         chosen = np.frombuffer(generation.routed_experts, dtype="<i4").astype(np.int16)
         if not chosen.size or chosen.size % (num_tokens * self._num_layers):
             raise BadAnswer(
                 "routed_experts", f"{chosen.size} experts for {num_tokens} tokens, {self._num_layers} layers"
             )
-        return {ROUTED_EXPERTS: chosen.reshape(num_tokens, self._num_layers, -1)}
+        return images | {ROUTED_EXPERTS: chosen.reshape(num_tokens, self._num_layers, -1)}
 
 
 def failed_sample(request: SampleRequest, failure: Failure) -> Sample:

@@ -10,6 +10,7 @@ from torch import Tensor
 from headrace.errors import ConfigError
 from headrace.hooks import hook_args
 from headrace.hooks.trainer import trainer_hook
+from headrace.images.columns import image_starts
 from headrace.job.megatron.arguments import MegatronArgs, megatron
 from headrace.job.model.transformer_config import contradictions
 from headrace.job.rules.algorithm_rules import uses_critic, uses_reference
@@ -17,7 +18,6 @@ from headrace.job.rules.routing_rules import replays_routing
 from headrace.job.schema.job import Job
 from headrace.models.architecture import Architecture
 from headrace.models.registry import read_architecture
-from headrace.multimodal import image_starts
 from headrace.sample_checks import ModelBounds
 from headrace.trajectory import Sample
 from services.trainer.checkpoint.model_state import ModelState
@@ -25,6 +25,7 @@ from services.trainer.checkpoint.random_state import RandomState
 from services.trainer.checkpoint.reader import opened
 from services.trainer.hugging_face.convert import Converter
 from services.trainer.hugging_face.rank_model import RankModel
+from services.trainer.hugging_face.vision_tower import image_places
 from services.trainer.hugging_face.weights import weights_of
 from services.trainer.megatron.gpt.routing_replay import RoutingReplay
 from services.trainer.megatron.optimizer import Optimizer, wrap_for_data_parallel
@@ -45,7 +46,6 @@ from services.trainer.model.reference import ReferencePolicy
 from services.trainer.model.runner import Runner
 from services.trainer.model.saved import POLICY, SavedParts
 from services.trainer.model.trainable import choose_trainable
-from services.trainer.model.vision import image_places
 from services.trainer.plan.cost import cost_of
 from services.trainer.plan.experts import RolloutChoices
 from services.trainer.plan.flops import ModelFlops

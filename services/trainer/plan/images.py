@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from headrace.images.columns import IMAGE_GRIDS, PIXEL_VALUES, image_starts
 from headrace.models.architecture import Vision
-from headrace.multimodal import IMAGE_GRIDS, PIXEL_VALUES, image_starts
 from headrace.trajectory import Sample
 from services.trainer.plan.rows import NOBODY, Rows
 

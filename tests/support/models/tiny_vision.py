@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
-import numpy as np
 import torch
-from PIL import Image
 from transformers import (
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
@@ -89,11 +86,3 @@ def make_processor(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLProcessor:
     """Images become 4 to 16 image tokens."""
     images = Qwen2VLImageProcessorPil(size={"shortest_edge": 4 * 28 * 28, "longest_edge": 16 * 28 * 28})
     return Qwen2_5_VLProcessor(images, tokenizer, Qwen2VLVideoProcessor(), chat_template=_TEMPLATE)
-
-
-def png(width: int, height: int, seed: int = 0) -> bytes:
-    """An image of noise."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()

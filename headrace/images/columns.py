@@ -25,6 +25,8 @@ IMAGE_GRIDS = f"{PROCESSED}.image_grid_thw"
 
 MAX_IMAGES = 32
 """Images of a sample."""
+MAX_INPUTS = 16
+"""Arrays of a sample that a model is given beside its tokens."""
 MAX_IMAGE_BYTES = 16 << 20
 """The file of an image."""
 MAX_IMAGE_PIXELS = 64 << 20
@@ -60,13 +62,18 @@ def raw_columns(name: str, inputs: Any) -> Columns:
 def processed_columns(name: str, inputs: Any) -> Columns:
     """Columns of `{"pixel_values": array, …}`; None is left out. Raises InvalidArgument, naming the value."""
     columns: Columns = {}
-    for key, values in _mapping(f"{name} {PROCESSED}", inputs):
+    given = _mapping(f"{name} {PROCESSED}", inputs)
+    if len(given) > MAX_INPUTS:
+        raise InvalidArgument(f"{name} {PROCESSED} has {len(given)} arrays, may have {MAX_INPUTS}")
+    for key, values in given:
         if values is None:
             continue
         try:
             array = np.asarray(values)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise InvalidArgument(f"{name} {PROCESSED}[{key!r}] is no array of numbers: {error}") from error
+        if array.dtype == bool:
+            array = array.astype(np.uint8)
         if array.dtype.kind not in "iuf":
             raise InvalidArgument(f"{name} {PROCESSED}[{key!r}] is of {array.dtype}, must be numbers")
         columns[f"{PROCESSED}.{key}"] = array.astype(np.float32) if array.dtype == np.float16 else array
@@ -89,9 +96,7 @@ def raw_of(columns: Mapping[str, NDArray[Any]]) -> dict[str, list[bytes]] | None
 def processed_of(columns: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]] | None:
     """The inverse of `processed_columns`; None without such columns."""
     return {
-        name.removeprefix(f"{PROCESSED}."): array
-        for name, array in columns.items()
-        if name.startswith(f"{PROCESSED}.")
+        name.removeprefix(f"{PROCESSED}."): array for name, array in columns.items() if name.startswith(f"{PROCESSED}.")
     } or None
 
 
@@ -134,10 +139,12 @@ def image_starts(
 def _checked_grids(name: str, grids: NDArray[Any] | None, vision: Vision) -> NDArray[np.int64]:
     if grids is None or grids.dtype != np.int64 or grids.ndim != 2 or grids.shape[1] != 3 or len(grids) > MAX_IMAGES:
         found = "absent" if grids is None else f"{grids.dtype} {list(grids.shape)}"
-        raise InvalidArgument(f"{name} {IMAGE_GRIDS} is {found}, must be int64 [images, 3] of at most {MAX_IMAGES} images")
+        raise InvalidArgument(
+            f"{name} {IMAGE_GRIDS} is {found}, must be int64 [images, 3] of at most {MAX_IMAGES} images"
+        )
     if (grids < 1).any() or (grids > _MAX_SIDE).any() or (grids[:, 1:] % vision.merge_size).any():
         raise InvalidArgument(
-            f"{name} {IMAGE_GRIDS} is {grids.tolist()}, must be patches of images, a multiple of {vision.merge_size} in "
+            f"{name} {IMAGE_GRIDS} is {grids.tolist()}, must be images' patches, a multiple of {vision.merge_size} in "
             "height and width"
         )
     return grids
