@@ -70,7 +70,7 @@ def _file(image: Any) -> Any:
 
 
 def _given(inputs: Any) -> Any:
-    """What a processor answers is a mapping of its own class."""
+    """A dict of a mapping, such as a processor answers, without what is None."""
     if not isinstance(inputs, Mapping):
         return inputs
     return {name: values for name, values in inputs.items() if values is not None} or None

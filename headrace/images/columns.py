@@ -103,7 +103,7 @@ def processed_of(columns: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]
 def image_starts(
     name: str, vision: Vision, tokens: NDArray[Any], columns: Mapping[str, NDArray[Any]]
 ) -> Sequence[tuple[int, tuple[int, int, int]]]:
-    """Where each image's tokens begin, and its grid in embeddings (time, height, width).
+    """Returns for each image where its tokens begin, and its grid in embeddings (time, height, width).
 
     An image token that no image is left for is a token like any other: a policy may sample one.
     Raises InvalidArgument when pixels, grids and tokens contradict each other.

@@ -45,7 +45,7 @@ class EncodedImages:
     data: tuple[str, ...]
     """Each image as PNG in base64, for engines."""
     columns: Columns
-    """What the trainer and users' functions are given."""
+    """Columns of its samples, for the trainer and users' functions."""
 
 
 class ImageReader:

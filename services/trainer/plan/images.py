@@ -36,7 +36,7 @@ class SampleImages:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowImages:
-    """What a model with a vision tower needs beside the rows [B, S]."""
+    """The images of rows [B, S], and places for a model with a vision tower."""
 
     axes: Tensor
     """int64 [3, B, S]: each token's place in time, from the top and from the left; alike for a token of text"""

@@ -14,10 +14,18 @@ import pytest
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
 from headrace.images.prompts import with_images
+from headrace.job.eval_dataset import eval_dataset
+from headrace.job.eval_sets import EvalSet
+from headrace.job.schema.production import DataSection, EvalSection, RolloutSection
+from services.buffer.conversion.wire_stream import config_from_proto, config_to_proto
 from services.buffer.ledger.source import FileSource
 from services.buffer.prompts.row import RowReader
+from services.rollout.engine.api import SamplingParams
+from services.rollout.evaluation.eval_file import EvalFiles
+from services.rollout.evaluation.eval_plan import read_plan
 from services.rollout.production.prompts import messages_of
 from tests.support.pictures import png
+from tests.unit.buffer.test_build import stream_of
 
 FOLDER = Path("/data/set")
 HERE = "/data/set/a.png"
@@ -87,6 +95,25 @@ def test_a_parquet_file_may_hold_the_images_themselves(tmp_path: Path) -> None:
     (prompt,) = ParquetRows(_reader(str(path))).prompts([0], 0)
     messages, _ = messages_of(sample_pb2.Prompt.FromString(prompt.body))
     assert messages[0]["content"][0]["image"] == f"data:;base64,{base64.b64encode(png(8, 8)).decode()}"
+
+
+def test_multimodal_keys_name_the_key_in_prompt_files_and_evaluations(tmp_path: Path) -> None:
+    data = DataSection(prompt_data=("/a.jsonl",), multimodal_keys={"image": "pictures"})
+    config = stream_of(data=data)
+    assert config_from_proto(config_to_proto(config)).files[0].image_key == "pictures"
+    assert stream_of(data=DataSection(prompt_data=("/a.jsonl",))).files[0].image_key is None
+    path = tmp_path / "eval.jsonl"
+    path.write_text(json.dumps({"prompt": "<image>?", "pictures": "b.png"}))
+    asked = eval_dataset(EvalSet(name="e", path=path), EvalSection(), RolloutSection(), data)
+    plan = read_plan(asked, EvalFiles([path], None), SamplingParams(max_new_tokens=5), [])
+    (message,) = plan.rows[0].prompt
+    assert message["content"][0] == {"type": "image", "image": f"{tmp_path}/b.png"}
+
+
+def test_an_image_in_its_row_is_bounded_by_its_message() -> None:
+    image = "data:image/png;base64," + "A" * (1 << 20)
+    with pytest.raises(InvalidArgument, match="a message with the images that lie in its row has"):
+        with_images("<image>", {"images": image}, "images", FOLDER)
 
 
 def _reader(path: str) -> RowReader:
