@@ -46,7 +46,9 @@ class EncodedPrompt:
     @property
     def for_engine(self) -> PromptImages | None:
         """Its images, as an engine wants them."""
-        return self.images and PromptImages(len(self.tokens), self.images.engine_tokens, self.images.data)
+        if self.images is None:
+            return None
+        return PromptImages(len(self.tokens), self.images.engine_tokens, self.images.data)
 
 
 class PromptEncoder:
