@@ -157,7 +157,7 @@ def _tokenize(job: Job, encoder: PromptEncoder, prompts: Prompts, report: Report
         lengths.append(len(encoded.tokens))
         num_images += len(encoded.images.data) if encoded.images else 0
     if num_images:
-        report.facts.append(("images read", f"{num_images:,} of {len(lengths):,} prompts, read by the model's processor"))
+        report.facts.append(("images read", f"{num_images:,} of {len(lengths):,} prompts, by the model's processor"))
     if not lengths:
         return
     report.facts.append(("prompt lengths", _spread(lengths)))

@@ -8,6 +8,7 @@ initial, trained exported models
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ class VisionCase:
     name: str
     folder: str
     hf_checkpoint: str
+    ranks: int
+    """Only the first of the ranks take part."""
     megatron: Mapping[str, Any]
     train: Mapping[str, Any] = field(default_factory=dict)
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -101,6 +104,9 @@ def run_case(case: VisionCase) -> None:
     from services.trainer.model.build import join_ranks, policy_of
     from services.trainer.plan.batch import SampleFacts
 
+    os.environ["WORLD_SIZE"] = str(case.ranks)
+    if int(os.environ["RANK"]) >= case.ranks:
+        return
     case.out.mkdir(parents=True, exist_ok=True)
     try:
         layout = join_ranks(case.job())

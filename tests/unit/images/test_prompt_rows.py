@@ -106,8 +106,9 @@ def test_multimodal_keys_name_the_key_in_prompt_files_and_evaluations(tmp_path: 
     path.write_text(json.dumps({"prompt": "<image>?", "pictures": "b.png"}))
     asked = eval_dataset(EvalSet(name="e", path=path), EvalSection(), RolloutSection(), data)
     plan = read_plan(asked, EvalFiles([path], None), SamplingParams(max_new_tokens=5), [])
-    (message,) = plan.rows[0].prompt
-    assert message["content"][0] == {"type": "image", "image": f"{tmp_path}/b.png"}
+    messages = plan.rows[0].prompt
+    assert isinstance(messages, list)
+    assert messages[0]["content"][0] == {"type": "image", "image": f"{tmp_path}/b.png"}
 
 
 def test_an_image_in_its_row_is_bounded_by_its_message() -> None:
