@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from headrace.errors import InvalidArgument
 from headrace.hooks.sample import Sample, SamplePrefixCacheInfo, SampleSpecInfo
+from headrace.images.columns import processed_columns, processed_of, raw_columns, raw_of
 from headrace.sample_checks import LOSS_MASK, ROLLOUT_LOG_PROBS, ROUTED_EXPERTS, TEACHER_LOG_PROBS, TOKENS, check_text
 from headrace.trajectory import Failure, PolicyRange, Status
 from headrace.trajectory import Sample as WireSample
@@ -42,6 +43,8 @@ def to_hook(sample: WireSample, group_index: int | None = None) -> Sample:
         remove_sample=kept.remove_sample,
         generate_function_path=kept.generate_function_path,
         custom_rm_path=kept.custom_rm_path,
+        multimodal_inputs=raw_of(sample.columns),
+        multimodal_train_inputs=processed_of(sample.columns),
         session_id=kept.session_id,
         non_generation_time=kept.non_generation_time,
         spec_info=kept.spec_info,
@@ -239,7 +242,8 @@ def _columns(name: str, sample: Sample) -> dict[str, Any]:
         columns[TEACHER_LOG_PROBS] = _floats(f"{name} {TEACHER_LOG_PROBS}", sample.teacher_log_probs)
     if sample.rollout_routed_experts is not None:
         columns[ROUTED_EXPERTS] = _integers(f"{name} {ROUTED_EXPERTS}", sample.rollout_routed_experts, np.int16)
-    return columns
+    columns |= raw_columns(name, sample.multimodal_inputs)
+    return columns | processed_columns(name, sample.multimodal_train_inputs)
 
 
 def _kind(value: Any) -> str:

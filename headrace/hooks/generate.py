@@ -17,6 +17,7 @@ from headrace.hooks.plain import plain
 from headrace.hooks.reward import checked_reward
 from headrace.hooks.sample import Sample
 from headrace.hooks.signature import Signature, wrong_signature
+from headrace.images.file import open_image
 
 ACCEPTED = (
     "async def f(args, samples, evaluation=False) -> list[Sample]",
@@ -50,15 +51,23 @@ async def run_generate(
     options = {"evaluation": evaluation} if _takes(signature, "evaluation") else {}
     if takes_group(hook):
         with calling(Call(args, samples, sampling_params)) as call:
-            made = await _awaited(hook.target(args, list(samples), **options))
+            made = await _awaited(hook.target(args, [_opened(sample) for sample in samples], **options))
         flat = _samples(path, made, call)
         return [[one] for one in flat] if len(flat) == len(samples) else [flat, *([] for _ in samples[1:])]
     results = []
     for sample in samples:
         with calling(Call(args, [sample], sampling_params)) as call:
-            made = await _awaited(hook.target(args, sample, copy.deepcopy(dict(sampling_params)), **options))
+            made = await _awaited(hook.target(args, _opened(sample), copy.deepcopy(dict(sampling_params)), **options))
         results.append(_samples(path, made if isinstance(made, list) else [made], call))
     return results
+
+
+def _opened(sample: Sample) -> Sample:
+    """A function has images as slime gives them: opened by Pillow."""
+    if not sample.multimodal_inputs:
+        return sample
+    opened = {kind: [open_image(file) for file in files] for kind, files in sample.multimodal_inputs.items()}
+    return replace(sample, multimodal_inputs=opened)
 
 
 def _takes(signature: Signature, name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
@@ -11,13 +12,13 @@ import numpy as np
 from headrace.hooks.sample import Sample
 from headrace.label import label_text
 
-_STAY = ("multimodal_inputs", "multimodal_train_inputs")
-"""Images and tensors that only the hook itself reads."""
-
 
 def plain(sample: Sample) -> Sample:
-    """A copy with lists where there were arrays and tensors, and text where there were numbers as labels and ids."""
-    values = {f.name: getattr(sample, f.name) for f in fields(Sample) if f.name not in _STAY}
+    """A copy with lists where there were arrays and tensors, and text where there were numbers as labels and ids.
+
+    Images become the bytes of PNG files; what is given to a model beside its tokens stays arrays and tensors.
+    """
+    values = {f.name: getattr(sample, f.name) for f in fields(Sample)}
     given = {name: convert(values[name]) for name, convert in _PLAIN.items() if values[name] is not None}
     return Sample(**values | given)
 
@@ -46,6 +47,37 @@ def _texts(values: Any) -> Any:
     return [_text(value) for value in values] if isinstance(values, list | tuple) else values
 
 
+def _media(inputs: Any) -> Any:
+    """Lists of files for lists of images, by their kind; None where there are none."""
+    if not isinstance(inputs, Mapping):
+        return inputs
+    return {kind: _files(media) for kind, media in inputs.items() if media is not None} or None
+
+
+def _files(media: Any) -> Any:
+    if isinstance(media, list | tuple):
+        return [_file(each) for each in media]
+    return [_file(media)] if hasattr(media, "save") or isinstance(media, bytes) else media
+
+
+def _file(image: Any) -> Any:
+    """An image of Pillow as PNG; others as they are."""
+    if not hasattr(image, "save"):
+        return image
+    content = io.BytesIO()
+    (image if image.mode in _PNG_MODES else image.convert("RGB")).save(content, "PNG")
+    return content.getvalue()
+
+
+def _given(inputs: Any) -> Any:
+    """A dict of a mapping, such as a processor answers, without what is None."""
+    if not isinstance(inputs, Mapping):
+        return inputs
+    return {name: values for name, values in inputs.items() if values is not None} or None
+
+
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+
 _PLAIN: Mapping[str, Callable[[Any], Any]] = {
     "tokens": _listed,
     "loss_mask": _mask,
@@ -55,4 +87,6 @@ _PLAIN: Mapping[str, Callable[[Any], Any]] = {
     "rollout_id": _text,
     "session_id": _text,
     "weight_versions": _texts,
+    "multimodal_inputs": _media,
+    "multimodal_train_inputs": _given,
 }

@@ -50,6 +50,7 @@ def eval_dataset(
         reward_key=_first(of_set.reward_key, evaluation.eval_reward_key) or "",
         metadata_overrides_json=_overrides(of_set),
         generate_function_path=of_set.custom_generate_function_path or "",
+        image_key=data.image_key or "",
         pass_reward=_first(of_set.pass_reward, evaluation.eval_pass_reward),
     )
 

@@ -18,7 +18,7 @@ _OF_THE_LEDGER: Mapping[str, Any] = {
     "data": (
         *("prompt_data", "prompt_data_weights", "streaming_data", "num_data_workers", "data_source_path", "input_key"),
         *("label_key", "metadata_key", "tool_key", "priority_key", "rollout_shuffle", "rollout_seed", "num_epoch"),
-        "skip_bad_lines",
+        *("skip_bad_lines", "multimodal_keys"),
     ),
     "buffer": ("selection", "buffer_filter_path", "buffer_shards", "buffer_addresses"),
 }

@@ -69,6 +69,21 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class Vision:
+    """The part of a model that turns images into embeddings. It is kept as it is: the decoder alone is trained."""
+
+    image_token_id: int
+    """Stands in a prompt once for each embedding of an image."""
+    patch_values: int
+    """Numbers of a patch, as the image processor gives them."""
+    merge_size: int
+    """So many patches by so many become one embedding."""
+    rotary_sections: Sequence[int]
+    """Rotary frequencies that turn with a token's place in time, from the top and from the left
+    (M-RoPE, https://arxiv.org/abs/2409.12191)."""
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """A decoder; names are Megatron's."""
 
@@ -99,3 +114,5 @@ class Architecture:
     latent_attention: LatentAttention | None
     num_mtp_layers: int
     """Layers behind the last that predict further tokens; not trained, and kept as they are."""
+    vision: Vision | None
+    """None: a model of text alone."""

@@ -39,6 +39,7 @@ def read_decoder(raw: Mapping[str, Any], **particular: Any) -> Architecture:
         "experts": None,
         "latent_attention": None,
         "num_mtp_layers": 0,
+        "vision": None,
     }
     return Architecture(**fields | particular)
 

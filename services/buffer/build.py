@@ -117,6 +117,7 @@ def _file(data: DataSection, text: str, weight: float) -> FileSource:
         metadata_key=data.metadata_key,
         tool_key=data.tool_key,
         priority_key=data.priority_key,
+        image_key=data.image_key,
         shuffle=data.rollout_shuffle,
         seed=data.rollout_seed,
         num_epochs=data.num_epoch,

@@ -19,6 +19,7 @@ from headrace.sample_checks import ModelBounds
 from services.rollout.admission.groups_limit import GroupsLimit
 from services.rollout.admission.load_watch import LoadWatch
 from services.rollout.admission.shares import Kind
+from services.rollout.chat.images import image_reader
 from services.rollout.engine.arguments import evaluation_priority
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Fleet, FleetTiming
@@ -73,7 +74,10 @@ def rollout_service(
         job.data.apply_chat_template_kwargs,
     )
     apply = job.data.apply_chat_template
-    encoder = PromptEncoder(folder, apply_chat_template=apply, variables=variables, trust_remote_code=trusts)
+    images = image_reader(folder, job.data, job.eval, job.buffer.prompt_root)
+    encoder = PromptEncoder(
+        folder, apply_chat_template=apply, variables=variables, trust_remote_code=trusts, images=images
+    )
     metrics = RolloutMetrics(registry)
     timing = FleetTiming.of(job.placement, start_seconds=job.services.start_timeout_seconds)
     request_seconds = seconds + GRACE_SECONDS

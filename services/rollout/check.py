@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 
 from headrace.errors import HeadraceError
@@ -19,6 +20,7 @@ from headrace.job.schema.job import Job
 from headrace.preflight.hooks import LOAD_SECONDS, hook_pool
 from headrace.preflight.process import CheckOptions, ReadPrompts, serve_check
 from headrace.preflight.report import Prompts, Report
+from services.rollout.chat.images import ImageReader, image_reader
 from services.rollout.evaluation.eval_file import EvalFiles
 from services.rollout.evaluation.eval_plan import read_plan
 from services.rollout.production.prompts import PromptEncoder
@@ -26,6 +28,7 @@ from services.rollout.production.sampling import job_params
 from services.rollout.production.supervised import supervised_parts
 
 _SHOWN = 400
+_IMAGE_SECONDS = 20.0
 
 
 async def check(options: CheckOptions, read_prompts: ReadPrompts) -> Report:
@@ -117,12 +120,24 @@ def _made(job: Job) -> PromptEncoder:
     if supervised:
         return supervised.encoder
     apply = job.data.apply_chat_template
-    return PromptEncoder(folder, apply_chat_template=apply, variables=variables, trust_remote_code=trusts)
+    return PromptEncoder(
+        folder, apply_chat_template=apply, variables=variables, trust_remote_code=trusts, images=_images(job)
+    )
+
+
+def _images(job: Job) -> ImageReader | None:
+    if not (job.model.hf_checkpoint / "config.json").is_file():
+        return None
+    return image_reader(job.model.hf_checkpoint, job.data, job.eval, job.buffer.prompt_root)
 
 
 def _tokenize(job: Job, encoder: PromptEncoder, prompts: Prompts, report: Report) -> None:
     lengths: list[int] = []
-    for row in prompts.rows:
+    num_images, begun = 0, time.monotonic()
+    for number, row in enumerate(prompts.rows):
+        if num_images and time.monotonic() - begun > _IMAGE_SECONDS:
+            report.unchecked.append(f"the images of {len(prompts.rows) - number:,} of {len(prompts.rows):,} prompts")
+            break
         try:
             encoded = encoder.encode(row.prompt())
         except HeadraceError as error:
@@ -139,6 +154,9 @@ def _tokenize(job: Job, encoder: PromptEncoder, prompts: Prompts, report: Report
                 trained = sum(len(stretch) for stretch in encoded.trained)
                 report.facts.append(("trained", f"{trained:,} of its tokens"))
         lengths.append(len(encoded.tokens))
+        num_images += len(encoded.images.data) if encoded.images else 0
+    if num_images:
+        report.facts.append(("images read", f"{num_images:,} of {len(lengths):,} prompts, by the model's processor"))
     if not lengths:
         return
     report.facts.append(("prompt lengths", _spread(lengths)))

@@ -66,6 +66,7 @@ class RolloutParts:
                 *(prompt.tokens, params),
                 request_id=f"generate-{uuid.uuid4().hex}",
                 seconds=end - time.monotonic(),
+                images=prompt.for_engine,
             )
             async with aclosing(pieces):
                 async for piece in pieces:

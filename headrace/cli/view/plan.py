@@ -12,7 +12,9 @@ from headrace.job.eval_sets import eval_sets
 from headrace.job.megatron.arguments import megatron
 from headrace.job.rules.algorithm_rules import uses_critic, uses_reference
 from headrace.job.rules.gpus import device_plan
+from headrace.job.rules.image_rules import image_plan
 from headrace.job.rules.remote_code import where_code_runs
+from headrace.job.rules.rules import known_architecture
 from headrace.job.rules.scope import Scope
 from headrace.job.schema.engine_group import EngineGroup
 from headrace.job.schema.job import Job
@@ -42,6 +44,7 @@ def plan(job: Job, scope: Scope | None = None) -> list[tuple[str, str]]:
         ("batch", _batch(job)),
         ("staleness", _staleness(job)),
         ("prompts", _prompts(job)),
+        *_images(job),
         ("reward", job.reward.custom_rm_path or job.reward.rm_type or "by each prompt's metadata.rm_type"),
         ("evaluation", _evaluation(job)),
         ("memory", _memory(job)),
@@ -75,6 +78,12 @@ def _rollout_services(job: Job) -> list[tuple[str, str]]:
     if count == 1:
         return []
     return [("rollout services", f"{count} on one ledger; the line about engines is that of each of them")]
+
+
+def _images(job: Job) -> list[tuple[str, str]]:
+    """Nothing for a model of text."""
+    found = image_plan(job, known_architecture(job))
+    return [] if found is None else [("images", found)]
 
 
 def in_short(job: Job) -> str:

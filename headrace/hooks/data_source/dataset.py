@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError, InvalidArgument
 from headrace.hooks.args import HookArgs
 from headrace.hooks.sample import Sample
+from headrace.images.prompts import with_images
 from headrace.label import label_text
 from headrace.prompt_row import content_of, parse_row, required
 
@@ -82,7 +84,7 @@ def _samples(args: HookArgs, text: str) -> Iterator[Sample]:
         if part.end_row is not None and number >= part.end_row:
             return
         try:
-            yield _sample(args, parse_row(row) if isinstance(row, bytes) else row)
+            yield _sample(args, parse_row(row) if isinstance(row, bytes) else row, part.path.parent)
         except InvalidArgument as error:
             if not args.skip_bad_lines:
                 raise InvalidArgument(
@@ -101,9 +103,12 @@ def _rows(path: str) -> Iterator[Any]:
             yield from file
 
 
-def _sample(args: HookArgs, row: dict[str, Any]) -> Sample:
+def _sample(args: HookArgs, row: dict[str, Any], folder: Path) -> Sample:
     metadata = dict(row.get(args.metadata_key) or {}) if args.metadata_key else {}
     if args.tool_key and row.get(args.tool_key) is not None:
         metadata["tools"] = row[args.tool_key]
     label = label_text(required(row, args.label_key)) if args.label_key else None
-    return Sample(prompt=content_of(row, args.input_key), label=label, metadata=metadata)
+    prompt = content_of(row, args.input_key)
+    if key := args.multimodal_keys.get("image"):
+        prompt = with_images(prompt, row, key, folder)
+    return Sample(prompt=prompt, label=label, metadata=metadata)

@@ -54,6 +54,7 @@ _NEEDS: Mapping[str, tuple[str, Callable[[Job], bool]]] = {
     ),
     "rollout_shuffle": ("prompt_data", lambda job: bool(job.data.prompt_data)),
     "num_epoch": ("prompt_data", lambda job: bool(job.data.prompt_data)),
+    "multimodal_keys": ("prompt_data", lambda job: bool(job.data.prompt_data or job.eval.is_asked_for)),
     "prompt_data_weights": ("prompt_data", lambda job: bool(job.data.prompt_data)),
     "streaming_data": ("prompt_data", lambda job: bool(job.data.prompt_data)),
     "mask_offpolicy_in_partial_rollout": ("partial_rollout", lambda job: job.rollout.partial_rollout),

@@ -18,6 +18,7 @@ from headrace.job.rules.engine_rules import check_engine_ranks, check_engines, c
 from headrace.job.rules.eval_rules import check_evaluations
 from headrace.job.rules.gpus import check_gpus
 from headrace.job.rules.group_rules import check_engine_groups, check_engine_placement, check_group_sizes
+from headrace.job.rules.image_rules import check_images
 from headrace.job.rules.megatron_rules import check_megatron, require_gpus
 from headrace.job.rules.needs import check_needs
 from headrace.job.rules.paths.files import check_files
@@ -254,6 +255,7 @@ def _architecture(job: Job, scope: Scope) -> None:
     check_layout(found, megatron(job.megatron))
     virtual_stages(found, megatron(job.megatron))
     check_routing_replay(job, found)
+    check_images(job, found)
     check_lengths(job, found)
     check_engine_ranks(job, found, scope)
     if job.model.model is not None and (other := differences(find(job.model.model), found)):

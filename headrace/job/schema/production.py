@@ -25,6 +25,12 @@ def _not_yaml(path: Path) -> Path:
     return path
 
 
+def _of_images(keys: dict[str, str]) -> dict[str, str]:
+    if others := sorted(keys.keys() - {"image"}):
+        raise ValueError(f"media of type {others[0]!r} are not supported, only images")
+    return keys
+
+
 def _resolved(name: str, value: int | None) -> int:
     if value is None:
         raise ConfigError(f"{name} is absent: a service takes the resolved job, which has it")
@@ -49,6 +55,11 @@ class DataSection(Section):
     label_key: str | None = Field(None, description="Key of the reference answer.")
     metadata_key: str | None = Field("metadata", description="Key of an object for rewards and hooks.")
     tool_key: str | None = Field(None, description="Key of an array of tool definitions.")
+    multimodal_keys: Annotated[dict[str, str], AfterValidator(_of_images), FromJson] = Field(
+        {},
+        description='JSON object that maps a media type to the key of its files, as {"image": "images"}; each <image> '
+        "of the prompt stands for one.",
+    )
     priority_key: str | None = Field(
         None, description="Key of an integer; with selection priority a larger one goes first."
     )
@@ -60,6 +71,11 @@ class DataSection(Section):
     rollout_seed: Seed = Field(42, description="Seed of rollout_shuffle's order and of the engines' sampling.")
     num_epoch: Positive | None = Field(None, description="Largest number of epochs of prompt_data; absent: no limit.")
     skip_bad_lines: bool = Field(False, description="Count and skip lines that do not parse; off: refuse them.")
+
+    @property
+    def image_key(self) -> str | None:
+        """The key of a row's images."""
+        return self.multimodal_keys.get("image")
 
 
 class RolloutSection(Section):

@@ -21,6 +21,7 @@ class FileSource:
     metadata_key: str | None = None
     tool_key: str | None = None
     priority_key: str | None = None
+    image_key: str | None = None
     shuffle: bool = False
     seed: int = 0
     num_epochs: int | None = None

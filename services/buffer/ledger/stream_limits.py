@@ -73,7 +73,7 @@ def _check_limiter(limiter: Limiter) -> None:
 def _check_file(file: FileSource) -> None:
     require_path(file.path, "config.files.path")
     require_name(file.input_key, "config.files.input_key")
-    for name in ("label_key", "metadata_key", "tool_key", "priority_key"):
+    for name in ("label_key", "metadata_key", "tool_key", "priority_key", "image_key"):
         key: str | None = getattr(file, name)
         optional_name(key or "", f"config.files.{name}")
     _between(file.seed, -_LARGEST_SEED - 1, _LARGEST_SEED, "files.seed")

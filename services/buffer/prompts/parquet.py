@@ -110,7 +110,8 @@ def _columns(source: FileSource, file: pq.ParquetFile) -> list[str]:
                 f"prompt file {source.path} has no column {key!r} ({name}); the columns are {', '.join(there)}",
                 field="config.files.path",
             )
-    keys = (source.input_key, source.label_key, source.metadata_key, source.tool_key, source.priority_key)
+    optional = (source.metadata_key, source.tool_key, source.priority_key, source.image_key)
+    keys = (source.input_key, source.label_key, *optional)
     return [key for key in dict.fromkeys(keys) if key is not None and key in there]
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from headrace.api.sample.v1 import sample_pb2
 from headrace.errors import InvalidArgument
+from headrace.images.prompts import with_images
 from headrace.label import label_text
 from headrace.prompt_row import chat_message, content_of, ordered_json, parse_row, required
 from headrace.wire.checks import shown
@@ -58,6 +60,8 @@ class RowReader:
 def _to_prompt(source: FileSource, row: dict[str, Any]) -> sample_pb2.Prompt:
     prompt = sample_pb2.Prompt()
     content = content_of(row, source.input_key)
+    if source.image_key:
+        content = with_images(content, row, source.image_key, Path(source.path).parent)
     if isinstance(content, str):
         prompt.text = content
     else:

@@ -68,6 +68,21 @@ class SamplingParams:
         return params
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptImages:
+    """The images of a prompt of `num_tokens` tokens, as an engine wants them."""
+
+    num_tokens: int
+    engine_tokens: Sequence[int]
+    """The prompt with one image token for each image, which the engine repeats for each of its embeddings."""
+    data: Sequence[str]
+    """Each image's file, in base64."""
+
+    def body(self, tokens: Sequence[int]) -> dict[str, Any]:
+        """The fields of a request that continues the prompt, whose tokens come first in `tokens`."""
+        return {"input_ids": [*self.engine_tokens, *tokens[self.num_tokens :]], "image_data": list(self.data)}
+
+
 @dataclass(frozen=True, slots=True)
 class Generation:
     """Response tokens, their log-probabilities and the weights that sampled them. `finish` is None in mid-stream.

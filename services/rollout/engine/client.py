@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -13,7 +14,7 @@ from services.rollout.engine.answers.bad_answer import BadAnswer, message_of
 from services.rollout.engine.answers.load import EngineLoad, read_load
 from services.rollout.engine.answers.others import read_checksums, read_num_requests, read_scores, read_weights_name
 from services.rollout.engine.answers.response import Asked, EngineResponse, read_response
-from services.rollout.engine.api import GroupJoin, SamplingParams
+from services.rollout.engine.api import GroupJoin, PromptImages, SamplingParams
 from services.rollout.engine.http import Http
 
 _CONTROL_SECONDS = 30.0
@@ -55,6 +56,7 @@ class EngineClient:
         cache_key: str,
         seconds: float,
         priority: int | None = None,
+        images: PromptImages | None = None,
     ) -> EngineResponse:
         """Returns response tokens with log-probs. `cache_key` keeps prefixes of other weights apart.
 
@@ -63,6 +65,9 @@ class EngineClient:
         body, asked = self._generate_body(tokens, params, request_id, cache_key), self._asked(tokens, params)
         if priority is not None:
             body["priority"] = priority
+        if images is not None:
+            body |= images.body(tokens)
+            asked = replace(asked, has_images=True)
         reply = await self._http.request(
             "POST", "/generate", body, seconds=seconds, max_bytes=self._answer_bytes(asked)
         )
@@ -72,7 +77,14 @@ class EngineClient:
         return answer
 
     async def stream(
-        self, tokens: Sequence[int], params: SamplingParams, *, request_id: str, cache_key: str, seconds: float
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        cache_key: str,
+        seconds: float,
+        images: PromptImages | None = None,
     ) -> AsyncGenerator[EngineResponse, None]:
         """Yields all tokens so far, again and again; the last response has `finish`. Raises as `generate` does.
 
@@ -81,6 +93,9 @@ class EngineClient:
         """
         body = {**self._generate_body(tokens, params, request_id, cache_key), "stream": True}
         asked = self._asked(tokens, params)
+        if images is not None:
+            body |= images.body(tokens)
+            asked = replace(asked, has_images=True)
         events = self._http.events(
             "/generate",
             body,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from headrace.errors import InvalidArgument
+from headrace.images.prompts import with_images
 from headrace.label import label_text
 from headrace.prompt_row import content_of, ordered_json, parse_row
 from headrace.sample_checks import check_text
@@ -32,6 +33,7 @@ class EvalKeys:
     """No key: the scorer of rows whose metadata names none."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
     """No keys: what is laid over each row's metadata."""
+    images: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,8 @@ def _row(where: str, line: bytes, keys: EvalKeys) -> EvalRow:
     try:
         row = parse_row(line)
         prompt = content_of(row, keys.prompt)
+        if keys.images:
+            prompt = with_images(prompt, row, keys.images, Path(where.rpartition(":")[0]).parent)
         label = label_text(row.get(keys.label)) if keys.label else None
         metadata = row.get(keys.metadata) if keys.metadata else None
         metadata = metadata if isinstance(metadata, dict) else {}

@@ -83,6 +83,7 @@ def read_plan(
         optional_name(dataset.tool_key, "datasets.tool_key"),
         optional_name(dataset.rm_type, "datasets.rm_type"),
         _overrides(dataset),
+        optional_name(dataset.image_key, "datasets.image_key"),
     )
     limit = dataset.max_prompts if dataset.HasField("max_prompts") else None
     return EvalPlan(

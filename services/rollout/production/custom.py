@@ -17,6 +17,7 @@ from headrace.hooks import HookArgs, from_hook, load_hook, run_generate, to_hook
 from headrace.hooks import Sample as HookSample
 from headrace.hooks.finished import require_finished
 from headrace.hooks.generate import takes_group
+from headrace.images.columns import processed_of, raw_of
 from headrace.process.workers import WorkerError, WorkerPool
 from headrace.rpc.log import log
 from headrace.trajectory import Failure, Sample, Status
@@ -122,6 +123,7 @@ class HookSampler:
         prompt, metadata = request.prompt, dict(request.metadata)
         if prompt.tools:
             metadata.setdefault("tools", prompt.tools)
+        columns = prompt.images.columns if prompt.images else {}
         as_text = prompt.messages is None or self._args.get("apply_chat_template")
         return HookSample(
             group_index=zlib.crc32(
@@ -130,6 +132,8 @@ class HookSampler:
             index=request.index,
             session_id=request.sample_id,
             prompt=prompt.text if as_text else [dict(message) for message in prompt.messages or ()],
+            multimodal_inputs=raw_of(columns),
+            multimodal_train_inputs=processed_of(columns),
             label=request.label,
             metadata=metadata,
         )

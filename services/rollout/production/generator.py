@@ -18,7 +18,7 @@ from headrace.job.model.context_limit import ContextLimit
 from services.rollout.engine.activity import Activity
 from services.rollout.engine.answers.bad_answer import BadAnswer
 from services.rollout.engine.answers.response import EngineResponse, Finish
-from services.rollout.engine.api import NOTHING_YET, Generation, SamplingParams
+from services.rollout.engine.api import NOTHING_YET, Generation, PromptImages, SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.weights import ServedWeights
 from services.rollout.production.time_limit import GRACE_SECONDS, EndRequest, ended_after
@@ -60,6 +60,7 @@ class Generator:
         begun: Generation = NOTHING_YET,
         return_partial: asyncio.Event | None = None,
         priority: int | None = None,
+        images: PromptImages | None = None,
     ) -> Generation:
         """Returns a finished response. Raises Unavailable or DeadlineExceeded when there is none within `seconds`.
 
@@ -73,14 +74,23 @@ class Generator:
             seconds=seconds,
             streaming=False,
             priority=priority,
+            images=images,
         )
         return [piece async for piece in pieces][-1]
 
     def stream(
-        self, prompt: Sequence[int], params: SamplingParams, *, request_id: str, seconds: float
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        seconds: float,
+        images: PromptImages | None = None,
     ) -> AsyncGenerator[Generation, None]:
         """Yields all tokens so far, again and again; the last one has a `finish` of stop or length."""
-        return self._pieces(prompt, params, NOTHING_YET, None, request_id=request_id, seconds=seconds, streaming=True)
+        return self._pieces(
+            *(prompt, params, NOTHING_YET, None), request_id=request_id, seconds=seconds, streaming=True, images=images
+        )
 
     def _fitting(self, num_tokens: int, params: SamplingParams) -> SamplingParams:
         """Raises InvalidArgument for a request that no engine could serve, so that no engine is blamed."""
@@ -107,6 +117,7 @@ class Generator:
         seconds: float,
         streaming: bool,
         priority: int | None = None,
+        images: PromptImages | None = None,
     ) -> AsyncGenerator[Generation, None]:
         end = time.monotonic() + seconds
         params = self._fitting(len(prompt), params)
@@ -126,7 +137,7 @@ class Generator:
             failure: Unavailable | DeadlineExceeded | None = None
             try:
                 pieces = self._ask(
-                    *([*prompt, *done.tokens], rest, f"{request_id}#{attempt}", left, streaming, priority),
+                    *([*prompt, *done.tokens], rest, f"{request_id}#{attempt}", left, streaming, priority, images),
                     returns_partial=return_partial is not None,
                 )
                 async with contextlib.aclosing(pieces), _of_grammar(params):
@@ -174,6 +185,7 @@ class Generator:
         seconds: float,
         streaming: bool,
         priority: int | None,
+        images: PromptImages | None,
         *,
         returns_partial: bool = False,
     ) -> AsyncGenerator[Generation, None]:
@@ -193,10 +205,13 @@ class Generator:
                         cache_key=cache_key,
                         seconds=seconds,
                         priority=priority,
+                        images=images,
                     )
             yield await self._accepted(answer, len(tokens), end)
             return
-        answers = self._router.stream(tokens, params, request_id=request_id, cache_key=cache_key, seconds=seconds)
+        answers = self._router.stream(
+            tokens, params, request_id=request_id, cache_key=cache_key, seconds=seconds, images=images
+        )
         async with contextlib.aclosing(answers):
             with self._activity.requests():
                 async for answer in answers:

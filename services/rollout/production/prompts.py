@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -16,12 +16,15 @@ from typing import Any, TypeVar
 
 from headrace.api.sample.v1 import sample_pb2 as pb
 from headrace.errors import InvalidArgument
+from headrace.images.file import BAD_IMAGE
 from headrace.models.tokenizer.tokenizer import load_tokenizer
 from headrace.sample_checks import check_text
 from headrace.wire.checks import require_bytes, require_json_array, require_json_object
 from headrace.wire.limits import MAX_PROMPT_BYTES
 from services.rollout.chat.chat_segments import Segment
+from services.rollout.chat.images import EncodedImages, ImageReader, references_of
 from services.rollout.chat.template_variables import require_read
+from services.rollout.engine.api import PromptImages
 
 _THREADS = 2
 T = TypeVar("T")
@@ -39,6 +42,14 @@ class EncodedPrompt:
     """The conversation that the text was rendered from, for users' functions."""
     tools: Sequence[Any] = ()
     """The tool definitions that the chat template was given."""
+    images: EncodedImages | None = field(default=None, compare=False)
+
+    @property
+    def for_engine(self) -> PromptImages | None:
+        """Its images, as an engine wants them."""
+        if self.images is None:
+            return None
+        return PromptImages(len(self.tokens), self.images.engine_tokens, self.images.data)
 
 
 class PromptEncoder:
@@ -51,12 +62,14 @@ class PromptEncoder:
         apply_chat_template: bool,
         variables: Mapping[str, Any] = MappingProxyType({}),
         trust_remote_code: bool = False,
+        images: ImageReader | None = None,
     ) -> None:
         self._hf_checkpoint = hf_checkpoint
         self._trust_remote_code = trust_remote_code
         self.variables = variables
         self._threads = ThreadPoolExecutor(_THREADS, "tokenize")
         self._apply_chat_template = apply_chat_template
+        self._images = images
 
     def load(self) -> None:
         """Loads the tokenizer, which takes seconds, so that no prompt has to.
@@ -64,6 +77,8 @@ class PromptEncoder:
         Raises ConfigError when there is none, or when its chat template does not read one of `variables`.
         """
         require_read(self.tokenizer, self.variables)
+        if self._images is not None:
+            self._images.load()
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -87,7 +102,12 @@ class PromptEncoder:
         """Raises InvalidArgument for a prompt without content or one that the chat template refuses."""
         kind = prompt.WhichOneof("content")
         if kind == "messages":
-            return self.encode_messages(*messages_of(prompt))
+            try:
+                return self.encode_messages(*messages_of(prompt))
+            except InvalidArgument as error:
+                if error.reason != BAD_IMAGE:
+                    raise
+                raise InvalidArgument(f"prompt {prompt.prompt_id}: {error.message}", reason=BAD_IMAGE) from error
         if kind != "text":
             raise InvalidArgument(f"prompt {prompt.prompt_id} has no content", field="prompt.content")
         return self.encode_text(prompt.text)
@@ -122,8 +142,17 @@ class PromptEncoder:
 
     def encode_messages(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> EncodedPrompt:
         """Encodes a conversation in OpenAI's format. Raises InvalidArgument when the chat template refuses it."""
-        text = self.render(messages, tools)
-        return EncodedPrompt(text, self.tokens_of_rendered(text), messages=messages, tools=tools or ())
+        plain, references = references_of(messages)
+        text = self.render(plain, tools)
+        tokens, images = self.tokens_of_rendered(text), None
+        if references:
+            if self._images is None:
+                raise InvalidArgument(
+                    f"the prompt has {len(references)} images, and the model of hf_checkpoint reads none",
+                    field="prompt.messages",
+                )
+            tokens, images = self._images.encode(tokens, references)
+        return EncodedPrompt(text, tokens, messages=messages, tools=tools or (), images=images)
 
     def render(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
         """Returns the conversation's text up to the policy's turn. Raises InvalidArgument as `encode_messages` does."""

@@ -178,6 +178,7 @@ class EngineSampler:
                 begun=begun,
                 return_partial=return_partial,
                 priority=priority,
+                images=request.prompt.for_engine,
             )
             return self._sample(request, generation)
         except HeadraceError as error:
@@ -206,8 +207,9 @@ class EngineSampler:
         )
 
     def _columns(self, request: SampleRequest, generation: Generation) -> dict[str, NDArray[Any]]:
+        images = dict(request.prompt.images.columns) if request.prompt.images else {}
         if self._num_layers is None or not generation.tokens:
-            return {}
+            return images
         if not generation.routed_experts:
             raise BadAnswer(
                 "routed_experts", f"{len(generation.tokens)} tokens, and no experts that they were routed to"
@@ -218,7 +220,7 @@ class EngineSampler:
             raise BadAnswer(
                 "routed_experts", f"{chosen.size} experts for {num_tokens} tokens, {self._num_layers} layers"
             )
-        return {ROUTED_EXPERTS: chosen.reshape(num_tokens, self._num_layers, -1)}
+        return images | {ROUTED_EXPERTS: chosen.reshape(num_tokens, self._num_layers, -1)}
 
 
 def failed_sample(request: SampleRequest, failure: Failure) -> Sample:

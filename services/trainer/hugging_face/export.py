@@ -37,6 +37,7 @@ Look = Callable[[Mapping[str, Tensor]], None]
 Write = Callable[[Path, Mapping[str, Tensor]], None]
 """Writes a safetensors file. The tensors may be the model's own, on its device."""
 _SINGLE = "model.safetensors"
+_FIRST = "model-00001-of-00001.safetensors"
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 _QUANTIZED = "float8_e4m3fn"
@@ -183,6 +184,9 @@ def _write_index(draft: Path) -> None:
     parts = sorted(draft.glob(f"*{_PART}"), key=lambda path: int(path.stem))
     contents = [json.loads(part.read_text()) for part in parts]
     weight_map = {name: file for content in contents for name, file in content["weight_map"].items()}
+    if _SINGLE in weight_map.values() and set(weight_map.values()) != {_SINGLE}:
+        (draft / _SINGLE).rename(draft / _FIRST)  # transformers would read that file alone
+        weight_map = {name: _FIRST if file == _SINGLE else file for name, file in weight_map.items()}
     if set(weight_map.values()) != {_SINGLE}:
         total_size = sum(content["num_bytes"] for content in contents)
         (draft / _INDEX).write_text(

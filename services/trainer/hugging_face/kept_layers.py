@@ -1,4 +1,4 @@
-"""Layers that are not trained and are exported as they came: those that predict further tokens."""
+"""Layers that are not trained and are exported as they came: those that predict further tokens, a vision tower."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch import Tensor
 from headrace.models.registry import read_architecture
 from headrace.wire.tensor_spec import TensorSpec
 from services.trainer.hugging_face.hf_folder import HfFolder
-from services.trainer.hugging_face.names import mtp_names
+from services.trainer.hugging_face.names import kept_names
 from services.trainer.weights.buckets import cut
 
 
 def write_kept_layers(hf_checkpoint: Path, draft: Path, dtype: str, file_bytes: int, part: Path) -> None:
     """Copies them from the checkpoint into files of their own, matrices in `dtype`; `part` lists them for the index."""
     source = HfFolder(hf_checkpoint)
-    names = mtp_names(source.names, read_architecture(hf_checkpoint))
+    names = kept_names(source.names, read_architecture(hf_checkpoint))
     if not names:
         return
     weight_map: dict[str, str] = {}
     num_bytes = 0
     for number, specs in enumerate(_files(source, names, file_bytes)):
-        file = f"model-mtp-{number + 1:05d}.safetensors"
+        file = f"model-kept-{number + 1:05d}.safetensors"
         content = {spec.name: _as(source.tensor(spec.name), dtype) for spec in specs}
         save_file(content, str(draft / file), metadata={"format": "pt"})
         weight_map |= dict.fromkeys(content, file)

@@ -11,13 +11,15 @@ from services.trainer.hugging_face.hf_folder import HfFolder
 
 _TIED_HEAD = "lm_head.weight"
 _SHOWN = 5
+VISION_TOWER = "visual."
+"""The names of its tensors begin with it."""
 
 
 def check_names(source: HfFolder, architecture: Architecture) -> None:
     """Raises ConfigError that names the missing or the extra ones."""
     expected = {tensor.name for tensor in table(architecture).tensors()}
     found = {name for name in source.names if not name.endswith("rotary_emb.inv_freq")}
-    found -= set(mtp_names(found, architecture))
+    found -= set(kept_names(found, architecture))
     if not architecture.untie_embeddings_and_output_weights:
         found.discard(_TIED_HEAD)  # some exporters write the tied head too
     if missing := sorted(expected - found):
@@ -30,8 +32,10 @@ def check_names(source: HfFolder, architecture: Architecture) -> None:
         )
 
 
-def mtp_names(names: Iterable[str], architecture: Architecture) -> list[str]:
-    """Those of the multi-token-prediction layers, which come behind the last layer."""
+def kept_names(names: Iterable[str], architecture: Architecture) -> list[str]:
+    """Those of what is not trained: layers behind the last, which predict further tokens, and a vision tower."""
     layers = range(architecture.num_layers, architecture.num_layers + architecture.num_mtp_layers)
     prefixes = tuple(f"model.layers.{layer}." for layer in layers)
+    if architecture.vision is not None:
+        prefixes = (*prefixes, VISION_TOWER)
     return sorted(name for name in names if prefixes and name.startswith(prefixes))

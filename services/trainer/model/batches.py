@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.job.schema.training import TrainSection
+from headrace.models.architecture import Vision
 from headrace.trajectory import Sample
 from services.trainer.data.reading import FetchSamples, SampleReader, UnusableSample, all_readable
 from services.trainer.megatron.parallel import Layout
@@ -47,6 +48,7 @@ class BatchReader:
         *,
         hooks: WholeBatchHooks | None,
         choices: RolloutChoices | None,
+        vision: Vision | None = None,
     ) -> None:
         self._config = config
         self._steps_per_rollout = config.num_steps_per_rollout or 1
@@ -56,6 +58,7 @@ class BatchReader:
         self._packing = packing
         self._hooks = hooks
         self._choices = choices
+        self._vision = vision
 
     def own_sample_ids(self, samples: Sequence[SampleFacts]) -> list[str]:
         """The ids of the samples that `read` will fetch on this rank, in that order."""
@@ -72,8 +75,6 @@ class BatchReader:
         own = {sample_id: changes.of_sample(sample) for sample_id, sample in read.own.items()}
         rewards = changes.reward_of_each(facts) or shaped_rewards(facts, self._config)
         plans = self._planner.plan(facts, self._steps_per_rollout)
-        inputs = [
-            step_inputs(plan, step, facts, rewards, own, self._config, self._layout, self._packing, self._choices)
-            for plan in plans
-        ]
+        how = (self._config, self._layout, self._packing, self._choices, self._vision)
+        inputs = [step_inputs(plan, step, facts, rewards, own, *how) for plan in plans]
         return RolloutBatch(facts, read.set_aside, plans, inputs, changes.metrics, changes.is_logged)

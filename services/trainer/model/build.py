@@ -10,6 +10,7 @@ from torch import Tensor
 from headrace.errors import ConfigError
 from headrace.hooks import hook_args
 from headrace.hooks.trainer import trainer_hook
+from headrace.images.columns import image_starts
 from headrace.job.megatron.arguments import MegatronArgs, megatron
 from headrace.job.model.transformer_config import contradictions
 from headrace.job.rules.algorithm_rules import uses_critic, uses_reference
@@ -25,6 +26,7 @@ from services.trainer.checkpoint.random_state import RandomState
 from services.trainer.checkpoint.reader import opened
 from services.trainer.hugging_face.convert import Converter
 from services.trainer.hugging_face.rank_model import RankModel
+from services.trainer.hugging_face.vision_tower import image_places
 from services.trainer.hugging_face.weights import weights_of
 from services.trainer.megatron.gpt.routing_replay import RoutingReplay
 from services.trainer.megatron.optimizer import Optimizer, wrap_for_data_parallel
@@ -77,7 +79,7 @@ def policy_of(job: Job, layout: Layout) -> Policy:
     chunks = wrap_for_data_parallel(model.config, args, model.stages)
     optimizer = Optimizer(args, chunks, _policy_steps(job))
     stopwatch = Stopwatch(layout.device)
-    pipeline = _pipeline(job, model, chunks, layout, stopwatch)
+    pipeline = _pipeline(job, architecture, model, chunks, layout, stopwatch)
     critic = critic_of(job, layout, stopwatch) if uses_critic(job) else None
     weights = weights_of([chunk.module for chunk in chunks])
     reference = ReferencePolicy(weights, model.converter, job.model.ref_load) if uses_reference(job) else None
@@ -127,13 +129,15 @@ def critic_of(job: Job, layout: Layout, stopwatch: Stopwatch) -> Critic:
             "lr_warmup_fraction": None,
         }
     )
-    model = RankModel.of(read_architecture(job.model.hf_checkpoint), args, layout, job.train.packing)
+    architecture = read_architecture(job.model.hf_checkpoint)
+    model = RankModel.of(architecture, args, layout, job.train.packing)
     model.converter.load(job.critic.critic_load or job.model.hf_checkpoint)
     return Critic(
         model,
         args,
         layout,
         stopwatch,
+        image_places(model, architecture, job.model.hf_checkpoint, layout),
         value_clip=job.critic.value_clip,
         num_optimizer_steps=job.rollout.num_rollout * _steps_per_rollout(job),
     )
@@ -153,11 +157,17 @@ def _model(job: Job, architecture: Architecture, args: MegatronArgs, layout: Lay
 
 
 def _pipeline(
-    job: Job, model: RankModel, chunks: Sequence[DistributedDataParallel], layout: Layout, stopwatch: Stopwatch
+    job: Job,
+    architecture: Architecture,
+    model: RankModel,
+    chunks: Sequence[DistributedDataParallel],
+    layout: Layout,
+    stopwatch: Stopwatch,
 ) -> Pipeline:
     replay = RoutingReplay(model.stages, layout.tp_rank) if replays_routing(job) else None
+    images = image_places(model, architecture, job.model.hf_checkpoint, layout)
     return Pipeline(
-        Runner(model.config, chunks, layout, model.packing, stopwatch, replay=replay),
+        Runner(model.config, chunks, layout, model.packing, stopwatch, replay=replay, images=images),
         TokenHead(model.stages[-1], layout),
         objective_of(job),
         layout,
@@ -165,6 +175,7 @@ def _pipeline(
         model.packing,
         stopwatch,
         agreement_bound=job.train.true_on_policy_bound if job.train.true_on_policy_mode else None,
+        vision=architecture.vision,
     )
 
 
@@ -181,17 +192,20 @@ def _batches(job: Job, architecture: Architecture, packing: Packing, layout: Lay
     )
     experts = architecture.experts if job.train.use_rollout_routing_replay else None
     choices = RolloutChoices(architecture.num_layers, experts) if experts else None
-    check = _sample_check(job, ModelBounds.of(architecture), choices)
+    check, vision = _sample_check(job, architecture, choices), architecture.vision
     hooks = whole_batch_hooks_of(job, layout)
-    return BatchReader(job.train, planner, check, layout, packing, hooks=hooks, choices=choices)
+    return BatchReader(job.train, planner, check, layout, packing, hooks=hooks, choices=choices, vision=vision)
 
 
-def _sample_check(job: Job, bounds: ModelBounds, choices: RolloutChoices | None) -> Callable[[Sample], None]:
+def _sample_check(job: Job, architecture: Architecture, choices: RolloutChoices | None) -> Callable[[Sample], None]:
     """Raises InvalidArgument for a sample that this model and this job cannot be trained on."""
+    bounds, vision = ModelBounds.of(architecture), architecture.vision
     is_taught_elsewhere = job.distillation.use_opd and job.distillation.opd_type != "megatron"
 
     def check(sample: Sample) -> None:
         bounds.check(sample.sample_id, sample.tokens, sample.columns)
+        if vision is not None:
+            image_starts(f"sample {sample.sample_id}:", vision, sample.tokens, sample.columns)
         if choices is not None:
             choices.check(sample)
         if is_taught_elsewhere:

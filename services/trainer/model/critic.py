@@ -20,6 +20,7 @@ from services.trainer.checkpoint.model_state import ModelState
 from services.trainer.hugging_face.model_shard import ModelShard
 from services.trainer.hugging_face.rank_model import RankModel
 from services.trainer.hugging_face.weights import weights_of
+from services.trainer.megatron.gpt.images import ImagePlaces
 from services.trainer.megatron.marks import mark_sequence_parallel
 from services.trainer.megatron.optimizer import Optimizer, wrap_for_data_parallel
 from services.trainer.megatron.parallel import Layout
@@ -61,6 +62,7 @@ class Critic:
         args: MegatronArgs,
         layout: Layout,
         stopwatch: Stopwatch,
+        images: ImagePlaces | None,
         *,
         value_clip: float,
         num_optimizer_steps: int,
@@ -74,7 +76,9 @@ class Critic:
         self._chunks = wrap_for_data_parallel(model.config, args, model.stages)
         self._optimizer = Optimizer(args, self._chunks, num_optimizer_steps)
         self.state = ModelState("critic", _shards(model, layout), self._optimizer)
-        self._runner = Runner(model.config, self._chunks, layout, model.packing, stopwatch, part="critic_forward")
+        self._runner = Runner(
+            *(model.config, self._chunks, layout, model.packing, stopwatch), part="critic_forward", images=images
+        )
 
     def values(self, inputs: StepInputs) -> list[Tensor] | None:
         """[B, S] for each micro-batch; None except on last-stage ranks."""

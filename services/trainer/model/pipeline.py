@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headrace.errors import FailedPrecondition
+from headrace.models.architecture import Vision
 from headrace.trajectory import Sample
 from services.trainer.megatron.gpt.routing_replay import Routing
 from services.trainer.megatron.parallel import Layout
@@ -42,12 +43,14 @@ class Pipeline:
         packing: Packing,
         stopwatch: Stopwatch,
         agreement_bound: float | None = None,
+        vision: Vision | None = None,
     ) -> None:
         self._runner = runner
         self._head = head
         self._objective = objective
         self._layout = layout
         self._packing = packing
+        self._vision = vision
         self._stopwatch = stopwatch
         self.distance = LogProbDistance(layout.device)
         # Greedy rollouts have no temperature to divide by.
@@ -79,7 +82,7 @@ class Pipeline:
 
     def response_log_probs(self, samples: Sequence[Sample], temperature: float | None = None) -> list[Tensor]:
         """Log-probs of each sample's response tokens, [R]; [] except on last-stage ranks."""
-        micro = inference_inputs(collate(samples, self._packing), self._layout)
+        micro = inference_inputs(collate(samples, self._packing), self._layout, self._vision)
         filler = inference_inputs(empty_micro_batch(), self._layout)
         found = self.log_probs([micro, *[filler] * (self._layout.micro_batch_multiple - 1)], temperature)
         return [] if found is None else micro.cut(found[0])

@@ -17,11 +17,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from services.trainer.megatron.gpt.gpt import uses_segment_attention
+from services.trainer.megatron.gpt.images import ImagePlaces
 from services.trainer.megatron.gpt.routing_replay import Routing, RoutingReplay
 from services.trainer.megatron.gpt.segment_attention import SegmentedRow, transformer_engine_row
 from services.trainer.megatron.parallel import Layout
 from services.trainer.metrics.stopwatch import Stopwatch
-from services.trainer.plan.rows import Packing, Rows
+from services.trainer.plan.rows import Packing
 from services.trainer.rl.inputs import MicroInputs, StepInputs
 
 LossFunction = Callable[[Tensor], tuple[Tensor, Any]]
@@ -39,6 +40,7 @@ class Runner:
         stopwatch: Stopwatch,
         part: str = "forward",
         replay: RoutingReplay | None = None,
+        images: ImagePlaces | None = None,
     ) -> None:
         config.finalize_model_grads_func = finalize_model_grads
         config.no_sync_func = self._no_sync
@@ -47,6 +49,7 @@ class Runner:
         self._stopwatch = stopwatch
         self._part = part
         self._replay = replay
+        self._images = images
         self._multiple = layout.tp_size if config.sequence_parallel else 1
         own = uses_segment_attention(layout, packing)
         self._packed_row = SegmentedRow.of if own else transformer_engine_row
@@ -92,7 +95,7 @@ class Runner:
             if self._replay is not None:
                 self._replay.enter(micro.experts)
             with self._stopwatch.part("inference" if forward_only else self._part):
-                return self._output(model, micro.rows), partial(finish, number)
+                return self._output(model, micro), partial(finish, number)
 
         for chunk in self._chunks:
             chunk.train(not forward_only)
@@ -117,8 +120,10 @@ class Runner:
                 stack.enter_context(chunk.no_sync())
             yield
 
-    def _output(self, model: Any, rows: Rows) -> Tensor:
-        rows = rows.aligned(self._multiple)
+    def _output(self, model: Any, micro: MicroInputs) -> Tensor:
+        rows = micro.rows.aligned(self._multiple)
+        if self._images is not None:
+            self._images.enter(micro.images and micro.images.aligned(rows.tokens.shape[1]))
         packed = None if rows.segments is None else self._packed_row(rows, rows.segments)
         output: Tensor = model(rows.tokens, rows.positions, None, packed_seq_params=packed)
         return output

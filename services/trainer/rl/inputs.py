@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from headrace.job.schema.training import TrainSection
+from headrace.models.architecture import Vision
 from headrace.trajectory import Sample
 from services.trainer.megatron.parallel import Layout
 from services.trainer.plan.batch import SampleFacts
 from services.trainer.plan.batching import MicroBatch, collate, empty_micro_batch
 from services.trainer.plan.experts import ExpertChoices, RolloutChoices
+from services.trainer.plan.images import RowImages, row_images
 from services.trainer.plan.planning import StepPlan
 from services.trainer.plan.rows import Packing, Rows
 from services.trainer.rl.algorithms.reduction import Reduction
@@ -53,6 +55,8 @@ class MicroInputs:
     """The samples of the first rows; an empty micro-batch has a row and no sample"""
     experts: ExpertChoices
     """The experts to which routing replay sends the tokens; a pass may record them for later ones"""
+    images: RowImages | None = None
+    """The images of the rows; None: a model of text alone"""
     mean_weight: float = 1.0
     """What importance weights are divided by: their mean over the optimizer step, where they are normalized"""
 
@@ -85,6 +89,7 @@ def step_inputs(
     layout: Layout,
     packing: Packing,
     choices: RolloutChoices | None = None,
+    vision: Vision | None = None,
 ) -> list[MicroInputs]:
     """This data rank's micro-batches of one optimizer step; every data rank has the same number of them.
 
@@ -110,15 +115,16 @@ def step_inputs(
             rewards,
             layout,
             choices,
+            vision,
         )
         for micro in micro_batches
     ]
 
 
-def inference_inputs(micro: MicroBatch, layout: Layout) -> MicroInputs:
+def inference_inputs(micro: MicroBatch, layout: Layout, vision: Vision | None = None) -> MicroInputs:
     """Inputs for log-probs alone: no rewards, no weights."""
     lags = torch.zeros(len(micro.targets), 1)
-    return _on_device(micro, torch.zeros(micro.targets.shape), 1, lags, {}, layout)
+    return _on_device(micro, torch.zeros(micro.targets.shape), 1, lags, {}, layout, vision=vision)
 
 
 def _on_device(
@@ -129,6 +135,7 @@ def _on_device(
     rewards: Mapping[str, float],
     layout: Layout,
     choices: RolloutChoices | None = None,
+    vision: Vision | None = None,
 ) -> MicroInputs:
     device = layout.device
     zeros = torch.zeros(micro.targets.shape, dtype=torch.float32, device=device)
@@ -150,6 +157,7 @@ def _on_device(
         rewards=tuple(rewards.get(sample.sample_id, 0.0) for sample in micro.samples),
         samples=micro.samples,
         experts=choices.of(micro.samples, micro.owners, rows) if choices else ExpertChoices(),
+        images=row_images(micro.samples, micro.owners, rows, vision) if vision else None,
     )
 
 

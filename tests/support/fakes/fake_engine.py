@@ -48,6 +48,8 @@ class FakeEngine:
         self.takes_bytes: int | None = None
         self.groups: set[str] = set()
         self.log_prob_error = 0.0
+        self.more_image_tokens = 0
+        """By which a prompt with images grows in the engine."""
         self._wire = wire or {}
         self.token_seconds = token_seconds
         self._starts = starts
@@ -233,6 +235,8 @@ class FakeEngine:
                 finish = "stop" if made[-1] in stops else "length" if len(made) == params["max_new_tokens"] else None
                 await asyncio.sleep(self.token_seconds)
             reply = _reply(self._score(body["input_ids"]), made, versions, finish)
+            if body.get("image_data"):
+                reply["meta_info"]["prompt_tokens"] += self.more_image_tokens
             if body.get("return_routed_experts"):
                 number = int((versions or [self._version])[-1].split(".")[0])
                 reply["meta_info"]["routed_experts"] = _routed([*body["input_ids"], *made], number)

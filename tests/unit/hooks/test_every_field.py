@@ -23,8 +23,17 @@ NUMBERS = st.integers(0, 1 << 40)
 JSON = st.dictionaries(TEXTS, st.none() | st.booleans() | NUMBERS | TEXTS | st.lists(TEXTS, max_size=2), max_size=3)
 MESSAGES = st.lists(st.fixed_dictionaries({"role": TEXTS, "content": TEXTS}), min_size=1, max_size=3)
 LOG_PROBS = st.floats(-100, 0, width=32)
-NOT_CARRIED = {"reward", "multimodal_inputs", "multimodal_train_inputs"}
-"""The first is the envelope's, and has a test of its own; the others stay in the process of the function."""
+NOT_CARRIED = {"reward"}
+"""It is the envelope's, and has a test of its own."""
+NAMES = st.from_regex(r"[a-z_]{1,8}", fullmatch=True)
+ARRAYS = st.sampled_from(["<i4", "<i8", "<f4", "<f8", "|u1"]).flatmap(
+    lambda dtype: st.lists(st.integers(0, 100), max_size=6).map(lambda values: np.array(values, dtype))
+)
+"""Of any shape that divides them: here one or three columns."""
+FILES = st.lists(st.binary(max_size=9), min_size=1, max_size=3)
+SHAPED = st.tuples(ARRAYS, st.booleans()).map(
+    lambda pair: pair[0].reshape(-1, 3) if pair[1] and len(pair[0]) % 3 == 0 else pair[0]
+)
 
 
 @st.composite
@@ -47,6 +56,11 @@ def samples(draw: st.DrawFn) -> Sample:
         loss_mask=row(st.integers(0, 1)),
         weight_versions=draw(st.lists(st.integers(0, 1 << 40).map(str), min_size=1, max_size=3)),
         rollout_log_probs=row(LOG_PROBS),
+        multimodal_inputs=draw(
+            st.none()
+            | st.dictionaries(NAMES, st.lists(st.binary(max_size=9), min_size=1, max_size=3), min_size=1, max_size=3)
+        ),
+        multimodal_train_inputs=draw(st.none() | st.dictionaries(NAMES, SHAPED, min_size=1, max_size=3)),
         rollout_routed_experts=draw(st.none() | st.just(np.ones((prompt + response - 1, 2, 1), np.int16))),
         remove_sample=draw(st.booleans()),
         teacher_log_probs=draw(st.none() | st.just(row(LOG_PROBS))),

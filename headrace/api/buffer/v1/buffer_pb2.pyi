@@ -238,6 +238,7 @@ class FileSource(_message.Message):
     WEIGHT_FIELD_NUMBER: _builtins.int
     STREAMING_FIELD_NUMBER: _builtins.int
     NUM_WORKERS_FIELD_NUMBER: _builtins.int
+    IMAGE_KEY_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """A JSONL file, every line a JSON object; or, with the ending .parquet, a parquet file. A regular file below the
     folder that the job names (--prompt-root), as a path from there or from the root of the machine. INVALID_ARGUMENT
@@ -271,6 +272,10 @@ class FileSource(_message.Message):
     """Read in blocks, so that it is never whole in memory; then `shuffle` is inside of blocks. For files larger than memory."""
     num_workers: _builtins.int
     """Processes that parse blocks ahead when streaming. 0 means 1."""
+    image_key: _builtins.str
+    """Key of an image or an array of images: paths (from the file's folder), data: URLs or base64. Each stands in the prompt
+    where it says <image>. Empty: none.
+    """
     def __init__(
         self,
         *,
@@ -289,10 +294,11 @@ class FileSource(_message.Message):
         weight: _builtins.float = ...,
         streaming: _builtins.bool = ...,
         num_workers: _builtins.int = ...,
+        image_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_end_row", b"_end_row", "end_row", b"end_row"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_end_row", b"_end_row", "end_row", b"end_row", "first_row", b"first_row", "input_key", b"input_key", "label_key", b"label_key", "metadata_key", b"metadata_key", "num_epochs", b"num_epochs", "num_workers", b"num_workers", "path", b"path", "priority_key", b"priority_key", "seed", b"seed", "shuffle", b"shuffle", "skip_bad_lines", b"skip_bad_lines", "streaming", b"streaming", "tool_key", b"tool_key", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_end_row", b"_end_row", "end_row", b"end_row", "first_row", b"first_row", "image_key", b"image_key", "input_key", b"input_key", "label_key", b"label_key", "metadata_key", b"metadata_key", "num_epochs", b"num_epochs", "num_workers", b"num_workers", "path", b"path", "priority_key", b"priority_key", "seed", b"seed", "shuffle", b"shuffle", "skip_bad_lines", b"skip_bad_lines", "streaming", b"streaming", "tool_key", b"tool_key", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__end_row: _TypeAlias = _typing.Literal["end_row"]  # noqa: Y015
     _WhichOneofArgType__end_row: _TypeAlias = _typing.Literal["_end_row", b"_end_row"]  # noqa: Y015

@@ -265,6 +265,7 @@ class EvalDataset(_message.Message):
     GENERATE_FUNCTION_PATH_FIELD_NUMBER: _builtins.int
     REWARD_KEY_FIELD_NUMBER: _builtins.int
     METADATA_OVERRIDES_JSON_FIELD_NUMBER: _builtins.int
+    IMAGE_KEY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Names the result: "gsm8k" gives eval/gsm8k."""
     path: _builtins.str
@@ -295,6 +296,8 @@ class EvalDataset(_message.Message):
     """Of dict rewards, the part that is the reward here. Empty: the reward service's choice."""
     metadata_overrides_json: _builtins.str
     """A JSON object laid over each row's metadata. Empty: none."""
+    image_key: _builtins.str
+    """Key of an image or an array of images, as in FileSource of the buffer. Empty: none."""
     @_builtins.property
     def sampling(self) -> _sample_pb2.SamplingParams:
         """How to sample."""
@@ -318,10 +321,11 @@ class EvalDataset(_message.Message):
         generate_function_path: _builtins.str = ...,
         reward_key: _builtins.str = ...,
         metadata_overrides_json: _builtins.str = ...,
+        image_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_max_prompt_tokens", b"_max_prompt_tokens", "_max_prompts", b"_max_prompts", "_pass_reward", b"_pass_reward", "max_context_tokens", b"max_context_tokens", "max_prompt_tokens", b"max_prompt_tokens", "max_prompts", b"max_prompts", "pass_reward", b"pass_reward", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_max_prompt_tokens", b"_max_prompt_tokens", "_max_prompts", b"_max_prompts", "_pass_reward", b"_pass_reward", "generate_function_path", b"generate_function_path", "input_key", b"input_key", "label_key", b"label_key", "max_context_tokens", b"max_context_tokens", "max_prompt_tokens", b"max_prompt_tokens", "max_prompts", b"max_prompts", "metadata_key", b"metadata_key", "metadata_overrides_json", b"metadata_overrides_json", "n_samples_per_prompt", b"n_samples_per_prompt", "name", b"name", "pass_reward", b"pass_reward", "path", b"path", "reward_key", b"reward_key", "rm_type", b"rm_type", "sampling", b"sampling", "tool_key", b"tool_key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens", "_max_prompt_tokens", b"_max_prompt_tokens", "_max_prompts", b"_max_prompts", "_pass_reward", b"_pass_reward", "generate_function_path", b"generate_function_path", "image_key", b"image_key", "input_key", b"input_key", "label_key", b"label_key", "max_context_tokens", b"max_context_tokens", "max_prompt_tokens", b"max_prompt_tokens", "max_prompts", b"max_prompts", "metadata_key", b"metadata_key", "metadata_overrides_json", b"metadata_overrides_json", "n_samples_per_prompt", b"n_samples_per_prompt", "name", b"name", "pass_reward", b"pass_reward", "path", b"path", "reward_key", b"reward_key", "rm_type", b"rm_type", "sampling", b"sampling", "tool_key", b"tool_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_context_tokens: _TypeAlias = _typing.Literal["max_context_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_context_tokens: _TypeAlias = _typing.Literal["_max_context_tokens", b"_max_context_tokens"]  # noqa: Y015

@@ -520,7 +520,11 @@ class SamplePayload(_message.Message):
       loss_mask         uint8   [R]  1 where the token is trained
       rollout_log_probs float32 [R]  natural log-probability under the sampling policy; finite; 0 where loss_mask is 0
     Optional:
-      teacher_log_probs float32 [R], rollout_routed_experts int16 [T-1, layers, top_k]; other names are kept and ignored.
+      teacher_log_probs float32 [R], rollout_routed_experts int16 [T-1, layers, top_k];
+      of prompts with images multimodal_inputs.images.N uint8 (the file of image N, from 0),
+      multimodal_train_inputs.pixel_values float32 [patches, values of a patch] and
+      multimodal_train_inputs.image_grid_thw int64 [images, 3] (patches in time, height and width); each image has
+      time x height x width / (merge size)^2 image tokens in a row. Other names are kept and ignored.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -65,6 +65,8 @@ class Asked:
     num_prompt_tokens: int
     max_new_tokens: int
     vocab_size: int | None = None
+    has_images: bool = False
+    """Whose embeddings the engine counts by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,8 @@ def read_response(reply: Mapping[str, Any], asked: Asked) -> EngineResponse:
 
 def _read(reply: Mapping[str, Any], meta: Mapping[str, Any], asked: Asked) -> EngineResponse:
     finish = _finish(meta)
+    if asked.has_images:
+        _require_same_prompt(meta, asked)
     tokens = _token_ids(reply.get("output_ids"), asked)
     log_probs = _log_probs(meta, tokens, finish)
     name = read_name(meta.get("weight_version"))
@@ -120,6 +124,16 @@ def _read(reply: Mapping[str, Any], meta: Mapping[str, Any], asked: Asked) -> En
         raise BadAnswer("no_tokens", f"a response that ended by {finish} without a token")
     experts = _experts(meta, asked.num_prompt_tokens + len(tokens) - 1, is_whole=finish is not None)
     return EngineResponse(tokens, log_probs, finish, spans, experts, read_counts(meta))
+
+
+def _require_same_prompt(meta: Mapping[str, Any], asked: Asked) -> None:
+    """An image of another size there has other embeddings than those that would be trained."""
+    if meta.get("prompt_tokens") != asked.num_prompt_tokens:
+        raise InvalidArgument(
+            f"the engine made {shown(meta.get('prompt_tokens'))} tokens of the prompt and its images, the checkpoint's "
+            f"image processor made {asked.num_prompt_tokens} here: give both the same version of transformers",
+            reason="OTHER_IMAGE_TOKENS",
+        )
 
 
 def _finish(meta: Mapping[str, Any]) -> Finish | None:

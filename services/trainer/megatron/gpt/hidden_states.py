@@ -6,8 +6,10 @@ stage gives its hidden states, and algorithms/vocab_parallel.py projects the wan
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor, nn
 
@@ -53,6 +55,8 @@ class RotaryAtPositions(nn.Module):
     def __init__(self, rotary: Any) -> None:
         super().__init__()
         self._rotary = rotary
+        self.axes: Callable[[], tuple[Tensor, Sequence[int]] | None] = lambda: None
+        """Of the rows that come next: their places [3, B, S], and how many frequencies turn with each; None: plain."""
 
     def get_rotary_seq_len(self, *arguments: Any, **named: Any) -> int | Tensor:
         """The row's length, or its positions [T]."""
@@ -64,7 +68,16 @@ class RotaryAtPositions(nn.Module):
 
     def forward(self, length: int | Tensor, **named: Any) -> Any:
         """Angles [length, 1, 1, d], or [T, 1, 1, d] at the positions; Yarn's scale comes with them."""
+        if (found := self.axes()) is not None:
+            return self._at_axes(*found, **named)
         if isinstance(length, int):
             return self._rotary(length, **named)
         angles = self._rotary(int(length.max()) + 1, **named)
         return (angles[0][length], angles[1]) if isinstance(angles, tuple) else angles[length]
+
+    def _at_axes(self, axes: Tensor, sections: Sequence[int], **named: Any) -> Tensor:
+        """Angles [S, B, 1, d]: each frequency, in both halves of d, turns with the place on its own axis."""
+        angles = self._rotary(int(axes.max()) + 1, **named)[:, 0, 0]
+        halves = angles[axes].chunk(2, dim=-1)
+        parts = [half.split(tuple(sections), dim=-1)[axis][axis] for half in halves for axis in range(len(sections))]
+        return torch.cat(parts, dim=-1).transpose(0, 1)[:, :, None]

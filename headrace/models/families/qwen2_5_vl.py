@@ -1,0 +1,70 @@
+"""Qwen2.5-VL: Qwen2.5 whose prompts may hold images; https://arxiv.org/abs/2502.13923.
+
+The decoder is trained. The vision tower, `visual` in the checkpoint, is kept as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.errors import ConfigError
+from headrace.models.architecture import Architecture, Vision
+from headrace.models.family import Family, Preset
+from headrace.models.reading import read_decoder, rope_parameters, rope_type
+
+_CHANNELS = 3
+
+
+def read(raw: Mapping[str, Any]) -> Architecture:
+    """The decoder's values are in text_config, or beside the vision tower's, as older versions wrote them."""
+    text = {**raw, **raw.get("text_config", {}), "model_type": raw["model_type"]}
+    if (kind := rope_type(text)) not in ("default", "mrope"):
+        raise ConfigError(f"rope_scaling of type {kind!r} is not supported; supported: default, mrope")
+    plain = {**text, "rope_parameters": {**rope_parameters(text), "rope_type": "default"}}
+    return read_decoder(plain, add_qkv_bias=True, vision=_vision(raw, text))
+
+
+def _vision(raw: Mapping[str, Any], text: Mapping[str, Any]) -> Vision:
+    tower, patch = raw["vision_config"], raw["vision_config"].get("patch_size", 14)
+    return Vision(
+        image_token_id=raw["image_token_id"],
+        patch_values=_CHANNELS * tower.get("temporal_patch_size", 2) * patch * patch,
+        merge_size=tower.get("spatial_merge_size", 2),
+        rotary_sections=tuple(rope_parameters(text)["mrope_section"]),
+    )
+
+
+def _config(hidden: int, mlp: int, layers: int, heads: int, groups: int, vocab: int, tied: bool) -> dict[str, Any]:
+    return {
+        "model_type": "qwen2_5_vl",
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "image_token_id": 151655,
+        "intermediate_size": mlp,
+        "max_position_embeddings": 128000,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": groups,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": tied,
+        "vision_config": {},
+        "vocab_size": vocab,
+    }
+
+
+FAMILY = Family(
+    model_types=("qwen2_5_vl",),
+    read=read,
+    presets=(
+        Preset("qwen2.5-vl-3B", _config(2048, 11008, 36, 16, 2, 151936, True), 3.09e9, {}),
+        Preset(
+            "qwen2.5-vl-7B",
+            _config(3584, 18944, 28, 28, 4, 152064, False),
+            7.61e9,
+            {"tensor_model_parallel_size": 4},
+        ),
+    ),
+)

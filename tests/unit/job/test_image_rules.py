@@ -1,0 +1,84 @@
+"""Which jobs may train on images, and what a person is told about it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.cli.view.plan import plan
+from headrace.errors import ConfigError
+from headrace.job.rules.image_rules import check_images
+from headrace.job.schema.job import Job
+from headrace.models.families.qwen2 import FAMILY as TEXT
+from headrace.models.families.qwen2_5_vl import FAMILY
+from headrace.models.registry import architecture, read_architecture, table
+
+VISION = FAMILY.presets[0].config | {"vision_config": {}}
+IMAGES = {"data": {"multimodal_keys": {"image": "images"}, "prompt_data": ["rows.jsonl"]}}
+
+
+def test_images_need_a_model_that_reads_them(tmp_path: Path) -> None:
+    job = _job(tmp_path, IMAGES)
+    check_images(job, architecture(VISION))
+    with pytest.raises(ConfigError, match="multimodal_keys .*this qwen2 model reads text alone"):
+        check_images(job, architecture(TEXT.presets[0].config))
+    check_images(_job(tmp_path, {}), architecture(TEXT.presets[0].config))
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"train": {"loss_type": "sft_loss", "loss_mask_type": "qwen"}}, "with loss_mask_type: conversations"),
+        ({"rollout": {"agent_function_path": "a.py:f"}}, "with agent_function_path: its OpenAI-compatible endpoint"),
+        ({"distillation": {"use_opd": True, "opd_type": "sglang"}}, "with opd_type: a teacher at a URL"),
+    ],
+)
+def test_ways_of_making_samples_that_are_of_text_refuse_images(
+    tmp_path: Path, sections: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_images(_job(tmp_path, IMAGES | sections), architecture(VISION))
+
+
+def test_the_plan_says_what_is_trained_and_what_is_frozen(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(VISION))
+    said = dict(plan(_job(tmp_path, IMAGES)))["images"]
+    assert said.startswith("of each row's 'images', where its prompt says <image>; the language part is trained")
+    assert "the vision tower is frozen" in said
+    assert "no --multimodal-keys" in dict(plan(_job(tmp_path, {})))["images"]
+    (tmp_path / "config.json").write_text(json.dumps(TEXT.presets[0].config))
+    assert "images" not in dict(plan(_job(tmp_path, {})))
+
+
+def test_a_config_is_read_in_its_old_and_in_its_new_form(tmp_path: Path) -> None:
+    new = {name: VISION[name] for name in ("model_type", "image_token_id", "vision_config", "tie_word_embeddings")}
+    text = {name: value for name, value in VISION.items() if name not in new and name != "rope_scaling"}
+    rope = {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [16, 24, 24]}
+    (tmp_path / "config.json").write_text(json.dumps(new | {"text_config": text | {"rope_parameters": rope}}))
+    found = read_architecture(tmp_path)
+    assert found == architecture(VISION)
+    assert found.vision is not None
+    assert (found.vision.patch_values, found.vision.rotary_sections) == (1176, (16, 24, 24))
+    assert {tensor.name for tensor in table(found).tensors()} == {
+        tensor.name for tensor in table(architecture(TEXT.presets[2].config)).tensors()
+    }
+
+
+def test_other_media_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="media of type 'video' are not supported, only images"):
+        _job(tmp_path, {"data": {"multimodal_keys": {"video": "videos"}}})
+
+
+def _job(folder: Path, sections: dict[str, Any]) -> Job:
+    shape = {"rollout_batch_size": 2, "n_samples_per_prompt": 2}
+    return Job.model_validate(
+        {
+            "model": {"hf_checkpoint": folder},
+            **sections,
+            "rollout": shape | sections.get("rollout", {}),
+            "train": {"global_batch_size": 4, "num_steps_per_rollout": 1} | sections.get("train", {}),
+        }
+    )

@@ -1,0 +1,121 @@
+"""A model with a vision tower in real ranks over gloo equals transformers' whole model, for images and text."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from headrace.images.columns import IMAGE_GRIDS, PIXEL_VALUES
+from headrace.trajectory import Sample
+from tests.support.models.tiny_vision import make_tiny_vision
+from tests.support.ranks.rank_results import weights
+from tests.support.ranks.ranks import run_cases
+from tests.support.ranks.vision_cases import IMAGE, VisionCase, samples
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+
+ALONE = "alone"
+TP2 = {"tensor_model_parallel_size": 2}
+RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    ALONE: (1, {}, {}),
+    "padded": (1, {}, {"packing": "padded"}),
+    "tp2": (2, TP2, {}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}, {}),
+    "cp2": (2, {"context_parallel_size": 2}, {}),
+}
+if os.environ.get("HEADRACE_WHOLE_RUNS") == "all":
+    RUNS["packed"] = (1, {}, {"packing": "packed"})
+    RUNS["sp2"] = (2, TP2 | {"sequence_parallel": True}, {})
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("vision")
+    make_tiny_vision(folder / "model")
+    cases = [
+        VisionCase(name, str(folder), str(folder / "model"), ranks, megatron, train)
+        for name, (ranks, megatron, train) in RUNS.items()
+    ]
+    run_cases(folder, 2, cases, module="tests.support.ranks.vision_cases")
+    return folder
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_log_probs_with_images_are_those_of_transformers(runs: Path, run: str) -> None:
+    found, model = json.loads((runs / run / "log_probs.json").read_text()), _network(runs / "model")
+    for row, sample in zip(found, samples(), strict=True):
+        with torch.no_grad():
+            expected = _log_probs(model, sample)
+        assert torch.allclose(torch.tensor(row, dtype=torch.float64), expected, rtol=0, atol=2e-5), sample.sample_id
+
+
+def test_a_step_has_the_loss_and_the_gradient_of_the_language_part_that_transformers_has(runs: Path) -> None:
+    model = _network(runs / "model")
+    every = samples()
+    total = torch.zeros((), dtype=torch.float64)
+    for sample in every:
+        rewards = torch.tensor([s.reward for s in every if s.group_id == sample.group_id], dtype=torch.float64)
+        advantage = (float(sample.reward or 0.0) - rewards.mean()) / (rewards.std() + 1e-6)
+        ratio = (_log_probs(model, sample) - torch.from_numpy(sample.rollout_log_probs).double()).exp()
+        loss = torch.maximum(-ratio * advantage, -ratio.clamp(0.8, 1.2) * advantage)
+        mask = torch.from_numpy(sample.loss_mask).double()
+        total = total + (loss * mask).sum() / mask.sum() / len(every)
+    total.backward()
+    gradients = [p.grad for name, p in model.named_parameters() if "visual" not in name and p.grad is not None]
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    found = json.loads((runs / ALONE / "metrics.json").read_text())
+    assert found["loss/policy"] == pytest.approx(total.item(), abs=1e-5)
+    assert found["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("run", [name for name in RUNS if name != ALONE])
+def test_training_with_images_depends_neither_on_layout_nor_on_packing(runs: Path, run: str) -> None:
+    expected = weights(runs / ALONE / "trained")
+    for name, weight in weights(runs / run / "trained").items():
+        assert (weight - expected[name]).norm() / expected[name].norm() < 1e-5, name
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_an_export_has_the_tower_as_it_was_and_transformers_computes_what_the_trainer_does(
+    runs: Path, run: str
+) -> None:
+    before, initial, trained = (
+        weights(folder) for folder in (runs / "model", runs / run / "initial", runs / run / "trained")
+    )
+    assert before.keys() == initial.keys() == trained.keys()
+    assert all(torch.equal(before[name], initial[name]) for name in before)
+    assert {name for name in before if torch.equal(before[name], trained[name])} == {
+        name for name in before if name.startswith("visual.")
+    }
+    found, model = json.loads((runs / run / "log_probs_after.json").read_text()), _network(runs / run / "trained")
+    for row, sample in zip(found, samples(), strict=True):
+        with torch.no_grad():
+            expected = _log_probs(model, sample)
+        assert torch.allclose(torch.tensor(row, dtype=torch.float64), expected, rtol=0, atol=2e-5), sample.sample_id
+
+
+def _network(folder: Path) -> Any:
+    return Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager"
+    ).eval()
+
+
+def _log_probs(model: Any, sample: Sample) -> Tensor:
+    tokens, start = torch.from_numpy(sample.tokens).long(), sample.prompt_length
+    given: dict[str, Tensor] = {}
+    if PIXEL_VALUES in sample.columns:
+        given = {
+            "pixel_values": torch.from_numpy(sample.columns[PIXEL_VALUES]).double(),
+            "image_grid_thw": torch.from_numpy(sample.columns[IMAGE_GRIDS]),
+            "mm_token_type_ids": (tokens[None] == IMAGE).int(),
+        }
+    table = model(tokens[None], **given).logits[0, start - 1 : -1].log_softmax(-1)
+    found: Tensor = table.gather(1, tokens[start:, None])[:, 0]
+    return found
