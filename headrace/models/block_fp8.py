@@ -63,7 +63,7 @@ def _block(folder: Path, quantization: Mapping[str, Any]) -> tuple[int, int]:
     if method == METHOD:
         raise ConfigError(
             f"{folder} is in INT4 ({METHOD}), in which engines cannot be given new weights: write it in another form "
-            f"and name that folder: {TO_PLAIN}, or python -m services.trainer.hugging_face.to_fp8 MODEL FOLDER",
+            f"and name that folder: {TO_PLAIN}, or python -m services.trainer.hugging_face.rewrite.to_fp8 MODEL FOLDER",
             field="hf_checkpoint",
         )
     if wrong:

@@ -12,7 +12,7 @@ from headrace.errors import ConfigError
 
 PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"
 METHOD = "compressed-tensors"
-TO_PLAIN = "python -m services.trainer.hugging_face.to_plain MODEL FOLDER (bfloat16)"
+TO_PLAIN = "python -m services.trainer.hugging_face.rewrite.to_plain MODEL FOLDER (bfloat16)"
 
 
 def int4_group(config: Mapping[str, Any]) -> int:

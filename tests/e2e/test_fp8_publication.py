@@ -30,7 +30,7 @@ from services.trainer.control.sender import WeightSender
 from services.trainer.control.transport.source import QuantizedWeights
 from services.trainer.control.writer import WeightWriter
 from services.trainer.files.durable import remove
-from services.trainer.hugging_face.to_fp8 import to_fp8
+from services.trainer.hugging_face.rewrite.to_fp8 import to_fp8
 from services.trainer.model.policy import Policy
 from services.trainer.weights.memory_files import MemoryFiles
 from tests.support.fakes.fake_fleet import RememberedRouting

@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from aiohttp import web
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from headrace.errors import Unavailable
 from headrace.rpc.net import free_port
+from tests.support.fake_weights import fake_checksum
 
 VOCAB_SIZE = 300
 _MASKED = {"output_token_logprobs": [[None, 5, None]]}
@@ -258,19 +258,6 @@ def response_to(prompt: Sequence[int], length: int) -> list[int]:
     for _ in range(length):
         made.append(next_token([*prompt, *made]))
     return made
-
-
-def write_version(folder: Path, weights: Mapping[str, str]) -> None:
-    """A folder of weights as the fake loads it, with the files that a real one has."""
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
-    contents = {name: np.frombuffer(content.encode(), np.uint8) for name, content in weights.items()}
-    save_file(contents, folder / "model.safetensors")
-
-
-def fake_checksum(content: str) -> str:
-    """16 hexadecimal digits, as SGLang's."""
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def _reply(

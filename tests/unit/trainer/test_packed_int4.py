@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from headrace.errors import AlreadyExists, ConfigError
 from headrace.models.block_fp8 import BlockFp8
-from services.trainer.hugging_face import to_plain as program
 from services.trainer.hugging_face.hf_folder import HfFolder
-from services.trainer.hugging_face.to_fp8 import to_fp8
-from services.trainer.hugging_face.to_plain import to_plain
+from services.trainer.hugging_face.rewrite import to_plain as program
+from services.trainer.hugging_face.rewrite.to_fp8 import to_fp8
+from services.trainer.hugging_face.rewrite.to_plain import to_plain
 
 GROUP = 32
 EXPERT = "model.layers.1.mlp.experts.0.down_proj.weight"

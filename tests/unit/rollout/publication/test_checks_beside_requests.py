@@ -7,7 +7,7 @@ from dataclasses import replace
 from headrace.wire.tensor_spec import TensorSpec
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan
-from tests.support.fakes.fake_engine import fake_checksum
+from tests.support.fake_weights import fake_checksum
 from tests.support.fakes.fake_fleet import FakeFleet
 from tests.unit.rollout.publication.test_receiver import CHECKSUMS, PLAN, publish
 

@@ -21,7 +21,7 @@ from headrace.wire.tensor_spec import TensorSpec
 from services.rollout.engine.fleet import EngineState
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan, Plan
-from tests.support.fakes.fake_engine import fake_checksum
+from tests.support.fake_weights import fake_checksum
 from tests.support.fakes.fake_fleet import WIRE, FakeFleet
 
 CHECKSUMS = {name: fake_checksum(content) for name, content in WIRE.items()}

@@ -13,7 +13,7 @@ from headrace.errors import ChecksumMismatch, FailedPrecondition, Fenced, Invali
 from services.rollout.engine.fleet import EngineState
 from services.rollout.publication.receiver import Receiver
 from services.rollout.publication.state import GroupPlan, Plan
-from tests.support.fakes.fake_engine import write_version
+from tests.support.fake_weights import write_version
 from tests.support.fakes.fake_fleet import WIRE, FakeFleet
 from tests.unit.rollout.publication.test_receiver import CHECKSUMS, PLAN
 

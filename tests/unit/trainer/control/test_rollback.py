@@ -44,18 +44,13 @@ from services.trainer.control.publication import Publisher
 from services.trainer.control.rank_group import RankGroup
 from services.trainer.control.transport.choice import transport_of
 from services.trainer.state import TrainState
-from tests.support.fakes.fake_engine import FakeEngine, fake_checksum, write_version
+from tests.support.fake_weights import fake_checksum, write_version
+from tests.support.fakes.fake_engine import FakeEngine
 from tests.support.fakes.fake_fleet import FakeFleet, RememberedRouting
 from tests.support.fakes.hostile_engine import TakingTurns
 
-OF_BOTH = (
-    "/pause_generation",
-    "/update_weight_version",
-    "/flush_cache",
-    "/continue_generation",
-    "/weights_checker",
-    "/generate",
-)
+_NAMES = "pause_generation update_weight_version flush_cache continue_generation weights_checker generate"
+OF_BOTH = tuple(f"/{name}" for name in _NAMES.split())
 CALLS = {
     "collective": (
         "/init_weights_update_group",

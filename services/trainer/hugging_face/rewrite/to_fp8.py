@@ -1,4 +1,4 @@
-"""`python -m services.trainer.hugging_face.to_fp8 MODEL FOLDER`: a Hugging Face folder in block FP8, for engines.
+"""`python -m services.trainer.hugging_face.rewrite.to_fp8 MODEL FOLDER`: a folder in block FP8, for engines.
 
 Projections become float8_e4m3fn with a float32 factor for each block of 128 × 128; embeddings, norms, routers and the
 output layer stay as they are. A job whose hf_checkpoint is such a folder trains in bfloat16 or float32, as ever, and
@@ -19,7 +19,7 @@ from headrace.errors import HeadraceError
 from headrace.models.block_fp8 import BlockFp8
 from services.trainer.hugging_face.export import FILE_BYTES
 from services.trainer.hugging_face.hf_folder import HfFolder
-from services.trainer.hugging_face.rewrite import rewrite
+from services.trainer.hugging_face.rewrite.folder import rewrite
 from services.trainer.weights.block_fp8 import can_be_quantized, quantized
 
 _BLOCK = (128, 128)
@@ -50,7 +50,7 @@ def _quantization(kept: list[str]) -> dict[str, object]:
 
 def main() -> int:
     """Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m services.trainer.hugging_face.to_fp8", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m services.trainer.hugging_face.rewrite.to_fp8", description=__doc__)
     parser.add_argument("model", type=Path, help="a Hugging Face folder in bfloat16, float32 or packed INT4")
     parser.add_argument("folder", type=Path, help="the folder to write, which must not exist")
     given = parser.parse_args()

@@ -1,4 +1,4 @@
-"""`python -m services.trainer.hugging_face.to_plain MODEL FOLDER`: a quantized Hugging Face folder in bfloat16.
+"""`python -m services.trainer.hugging_face.rewrite.to_plain MODEL FOLDER`: a quantized Hugging Face folder in bfloat16.
 
 Block FP8 and packed INT4 (Kimi K2 Thinking) are multiplied out; norms and router biases stay as they are. For models
 that are published in a form in which engines cannot be given new weights.
@@ -16,7 +16,7 @@ import torch
 from headrace.errors import HeadraceError
 from services.trainer.hugging_face.export import FILE_BYTES
 from services.trainer.hugging_face.hf_folder import HfFolder
-from services.trainer.hugging_face.rewrite import Named, rewrite
+from services.trainer.hugging_face.rewrite.folder import Named, rewrite
 
 
 def to_plain(model: Path, folder: Path, file_bytes: int = FILE_BYTES) -> int:
@@ -33,7 +33,9 @@ def _plain(weights: Iterator[Named]) -> Iterator[Named]:
 
 def main() -> int:
     """Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m services.trainer.hugging_face.to_plain", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m services.trainer.hugging_face.rewrite.to_plain", description=__doc__
+    )
     parser.add_argument("model", type=Path, help="a Hugging Face folder in block FP8 or packed INT4")
     parser.add_argument("folder", type=Path, help="the folder to write, which must not exist")
     given = parser.parse_args()
