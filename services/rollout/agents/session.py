@@ -14,7 +14,7 @@ from headrace.errors import FailedPrecondition, InvalidArgument, NotFound
 from services.rollout.agents.messages import Message
 from services.rollout.agents.protocol import ChatRequest, Choice, CompletionRequest
 from services.rollout.agents.record import Ask, RecordedAnswer, SessionRecord
-from services.rollout.agents.tool_calls import divided
+from services.rollout.agents.tool_calls import with_messages
 from services.rollout.engine.answers.response import Finish
 from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.production.generator import Generator
@@ -144,9 +144,11 @@ class AgentSessions:
 class AgentPolicy:
     """Answers the requests of sessions with the engines."""
 
-    def __init__(self, generator: Generator, encoder: PromptEncoder) -> None:
+    def __init__(self, generator: Generator, encoder: PromptEncoder, parser: str | None = None) -> None:
         self._generator = generator
         self._encoder = encoder
+        self._parser = parser
+        """The one of SGLang's that reads tool calls; None for headrace's own reading."""
 
     async def ask(self, session: Session, request: ChatRequest | CompletionRequest) -> Ask:
         """Returns the request as tokens. Raises InvalidArgument where the chat template refuses it."""
@@ -200,7 +202,7 @@ class AgentPolicy:
         calls = None
         content, rest = _cut(text, (*session.params.stop, *request.stops))
         if isinstance(request, ChatRequest) and request.offered_tools:
-            content, called, calls = divided(content)
+            content, called, calls = with_messages(content, self._parser, request.offered_tools)
             rest = called + rest
         answer = RecordedAnswer(
             tokens=tokens,
