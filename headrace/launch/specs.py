@@ -97,6 +97,7 @@ def spec(job: Job, process: str, folder: RunFolder) -> ServiceSpec:
     if shard is not None:
         address = address.split(",")[shard]
     arguments = ["--config", str(folder.job_file), "--address", address, "--metrics-address", metrics_address]
+    arguments += ["--insecure"] if job.services.insecure else []
     extra = {
         "buffer": ["--data-dir", str(folder.ledger_of(shard)), *([] if shard is None else ["--shard", str(shard)])],
         "reward": [],

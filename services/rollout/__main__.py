@@ -47,6 +47,8 @@ async def _serve(job: Job, arguments: argparse.Namespace) -> None:
     factory = sglang_factory(job, arguments.log_dir, has_accelerator=await has_accelerator())
     registry = CollectorRegistry()
     service = rollout_service(job, factory, arguments.log_dir, registry, arguments.samples_dir)
+    if not arguments.insecure:
+        service.require_private()
     server = RpcServer(
         "rollout",
         arguments.address,

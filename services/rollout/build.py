@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
 from headrace.errors import ConfigError
-from headrace.hooks import HookArgs, hook_args
+from headrace.hooks import hook_args
 from headrace.job.eval_sets import eval_sets
 from headrace.job.model.context_limit import ContextLimit
 from headrace.job.schema.job import Job
@@ -21,10 +19,8 @@ from headrace.process.scratch import delete_leftovers
 from headrace.rpc.net import Address
 from headrace.run_folder import RunFolder
 from headrace.sample_checks import ModelBounds
-from services.rollout.agents.sampler import AgentSampler
-from services.rollout.agents.server import EndpointServer
-from services.rollout.agents.session import AgentPolicy, AgentSessions, SessionLimits
-from services.rollout.engine.api import SamplingParams
+from services.rollout.agents.build import openai_parts
+from services.rollout.agents.hosts import AgentHosts
 from services.rollout.engine.arguments import EngineOptions, evaluation_priority
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.external import ExternalEngine
@@ -108,7 +104,12 @@ def rollout_service(
     custom = hook_sampler(hook) if hook else None
     functions = {each.custom_generate_function_path for each in eval_sets(job.eval)} - {None}
     of_data_sets = {path: hook_sampler(path) for path in sorted(filter(None, functions))}
-    openai = openai_parts(job, args, generator, encoder, params, architecture, warnings.append)
+    openai = openai_parts(
+        *(job, args, generator, encoder, params, architecture),
+        calls_at_once=_samples_at_once(job) + SAMPLES_AT_ONCE,
+        warn=warnings.append,
+        ended=metrics.background_work_ended,
+    )
     num_layers = architecture.num_layers if asks_for_experts else None
     agents = openai.sampler if openai else None
     sampler: Sampler = (
@@ -172,56 +173,22 @@ def rollout_service(
         params=params,
         generate_seconds=seconds,
         router_url=router.url,
+        agent_hosts=agents.player if agents and isinstance(agents.player, AgentHosts) else None,
         warnings=warnings,
     )
     return RolloutService(
         *(parts, router, router_client, buffer),
-        custom=[*([custom] if custom else []), *of_data_sets.values(), *([agents] if agents else [])],
+        custom=[
+            *([custom] if custom else []),
+            *of_data_sets.values(),
+            *([agents] if agents else []),
+            *([openai.tool_calls] if openai else []),
+        ],
         endpoint=openai.server if openai else None,
         group_filter=group_filter,
         teacher=teacher,
         conversations=supervised.encoder if supervised else None,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class OpenaiParts:
-    """The endpoint of OpenAI's protocol, and the sampler of agents that use it, if the job has one."""
-
-    server: EndpointServer
-    sampler: AgentSampler | None
-
-
-def openai_parts(
-    job: Job,
-    args: HookArgs,
-    generator: Generator,
-    encoder: PromptEncoder,
-    params: SamplingParams,
-    architecture: Architecture,
-    warn: Callable[[str], None],
-) -> OpenaiParts | None:
-    """None unless the job has an agent or asks for the endpoint."""
-    agent = job.rollout.agent_function_path
-    if agent is None and job.rollout.openai_port is None:
-        return None
-    from services.rollout.agents.endpoint import Endpoint  # half a second: only where there is an endpoint
-
-    seconds = job.rollout.generate_timeout_seconds
-    sessions = AgentSessions(encoder, params, SessionLimits(seconds))
-    endpoint = Endpoint(sessions, AgentPolicy(generator, encoder), encoder, job.model.hf_checkpoint.name)
-    server = EndpointServer(endpoint.application(), job.rollout.openai_port)
-    if agent is None:
-        return OpenaiParts(server, None)
-    context = ContextLimit.of(job.rollout, job.sglang, architecture)
-    sampler = AgentSampler(
-        *(agent, args, sessions, server.url),
-        limits=SessionLimits(seconds, job.rollout.max_turns, context.tokens if context else None),
-        calls_at_once=_samples_at_once(job) + SAMPLES_AT_ONCE,
-        evaluation_priority=evaluation_priority(job.sglang),
-        warn=warn,
-    )
-    return OpenaiParts(server, sampler)
 
 
 def sglang_factory(job: Job, log_dir: Path, *, has_accelerator: bool) -> EngineFactory:

@@ -12,8 +12,10 @@ from headrace.api.sample.v1 import sample_pb2
 from headrace.client.port import Buffer
 from headrace.errors import HeadraceError
 from headrace.rpc.log import log
+from services.rollout.agents.hosts import AgentHosts
 from services.rollout.agents.sampler import AgentSampler
 from services.rollout.agents.server import EndpointServer
+from services.rollout.agents.tool_calls import ToolCallReader
 from services.rollout.engine.api import Generation, SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.fleet import Fleet
@@ -47,6 +49,8 @@ class RolloutParts:
     params: SamplingParams
     generate_seconds: float
     router_url: str
+    agent_hosts: AgentHosts | None
+    """Lends the job's tasks, where other processes play them."""
     warnings: Sequence[str]
     """Warnings for people about the samples; the list grows."""
 
@@ -70,7 +74,7 @@ class RolloutService:
         router_client: EngineClient,
         buffer: Buffer,
         *,
-        custom: Sequence[HookSampler | AgentSampler],
+        custom: Sequence[HookSampler | AgentSampler | ToolCallReader],
         endpoint: EndpointServer | None,
         group_filter: GroupFilter | None,
         teacher: Teacher | None,
@@ -86,6 +90,11 @@ class RolloutService:
         self._filter = group_filter
         self._teacher = teacher
         self._router_kept: asyncio.Task[None] | None = None
+
+    def require_private(self) -> None:
+        """Raises ConfigError where its endpoint can be reached from other machines."""
+        if self._endpoint:
+            self._endpoint.require_private()
 
     async def start(self) -> None:
         """Starts engines and router, then production.

@@ -33,6 +33,7 @@ GROUPS, SAMPLES = 3, 4
 class Producing:
     service: RolloutService
     buffer: BufferClient
+    buffer_address: str
 
     @property
     def sampler(self) -> AgentSampler:
@@ -83,6 +84,6 @@ async def producing(
         service = rollout_service(job, factory(job), folder, CollectorRegistry())
         await service.start()
         try:
-            yield Producing(service, client)
+            yield Producing(service, client, server.address)
         finally:
             await service.stop()

@@ -32,6 +32,7 @@ READERS = {
     "services/buffer/__main__.py": "starts",
     "services/reward/check.py": "checks",
     "services/rollout/__main__.py": "starts",
+    "services/rollout/agents/build.py": "builds",
     "services/rollout/build.py": "builds",
     "services/rollout/check.py": "checks",
     "services/rollout/evaluate_url.py": "builds",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.commands import drop, retry
+from headrace.cli.commands.groups import drop, retry
 from headrace.cli.of_buffer import add_stream_arguments
 from headrace.cli.runs import find_run
 from headrace.client.buffer import BufferClient

@@ -7,7 +7,6 @@ one pays that; what has no name is read by `headrace.hooks.kit.tool_call`.
 from __future__ import annotations
 
 import json
-import os.path
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -78,8 +77,10 @@ def _detector(name: str) -> Any:
 def _before(text: str, normal: str) -> str:
     """Parsers strip the text that they leave: what stands before the calls is given as it was sampled."""
     blank = len(text) - len(text.lstrip())
-    common = os.path.commonprefix([text[blank:], normal.lstrip()])
-    return text[: blank + len(common)] if common else ""
+    pairs = zip(text[blank:], normal.lstrip(), strict=False)
+    size = next((number for number, (one, other) in enumerate(pairs) if one != other), None)
+    size = min(len(text) - blank, len(normal.lstrip())) if size is None else size
+    return text[: blank + size] if size else ""
 
 
 def _arguments(written: str) -> dict[str, Any] | None:

@@ -70,15 +70,19 @@ def extract_tool_calls(
 def divided(text: str, *, parser: str | None = None, tools: Sequence[Any] | None = None) -> Divided:
     """Divides a response's text with special tokens before its first call."""
     if parser is not None:
-        before, found = read_by(parser, text, tools or ())
-        calls = [ToolCall(name=name, arguments=arguments) for name, arguments in found]
-        return Divided(before, text[len(before) :], calls) if calls else Divided(text)
+        return divided_by(text, *read_by(parser, text, tools or ()))
     starts = [position for mark in _MARKS if (position := text.find(mark)) >= 0]
     if not starts and text.lstrip().startswith("{"):
         starts = [0]  # Llama 3 writes nothing but the call
     start = min(starts, default=len(text))
     calls = _read(text[start:])
     return Divided(text[:start], text[start:], calls) if calls else Divided(text)
+
+
+def divided_by(text: str, before: str, found: Sequence[tuple[str, dict[str, Any]]]) -> Divided:
+    """The same of what a parser has found: the text before the calls, their names and arguments."""
+    calls = [ToolCall(name=name, arguments=arguments) for name, arguments in found]
+    return Divided(before, text[len(before) :], calls) if calls else Divided(text)
 
 
 def _read(text: str) -> list[ToolCall]:

@@ -103,6 +103,11 @@ class ServicesSection(Section):
     rollout_address: str | None = Field(None, description="host:port; absent: started here.")
     reward_address: str | None = Field(None, description="host:port; absent: started here.")
     trainer_address: str | None = Field(None, description="host:port to listen on; absent: a free port.")
+    insecure: bool = Field(
+        False,
+        description="Services that are started here may listen where other machines reach them, unencrypted: for a "
+        "private network.",
+    )
     start_timeout_seconds: Seconds = Field(
         1800.0, description="A service or an engine that does not serve within this time is given up."
     )

@@ -17,7 +17,7 @@ from tests.support.fakes.scripted_engine import ScriptedEngine
 from tests.support.models.chat_templates import make_chat_tokenizer
 
 USER = {"role": "user", "content": "What is 3 + 4?"}
-CALLED = 'I add.\n<tool_call>\n{"name":  "add", "arguments": {"b": 4, "a": 3}}\n</tool_call>'  # as no template writes it
+CALLED = 'I add.\n<tool_call>\n{"name":  "add", "arguments": {"b": 4, "a": 3}}\n</tool_call>'  # by no template
 tools = Tools()
 
 

@@ -74,7 +74,7 @@ async def test_a_worker_that_is_killed_costs_no_sample(tmp_path: Path) -> None:
         async with asyncio.timeout(120):
             while not engine.num_in_flight:  # another party's state
                 await asyncio.sleep(0.01)
-        for pid in made.sampler._pool.pids:
+        for pid in made.sampler.player.pool.pids:
             os.kill(pid, signal.SIGKILL)
         engine.token_seconds = 0.0
         samples = await made.produced()
@@ -148,6 +148,6 @@ async def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
         taker.bind(("127.0.0.1", 0))
         taker.listen()
         port = taker.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"--openai-port {port}: .*: choose another"):
+        with pytest.raises(ConfigError, match=f"--openai-port {port}: .*: choose other"):
             async with producing(tmp_path, AGENT, num_prompts=0, openai_port=port):
                 pass

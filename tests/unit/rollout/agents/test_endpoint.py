@@ -17,6 +17,7 @@ import pytest
 from services.rollout.agents.endpoint import Endpoint
 from services.rollout.agents.server import EndpointServer
 from services.rollout.agents.session import AgentPolicy, AgentSessions, Session, SessionLimits
+from services.rollout.agents.tool_calls import ToolCallReader
 from services.rollout.engine.api import SamplingParams
 from services.rollout.engine.client import EngineClient
 from services.rollout.engine.weights import INITIAL_VERSION, ServedWeights
@@ -55,7 +56,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
     weights.accept([name := weights.new_name(INITIAL_VERSION, "engine-0")])
     await client.name_weights(name)
     sessions = AgentSessions(encoder, SamplingParams(max_new_tokens=16), SessionLimits(60.0))
-    endpoint = Endpoint(sessions, AgentPolicy(Generator(client, weights), encoder), encoder, "tiny")
+    endpoint = Endpoint(sessions, AgentPolicy(Generator(client, weights), encoder, ToolCallReader()), encoder, "tiny")
     server = EndpointServer(endpoint.application())
     await server.start()
     yield Served(server.url, encoder, sessions, engine, [])

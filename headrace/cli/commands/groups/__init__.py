@@ -1,0 +1,1 @@
+"""Commands below `headrace buffer` about single groups."""
