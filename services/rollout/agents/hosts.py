@@ -19,7 +19,7 @@ from headrace.hooks.agent import Task
 from headrace.hooks.reward import Reward
 from headrace.rpc.log import log
 from headrace.wire.limits import MAX_ANSWER_BYTES
-from services.rollout.agents.lending import Lease, Lending, Offer
+from services.rollout.agents.lending import Lending, TaskLease, TaskOffer
 from services.rollout.agents.session import Session
 
 _TASK_BYTES = 4_096
@@ -30,7 +30,7 @@ _GRACE_SECONDS = 5.0
 
 
 @dataclass(eq=False, slots=True)
-class TaskOffer(Offer):
+class SessionOffer(TaskOffer):
     """A task of a session, and what comes of it."""
 
     task: Task = field(kw_only=True)
@@ -92,7 +92,7 @@ class AgentHosts:
         """Raises Aborted where the agent failed or its hosts were lost, Unavailable where there is no host."""
         size = len(str(task.prompt)) + len(str(task.metadata)) + _TASK_BYTES
         reward = asyncio.get_running_loop().create_future()
-        offer = TaskOffer(
+        offer = SessionOffer(
             *(self._seconds, size, time.monotonic()), task=task, session=session, sample_id=sample_id, reward=reward
         )
         self._lending.offer(offer)
@@ -141,14 +141,14 @@ class AgentHosts:
         """Another host is to play the task. False where the lease had ended."""
         self._heard = time.monotonic()
         offer = self._lending.give_back(lease_id)
-        if isinstance(offer, TaskOffer):
+        if isinstance(offer, SessionOffer):
             offer.session.lend(None)
             self._offered.set()
         return offer is not None
 
-    def _lent(self, lease: Lease) -> LentTask:
+    def _lent(self, lease: TaskLease) -> LentTask:
         offer = lease.offer
-        assert isinstance(offer, TaskOffer)
+        assert isinstance(offer, SessionOffer)
         offer.session.lend(lease.lease_id)
         url = f"{self._url}/sessions/{offer.session.session_id}.{lease.lease_id}/v1"
         return LentTask(lease.lease_id, url, offer.seconds, offer.task, offer.sample_id)
@@ -169,9 +169,9 @@ class AgentHosts:
         if self._lending.waiting and not self._asking:
             self._look_for_hosts(now)
 
-    def _lost(self, lease: Lease) -> None:
+    def _lost(self, lease: TaskLease) -> None:
         offer = lease.offer
-        assert isinstance(offer, TaskOffer)
+        assert isinstance(offer, SessionOffer)
         log.warning("agent_host_lost", host_id=lease.host_id, sample_id=offer.sample_id, losses=len(offer.losses))
         offer.session.lend(None)
         self._offered.set()
@@ -196,8 +196,8 @@ class AgentHosts:
                 )
 
     @staticmethod
-    def _settle(offer: Offer | None, result: Reward | HeadraceError | None) -> bool:
-        if not isinstance(offer, TaskOffer) or offer.reward.done():
+    def _settle(offer: TaskOffer | None, result: Reward | HeadraceError | None) -> bool:
+        if not isinstance(offer, SessionOffer) or offer.reward.done():
             return False
         if isinstance(result, HeadraceError):
             offer.reward.set_exception(result)

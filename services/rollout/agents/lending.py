@@ -17,7 +17,7 @@ MAX_LOSSES = 3
 
 
 @dataclass(eq=False, slots=True)
-class Offer:
+class TaskOffer:
     """A task to play; `seconds` is how long one host may play it, `num_bytes` its size on the wire."""
 
     seconds: float
@@ -30,11 +30,11 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class TaskLease:
     """One host plays one task."""
 
     lease_id: str
-    offer: Offer
+    offer: TaskOffer
     host_id: str
     began: float
 
@@ -44,28 +44,28 @@ class Lending:
 
     def __init__(self, lease_seconds: float) -> None:
         self.lease_seconds = lease_seconds
-        self.waiting: OrderedDict[Offer, None] = OrderedDict()
-        self._leases: dict[str, Lease] = {}
+        self.waiting: OrderedDict[TaskOffer, None] = OrderedDict()
+        self._leases: dict[str, TaskLease] = {}
         self._renewed: dict[str, float] = {}
 
-    def offer(self, offer: Offer) -> None:
+    def offer(self, offer: TaskOffer) -> None:
         """The task waits behind all others."""
         self.waiting[offer] = None
 
-    def withdraw(self, offer: Offer) -> None:
+    def withdraw(self, offer: TaskOffer) -> None:
         """Nobody wants the task any more; does nothing for one that is done."""
         self.waiting.pop(offer, None)
         if offer.lease_id is not None:
             self._end(self._leases[offer.lease_id])
 
-    def lend(self, host_id: str, most: int, most_bytes: int, now: float) -> list[Lease]:
+    def lend(self, host_id: str, most: int, most_bytes: int, now: float) -> list[TaskLease]:
         """Returns at most so many leases; a task that is larger than all of `most_bytes` comes alone."""
-        leases, left = list[Lease](), most_bytes
+        leases, left = list[TaskLease](), most_bytes
         while self.waiting and len(leases) < most and (not leases or next(iter(self.waiting)).num_bytes <= left):
             offer, _ = self.waiting.popitem(last=False)
             left -= offer.num_bytes
             offer.lease_id = secrets.token_urlsafe(12)
-            lease = Lease(offer.lease_id, offer, host_id, now)
+            lease = TaskLease(offer.lease_id, offer, host_id, now)
             self._leases[lease.lease_id], self._renewed[lease.lease_id] = lease, now
             leases.append(lease)
         return leases
@@ -75,19 +75,19 @@ class Lending:
         self._renewed.update((each, now) for each in lease_ids if each in self._leases)
         return [each for each in lease_ids if each not in self._leases]
 
-    def finish(self, lease_id: str) -> Offer | None:
+    def finish(self, lease_id: str) -> TaskOffer | None:
         """Ends the lease and returns its task, which is the caller's; None where it had ended."""
         lease = self._leases.get(lease_id)
         return self._end(lease) if lease else None
 
-    def give_back(self, lease_id: str) -> Offer | None:
+    def give_back(self, lease_id: str) -> TaskOffer | None:
         """The task waits again, in front of all others; None where the lease had ended."""
         offer = self.finish(lease_id)
         if offer:
             self._first(offer)
         return offer
 
-    def lost(self, now: float) -> Iterator[Lease]:
+    def lost(self, now: float) -> Iterator[TaskLease]:
         """Ends leases that were not renewed; their tasks wait again, but for those that were lost too often."""
         for lease in [each for each in self._leases.values() if self._is_lost(each, now)]:
             self._end(lease)
@@ -96,24 +96,24 @@ class Lending:
                 self._first(lease.offer)
             yield lease
 
-    def overdue(self, now: float) -> Iterator[Lease]:
+    def overdue(self, now: float) -> Iterator[TaskLease]:
         """Ends leases of tasks that were played longer than they may be."""
         for lease in [each for each in self._leases.values() if now - each.began > each.offer.seconds]:
             self._end(lease)
             yield lease
 
     @staticmethod
-    def is_hopeless(offer: Offer) -> bool:
+    def is_hopeless(offer: TaskOffer) -> bool:
         return len(offer.losses) >= MAX_LOSSES
 
-    def _is_lost(self, lease: Lease, now: float) -> bool:
+    def _is_lost(self, lease: TaskLease, now: float) -> bool:
         return now - self._renewed[lease.lease_id] > self.lease_seconds
 
-    def _first(self, offer: Offer) -> None:
+    def _first(self, offer: TaskOffer) -> None:
         self.waiting[offer] = None
         self.waiting.move_to_end(offer, last=False)
 
-    def _end(self, lease: Lease) -> Offer:
+    def _end(self, lease: TaskLease) -> TaskOffer:
         lease.offer.lease_id = None
         del self._leases[lease.lease_id], self._renewed[lease.lease_id]
         return lease.offer

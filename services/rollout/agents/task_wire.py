@@ -9,10 +9,8 @@ from headrace.hooks.reward import Reward, checked_reward
 from headrace.job.schema.secrets import without_secrets
 from headrace.prompt_row import chat_message, ordered_json
 from headrace.wire.checks import cut_text, require_finite, require_id, require_json_object, require_name
+from headrace.wire.limits import MAX_TASK_WAIT_SECONDS, MAX_TASKS_PER_CALL
 from services.rollout.agents.hosts import AgentHosts, LentTask
-
-MAX_TASKS = 1_024
-_MAX_WAIT_SECONDS = 60.0
 
 
 def require_hosts(hosts: AgentHosts | None) -> AgentHosts:
@@ -27,8 +25,8 @@ def require_hosts(hosts: AgentHosts | None) -> AgentHosts:
 async def lease_tasks(hosts: AgentHosts, request: pb.LeaseTasksRequest) -> pb.LeaseTasksResponse:
     """Raises InvalidArgument for a host without a name, or a wait that is no number."""
     host_id = require_id(request.host_id, "host_id")
-    wait_seconds = min(require_finite(request.wait_seconds, "wait_seconds"), _MAX_WAIT_SECONDS)
-    tasks = await hosts.lend(host_id, min(request.max_tasks, MAX_TASKS), wait_seconds)
+    wait_seconds = min(require_finite(request.wait_seconds, "wait_seconds"), MAX_TASK_WAIT_SECONDS)
+    tasks = await hosts.lend(host_id, min(request.max_tasks, MAX_TASKS_PER_CALL), wait_seconds)
     return pb.LeaseTasksResponse(
         tasks=[_task(task) for task in tasks],
         lease_seconds=hosts.lease_seconds,

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
-import sys
-from collections.abc import AsyncIterator
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,57 +13,29 @@ import pytest
 
 from headrace.agent_host.host import task_of
 from headrace.api.rollout.v1 import rollout_pb2 as pb
-from headrace.api.rollout.v1 import rollout_pb2_grpc
 from headrace.api.sample.v1 import sample_pb2
 from headrace.cli.commands.audit import audit_ledger, described
 from headrace.client.buffer import BufferClient
 from headrace.client.rollout import RolloutClient
 from headrace.errors import ConfigError, FailedPrecondition, InvalidArgument
-from headrace.rpc.server import RpcServer, Service
+from headrace.job.schema.job import Job
+from headrace.launch.specs import spec
+from headrace.run_folder import RunFolder
 from headrace.trajectory import Sample, Status
 from services.rollout.agents.hosts import AgentHosts
-from services.rollout.agents.lending import MAX_LOSSES
+from services.rollout.agents.lending import MAX_LOSSES, Lending, TaskOffer
 from services.rollout.agents.server import EndpointServer
-from services.rollout.servicer import REQUEST_LIMITS, RolloutServicer
 from services.trainer.data.record import TrainingRecord
 from services.trainer.plan.batch import Batch
-from tests.support.agents import GROUPS, SAMPLES, Producing
-from tests.support.fakes.fake_engine import FakeEngine
-from tests.unit.rollout.agents.test_agents import AGENT, producing, require_as_sampled
-
-NAME = pb.DESCRIPTOR.services_by_name["RolloutService"].full_name
+from tests.support.agent_hosts import LEASE_SECONDS, host, lending
+from tests.support.agents import GROUPS, SAMPLES, Producing, require_as_sampled
 
 
-@contextlib.asynccontextmanager
-async def lending(
-    folder: Path, *, token_seconds: float = 0.0, code: str = AGENT, **options: Any
-) -> AsyncIterator[tuple[Producing, FakeEngine, RolloutClient, str]]:
-    """A rollout service whose tasks are lent, behind gRPC."""
-    options = {"agent_hosts": True, "agent_lease_seconds": 1.0, **options}
-    async with producing(folder, code, token_seconds=token_seconds, **options) as (made, engine):
-        server = RpcServer(
-            "rollout",
-            "127.0.0.1:0",
-            [Service(RolloutServicer(made.service.parts), rollout_pb2_grpc.add_RolloutServiceServicer_to_server, NAME)],
-            request_limits=REQUEST_LIMITS,
-        )
-        await server.start()
-        async with RolloutClient(server.address) as client:
-            yield made, engine, client, server.address
-        await server.stop(grace_seconds=0.0)
-
-
-@contextlib.asynccontextmanager
-async def host(address: str, *words: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """`headrace agent` as a process of its own, killed at the end."""
-    command = (sys.executable, "-m", "headrace.cli.main", "agent", "--rollout-address", address, *words)
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
+def run_out_leases(made: Producing) -> None:
+    """As if no host had been heard of for longer than a lease."""
+    hosts = made.sampler.player
+    assert isinstance(hosts, AgentHosts)
+    hosts._look(time.monotonic() + LEASE_SECONDS + 1.0)
 
 
 async def lease_one(client: RolloutClient, host_id: str = "h") -> pb.AgentTask:
@@ -88,6 +58,7 @@ async def test_a_host_that_is_killed_loses_no_sample_and_none_is_trained_twice(t
                     await asyncio.sleep(0.01)
             first.kill()
             await first.wait()
+        run_out_leases(made)
         engine.token_seconds = 0.0
         async with host(address) as second:
             samples = await made.produced()
@@ -121,7 +92,8 @@ async def test_what_a_host_says_in_a_lease_that_has_ended_counts_for_nothing(tmp
         playing = asyncio.create_task(made.play())
         lost = await lease_one(client, "frozen")
         await ask(lost)
-        task = await lease_one(client, "second")  # once the first one's lease has run out
+        run_out_leases(made)
+        task = await lease_one(client, "second")
         assert await client.renew_tasks("frozen", [lost.lease_id]) == [lost.lease_id]
         with pytest.raises(openai.NotFoundError, match="another host plays it"):
             await ask(lost)
@@ -134,17 +106,34 @@ async def test_what_a_host_says_in_a_lease_that_has_ended_counts_for_nothing(tmp
     assert (sample.reward, sample.response, int(sample.loss_mask.sum())) == (2.0, said, 6)
 
 
-async def test_a_task_that_is_renewed_stays_with_its_host(tmp_path: Path) -> None:
-    async with lending(tmp_path, num_prompts=0) as (made, _, client, _):
-        playing = asyncio.create_task(made.play())
-        task = await lease_one(client)
-        for _ in range(12):  # one and a half leases
-            assert await client.renew_tasks("h", [task.lease_id]) == []
-            assert not (await client.lease_tasks("other", 1, wait_seconds=0.125)).tasks
-        await ask(task)
-        await client.finish_task(pb.FinishTaskRequest(lease_id=task.lease_id))
-        (sample,) = await playing
-    assert (sample.reward, sample.failure) == (None, None)
+def test_a_task_that_is_renewed_stays_with_its_host_for_as_long_as_it_may_be_played() -> None:
+    lending, offer = Lending(lease_seconds=10.0), TaskOffer(seconds=100.0, num_bytes=10, since=0.0)
+    lending.offer(offer)
+    (lease,) = lending.lend("h", 5, 100, now=0.0)
+    for now in (9.0, 18.0, 27.0):
+        assert lending.renew([lease.lease_id, "unknown"], now) == ["unknown"]
+        assert not [*lending.lost(now + 9.9), *lending.overdue(now)]
+    assert [*lending.overdue(100.1)] == [lease]
+    assert lending.finish(lease.lease_id) is None
+    assert not lending.waiting
+
+
+def test_a_lost_or_returned_task_goes_first_and_large_ones_come_alone() -> None:
+    lending = Lending(lease_seconds=10.0)
+    offers = [TaskOffer(seconds=100.0, num_bytes=size, since=0.0) for size in (40, 200, 40, 40)]
+    for offer in offers:
+        lending.offer(offer)
+    (first,) = lending.lend("a", 5, 100, now=0.0)
+    (large,) = lending.lend("a", 5, 100, now=0.0)
+    assert [first.offer, large.offer] == offers[:2]
+    assert lending.give_back(large.lease_id) is offers[1]
+    assert [lease.host_id for lease in lending.lost(11.0)] == ["a"]
+    assert list(lending.waiting) == [offers[0], offers[1], *offers[2:]]
+    lending.withdraw(offers[0])
+    lending.withdraw(offers[1])
+    assert [lease.offer for lease in lending.lend("b", 5, 100, now=11.0)] == offers[2:]
+    lending.withdraw(offers[2])
+    assert lending.renew([first.lease_id, large.lease_id], 11.0) == [first.lease_id, large.lease_id]
 
 
 async def test_a_task_that_ends_its_hosts_fails_and_one_that_is_returned_does_not(tmp_path: Path) -> None:
@@ -186,7 +175,7 @@ async def test_a_task_brings_prompt_label_metadata_and_the_jobs_options(tmp_path
     async with lending(tmp_path, num_prompts=0) as (made, _, client, _):
         playing = asyncio.create_task(made.play(metadata={"level": 3}))
         reply = await client.lease_tasks("h", 5, wait_seconds=60.0, return_args=True)
-        assert (reply.lease_seconds, reply.agent_function_path) == (1.0, f"{tmp_path / 'agent.py'}:run")
+        assert (reply.lease_seconds, reply.agent_function_path) == (LEASE_SECONDS, f"{tmp_path / 'agent.py'}:run")
         assert '"rollout_max_response_len":6' in reply.args_json
         task = task_of(reply.tasks[0])
         assert (task.prompt, task.label, task.metadata, task.evaluation) == ("2 + 2?", "4", {"level": 3}, False)
@@ -219,7 +208,34 @@ async def test_tasks_without_any_host_fail_after_the_wait_for_peers(tmp_path: Pa
 
 def test_the_endpoint_listens_for_other_machines_only_where_that_is_said() -> None:
     EndpointServer(None, host="127.0.0.1").require_private()
-    server = EndpointServer(None, 8000, host="10.1.2.3")
+    openai_host = "10.1.2.3"
+    server = EndpointServer(None, 8000, host=openai_host)
     assert server.url == "http://10.1.2.3:8000"
     with pytest.raises(ConfigError, match="pass --insecure"):
         server.require_private()
+
+
+def test_insecure_lets_services_listen_for_other_machines(tmp_path: Path) -> None:
+    job = Job.model_validate(
+        {
+            "model": {"hf_checkpoint": tmp_path},
+            "services": {
+                "buffer_address": "10.1.2.3:1",
+                "reward_address": "10.1.2.3:2",
+                "rollout_address": "10.1.2.3:3",
+            },
+        }
+    )
+    for is_given in (False, True):
+        services = job.services.model_copy(update={"insecure": is_given})
+        made = spec(job.model_copy(update={"services": services}), "rollout", RunFolder(tmp_path))
+        assert ("--insecure" in made.command) is is_given
+
+
+def test_options_of_hosts_need_an_agent(load_with: Any) -> None:
+    with pytest.raises(ConfigError, match="agent_function_path"):
+        load_with("--agent-hosts")
+    with pytest.raises(ConfigError, match="agent_hosts"):
+        load_with("--agent-function-path", "agents.run", "--agent-lease-seconds", "3")
+    job = load_with("--agent-function-path", "not/here.py:run", "--agent-hosts", "--agent-lease-seconds", "3")
+    assert job.rollout.agent_lease_seconds == 3.0
