@@ -19,7 +19,7 @@ class AssistantMessage(dict[str, Any]):
 
     @property
     def content(self) -> Completion:
-        """What was said before the first tool call. Its tokens are those of the whole response."""
+        """The text before the first tool call. Its tokens are those of the whole response."""
         content: Completion = self["content"]
         return content
 

@@ -68,7 +68,7 @@ def _detector(name: str) -> Any:
     known = {key: one for key, one in FunctionCallParser.ToolCallParserEnum.items() if key != _NEEDS_A_TOKENIZER}
     if name not in known:
         raise ConfigError(
-            f"SGLang has no tool call parser {name!r}{did_you_mean(name, known)}; it has {', '.join(sorted(known))}",
+            f"SGLang has no tool call parser {name!r} (it has {', '.join(sorted(known))}){did_you_mean(name, known)}",
             field="sglang.tool_call_parser",
         )
     return known[name]

@@ -1,4 +1,4 @@
-"""Which agent host plays which task: a table without clock, wire or session.
+"""The table of which agent host plays which task, without clock, wire or session.
 
 A task is waiting → lent → done. A lease that is not renewed ends, and its task is waiting again, in front; one that
 has been lost so often, or played longer than it may be, is given up. Nothing is durable: with the service its tasks

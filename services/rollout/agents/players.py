@@ -1,4 +1,4 @@
-"""Who plays an agent's tasks: worker processes of this service, or hosts anywhere (`hosts.py`)."""
+"""Players of agents' tasks: worker processes of this service, or hosts anywhere (`hosts.py`)."""
 
 from __future__ import annotations
 
