@@ -89,15 +89,17 @@ class AgentHost:
     async def _lease(self, path: str) -> None:
         while True:
             self._ended.clear()
-            if (free := self._concurrency - len(self._playing)) <= 0:
+            if len(self._playing) >= self._concurrency:
                 await self._ended.wait()
                 continue
-            leased = await self._patiently(
-                lambda free=free: self._rollout.lease_tasks(self._host_id, free, wait_seconds=_WAIT_SECONDS)
-            )
+            leased = await self._patiently(self._next)
             self._lease_seconds = leased.lease_seconds
             for task in leased.tasks:
                 self._playing[task.lease_id] = asyncio.create_task(self._play(path, task))
+
+    async def _next(self) -> pb.LeaseTasksResponse:
+        free = self._concurrency - len(self._playing)
+        return await self._rollout.lease_tasks(self._host_id, free, wait_seconds=_WAIT_SECONDS)
 
     async def _play(self, path: str, task: pb.AgentTask) -> None:
         try:

@@ -54,8 +54,8 @@ class Session:
 
     def lend(self, lease: str | None) -> None:
         """From now on only requests under this lease are answered, and none without one: a new run begins."""
-        for request in self.requests:
-            request.cancel()
+        for asked in self.requests:
+            asked.cancel()
         self.record, self.run, self.is_cut = self.record.emptied(), "", False
         self.lease, self.is_lent, self._begun = lease, True, time.monotonic()
 

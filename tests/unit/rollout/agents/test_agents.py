@@ -17,6 +17,7 @@ import pytest
 from headrace.errors import ConfigError
 from headrace.rpc.net import free_port
 from headrace.trajectory import Status
+from services.rollout.agents.players import WorkerPlayer
 from tests.support.agents import AGENT, GROUPS, SAMPLES, Producing, require_as_sampled
 from tests.support.agents import producing as producing_with
 from tests.support.fakes.fake_engine import FakeEngine
@@ -49,6 +50,7 @@ async def test_a_worker_that_is_killed_costs_no_sample(tmp_path: Path) -> None:
         async with asyncio.timeout(120):
             while not engine.num_in_flight:  # another party's state
                 await asyncio.sleep(0.01)
+        assert isinstance(made.sampler.player, WorkerPlayer)
         for pid in made.sampler.player.pool.pids:
             os.kill(pid, signal.SIGKILL)
         engine.token_seconds = 0.0
